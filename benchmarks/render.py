@@ -114,6 +114,10 @@ PARTS = {
         ("fp32", "bf16, by policy", "fp8, scale per row", "int8, blocks of 256", "nf4 base, LoRA"),
         note="nf4: trains adapters only, 40 steps from the final weights of the first row.",
     ),
+    "qlora.main": Part(
+        ("base KiB", "ms", "fsdp2 / peer KiB", "fsdp2 / peer ms", "gradients"),
+        note="Base: what a rank keeps between steps. gradients: those of the adapters, beside fsdp2's.",
+    ),
     "peak_memory.main": Part(
         ("limit", "fsdp2", "torch FSDP2", "FSDP1", "ratio"),
         (

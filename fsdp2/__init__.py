@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from fsdp2 import extensions
+from fsdp2.api.adapters import Adapted, register_adapter
 from fsdp2.api.fully_shard import fully_shard
 from fsdp2.api.module import FSDPModule, GradientReductionHandle, UnshardHandle, share_comm_ctx
 from fsdp2.api.no_sync import no_sync
@@ -135,8 +136,14 @@ def _limit_memory(limit: int, root: Root) -> Any:
     return import_module("fsdp2.tools.memory_limit").MemoryLimit(limit, root)
 
 
+def _adapt_4bit(*parameter: Any) -> Adapted:
+    made: Adapted = import_module("fsdp2.tensors.params4bit").adapt(*parameter)
+    return made
+
+
 _alike.register()
 _copying.register()
 _ranks_may_differ.register()
 register_memory_limit(_limit_memory)
+register_adapter("bitsandbytes.nn.modules.Params4bit", _adapt_4bit)
 del globals()["plan"]  # the folder, which hides the function

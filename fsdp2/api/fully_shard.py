@@ -307,6 +307,9 @@ class PreparedUnit:
                 _warn_of_hooks(record)
                 setattr(record.param, SHARDED_AS, record.name)
         groups = tuple(ParamGroup(item.records, item.mesh, self.home) for item in self.resolved)
+        for record in (record for item in self.resolved for record in item.records):
+            if record.on_commit is not None:
+                record.on_commit()
         for item, group in zip(self.resolved, groups, strict=True):
             group.unsharded.use_post_forward_mesh(item.post_forward)
             for param in group.params:

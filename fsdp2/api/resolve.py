@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp2 import _torch
+from fsdp2.api.adapters import adapter_of
 from fsdp2.comm.offload import Home
 from fsdp2.group.group import ParamGroup
 from fsdp2.group.hooked_params import has_hooks, is_plain
@@ -180,8 +181,11 @@ def _resolve(
     item: Found, parallel: ParallelMesh, placement: Shard | None, policy: MixedPrecisionPolicy, home: Home
 ) -> ParamRecord:
     name, param = item.name, item.param
-    dim = _resolve_dim(name, param, placement)
-    full = local_part(param)
+    adapter = adapter_of(param)
+    adapted = None if adapter is None else adapter(name, param, item.slots)
+    form = param if adapted is None else nn.Parameter(adapted.tensor, requires_grad=False)
+    dim = _resolve_dim(name, form, placement)
+    full = local_part(form)
     layout = ShardLayout(tuple(full.shape), dim, parallel.shard.size)
     own, grad_dtype = own_policy(name, param, policy), _torch.own_grad_dtype(param)
     check_grad_dtype(name, grad_dtype, own)
@@ -190,11 +194,12 @@ def _resolve(
         param=param,
         slots=tuple(item.slots),
         layout=layout,
-        spec=param_spec(name, param, dim, parallel),
-        dtypes=param_dtypes(param.dtype, own, grad_dtype),
+        spec=param_spec(name, form, dim, parallel),
+        dtypes=param_dtypes(form.dtype, own, grad_dtype),
         policy=own,
-        local=_subclass_shard(name, param, full, layout, parallel.shard.rank, home),
+        local=_subclass_shard(name, form, full, layout, parallel.shard.rank, home),
         grad_dtype=grad_dtype,
+        on_commit=None if adapted is None else adapted.commit,
     )
 
 
@@ -215,11 +220,13 @@ def check_not_flattened(name: str, param: nn.Parameter) -> None:
 def _check_param(item: Found, device: torch.device) -> None:
     name, param = item.name, item.param
     check_not_flattened(name, param)
-    if nn.Parameter in type(param).__mro__[1:] and not has_hooks(param):  # hooks: see _subclass_shard
+    is_own_class = nn.Parameter in type(param).__mro__[1:]
+    if is_own_class and not has_hooks(param) and adapter_of(param) is None:  # hooks: see _subclass_shard
         raise ExtensionError(
             f"fully_shard: parameter '{name}' is a {type(param).__name__}. Sharding would lose this class: compute "
-            "would read an nn.Parameter. Replace the parameter by nn.Parameter(...) of its values or of a tensor "
-            "subclass with all-gather hooks, or list the parameter in ignored_params."
+            "would read an nn.Parameter. Replace the parameter by nn.Parameter(...) of its values, or of a tensor "
+            "subclass that has the methods fsdp_pre_all_gather, fsdp_post_all_gather and __torch_dispatch__: see "
+            "docs/guide/extensions.md#all-gather-hooks. Or list the parameter in ignored_params."
         )
     sharded_as = getattr(param, SHARDED_AS, None)
     if is_shard(param) or hasattr(param, NAME_IN_PASS):  # the root stays unsharded after forward

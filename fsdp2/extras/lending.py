@@ -21,7 +21,7 @@ from fsdp2.comm.backends import exchange
 from fsdp2.comm.streams import wait_for
 from fsdp2.group.group import ParamGroup, groups_by_slot
 from fsdp2.group.hooked_params import is_plain
-from fsdp2.group.param import ShardedParam, Slot
+from fsdp2.group.param import WHOLE, ShardedParam, Slot, whole_subclass
 from fsdp2.plan.mesh import Axis, ParallelMesh, replicated
 from fsdp2.runtime.unit import Unit, units_under
 from fsdp2.schedule.states import GroupState, Lent, Pass
@@ -243,13 +243,13 @@ def joined(param: ShardedParam, got: torch.Tensor) -> torch.Tensor:
 
 
 def _gathered_subclass(param: ShardedParam) -> torch.Tensor:
-    """The values of a parameter whose shard is a tensor subclass. DTensor gathers them."""
+    """The values of a parameter whose shard is a tensor subclass."""
     if param.spec.unsharded is not None:
         raise ValueError(
             f"unsharded: parameter '{param.full_name}' is a {type(_torch.local_of(param.sharded)).__name__} that is "
             "also sharded over model axes. Read this parameter with full_tensor()."
         )
-    return param.sharded.full_tensor()  # type: ignore[attr-defined]
+    return whole_subclass(param, _torch.local_of(param.sharded).detach())
 
 
 def _value(param: ShardedParam) -> torch.Tensor:
@@ -270,7 +270,13 @@ def _value(param: ShardedParam) -> torch.Tensor:
 
 def _from_first_rank(value: torch.Tensor, param: ShardedParam, ranks: Axis) -> torch.Tensor:
     """Every rank returns the ``value`` of the first one."""
-    device = param.mesh.device
+    device, local = param.mesh.device, _torch.local_of(param.sharded)
+    if hasattr(local, WHOLE):
+        value = value.to(device) if ranks.rank == 0 else local.new_zeros(param.layout.shape, device=device)
+        for leaf in _torch.leaves(value):
+            if ranks.size > 1 and leaf.numel():
+                dist.broadcast(leaf, group=ranks.group, group_src=0)
+        return value
     if ranks.rank == 0:
         value = value.to(device, param.dtypes.orig).contiguous()
     else:

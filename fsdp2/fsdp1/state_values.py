@@ -18,7 +18,7 @@ from fsdp2.extras.lending import gathered_together
 from fsdp2.fsdp1.names import Wrapper
 from fsdp2.group.group import ParamGroup
 from fsdp2.group.hooked_params import is_plain
-from fsdp2.group.param import ShardedParam
+from fsdp2.group.param import ShardedParam, whole_subclass
 
 CPU = torch.device("cpu")
 _ALIGNMENT_NBYTES = 16  # of parameters in torch's flat parameter, with use_orig_params
@@ -40,7 +40,7 @@ def full_values(
     del got
     values = []
     for i, param in enumerate(params):
-        value = whole.pop(i) if i in whole else param.spec.sharded.dtensor(locals_[i]).full_tensor()
+        value = whole.pop(i) if i in whole else whole_subclass(param, locals_[i])
         value = value if device is None or value.device == device else value.to(device)
         values.append(param.spec.unsharded_tensor(_owned(value, locals_[i])))
     return values
@@ -48,9 +48,11 @@ def full_values(
 
 def _owned(value: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """``value`` in memory of its own, with nothing else in it."""
-    memory = value.untyped_storage()
-    is_own = memory.data_ptr() != local.untyped_storage().data_ptr()
-    return value if is_own and memory.nbytes() == value.nbytes else value.clone()
+    theirs = {leaf.untyped_storage().data_ptr() for leaf in _torch.leaves(local)}
+    memory = [leaf.untyped_storage() for leaf in _torch.leaves(value)]
+    is_own = theirs.isdisjoint(each.data_ptr() for each in memory)
+    has_more = is_plain(value) and memory[0].nbytes() != value.nbytes
+    return value if is_own and not has_more else value.clone()
 
 
 # Sharded

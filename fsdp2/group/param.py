@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -32,6 +33,10 @@ from fsdp2.types import ExtensionError, MixedPrecisionPolicy
 # sharded parameter: it shows that an inner module was sharded after an outer one.
 SHARDED_AS = "_fsdp2_sharded_as"
 
+# Methods that a tensor subclass may have. For the first one, see whole_subclass. The other one gives a Piece for each
+# tensor that files have of it, by what comes behind the name of the parameter.
+WHOLE, IN_FILES = "fsdp2_whole", "fsdp2_in_files"
+
 NAME_IN_PASS = "_fsdp2_name_in_pass"  # attribute of parameters that stand for the sharded one during a pass: its name
 
 
@@ -43,12 +48,50 @@ class Slot(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Piece:
+    """One of several tensors that files have of a parameter.
+
+    Attributes:
+        tensor: if ``is_cut``, this rank's rows along dim 0, else all of it.
+        shape, dtype: in files. Bytes of ``tensor`` behind these are padding.
+        check: says what is wrong with values of files, which may have another shape then, and of ``""``, nothing is.
+        write: loads such values, instead of a copy into ``tensor``.
+        dense: how files that have the weight itself, not in pieces, are loaded.
+    """
+
+    tensor: torch.Tensor
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_cut: bool = False
+    check: Callable[[torch.Tensor], str] | None = None
+    write: Callable[[torch.Tensor], None] | None = None
+    dense: DensePiece | None = None
+
+
+@dataclass(frozen=True)
+class DensePiece:
+    """A weight that is quantised when it is loaded.
+
+    Attributes:
+        shape: in files.
+        row_numel: how many of its entries, in their order in memory, one row of the parameter has.
+        quantise: gets the entries of this rank's rows, and returns something for each row.
+        finish: gets that of all ranks, and the number of this rank's first row. None: there is nothing left to do.
+    """
+
+    shape: tuple[int, ...]
+    row_numel: int
+    quantise: Callable[[torch.Tensor], torch.Tensor]
+    finish: Callable[[torch.Tensor, int], None] | None
+
+
+@dataclass(frozen=True)
 class ParamRecord:
     """One parameter as resolved; sharding changes nothing here. ``name`` is relative to the module given. ``layout``:
     how this rank's part of the parameter is cut; model axes may have cut the parameter before. ``policy``: of this
     parameter alone. ``local``: the shard of a tensor subclass, already cut; None if the shard lies in the flat buffer.
     ``grad_dtype``: what the user set, if anything. ``is_cut``: ``param`` is already the sharded parameter, and
-    ``local`` is its local tensor."""
+    ``local`` is its local tensor. ``on_commit``: what else changes when the parameter is sharded."""
 
     name: str
     param: nn.Parameter
@@ -60,6 +103,7 @@ class ParamRecord:
     local: torch.Tensor | None = None
     grad_dtype: GradDtype | None = None
     is_cut: bool = False
+    on_commit: Callable[[], None] | None = None
 
 
 class ShardedParam:
@@ -349,6 +393,23 @@ def subclass_shard(name: str, full: torch.Tensor, layout: ShardLayout, rank: int
             f"shape {tuple(local.shape)}. Sharding would lose the class. Let {cls}.__torch_dispatch__ keep the class."
         )
     return local
+
+
+def whole_subclass(param: ShardedParam, local: torch.Tensor) -> torch.Tensor:
+    """All of ``param``, of which this rank has the tensor subclass ``local``. Collective. DTensor gathers what the
+    operations of the class read. Instead, a class may have ``fsdp2_whole(gather)``: ``gather`` joins a plain tensor
+    that is cut as the parameter is, and the method returns a wrapper of such tensors."""
+    like = param.spec.sharded.dtensor(local)
+    if not hasattr(local, WHOLE):
+        return like.full_tensor()
+    return cast(torch.Tensor, getattr(local, WHOLE)(partial(joined_along_dim_0, like)))
+
+
+def joined_along_dim_0(like: DTensor, inner: torch.Tensor) -> torch.Tensor:
+    """The plain tensor that is cut along dim 0 as ``like`` is, of which this rank has ``inner``. Collective."""
+    shape = torch.Size((like.shape[0], *inner.shape[1:]))
+    mesh, placements, strides = like.device_mesh, like.placements, contiguous_stride(shape)
+    return DTensor.from_local(inner, mesh, placements, run_check=False, shape=shape, stride=strides).full_tensor()
 
 
 def pinned(name: str, local: torch.Tensor, home: Home) -> torch.Tensor:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -41,7 +42,6 @@ from fsdp2.tools.weights import (
     ONE_FILE,
     Rename,
     Weight,
-    cast_dtype,
     check_dtype,
     check_ready,
     renamed,
@@ -66,7 +66,7 @@ class _Entry:
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.weight.tensor.shape) * self.dtype.itemsize
+        return math.prod(self.weight.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,8 @@ def save_safetensors(
     in the folder is replaced: whoever reads the folder finds the old one or the new one, whenever the processes are
     killed. Other files stay. All ranks must call it, between steps, and see the folder. A rank holds one whole tensor
     at a time. Tied weights are written once, under the first name. Plain tensors, such as
-    buffers, are written as the first rank has them. A tensor subclass is written as the values that compute reads.
+    buffers, are written as the first rank has them. A tensor subclass is written as the values that compute reads, and
+    4-bit weights of bitsandbytes under the keys that it writes itself.
 
     Args:
         model: the model, or a part of it.
@@ -161,7 +162,7 @@ def _path(folder: object) -> Path:
 
 def _entries(weights: Sequence[Weight], dtype: torch.dtype | None, rename: Rename | None) -> list[_Entry]:
     found: dict[str, _Entry] = {}
-    for weight in weights:
+    for weight in itertools.chain.from_iterable(each.in_files() for each in weights):
         name = weight.names[0]
         key = renamed(name, rename)
         if key is None:
@@ -176,7 +177,7 @@ def _entries(weights: Sequence[Weight], dtype: torch.dtype | None, rename: Renam
                 f"{_CALLER}: '{found[key].weight.names[0]}' and '{name}' are both renamed to '{key}'. Let rename give "
                 "each its own key."
             )
-        found[key] = entry = _Entry(key, weight, cast_dtype(weight.tensor, dtype))
+        found[key] = entry = _Entry(key, weight, weight.dtype_in_files(dtype))
         if entry.dtype not in _CODES:
             raise ValueError(
                 f"{_CALLER}: safetensors has no name for {entry.dtype}, the dtype of '{name}'. Pass "
@@ -210,7 +211,7 @@ def _files(entries: Sequence[_Entry], max_nbytes: int, tag: str) -> list[_File]:
 def _digest(files: Sequence[_File]) -> str:
     """Of all that ranks must have in common."""
     said = [
-        (file.name, each.key, str(each.dtype), tuple(each.weight.tensor.shape), isinstance(each.weight.tensor, DTensor))
+        (file.name, each.key, str(each.dtype), each.weight.shape, isinstance(each.weight.tensor, DTensor))
         for file in files
         for each in file.entries
     ]
@@ -309,7 +310,7 @@ def _header(entries: Iterable[_Entry]) -> bytes:
     end = 0
     for entry in entries:
         start, end = end, end + entry.nbytes
-        shape = list(entry.weight.tensor.shape)
+        shape = list(entry.weight.shape)
         header[entry.key] = {"dtype": _CODES[entry.dtype], "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _HEADER_ALIGNMENT)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import json
+import math
 import os
 import warnings
 from collections import deque
@@ -32,7 +33,7 @@ from fsdp2.comm.together import axis_of, together
 from fsdp2.extras.lending import check_idle, gathered, gathered_together, joined, packed
 from fsdp2.group.group import ParamGroup, groups_by_slot
 from fsdp2.group.hooked_params import is_plain
-from fsdp2.group.param import ShardedParam, Slot
+from fsdp2.group.param import IN_FILES, WHOLE, Piece, ShardedParam, Slot, joined_along_dim_0, whole_subclass
 from fsdp2.plan.mesh import mesh_device
 from fsdp2.tools.progress import progress
 
@@ -90,6 +91,42 @@ class Weight:
         """What this rank has of it, without autograd; shares the memory."""
         return (_torch.local_of(self.tensor) if isinstance(self.tensor, DTensor) else self.tensor).detach()
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole tensor in files."""
+        return tuple(self.tensor.shape)
+
+    def dtype_in_files(self, dtype: torch.dtype | None) -> torch.dtype:
+        """If the user has asked for ``dtype``."""
+        return cast_dtype(self.tensor, dtype)
+
+    def in_files(self) -> list[Weight]:
+        """The tensors that files have of it: itself, but a tensor subclass may have ``fsdp2_in_files``, which gives one
+        or more by what comes behind the name."""
+        made: Mapping[str, Piece] = {}
+        if self.param is not None and not self.local.is_meta:
+            made = getattr(self.local, IN_FILES, dict)()
+        return [
+            WeightPiece(tuple(name + suffix for name in self.names), self.tensor, self.group, self.param, piece)
+            for suffix, piece in made.items()
+        ] or [self]
+
+    def problem_of(self, opened: Any, key: str, file: Path) -> str:
+        """Why ``key`` of the file cannot be loaded into it; empty if it can."""
+        header = opened.get_slice(key)
+        shape, code, dtype = tuple(header.get_shape()), header.get_dtype(), DTYPES.get(header.get_dtype())
+        if shape != self.shape:
+            return f"'{key}' has shape {shape} in {file.name}, expected {self.shape}."
+        own = self.tensor.dtype
+        if dtype is not own and not (dtype and dtype.is_floating_point and own.is_floating_point):
+            return f"'{key}' is {code} in {file.name}, which cannot be cast to {own}."
+        return ""
+
+    def load(self, opened: Any, key: str) -> None:
+        """Copy this rank's part of ``key`` from the file."""
+        if self.local.numel() > 0:
+            self.local.copy_(_slice_of(opened, key, self))
+
     def part(self) -> tuple[slice | torch.Tensor, ...]:
         """Which entries of the whole tensor this rank has: an index for each dim."""
         param, tensor = self.param, self.tensor
@@ -109,6 +146,9 @@ class Weight:
         """The whole tensor, plain, cast to ``dtype``. Collective on the tensor's mesh; a plain tensor is this rank's
         own. It is cast before it travels."""
         with torch.no_grad():
+            if self.param is not None and hasattr(self.local, WHOLE):
+                values: torch.Tensor = whole_subclass(self.param, self.local).dequantise()  # type: ignore[attr-defined]
+                return values.to(cast_dtype(values, dtype))
             local = _plain(self.local, dtype)
             if self.group is not None and self.param is not None:
                 own = self.param.spec.unsharded_tensor(gathered(self.group, self.param, local))
@@ -140,6 +180,93 @@ class Weight:
             rows = zip(ranks, got.view(torch.uint8), strict=True)
             _do([dist.P2POp(dist.irecv, row, peer, group) for peer, row in rows if peer != rank])
             return joined(param, got.view(-1))
+
+
+@dataclass(frozen=True)
+class WeightPiece(Weight):
+    """One of several tensors that files have of a parameter. It is never cast."""
+
+    piece: Piece | None = None
+
+    @property
+    def _piece(self) -> Piece:
+        assert self.piece is not None
+        return self.piece
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._piece.shape
+
+    def dtype_in_files(self, dtype: torch.dtype | None) -> torch.dtype:
+        return self._piece.dtype
+
+    def whole(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        piece, whole = self._piece, self._piece.tensor.detach()
+        if piece.is_cut and isinstance(self.tensor, DTensor):
+            whole = joined_along_dim_0(self.tensor, whole)
+        nbytes = math.prod(piece.shape) * piece.dtype.itemsize
+        return whole.contiguous().view(-1).view(torch.uint8)[:nbytes].view(piece.dtype).view(piece.shape)
+
+    def whole_on(self, rank: int, dtype: torch.dtype | None = None) -> torch.Tensor | None:
+        whole = self.whole(dtype)
+        return whole if dist.get_rank() == rank else None
+
+    def is_dense_in(self, opened: Any, key: str) -> bool:
+        """Whether the file has the weight itself."""
+        header, dense = opened.get_slice(key), self._piece.dense
+        dtype = DTYPES.get(header.get_dtype())
+        is_number = dtype is not None and dtype.is_floating_point
+        return dense is not None and is_number and tuple(header.get_shape()) == dense.shape
+
+    def problem_of(self, opened: Any, key: str, file: Path) -> str:
+        piece, header = self._piece, opened.get_slice(key)
+        if piece.check is not None:
+            problem = piece.check(opened.get_tensor(key))
+            advice = "Make the model with the options of the files"
+            return f"'{key}' in {file.name} does not fit: {problem}. {advice}." if problem else ""
+        found = tuple(header.get_shape()), DTYPES.get(header.get_dtype())
+        if found == (piece.shape, piece.dtype) or self.is_dense_in(opened, key):
+            return ""
+        dense = f", or floating-point numbers of shape {piece.dense.shape}" if piece.dense else ""
+        return (
+            f"'{key}' has shape {found[0]} and dtype {header.get_dtype()} in {file.name}, expected {piece.shape} and "
+            f"{piece.dtype}{dense}."
+        )
+
+    def load(self, opened: Any, key: str) -> None:
+        piece = self._piece
+        if piece.write is not None:
+            piece.write(opened.get_tensor(key))
+        elif piece.is_cut and not self.is_dense_in(opened, key):
+            start, stop = self._rows
+            mine = piece.tensor.view(-1).view(torch.uint8)
+            row_nbytes = mine.numel() // max(stop - start, 1)
+            first = start * row_nbytes // piece.dtype.itemsize
+            values = opened.get_slice(key)[first : first + mine.numel() // piece.dtype.itemsize]
+            mine[: values.nbytes].copy_(values.contiguous().view(-1).view(torch.uint8))
+        elif not piece.is_cut:
+            piece.tensor.copy_(opened.get_tensor(key))
+
+    def load_dense(self, opened: Any, key: str) -> torch.Tensor:
+        """Quantise this rank's part of ``key``. Returns what the ranks then need of each other."""
+        dense = self._piece.dense
+        assert dense is not None
+        start, stop = (min(row * dense.row_numel, math.prod(dense.shape)) for row in self._rows)
+        width = math.prod(dense.shape[1:])
+        rows = opened.get_slice(key)[start // width : -(-stop // width)] if stop > start else torch.empty(0)
+        before = start // width * width
+        return dense.quantise(rows.reshape(-1)[start - before : stop - before])
+
+    def finish_dense(self, mine: torch.Tensor) -> None:
+        """Collective."""
+        dense = self._piece.dense
+        if dense is not None and dense.finish is not None and isinstance(self.tensor, DTensor):
+            dense.finish(joined_along_dim_0(self.tensor, mine), self._rows[0])
+
+    @property
+    def _rows(self) -> tuple[int, int]:
+        assert self.param is not None
+        return self.param.layout.interval(self.param.mesh.shard.rank)
 
 
 def _do(messages: list[dist.P2POp]) -> None:
@@ -294,7 +421,8 @@ def load_safetensors(
     values are cast to the dtype of the model. All files are checked on all ranks before anything is written. A model on
     the meta device needs ``to_empty`` first. A warning names non-persistent buffers, which no file has, that nobody has
     filled since. Of tied weights, the files need one name. A tensor subclass takes values
-    as its ``copy_`` does: a quantised one quantises them.
+    as its ``copy_`` does: a quantised one quantises them. 4-bit weights of bitsandbytes take what it writes itself, or
+    the weights themselves, which it quantises shard by shard.
 
     Args:
         model: the model, or a part of it, whose names are those of its own state dict.
@@ -336,9 +464,13 @@ def load_safetensors(
         plan = checked.plan()
     with together(axis):
         total = sum(weight.local.nbytes for reads in plan.values() for _, weight in reads)
+        quantised: list[tuple[WeightPiece, torch.Tensor]] = []
         with progress("load", total, "B", is_first=axis.rank == 0) as advance:
             for file, reads in plan.items():
-                _load_file(library, file, reads, advance)
+                quantised += _load_file(library, file, reads, advance)
+    with together(axis):
+        for piece, mine in quantised:
+            piece.finish_dense(mine)
     _warn_of_empty_buffers(model)
     return LoadedKeys(checked.missing, checked.unexpected)
 
@@ -359,19 +491,25 @@ def _warn_of_empty_buffers(model: nn.Module) -> None:
     )
 
 
-def _load_file(library: Any, file: Path, reads: Sequence[tuple[str, Weight]], advance: Callable[[int], object]) -> None:
-    key = ""
+def _load_file(
+    library: Any, file: Path, reads: Sequence[tuple[str, Weight]], advance: Callable[[int], object]
+) -> list[tuple[WeightPiece, torch.Tensor]]:
+    """Returns the weights that were quantised, with what the ranks then need of each other."""
+    key, quantised = "", []
     try:
         with library.safe_open(file, framework="pt") as opened:
             for key, weight in reads:
-                if weight.local.numel() > 0:
-                    weight.local.copy_(_slice_of(opened, key, weight))
+                if isinstance(weight, WeightPiece) and weight.is_dense_in(opened, key):
+                    quantised.append((weight, weight.load_dense(opened, key)))
+                else:
+                    weight.load(opened, key)
                 advance(weight.local.nbytes)
     except Exception as error:
         raise RuntimeError(
             f"load_safetensors: reading '{key}' of {file} failed with {type(error).__name__}: {error}\n"
             "The file was readable before. The model is loaded half: load again before you use it."
         ) from error
+    return quantised
 
 
 def _slice_of(opened: Any, key: str, weight: Weight) -> torch.Tensor:
@@ -432,8 +570,9 @@ class _Checked:
     def __init__(self, weights: Sequence[Weight], rename: Rename | None) -> None:
         self.missing: list[str] = []
         self.unexpected: list[str] = []
-        self._weights, self._rename = weights, rename
-        self._by_name = {name: weight for weight in weights for name in weight.names}
+        self._weights, self._rename = [each for weight in weights for each in weight.in_files()], rename
+        self._by_name = {name: weight for weight in self._weights for name in weight.names}
+        self._dense: set[int] = set()  # ids of parameters that the files have as one tensor
         self._sources: dict[str, _Source] = {}
         self._order: list[str] = []
         self._unreadable: list[str] = []
@@ -466,19 +605,16 @@ class _Checked:
             return
         self._sources[name] = _Source(file, key)
         self._order.append(name)
-        header = opened.get_slice(key)
-        shape, code, tensor = tuple(header.get_shape()), header.get_dtype(), weight.tensor
-        dtype = DTYPES.get(code)
-        if shape != tuple(tensor.shape):
-            self._others.append(f"'{key}' has shape {shape} in {file.name}, expected {tuple(tensor.shape)}.")
-        elif dtype is not tensor.dtype and not (dtype and dtype.is_floating_point and tensor.dtype.is_floating_point):
-            self._others.append(f"'{key}' is {code} in {file.name}, which cannot be cast to {tensor.dtype}.")
+        if problem := weight.problem_of(opened, key, file):
+            self._others.append(problem)
+        elif isinstance(weight, WeightPiece) and weight.is_dense_in(opened, key):
+            self._dense.add(id(weight.tensor))
 
     def finish(self, library: Any) -> None:
         """All files were added."""
         for weight in self._weights:
             found = [name for name in weight.names if name in self._sources]
-            if not found and not self._unreadable:
+            if not found and not self._unreadable and id(weight.tensor) not in self._dense:
                 self.missing.append(weight.names[0])
             if weight.local.is_meta:
                 self._others.append(
@@ -498,6 +634,8 @@ class _Checked:
         """Files may have a tied weight under several names. Then values are read here, since only one can be loaded."""
         for weight in self._weights:
             found = [self._sources[name] for name in weight.names if name in self._sources]
+            if isinstance(weight, WeightPiece):
+                continue  # the first name counts
             for first, other in itertools.pairwise(found):
                 with (
                     library.safe_open(first.file, framework="pt") as a,
@@ -584,7 +722,7 @@ def _stream(
 def _wholes(unit: Sequence[Weight], dtype: torch.dtype | None) -> list[torch.Tensor]:
     """The whole tensors of neighbours in one group, gathered in one launch; or of one tensor that no group manages."""
     group, params = unit[0].group, [weight.param for weight in unit if weight.param is not None]
-    if group is None:
+    if group is None or any(hasattr(weight.local, WHOLE) for weight in unit):
         return [weight.whole(dtype) for weight in unit]
     with torch.no_grad():
         parts = gathered_together(group, params, [_plain(weight.local, dtype) for weight in unit])

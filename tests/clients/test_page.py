@@ -66,9 +66,16 @@ def test_the_example_of_checkpoints_runs_the_same(rank: int, folder: Path) -> An
     return parameters_of_example("checkpoints", folder), files_in(folder)
 
 
+@hf_client("bitsandbytes")
+def test_the_example_of_bitsandbytes_trains_the_same(rank: int, folder: Path) -> Any:
+    """The base differs: its shards are blocks, and torch's are bytes."""
+    return {name: each for name, each in parameters_of_example("bitsandbytes", folder).items() if "lora" in name}
+
+
 def test_every_example_runs() -> None:
     found = {path.stem for path in EXAMPLES.glob("*.py")}
     names = ("distributed_config", "peft", "trainer", "torchtitan", "torchao", "fabric", "checkpoints", "pipelining")
+    names += ("bitsandbytes",)
     assert found == {f"with_{name}" for name in names}
 
 
@@ -105,7 +112,8 @@ def test_a_script_runs_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    "name", ["accelerate", "transformers", "trl", "peft", "torchtitan", "torchao", "lightning-fabric", "torch"]
+    "name",
+    ["accelerate", "transformers", "trl", "peft", "bitsandbytes", "torchtitan", "torchao", "lightning-fabric", "torch"],
 )
 def test_the_versions_are_those_that_were_run(name: str) -> None:
     pytest.importorskip(name.replace("-", "_"))

@@ -1,0 +1,420 @@
+"""Frozen 4-bit weights of bitsandbytes (``Params4bit``), as QLoRA keeps its base model (Dettmers et al., arXiv
+2305.14314). ``fully_shard`` makes a ``Shard4bit`` of each.
+
+bitsandbytes cuts a weight, flattened, into blocks: of each, it keeps packed codes and one scale (``absmax``). A row of
+``Shard4bit`` is a block, so each cut along dim 0 is exact. Codes and scales travel. What is small, all ranks have: the
+table of codes, and the statistics of the scales if these are quantised, too (4 bytes for 256 blocks).
+
+Rule: bitsandbytes alone quantises and dequantises. So all bytes are those that it makes of the whole weight.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional as F
+
+from fsdp2.api.adapters import Adapted
+from fsdp2.group.param import DensePiece, Piece, Slot
+from fsdp2.tensors.wrapper import ALIASES, Tensors, WrapperTensor, aten, each
+
+_NUM_CUT = 2  # of the inner tensors, the first ones are cut into shards
+# bitsandbytes' choices: of codes, and how it quantises scales.
+_NUM_CODES, _NUM_NESTED_CODES, _NESTED_BLOCKSIZE = 16, 256, 256
+_TEXT = "quant_state.bitsandbytes__"  # in files, what a state has besides tensors; behind it comes the type
+_OFFSET = "nested_offset"
+
+
+class Shard4bit(WrapperTensor):
+    """Blocks of a 4-bit weight: bytes of shape ``(blocks, blocksize / 2)``. The last block of a weight may be padded.
+
+    It is uint8, whatever dtype bitsandbytes stores the bytes in, so that no cast to a floating-point dtype changes it.
+    It can be copied, moved, saved, and cut along dim 0. Other operations read its bytes.
+    """
+
+    _packed: torch.Tensor
+    _absmax: torch.Tensor
+    _code: torch.Tensor
+    _nested_absmax: torch.Tensor
+    _nested_code: torch.Tensor
+    _nested_offset: torch.Tensor
+    blocksize: int
+    compress_statistics: bool
+    quant_type: str
+    quant_storage: torch.dtype
+    _weight_shape: tuple[int, ...]
+    _weight_dtype: torch.dtype
+    _nested_blocksize: int
+    _INNER = ("_packed", "_absmax", "_code", "_nested_absmax", "_nested_code", "_nested_offset")
+    # The public ones have the names that they have in bitsandbytes' class.
+    _option_names = (
+        *("blocksize", "compress_statistics", "quant_type", "quant_storage"),
+        *("_weight_shape", "_weight_dtype", "_nested_blocksize"),
+    )
+
+    @classmethod
+    def of(cls, param: Any) -> Shard4bit:
+        """All blocks of ``param``, a quantised ``Params4bit``. Shares its memory if the last block needs no padding."""
+        state = param.quant_state
+        flat = param.data.detach().as_subclass(torch.Tensor).reshape(-1).view(torch.uint8)
+        padded_nbytes = state.absmax.numel() * state.blocksize // 2
+        nested, absmax = state.state2, state.absmax
+        return cls(
+            F.pad(flat, (0, padded_nbytes - flat.numel())).view(-1, state.blocksize // 2),
+            absmax.reshape(-1),
+            state.code,
+            absmax.new_empty(0) if nested is None else nested.absmax,
+            absmax.new_empty(0) if nested is None else nested.code,
+            absmax.new_empty(0) if nested is None else state.offset.reshape(()),
+            blocksize=state.blocksize,
+            compress_statistics=nested is not None,
+            quant_type=state.quant_type,
+            quant_storage=param.data.dtype,
+            _weight_shape=tuple(state.shape),
+            _weight_dtype=state.dtype,
+            _nested_blocksize=0 if nested is None else nested.blocksize,
+        )
+
+    @classmethod
+    def on_meta(cls, param: Any) -> Shard4bit:
+        """All blocks of ``param``, which is on the meta device and will be quantised when it is loaded."""
+        num_blocks, is_nested = -(-param.numel() // param.blocksize), param.compress_statistics
+
+        def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device="meta")
+
+        return cls(
+            empty(num_blocks, param.blocksize // 2, dtype=torch.uint8),
+            empty(num_blocks, dtype=torch.uint8 if is_nested else torch.float32),
+            empty(_NUM_CODES),
+            empty(-(-num_blocks // _NESTED_BLOCKSIZE) if is_nested else 0),
+            empty(_NUM_NESTED_CODES if is_nested else 0),
+            empty() if is_nested else empty(0),
+            blocksize=param.blocksize,
+            compress_statistics=is_nested,
+            quant_type=param.quant_type,
+            quant_storage=param.quant_storage,
+            _weight_shape=tuple(param.shape),
+            _weight_dtype=param.dtype,
+            _nested_blocksize=_NESTED_BLOCKSIZE if is_nested else 0,
+        )
+
+    @property
+    def _num_blocks(self) -> int:
+        """Of the whole weight."""
+        return -(-math.prod(self._weight_shape) // self.blocksize)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return (
+            f"<{type(self).__name__} of {self.size(0)} of {self._num_blocks} blocks of {self.blocksize} "
+            f"{self.quant_type} weights, on {self.device}>"
+        )
+
+    def _plain(self) -> torch.Tensor:
+        return self._packed
+
+    def _before_write(self, func: Any) -> None:
+        raise TypeError(
+            f"{func} would write 4-bit weights, which are frozen. Pass only parameters that require gradients to the "
+            "optimizer."
+        )
+
+    def fsdp2_whole(self, gather: Callable[[torch.Tensor], torch.Tensor]) -> Params4bit:
+        """All blocks, in memory of their own."""
+        cut, shared = self._inner[:_NUM_CUT], self._inner[_NUM_CUT:]
+        return Params4bit(*map(gather, cut), *(inner.clone() for inner in shared), **self._options)
+
+    def _state(self) -> Any:
+        """bitsandbytes' ``QuantState`` of these blocks, made anew. Its tensors are those of the wrapper."""
+        from bitsandbytes.functional import QuantState
+
+        nested = None
+        if self.compress_statistics:
+            nested = QuantState(
+                absmax=self._nested_absmax,
+                blocksize=self._nested_blocksize,
+                code=self._nested_code,
+                dtype=torch.float32,
+            )
+        return QuantState(
+            absmax=self._absmax,
+            shape=torch.Size(self._weight_shape),
+            code=self._code,
+            blocksize=self.blocksize,
+            quant_type=self.quant_type,
+            dtype=self._weight_dtype,
+            offset=None if nested is None else self._nested_offset,
+            state2=nested,
+        )
+
+    def fsdp2_in_files(self) -> dict[str, Piece]:
+        """What bitsandbytes writes of such a weight, by what it puts behind the name."""
+        shape = (-(-math.prod(self._weight_shape) // 2) // self.quant_storage.itemsize, 1)
+        finish = self._quantise_scales if self.compress_statistics else None
+        dense = DensePiece(self._weight_shape, self.blocksize, self._quantise, finish)
+        absmax = self._absmax
+        shared = {".quant_map": self._code}
+        if self.compress_statistics:
+            shared |= {".nested_absmax": self._nested_absmax, ".nested_quant_map": self._nested_code}
+        text = self._state().as_dict(packed=True)[_TEXT + self.quant_type]
+        return {
+            "": Piece(self._packed, shape, self.quant_storage, is_cut=True, dense=dense),
+            ".absmax": Piece(absmax, (self._num_blocks,), absmax.dtype, is_cut=True),
+            **{suffix: Piece(each, tuple(each.shape), each.dtype) for suffix, each in shared.items()},
+            f".{_TEXT}{self.quant_type}": Piece(
+                text, tuple(text.shape), text.dtype, check=self._check_text, write=self._write_text
+            ),
+        }
+
+    def _check_text(self, values: torch.Tensor) -> str:
+        """What bitsandbytes writes of a state besides tensors: JSON."""
+        own = _parsed(self._state().as_dict(packed=True)[_TEXT + self.quant_type])
+        try:
+            found = _parsed(values)
+        except ValueError as error:
+            return f"it is no JSON: {error}"
+        keys = [key for key in own if key != _OFFSET and found.get(key) != own[key]]
+        return "; ".join(f"{key} is {found.get(key)!r}, expected {own[key]!r} as in the model" for key in keys)
+
+    def _write_text(self, values: torch.Tensor) -> None:
+        if self.compress_statistics:
+            self._nested_offset.fill_(_parsed(values)[_OFFSET])
+
+    def _quantise(self, values: torch.Tensor) -> torch.Tensor:
+        """Fill these blocks with ``values``, quantised by bitsandbytes; returns their scales in float32."""
+        from bitsandbytes.functional import get_4bit_type, quantize_4bit
+
+        device = self._packed.device
+        self._code.copy_(get_4bit_type(self.quant_type, device=device))
+        if not values.numel():
+            return self._absmax.new_empty(0, dtype=torch.float32)
+        values = values.to(device, self._weight_dtype)
+        packed, state = quantize_4bit(values, blocksize=self.blocksize, quant_type=self.quant_type)
+        self._packed.view(-1)[: packed.numel()].copy_(packed.view(-1))
+        if not self.compress_statistics:
+            self._absmax.copy_(state.absmax)
+        scales: torch.Tensor = state.absmax
+        return scales
+
+    def _quantise_scales(self, scales: torch.Tensor, start: int) -> None:
+        """``scales``: of all blocks; this rank's begin at ``start``. As bitsandbytes does it."""
+        from bitsandbytes.functional import quantize_blockwise
+
+        offset = scales.mean()
+        absmax, state = quantize_blockwise(scales - offset, blocksize=self._nested_blocksize)
+        self._absmax.copy_(absmax[start : start + self._absmax.numel()])
+        self._nested_absmax.copy_(state.absmax)
+        self._nested_code.copy_(state.code)
+        self._nested_offset.copy_(offset)
+
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[Tensors, None]:
+        """Codes and scales of this rank's blocks. Under torch's own FSDP2, ranks must divide the blocks evenly."""
+        return (self._packed, self._absmax), None
+
+    def fsdp_post_all_gather(
+        self, all_gather_outputs: Tensors, metadata: Any, param_dtype: torch.dtype, *, out: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, Tensors] | None:
+        """What bitsandbytes computes with. It lies in the outputs, which each gather fills again."""
+        if out is not None:
+            return None
+        packed, absmax = (output[: self._num_blocks] for output in all_gather_outputs)
+        return Params4bit(packed, absmax, *self._inner[_NUM_CUT:], **self._options), ()
+
+
+class Params4bit(Shard4bit):
+    """A whole weight during a pass. It has what layers of bitsandbytes read of a ``Params4bit``: the state, and bytes
+    of shape ``(n, 1)``. The class has this name since other libraries know 4-bit weights by it."""
+
+    @property
+    def quant_state(self) -> Any:
+        """bitsandbytes' ``QuantState``, made anew. Its tensors are those of the parameter."""
+        return self._state()
+
+    def dequantise(self) -> torch.Tensor:
+        """The weight as bitsandbytes dequantises it, in the dtype that it was quantised from."""
+        from bitsandbytes.functional import dequantize_4bit
+
+        weight: torch.Tensor = dequantize_4bit(self._plain(), self._state())
+        return weight
+
+    def _like(self, *inner: torch.Tensor) -> Shard4bit:
+        """A part of it is a ``Shard4bit``."""
+        cls = Params4bit if inner[0].size(0) == self._num_blocks else Shard4bit
+        return cls._of(*inner, **self._options)
+
+    def _plain(self) -> torch.Tensor:
+        """Without padding."""
+        nbytes = -(-math.prod(self._weight_shape) // 2)
+        return self._packed.view(-1)[:nbytes].view(-1, 1)
+
+
+# For torch.load(weights_only=True), which checkpoints use.
+torch.serialization.add_safe_globals([Shard4bit, Params4bit])
+
+
+# The adapter
+
+
+def adapt(name: str, param: nn.Parameter, slots: Sequence[Slot]) -> Adapted:
+    """What is sharded in place of ``param``, a ``Params4bit`` of bitsandbytes.
+
+    Raises:
+        ValueError: it is trained, was not quantised, or has lost its state.
+    """
+    _check(name, param)
+
+    def commit() -> None:
+        module: Any
+        for module, _ in slots:
+            module.quant_state = None  # all of the state, on each rank
+            # On some CPUs, a forward in eval mode would repack the weight into memory that no gather fills.
+            module.support_avx512bf16_for_cpu = False
+
+    with torch.no_grad():
+        is_empty = param.is_meta and param.quant_state is None  # type: ignore[attr-defined]
+        return Adapted(Shard4bit.on_meta(param) if is_empty else Shard4bit.of(param), commit)
+
+
+def _check(name: str, param: Any) -> None:
+    state = param.quant_state
+    if param.requires_grad:
+        raise ValueError(
+            f"fully_shard: parameter '{name}' is a Params4bit of bitsandbytes that requires gradients, but 4-bit codes "
+            "cannot be trained. Call requires_grad_(False) on it, and train an adapter."
+        )
+    if state is None and param.is_meta:
+        return  # it is quantised when it is loaded
+    if state is None:
+        raise ValueError(
+            f"fully_shard: parameter '{name}' is a Params4bit of bitsandbytes that is not quantised, or has lost its "
+            "quant_state. Move the model to a device before fully_shard, which quantises it: model.to(device)."
+        )
+    if getattr(state, "packing_format_for_cpu", False):
+        raise ValueError(
+            f"fully_shard: parameter '{name}' was repacked for the CPU by a forward of bitsandbytes in eval mode. Call "
+            "fully_shard before such a forward, or call model.state_dict(), with which bitsandbytes undoes it."
+        )
+    nbytes, expected = param.data.nbytes, -(-math.prod(state.shape) // 2)
+    num_blocks = -(-math.prod(state.shape) // state.blocksize)
+    if nbytes != expected or state.absmax.numel() != num_blocks:
+        raise ValueError(
+            f"fully_shard: parameter '{name}' has {nbytes} bytes and {state.absmax.numel()} blocks, but its "
+            f"quant_state is of a weight of {expected} bytes and {num_blocks} blocks. If something has cut it before, "
+            "quantise the whole weight."
+        )
+
+
+# Operations
+
+
+def _on_blocks(op: Callable[..., Any], weight: Shard4bit, *args: Any, **kwargs: Any) -> Any:
+    """``op`` on what is cut: one wrapper of the results, or a list."""
+    shared = weight._inner[_NUM_CUT:]
+    results = [op(inner, *args, **kwargs) for inner in weight._inner[:_NUM_CUT]]
+    if isinstance(results[0], torch.Tensor):
+        return weight._like(*results, *shared)
+    return [weight._like(*parts, *shared) for parts in zip(*results, strict=True)]
+
+
+def _to_copy(
+    weight: Shard4bit, *, dtype: torch.dtype | None = None, memory_format: object = None, **options: Any
+) -> torch.Tensor:
+    if dtype not in (None, weight.dtype):
+        return aten._to_copy.default(weight._plain(), dtype=dtype, **options)
+    return weight._like(*(aten._to_copy.default(inner, **options) for inner in weight._inner))
+
+
+def _is_pinned(weight: Shard4bit, device: torch.device | None = None) -> bool:
+    return all(inner.is_pinned() for inner in weight._inner if inner.numel())
+
+
+def _zeros_like(weight: Shard4bit, *, memory_format: object = None, **options: Any) -> torch.Tensor:
+    return _new_zeros(weight, weight.shape, **options)
+
+
+def _new_zeros(
+    weight: Shard4bit, size: Sequence[int], *, dtype: torch.dtype | None = None, **options: Any
+) -> torch.Tensor:
+    """Blocks of zeros if ``size`` has the size of blocks, else plain. Statistics that are shared are copied."""
+    if dtype not in (None, weight.dtype) or len(size) != 2 or size[1] != weight.size(1):
+        return weight._packed.new_zeros(size, dtype=dtype, **options)
+    cut = [inner.new_zeros((size[0], *inner.shape[1:]), **options) for inner in weight._inner[:_NUM_CUT]]
+    device = cut[0].device
+    return weight._like(*cut, *(_on(device, inner) for inner in weight._inner[_NUM_CUT:]))
+
+
+def _on(device: torch.device, inner: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(inner, device=device) if inner.is_meta else inner.to(device, copy=True)
+
+
+def _slice(weight: Shard4bit, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
+    size = weight.size(dim)
+    if slice(start, end, step).indices(size) == (0, size, 1):
+        return weight._like(*weight._inner)
+    _check_cut(dim)
+    return _on_blocks(aten.slice.Tensor, weight, 0, start, end, step)
+
+
+def _split(op: Callable[..., Any], weight: Shard4bit, sizes: int | list[int], dim: int = 0) -> Any:
+    _check_cut(dim)
+    return _on_blocks(op, weight, sizes)
+
+
+def _view(weight: Shard4bit, size: Sequence[int]) -> torch.Tensor:
+    """``DTensor.to_local`` makes a view of the same shape. Other views are of bytes."""
+    return weight._like(*weight._inner) if tuple(size) == tuple(weight.shape) else weight._plain().view(size)
+
+
+def _check_cut(dim: int) -> None:
+    if dim % 2 != 0:
+        raise ValueError(
+            f"4-bit weights of bitsandbytes were to be cut along dim {dim}, but a row is a block with one scale, so "
+            "only cuts along dim 0 are exact. Use Shard(0)."
+        )
+
+
+def _copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    if not isinstance(target, Shard4bit):
+        return NotImplemented  # source is read, as by any other operation
+    if not isinstance(source, Shard4bit) or source._options != target._options or source.shape != target.shape:
+        raise TypeError(
+            f"copy_ into {target!r}: expected as many blocks of a 4-bit weight with the same options "
+            f"{target._options}, found {_described(source)}."
+        )
+    for inner, new in zip(target._inner, source._inner, strict=True):
+        inner.copy_(new, non_blocking)
+    return target
+
+
+def _parsed(text: torch.Tensor) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(bytes(text.tolist()))
+    return found
+
+
+def _described(source: torch.Tensor) -> str:
+    own = f" with {source._options}" if isinstance(source, Shard4bit) else ""
+    return f"a {type(source).__name__} of shape {tuple(source.shape)}{own}"
+
+
+Shard4bit._OPS = {
+    **ALIASES,
+    **each(aten.clone.default, aten._pin_memory.default),
+    aten.is_pinned.default: _is_pinned,
+    aten._to_copy.default: _to_copy,
+    aten.empty_like.default: _zeros_like,
+    aten.zeros_like.default: _zeros_like,
+    aten.new_empty.default: _new_zeros,
+    aten.new_zeros.default: _new_zeros,
+    aten.slice.Tensor: _slice,
+    aten.split.Tensor: partial(_split, aten.split.Tensor),
+    aten.split_with_sizes.default: partial(_split, aten.split_with_sizes.default),
+    aten.view.default: _view,
+    aten.copy_.default: _copy_,
+}
