@@ -215,7 +215,9 @@ def test_a_measured_machine_is_written_and_planned_for(tmp_path: Path, capsys: p
     """On one rank, links are not measured, so several GPUs are refused."""
     file = tmp_path / "machine.json"
     main(["measure", str(file), "--width", "32"])
-    assert "products: " in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "products: " in printed
+    assert "links were not measured: to plan for several GPUs, run this under torchrun" in printed
     found = fsdp2.plan(LanguageModel, str(file), WORKLOAD, num_gpus=1)
     assert found.machine.name == "measured: cpu, 1 rank, links not measured"
     assert found.machine.bf16_flops > 0

@@ -267,10 +267,7 @@ def _write(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
             refuse_file(error)
         print(f"wrote {options.file}: {found.machine.name}")
         print(f"products: {found.machine.bf16_flops / 1e12:.3g} TFLOPS in bf16")
-        if not found.collectives:
-            print("links were not measured: to plan for several GPUs, run this under torchrun")
-        elif found.machine.in_node == found.machine.network:
-            print("links between nodes were not measured: to plan for several nodes, run this on two of them")
+        print(_said_of_links(found.machine))
         for each in found.collectives:
             print(
                 f"{each.name} of {each.nbytes / 2**20:g} MiB: {1e3 * each.alone:.2f} ms alone; it holds up products by "
@@ -278,3 +275,12 @@ def _write(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
             )
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _said_of_links(machine: Machine) -> str:
+    if machine.in_node is None or machine.network is None:
+        return "links were not measured: to plan for several GPUs, run this under torchrun"
+    in_node, network = (f"{link.bandwidth / 1e9:.3g} GB/s" for link in (machine.in_node, machine.network))
+    if machine.in_node == machine.network:
+        return f"links: {in_node}; those between nodes were not measured: to plan for several, run this on two of them"
+    return f"links: {in_node} in a node, {network} between nodes, for each rank"
