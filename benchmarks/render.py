@@ -32,45 +32,82 @@ Results = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Line:
-    """A row of a table that the README shows: what it says there, and the columns of ours and of torch's figure."""
+    """A row of the table that the README shows: what it says there, who is compared with, and where the figures are.
+
+    Attributes:
+        ours, theirs: columns of ``table``.
+        their_row: of the peer's figure, where it is not in the row of ours.
+        ratio: the column of the peer's row that has it; without one, it is the quotient of the two figures.
+    """
 
     text: str
+    peer: str
     table: str
     row: str
     ours: str = "fsdp2"
-    theirs: str = "torch"
+    theirs: str = "torch FSDP2"
     unit: str = ""
+    their_row: str = ""
+    ratio: str = ""
+
+
+def _step(dtype: str, peer: str, column: str) -> Line:
+    row, text = "2 ranks, width 1024", f"step on 2 gloo ranks of one host, width 1024, {dtype}"
+    return Line(text, peer, f"gloo_step.{dtype}", row, theirs=column, unit="ms")
+
+
+def _peak(text: str, peer: str, row: str, column: str) -> Line:
+    return Line(f"peak memory beyond the shards, {text}", peer, "peak_memory.main", row, theirs=column, unit="KiB")
 
 
 SUMMARY = (
     Line(
         "runtime per group and step, 8 ranks, width 16, fp32",
+        "torch",
         "runtime_overhead.ranks",
         "8 ranks, fp32",
         ours="fsdp2 ms",
         theirs="torch ms",
         unit="ms",
     ),
-    *(
-        Line(
-            f"step on {ranks} gloo ranks of one host, width {width}, {dtype}",
-            f"gloo_step.{dtype}",
-            f"{ranks} ranks, width {width}",
-            theirs="torch FSDP2",
-            unit="ms",
-        )
-        for ranks, width, dtype in ((2, 1024, "fp32"), (2, 1024, "bf16"))
-    ),
+    _step("fp32", "torch", "torch FSDP2"),
+    _step("fp32", "FSDP1", "FSDP1"),
+    _step("fp32", "DeepSpeed ZeRO-3", "DeepSpeed"),
+    _step("fp32", "DDP, the whole model on each rank", "DDP"),
+    _step("bf16", "torch", "torch FSDP2"),
     Line(
         "AdamW (foreach) over 1,500 small parameters, CPU time",
+        "torch",
         "optimizer_step.steady",
         "AdamW, foreach, 1500 parameters",
         ours="fsdp2 flat ms",
         theirs="torch FSDP2 ms",
         unit="ms",
     ),
+    _peak("fp32", "torch", "plain", "torch FSDP2"),
+    _peak("bf16 parameters, fp32 reduction", "FSDP1", "bf16 parameters, fp32 reduction", "FSDP1"),
+    _peak("the same, 2 micro-batches, one reduction", "FSDP1", "2 microbatches, one reduction, mixed", "FSDP1"),
     Line(
-        "peak memory of a step beyond the shards, fp32", "peak_memory.main", "plain", theirs="torch FSDP2", unit="KiB"
+        "load safetensors files into 0.5 GB shards",
+        "torch's DCP",
+        "weights.load",
+        "fsdp2.load_safetensors",
+        ours="warm s",
+        theirs="warm s",
+        unit="s",
+        their_row="DCP, from safetensors",
+        ratio="fsdp2 / peer",
+    ),
+    Line(
+        "move model and optimizer from 4 to 2 ranks, 1.5 GB",
+        "torch's DCP, through a disk",
+        "reshard_to.main",
+        "4 to 2: fsdp2.reshard_to",
+        ours="s",
+        theirs="s",
+        unit="s",
+        their_row="4 to 2: DCP, disk",
+        ratio="fsdp2 / peer",
     ),
 )
 
@@ -99,6 +136,10 @@ PARTS = {
         _GLOO,
         note="unsharded: no communication. ratio: fsdp2 to torch FSDP2. class: fsdp2.FullyShardedDataParallel.",
     ),
+    "gloo_step.bf16": Part(
+        ("unsharded", "DDP", "FSDP1", "DeepSpeed", "torch FSDP2", "fsdp2", "fsdp2's class", "ratio"), _GLOO, note=""
+    ),
+    "gloo_step.llama": Part(("unsharded", "DDP", "FSDP1", "torch FSDP2", "fsdp2", "fsdp2's class", "ratio"), note=""),
     "optimizer_step.steady": Part(("fsdp2 flat ms", "torch FSDP2 ms", "ratio"), _FLAT),
     "whole_matrices.plans": Part(
         ("largest share", "best possible", "bytes", "most bytes", "MiB for a moment"),
@@ -199,7 +240,7 @@ def render(text: str, results: Results) -> str:
         elif kind == "run":
             content = _run(_find(results, name, f"run {name}"), results)
         elif name == "summary":
-            content = _markdown(["", "fsdp2", "torch", "ratio"], [_summary_row(line, results) for line in SUMMARY])
+            content = _markdown(["", "fsdp2", "peer", "ratio"], [_summary_row(line, results) for line in SUMMARY])
         else:
             table = part(_find(tables(results), name, f"table {name}"), PARTS.get(name, Part()), f"PARTS, {name}")
             note = [" ".join(table["note"].splitlines()), ""] if table["note"] else []
@@ -245,10 +286,12 @@ def _run(record: Mapping[str, Any], results: Results) -> str:
 
 def _summary_row(line: Line, results: Results) -> list[object]:
     table = _find(tables(results), line.table, "SUMMARY")
-    row = _find({row[0]: row for row in table["rows"]}, line.row, f"SUMMARY, {line.table}")
-    values = dict(zip(table["columns"], row, strict=True))
-    ours, theirs = (f"{cell(_find(values, name, 'SUMMARY'))} {line.unit}" for name in (line.ours, line.theirs))
-    return [line.text, ours, theirs, values[table["ratio"]]]
+    rows = {row[0]: dict(zip(table["columns"], row, strict=True)) for row in table["rows"]}
+    names = (line.row, line.their_row or line.row)
+    our_row, their_row = (_find(rows, name, f"SUMMARY, {line.table}") for name in names)
+    ours, theirs = _find(our_row, line.ours, "SUMMARY"), _find(their_row, line.theirs, "SUMMARY")
+    ratio = _find(their_row, line.ratio, "SUMMARY") if line.ratio else float(ours) / float(theirs)
+    return [line.text, f"{cell(ours)} {line.unit}", f"{line.peer}: {cell(theirs)} {line.unit}", ratio]
 
 
 def _find(found: Mapping[str, Any], name: str, where: str) -> Any:

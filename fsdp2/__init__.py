@@ -99,6 +99,8 @@ __all__ = [
     "whole_matrices",
 ]
 
+__version__ = "0.1.0"
+
 # By module, what is imported at its first use: training needs none of it.
 _LAZY = {
     "extras.inner_losses": ("allow_inner_losses",),

@@ -12,11 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2.api.fully_shard import fully_shard
 from fsdp2.api.module import FSDPModule
-from fsdp2.plan.mesh import default_mesh
+from fsdp2.plan.mesh import default_mesh, mesh_device
 from fsdp2.schedule.schedule import AfterForward
 from fsdp2.tools.planner.blocks import Units
 from fsdp2.tools.planner.groups import Wire
 from fsdp2.tools.planner.machine import Machine
+from fsdp2.tools.planner.machines import MACHINES
+from fsdp2.tools.planner.measure import device_name
 from fsdp2.tools.planner.placement import placement_for
 from fsdp2.tools.planner.plan import Candidate, Plan, Workload, checked_inputs, compare
 from fsdp2.tools.planner.recompute import recompute
@@ -38,10 +40,12 @@ class AutoShard:
     Attributes:
         model: the sharded model.
         plan: all choices that were compared. ``plan.recommended`` was applied.
+        device: the name of this rank's device.
     """
 
     model: FSDPModule
     plan: Plan
+    device: str
 
     @property
     def applied(self) -> Candidate:
@@ -52,8 +56,11 @@ class AutoShard:
     def __str__(self) -> str:
         result, budget = self.applied.result, self.plan.budget_nbytes
         lines = [
-            f"chose {self.applied.choice.name}: {text_of(result.reserved_nbytes)} of {text_of(budget)}, a step "
-            f"of {1e3 * result.time.step:.1f} ms, of which communication is {1e3 * result.time.exposed:.1f} ms",
+            f"chose {self.applied.choice.name}: {text_of(result.reserved_nbytes)} of {text_of(budget)}. On "
+            f"{self.plan.num_gpus} x {self.plan.machine.name}, a step takes {1e3 * result.time.step:.1f} ms, of which "
+            f"communication is {1e3 * result.time.exposed:.1f} ms",
+            *self._other_machine(),
+            *self.plan.warnings,
             self._units(),
         ]
         if self.plan.has_cache:
@@ -64,6 +71,14 @@ class AutoShard:
             if other.choice.num_kept == 0 and other is not self.applied:
                 lines.append(f"not {other.choice.name}: {self._why_not(other)}")
         return "\n".join([*lines, _NO_PREFETCH_LISTS])
+
+    def _other_machine(self) -> list[str]:
+        if self.plan.machine.is_made_of(self.device):
+            return []
+        return [
+            f"these are times of that machine, and this rank is on {self.device}. Pass machine=, one of "
+            f"{', '.join(MACHINES)}, or a file of `python -m fsdp2 measure`"
+        ]
 
     def _units(self) -> str:
         units, num_kept = self.plan.units, self.applied.choice.num_kept
@@ -174,10 +189,16 @@ def auto_shard(
         )
 
     found = compared(offloads=offloads)
+    if found.built_in != found.sharded_in:
+        raise ValueError(
+            f"auto_shard: workload.master_dtype is {workload.master_dtype!r}, but the model is in "
+            f"{' and '.join(str(each).removeprefix('torch.') for each in found.built_in)}. Cast it first, such as with "
+            "model.float(), or leave master_dtype out."
+        )
     if found.recommended is None:
         may_offload = not offloads and machine.host_bandwidth is not None
         fits_offloaded = may_offload and compared(offloads=True).recommended is not None
-        remedy = " Or pass offload_policy=fsdp2.CPUOffloadPolicy(), with which it fits." if fits_offloaded else ""
+        remedy = " With offload_policy=fsdp2.CPUOffloadPolicy(), it fits." if fits_offloaded else ""
         raise ValueError(f"auto_shard: {found.why_nothing_fits()}{remedy}")
     if workload.precision == "bf16":
         options.setdefault("mp_policy", MixedPrecisionPolicy(torch.bfloat16, torch.float32))
@@ -185,7 +206,7 @@ def auto_shard(
     sharded: Any = _apply(model, found.units, found.recommended.choice, options)
     if found.has_cache:
         sharded.config.use_cache = False
-    return AutoShard(sharded, found)
+    return AutoShard(sharded, found, device_name(mesh_device(options["mesh"])))
 
 
 def _shard_size(mesh: DeviceMesh) -> int | None:

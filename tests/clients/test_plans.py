@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import fsdp2
@@ -17,6 +20,8 @@ from fsdp2.runtime.unit import units_under
 from fsdp2.tools.planner.blocks import find_units
 from fsdp2.tools.planner.plan import Plan, observed
 from fsdp2.tools.planner.work import Checkpointing
+from fsdp2.tools.sizes import text_of
+from tests.docs.markdown import ROOT, table
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.golden import texts_beside
 
@@ -32,12 +37,16 @@ def llama(*sizes: int) -> dict[str, Any]:
 
 
 LLAMA_8B = llama(4096, 14336, 32, 32, 8, 128256)
+LLAMA_405B = llama(16384, 53248, 126, 128, 8, 128256)
+MASTERS = fsdp2.Workload(batch=2, sequence=8192, master_dtype="fp32")
 SCALED_DOWN = llama(64, 128, 2, 4, 2, 512)
 # By name in ``golden/plans.txt``: a config, GPUs, a batch and the length of its sequences.
 PLANS: dict[str, tuple[dict[str, Any], str, int, int, int]] = {
     "llama 8b": (LLAMA_8B, "H100", 64, 2, 8192),
+    "llama 8b, one sequence": (LLAMA_8B, "H100", 64, 1, 8192),
     "llama 70b": (llama(8192, 28672, 80, 64, 8, 128256), "H100", 256, 1, 8192),
-    "llama 405b": (llama(16384, 53248, 126, 128, 8, 128256), "H200", 512, 1, 8192),
+    "llama 405b": (LLAMA_405B, "H200", 512, 1, 8192),
+    "llama 405b on H100s": (LLAMA_405B, "H100", 512, 1, 8192),
     "mixtral": ({"model_type": "mixtral"}, "H100", 64, 2, 4096),  # its defaults are those of 8x7B
 }
 
@@ -55,7 +64,8 @@ def builder(config: dict[str, Any]) -> Callable[[], nn.Module]:
 def main_lines(plan: Plan) -> str:
     """What the model is, and the recommended row."""
     lines = str(plan).splitlines()
-    shown = [lines[0].partition("; all else")[0], *(line for line in lines if line.startswith(("*", "recommended")))]
+    marks = ("*", "recommended", "nothing fits")
+    shown = [lines[0].partition("; all else")[0], *(line for line in lines if line.startswith(marks))]
     return "\n".join(" ".join(line.split()) for line in shown)
 
 
@@ -69,7 +79,53 @@ def planned(name: str) -> Plan:
 def test_plan(name: str) -> None:
     found = planned(name)
     texts_beside(__file__).check(name, main_lines(found))
-    assert ("placement_for" in found.code) == (name == "mixtral")  # eight experts on 64 GPUs
+    if found.recommended is not None:
+        assert ("placement_for" in found.code) == (name == "mixtral")  # eight experts on 64 GPUs
+
+
+# By the page's row: the plan, and the recipe of torchtitan; no GPU is needed for what is read of it.
+ROWS = {
+    "Llama 3 8B, 64 GPUs": ("llama 8b, one sequence", "llama3", "llama3_8b"),
+    "Llama 3 70B, 256 GPUs": ("llama 70b", "llama3", "llama3_70b"),
+    "Llama 3 405B, 512 GPUs": ("llama 405b on H100s", "llama3", None),  # float8 asks for a GPU
+    "Mixtral 8x7B, 64 GPUs": ("mixtral", "qwen3", "qwen3_30b_a3b"),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("row", ROWS)
+def test_the_page_says_what_torchtitan_and_the_planner_choose(row: str) -> None:
+    pytest.importorskip("torchtitan")
+    rows = {cells[0]: cells[1:] for cells in table(ROOT / "docs/guide/planning.md", "Beside torchtitan's recipes")}
+    assert rows.keys() == ROWS.keys()
+    per_gpu, theirs, ours = rows[row]
+    name, model, recipe = ROWS[row]
+    found = planned(name)
+    assert per_gpu.startswith(f"{found.workload.batch} x {found.workload.sequence} tokens")
+    if found.recommended is None:
+        assert ours == f"nothing fits: {text_of(found.smallest.missing_nbytes)} too much"
+        assert "Tensor, pipeline and context parallelism" in found.why_nothing_fits()
+    else:
+        shown = f"{found.recommended.choice.name}: {text_of(found.recommended.result.reserved_nbytes)}"
+        assert ours == shown
+    if recipe is None:
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # those of its imports
+        config = getattr(importlib.import_module(f"torchtitan.models.{model}.config_registry"), recipe)()
+    size = config.parallelism.tensor_parallel_degree
+    assert (found.workload.batch, found.workload.sequence) == (
+        config.training.local_batch_size / size,
+        config.training.seq_len,
+    )
+    checkpointing = type(config.activation_checkpoint).__qualname__.partition("AC")[0].lower()
+    assert theirs.endswith(f"FSDP{f' and TP {size}' if size > 1 else ''}, {checkpointing} checkpointing")
+    training = config.training
+    assert (training.dtype, training.mixed_precision_param, training.mixed_precision_reduce) == (
+        "float32",
+        "bfloat16",
+        "float32",
+    )
 
 
 @pytest.mark.long
@@ -89,13 +145,15 @@ def test_attention_is_causal_with_a_cache_and_without() -> None:
 def test_the_command_reads_a_config_or_its_folder(
     is_file: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(SCALED_DOWN))
+    (tmp_path / "config.json").write_text(json.dumps({**SCALED_DOWN, "torch_dtype": "bfloat16"}))
     path = tmp_path / "config.json" if is_file else tmp_path
     main(["plan", "--hf", str(path), "--gpus", "8", "--sequence", "64"])
     printed = capsys.readouterr().out
     assert printed.startswith("LlamaForCausalLM: ")
     assert "    model.config.use_cache = False" in printed
     assert "fsdp2.fully_shard(model, **options)" in printed
+    assert "shards, gradients and optimizer in fp32; the model is built in bf16" in printed
+    assert "param.data = param.data.float()  # master weights" in printed
 
 
 @pytest.mark.long
@@ -120,11 +178,22 @@ def test_configs_that_make_no_language_model_get_one_line(
 
 @pytest.mark.long
 @distributed(2)
-def test_the_pasted_code_of_the_8b_plan_trains_a_scaled_down_model(ctx: RankContext) -> None:
-    pasted: dict[str, Any] = {}
-    exec(planned("llama 8b").code, pasted)
+def test_the_pasted_code_of_the_8b_plan_loads_and_trains_a_scaled_down_model(ctx: RankContext, tmp_path: Path) -> None:
+    """A checkpoint in bf16, as it is published, into master weights in fp32; buffers that it lacks are filled."""
+    in_bf16 = builder({**SCALED_DOWN, "use_cache": True, "dtype": "bfloat16"})  # use_cache: the config's default
     torch.manual_seed(0)
-    model = pasted["shard"](builder({**SCALED_DOWN, "use_cache": True})(), device_type="cpu")  # the config's default
+    whole: Any = in_bf16()
+    whole.save_pretrained(tmp_path)  # the first rank does
+    dist.barrier()
+    pasted: dict[str, Any] = {}
+    exec(fsdp2.plan(builder({**LLAMA_8B, "dtype": "bfloat16"}), "H100", MASTERS, num_gpus=64).code, pasted)
+    with torch.device("meta"):
+        model = pasted["shard"](in_bf16(), device_type="cpu")
+    pasted["load"](model, str(tmp_path), device_type="cpu")
+    assert {param.dtype for param in model.parameters()} == {torch.float32}
+    for name, param in model.named_parameters():
+        assert torch.equal(param.full_tensor(), whole.get_parameter(name).float()), name
+    torch.testing.assert_close(model.model.rotary_emb.inv_freq, whole.model.rotary_emb.inv_freq)
     names = [name for name, _ in units_under(model)]
     assert names == ["", "model.embed_tokens", "model.layers.0", "model.layers.1", "lm_head"]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

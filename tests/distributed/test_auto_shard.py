@@ -23,8 +23,9 @@ from fsdp2.schedule.schedule import AfterForward
 from fsdp2.tools.planner import recompute
 from fsdp2.tools.planner.blocks import find_units
 from fsdp2.tools.planner.code import code_for
+from fsdp2.tools.planner.machine import Link, gather, ranks_of
 from fsdp2.tools.planner.machines import MACHINES, fields_of, machine_from
-from fsdp2.tools.planner.measure import measure
+from fsdp2.tools.planner.measure import _between, measure
 from fsdp2.tools.planner.scenario import Choice, Precision
 from fsdp2.tools.planner.work import Checkpointing
 from tests.harness.distributed import RankContext, distributed
@@ -153,6 +154,8 @@ def test_a_tight_budget_computes_again_trains_alike_and_says_why(ctx: RankContex
     done = planned(ctx, budget=int(least) + 1)
     assert done.applied.choice.checkpointing is Checkpointing.FULL
     assert "MiB too much" in str(done)
+    assert f"On 2 x {MACHINES['H100'].name}, a step takes " in str(done)
+    assert "these are times of that machine, and this rank is on cpu. Pass machine=, one of H100, " in str(done)
     assert trains_alike(done.model)
 
 
@@ -212,7 +215,7 @@ def test_what_cannot_fit_is_refused_with_what_would_and_nothing_is_sharded(ctx: 
 @distributed(2)
 def test_offloading_is_named_where_it_helps(ctx: RankContext) -> None:
     given = {"budget": "2MiB", "workload": replace(WORKLOAD, batch=1, sequence=8)}
-    said = r"Use FSDP over \d+ GPUs\. Or pass offload_policy=fsdp2\.CPUOffloadPolicy\(\)"
+    said = r"Use FSDP over \d+ GPUs\. .* With offload_policy=fsdp2\.CPUOffloadPolicy\(\), it fits\."
     with pytest.raises(ValueError, match=said):
         planned(ctx, **given)
     assert planned(ctx, **given, offload_policy=fsdp2.CPUOffloadPolicy()).applied.choice.offloads
@@ -233,6 +236,8 @@ def test_wrong_options_are_refused_before_anything_changes(ctx: RankContext) -> 
     planned(ctx, model, mesh=None)
     with pytest.raises(ValueError, match="this FSDPLanguageModel is sharded already"):
         planned(ctx, model)
+    with pytest.raises(ValueError, match=r"master_dtype is 'bf16', but the model is in float32\. Cast it first"):
+        planned(ctx, workload=replace(WORKLOAD, master_dtype="bf16"))
 
 
 class _Counted(TorchDispatchMode):
@@ -306,3 +311,25 @@ def test_collectives_are_measured_by_size_alone_and_beside_products(ctx: RankCon
     assert machine.in_node.bandwidth > 0
     assert 0 <= machine.contention.compute <= 0.95
     assert machine_from(fields_of(machine)) == machine
+    assert machine.in_node == machine.network  # one node
+    assert machine.is_made_of("cpu (gloo)")
+
+
+@pytest.mark.long
+@distributed(4)
+def test_links_in_a_node_and_between_nodes_are_told_apart(ctx: RankContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two nodes of two ranks."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    machine = measure((2**12, 2**20), width=64).machine
+    assert machine.node_size == 2
+    assert machine.name == "measured: cpu, 4 ranks on 2 nodes"
+    assert machine.in_node != machine.network
+
+
+def test_the_link_between_nodes_is_what_the_model_of_a_ring_needs_to_predict_what_was_measured() -> None:
+    machine, num_ranks = replace(MACHINES["H100"], launch_latency=0.0, bandwidth_efficiency=1.0), 16
+    small, large = (gather(machine, ranks_of(num_ranks, 1, 8), nbytes) for nbytes in (0, 2**30))
+    whole = Link(2**30 * 15 / 16 / large.seconds, small.alone / (num_ranks - 1))
+    found = _between(whole, machine.in_node, num_ranks, 8)
+    assert found.bandwidth == pytest.approx(machine.network.bandwidth)
+    assert found.latency == pytest.approx(machine.network.latency)

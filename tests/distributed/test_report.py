@@ -136,7 +136,8 @@ def test_what_the_plan_predicted_stands_beside_what_happened(ctx: RankContext, t
     assert rows["reserved_nbytes"]["predicted"] == int(result.reserved_nbytes)
     assert rows["temporary_nbytes"]["measured"] == fsdp2.memory_plan(done.model).peak
     predicted = f"predicted {rows['step_ms']['predicted']:.1f} ms for 2 x {done.plan.machine.name}"
-    assert predicted in str(report)
+    assert f"{predicted}, which is another machine" in str(report)
+    assert [row["ratio"] for row in data["prediction"]["rows"]] == [None] * 6
 
 
 @pytest.mark.ci

@@ -29,7 +29,7 @@ def torchrun(
     ``options`` are torchrun's own."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     command += [*options, str(script), *arguments]
-    environment = {**os.environ, **_settings()}
+    environment = {**os.environ, **settings()}
     return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment)
 
 
@@ -37,12 +37,12 @@ def forked_ranks(script: Path, arguments: Sequence[str], *, num_ranks: int = 2) 
     """The same, quicker. The exit status is that of the first rank that failed; outputs are those of all, by rank."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    port = _free_port()
+    port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder, f"{name}.{rank}") for name in ("out", "err") for rank in range(num_ranks)]
         ranks = []
         for rank in range(num_ranks):
-            variables = {**_settings(), **_variables(rank, num_ranks, port)}
+            variables = {**settings(), **_variables(rank, num_ranks, port)}
             given = (script, list(arguments), variables, outputs[rank], outputs[num_ranks + rank])
             ranks.append(context.Process(target=_run_rank, args=given, daemon=True))
             ranks[-1].start()
@@ -65,11 +65,11 @@ def _run_rank(script: Path, arguments: list[str], variables: dict[str, str], out
     runpy.run_path(str(script), run_name="__main__")
 
 
-def _settings() -> dict[str, str]:
-    settings = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+def settings() -> dict[str, str]:
+    found = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     if sys.platform == "linux":
-        settings["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
-    return settings
+        found["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    return found
 
 
 def _variables(rank: int, num_ranks: int, port: int) -> dict[str, str]:
@@ -78,7 +78,7 @@ def _variables(rank: int, num_ranks: int, port: int) -> dict[str, str]:
     return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **{name: str(n) for name, n in ranks.items()}}
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])

@@ -34,6 +34,24 @@ def test_it_has_two_commands_one_table_one_picture_and_says_that_no_gpu_has_run_
     assert "has not yet run on a GPU" in text
 
 
+def test_its_table_shows_losses_and_it_says_what_does_not_carry_over() -> None:
+    text = (ROOT / "README.md").read_text()
+    ratios = [float(line.split("|")[-2]) for line in text.splitlines() if re.match(r"^\| .* \| [\d.]+ \|$", line)]
+    assert sum(ratio > 1 for ratio in ratios) >= 4
+    for peer in ("torch", "FSDP1", "DeepSpeed", "DDP"):
+        assert f"| {peer}" in text
+    assert "**The step times do not carry over to GPUs:**" in text
+
+
+def test_its_first_screen_says_what_torch_does_not_have_and_what_each_costs() -> None:
+    first = (ROOT / "README.md").read_text().partition("## Two commands")[0]
+    assert len(first.splitlines()) <= 40
+    items = re.split(r"\n- ", first)[1:]
+    assert len(items) == 6
+    for item, word in zip(items, ("Costs", "Costs", "wrong", "Replaces", "Drops", "Needs"), strict=True):
+        assert word in item, item
+
+
 def test_it_keeps_a_place_for_measured_figures() -> None:
     text = (ROOT / "README.md").read_text()
     assert 0 < text.index("<!-- measured -->") < text.index("<!-- /measured -->")

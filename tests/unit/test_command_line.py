@@ -7,6 +7,7 @@ import importlib.util
 import json
 import logging
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -40,6 +41,9 @@ def on_cuda():
 def of_a_config(config):
     return nn.Linear(2, 2)
 
+def in_bf16():
+    return build_model().bfloat16()
+
 def no_module():
     return 3
 
@@ -60,7 +64,7 @@ def is_stopped():
 """
 
 REFUSALS = {
-    "my_builders:build": "module 'my_builders' has no function 'build'; it has build_model, ends, is_stopped, ",
+    "my_builders:build": "module 'my_builders' has no function 'build'; it has build_model, ends, in_bf16, ",
     "my_builders": "'my_builders' names no function, expected module:function, such as my_module:build_model.",
     ":build": "':build' names no module, expected module:function, such as my_module:build_model.",
     "my_builders:without_blocks": "found no repeated blocks in this Linear, expected an nn.ModuleList, ",
@@ -83,6 +87,9 @@ REFUSALS = {
     "my_builders:build_model --gpus 0": "--gpus is 0, expected 1 to 131072.",
     "my_builders:build_model --gpus 100000000": "--gpus is 100000000, expected 1 to 131072.",
     "my_builders:build_model --precision int4": "Workload: precision is 'int4', expected one of ['bf16', 'fp32'].",
+    "my_builders:build_model --master-dtype int8": "--master-dtype is 'int8', expected fp32, bf16 or model.",
+    "my_builders:build_model --node-size 0": "--node-size is 0, expected at least 1.",
+    "my_builders:build_model --host-memory 70": "--host-memory is '70', expected a number of bytes, or a number and a",
     "my_builders:build_model --optimizer lion": "Workload: optimizer is 'lion', expected one of ['adamw',",
     "my_builders:build_model --batch 0": "Workload: batch is 0, expected at least 1.",
     "--hf not_there": "found no config 'not_there', expected a folder with a config.json",
@@ -118,6 +125,11 @@ def builders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = importlib.util.find_spec  # as if transformers were there
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "transformers" or found(name))
     monkeypatch.delitem(sys.modules, "my_builders", raising=False)
+
+
+def run(command: str) -> None:
+    """``plan`` of a short sequence, with the words of ``command``."""
+    main(["plan", "--sequence", "64", *command.split()])
 
 
 Fails = Callable[..., tuple[int, str]]
@@ -176,7 +188,7 @@ def test_torch_logs_no_traceback_above_the_line(monkeypatch: pytest.MonkeyPatch,
 
 def test_the_extra_for_configs_of_hugging_face_is_named(monkeypatch: pytest.MonkeyPatch, fails: Fails) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    says = "--hf needs transformers. Run: pip install 'fsdp2[plan]', or pass module:function.\n"
+    says = "--hf needs transformers. Run: pip install transformers, or pass module:function.\n"
     assert fails("plan --gpus 8 --hf config.json") == (2, f"python -m fsdp2 plan: error: {says}")
 
 
@@ -203,7 +215,9 @@ def test_a_measured_machine_is_written_and_planned_for(tmp_path: Path, capsys: p
     """On one rank, links are not measured, so several GPUs are refused."""
     file = tmp_path / "machine.json"
     main(["measure", str(file), "--width", "32"])
-    assert "products: " in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "products: " in printed
+    assert "links were not measured: to plan for several GPUs, run this under torchrun" in printed
     found = fsdp2.plan(LanguageModel, str(file), WORKLOAD, num_gpus=1)
     assert found.machine.name == "measured: cpu, 1 rank, links not measured"
     assert found.machine.bf16_flops > 0
@@ -261,6 +275,66 @@ def test_run_of_a_module_that_is_not_there_is_one_line(fails: Fails) -> None:
 @pytest.mark.usefixtures("builders")
 def test_a_machine_with_one_rate_for_both_links_is_warned_about(capsys: pytest.CaptureFixture[str]) -> None:
     Path("flat.json").write_text(json.dumps(fields_of(replace(H100, network=H100.in_node))))
-    for num_gpus, said in ((8, ""), (16, "warning: 'flat.json' has one rate for links in a node and between nodes.\n")):
+    said = f"warning: '{H100.name}' has one rate for links in a node and between nodes. Measure on two nodes: torchrun "
+    for num_gpus in (8, 16):
         main(["plan", "my_builders:build_model", "--gpus", str(num_gpus), "--gpu", "flat.json", "--sequence", "64"])
-        assert capsys.readouterr().err == said
+        assert (said in capsys.readouterr().out) is (num_gpus == 16)
+
+
+@pytest.mark.usefixtures("builders")
+def test_nodes_of_another_size_and_a_host_with_other_memory_are_planned_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run("my_builders:build_model --gpus 12 --node-size 4 --host-memory 1TiB")
+    printed = capsys.readouterr().out
+    assert "12 x H100 SXM, 8 per node, 400 Gb/s each, but 4 per node; " in printed
+    assert "972.8 GiB of a node's host" in printed
+    assert "warning" not in printed
+    run("my_builders:build_model --gpus 12")
+    assert "warning: 12 GPUs are no whole number of nodes of 8: " in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("builders")
+def test_json_is_all_that_is_printed_and_has_all_choices(capsys: pytest.CaptureFixture[str]) -> None:
+    run("my_builders:build_model --gpus 8 --json")
+    found = json.loads(capsys.readouterr().out)
+    chosen = next(each for each in found["choices"] if each["name"] == found["recommended"])
+    assert chosen["fits"]
+    assert chosen["step_s"] > chosen["exposed_s"] > 0
+    assert chosen["reserved_nbytes"] > chosen["params_nbytes"] > 0
+    assert chosen["host_nbytes"] == 0
+    assert (found["workload"]["master_dtype"], found["sharded_in"]) == ("fp32", "fp32")
+    compile(found["code"], "pasted", "exec")
+    with pytest.raises(SystemExit) as ended:
+        run("my_builders:build_model --gpus 1 --budget 1MiB --json")
+    assert ended.value.code == 1
+    nothing = json.loads(capsys.readouterr().out)
+    assert (nothing["recommended"], nothing["code"]) == (None, None)
+    assert nothing["why_nothing_fits"].startswith("nothing fits into 1.0 MiB")
+
+
+@pytest.mark.usefixtures("builders")
+def test_a_model_in_bf16_is_sized_with_masters_in_fp32_unless_asked_otherwise(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    printed = {}
+    for master in ("fp32", "bf16", "model"):
+        run(f"my_builders:in_bf16 --gpus 8 --master-dtype {master}")
+        printed[master] = capsys.readouterr().out
+    run("my_builders:in_bf16 --gpus 8")
+    assert capsys.readouterr().out == printed["fp32"]
+    assert "shards, gradients and optimizer in fp32; the model is built in bf16\n" in printed["fp32"]
+    assert "param.data = param.data.float()  # master weights" in printed["fp32"]
+    assert printed["bf16"] == printed["model"]
+    assert "shards, gradients and optimizer in bf16\n" in printed["bf16"]
+    assert "warning: shards, gradients and the optimizer's states are in bf16" in printed["bf16"]
+    assert "param.data" not in printed["bf16"]
+
+
+def test_help_says_all_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("plan", "measure"):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        options = re.split(r"\n  (?=-)", capsys.readouterr().out.partition("options:")[2])
+        silent = [each.split()[0] for each in options[1:] if "default: " not in " ".join(each.split())]
+        assert set(silent) <= {"-h,", "--hf", "--gpus", "--json"}

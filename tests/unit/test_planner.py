@@ -25,9 +25,10 @@ from fsdp2.tools.planner.machine import Contention, Link, ranks_of
 from fsdp2.tools.planner.machines import H100, MACHINES, fields_of, machine_by_name, machine_from
 from fsdp2.tools.planner.observe import ModelWork
 from fsdp2.tools.planner.placement import shard_dim
-from fsdp2.tools.planner.plan import ABOUT_AS_FAST, Candidate, Plan, Workload, observed, table
+from fsdp2.tools.planner.plan import ABOUT_AS_FAST, Candidate, Plan, Workload, observed
 from fsdp2.tools.planner.scenario import Scenario
 from fsdp2.tools.planner.simulate import StepTime
+from fsdp2.tools.planner.words import table
 from fsdp2.tools.planner.work import Checkpointing, UnitWork
 from fsdp2.tools.sizes import nbytes_of, text_of
 from tests.harness.golden import texts_beside
@@ -291,7 +292,12 @@ def test_a_model_that_cannot_fit_says_by_how_much_and_what_would() -> None:
     with pytest.raises(ValueError, match=rf"nothing fits into 1\.0 MiB: .* {too_much:.1f} MiB too much\. .* Use "):
         _ = found.code
     assert found.smallest.choice.offloads
-    assert "With offload, the host's memory is not counted: see the guide. Use " in found.why_nothing_fits()
+    said = "of the host's memory of a node, of which 1769.5 GiB may be used. Use "
+    assert said in found.why_nothing_fits()
+    assert found.why_nothing_fits().endswith(
+        " Tensor, pipeline and context parallelism cut more than FSDP does, and are not planned: see "
+        "docs/guide/meshes.md#tensor-parallelism."
+    )
 
 
 def test_what_only_fp8_would_fit_does_not_fit() -> None:
@@ -331,6 +337,27 @@ def test_optimizer_and_precision_change_what_is_held() -> None:
     )
     assert (adamw.optimizer_nbytes, sgd.optimizer_nbytes) == (2 * adamw.params_nbytes, 0)
     assert fp32.params_nbytes == adamw.params_nbytes  # shards are in fp32 either way
+
+
+def test_master_weights_are_of_what_is_trained_and_a_frozen_base_stays_as_it_is() -> None:
+    def part_frozen() -> nn.Module:
+        model = LanguageModel().bfloat16()
+        model.layers.requires_grad_(False)
+        return model
+
+    def nbytes(build: Callable[[], nn.Module], master: str | None) -> float:
+        workload = replace(WORKLOAD, master_dtype=master)
+        return _named(fsdp2.plan(build, "H100", workload, num_gpus=8), "FSDP, reshard").result.params_nbytes
+
+    in_bf16, in_fp32, mixed = (
+        nbytes(LanguageModel, "bf16"),
+        nbytes(lambda: LanguageModel().bfloat16(), "fp32"),
+        nbytes(part_frozen, "fp32"),
+    )
+    assert in_fp32 == 2 * in_bf16
+    assert in_bf16 < mixed < in_fp32
+    with pytest.raises(ValueError, match=r"master_dtype is 'fp8', expected one of \['fp32', 'bf16'\], or None"):
+        Workload(1, 1, master_dtype="fp8")
 
 
 def test_stacked_experts_are_cut_where_they_are_long_enough() -> None:
@@ -420,10 +447,32 @@ def test_every_text_has_a_case() -> None:
     TEXTS.check_names(WRONG)
 
 
-def test_the_note_on_the_hosts_memory_is_under_rows_that_offload() -> None:
-    offloaded = replace(_plan(), recommended=_named(_plan(), "FSDP, reshard, offload"))
-    assert str(offloaded).endswith("offload; the host's memory is not counted: see the guide")
-    assert "not counted" not in str(_plan())
+def test_what_offloading_puts_into_the_hosts_memory_is_counted_and_limited() -> None:
+    """16 bytes for each parameter in the shards of the node's GPUs, with AdamW in fp32."""
+    offload = _named(_plan(), "FSDP, reshard, offload")
+    num_params = sum(param.numel() for param in LanguageModel().parameters())
+    assert offload.result.host_nbytes == pytest.approx(16 * num_params * 8 / 16, rel=0.01)  # 8 of 16 GPUs per node
+    assert _named(_plan(), "FSDP, reshard").result.host_nbytes == 0
+    said = f"; it takes {text_of(offload.result.host_nbytes)} of the host's memory of a node, "
+    shown = str(replace(_plan(), recommended=offload)).splitlines()[-1]
+    assert shown == f"recommended: FSDP, reshard, offload{said}of which 1769.5 GiB may be used"
+    small = replace(H100, host_memory_nbytes=offload.result.host_nbytes)  # of which 95% may be used
+    full = fsdp2.plan(LanguageModel, small, WORKLOAD, num_gpus=16)
+    assert not _named(full, "FSDP, reshard, offload").fits
+    tight = int(_named(full, "FSDP, reshard, full checkpointing, offload").result.reserved_nbytes) + 1
+    nothing = fsdp2.plan(LanguageModel, small, WORKLOAD, num_gpus=16, budget=tight)
+    assert not nothing.smallest.choice.offloads
+    said = r"full checkpointing, offload takes .*, but .* of the host's memory of a node, .* too much\."
+    assert re.search(said, nothing.why_nothing_fits())
+    unknown = fsdp2.plan(LanguageModel, replace(H100, host_memory_nbytes=None), WORKLOAD, num_gpus=16, budget=tight)
+    assert unknown.recommended is not None
+    assert str(unknown).endswith("whose size is not known: pass --host-memory, or Machine(host_memory_nbytes=...)")
+
+
+def test_rows_whose_time_is_not_known_are_behind_those_whose_time_is() -> None:
+    order = [each.choice.offloads for each in _plan().choices if each.fits]
+    assert order == sorted(order)
+    assert set(order) == {True, False}
 
 
 def test_the_code_for_replicas_says_how_many_ranks_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:

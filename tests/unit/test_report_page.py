@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ _BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
 
 PREDICTED = StepFigures(100.0, 90.0, 10.0, 5000, 2**31, 2**32)
-PREDICTION = Prediction("FSDP, reshard", "H100", 8, "2 x 128 tokens", PREDICTED)
+PREDICTION = Prediction("FSDP, reshard", "H100", 8, "2 x 128 tokens", same_machine=True, figures=PREDICTED)
 
 
 def _data(units: list[str] = UNITS, ranks: int = 2, prediction: Prediction | None = None) -> dict[str, Any]:
@@ -105,6 +106,11 @@ def test_what_was_predicted_stands_beside_what_the_longest_and_the_fullest_rank_
     assert rows["exposed_ms"][1] == pytest.approx(rows["step_ms"][1] - rows["compute_ms"][1])
     assert rows["temporary_nbytes"][1] == data["memory"]["peak_nbytes"]
     assert rows["allocated_nbytes"][1] is None  # the CPU does not say
+    ratios = {row["figure"]: row["ratio"] for row in data["prediction"]["rows"]}
+    assert ratios["step_ms"] == rows["step_ms"][1] / 100.0
+    assert ratios["allocated_nbytes"] is None
+    elsewhere = _data(prediction=replace(PREDICTION, same_machine=False))["prediction"]
+    assert [row["ratio"] for row in elsewhere["rows"]] == [None] * 6
     assert _data()["prediction"] is None
 
 
@@ -256,6 +262,9 @@ def test_page_shows_what_was_predicted(browser: str, tmp_path: Path) -> None:
     assert found["prediction"][0] == ["step, ms", "100.000", f"{step_ms:.3f}", f"{step_ms / 100:.2f}"]
     assert "It predicts the times of 8 x H100. They were measured on cpu (gloo)." in found["predictionText"]
     assert found["prediction"][-1] == ["reserved", "4.0 GiB", "not known", ""]
+    found = _opened(browser, tmp_path, _data(prediction=replace(PREDICTION, same_machine=False)))
+    assert "on cpu (gloo), which is another machine: they are not compared." in found["predictionText"]
+    assert [row[-1] for row in found["prediction"]] == [""] * 6
 
 
 @pytest.mark.long

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from fsdp2.schedule.schedule import AfterForward
 from fsdp2.tools.planner.blocks import Stack, Units
 from fsdp2.tools.planner.groups import Wire
@@ -18,13 +20,42 @@ def code_for(
     *,
     cuts_other_dims: bool = False,
     has_cache: bool = False,
+    has_initializer: bool = False,
+    master_dtype: torch.dtype | None = None,
 ) -> str:
-    """A function ``shard(model, device_type)``, and its imports. ``cuts_other_dims``: some parameter is cut along
-    another dim than 0. ``has_cache``: the model keeps keys and values, which what runs again would keep twice."""
+    """Functions ``shard(model, device_type)`` and ``load(model, folder, device_type)``, and their imports.
+
+    ``cuts_other_dims``: some parameter is cut along another dim than 0. ``has_cache``: the model keeps keys and values,
+    which what runs again would keep twice. ``has_initializer``: it can fill buffers that no checkpoint has.
+    ``master_dtype``: what is trained is cast to it; None leaves it as it is built."""
     function = _function(units, choice, machine, precision, cuts_other_dims)
+    if master_dtype is not None:
+        function[1:1] = _master_weights(master_dtype)
     if has_cache:
         function.insert(1, "    model.config.use_cache = False  # training needs no cache of keys and values")
-    return "\n".join([*_imports(choice, precision, cuts_other_dims), "", "", *function, ""])
+    loads = _load(choice, has_initializer=has_initializer)
+    return "\n".join([*_imports(choice, precision, cuts_other_dims), "", "", *function, "", "", *loads, ""])
+
+
+def _master_weights(dtype: torch.dtype) -> list[str]:
+    name = str(dtype).removeprefix("torch.")
+    return [
+        "    for param in model.parameters():",
+        "        if param.requires_grad:",
+        f"            param.data = param.data.{'float' if dtype is torch.float32 else name}()  # master weights",
+    ]
+
+
+def _load(choice: Choice, *, has_initializer: bool) -> list[str]:
+    device = '"cpu"' if choice.offloads else "device_type"
+    buffers = ["    model.initialize_weights()  # fills the buffers that no file has"] * has_initializer
+    return [
+        'def load(model: nn.Module, folder: str, device_type: str = "cuda") -> None:',
+        '    """Safetensors in ``folder``, for a model that was built under ``torch.device("meta")``, then sharded."""',
+        f"    model.to_empty(device={device})",
+        *buffers,
+        "    fsdp2.load_safetensors(model, folder)  # names the buffers that are still empty",
+    ]
 
 
 def _imports(choice: Choice, precision: Precision, cuts_other_dims: bool) -> list[str]:
@@ -36,9 +67,8 @@ def _imports(choice: Choice, precision: Precision, cuts_other_dims: bool) -> lis
         helpers.append("recompute")
     if helpers:
         lines.append(f"from fsdp2.tools.planner import {', '.join(helpers)}")
-    torch = ["import torch"] if precision is Precision.BF16 else []
     return [
-        *torch,
+        *(["import torch"] if precision is Precision.BF16 else []),
         "import torch.distributed as dist",
         "from torch import nn",
         "from torch.distributed.device_mesh import init_device_mesh",

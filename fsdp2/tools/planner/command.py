@@ -5,16 +5,23 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import json
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from fsdp2.tools.planner.machines import MACHINES
-from fsdp2.tools.planner.plan import MOST_GPUS, Workload, cause_of, plan
+from fsdp2.tools.planner.machine import Machine
+from fsdp2.tools.planner.machines import MACHINES, machine_by_name
+from fsdp2.tools.planner.plan import MASTER_DTYPES, MOST_GPUS, Workload, cause_of, plan
+from fsdp2.tools.sizes import nbytes_of
+
+_AS_BUILT = "model"
+_DEFAULT = "default: %(default)s"
 
 
 def add_plan(commands: Any) -> None:
@@ -23,20 +30,28 @@ def add_plan(commands: Any) -> None:
         "plan",
         help="compare the ways to shard a model on so many GPUs, without a GPU",
         description="Prints memory per GPU and step time for each way to shard a model, and Python to paste for the "
-        "recommended one. Nothing is allocated.",
+        "recommended one. Nothing is allocated. Tensor and pipeline parallelism are not planned.",
     )
-    parser.add_argument(
-        "builder", nargs="?", help="module:function that builds the model, such as my_module:build_model"
+    add = parser.add_argument
+    add("builder", nargs="?", help="module:function that builds the model, such as my_module:build_model")
+    add("--hf", metavar="PATH", help="a Hugging Face config instead: its folder or config.json")
+    add("--gpus", type=int, required=True, help="how many GPUs")
+    add("--gpu", default="H100", help=f"{', '.join(MACHINES)}, or a file of `python -m fsdp2 measure`; {_DEFAULT}")
+    add("--node-size", type=int, help="GPUs per node; default: that of --gpu, which is 8 for those with a name")
+    add("--batch", type=int, default=1, help=f"sequences per GPU and step; {_DEFAULT}")
+    add("--sequence", type=int, default=8192, help=f"tokens per sequence; {_DEFAULT}")
+    add("--optimizer", default="adamw", help=f"adamw, sgd, or 'sgd with momentum'; {_DEFAULT}")
+    add("--precision", default="bf16", help=f"of gathers and compute: bf16 or fp32; {_DEFAULT}")
+    add(
+        "--master-dtype",
+        default="fp32",
+        help="of the shards that are trained, their gradients and the optimizer's states: fp32, bf16, or model, which "
+        f"is what the model is built in, as torch_dtype of a Hugging Face config says; {_DEFAULT}",
     )
-    parser.add_argument("--hf", metavar="PATH", help="a Hugging Face config instead: its folder or config.json")
-    parser.add_argument("--gpus", type=int, required=True, help="how many GPUs")
-    parser.add_argument("--gpu", default="H100", help=f"{', '.join(MACHINES)}, or a file of `python -m fsdp2 measure`")
-    parser.add_argument("--batch", type=int, default=1, help="sequences per GPU and step")
-    parser.add_argument("--sequence", type=int, default=8192, help="tokens per sequence")
-    parser.add_argument("--optimizer", default="adamw", help="adamw, sgd, or 'sgd with momentum'")
-    parser.add_argument("--precision", default="bf16", help="bf16 or fp32")
-    parser.add_argument("--compiled", action="store_true", help="blocks run under torch.compile")
-    parser.add_argument("--budget", help="what may be used of a GPU's memory, such as 70GiB; default: 95%%")
+    add("--compiled", action="store_true", help="blocks run under torch.compile; default: eager")
+    add("--budget", help="what may be used of a GPU's memory, such as 70GiB; default: 95%% of it")
+    add("--host-memory", help="of a node, for offloading, which may use 95%% of it; default: that of --gpu, if known")
+    add("--json", action="store_true", help="print all choices as JSON, and nothing else")
     parser.set_defaults(run=_print_plan)
 
 
@@ -45,31 +60,53 @@ def _print_plan(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
     try:
         if not 1 <= options.gpus <= MOST_GPUS:
             raise ValueError(f"--gpus is {options.gpus}, expected 1 to {MOST_GPUS}.")
-        workload = Workload(
-            options.batch,
-            options.sequence,
-            options.optimizer,
-            options.precision,
-            "compiled" if options.compiled else "eager",
-        )
         found = plan(
             _builder(options.builder, options.hf),
-            options.gpu,
-            workload,
+            _machine(options.gpu, options.node_size, options.host_memory),
+            _workload(options),
             num_gpus=options.gpus,
-            budget=_budget(options.budget),
+            budget=_size(options.budget),
         )
     except (ValueError, TypeError) as error:
         parser.exit(2, f"{parser.prog} plan: error: {str(error).removeprefix('plan: ')}\n")
-    if found.num_gpus > found.machine.node_size and found.machine.in_node == found.machine.network:
-        print(f"warning: '{options.gpu}' has one rate for links in a node and between nodes.", file=sys.stderr)
-    print(found)
+    if options.json:
+        print(json.dumps(found.data, indent=2))
+    else:
+        print(found)
     if found.recommended is None:
         parser.exit(1)
-    print(f"\n{found.code}")
+    if not options.json:
+        print(f"\n{found.code}")
 
 
-def _budget(text: str | None) -> str | int | None:
+def _workload(options: argparse.Namespace) -> Workload:
+    master = options.master_dtype
+    if master not in (*MASTER_DTYPES, _AS_BUILT):
+        raise ValueError(f"--master-dtype is '{master}', expected {', '.join(MASTER_DTYPES)} or {_AS_BUILT}.")
+    return Workload(
+        options.batch,
+        options.sequence,
+        options.optimizer,
+        options.precision,
+        "compiled" if options.compiled else "eager",
+        master_dtype=None if master == _AS_BUILT else master,
+    )
+
+
+def _machine(name: str, node_size: int | None, host_memory: str | None) -> Machine:
+    """The machine called ``name``, on nodes of another size or with another memory of their hosts."""
+    machine = machine_by_name(name)
+    if node_size is not None and node_size != machine.node_size:
+        if node_size < 1:
+            raise ValueError(f"--node-size is {node_size}, expected at least 1.")
+        machine = replace(machine, name=f"{machine.name}, but {node_size} per node", node_size=node_size)
+    if host_memory is not None:
+        size = _size(host_memory) or host_memory
+        machine = replace(machine, host_memory_nbytes=nbytes_of(size, "--host-memory", "1TiB"))
+    return machine
+
+
+def _size(text: str | None) -> str | int | None:
     """Digits alone are bytes, unless there are so few that a unit was forgotten."""
     return int(text) if text and text.isdecimal() and len(text) > 6 else text
 
@@ -104,7 +141,7 @@ def _imported(name: str) -> Callable[[], nn.Module]:
 
 def _of_hugging_face(path: str) -> Callable[[], nn.Module]:
     if importlib.util.find_spec("transformers") is None:
-        raise ValueError("--hf needs transformers. Run: pip install 'fsdp2[plan]', or pass module:function.")
+        raise ValueError("--hf needs transformers. Run: pip install transformers, or pass module:function.")
     if not Path(path).exists():
         raise ValueError(f"found no config '{path}', expected a folder with a config.json, or the path of one.")
     transformers: Any = importlib.import_module("transformers")  # takes seconds
@@ -118,7 +155,7 @@ def _of_hugging_face(path: str) -> Callable[[], nn.Module]:
         )
 
     def build_model() -> nn.Module:
-        model: Any = transformers.AutoModelForCausalLM.from_config(config)
+        model: Any = transformers.AutoModelForCausalLM.from_config(config)  # in its torch_dtype
         model.config.use_cache = False  # training needs no cache of keys and values
         return model
 

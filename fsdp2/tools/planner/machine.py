@@ -74,6 +74,8 @@ class Machine:
         contention: compute and transfers beside each other.
         sources: where the figures are from.
         host_bandwidth: bytes per second between one GPU and the host, in one direction.
+        host_memory_nbytes: of a node's host; None where it is not known.
+        device: part of the name that torch gives the device, such as "H100"; None where it is not known.
         bandwidth_efficiency: the share of a link's bandwidth that a large collective reaches.
         copy_bandwidth: bytes per second that a copy kernel or an optimizer reads and writes.
         launch_latency: seconds from the start of a collective to its first byte.
@@ -96,11 +98,13 @@ class Machine:
     contention: Contention = Contention()
     fp32_flops: float | None = None
     host_bandwidth: float | None = None
+    host_memory_nbytes: float | None = None
+    device: str | None = None
     sources: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         known = ("bf16_flops", "utilisation", "memory_nbytes", "copy_bandwidth", "bandwidth_efficiency")
-        perhaps = ("fp8_flops", "fp32_flops", "host_bandwidth")
+        perhaps = ("fp8_flops", "fp32_flops", "host_bandwidth", "host_memory_nbytes")
         for name in (*known, "node_size", "channels", *(name for name in perhaps if getattr(self, name) is not None)):
             _check_rate(f"Machine: {name}", getattr(self, name))
         _check_delay("Machine: launch_latency", self.launch_latency)
@@ -114,9 +118,13 @@ class Machine:
         if self.in_node is None or self.network is None:
             raise ValueError(
                 f"machine '{self.name}' has no figures for links between GPUs. Run `torchrun --nproc-per-node 8 -m "
-                "fsdp2 measure FILE` with all GPUs of a node, or fill in in_node and network."
+                "fsdp2 measure FILE` with all GPUs of a node, or of two nodes, or fill in in_node and network."
             )
         return self.in_node, self.network
+
+    def is_made_of(self, device: str) -> bool:
+        """Whether ``device``, as torch names it, is one of this machine's. False if the machine does not say."""
+        return self.device is not None and self.device.lower() in device.lower()
 
     def peak_fp8(self) -> float:
         return self._known("fp8_flops", self.fp8_flops)

@@ -29,11 +29,17 @@ _A100 = (
     f"{_GARDEN}/A100",
     _LINKS,
 )
-_H100 = ("https://www.nvidia.com/en-us/data-center/h100/", _PEAKS, f"{_GARDEN}/h100", _LINKS)
+_H100 = (
+    "https://www.nvidia.com/en-us/data-center/h100/",
+    _PEAKS,
+    f"{_GARDEN}/h100",
+    _LINKS,
+    f"{_MLPERF}/NVIDIA/systems/DGX-H100_H100-SXM-80GBx8_TRT.json",  # the host's memory
+)
 _H200 = (
     "https://www.nvidia.com/en-us/data-center/h200/",
     _PEAKS,
-    f"{_MLPERF}/NVIDIA/systems/H200-SXM-141GBx8_TRT_MaxQ.json",  # memory, links
+    f"{_MLPERF}/NVIDIA/systems/H200-SXM-141GBx8_TRT_MaxQ.json",  # memory, links; the host's memory
     "https://lzwjava.github.io/nvidia-h200-gpu-specs-en",  # bandwidth of memory; secondary
 )
 _B200 = (
@@ -56,6 +62,7 @@ _MI300X = (
 
 def _node(
     name: str,
+    device: str,
     *,
     bf16: float,
     fp8: float | None,
@@ -66,6 +73,7 @@ def _node(
     sources: tuple[str, ...],
     fp32: float | None = None,
     host: float | None = None,
+    host_memory: float | None = None,
 ) -> Machine:
     return Machine(
         name=name,
@@ -79,12 +87,15 @@ def _node(
         network=Link(network, _NETWORK_LATENCY),
         fp32_flops=fp32,
         host_bandwidth=host,
+        host_memory_nbytes=host_memory,
+        device=device,
         sources=sources,
     )
 
 
 H100 = _node(
     "H100 SXM, 8 per node, 400 Gb/s each",
+    "H100",
     bf16=989e12,
     fp8=1979e12,
     fp32=66.9e12,
@@ -93,17 +104,20 @@ H100 = _node(
     link=450e9,
     network=50e9,
     host=64e9,
+    host_memory=2e12,
     sources=_H100,
 )
 H200 = replace(
     H100,
     name="H200 SXM, 8 per node, 400 Gb/s each",
+    device="H200",
     memory_nbytes=141e9,
     copy_bandwidth=_COPY_SHARE * 4.8e12,
     sources=_H200,
 )
 B200 = _node(
     "B200 HGX, 8 per node, 400 Gb/s each",
+    "B200",
     bf16=2250e12,
     fp8=4500e12,
     fp32=80e12,
@@ -115,6 +129,7 @@ B200 = _node(
 )
 A100_80 = _node(
     "A100 SXM 80 GB, 8 per node, 200 Gb/s each",
+    "A100",
     bf16=312e12,
     fp8=None,
     fp32=19.5e12,
@@ -133,6 +148,7 @@ A100_40 = replace(
 )
 MI300X = _node(
     "MI300X, 8 per node, 400 Gb/s each",
+    "MI300X",
     bf16=1300e12,
     fp8=2600e12,
     memory=192e9,
@@ -140,6 +156,7 @@ MI300X = _node(
     link=448e9,
     network=50e9,
     host=64e9,
+    host_memory=1.5 * 2**40,
     sources=_MI300X,
 )
 MACHINES = {"H100": H100, "H200": H200, "B200": B200, "A100-80": A100_80, "A100-40": A100_40, "MI300X": MI300X}

@@ -1,8 +1,9 @@
 """``python -m fsdp2 measure``: the machine at hand, as the planner needs it.
 
 Alone it measures products, copies and memory; under ``torchrun`` also all-gathers and reduce-scatters, by size, alone
-and beside products. Links in a node and between nodes are told apart by measuring on one node and on several: the
-machine gets the rate over all ranks for both. One rank measures no link, so no plan for several GPUs can be made of it.
+and beside products. On several nodes, the ranks of each node also measure by themselves, which tells its links from
+those between nodes; on one node, both get the same rate. One rank measures no link, so no plan for several GPUs can be
+made of it.
 """
 
 from __future__ import annotations
@@ -59,24 +60,31 @@ def measure(sizes: tuple[int, ...], width: int) -> Measured:
     device = accelerator or torch.device("cpu")
     flops = {dtype: _product_flops(device, width, dtype) for dtype in (torch.bfloat16, torch.float32)}
     copies = _copy_bandwidth(device)
-    found = _collectives(sizes, device, width)
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
-    link = _link(found, num_ranks)
-    unknown = "" if link else ", links not measured"
+    node_size = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
+    found = _collectives(dist.group.WORLD, sizes, device, width) if num_ranks > 1 else ()
+    in_node = network = _link(found, num_ranks)
+    if network is not None and num_ranks > node_size > 1 and num_ranks % node_size == 0:
+        node, _ = dist.new_subgroups(group_size=node_size)
+        in_node = _link(_collectives(node, sizes, device, width), node_size)
+        assert in_node is not None  # node_size > 1
+        network = _between(network, in_node, num_ranks, node_size)
     machine = Machine(
-        name=f"measured: {_device_name(device)}, {num_ranks} {'ranks' if num_ranks > 1 else 'rank'}{unknown}",
+        name=f"measured: {device_name(device)}, {_ranks(num_ranks, node_size)}",
         bf16_flops=flops[torch.bfloat16],
         fp8_flops=None,
         utilisation=1.0,  # what was measured is what products reach
         memory_nbytes=_memory(device),
         copy_bandwidth=copies,
-        node_size=int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)),
-        in_node=link,
-        network=link,
+        node_size=node_size,
+        in_node=in_node,
+        network=network,
         bandwidth_efficiency=1.0,
         launch_latency=0.0,
         contention=_contention(found),
         fp32_flops=flops[torch.float32],
+        host_memory_nbytes=None if device.type == "cpu" else _host_memory(),
+        device=device_name(device),
         sources=("measured by python -m fsdp2 measure",),
     )
     return Measured(machine, found)
@@ -125,19 +133,30 @@ def _copy_bandwidth(device: torch.device) -> float:
 def _memory(device: torch.device) -> float:
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
+    return _host_memory()
+
+
+def _host_memory() -> float:
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
-def _device_name(device: torch.device) -> str:
+def _ranks(num_ranks: int, node_size: int) -> str:
+    if num_ranks == 1:
+        return "1 rank, links not measured"
+    return f"{num_ranks} ranks" + (f" on {-(-num_ranks // node_size)} nodes" if num_ranks > node_size else "")
+
+
+def device_name(device: torch.device) -> str:
+    """Of a GPU, that of its kind; of others, the type."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def _collectives(sizes: tuple[int, ...], device: torch.device, width: int) -> tuple[Collective, ...]:
-    """As fsdp2 issues them over all ranks; none without a process group."""
-    world = dist.group.WORLD if dist.is_initialized() else None
-    if world is None or world.size() == 1:
-        return ()
-    axis = Axis(world, world.size(), world.rank())
+def _collectives(
+    group: dist.ProcessGroup | None, sizes: tuple[int, ...], device: torch.device, width: int
+) -> tuple[Collective, ...]:
+    """As fsdp2 issues them over the ranks of ``group``. All ranks of the job call this together."""
+    assert group is not None
+    axis = Axis(group, group.size(), group.rank())
     match_channels(axis)
     comm = comm_for(axis, device, is_async=True)
     a = torch.ones(width, width, device=device)
@@ -189,6 +208,14 @@ def _link(found: tuple[Collective, ...], num_ranks: int) -> Link | None:
     return Link(moved / max(large.alone - small.alone, 1e-9), small.alone / (num_ranks - 1))
 
 
+def _between(whole: Link, in_node: Link, num_ranks: int, node_size: int) -> Link:
+    """The link between nodes, from one over all ranks: the ring of ``gather``, solved for it. Its bandwidth is at least
+    this if links in a node are the slower ones."""
+    hops, num_nodes = num_ranks - 1, num_ranks // node_size
+    latency = (hops * whole.latency - (hops - num_nodes) * in_node.latency) / num_nodes
+    return Link(whole.bandwidth / node_size, max(latency, 0.0))
+
+
 def _contention(found: tuple[Collective, ...]) -> Contention:
     """The share of its rate that compute loses beside a large collective."""
     if not found:
@@ -201,11 +228,12 @@ def add_measure(commands: Any) -> None:
     parser = commands.add_parser(
         "measure",
         help="measure this machine for `python -m fsdp2 plan --gpu FILE`",
-        description="With collectives: torchrun --nproc-per-node 8 -m fsdp2 measure machine.json",
+        description="With the links of a node: torchrun --nproc-per-node 8 -m fsdp2 measure machine.json. With those "
+        "between nodes, too: the same on two nodes, with --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:PORT.",
     )
     parser.add_argument("file", type=Path, help="where to write the machine, as JSON")
-    parser.add_argument("--sizes", default="1,16,64", help="MiB of collectives, ascending")
-    parser.add_argument("--width", type=int, default=2048, help="of the square products")
+    parser.add_argument("--sizes", default="1,16,64", help="MiB of collectives, ascending; default: %(default)s")
+    parser.add_argument("--width", type=int, default=2048, help="of the square products; default: %(default)s")
     parser.set_defaults(run=_write)
 
 
@@ -239,8 +267,7 @@ def _write(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
             refuse_file(error)
         print(f"wrote {options.file}: {found.machine.name}")
         print(f"products: {found.machine.bf16_flops / 1e12:.3g} TFLOPS in bf16")
-        if not found.collectives:
-            print("links were not measured: to plan for several GPUs, run this under torchrun")
+        print(_said_of_links(found.machine))
         for each in found.collectives:
             print(
                 f"{each.name} of {each.nbytes / 2**20:g} MiB: {1e3 * each.alone:.2f} ms alone; it holds up products by "
@@ -248,3 +275,12 @@ def _write(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
             )
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _said_of_links(machine: Machine) -> str:
+    if machine.in_node is None or machine.network is None:
+        return "links were not measured: to plan for several GPUs, run this under torchrun"
+    in_node, network = (f"{link.bandwidth / 1e9:.3g} GB/s" for link in (machine.in_node, machine.network))
+    if machine.in_node == machine.network:
+        return f"links: {in_node}; those between nodes were not measured: to plan for several, run this on two of them"
+    return f"links: {in_node} in a node, {network} between nodes, for each rank"

@@ -55,13 +55,21 @@ class ModelWork:
         return (*units[:-1], replace(self.rest, name=last.name, params=last.params))
 
 
-def observe(model: nn.Module, units: Units, inputs: Callable[[], Any], loss: Loss, dtype: torch.dtype) -> ModelWork:
+def observe(
+    model: nn.Module,
+    units: Units,
+    inputs: Callable[[], Any],
+    loss: Loss,
+    dtype: torch.dtype,
+    master_dtype: torch.dtype | None = None,
+) -> ModelWork:
     """Run ``model`` under fake tensors. Its parameters may be on the meta device.
 
     Args:
         inputs: makes the inputs of ``model``: a tensor, or a tuple of arguments, or a dict of them by name.
         loss: gets what ``model`` returns.
         dtype: in which floating-point parameters and inputs are in forward.
+        master_dtype: that of the shards of parameters that are trained; None is that of the model.
     """
     blocks = {path: model.get_submodule(path) for path in units.block_paths}
     kinds: dict[Any, list[str]] = {}
@@ -78,14 +86,16 @@ def observe(model: nn.Module, units: Units, inputs: Callable[[], Any], loss: Los
             if path not in calls.inputs:
                 raise ValueError(f"plan: the forward does not call block '{path}' of this {type(model).__name__}.")
             seen = _observe(blocks[path], made.of(path), calls.inputs[path], _sum_of_outputs, shared)
-            params = _params(blocks[path].named_parameters())
+            params = _params(blocks[path].named_parameters(), master_dtype)
             per_kind.append({each: seen.unit(path, params, each) for each in Checkpointing})
         with _left_out({blocks[path]: calls.outputs[kind[0]] for kind in kinds.values() for path in kind}):
             seen = _observe(model, made.of(""), given, loss, set())
     numbers = {path: index for index, paths in enumerate(kinds.values()) for path in paths}
-    large = {path: _params(model.get_submodule(path).named_parameters(recurse=False)) for path in units.large}
+    own = {path: model.get_submodule(path).named_parameters(recurse=False) for path in units.large}
+    large = {path: _params(params, master_dtype) for path, params in own.items()}
     inside = {id(param) for path in (*blocks, *large) for param in model.get_submodule(path).parameters()}
-    root = _params((name, param) for name, param in model.named_parameters() if id(param) not in inside)
+    beside = [(name, param) for name, param in model.named_parameters() if id(param) not in inside]
+    root = _params(beside, master_dtype)
     rest = replace(seen.unit("(outside of blocks)", (), Checkpointing.NONE), is_block=False)
     return ModelWork(tuple(per_kind), tuple(numbers.get(path, path) for path in calls.order), large, root, rest)
 
@@ -130,8 +140,16 @@ def language_model_loss(output: Any) -> Tensor:
     return nn.functional.cross_entropy(logits.float().flatten(0, -2), labels.flatten())
 
 
-def _params(named: Any) -> tuple[Param, ...]:
-    return tuple(Param(name, tuple(param.shape), param.dtype, param.requires_grad) for name, param in named)
+def _params(named: Iterable[tuple[str, nn.Parameter]], master_dtype: torch.dtype | None) -> tuple[Param, ...]:
+    return tuple(
+        Param(name, tuple(param.shape), shard_dtype(param, master_dtype), param.requires_grad) for name, param in named
+    )
+
+
+def shard_dtype(param: nn.Parameter, master_dtype: torch.dtype | None) -> torch.dtype:
+    """Of its shards. Only what is trained has master weights."""
+    is_trained = param.requires_grad and param.is_floating_point()
+    return master_dtype if is_trained and master_dtype is not None else param.dtype
 
 
 def _as_arguments(given: Any) -> Inputs:

@@ -15,23 +15,25 @@ from torch import nn
 
 from fsdp2.api.module import FSDPModule
 from fsdp2.schedule.schedule import AfterForward
+from fsdp2.tools.planner import words
 from fsdp2.tools.planner.blocks import Units, find_units
 from fsdp2.tools.planner.code import code_for
 from fsdp2.tools.planner.groups import Wire
 from fsdp2.tools.planner.machine import Machine
 from fsdp2.tools.planner.machines import machine_by_name
-from fsdp2.tools.planner.memory import Held
-from fsdp2.tools.planner.observe import ModelWork, language_model_loss, observe
+from fsdp2.tools.planner.observe import ModelWork, language_model_loss, observe, shard_dtype
 from fsdp2.tools.planner.placement import shard_dim
 from fsdp2.tools.planner.scenario import Choice, Kernels, Optimizer, Precision, Result, Scenario, simulate
 from fsdp2.tools.planner.work import Checkpointing
 from fsdp2.tools.progress import progress
-from fsdp2.tools.sizes import nbytes_of, text_of, unit_of
+from fsdp2.tools.sizes import nbytes_of, text_of
 
 ABOUT_AS_FAST = 1.02  # what the model can tell apart
-USABLE_SHARE = 0.95  # of a GPU's memory; the rest is for the driver and NCCL
+USABLE_SHARE = 0.95  # of a GPU's memory, and of the host's; the rest is for the driver, NCCL and the system
 SHARD_SIZES = (64, 512)  # of HSDP, besides a node
 MOST_GPUS = 2**17  # the time that a plan takes grows with them: what each rank sends in fp8 is listed
+
+MASTER_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 ModelOrBuilder = nn.Module | Callable[[], nn.Module]
 
@@ -51,6 +53,8 @@ class Workload:
         optimizer: ``"adamw"``, ``"sgd with momentum"`` or ``"sgd"``.
         precision: ``"bf16"`` gathers and computes in bf16, and reduces in fp32. ``"fp32"`` does all in fp32.
         kernels: ``"eager"``, or ``"compiled"`` for blocks under ``torch.compile``.
+        master_dtype: of the shards that are trained, their gradients and the optimizer's states: ``"fp32"`` or
+            ``"bf16"``; None is what the model is built in.
         inputs: makes what the model is given, for models that do not take tokens of shape ``(batch, sequence)``: a
             tensor, a tuple of arguments, or a dict of them by name. It runs under fake tensors.
         loss: gets what the model returns; None is cross-entropy of logits in fp32.
@@ -63,12 +67,17 @@ class Workload:
     kernels: str = "eager"
     inputs: Callable[[], Any] | None = None
     loss: Callable[[Any], torch.Tensor] | None = None
+    master_dtype: str | None = None
 
     def __post_init__(self) -> None:
         for name, kind in (("optimizer", Optimizer), ("precision", Precision), ("kernels", Kernels)):
             allowed = [each.value for each in kind]
             if getattr(self, name) not in allowed:
                 raise ValueError(f"Workload: {name} is {getattr(self, name)!r}, expected one of {allowed}.")
+        if self.master_dtype not in (None, *MASTER_DTYPES):
+            raise ValueError(
+                f"Workload: master_dtype is {self.master_dtype!r}, expected one of {[*MASTER_DTYPES]}, or None."
+            )
         for name, what in (("inputs", "that makes what the model is given"), ("loss", "of what the model returns")):
             value = getattr(self, name)
             if value is not None and not callable(value):
@@ -96,20 +105,27 @@ class Candidate:
         choice: the way.
         result: step time, and memory at the peak.
         budget_nbytes: what may be used.
+        host_budget_nbytes: what may be used of the host's memory of a node; None where it is not known.
     """
 
     choice: Choice
     result: Result
     budget_nbytes: int
+    host_budget_nbytes: int | None = None
 
     @property
     def fits(self) -> bool:
-        return self.result.reserved_nbytes <= self.budget_nbytes
+        return self.result.reserved_nbytes <= self.budget_nbytes and not self.host_missing_nbytes
 
     @property
     def missing_nbytes(self) -> int:
-        """By how much it does not fit."""
+        """By how much it does not fit on a GPU."""
         return max(0, int(self.result.reserved_nbytes) - self.budget_nbytes)
+
+    @property
+    def host_missing_nbytes(self) -> int:
+        """By how much it does not fit into the host's memory of a node."""
+        return 0 if self.host_budget_nbytes is None else max(0, int(self.result.host_nbytes) - self.host_budget_nbytes)
 
 
 @dataclass(frozen=True)
@@ -121,12 +137,16 @@ class Plan:
         num_params: elements of all parameters.
         units: what gets a ``fully_shard`` call of its own.
         shapes: of its parameters.
-        choices: all ways that were looked at, those that fit first, the fastest of them first.
+        choices: all ways that were looked at, those that fit first, the fastest of them first. The time of those that
+            offload is not known, so they come behind the others.
         recommended: of those that fit and are about as fast as the fastest, the one that asks least; None if none fits.
         enough_gpus: if none fits: over how many GPUs FSDP would, without offloading; None if over no number.
         enough: if none fits: the largest batch with which one would, or, with a batch of 1, the longest sequences, up
             to 1%; None if there is neither.
         has_cache: the model's config has ``use_cache``, as in Hugging Face: ``code`` switches it off.
+        has_initializer: it has ``initialize_weights``, as in transformers: ``code`` calls it before it loads weights.
+        built_in, sharded_in: the dtypes of what is trained, as the model is built, and of its shards.
+        host_budget_nbytes: what may be used of the host's memory of a node; None where it is not known.
     """
 
     model: str
@@ -142,10 +162,14 @@ class Plan:
     enough_gpus: int | None = None
     enough: Workload | None = None
     has_cache: bool = False
+    has_initializer: bool = False
+    built_in: tuple[torch.dtype, ...] = ()
+    sharded_in: tuple[torch.dtype, ...] = ()
+    host_budget_nbytes: int | None = None
 
     @cached_property
     def smallest(self) -> Candidate:
-        """The choice that needs least memory, of those that may be recommended."""
+        """The choice that needs least memory of a GPU, of those that may be recommended and fit into the host's."""
         return _smallest(self.choices)
 
     @property
@@ -159,57 +183,33 @@ class Plan:
             raise ValueError(self.why_nothing_fits())
         choice = self.recommended.choice
         num_shards = choice.shard_size or self.num_gpus
-        others = any(shard_dim(shape, num_shards) > 0 for shape in self.shapes)
-        precision = Precision(self.workload.precision)
-        return code_for(self.units, choice, self.machine, precision, cuts_other_dims=others, has_cache=self.has_cache)
+        return code_for(
+            self.units,
+            choice,
+            self.machine,
+            Precision(self.workload.precision),
+            cuts_other_dims=any(shard_dim(shape, num_shards) > 0 for shape in self.shapes),
+            has_cache=self.has_cache,
+            has_initializer=self.has_initializer,
+            master_dtype=self.sharded_in[0] if self.built_in != self.sharded_in else None,
+        )
+
+    @property
+    def warnings(self) -> list[str]:
+        """What makes the figures worse than they look, one line each; ``str()`` shows them, too."""
+        return words.warnings(self)
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """All of it as plain data, for JSON: bytes and seconds; ``choices`` in order, ``recommended`` by name."""
+        return words.as_data(self)
 
     def why_nothing_fits(self) -> str:
         """By how much the smallest choice is too large, and what would fit."""
-        smallest, workload = self.smallest, self.workload
-        activations = smallest.result.memory[Held.ACTIVATIONS]
-        remedies = []
-        if self.enough is not None and self.enough.sequence == workload.sequence:
-            remedies.append(f"a batch of {self.enough.batch} per GPU")
-        elif self.enough is not None:
-            batch = "a batch of 1 per GPU and " if workload.batch > 1 else ""
-            remedies.append(f"{batch}sequences of {self.enough.sequence} tokens, or context parallelism")
-        if self.enough_gpus is not None:
-            remedies.append(f"FSDP over {self.enough_gpus} GPUs")
-        return (
-            f"nothing fits into {text_of(self.budget_nbytes)}: the smallest choice, {smallest.choice.name}, takes "
-            f"{text_of(smallest.result.reserved_nbytes)}, {text_of(smallest.missing_nbytes)} too much. Activations "
-            f"take {text_of(activations)} of it. {f'With offload, {_HOST}. ' if smallest.choice.offloads else ''}"
-            f"Use {', or '.join(remedies) or 'GPUs with more memory'}."
-        )
+        return words.why_nothing_fits(self)
 
     def __str__(self) -> str:
-        return "\n".join(
-            [*self._head(), "", *table(self._shown(), self.recommended, self.workload.precision), "", self._verdict()]
-        )
-
-    def _head(self) -> list[str]:
-        stacks = [f"{len(stack.names)} blocks in {stack.path or 'the model'}" for stack in self.units.stacks]
-        unit, _ = _memory_unit(self._shown())
-        return [
-            f"{self.model}: {_count(self.num_params)} parameters; units: {', '.join([*stacks, *self.units.large])}; "
-            "all else with the model",
-            f"{self.num_gpus} x {self.machine.name}; {self.workload}",
-            f"budget: {text_of(self.budget_nbytes)} of {text_of(self.machine.memory_nbytes)}; below: {unit} of one GPU "
-            "at the peak",
-        ]
-
-    def _shown(self) -> list[Candidate]:
-        """The best ones, the recommended one, and the smallest."""
-        shown = [*self.choices[:10], self.smallest]
-        if self.recommended is not None:
-            shown.append(self.recommended)
-        return [each for each in self.choices if any(each is other for other in shown)]
-
-    def _verdict(self) -> str:
-        if self.recommended is None:
-            return self.why_nothing_fits()
-        host = f"; {_HOST}" if self.recommended.choice.offloads else ""
-        return f"recommended: {self.recommended.choice.name}{host}"
+        return words.text_of_plan(self)
 
 
 def plan(
@@ -311,7 +311,7 @@ def compare(
             enough_gpus = _enough_gpus(base, work, candidates, limit)
             enough = _enough(built, units, base, workload, _smallest(candidates).choice, limit)
         advance(1)
-    ordered = sorted(candidates, key=lambda each: (not each.fits, each.missing_nbytes, each.result.time.step))
+    built_in, sharded_in = _trained_dtypes(built, None), _trained_dtypes(built, _master_dtype(workload))
     return Plan(
         model=type(built).__name__,
         num_params=sum(param.numel() for param in built.parameters()),
@@ -321,12 +321,35 @@ def compare(
         num_gpus=num_gpus,
         workload=workload,
         budget_nbytes=limit,
-        choices=tuple(ordered),
+        choices=tuple(sorted(candidates, key=_rank)),
         recommended=recommended,
         enough_gpus=enough_gpus,
         enough=enough,
         has_cache=hasattr(getattr(built, "config", None), "use_cache"),
+        has_initializer=hasattr(built, "initialize_weights"),
+        built_in=built_in,
+        sharded_in=sharded_in,
+        host_budget_nbytes=_host_budget(machine),
     )
+
+
+def _rank(candidate: Candidate) -> tuple[Any, ...]:
+    """What fits comes first; what takes a time that is not known comes last."""
+    missing = candidate.missing_nbytes + candidate.host_missing_nbytes
+    return not candidate.fits, missing, candidate.choice.offloads, candidate.result.time.step
+
+
+def _master_dtype(workload: Workload) -> torch.dtype | None:
+    return None if workload.master_dtype is None else MASTER_DTYPES[workload.master_dtype]
+
+
+def _trained_dtypes(model: nn.Module, master_dtype: torch.dtype | None) -> tuple[torch.dtype, ...]:
+    """Of the shards of what is trained."""
+    return tuple({shard_dtype(param, master_dtype): None for param in model.parameters() if param.requires_grad})
+
+
+def _host_budget(machine: Machine) -> int | None:
+    return None if machine.host_memory_nbytes is None else int(USABLE_SHARE * machine.host_memory_nbytes)
 
 
 def build(builder: Callable[[], nn.Module]) -> nn.Module:
@@ -361,7 +384,7 @@ def observed(model: nn.Module, units: Units, workload: Workload) -> ModelWork:
     log = logging.getLogger("torch._subclasses.fake_tensor")  # prints the traceback of what is raised anyway
     before, log.disabled = log.disabled, True
     try:
-        return observe(model, units, inputs, _checked_loss(workload), dtype)
+        return observe(model, units, inputs, _checked_loss(workload), dtype, _master_dtype(workload))
     except (ValueError, TypeError):
         raise
     except Exception as error:
@@ -424,7 +447,7 @@ def _scenario(machine: Machine, work: ModelWork, workload: Workload, num_gpus: i
 
 def _candidate(base: Scenario, work: ModelWork, choice: Choice, limit: int) -> Candidate:
     scenario = replace(base, units=work.units(choice.checkpointing), choice=choice)
-    return Candidate(choice, simulate(scenario), limit)
+    return Candidate(choice, simulate(scenario), limit, _host_budget(base.machine))
 
 
 def _shard_sizes(machine: Machine, num_gpus: int) -> list[int | None]:
@@ -442,12 +465,12 @@ def _choices(machine: Machine, num_gpus: int, sizes: Sequence[int | None]) -> It
     for size, after_forward, checkpointing in itertools.product(sizes, after, Checkpointing):
         if after_forward is AfterForward.RESHARD_TO_SMALLER_MESH and (size == node or (size or num_gpus) % node):
             continue  # the same as resharding, or shards that no number of whole nodes holds
-        yield _named(Choice("", size, after_forward, checkpointing=checkpointing), node)
+        yield words.named(Choice("", size, after_forward, checkpointing=checkpointing))
     for checkpointing in Checkpointing:
         if num_gpus > 1:
-            yield _named(Choice("", sizes[0], wire=Wire.FP8, checkpointing=checkpointing), node)
+            yield words.named(Choice("", sizes[0], wire=Wire.FP8, checkpointing=checkpointing))
         if machine.host_bandwidth is not None:
-            yield _named(Choice("", sizes[0], offloads=True, checkpointing=checkpointing), node)
+            yield words.named(Choice("", sizes[0], offloads=True, checkpointing=checkpointing))
 
 
 def _that_keep_some(base: Scenario, work: ModelWork, tried: list[Candidate], limit: int) -> Iterator[Candidate]:
@@ -465,7 +488,7 @@ def _that_keep_some(base: Scenario, work: ModelWork, tried: list[Candidate], lim
         blocks = [unit for unit in work.units(choice.checkpointing) if unit.is_block]
 
         def kept(num: int, choice: Choice = choice) -> Candidate:
-            return _candidate(base, work, _named(replace(choice, num_kept=num), base.machine.node_size), limit)
+            return _candidate(base, work, words.named(replace(choice, num_kept=num)), limit)
 
         num_kept = _largest(len(blocks), lambda num: kept(num).fits)
         if 0 < num_kept < len(blocks):
@@ -519,8 +542,9 @@ def _largest(limit: int, fits: Callable[[int], bool], share: float = 0.0) -> int
 
 
 def _smallest(candidates: Sequence[Candidate]) -> Candidate:
-    """That needs least memory, of those that may be recommended."""
-    return min(filter(_changes_no_numbers, candidates), key=lambda each: each.result.reserved_nbytes)
+    """That needs least memory of a GPU, of those that may be recommended and fit into the host's."""
+    allowed = filter(_changes_no_numbers, candidates)
+    return min(allowed, key=lambda each: (each.host_missing_nbytes > 0, each.result.reserved_nbytes))
 
 
 def _changes_no_numbers(candidate: Candidate) -> bool:
@@ -536,95 +560,3 @@ def _recommended(candidates: list[Candidate]) -> Candidate | None:
         return None
     fastest = min(each.result.time.step for each in fitting)
     return next(each for each in fitting if each.result.time.step <= fastest * ABOUT_AS_FAST)
-
-
-# Words
-
-
-_HOST = "the host's memory is not counted: see the guide"
-_AFTER = {
-    AfterForward.RESHARD: "reshard",
-    AfterForward.KEEP: "keep",
-    AfterForward.RESHARD_TO_SMALLER_MESH: "reshard to node",
-}
-
-
-def _named(choice: Choice, node_size: int) -> Choice:
-    parts = [sharding(choice), after_forward(choice)]
-    if choice.checkpointing is not Checkpointing.NONE:
-        parts.append(f"{choice.checkpointing.value} checkpointing")
-    if choice.wire is Wire.FP8:
-        parts.append("fp8 gathers")
-    if choice.offloads:
-        parts.append("offload")
-    return replace(choice, name=", ".join(parts))
-
-
-def sharding(choice: Choice) -> str:
-    return f"HSDP {choice.shard_size}" if choice.shard_size else "FSDP"
-
-
-def after_forward(choice: Choice) -> str:
-    return f"keep last {choice.num_kept}" if choice.num_kept else _AFTER[choice.after_forward]
-
-
-def table(candidates: list[Candidate], recommended: Candidate | None, precision: str) -> list[str]:
-    """Lines; memory at the peak of one GPU, time of a step. Each has one unit for all rows."""
-    _, factor = _memory_unit(candidates)
-    time_unit, per_second = ("s", 1) if max(each.result.time.step for each in candidates) >= 1 else ("ms", 1000)
-
-    def size(nbytes: float) -> str:
-        return f"{nbytes / factor:.1f}"
-
-    def duration(seconds: float) -> str:
-        return f"{seconds * per_second:.3f}"
-
-    columns = (
-        "  shards|after forward|checkpointing|gathers|shards in|params|grads|optimizer|activations|unsharded|reserved"
-    )
-    rows: list[tuple[str, ...]] = [
-        (*columns.split("|"), f"step {time_unit}", f"exposed {time_unit}", "tokens/s", "fits")
-    ]
-    for each in candidates:
-        choice, result = each.choice, each.result
-        memory = result.memory
-        sizes = (
-            result.params_nbytes,
-            result.grads_nbytes + memory[Held.GRADIENTS],
-            result.optimizer_nbytes,
-            memory[Held.ACTIVATIONS],
-            memory[Held.GROUPS],
-            result.reserved_nbytes,
-        )
-        at_least = ">" if choice.offloads else ""  # the optimizer on the host comes on top
-        rows.append(
-            (
-                f"{'*' if each is recommended else ' '} {sharding(choice)}",
-                after_forward(choice),
-                choice.checkpointing.value,
-                precision if choice.wire is Wire.BF16 else choice.wire.value,
-                "host" if choice.offloads else "GPU",
-                *map(size, sizes),
-                f"{at_least}{duration(result.time.step)}",
-                duration(result.time.exposed),
-                f"{'<' if choice.offloads else ''}{result.tokens_per_second:.0f}",
-                "yes" if each.fits else f"no, {size(each.missing_nbytes)} over",
-            )
-        )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(width) if i < 5 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
-
-
-def _memory_unit(candidates: list[Candidate]) -> tuple[str, int]:
-    return unit_of(max(each.result.reserved_nbytes for each in candidates))
-
-
-def _count(number: int) -> str:
-    """ "8.03B", "1.20M", or all digits."""
-    return next((f"{number / one:.2f}{name}" for one, name in ((1e9, "B"), (1e6, "M")) if number >= one), str(number))

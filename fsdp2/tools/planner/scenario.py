@@ -121,7 +121,7 @@ class Scenario:
 @dataclass(frozen=True)
 class Result:
     """``grads_nbytes``: of the sharded gradients. ``memory``: what is held at the peak beside parameters and optimizer,
-    and for what. All figures are of one GPU."""
+    and for what. ``host_nbytes``: what offloading puts into the host's memory of one node. All else is of one GPU."""
 
     time: StepTime
     tokens_per_second: float
@@ -129,6 +129,7 @@ class Result:
     optimizer_nbytes: float
     grads_nbytes: float
     memory: dict[Held, float]
+    host_nbytes: float = 0.0
 
     @property
     def state_nbytes(self) -> float:
@@ -164,6 +165,7 @@ def simulate(scenario: Scenario) -> Result:
     time = steady_step(device, machine.contention)
     tokens_per_second = scenario.tokens / scenario.tensor_parallel / time.step
     on_device = 0 if choice.offloads else 1
+    offloaded = params + trainable * (1 + scenario.optimizer.num_states) if choice.offloads else 0
     return Result(
         time,
         tokens_per_second,
@@ -171,6 +173,7 @@ def simulate(scenario: Scenario) -> Result:
         trainable * scenario.optimizer.num_states * on_device,
         trainable * on_device,
         device.memory.peak,
+        host_nbytes=offloaded * min(machine.node_size, scenario.num_gpus),
     )
 
 

@@ -26,6 +26,7 @@ from fsdp2.runtime.unit import Unit, Watch
 from fsdp2.schedule.schedule import AfterForward
 from fsdp2.tools.auto_shard import AutoShard
 from fsdp2.tools.memory_plan import UnitBytes, unit_bytes
+from fsdp2.tools.planner.measure import device_name
 from fsdp2.tools.planner.memory import Held
 from fsdp2.tools.planner.plan import Plan
 from fsdp2.tools.report import files
@@ -60,6 +61,7 @@ class Report:
         if self.data["prediction"] is not None:
             plan = self.data["prediction"]
             step += f", predicted {plan['rows'][0]['predicted']:.1f} ms for {plan['num_gpus']} x {plan['machine']}"
+            step += "" if plan["same_machine"] else ", which is another machine"
         return "\n".join([step, *lines]) if lines else f"{step}; found nothing to change"
 
 
@@ -83,7 +85,8 @@ def report(
         paths: where to write. ``.html``: one page, without any network; ``.trace.json``: a Chrome trace; ``.json``.
         steps: how many steps to record; the rest of the block runs as without a report.
         plan: what :func:`fsdp2.plan` or :func:`fsdp2.auto_shard` returned. What it predicts for its recommended choice
-            stands beside what happened. For another choice, pass ``dataclasses.replace(plan, recommended=choice)``.
+            stands beside what happened, with ratios if that machine ran. For another choice, pass
+            ``dataclasses.replace(plan, recommended=choice)``.
         profile: run torch.profiler meanwhile, which makes the steps longer. Then compute has gaps: *idle* is when no
             operation ran; on an accelerator, the host was late. A warning says if torch.profiler saw no operations.
 
@@ -96,7 +99,7 @@ def report(
         CommunicationError: another rank has not reached the end of the block.
     """
     _check_arguments(model, paths, steps)
-    prediction = None if plan is None else _prediction(plan)
+    plan = None if plan is None else _checked_plan(plan)
     unit = sharded_unit(model, _CALLER)
     if _recording:
         raise ScheduleError(
@@ -134,6 +137,7 @@ def report(
             "training step of that model in the block, on every rank."
         )
     if dist.get_rank() == 0:
+        prediction = None if plan is None else _prediction(plan, mesh)
         found.data = report_data(
             root.class_name, _device_name(mesh), _unit_infos(root), _equally_long(records), prediction
         )
@@ -194,8 +198,8 @@ def _problem(targets: Sequence[Path]) -> str | None:
     return None
 
 
-def _prediction(plan: object) -> Prediction:
-    """What ``plan`` says of its recommended choice."""
+def _checked_plan(plan: object) -> Plan:
+    """A plan that recommends a choice."""
     if isinstance(plan, AutoShard):
         plan = plan.plan
     if not isinstance(plan, Plan):
@@ -208,6 +212,12 @@ def _prediction(plan: object) -> Prediction:
             f"{_CALLER}: this plan recommends nothing, since nothing fits. Pass dataclasses.replace(plan, "
             "recommended=choice) with the one of plan.choices that was applied."
         )
+    return plan
+
+
+def _prediction(plan: Plan, mesh: ParallelMesh) -> Prediction:
+    """What ``plan`` says of its recommended choice."""
+    assert plan.recommended is not None  # _checked_plan has looked
     choice, result = plan.recommended.choice, plan.recommended.result
     figures = StepFigures(
         step_ms=1e3 * result.time.step,
@@ -217,7 +227,8 @@ def _prediction(plan: object) -> Prediction:
         allocated_nbytes=int(result.peak_nbytes),
         reserved_nbytes=int(result.reserved_nbytes),
     )
-    return Prediction(choice.name, plan.machine.name, plan.num_gpus, str(plan.workload), figures)
+    same_machine = plan.machine.is_made_of(device_name(mesh.device)) and plan.num_gpus == mesh.data_parallel_size
+    return Prediction(choice.name, plan.machine.name, plan.num_gpus, str(plan.workload), same_machine, figures)
 
 
 def _mesh_of(root: Root) -> ParallelMesh:
@@ -326,7 +337,7 @@ def _replicas(unit: Unit) -> int:
 
 def _device_name(mesh: ParallelMesh) -> str:
     backend = "no collectives" if mesh.shard.group is None else _torch.backend_name(mesh.shard.group, mesh.device)
-    return f"{mesh.device.type} ({backend}), {mesh.replicate.size} x {mesh.shard.size} ranks"
+    return f"{device_name(mesh.device)} ({backend}), {mesh.replicate.size} x {mesh.shard.size} ranks"
 
 
 def _device_memory(device: torch.device) -> dict[str, int | None]:

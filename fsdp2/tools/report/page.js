@@ -319,15 +319,15 @@ function fillPrediction() {
   find("prediction-text").replaceChildren(
     `The plan chose ${prediction.choice}, for ${prediction.workload}. `,
     element("b", `It predicts the times of ${machine}.`),
-    ` They were measured on ${data.device}. If that is another machine, the times say nothing about each other.`);
+    ` They were measured on ${data.device}` +
+      (prediction.same_machine ? "." : ", which is another machine: they are not compared."));
   const text = (figure, value) => (value === null ? "not known" :
     figure.endsWith("_ms") ? value.toFixed(3) : size(value));
   table("prediction", [["figure"], [`predicted for ${machine}`], ["measured"], ["measured / predicted"]],
-    prediction.rows.map(({figure, predicted, measured}) => {
-      const ratio = measured === null || !predicted ? null : measured / predicted;
-      return [{value: figure, text: label(figure)}, {value: predicted, text: text(figure, predicted)},
-        {value: measured, text: text(figure, measured)}, {value: ratio, text: ratio === null ? "" : ratio.toFixed(2)}];
-    }));
+    prediction.rows.map(({figure, predicted, measured, ratio}) =>
+      [{value: figure, text: label(figure)}, {value: predicted, text: text(figure, predicted)},
+        {value: measured, text: text(figure, measured)},
+        {value: ratio, text: ratio === null ? "" : ratio.toFixed(2)}]));
 }
 
 // Memory

@@ -28,18 +28,26 @@ class StepFigures:
 
 @dataclass(frozen=True)
 class Prediction:
-    """``figures`` of the choice that was applied, and what they were predicted for."""
+    """``figures`` of the choice that was applied, and what they were predicted for. ``same_machine``: that is what ran;
+    else a ratio to what was measured says nothing."""
 
     choice: str
     machine: str
     num_gpus: int
     workload: str
+    same_machine: bool
     figures: StepFigures
 
 
 def compared(prediction: Prediction, measured: StepFigures) -> dict[str, Any]:
-    """``prediction`` beside what was ``measured``."""
-    predicted = vars(prediction.figures)
-    rows = [{"figure": name, "predicted": predicted[name], "measured": value} for name, value in vars(measured).items()]
-    described = {name: getattr(prediction, name) for name in ("choice", "machine", "num_gpus", "workload")}
-    return {**described, "rows": rows}
+    """``prediction`` beside what was ``measured``. A ratio is None where there is none, or where machines differ."""
+    rows = [
+        {"figure": name, "predicted": predicted, "measured": value, "ratio": _ratio(prediction, value, predicted)}
+        for (name, value), predicted in zip(vars(measured).items(), vars(prediction.figures).values(), strict=True)
+    ]
+    names = ("choice", "machine", "num_gpus", "workload", "same_machine")
+    return {**{name: getattr(prediction, name) for name in names}, "rows": rows}
+
+
+def _ratio(prediction: Prediction, measured: float | None, predicted: float | None) -> float | None:
+    return measured / predicted if prediction.same_machine and measured is not None and predicted else None
