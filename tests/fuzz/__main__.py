@@ -16,11 +16,13 @@ from collections import Counter
 
 from tqdm import tqdm
 
+from tests.accelerator import device
 from tests.fuzz import passes
 from tests.fuzz.check import Outcome
 from tests.fuzz.program import draw
 from tests.fuzz.runner import Runner, shrunk
 from tests.fuzz.source import source
+from tests.harness.cpp import build
 from tests.harness.pool import WorkerPool
 
 
@@ -40,6 +42,8 @@ def main() -> None:
         return
     if options.passes:
         sys.exit(_run_passes(seeds))
+    if options.device == "sim":
+        build(device.NAME, device.SOURCE)  # takes longer than a program may
     outcomes: Counter[str] = Counter()
     failures = []
     runner = Runner(options.ranks, options.device)
