@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
 
 
 @dataclass(frozen=True)
@@ -101,11 +101,11 @@ class ParamPlacement:
     """``shard_placement_fn`` may return this to shard a parameter over other ranks than the other parameters.
 
     Attributes:
-        placement: the tensor dimension to shard; ``None`` means ``Shard(0)``.
+        placement: the tensor dimension to shard, or ``Replicate()``; ``None`` means ``Shard(0)``.
         mesh: 1D (shard) or 2D (replicate, shard), for example the mesh of the ranks that hold the same experts.
     """
 
-    placement: Shard | None
+    placement: Shard | Replicate | None
     mesh: DeviceMesh
 
 

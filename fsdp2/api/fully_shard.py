@@ -79,8 +79,9 @@ def fully_shard(  # type: ignore[misc]  # options of a list of modules are those
             and the model cannot run, until :func:`reshard_to` brings the rank in.
         reshard_after_forward: True frees unsharded parameters between forward and backward; False keeps them; an int
             reshards them over groups of that many ranks. Default: True, but False for the root.
-        shard_placement_fn: returns for each parameter ``Shard(dim)`` to cut along another dimension than 0, a
-            :class:`ParamPlacement` to shard over other ranks (experts), or None.
+        shard_placement_fn: returns for each parameter ``Shard(dim)`` to cut along another dimension than 0,
+            ``Replicate()`` to leave it whole on each rank and all-reduce its gradient, a :class:`ParamPlacement` to
+            shard over other ranks (experts), or None.
         mp_policy: dtypes of compute, reduction and output.
         offload_policy: ``CPUOffloadPolicy`` keeps shards, gradients and optimizer states on the host.
             None, which some clients pass, offloads nothing.

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp2 import _torch
 from fsdp2.api.adapters import adapter_of
@@ -34,7 +34,7 @@ from fsdp2.runtime.unit import Unit, units_under
 from fsdp2.schedule.schedule import AfterForward
 from fsdp2.types import DataParallelMeshDims, ExtensionError, MixedPrecisionPolicy, ParamPlacement, TiedWeights
 
-ShardPlacementFn = Callable[[nn.Parameter], Shard | ParamPlacement | None]
+ShardPlacementFn = Callable[[nn.Parameter], Shard | Replicate | ParamPlacement | None]
 
 
 @dataclass(frozen=True)
@@ -137,8 +137,9 @@ def resolve_groups(
     for item in found:
         _check_param(item, parallel.device)
         placement, mesh = _asked_placement(item, parallel, placement_fn)
-        if item.param.dim() == 0:  # a scalar cannot be cut: all ranks hold it, and its gradient is all-reduced
-            mesh = replicated(known(mesh, item.param))
+        # All ranks hold what stays whole, and its gradient is all-reduced. A scalar cannot be cut.
+        if isinstance(placement, Replicate) or item.param.dim() == 0:
+            mesh, placement = replicated(known(mesh, item.param)), None
         mesh = known(mesh, item.param)
         members.setdefault(mesh, []).append(_resolve(item, mesh, placement, policy, home))
     return [
@@ -149,17 +150,17 @@ def resolve_groups(
 
 def _asked_placement(
     item: Found, parallel: ParallelMesh, placement_fn: ShardPlacementFn | None
-) -> tuple[Shard | None, ParallelMesh]:
+) -> tuple[Shard | Replicate | None, ParallelMesh]:
     asked: Any = None if placement_fn is None else placement_fn(item.param)
     of_ranks = getattr(asked, "mesh_info", asked)  # torch's ShardPlacementResult has a mesh_info
     dims = getattr(of_ranks, "dp_mesh_dims", None)  # if torch has read it from a full mesh
     mesh = getattr(of_ranks, "mesh" if dims is None else "spmd_mesh", None)
     placement = asked if mesh is None else asked.placement
-    has_shard = placement is None or isinstance(placement, Shard)
-    if not has_shard or not (mesh is None or isinstance(mesh, DeviceMesh)):
+    is_known = placement is None or isinstance(placement, (Shard, Replicate))
+    if not is_known or not (mesh is None or isinstance(mesh, DeviceMesh)):
         raise TypeError(
             f"fully_shard: shard_placement_fn returned {asked!r} for parameter '{item.name}', "
-            "expected Shard(dim), ParamPlacement(Shard(dim), mesh) or None."
+            "expected Shard(dim), Replicate(), ParamPlacement of one of these and a mesh, or None."
         )
     if mesh is None:
         return placement, parallel

@@ -234,7 +234,7 @@ CASES: dict[str, Callable[[RankContext], Case]] = {
     "reshard_after_forward that does not divide the ranks": _call(reshard_after_forward=3),
     "reshard_after_forward of no rank": _call(reshard_after_forward=0),
     "placement on a dim that a parameter lacks": _call(shard_placement_fn=lambda parameter: Shard(1)),
-    "placement that is no shard": _call(shard_placement_fn=lambda parameter: Replicate()),
+    "placement that is a sum": _call(shard_placement_fn=lambda parameter: Partial()),
     "class of parameter that would be lost": _changed(_mark, _second_weight),
     "tensor class that would be lost": _changed(_log, _second_weight),
     "sparse parameter": _sparse,

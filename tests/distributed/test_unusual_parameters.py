@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import fsdp2
 from tests.distributed.support import DIM, batch, seeded, shard_each
@@ -51,6 +51,10 @@ def _last_dim(parameter: nn.Parameter) -> Shard | None:
     return Shard(parameter.dim() - 1) if parameter.dim() else None
 
 
+def _whole_vectors(parameter: nn.Parameter) -> Replicate | None:
+    return Replicate() if parameter.dim() == 1 else None
+
+
 def _sharded(mesh: DeviceMesh, **options: Any) -> Any:
     model = seeded(_Model)
     return shard_each(*model.blocks, model, mesh=mesh, **options)
@@ -63,6 +67,8 @@ SETUPS: dict[str, Callable[[RankContext], Any]] = {
         ctx.mesh_1d(), shard_placement_fn=_last_dim, reshard_after_forward=2
     ),
     "HSDP": lambda ctx: _sharded(ctx.mesh_2d(2, ctx.world_size // 2), shard_placement_fn=_last_dim),
+    "vectors whole": lambda ctx: _sharded(ctx.mesh_1d(), shard_placement_fn=_whole_vectors, reshard_after_forward=2),
+    "HSDP, vectors whole": lambda ctx: _sharded(ctx.mesh_2d(2, ctx.world_size // 2), shard_placement_fn=_whole_vectors),
 }
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "foreach": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, foreach=True),
@@ -100,7 +106,7 @@ def test_they_train_as_in_the_unsharded_model(ctx: RankContext, setup: str, opti
         assert isinstance(parameter, DTensor)
         torch.testing.assert_close(parameter.full_tensor(), expected, rtol=1e-4, atol=1e-5)
         assert parameter.to_local().is_contiguous()
-        if expected.dim() == 0:
+        if expected.dim() == 0 or ("vectors whole" in setup and expected.dim() == 1):
             assert not any(placement.is_shard() for placement in parameter.placements)
     copied = copy.deepcopy(model)
     assert torch.equal(copied(torch.ones(1, 5)), model(torch.ones(1, 5)))
