@@ -43,7 +43,8 @@ if TYPE_CHECKING:
     from fsdp2.tools.report import report
     from fsdp2.tools.reshard import reshard_to
     from fsdp2.tools.save_weights import save_safetensors
-    from fsdp2.tools.weights import LoadedKeys, load_safetensors, stream_full_params
+    from fsdp2.tools.stream_weights import stream_full_params
+    from fsdp2.tools.weights import LoadedKeys, load_safetensors
     from fsdp2.tools.whole_matrices import MatrixRule, WholeMatrices, whole_matrices
 
 __all__ = [
@@ -113,7 +114,8 @@ _LAZY = {
     "tools.report": ("report",),
     "tools.reshard": ("reshard_to",),
     "tools.save_weights": ("save_safetensors",),
-    "tools.weights": ("LoadedKeys", "load_safetensors", "stream_full_params"),
+    "tools.stream_weights": ("stream_full_params",),
+    "tools.weights": ("LoadedKeys", "load_safetensors"),
     "tools.whole_matrices": ("MatrixRule", "WholeMatrices", "whole_matrices"),
 }
 _MODULE_OF = {name: module for module, names in _LAZY.items() for name in names}
