@@ -39,12 +39,14 @@ if TYPE_CHECKING:
     from fsdp2.tools.flat_optimizer import flatten_optimizer
     from fsdp2.tools.install import install, installed, uninstall
     from fsdp2.tools.memory_plan import memory_plan
+    from fsdp2.tools.merge_lora import MergedLora, merge_lora
     from fsdp2.tools.muon import Muon, muon_groups
     from fsdp2.tools.planner.plan import Workload, plan
     from fsdp2.tools.report import report
     from fsdp2.tools.reshard import reshard_to
     from fsdp2.tools.save_weights import save_safetensors
-    from fsdp2.tools.weights import LoadedKeys, load_safetensors, stream_full_params
+    from fsdp2.tools.stream_weights import FullParamStream, stream_full_params
+    from fsdp2.tools.weights import LoadedKeys, load_safetensors
     from fsdp2.tools.whole_matrices import MatrixRule, WholeMatrices, whole_matrices
 
 __all__ = [
@@ -58,11 +60,13 @@ __all__ = [
     "ExtensionError",
     "FSDPExtensions",
     "FSDPModule",
+    "FullParamStream",
     "FullyShardedDataParallel",
     "GradientReductionHandle",
     "LoadedKeys",
     "MatrixRule",
     "MemoryLimitError",
+    "MergedLora",
     "MixedPrecisionPolicy",
     "Muon",
     "Observer",
@@ -85,6 +89,7 @@ __all__ = [
     "installed",
     "load_safetensors",
     "memory_plan",
+    "merge_lora",
     "muon_groups",
     "no_sync",
     "plan",
@@ -114,12 +119,14 @@ _LAZY = {
     "tools.flat_optimizer": ("flatten_optimizer",),
     "tools.install": ("install", "installed", "uninstall"),
     "tools.memory_plan": ("memory_plan",),
+    "tools.merge_lora": ("MergedLora", "merge_lora"),
     "tools.muon": ("Muon", "muon_groups"),
     "tools.planner.plan": ("Workload", "plan"),
     "tools.report": ("report",),
     "tools.reshard": ("reshard_to",),
     "tools.save_weights": ("save_safetensors",),
-    "tools.weights": ("LoadedKeys", "load_safetensors", "stream_full_params"),
+    "tools.stream_weights": ("FullParamStream", "stream_full_params"),
+    "tools.weights": ("LoadedKeys", "load_safetensors"),
     "tools.whole_matrices": ("MatrixRule", "WholeMatrices", "whole_matrices"),
 }
 _MODULE_OF = {name: module for module, names in _LAZY.items() for name in names}

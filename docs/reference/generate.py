@@ -26,6 +26,7 @@ import fsdp2.testing
 import fsdp2.tools.memory_plan
 import fsdp2.tools.planner
 import fsdp2.tools.report
+import fsdp2.tools.stream_plan
 import fsdp2.tools.trace
 import fsdp2.tools.whole_matrices
 
@@ -37,7 +38,7 @@ _PACKAGE = Path(fsdp2.__file__).parent
 _FOLDERS = ("api", "extras", "runtime", "group", "comm", "schedule", "plan", "", "tools", "tensors", "testing", "fsdp1")
 _SECTION = re.compile(r"^(Args|Attributes|Returns|Raises):$")
 _SECTION_TITLES = {"Args": "Arguments", "Attributes": "Attributes", "Returns": "Returns", "Raises": "Raises"}
-_MADE_BY_FSDP2 = (fsdp2.FSDPModule, fsdp2.UnshardHandle, fsdp2.GradientReductionHandle)
+_MADE_BY_FSDP2 = (fsdp2.FSDPModule, fsdp2.FullParamStream, fsdp2.UnshardHandle, fsdp2.GradientReductionHandle)
 # Private by its name, but part of torch's FSDPModule, which users call.
 _LISTED_METHODS = {"_set_unshard_async_op", "__call__"}
 
@@ -64,6 +65,13 @@ def public_pages() -> list[Page]:
             "`with fsdp2.report(model) as report: ...` yields a `Report`.",
             fsdp2.tools.report,
             ("Report",),
+        ),
+        Page(
+            "stream.md",
+            "What stream_full_params hands out",
+            "`fsdp2.stream_full_params(model)` has `manifest` and `buckets()`.",
+            fsdp2.tools.stream_plan,
+            ("StreamedBucket", "BucketManifest", "StreamedTensor"),
         ),
         Page("trace.md", "fsdp2.trace", "`fsdp2.trace.record(model)`.", fsdp2.tools.trace, defined_in(fsdp2.trace)),
         Page(

@@ -107,6 +107,11 @@ class Shard4bit(WrapperTensor):
         )
 
     @property
+    def dense_like(self) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape and dtype of the whole weight when it is dequantised."""
+        return self._weight_shape, self._weight_dtype
+
+    @property
     def _num_blocks(self) -> int:
         """Of the whole weight."""
         return -(-math.prod(self._weight_shape) // self.blocksize)

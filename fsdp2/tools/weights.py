@@ -1,8 +1,8 @@
-"""Whole weights of a sharded model, in and out: load safetensors files into shards, stream whole parameters.
+"""Whole weights of a sharded model, in and out: load safetensors files into shards.
 
 ``Weight`` is one tensor of a model: which entries of the whole tensor this rank holds, and the whole tensor, gathered.
-``save_weights`` writes what ``Weight`` gathers. Rule: a rank holds one whole tensor at a time, and files are checked on
-all ranks before the first shard is written.
+``save_weights`` and ``stream_weights`` hand out what ``Weight`` gathers. Rule: files are checked on all ranks before
+the first shard is written.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import json
 import math
 import os
 import warnings
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,7 +29,7 @@ from fsdp2 import _torch
 from fsdp2.api.empty_buffers import empty_buffers
 from fsdp2.api.state import bound_state
 from fsdp2.comm.together import axis_of, together
-from fsdp2.extras.lending import check_idle, gathered, gathered_together, joined, packed
+from fsdp2.extras.lending import check_idle, gathered, joined, packed
 from fsdp2.group.group import ParamGroup, groups_by_slot
 from fsdp2.group.hooked_params import is_plain
 from fsdp2.group.param import IN_FILES, WHOLE, Piece, ShardedParam, Slot, joined_along_dim_0, whole_subclass
@@ -96,6 +95,19 @@ class Weight:
         """Of the whole tensor in files."""
         return tuple(self.tensor.shape)
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether compute reads other values than the shards have: ``whole`` makes them."""
+        return self.param is not None and hasattr(self.local, WHOLE)
+
+    @property
+    def whole_like(self) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape and dtype of what ``whole`` returns, if nothing is cast."""
+        if self.is_packed:
+            dense: tuple[tuple[int, ...], torch.dtype] = self.local.dense_like  # type: ignore[attr-defined]
+            return dense
+        return tuple(self.tensor.shape), self.tensor.dtype
+
     def dtype_in_files(self, dtype: torch.dtype | None) -> torch.dtype:
         """If the user has asked for ``dtype``."""
         return cast_dtype(self.tensor, dtype)
@@ -146,7 +158,7 @@ class Weight:
         """The whole tensor, plain, cast to ``dtype``. Collective on the tensor's mesh; a plain tensor is this rank's
         own. It is cast before it travels."""
         with torch.no_grad():
-            if self.param is not None and hasattr(self.local, WHOLE):
+            if self.param is not None and self.is_packed:
                 values: torch.Tensor = whole_subclass(self.param, self.local).dequantise()  # type: ignore[attr-defined]
                 return values.to(cast_dtype(values, dtype))
             local = _plain(self.local, dtype)
@@ -674,63 +686,3 @@ def _shares_memory(tensor: torch.Tensor) -> bool:
 def _first_of(lines: Sequence[str]) -> list[str]:
     more = len(lines) - _MAX_LISTED
     return [*lines[:_MAX_LISTED], *([f"... and {more} more like these."] if more > 0 else [])]
-
-
-# Stream
-
-
-def stream_full_params(
-    model: nn.Module, dtype: torch.dtype | None = None, device: torch.device | str | None = None
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Iterate over ``(name, whole parameter)``, for example to hand weights from a trainer to an inference engine.
-
-    All ranks must iterate together, between steps: each unit is gathered in one launch when the turn comes to its first
-    parameter. A rank holds one whole unit at a time, if the caller keeps nothing. Parameters come in the order of
-    ``named_parameters``, under the names of the state dict, tied ones once. The tensors are plain, contiguous, detached
-    copies; tensor subclasses give the values that compute reads. The caller may break off the loop, if all ranks do.
-    The model must not train meanwhile.
-
-    Args:
-        model: the model, or a part of it.
-        dtype: of floating-point parameters, cast before they travel. Default: the dtype of the shards.
-        device: of the tensors. Default: the device of the mesh.
-
-    Raises:
-        TypeError: ``dtype`` is not a floating-point dtype.
-        ScheduleError: a forward or backward runs, or parameters are lent to ``fsdp2.unsharded``.
-        RuntimeError: a parameter is on the meta device.
-        ValueError: a parameter is on a mesh without this rank.
-    """
-    check_dtype(dtype, "stream_full_params")
-    weights = [each for each in weights_of(model, "stream_full_params") if isinstance(each.tensor, nn.Parameter)]
-    check_ready(weights, "stream_full_params")
-    return _stream(weights, dtype, device)
-
-
-def _stream(
-    weights: Sequence[Weight], dtype: torch.dtype | None, device: torch.device | str | None
-) -> Iterator[tuple[str, torch.Tensor]]:
-    with progress("stream", len(weights), "parameter") as advance:
-        for _, neighbours in itertools.groupby(weights, key=lambda weight: id(weight.group or weight)):
-            unit = list(neighbours)
-            wholes = deque(_wholes(unit, dtype))
-            for weight in unit:  # no variable holds a whole tensor: the caller alone keeps it alive
-                yield weight.names[0], _handed_out(wholes.popleft(), weight, device)
-                advance(1)
-
-
-def _wholes(unit: Sequence[Weight], dtype: torch.dtype | None) -> list[torch.Tensor]:
-    """The whole tensors of neighbours in one group, gathered in one launch; or of one tensor that no group manages."""
-    group, params = unit[0].group, [weight.param for weight in unit if weight.param is not None]
-    if group is None or any(hasattr(weight.local, WHOLE) for weight in unit):
-        return [weight.whole(dtype) for weight in unit]
-    with torch.no_grad():
-        parts = gathered_together(group, params, [_plain(weight.local, dtype) for weight in unit])
-        owns = [param.spec.unsharded_tensor(part) for param, part in zip(params, parts, strict=True)]
-        return [own.full_tensor() if isinstance(own, DTensor) else own for own in owns]
-
-
-def _handed_out(whole: torch.Tensor, weight: Weight, device: torch.device | str | None) -> torch.Tensor:
-    if whole.data_ptr() == weight.local.data_ptr():
-        whole = whole.clone()  # else the caller could write the parameter
-    return whole if device is None else whole.to(device)

@@ -103,3 +103,52 @@ def test_reference_forward_without_adapters_keeps_the_policys_gradients(rank: in
         plain.zero_grad()
     assert far == []
     return far
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@hf_client()
+def test_adapters_are_merged_while_their_model_is_streamed(rank: int, folder: Path, dtype: torch.dtype) -> Any:
+    """To the names and values of ``merge_and_unload``; the model that trains stays as it is."""
+    import peft
+    from torch.distributed.fsdp import fully_shard  # of the runtime that is compared
+
+    import fsdp2
+
+    def made() -> Any:
+        config = peft.LoraConfig(
+            r=4,
+            lora_alpha=8,
+            target_modules=["q_proj", "down_proj"],
+            modules_to_save=["lm_head"],
+            task_type="CAUSAL_LM",
+        )
+        model = peft.get_peft_model(tiny().to(dtype), config, autocast_adapter_dtype=False)
+        model.add_adapter("second", config)
+        for name, param in model.named_parameters():
+            if "lora_B" in name or "modules_to_save" in name:
+                torch.nn.init.normal_(param, generator=torch.Generator().manual_seed(len(name)))
+        return model
+
+    model = made()
+    expected = dict(made().merge_and_unload().named_parameters())
+    mesh = dist.init_device_mesh("cpu", (2,))
+    for layer in [*model.base_model.model.model.layers, model]:
+        fully_shard(layer, mesh=mesh)
+    before = {name: whole(param) for name, param in model.named_parameters()}
+    found = {}
+    for to_rank in (None, 1):
+        merged = fsdp2.merge_lora(model)
+        stream = fsdp2.stream_full_params(
+            model, transform=merged.transform, rename=merged.rename, bucket_nbytes="4KiB", to_rank=to_rank
+        )
+        found = {name: tensor.clone() for name, tensor in stream}
+        assert (list(found) == list(expected)) is (to_rank in (None, rank)), (list(found), list(expected))
+        for name, tensor in found.items():
+            assert tensor.dtype is dtype
+            rtol = 1e-6 if dtype is torch.float32 else 1e-2
+            torch.testing.assert_close(tensor, expected[name].detach(), rtol=rtol, atol=rtol, msg=name)
+    assert all(torch.equal(whole(param), before[name]) for name, param in model.named_parameters())
+    for kind, why in (("dora", "has the variant"), ("ia3", "is a LoRA layer")):
+        with pytest.raises(ValueError, match=f"^merge_lora: .*{why}"):
+            fsdp2.merge_lora(adapted(kind))
+    return found

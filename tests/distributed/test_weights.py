@@ -262,7 +262,15 @@ def _loads_saves_and_streams(ctx: RankContext, place: str, tmp_path: Path) -> No
         streamed[name] = value.cpu().clone()
         value.zero_()  # the caller's own
     _same(_locals(expected), _locals(_make(ctx, place)))
-    _same(streamed, {name: value.detach() for name, value in _unsharded(place).named_parameters()})
+    plain = {name: value.detach() for name, value in _unsharded(place).named_parameters()}
+    _same(streamed, plain)
+    last, ahead = ctx.world_size - 1, len(place) % 2
+    for to_rank, nbytes in ((None, "3KiB"), (last, 1), (last, "1MiB")):
+        stream = fsdp2.stream_full_params(expected, bucket_nbytes=nbytes, to_rank=to_rank, ahead=ahead)
+        streamed = {name: value.cpu() for bucket in stream.buckets() for name, value in bucket.tensors}
+        _same(streamed, plain if to_rank in (None, ctx.rank) else {})
+    whole = _once(_unsharded(place))
+    _same({name: value.cpu() for name, value in fsdp2.stream_full_params(expected, buffers=True)}, whole)
 
 
 @pytest.mark.parametrize("place", [*SHORT, *long(*[place for place in ON_2 if place not in SHORT])])

@@ -231,6 +231,10 @@ def _on_meta() -> nn.Module:
         return _small()
 
 
+def _same(*tensors: Tensor) -> dict[str, Tensor]:
+    return {"same": tensors[0]}
+
+
 # In a folder that has a checkpoint of an ``MLP``.
 REFUSED: dict[str, Callable[[Path], object]] = {
     "path that is not there": lambda folder: load(_small(), folder / "nothing"),
@@ -253,6 +257,26 @@ REFUSED: dict[str, Callable[[Path], object]] = {
     "integers to stream": lambda folder: stream(_small(), torch.int64),
     "dtype by name to save": lambda folder: save(_small(), folder, dtype="bf16"),  # type: ignore[arg-type]
     "dtype by name to stream": lambda folder: stream(_small(), "bf16"),  # type: ignore[arg-type]
+    "bytes of a bucket that are none": lambda folder: stream(_small(), bucket_nbytes="much"),
+    "receiver that is not there": lambda folder: stream(_small(), to_rank=1),
+    "buckets ahead that are too many": lambda folder: stream(_small(), ahead=2),
+    "device that is none": lambda folder: stream(_small(), device="somewhere"),
+    "device without values": lambda folder: stream(_small(), device="meta"),
+    "names that meet when streamed": lambda folder: stream(_small(), rename=lambda name: "one"),
+    "rename that raises when streamed": lambda folder: stream(_small(), rename=lambda name: [][0]),
+    "transform that is none": lambda folder: stream(_small(), transform=abs),  # type: ignore[arg-type]
+    "transform to no function": lambda folder: stream(_small(), transform={"entry.bias": 3}),  # type: ignore[dict-item]
+    "transform of a name that is not there": lambda folder: stream(_small(), transform={"entry.gain": dict}),
+    "transform of one name twice": lambda folder: stream(_small(), transform={("entry.bias", "entry.bias"): _same}),
+    "transform of one name in two": lambda folder: stream(
+        _small(), transform={("entry.bias", "entry.weight"): _same, "entry.weight": _same}
+    ),
+    "transform that makes no names": lambda folder: stream(_small(), transform={"entry.bias": torch.relu}),  # type: ignore[dict-item]
+    "transform that raises": lambda folder: stream(_small(), transform={"entry.bias": lambda bias: bias.names_it}),
+    "transform to names that are there": lambda folder: stream(
+        _small(), transform={"entry.bias": lambda bias: {"entry.weight": bias}}
+    ),
+    "lora without adapters": lambda folder: fsdp2.merge_lora(_small()),
     "dtype that safetensors does not have": lambda folder: save(nn.Linear(2, 2, dtype=torch.complex128), folder),
 }
 
