@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
+from fsdp2.comm.backends import Launch
 from fsdp2.comm.streams import Waitable, launched, streams_for, wait_for
 from fsdp2.extras.lending import check_idle
 from fsdp2.group.hooked_params import is_plain
@@ -133,10 +134,6 @@ class FullParamStream:
 
     def _handed_out(self, gathering: _Gathering) -> StreamedBucket:
         flat = gathering.finish()
-        if not self._ahead:
-            # The device may still be gathering: what the caller enqueues elsewhere must not meet that.
-            streams = streams_for(flat.device)
-            streams.wait_on_cpu(streams.record())
         flat = flat if self._device is None else flat.to(self._device)
         return StreamedBucket(flat, gathering.manifest.cut(flat), gathering.manifest)
 
@@ -271,6 +268,7 @@ class _Gathering:
         self.manifest, self.items = bucket.manifest, bucket.items
         weights = [weight for item in bucket.items for weight in item.weights]
         device = next((each.param.mesh.device for each in weights if each.param is not None), weights[0].local.device)
+        self._device = device
         self._messages: list[_Messages] = []
         self._flat: torch.Tensor | None = None
         self._given: dict[int, list[torch.Tensor]] = {}  # by item: what its function gets
@@ -305,10 +303,13 @@ class _Gathering:
                 yield _Travelling(weight, dtype, target)
 
     def wait(self) -> None:
-        """Wait for the messages, and forget them."""
+        """Wait for the messages, and forget them. The CPU waits for the device, too: whatever the caller, or another
+        process on this device, enqueues then does not meet the gather."""
         messages, self._messages = self._messages, []
         for each in messages:
             each.finish()
+        streams = streams_for(self._device)
+        streams.wait_on_cpu(streams.record())
 
     @torch.no_grad()
     def finish(self) -> torch.Tensor:
@@ -380,6 +381,8 @@ class _Messages:
         axis = param.mesh.shard
         assert axis.group is not None
         self._works: Sequence[Waitable] = ()
+        self._streams = streams_for(device)
+        self._arrived: torch.Event | None = None
         self._packed: list[tuple[_Travelling, int]] = []
         self._staging: torch.Tensor | None = None
         ranks = dist.get_process_group_ranks(axis.group)
@@ -388,7 +391,8 @@ class _Messages:
         backend = _torch.backend_name(axis.group, device)
         is_for_one = to_rank is not None and (device.type == "cpu" or backend == "nccl")
         receives = not is_for_one or to_rank == _rank()
-        self._inputs, self._outputs = [], []  # type: list[torch.Tensor], list[torch.Tensor]
+        self._inputs: list[torch.Tensor] = []
+        self._outputs: list[torch.Tensor] = []
         for each in travelling:
             if each.is_direct:
                 self._inputs.append(each.sent(device))
@@ -399,9 +403,16 @@ class _Messages:
             self._staging = self._inputs[-1].new_empty(axis.size * self._inputs[-1].numel())
             self._outputs.append(self._staging)
         if is_for_one:
-            self._works = launched(partial(self._send, ranks, to_rank, axis.group))
+            launch: Launch = partial(self._send, ranks, to_rank, axis.group)
         else:
-            self._works = launched(group.comm.all_gather(self._outputs, self._inputs))
+            launch = group.comm.all_gather(self._outputs, self._inputs)
+        self._streams.gather_after_compute()  # it has packed what is sent
+        with self._streams.on_gather:
+            self._works = launched(launch)
+            if self._streams.runs_ahead:  # then only the stream waits
+                wait_for(self._works)
+                self._works = ()
+            self._arrived = self._streams.record()
 
     def _pack(self, small: Sequence[_Travelling], device: torch.device) -> None:
         end = 0
@@ -437,6 +448,7 @@ class _Messages:
         """Wait, and put what has arrived in one message where it belongs."""
         works, self._works = self._works, ()
         wait_for(works)
+        self._streams.wait_here(self._arrived)  # compute waits for the gather: it reads what has come, or frees it
         self._inputs, self._outputs = [], []
         staging, self._staging = self._staging, None
         if staging is not None:

@@ -29,6 +29,7 @@ LATE = ["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
 _AUTOCAST = "asks for autocast of the CPU, and the device has none"
 _PREFETCH = "on streams, hooks fill outputs as soon as a gather is enqueued, used or not"
 _IN_PYTHON = "the device's process group is written in Python: torch's calls pass by the dispatcher"
+_TO_ALL = "with a backend other than NCCL, all ranks gather on a device, although one receives"
 _NO_WORK = "on a device, a stream waits for a reduction: there is no work that the host could wait for"
 
 # What does not run there: modules, tests, or cases with a value of a parameter, each with the reason.
@@ -84,6 +85,8 @@ EXCLUDED: dict[str, dict[str, str]] = {
             "torch.profiler sees no operations on the device; tests/accelerator/test_report.py asks what is said then"
         ),
         "test_offload.test_policy_on_a_cpu_mesh_copies_nothing": "is about meshes on the CPU",
+        "test_stream.test_memory_is_that_of_few_buckets_however_many_there_are": _TO_ALL,
+        "test_stream.test_ranks_of_the_receivers_replica_send_their_shards_once_and_others_nothing": _TO_ALL,
         "test_recovery.test_reset_waits_for_reductions_in_flight": _NO_WORK,
         "test_recovery.test_reset_brings_all_units_to_rest_though_a_reduction_is_lost": _NO_WORK,
         "test_recovery.test_sharded_model_that_is_dropped_is_freed": (

@@ -101,6 +101,8 @@ _TIED = "parity/fsdp1/test_state_dicts.py::test_a_parameter_tied_across_wrappers
 _IN_ONE_MEMORY = "distributed/test_custom_comm.py::test_messages_in_flight_may_lie_in_the_same_memory"
 _UNCUT = "distributed/test_scopes.py::test_forwards_without_gradients_run_on_whole_parameters"
 _EXCHANGED = "accelerator/test_whole_matrices.py::test_wait_of_the_exchange_that_is_left_out_is_noticed"
+_STREAMED = "distributed/test_weights.py::test_weights_go_in_and_out_on_2_ranks"
+_ASKED = "distributed/test_stream.py::test_a_transform_gets_whole_tensors_together_and_may_quantise_them"
 ELSEWHERE: dict[str, str] = {
     # collectives that the CPU waits for, as gloo's; _issued is for backends that return a work where NCCL returns none
     "comm.backends.CollectiveComm._issued-work": _ON_STREAMS,
@@ -112,6 +114,13 @@ ELSEWHERE: dict[str, str] = {
     "fsdp1.state_values.locals_of_flat-work": _TIED,
     "_torch.arrived_local-work": _PENDING,
     "tools.weights._do-work": "distributed/test_weights.py::test_weights_go_in_and_out_on_2_ranks",
+    "tools.stream_weights._Messages.__init__-gather_after_compute": _STREAMED,
+    "tools.stream_weights._Messages.__init__-record": _STREAMED,
+    "tools.stream_weights._Messages.__init__-work": _STREAMED,  # NCCL's messages to one rank
+    "tools.stream_weights._Messages.finish-work": _STREAMED,
+    "tools.stream_weights._Messages.finish-wait_here": _STREAMED,
+    "tools.stream_weights._Gathering.wait-record": _ASKED,
+    "tools.stream_weights._Gathering.wait-wait_on_cpu": _ASKED,
     "tools.whole_matrices.exchange.Message.start-gather_after_compute": _EXCHANGED,
     "tools.whole_matrices.exchange.Message.start-record": _EXCHANGED,
     "tools.whole_matrices.exchange.Message.wait-wait_here": _EXCHANGED,
