@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from fsdp2.tools.auto_shard import AutoShard, auto_shard
     from fsdp2.tools.clip import clip_grad_norm_
     from fsdp2.tools.flat_optimizer import flatten_optimizer
+    from fsdp2.tools.host_adamw import HostAdamW
     from fsdp2.tools.install import install, installed, uninstall
     from fsdp2.tools.memory_plan import memory_plan
     from fsdp2.tools.muon import Muon, muon_groups
@@ -58,6 +59,7 @@ __all__ = [
     "FSDPModule",
     "FullyShardedDataParallel",
     "GradientReductionHandle",
+    "HostAdamW",
     "LoadedKeys",
     "MatrixRule",
     "MemoryLimitError",
@@ -106,6 +108,7 @@ _LAZY = {
     "tools.auto_shard": ("AutoShard", "auto_shard"),
     "tools.clip": ("clip_grad_norm_",),
     "tools.flat_optimizer": ("flatten_optimizer",),
+    "tools.host_adamw": ("HostAdamW",),
     "tools.install": ("install", "installed", "uninstall"),
     "tools.memory_plan": ("memory_plan",),
     "tools.muon": ("Muon", "muon_groups"),
