@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from fsdp2 import _torch
-from fsdp2.comm.streams import Streams
+from fsdp2.comm.streams import Activity, Streams, activity_observer
 from fsdp2.tools.host_adamw.memory import HostParam, Travelling, make_travelling
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
@@ -107,9 +107,14 @@ class Job:
         self._streams = streams
         self._sources: list[Tensor] = []  # on the device, until they have been copied
         self._steps: list[_Step] = []
+        tell = activity_observer() if any(grad.device.type != "cpu" for grad in grads) else None
         with _copying_out(streams):
+            if tell is not None:
+                tell(Activity.COPY_TO_HOST, True)
             for each, grad, state, option in zip(params, grads, states, options, strict=True):
                 self._steps.append(self._step(each, grad, state, option))
+            if tell is not None:
+                tell(Activity.COPY_TO_HOST, False)
             self._copied = streams.record()
 
     def _step(self, param: HostParam, grad: Tensor, state: dict[str, Any], options: Options) -> _Step:
@@ -159,8 +164,8 @@ def _run_adamw(steps: Sequence[_Step], options: Options, scale: Tensor | None) -
 class HostUnit:
     """The parameters of one unit that the host steps, at most one job at a time."""
 
-    def __init__(self, name: str, params: Sequence[HostParam], streams: Streams) -> None:
-        self.name, self.params, self.streams = name, params, streams
+    def __init__(self, name: str, streams: Streams) -> None:
+        self.name, self.streams = name, streams
         self._running: Future[torch.Event | None] | None = None
         self._returned: torch.Event | None = None
 

@@ -87,7 +87,8 @@ class HostAdamW(optim.Optimizer):
         plain = optim.AdamW([torch.zeros(1)], lr=lr, maximize=maximize, fused=True, **options)
         self._max_norm, self._clip_by, self._overlaps_forward = max_norm, clip_by, overlap_forward
         self._homes: dict[nn.Parameter, HostParam] = {}
-        self._units: dict[ParamGroup, HostUnit] = {}
+        self._groups: list[ParamGroup] = []
+        self._is_settled = False
         self._unit_of: dict[nn.Parameter, HostUnit] = {}
         self._group_of: dict[nn.Parameter, int] = {}  # index of the param group
         self._streams: Streams | None = None
@@ -105,7 +106,10 @@ class HostAdamW(optim.Optimizer):
 
         Raises:
             ValueError: as the constructor does.
+            ScheduleError: backward has begun a step.
         """
+        if self._begun:
+            raise ScheduleError("HostAdamW.add_param_group: backward has begun a step. Call step() first.")
         super().add_param_group(param_group)
         try:
             self._manage(self.param_groups[-1])
@@ -121,10 +125,10 @@ class HostAdamW(optim.Optimizer):
     # Which parameters
 
     def _manage(self, group: Mapping[str, Any]) -> None:
-        """Find the units of the parameters of the param ``group``, and be told of their gradients."""
-        managed = {each.params[i].sharded: (each, i) for each, i in groups_by_slot().values()}
+        """Take the parameters of the param ``group``, the last one."""
+        managed = _managed()
         names = group.get("param_names", [None] * len(group["params"]))
-        found: dict[ParamGroup, list[HostParam]] = {}
+        found: list[HostParam] = []
         for position, (name, param) in enumerate(zip(names, group["params"], strict=True)):
             if param not in managed:
                 raise ValueError(
@@ -132,37 +136,55 @@ class HostAdamW(optim.Optimizer):
                     f"managed by fully_shard (a {type(param).__name__} of shape {tuple(param.shape)}). Call "
                     "fully_shard before you build the optimizer, and step other parameters with torch.optim.AdamW."
                 )
-            unit, index = managed[param]
-            full_name = unit.params[index].full_name
+            unit, full_name = managed[param]
             _check_shard(full_name, param)
-            found.setdefault(unit, []).append(HostParam(param, full_name))
-        for unit in found:
-            other = _owner_of(unit)
-            if other is not None and other is not self:
+            if _owner_of(unit) not in (None, self):
                 raise ValueError(
-                    f"HostAdamW: another HostAdamW steps parameters of unit '{unit.name}'. Pass param groups to one "
-                    "HostAdamW, or call remove() of the other one."
+                    f"HostAdamW: another HostAdamW steps parameters of the unit of parameter '{full_name}'. Pass param "
+                    "groups to one HostAdamW, or call remove() of the other one."
                 )
-        for unit, params in found.items():
-            self._follow(unit, params)
+            found.append(HostParam(param, full_name))
+        self._homes.update((each.param, each) for each in found)
+        self._group_of.update((each.param, len(self.param_groups) - 1) for each in found)
+        self._follow_units()
 
-    def _follow(self, group: ParamGroup, params: Sequence[HostParam]) -> None:
-        known = self._units.get(group)
-        self._streams = streams_for(group.mesh.device)
-        unit = HostUnit(group.name, [*(known.params if known else ()), *params], self._streams)
-        self._units[group] = unit
-        self._homes.update((each.param, each) for each in params)
-        self._group_of.update((each.param, len(self.param_groups) - 1) for each in params)
-        self._unit_of.update((each.param, unit) for each in unit.params)
-        group.gradients.on_landed = _Landing(self)
-        group.on_gather = partial(_before_gather, weakref.ref(unit), weakref.ref(group))
+    def _follow_units(self) -> None:
+        """Find the units that the parameters are in now, and be told of their gradients. The first forward may move
+        tied parameters to other units."""
+        self._leave_units()
+        managed = _managed()
+        members: dict[ParamGroup | None, list[HostParam]] = {}
+        for param, home in self._homes.items():
+            group, home.name = managed.get(param, (None, home.name))
+            members.setdefault(group, []).append(home)
+        for group, homes in members.items():
+            device = homes[0].param.device if group is None else group.mesh.device
+            self._streams = streams_for(device)
+            unit = HostUnit("(none)" if group is None else group.name, self._streams)
+            self._unit_of.update((home.param, unit) for home in homes)
+            if group is not None:
+                self._groups.append(group)
+                group.gradients.on_landed = _Landing(self)
+                group.on_gather = partial(_before_gather, weakref.ref(unit), weakref.ref(group))
+        self._is_settled = False
+
+    def _settle(self) -> None:
+        """A forward has run since the parameters were taken."""
+        if not self._is_settled:
+            self._follow_units()
+            self._is_settled = True
 
     def remove(self) -> None:
         """Step nothing in backward any more. A ``step`` still steps what has gradients."""
+        self._leave_units()
+        self._is_settled = True
+
+    def _leave_units(self) -> None:
         self.wait()
-        for group in self._units:
+        for group in self._groups:
             if _owner_of(group) is self:
                 group.gradients.on_landed = group.on_gather = None
+        self._groups.clear()
 
     # In backward
 
@@ -178,6 +200,7 @@ class HostAdamW(optim.Optimizer):
                 "set_is_last_backward(False) on the root for all but the last, or do not reduce in them (no_sync)."
             )
         if ends_step:
+            self._settle()
             self._take(mine)
 
     def _take(self, params: Iterable[nn.Parameter]) -> None:
@@ -238,6 +261,7 @@ class HostAdamW(optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
+            self._settle()
             params = [param for group in self.param_groups for param in group["params"]]
             self._take(param for param in params if param not in self._begun)
             if self._max_norm is not None:
@@ -271,11 +295,12 @@ class HostAdamW(optim.Optimizer):
         Raises:
             RuntimeError: the host's step has failed.
         """
+        units = dict.fromkeys(self._unit_of.values())
         try:
-            for unit in self._units.values():
+            for unit in units:
                 unit.wait()
         except Exception:
-            for unit in self._units.values():
+            for unit in units:
                 unit.drop()
             raise
 
@@ -376,6 +401,12 @@ class _Landing:
         optimizer = self.optimizer()
         if optimizer is not None:
             optimizer._land(params, ends_step)
+
+
+def _managed() -> dict[nn.Parameter, tuple[ParamGroup, str]]:
+    """The unit and the full name of every sharded parameter."""
+    found = groups_by_slot().values()
+    return {group.params[i].sharded: (group, group.params[i].full_name) for group, i in found}
 
 
 def _owner_of(group: ParamGroup) -> HostAdamW | None:
