@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from fsdp2.tools.install import install, installed, uninstall
     from fsdp2.tools.memory_plan import memory_plan
     from fsdp2.tools.muon import Muon, muon_groups
+    from fsdp2.tools.offload_budget import OffloadChoice, offload_by_budget
     from fsdp2.tools.planner.plan import Workload, plan
     from fsdp2.tools.report import report
     from fsdp2.tools.reshard import reshard_to
@@ -66,6 +67,7 @@ __all__ = [
     "MixedPrecisionPolicy",
     "Muon",
     "Observer",
+    "OffloadChoice",
     "OffloadPolicy",
     "ParamPlacement",
     "ReduceScatter",
@@ -86,6 +88,7 @@ __all__ = [
     "memory_plan",
     "muon_groups",
     "no_sync",
+    "offload_by_budget",
     "plan",
     "register_fsdp_forward_method",
     "report",
@@ -112,6 +115,7 @@ _LAZY = {
     "tools.install": ("install", "installed", "uninstall"),
     "tools.memory_plan": ("memory_plan",),
     "tools.muon": ("Muon", "muon_groups"),
+    "tools.offload_budget": ("OffloadChoice", "offload_by_budget"),
     "tools.planner.plan": ("Workload", "plan"),
     "tools.report": ("report",),
     "tools.reshard": ("reshard_to",),

@@ -92,7 +92,8 @@ class _Step(NamedTuple):
 
 
 class Job:
-    """A step of parameters whose gradients have landed on the current stream. Copies to the host start here."""
+    """A step of parameters whose gradients have landed on the current stream. Copies to the host start here.
+    ``keeps_gradients``: others still read gradients that are on the host, so they are not scaled in place."""
 
     def __init__(
         self,
@@ -100,11 +101,13 @@ class Job:
         states: Sequence[dict[str, Any]],
         options: Sequence[Options],
         streams: Streams,
+        *,
+        keeps_gradients: bool,
     ) -> None:
         found = _torch.grads_of([each.param for each in params])
         grads = [_torch.local_of(each) for each in found if each is not None]
         make_travelling(params, grads)
-        self._streams = streams
+        self._streams, self._keeps_gradients = streams, keeps_gradients
         self._sources: list[Tensor] = []  # on the device, until they have been copied
         self._steps: list[_Step] = []
         tell = activity_observer() if any(grad.device.type != "cpu" for grad in grads) else None
@@ -140,7 +143,13 @@ class Job:
                 step.travelling.read()
         scale = None if factor is None else factor.arrived()
         for options in dict.fromkeys(step.options for step in self._steps):
-            _run_adamw([step for step in self._steps if step.options == options], options, scale)
+            steps = [step for step in self._steps if step.options == options]
+            grads = [step.gradient.to(step.master.dtype) for step in steps]
+            if scale is not None and self._keeps_gradients:
+                grads = [grad * scale for grad in grads]
+            elif scale is not None:
+                _torch.foreach_mul(grads, scale)
+            _run_adamw(steps, grads, options)
         with self._streams.on_copy_back:
             for step in self._steps:
                 if step.travelling is not None:
@@ -149,11 +158,8 @@ class Job:
             return self._streams.record()
 
 
-def _run_adamw(steps: Sequence[_Step], options: Options, scale: Tensor | None) -> None:
+def _run_adamw(steps: Sequence[_Step], grads: list[Tensor], options: Options) -> None:
     masters = [step.master for step in steps]
-    grads = [step.gradient.to(master.dtype) for step, master in zip(steps, masters, strict=True)]
-    if scale is not None:
-        grads = [grad * scale for grad in grads]
     averages, squares, maxima = [
         [_torch.local_of(step.state[name]) for step in steps if name in step.state] for name in MOMENTS
     ]

@@ -211,7 +211,9 @@ class HostAdamW(optim.Optimizer):
                 of_unit.setdefault(self._unit_of[param], []).append(param)
         for unit, mine in of_unit.items():
             unit.wait()
-            job = Job([self._homes[param] for param in mine], *self._states_of(mine), cast(Streams, self._streams))
+            homes, streams = [self._homes[param] for param in mine], cast(Streams, self._streams)
+            keeps_gradients = self._clip_by == "step before"  # whose norm is computed at the end of the step
+            job = Job(homes, *self._states_of(mine), streams, keeps_gradients=keeps_gradients)
             self._begun.update(dict.fromkeys(mine))
             if self._max_norm is None:
                 _drop_gradients(mine)
