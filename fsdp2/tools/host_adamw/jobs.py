@@ -62,7 +62,7 @@ class Factor:
 
     def __init__(self, value: Tensor, streams: Streams) -> None:
         self._streams = streams
-        self._host = torch.empty((), dtype=value.dtype, pin_memory=value.device.type != "cpu")
+        self._host = torch.empty((), dtype=value.dtype, device="cpu", pin_memory=value.device.type != "cpu")
         with _copying_out(streams):
             self._host.copy_(value, non_blocking=True)
             self._copied = streams.record()

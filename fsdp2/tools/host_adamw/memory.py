@@ -33,7 +33,10 @@ def in_one_buffer(like: Sequence[tuple[Sequence[int], torch.dtype]], *, pin_memo
         starts.append(numels.get(dtype, 0))
         unit = _ALIGNMENT_NBYTES // dtype.itemsize
         numels[dtype] = starts[-1] + -(-prod(shape) // unit) * unit
-    buffers = {dtype: torch.zeros(numel, dtype=dtype, pin_memory=pin_memory) for dtype, numel in numels.items()}
+    buffers = {
+        dtype: torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=pin_memory)  # whatever the default device is
+        for dtype, numel in numels.items()
+    }
     return [
         alias(buffers[dtype], start, shape, contiguous_stride(shape))
         for (shape, dtype), start in zip(like, starts, strict=True)

@@ -84,7 +84,7 @@ class HostAdamW(optim.Optimizer):
         _check_clipping(max_norm, clip_by)
         options: dict[str, Any] = {"betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
         # torch checks the options, and knows which keys the checkpoints of this version have.
-        plain = optim.AdamW([torch.zeros(1)], lr=lr, maximize=maximize, fused=True, **options)
+        plain = optim.AdamW([torch.zeros(1, device="cpu")], lr=lr, maximize=maximize, fused=True, **options)
         self._max_norm, self._clip_by, self._overlaps_forward = max_norm, clip_by, overlap_forward
         self._homes: dict[nn.Parameter, HostParam] = {}
         self._groups: list[ParamGroup] = []
@@ -241,7 +241,7 @@ class HostAdamW(optim.Optimizer):
         made = iter(in_one_buffer(like))
         for param, mine in zip(params, names, strict=True):
             values = _torch.dtensors_like([param] * len(mine), [next(made) for _ in mine])
-            self.state[param] = {"step": torch.zeros(()), **dict(zip(mine, values, strict=True))}
+            self.state[param] = {"step": torch.zeros((), device="cpu"), **dict(zip(mine, values, strict=True))}
 
     # The step
 
@@ -352,7 +352,7 @@ class HostAdamW(optim.Optimizer):
         self._held.clear()
         self._factor = self._norm = None
         if norm is not None and self._clip_by == "step before" and self._max_norm is not None:
-            self._norm = torch.tensor(norm, dtype=torch.float64)
+            self._norm = torch.tensor(norm, dtype=torch.float64, device="cpu")
             self._factor = Factor(factor_of(self._norm, self._max_norm), cast(Streams, self._streams))
 
     def _check_state(self, param: nn.Parameter, state: Mapping[str, Any]) -> None:
