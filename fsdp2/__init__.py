@@ -37,10 +37,12 @@ if TYPE_CHECKING:
     from fsdp2.tools.auto_shard import AutoShard, auto_shard
     from fsdp2.tools.clip import clip_grad_norm_
     from fsdp2.tools.flat_optimizer import flatten_optimizer
+    from fsdp2.tools.host_adamw import HostAdamW
     from fsdp2.tools.install import install, installed, uninstall
     from fsdp2.tools.memory_plan import memory_plan
     from fsdp2.tools.merge_lora import MergedLora, merge_lora
     from fsdp2.tools.muon import Muon, muon_groups
+    from fsdp2.tools.offload_budget import OffloadChoice, offload_by_budget
     from fsdp2.tools.planner.plan import Workload, plan
     from fsdp2.tools.report import report
     from fsdp2.tools.reshard import reshard_to
@@ -63,6 +65,7 @@ __all__ = [
     "FullParamStream",
     "FullyShardedDataParallel",
     "GradientReductionHandle",
+    "HostAdamW",
     "LoadedKeys",
     "MatrixRule",
     "MemoryLimitError",
@@ -70,6 +73,7 @@ __all__ = [
     "MixedPrecisionPolicy",
     "Muon",
     "Observer",
+    "OffloadChoice",
     "OffloadPolicy",
     "ParamPlacement",
     "ReduceScatter",
@@ -92,6 +96,7 @@ __all__ = [
     "merge_lora",
     "muon_groups",
     "no_sync",
+    "offload_by_budget",
     "plan",
     "register_fsdp_forward_method",
     "report",
@@ -117,10 +122,12 @@ _LAZY = {
     "tools.clip": ("clip_grad_norm_",),
     "tools.expert_parallel": ("ExpertMeshes", "expert_meshes"),
     "tools.flat_optimizer": ("flatten_optimizer",),
+    "tools.host_adamw": ("HostAdamW",),
     "tools.install": ("install", "installed", "uninstall"),
     "tools.memory_plan": ("memory_plan",),
     "tools.merge_lora": ("MergedLora", "merge_lora"),
     "tools.muon": ("Muon", "muon_groups"),
+    "tools.offload_budget": ("OffloadChoice", "offload_by_budget"),
     "tools.planner.plan": ("Workload", "plan"),
     "tools.report": ("report",),
     "tools.reshard": ("reshard_to",),

@@ -147,12 +147,15 @@ class Streams:
         gathers_are_async: whether the backend is to run all-gathers beside the stream that issues them.
         on_gather, on_reduce: ``with`` one of these, what follows runs on the stream of all-gathers, or on that of
             gradient reductions.
+        on_copy_out, on_copy_back: the same for copies to the host and back, of tools that step there.
     """
 
     runs_ahead = False
     gathers_are_async = True
     on_gather: AbstractContextManager[object] = _HERE
     on_reduce: AbstractContextManager[object] = _HERE
+    on_copy_out: AbstractContextManager[object] = _HERE
+    on_copy_back: AbstractContextManager[object] = _HERE
 
     @property
     def gathering_on_compute(self) -> Streams:
@@ -200,7 +203,7 @@ class AcceleratorStreams(Streams):
     gathers_are_async = False
 
     def __init__(self, device: torch.device) -> None:
-        self._module = torch.get_device_module(device)
+        self._module, self._device = torch.get_device_module(device), device
         self._gather = self._module.Stream(device=device, priority=-1)
         self._reduce = self._module.Stream(device=device, priority=-1)
 
@@ -215,6 +218,22 @@ class AcceleratorStreams(Streams):
     @property
     def on_reduce(self) -> AbstractContextManager[object]:  # type: ignore[override]
         return self._module.stream(self._reduce)
+
+    @cached_property
+    def _copy_out(self) -> torch.Stream:
+        return self._module.Stream(device=self._device)
+
+    @cached_property
+    def _copy_back(self) -> torch.Stream:
+        return self._module.Stream(device=self._device)
+
+    @property
+    def on_copy_out(self) -> AbstractContextManager[object]:  # type: ignore[override]
+        return self._module.stream(self._copy_out)
+
+    @property
+    def on_copy_back(self) -> AbstractContextManager[object]:  # type: ignore[override]
+        return self._module.stream(self._copy_back)
 
     @contextmanager
     def on(self, stream: torch.Stream | None) -> Iterator[None]:
@@ -264,7 +283,8 @@ class ComputeStreamGathers(AcceleratorStreams):
     gathers_are_async = True
 
     def __init__(self, shared: AcceleratorStreams) -> None:
-        self._module, self._gather, self._reduce = shared._module, shared._gather, shared._reduce
+        self._module, self._device = shared._module, shared._device
+        self._gather, self._reduce = shared._gather, shared._reduce
 
     on_gather = _HERE
 

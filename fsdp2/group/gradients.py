@@ -136,10 +136,19 @@ class Reduction:
         sums: this rank's sums: over the shard axis; then over all ranks; then averaged.
         present: per step of the plans, whether this rank had a gradient.
         copies: copies of offloaded gradients, in flight to the host.
+        ends_step: whether no later backward of the step adds to these gradients.
     """
 
-    def __init__(self, bound: BoundReduce, launched: Launched, present: list[bool], stages: Sequence[Stage]) -> None:
-        self.bound, self.present = bound, present
+    def __init__(
+        self,
+        bound: BoundReduce,
+        launched: Launched,
+        present: list[bool],
+        stages: Sequence[Stage],
+        *,
+        ends_step: bool,
+    ) -> None:
+        self.bound, self.present, self.ends_step = bound, present, ends_step
         self.sums, self._works, self._inputs, self._read = launched
         self.copies: list[HostCopies] = []
         self._streams: Streams = bound.reduce.streams
@@ -187,6 +196,9 @@ class GroupGradients:
         options: what the user has configured.
         on_missing: called with what has landed of parameters that had no gradient on this rank, and with how many bytes
             ``take_used`` would return without that reduction. Without it, these sums are dropped.
+        on_landed: called when gradients have landed, on the stream that has landed them, with their parameters and
+            whether no later backward of the step adds to them. It may take them from ``.grad``.
+        ends_step: whether reductions that start now are the last ones of the step.
     """
 
     def __init__(
@@ -200,6 +212,8 @@ class GroupGradients:
         self.params, self._unsharded, self._mesh, self._comm, self._home = params, unsharded, mesh, comm, home
         self.options = GroupOptions()
         self.on_missing: Callable[[int, Landed], object] | None = None
+        self.on_landed: Callable[[list[nn.Parameter], bool], object] | None = None
+        self.ends_step = False
         self._bound: dict[tuple[int, ...], BoundReduce] = {}  # by the indices of trainable parameters
         self._partial: Reduction | None = None  # summed over the shard axis only
         self._to_host: list[Reduction] = []  # averaged; copies to the host are in flight
@@ -290,14 +304,14 @@ class GroupGradients:
             return None
         earlier, self._partial = self._partial, None
         if earlier is not None and not earlier.bound.is_like(bound):
-            self._start_landing(earlier).land()
+            self._start_landing(earlier, ends_step=False).land()
             earlier = None
         whole = self._completed(bound, grads)
         launched = bound.reduce.launch(whole)
         stages: list[Stage] = [] if earlier is None else [partial(_add_earlier, earlier)]
         keeps_partial = self._mesh.replicate.group is not None and not self.options.requires_all_reduce
         stages += [self._keep_partial] if keeps_partial else self._landing_stages()
-        return Reduction(bound, launched, present, stages)
+        return Reduction(bound, launched, present, stages, ends_step=self.ends_step)
 
     @property
     def awaits_all_reduce(self) -> bool:
@@ -308,7 +322,7 @@ class GroupGradients:
         """Start to sum partial gradients over the replicate axis, too."""
         earlier, self._partial = self._partial, None
         assert earlier is not None
-        return self._start_landing(earlier)
+        return self._start_landing(earlier, ends_step=self.ends_step)
 
     def finish_copies(self) -> None:
         """Make the CPU wait for gradients in flight to the host, and hand them over."""
@@ -426,11 +440,11 @@ class GroupGradients:
         reduces = self._mesh.replicate.size > 1 and not self.options.hook_reduces
         return [_all_reduce, self._land] if reduces else [self._land]
 
-    def _start_landing(self, summed: Reduction) -> Reduction:
+    def _start_landing(self, summed: Reduction, *, ends_step: bool) -> Reduction:
         """Land sums over the shard axis; no further reduction adds to them."""
         self._unsharded.streams.reduce_after_compute()
         launched = Launched(summed.sums, (), None, None)
-        return Reduction(summed.bound, launched, summed.present, self._landing_stages())
+        return Reduction(summed.bound, launched, summed.present, self._landing_stages(), ends_step=ends_step)
 
     def _keep_partial(self, reduction: Reduction) -> Sequence[Waitable]:
         """Keep the sums over the shard axis: the user has disabled the all-reduce."""
@@ -463,6 +477,8 @@ class GroupGradients:
                 self.on_missing(len(self._used), missing)
         self._used += used
         deposit(landed)
+        if self.on_landed is not None:
+            self.on_landed(list(map(_sharded_of, landed.params)), reduction.ends_step)
 
 
 def _add_earlier(earlier: Reduction, reduction: Reduction) -> Sequence[Waitable]:

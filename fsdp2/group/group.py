@@ -58,6 +58,7 @@ class ParamGroup:
         on_transition: called at each change of state, if an observer is set.
         on_work: called when a part of a reduction starts (with True) and stops (with False), if an observer is set.
         on_parameters: called when the unsharded parameters were made, or when the set of trainable ones changed.
+        on_gather: called when shards are about to be gathered.
     """
 
     def __init__(self, records: Sequence[ParamRecord], mesh: ParallelMesh, home: Home) -> None:
@@ -71,6 +72,7 @@ class ParamGroup:
         self.on_transition: Callable[[GroupState, GroupState], None] | None = None
         self.on_work: Callable[[str, bool], None] | None = None
         self.on_parameters: Callable[[ParamGroup], None] | None = None
+        self.on_gather: Callable[[], None] | None = None
         self.params = [ShardedParam(record, mesh) for record in records]
         self.comm = comm = comm_for(mesh.shard, mesh.device)
         self.shards = GroupShards(records, self.params, mesh, home, comm.routing)
@@ -157,7 +159,8 @@ class ParamGroup:
         self.unsharded.retire()
         self.gradients.unbind()
         self.shards.retire()
-        self.on_transition = self.on_parameters = self.shows = None
+        self.on_transition = self.on_parameters = self.on_gather = self.shows = None
+        self.gradients.on_landed = None
 
     def lost(self, what: str, error: CommunicationError) -> CommunicationError:
         """``error`` of a collective of this group, with the recent events."""
@@ -264,6 +267,8 @@ class ParamGroup:
         unsharded = self.unsharded
         is_replaceable = before is GroupState.SHARDED and not in_backward  # backward needs the old ones
         try:
+            if self.on_gather is not None:
+                self.on_gather()
             if self.is_stale or (is_replaceable and not self._is_intact()):
                 self._refresh()
             if unsharded.hooked is not None and unsharded.hooked.have_failed:

@@ -83,6 +83,7 @@ class Executor:
         units: actions name units by their position here.
         max_in_flight: how many reductions may be in flight, counting the one that starts. The user chooses between
             memory and overlap: each reduction holds the gradients that it reads.
+        ends_step: whether the reductions that start now are the last ones of a step.
         programs: what to call for an action on a unit, if no filter is set.
     """
 
@@ -90,6 +91,7 @@ class Executor:
         self.streams = streams_for(device)
         self.units: Sequence[Unit] = ()
         self.max_in_flight = 1
+        self.ends_step = False
         self.programs: Programs = {}
         self.filter: ActionFilter | None = None
         self._story: deque[tuple[str, str]] = deque(maxlen=_STORY_LENGTH)
@@ -180,6 +182,7 @@ class Executor:
         if group.state is not GroupState.SHARDED or group.keeps_post_forward:
             group.note_writes()  # before the reduction lands: then hooks on the shards may run an optimizer
         self._make_room(group)
+        group.gradients.ends_step = self.ends_step
         launch = partial(group.reduce, jointly=jointly)
         if _torch.is_profiling():
             launch = partial(_torch.in_range, "post_backward_reduce", unit.name, launch)
@@ -191,6 +194,7 @@ class Executor:
         for group in reversed(self._replicated):
             if group.gradients.awaits_all_reduce:
                 self._make_room(group)
+                group.gradients.ends_step = self.ends_step
                 self._add(group, _run("reduce_launch", group, group.reduce_partial))
 
     def land(self, *, reduces_partial: bool = True) -> None:

@@ -382,7 +382,9 @@ class Root:
         self.checks.begin_backward()
         self.schedule.begin_backward()
         _torch.at_end_of_backward(self.end_backward)
-        if self.schedule.finalizes_by_hand or not self.schedule.is_last_backward:
+        schedule = self.schedule
+        self.executor.ends_step = schedule.is_last_backward and not schedule.finalizes_by_hand
+        if not self.executor.ends_step:
             self._watch_for_lost_gradients()
         self.executor.max_in_flight = max([unit.config.max_reductions for unit in self.units])
         if [group for unit in self.units for group in unit.groups if group.unsharded.hooked]:

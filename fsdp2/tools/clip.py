@@ -73,19 +73,35 @@ def clip_grad_norm_(
     if not params:
         return torch.zeros(())
     classes = _classes(params)
-    powers = _summed_over_ranks(classes, [_power_here(each, order, foreach) for each in classes], order)
-    power = _joined(torch.stack([power.to(powers[0].device) for power in powers]), order)
-    total = power if math.isinf(order) else power ** (1 / order)
+    total = _total(classes, order, foreach)
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
             f"clip_grad_norm_: the norm of order {order} of all gradients is {total.item()}. Find the loss "
             "that is not finite, or pass error_if_nonfinite=False to scale the gradients anyway."
         )
-    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # like torch: no division by zero, no branch on the value
+    factor = factor_of(total, max_norm)
     pieces = [tensors for each in classes for tensors in each.pieces]
     for tensors in pieces:
         _torch.foreach_mul(tensors, factor.to(tensors[0].device))
     return total if any(tensors[0].dtype is torch.float64 for tensors in pieces) else total.float()
+
+
+def norm_of_gradients(params: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The norm over all ranks of the gradients of ``params``, a 0-dim fp64 tensor where the gradients are. Collective,
+    as ``clip_grad_norm_``."""
+    return _total(_classes(params), 2.0, None)
+
+
+def factor_of(total: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """What gradients with the norm ``total`` are multiplied by. Like torch: no division by zero, and no branch on the
+    value."""
+    return (max_norm / (total + 1e-6)).clamp(max=1.0)
+
+
+def _total(classes: list[_Class], order: float, foreach: bool | None) -> torch.Tensor:
+    powers = _summed_over_ranks(classes, [_power_here(each, order, foreach) for each in classes], order)
+    power = _joined(torch.stack([power.to(powers[0].device) for power in powers]), order)
+    return power if math.isinf(order) else power ** (1 / order)
 
 
 def _shards_of(param: torch.Tensor) -> list[torch.Tensor]:

@@ -204,6 +204,36 @@ def flattened(parameters: Any) -> torch.optim.Optimizer:
     return fsdp2.flatten_optimizer(torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3, foreach=True))
 
 
+class Awaited(fsdp2.HostAdamW):
+    """Tests read parameters behind ``zero_grad``."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.wait()
+        super().zero_grad(set_to_none)
+
+
+on_host = partial(Awaited, lr=1e-2, eps=1e-3)
+on_host_overlapped = partial(on_host, overlap_forward=True)
+
+
+def evaluate_before_step(step: Step, model: Any) -> list[Tensor]:
+    """The gathers of the evaluation are the first to need what was stepped in backward."""
+    losses = one_backward(step, model)
+    with torch.no_grad():
+        losses.append(step.loss(model))
+    for unit in (*model.units(), model):
+        step.control(unit).reshard()
+    return losses
+
+
+def write_between(step: Step, model: Any) -> list[Tensor]:
+    """The current stream writes shards between the steps."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.9)
+    return one_backward(step, model)
+
+
 def wrapped(make: Callable[[Tensor], Tensor]) -> MLP:
     """Its weights are of the class ``make``, which has all-gather hooks."""
     model: MLP = wrap(MLP(), make)
@@ -324,6 +354,7 @@ FAST = {
     "partly used, ranks may differ",
     "offloaded, evaluated",
     "replicated only",
+    "stepped on the host",
 }
 
 
@@ -382,6 +413,24 @@ CASES: dict[str, Trained] = {
     "int8, offloaded": Trained(beyond_torch=True, model=partial(wrapped, Int8AllGatherTensor), policy=offloaded),
     "float8": Trained(beyond_torch=True, model=partial(wrapped, Float8AllGatherTensor)),
     "flattened optimizer": Trained(beyond_torch=True, optimizer=flattened, policy=bf16_fp32),
+    "stepped on the host": Trained(beyond_torch=True, optimizer=on_host, policy=bf16_fp32),
+    "stepped on the host, gathered": Trained(
+        beyond_torch=True, optimizer=on_host_overlapped, step=evaluate_before_step
+    ),
+    "stepped on the host, computed with": Trained(
+        beyond_torch=True, optimizer=on_host_overlapped, step=evaluate_before_step, then=gather_on_compute_stream
+    ),
+    "stepped on the host, clipped": Trained(
+        beyond_torch=True, model=WIDE, optimizer=partial(on_host_overlapped, max_norm=0.1), policy=bf16_fp32
+    ),
+    "stepped on the host, clipped by the step before": Trained(
+        beyond_torch=True, optimizer=partial(on_host, max_norm=0.1, clip_by="step before"), policy=bf16_fp32
+    ),
+    "stepped on the host, in bf16": Trained(
+        beyond_torch=True, model=lambda: MLP().bfloat16(), optimizer=on_host, step=accumulate, policy=bf16_fp32
+    ),
+    "stepped on the host, written by others": Trained(beyond_torch=True, optimizer=on_host, step=write_between),
+    "stepped on the host, offloaded": Trained(beyond_torch=True, optimizer=on_host_overlapped, policy=offloaded),
     "looked into": Trained(beyond_torch=True, step=look_into_and_write),
     "reduced in a group of its own": Trained(
         beyond_torch=True, model=WIDE, policy=bf16, then=call("set_separate_reduce_scatter_group")

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,6 +33,7 @@ DEVICE = "sim"
 NAME = "simulated_device"  # of the compiled module
 SOURCE = Path(__file__).with_name("device.cpp")
 
+IN_HOST_THREAD = " in the thread of HostAdamW"
 host_syncs: list[str] = []  # what made the host wait, and where in fsdp2, since the list was cleared last
 
 
@@ -49,8 +51,13 @@ def load() -> Any:
     torch.utils.generate_methods_for_privateuse1_backend()
     # torch's own fully_shard moves modules to the device; their parameters must be replaced, not changed through .data
     torch.__future__.set_overwrite_module_params_on_conversion(True)
-    extension.on_sync(lambda what: host_syncs.append(what + caller()))
+    extension.on_sync(lambda what: host_syncs.append(what + caller() + _thread()))
     return extension
+
+
+def _thread() -> str:
+    """Of this thread, if it is one that only steps on the host: it is there to wait."""
+    return IN_HOST_THREAD if threading.current_thread().name.startswith("HostAdamW") else ""
 
 
 def schedule(seed: int = 0, *, late: Sequence[str] = (), first: str = "random") -> None:

@@ -55,6 +55,7 @@ class Wait:
         return f"{self.place}-{self.method}"
 
 
+_JOBS = "tools.host_adamw.jobs"
 WAITS = [
     Wait("wait_here", "group.all_gather.Gather.wait", "plain", "late gathers"),
     Wait("gather_after_compute", "group.all_gather.release", "direct", "side streams first"),
@@ -75,6 +76,16 @@ WAITS = [
     Wait("record", "group.all_gather.Gather.issue", "plain", "late gathers"),
     Wait("record", "comm.offload.FlatStage.fetch", "offloaded, evaluated", "late copies"),
     Wait("record", "comm.offload.HostCopies.__init__", "offloaded", "late copies"),
+    Wait("record", f"{_JOBS}._copying_out", "stepped on the host", "side streams first"),
+    Wait("wait_here", f"{_JOBS}._copying_out", "stepped on the host", "side streams first"),
+    Wait("record", f"{_JOBS}.Job.__init__", "stepped on the host", "late copies"),
+    Wait("wait_on_cpu", f"{_JOBS}.Job.run", "stepped on the host", "late copies"),
+    Wait("record", f"{_JOBS}.Job.run", "stepped on the host", "late copies"),
+    Wait("wait_here", f"{_JOBS}.HostUnit.wait", "stepped on the host", "late copies"),
+    Wait("gather_after", f"{_JOBS}.HostUnit.wait_before_gather", "stepped on the host, gathered", "late copies"),
+    Wait("wait_here", f"{_JOBS}.HostUnit.wait_before_gather", "stepped on the host, computed with", "late copies"),
+    Wait("record", f"{_JOBS}.Factor.__init__", "stepped on the host, clipped", "late copies"),
+    Wait("wait_on_cpu", f"{_JOBS}.Factor.arrived", "stepped on the host, clipped", "late copies"),
 ]
 WAITS_OF_4 = [
     Wait(

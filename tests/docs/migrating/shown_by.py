@@ -292,7 +292,8 @@ ROWS: dict[str, dict[str, list[str]]] = {
             "distributed/test_traces.py::test_parameters_kept_after_forward_are_not_gathered_in_backward",
             "distributed/test_memory.py::test_only_the_root_stays_unsharded_after_forward_and_nothing_after_backward",
         ],
-        "`offload_optimizer`, `offload_param`": [
+        "`offload_optimizer`": ["parity/test_host_adamw.py::test_steps_as_adamw_on_the_shards"],
+        "`offload_param`": [
             OFFLOAD + "test_training",
             OFFLOAD + "test_trains_offloaded_as_torchs",
         ],

@@ -1,0 +1,222 @@
+"""One step of some parameters of a unit on the host: gradients come, AdamW runs in a thread, results go back.
+
+The thread that trains enqueues copies to the host and goes on. The host's thread waits for these copies, steps, and
+enqueues copies back. Nobody may read or write what a job works on before ``HostUnit.wait``; then the device has to wait
+for ``HostUnit.take_returned``, too. Each stream wait states producer, consumer and reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from fsdp2 import _torch
+from fsdp2.comm.streams import Activity, Streams, activity_observer
+from fsdp2.tools.host_adamw.memory import HostParam, Travelling, make_travelling
+
+MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+
+
+class Options(NamedTuple):
+    """What a step of a parameter is told, as of when its gradient landed."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    amsgrad: bool
+    maximize: bool
+
+    @staticmethod
+    def of(group: Mapping[str, Any]) -> Options:
+        beta1, beta2 = group["betas"]
+        return Options(
+            lr=float(group["lr"]),
+            beta1=float(beta1),
+            beta2=float(beta2),
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            amsgrad=group["amsgrad"],
+            maximize=group["maximize"],
+        )
+
+
+@contextmanager
+def _copying_out(streams: Streams) -> Iterator[None]:
+    """What follows copies to the host what the current stream has made."""
+    made = streams.record()
+    with streams.on_copy_out:
+        streams.wait_here(made)  # copy-out waits for the current stream: it reads what that has made
+        yield
+
+
+class Factor:
+    """What gradients are multiplied by: ``value``, a 0-dim tensor on the device, on its way to the host."""
+
+    def __init__(self, value: Tensor, streams: Streams) -> None:
+        self._streams = streams
+        self._host = torch.empty((), dtype=value.dtype, device="cpu", pin_memory=value.device.type != "cpu")
+        with _copying_out(streams):
+            self._host.copy_(value, non_blocking=True)
+            self._copied = streams.record()
+        self._source: Tensor | None = value
+
+    def arrived(self) -> Tensor:
+        """The value on the host; this thread waits for it."""
+        self._streams.wait_on_cpu(self._copied)  # this thread reads what was copied
+        self._source = None
+        return self._host
+
+
+class _Step(NamedTuple):
+    """What a job does for one parameter: ``target`` is the memory of its shard, and the master if nothing travels.
+    ``is_read``: the master is filled from the shard first."""
+
+    target: Tensor
+    gradient: Tensor
+    state: dict[str, Any]
+    options: Options
+    travelling: Travelling | None
+    is_read: bool
+
+    @property
+    def master(self) -> Tensor:
+        return self.target if self.travelling is None else self.travelling.master
+
+
+class Job:
+    """A step of parameters whose gradients have landed on the current stream. Copies to the host start here.
+    ``keeps_gradients``: others still read gradients that are on the host, so they are not scaled in place."""
+
+    def __init__(
+        self,
+        params: Sequence[HostParam],
+        states: Sequence[dict[str, Any]],
+        options: Sequence[Options],
+        streams: Streams,
+        *,
+        keeps_gradients: bool,
+    ) -> None:
+        found = _torch.grads_of([each.param for each in params])
+        grads = [_torch.local_of(each) for each in found if each is not None]
+        make_travelling(params, grads)
+        self._streams, self._keeps_gradients = streams, keeps_gradients
+        self._sources: list[Tensor] = []  # on the device, until they have been copied
+        self._steps: list[_Step] = []
+        tell = activity_observer() if any(grad.device.type != "cpu" for grad in grads) else None
+        with _copying_out(streams):
+            if tell is not None:
+                tell(Activity.COPY_TO_HOST, True)
+            for each, grad, state, option in zip(params, grads, states, options, strict=True):
+                self._steps.append(self._step(each, grad, state, option))
+            if tell is not None:
+                tell(Activity.COPY_TO_HOST, False)
+            self._copied = streams.record()
+
+    def _step(self, param: HostParam, grad: Tensor, state: dict[str, Any], options: Options) -> _Step:
+        target, travelling = param.target(), param.travelling
+        if param.is_own_master or travelling is None:
+            return _Step(target, grad, state, options, None, is_read=False)
+        is_read = param.take_changes()
+        if is_read:
+            travelling.shard.copy_(target, non_blocking=True)
+        if grad.device.type != "cpu":
+            travelling.gradient.copy_(grad, non_blocking=True)
+            self._sources.append(grad)
+            grad = travelling.gradient
+        return _Step(target, grad, state, options, travelling, is_read)
+
+    @torch.no_grad()
+    def run(self, factor: Factor | None) -> torch.Event | None:
+        """On the host's thread: step. Returns what marks that results are in the shards."""
+        self._streams.wait_on_cpu(self._copied)  # this thread reads what was copied
+        self._sources.clear()
+        for step in self._steps:
+            if step.is_read and step.travelling is not None:
+                step.travelling.read()
+        scale = None if factor is None else factor.arrived()
+        for options in dict.fromkeys(step.options for step in self._steps):
+            steps = [step for step in self._steps if step.options == options]
+            grads = [step.gradient.to(step.master.dtype) for step in steps]
+            if scale is not None and self._keeps_gradients:
+                grads = [grad * scale for grad in grads]
+            elif scale is not None:
+                _torch.foreach_mul(grads, scale)
+            _run_adamw(steps, grads, options)
+        with self._streams.on_copy_back:
+            for step in self._steps:
+                if step.travelling is not None:
+                    step.travelling.write()
+                    step.target.copy_(step.travelling.shard, non_blocking=True)
+            return self._streams.record()
+
+
+def _run_adamw(steps: Sequence[_Step], grads: list[Tensor], options: Options) -> None:
+    masters = [step.master for step in steps]
+    averages, squares, maxima = [
+        [_torch.local_of(step.state[name]) for step in steps if name in step.state] for name in MOMENTS
+    ]
+    counts = [step.state["step"] for step in steps]
+    adamw(masters, grads, averages, squares, maxima, counts, fused=True, **options._asdict())
+
+
+class HostUnit:
+    """The parameters of one unit that the host steps, at most one job at a time."""
+
+    def __init__(self, name: str, streams: Streams) -> None:
+        self.name, self.streams = name, streams
+        self._running: Future[torch.Event | None] | None = None
+        self._returned: torch.Event | None = None
+
+    def start(self, job: Job, factor: Factor | None, thread: Executor) -> None:
+        """Run ``job`` on the host's ``thread``."""
+        self._running = thread.submit(job.run, factor)
+
+    def wait(self) -> None:
+        """This thread waits until the host has stepped. The current stream waits for the results.
+
+        Raises:
+            RuntimeError: the step has failed.
+        """
+        self._join()
+        event, self._returned = self._returned, None
+        self.streams.wait_here(event)  # compute waits for copy-back: it reads and writes the shards
+
+    def wait_before_gather(self, *, on_compute: bool) -> None:
+        """The same for a gather. ``on_compute``: the current stream reads the shards, too.
+
+        Raises:
+            RuntimeError: the step has failed.
+        """
+        self._join()
+        event, self._returned = self._returned, None
+        if event is not None:
+            self.streams.gather_after(event)  # gather stream waits for copy-back: it reads the shards
+            if on_compute:
+                self.streams.wait_here(event)  # compute waits for copy-back: it reads the shards itself
+
+    def drop(self) -> None:
+        """Wait for a step whose result nobody needs any more."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.exception()
+
+    def _join(self) -> None:
+        running, self._running = self._running, None
+        if running is None:
+            return
+        try:
+            self._returned = running.result()
+        except Exception as error:
+            raise RuntimeError(
+                f"HostAdamW: the step of unit '{self.name}' failed on this rank: {type(error).__name__}: {error}. Its "
+                "parameters may have been stepped in part: go on from a checkpoint. Other ranks do not know; they fail "
+                "at their next collective with this rank."
+            ) from error

@@ -1,0 +1,159 @@
+"""Where the values of parameters lie on the host: masters, optimizer states, and what travels.
+
+A shard that is on the host already, in the dtype of its master, is its own master. Any other shard has a master in
+fp32 (fp64 for fp64), and memory for its gradient and for its result on their way. What travels is pinned, so that
+copies overlap with compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from torch import Tensor, nn
+
+from fsdp2 import _torch
+from fsdp2.comm.memory import alias
+from fsdp2.plan.layout import contiguous_stride
+
+_ALIGNMENT_NBYTES = 64  # a cache line
+
+
+def master_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In which a shard of ``dtype`` is stepped."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def in_one_buffer(like: Sequence[tuple[Sequence[int], torch.dtype]], *, pin_memory: bool = False) -> list[Tensor]:
+    """Host tensors of these shapes and dtypes, filled with zeros: one buffer per dtype."""
+    starts: list[int] = []
+    numels: dict[torch.dtype, int] = {}
+    for shape, dtype in like:
+        starts.append(numels.get(dtype, 0))
+        unit = _ALIGNMENT_NBYTES // dtype.itemsize
+        numels[dtype] = starts[-1] + -(-prod(shape) // unit) * unit
+    buffers = {
+        dtype: torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=pin_memory)  # whatever the default device is
+        for dtype, numel in numels.items()
+    }
+    return [
+        alias(buffers[dtype], start, shape, contiguous_stride(shape))
+        for (shape, dtype), start in zip(like, starts, strict=True)
+    ]
+
+
+class HostParam:
+    """What the host has of one parameter.
+
+    Attributes:
+        param: the sharded parameter.
+        name: its full name.
+        loaded: values for the master that a checkpoint had, until there is a master.
+        travelling: memory for the gradient, the master, and the result in the dtype of the shard; None if the shard is
+            its own master.
+    """
+
+    def __init__(self, param: nn.Parameter, name: str) -> None:
+        self.param, self.name = param, name
+        self.travelling: Travelling | None = None
+        self.loaded: Tensor | None = None
+        self._local: Tensor | None = None
+        self._target: Tensor | None = None
+        self._versions: list[int] | None = None
+
+    @property
+    def local(self) -> Tensor:
+        """The shard."""
+        return _torch.local_of(self.param)
+
+    @property
+    def is_own_master(self) -> bool:
+        local = self.local
+        return local.device.type == "cpu" and local.dtype is master_dtype(local.dtype)
+
+    @property
+    def wide_master(self) -> Tensor | None:
+        """The master, if it has more digits than the shard."""
+        travelling = None if self.is_own_master else self.travelling
+        return None if travelling is None or travelling.shard is travelling.master else travelling.master
+
+    def target(self) -> Tensor:
+        """The memory of the shard, with a version of its own: a step writes it while others ask whether users have."""
+        local = self.local
+        if self._target is None or local is not self._local or local.data_ptr() != self._target.data_ptr():
+            offset = int(local.storage_offset())
+            self._local, self._target, self._versions = local, alias(local, offset, local.shape, local.stride()), None
+        return self._target
+
+    def take_changes(self) -> bool:
+        """Whether others may have written the shard since the last call, or its master was never filled."""
+        now = _torch.versions_of([self.param, self.local])
+        before, self._versions = self._versions, now
+        return now != before
+
+    def forget_versions(self) -> None:
+        """The master has no values of the shard yet."""
+        self._versions = None
+
+    def take_master(self, values: Tensor) -> None:
+        """Make ``values`` the master, as far as they round to the shard when that is read next."""
+        self.loaded = values.clone()
+
+
+class Travelling:
+    """The host memory of a shard that is elsewhere, or in another dtype than its master.
+
+    Attributes:
+        gradient: in the dtype of the gradient.
+        master: in the dtype of the step.
+        shard: what is copied to the shard and from it: ``master``, if the dtypes are equal.
+    """
+
+    def __init__(self, gradient: Tensor, master: Tensor, shard: Tensor) -> None:
+        self.gradient, self.master, self.shard = gradient, master, shard
+
+    def fits(self, local: Tensor, gradient: Tensor) -> bool:
+        """Whether a shard and a gradient like these may use this memory."""
+        is_same = local.dtype is self.shard.dtype and gradient.dtype is self.gradient.dtype
+        return is_same and local.shape == self.shard.shape
+
+    def read(self) -> None:
+        """Take over what was copied from the shard. Masters that round to it stay: they know more digits."""
+        if self.shard is not self.master:
+            differs = self.master.to(self.shard.dtype) != self.shard
+            self.master.copy_(torch.where(differs, self.shard.to(self.master.dtype), self.master))
+
+    def write(self) -> None:
+        """Make what is to be copied to the shard."""
+        if self.shard is not self.master:
+            self.shard.copy_(self.master)
+
+
+def make_travelling(params: Sequence[HostParam], gradients: Sequence[Tensor]) -> None:
+    """Give all ``params`` that need it memory for what travels."""
+    needing = [
+        (each, each.local, grad)
+        for each, grad in zip(params, gradients, strict=True)
+        if not each.is_own_master and (each.travelling is None or not each.travelling.fits(each.local, grad))
+    ]
+    if not needing:
+        return
+    pin_memory = any(local.device.type != "cpu" for _, local, _ in needing)
+    shapes = [local.shape for _, local, _ in needing]
+    grads = [grad.dtype for *_, grad in needing]
+    shards = [local.dtype for _, local, _ in needing]
+    masters = [master_dtype(dtype) for dtype in shards]
+    grad_views = in_one_buffer(list(zip(shapes, grads, strict=True)), pin_memory=pin_memory)
+    master_views = in_one_buffer(list(zip(shapes, masters, strict=True)), pin_memory=pin_memory)
+    low = [i for i, (shard, master) in enumerate(zip(shards, masters, strict=True)) if shard is not master]
+    shard_views = in_one_buffer([(shapes[i], shards[i]) for i in low], pin_memory=pin_memory)
+    shard_of = dict(zip(low, shard_views, strict=True))
+    for i, (each, *_) in enumerate(needing):
+        if each.travelling is not None and each.travelling.master.shape == shapes[i]:  # the shard was cast since
+            master_views[i].copy_(each.travelling.master)
+        if each.loaded is not None:
+            master_views[i].copy_(each.loaded)
+            each.loaded = None
+        each.travelling = Travelling(grad_views[i], master_views[i], shard_of.get(i, master_views[i]))
+        each.forget_versions()

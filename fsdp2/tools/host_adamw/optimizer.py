@@ -1,0 +1,456 @@
+"""``HostAdamW``: what is stepped when, with which options.
+
+A step has three parts. ``_take``: gradients of a unit have landed, their copies start. ``_start``: the host's thread
+steps the unit. ``wait``: the parameters have their new values. The first happens in backward, or in ``step`` for
+gradients that no backward has announced. The second follows at once, or in ``step`` where the norm of all gradients
+must be known before. The third happens in ``step``, or before the next gather of the unit.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property, partial
+from itertools import chain
+from typing import Any, Literal, cast, get_args
+
+import torch
+from torch import Tensor, nn, optim
+from torch.distributed.tensor import DTensor
+
+from fsdp2 import _torch
+from fsdp2.comm.streams import Streams, streams_for
+from fsdp2.group.group import ParamGroup, groups_by_slot
+from fsdp2.group.hooked_params import is_plain
+from fsdp2.tools.clip import factor_of, norm_of_gradients
+from fsdp2.tools.host_adamw.jobs import MOMENTS, Factor, HostUnit, Job, Options
+from fsdp2.tools.host_adamw.memory import HostParam, in_one_buffer, master_dtype
+from fsdp2.types import ScheduleError
+
+ClipBy = Literal["this step", "step before"]
+
+_MASTER, _LAST_NORM = "master", "last_norm"  # beside AdamW's: in states, and in param groups
+
+
+class HostAdamW(optim.Optimizer):
+    """AdamW on the host, for parameters of ``fully_shard``: each unit is stepped as soon as its gradients have landed,
+    in a thread, while backward goes on.
+
+    Options, values and checkpoints are those of ``torch.optim.AdamW(fused=True)``. The states live on the host; so do
+    masters of shards that are on a device, or that are not fp32 (fp64). ``CPUOffloadPolicy`` for a unit puts its shards
+    there, too. Host memory for n fp32 shards on a device: 16 n bytes, of which 8 n are pinned.
+
+    The backward that ends a step begins to step: the last one, if ``set_is_last_backward(False)`` was called for those
+    before, and none in which gradients are not reduced. ``.grad`` is ``None`` once a parameter was stepped. Parameters
+    change from backward on; read and write them after ``step``. Options count as they are when gradients land.
+
+    Args:
+        params: sharded parameters, named ones, or param groups.
+        lr, betas, eps, weight_decay, amsgrad, maximize: as of ``torch.optim.AdamW``. ``lr`` may be a host tensor.
+        max_norm: clip gradients to this norm over all ranks, as ``fsdp2.clip_grad_norm_`` before the step would; all
+            ranks then call ``step`` with the same parameters. ``float("inf")`` only measures ``grad_norm``.
+        clip_by: the norm that the factor is computed from. "this step": the exact one; it is known when all gradients
+            have landed, so that only copies overlap with backward. "step before": steps overlap, too, and each is
+            scaled by what its predecessor's norm asks for; the first by its own.
+        overlap_forward: ``step`` does not wait for the host; each unit's next gather does. Call ``wait`` before you
+            read or write parameters in any other way than by running the model.
+
+    Raises:
+        ValueError: a parameter is not managed by ``fully_shard``, its shard is a tensor subclass or complex; a unit
+            is stepped by another HostAdamW; an option is out of range.
+        TypeError: ``max_norm`` is not a number.
+        RuntimeError: from ``step``, or the next gather: the host's step has failed on this rank.
+
+    Source: Ren et al., "ZeRO-Offload", USENIX ATC 2021; a step per unit in backward, and the norm of the step before,
+    as in its delayed update.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        max_norm: float | None = None,
+        clip_by: ClipBy = "this step",
+        overlap_forward: bool = False,
+    ) -> None:
+        _check_clipping(max_norm, clip_by)
+        options: dict[str, Any] = {"betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
+        # torch checks the options, and knows which keys the checkpoints of this version have.
+        plain = optim.AdamW([torch.zeros(1, device="cpu")], lr=lr, maximize=maximize, fused=True, **options)
+        self._max_norm, self._clip_by, self._overlaps_forward = max_norm, clip_by, overlap_forward
+        self._homes: dict[nn.Parameter, HostParam] = {}
+        self._groups: list[ParamGroup] = []
+        self._is_settled = False
+        self._unit_of: dict[nn.Parameter, HostUnit] = {}
+        self._group_of: dict[nn.Parameter, int] = {}  # index of the param group
+        self._streams: Streams | None = None
+        self._begun: dict[nn.Parameter, None] = {}  # stepped, or to be stepped, with the gradients of this step
+        self._held: list[tuple[HostUnit, Job]] = []  # until the norm is known
+        self._factor: Factor | None = None  # of the step before
+        self._norm: Tensor | None = None
+        defaults = dict(plain.defaults)
+        if clip_by == "step before":
+            defaults[_LAST_NORM] = None
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters of ``fully_shard``.
+
+        Raises:
+            ValueError: as the constructor does.
+            ScheduleError: backward has begun a step.
+        """
+        if self._begun:
+            raise ScheduleError("HostAdamW.add_param_group: backward has begun a step. Call step() first.")
+        super().add_param_group(param_group)
+        try:
+            self._manage(self.param_groups[-1])
+        except Exception:
+            self.param_groups.pop()
+            raise
+
+    @cached_property
+    def _thread(self) -> ThreadPoolExecutor:
+        """One thread: AdamW's kernel uses all threads of torch itself. It ends with the optimizer."""
+        return ThreadPoolExecutor(1, thread_name_prefix="HostAdamW")
+
+    # Which parameters
+
+    def _manage(self, group: Mapping[str, Any]) -> None:
+        """Take the parameters of the param ``group``, the last one."""
+        managed = _managed()
+        names = group.get("param_names", [None] * len(group["params"]))
+        found: list[HostParam] = []
+        for position, (name, param) in enumerate(zip(names, group["params"], strict=True)):
+            if param not in managed:
+                raise ValueError(
+                    f"HostAdamW: {f'parameter {name!r}' if name else f'parameter {position} of a param group'} is not "
+                    f"managed by fully_shard (a {type(param).__name__} of shape {tuple(param.shape)}). Call "
+                    "fully_shard before you build the optimizer, and step other parameters with torch.optim.AdamW."
+                )
+            unit, full_name = managed[param]
+            _check_shard(full_name, param)
+            if _owner_of(unit) not in (None, self):
+                raise ValueError(
+                    f"HostAdamW: another HostAdamW steps parameters of the unit of parameter '{full_name}'. Pass param "
+                    "groups to one HostAdamW, or call remove() of the other one."
+                )
+            found.append(HostParam(param, full_name))
+        self._homes.update((each.param, each) for each in found)
+        self._group_of.update((each.param, len(self.param_groups) - 1) for each in found)
+        self._follow_units()
+
+    def _follow_units(self) -> None:
+        """Find the units that the parameters are in now, and be told of their gradients. The first forward may move
+        tied parameters to other units."""
+        self._leave_units()
+        managed = _managed()
+        members: dict[ParamGroup | None, list[HostParam]] = {}
+        for param, home in self._homes.items():
+            group, home.name = managed.get(param, (None, home.name))
+            members.setdefault(group, []).append(home)
+        for group, homes in members.items():
+            device = homes[0].param.device if group is None else group.mesh.device
+            self._streams = streams_for(device)
+            unit = HostUnit("(none)" if group is None else group.name, self._streams)
+            self._unit_of.update((home.param, unit) for home in homes)
+            if group is not None:
+                self._groups.append(group)
+                group.gradients.on_landed = _Landing(self)
+                group.on_gather = partial(_before_gather, weakref.ref(unit), weakref.ref(group))
+        self._is_settled = False
+
+    def _settle(self) -> None:
+        """A forward has run since the parameters were taken."""
+        if not self._is_settled:
+            self._follow_units()
+            self._is_settled = True
+
+    def remove(self) -> None:
+        """Step nothing in backward any more. A ``step`` still steps what has gradients."""
+        self._leave_units()
+        self._is_settled = True
+
+    def _leave_units(self) -> None:
+        self.wait()
+        for group in self._groups:
+            if _owner_of(group) is self:
+                group.gradients.on_landed = group.on_gather = None
+        self._groups.clear()
+
+    # In backward
+
+    @torch.no_grad()
+    def _land(self, params: Iterable[nn.Parameter], ends_step: bool) -> None:
+        """Gradients of ``params``, which are those of a unit, have landed."""
+        mine = [param for param in params if param in self._homes]
+        again = next((param for param in mine if param in self._begun), None)
+        if again is not None:
+            raise ScheduleError(
+                f"HostAdamW: parameter '{self._homes[again].name}' has got another gradient after the backward that "
+                "began the step. Call step() after each backward; or, if gradients of several backwards add up, call "
+                "set_is_last_backward(False) on the root for all but the last, or do not reduce in them (no_sync)."
+            )
+        if ends_step:
+            self._settle()
+            self._take(mine)
+
+    def _take(self, params: Iterable[nn.Parameter]) -> None:
+        """Begin the step of those of ``params`` that have a gradient."""
+        of_unit: dict[HostUnit, list[nn.Parameter]] = {}
+        for param, grad in zip(params := list(params), _torch.grads_of(params), strict=True):
+            if grad is not None:
+                of_unit.setdefault(self._unit_of[param], []).append(param)
+        for unit, mine in of_unit.items():
+            unit.wait()
+            homes, streams = [self._homes[param] for param in mine], cast(Streams, self._streams)
+            keeps_gradients = self._clip_by == "step before"  # whose norm is computed at the end of the step
+            job = Job(homes, *self._states_of(mine), streams, keeps_gradients=keeps_gradients)
+            self._begun.update(dict.fromkeys(mine))
+            if self._max_norm is None:
+                _drop_gradients(mine)
+            if self._max_norm is None or self._factor is not None:
+                unit.start(job, self._factor, self._thread)
+            else:
+                self._held.append((unit, job))
+
+    def _states_of(self, params: Sequence[nn.Parameter]) -> tuple[list[dict[str, Any]], list[Options]]:
+        """The states and the options of ``params``, which have gradients."""
+        groups = [self._group_of[param] for param in params]
+        options = {index: Options.of(self.param_groups[index]) for index in set(groups)}
+        pairs = zip(params, groups, strict=True)
+        new = [(param, options[index].amsgrad) for param, index in pairs if not self.state.get(param)]
+        self._make_states([param for param, _ in new], [amsgrad for _, amsgrad in new])
+        return [self.state[param] for param in params], [options[index] for index in groups]
+
+    def _make_states(self, params: Sequence[nn.Parameter], amsgrad: Sequence[bool]) -> None:
+        names = [MOMENTS if each else MOMENTS[:2] for each in amsgrad]
+        like = [
+            (_torch.local_of(param).shape, master_dtype(param.dtype))
+            for param, mine in zip(params, names, strict=True)
+            for _ in mine
+        ]
+        made = iter(in_one_buffer(like))
+        for param, mine in zip(params, names, strict=True):
+            values = _torch.dtensors_like([param] * len(mine), [next(made) for _ in mine])
+            self.state[param] = {"step": torch.zeros((), device="cpu"), **dict(zip(mine, values, strict=True))}
+
+    # The step
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step what has gradients and was not stepped in backward. Then wait for the host, unless ``overlap_forward``;
+        the current stream waits for results in the shards. Returns the result of ``closure``, which is called first.
+
+        Raises:
+            ScheduleError: a backward is running.
+            RuntimeError: the host's step has failed.
+        """
+        if _torch.in_backward():
+            raise ScheduleError(
+                "HostAdamW.step() was called while a backward is running. HostAdamW steps in backward by itself: call "
+                "step() when backward() has returned."
+            )
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            self._settle()
+            params = [param for group in self.param_groups for param in group["params"]]
+            self._take(param for param in params if param not in self._begun)
+            if self._max_norm is not None:
+                self._clip(params, self._max_norm)
+            _drop_gradients(self._begun)
+            self._begun.clear()
+            if not self._overlaps_forward:
+                self.wait()
+        return loss
+
+    def _clip(self, params: Sequence[nn.Parameter], max_norm: float) -> None:
+        """Start what waits for the norm of all gradients. The device computes it; only the host's thread waits."""
+        total = norm_of_gradients(params)
+        factor = Factor(factor_of(total, max_norm), cast(Streams, self._streams))
+        held, self._held = self._held, []
+        for unit, job in reversed(held):  # the next forward needs the unit first whose gradients have landed last
+            unit.start(job, factor, self._thread)
+        self._norm = total
+        if self._clip_by == "step before":
+            self._factor = factor
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """The norm of all gradients of the last step before clipping, a 0-dim fp64 tensor on the device; None without
+        ``max_norm``."""
+        return self._norm
+
+    def wait(self) -> None:
+        """Wait until the host has stepped all units. The current stream waits for results in the shards.
+
+        Raises:
+            RuntimeError: the host's step has failed.
+        """
+        units = dict.fromkeys(self._unit_of.values())
+        try:
+            for unit in units:
+                unit.wait()
+        except Exception:
+            for unit in units:
+                unit.drop()
+            raise
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget gradients that were not stepped. What backward has stepped stays stepped: call this to go on after a
+        backward that has raised."""
+        self._begun.clear()
+        self._held.clear()
+        super().zero_grad(set_to_none)
+
+    # Checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """As of ``torch.optim.AdamW``. Shards that are not their master's dtype also have a state ``master``; with
+        ``clip_by="step before"``, param groups also have the norm of the last step. Waits for the host."""
+        self.wait()
+        if self._clip_by == "step before" and self._norm is not None:
+            for group in self.param_groups:
+                group[_LAST_NORM] = self._norm.item()
+        for home in self._homes.values():
+            state, master = self.state.get(home.param, {}), home.wide_master
+            state.pop(_MASTER, None)
+            if state and master is not None:
+                state[_MASTER] = _torch.dtensors_like([home.param], [master])[0]
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of this class or of ``torch.optim.AdamW``. Load the model first.
+
+        Raises:
+            ValueError: a state has another shape or placement than its parameter, or is unknown. Nothing has changed.
+        """
+        self.wait()
+        params = [param for group in self.param_groups for param in group["params"]]
+        saved = list(chain.from_iterable(group["params"] for group in state_dict["param_groups"]))
+        states = dict(zip(saved, params, strict=False))
+        found = {states[key]: dict(state) for key, state in state_dict["state"].items() if key in states}
+        for param, state in found.items():
+            self._check_state(param, state)
+        # Without states, since torch would move them to the device of the shards, and cast them to their dtype.
+        super().load_state_dict({**state_dict, "state": {}})
+        self._make_states(list(found), [MOMENTS[2] in state for state in found.values()])
+        for param, state in found.items():
+            self._load_state(self._homes[param], state)
+        norm = self.param_groups[0].get(_LAST_NORM) if self.param_groups else None
+        self._begun.clear()
+        self._held.clear()
+        self._factor = self._norm = None
+        if norm is not None and self._clip_by == "step before" and self._max_norm is not None:
+            self._norm = torch.tensor(norm, dtype=torch.float64, device="cpu")
+            self._factor = Factor(factor_of(self._norm, self._max_norm), cast(Streams, self._streams))
+
+    def _check_state(self, param: nn.Parameter, state: Mapping[str, Any]) -> None:
+        name = self._homes[param].name
+        unknown = set(state) - {"step", *MOMENTS, _MASTER}
+        missing = {"step", *MOMENTS[:2]} - set(state)
+        if unknown or missing:
+            raise ValueError(
+                f"HostAdamW.load_state_dict: the state of parameter '{name}' has the entries {sorted(state)}, expected "
+                f"those of AdamW: {['step', *MOMENTS[:2]]}."
+            )
+        for key in (*MOMENTS, _MASTER):
+            value = state.get(key)
+            if value is None:
+                continue
+            local = _torch.locals_placed_like([param], [value])[0] if isinstance(value, DTensor) else value
+            if local is None or local.shape != _torch.local_of(param).shape:
+                where = f"placements {value.placements}" if isinstance(value, DTensor) else "no placements"
+                raise ValueError(
+                    f"HostAdamW.load_state_dict: '{key}' of parameter '{name}' has shape {tuple(value.shape)} and "
+                    f"{where}, expected a DTensor of shape {tuple(param.shape)} placed like the parameter. Load with "
+                    "torch.distributed.checkpoint, which cuts states as this model is cut."
+                )
+
+    def _load_state(self, home: HostParam, state: Mapping[str, Any]) -> None:
+        mine = self.state[home.param]
+        mine["step"].fill_(float(state["step"]))
+        for key in MOMENTS:
+            if key in mine:
+                _torch.local_of(mine[key]).copy_(_local(state[key]))
+        home.travelling = None
+        master = state.get(_MASTER)
+        if master is not None and not home.is_own_master:
+            home.take_master(_local(master))
+
+
+def _local(value: Tensor) -> Tensor:
+    return _torch.local_of(value) if isinstance(value, DTensor) else value
+
+
+class _Landing:
+    """Tells the optimizer that gradients have landed. It does not keep the optimizer alive."""
+
+    def __init__(self, optimizer: HostAdamW) -> None:
+        self.optimizer = weakref.ref(optimizer)
+
+    def __call__(self, params: list[nn.Parameter], ends_step: bool) -> None:
+        optimizer = self.optimizer()
+        if optimizer is not None:
+            optimizer._land(params, ends_step)
+
+
+def _managed() -> dict[nn.Parameter, tuple[ParamGroup, str]]:
+    """The unit and the full name of every sharded parameter."""
+    found = groups_by_slot().values()
+    return {group.params[i].sharded: (group, group.params[i].full_name) for group, i in found}
+
+
+def _owner_of(group: ParamGroup) -> HostAdamW | None:
+    """Who steps parameters of ``group`` in backward."""
+    landing = group.gradients.on_landed
+    return landing.optimizer() if isinstance(landing, _Landing) else None
+
+
+def _before_gather(unit: weakref.ref[HostUnit], group: weakref.ref[ParamGroup]) -> None:
+    """``group`` is about to be gathered: what reads its shards waits for their new values."""
+    stepped, gathered = unit(), group()
+    if stepped is not None and gathered is not None:
+        stepped.wait_before_gather(on_compute=gathered.gathers_on_compute)
+
+
+def _drop_gradients(params: Iterable[nn.Parameter]) -> None:
+    with _torch.plain_access():
+        for param in params:
+            param.grad = None
+
+
+def _check_clipping(max_norm: float | None, clip_by: str) -> None:
+    if clip_by not in get_args(ClipBy):
+        raise ValueError(f"HostAdamW: clip_by={clip_by!r}, expected one of {', '.join(map(repr, get_args(ClipBy)))}.")
+    if max_norm is None:
+        if clip_by != "this step":
+            raise ValueError(f"HostAdamW: clip_by={clip_by!r} without max_norm. Pass max_norm, or leave clip_by out.")
+        return
+    if isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)):
+        raise TypeError(f"HostAdamW: max_norm is a {type(max_norm).__name__}, expected a number or None.")
+    if not max_norm > 0 or math.isnan(max_norm):
+        raise ValueError(f"HostAdamW: max_norm={max_norm}, expected a positive number.")
+
+
+def _check_shard(name: str, param: nn.Parameter) -> None:
+    local = _torch.local_of(param)
+    if not is_plain(local):
+        raise ValueError(
+            f"HostAdamW: the shard of parameter '{name}' is a {type(local).__name__}, expected a plain tensor. Step "
+            "this parameter with torch.optim.AdamW."
+        )
+    if not local.is_floating_point():
+        raise ValueError(
+            f"HostAdamW: parameter '{name}' is {local.dtype}, expected a floating-point dtype. Do not pass it."
+        )

@@ -1,0 +1,93 @@
+"""``HostAdamW`` on the simulated accelerator: what its memory holds, and what overlaps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import optim
+
+import fsdp2
+from fsdp2.tools.host_adamw import jobs
+from tests.accelerator import device
+from tests.accelerator.support import on_device
+from tests.distributed.support import DIM, Stack, seeded, shard
+from tests.harness.distributed import RankContext
+
+
+def _model(ctx: RankContext) -> Any:
+    model = shard(ctx, seeded(Stack), mesh=ctx.mesh_1d())
+    model.to(device.DEVICE)
+    return model
+
+
+def _step(model: Any, optimizer: optim.Optimizer) -> None:
+    model(torch.ones(4, DIM, device=device.DEVICE)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _taken_by_steps(ctx: RankContext, make: Callable[..., optim.Optimizer]) -> int:
+    """The bytes on the device that two steps leave there: of states, and of what fsdp2 keeps."""
+    model = _model(ctx)
+    optimizer = make(model.parameters())
+    device.load().drain()
+    before = device.load().memory_allocated()
+    for _ in range(2):
+        _step(model, optimizer)
+    device.load().drain()
+    return int(device.load().memory_allocated() - before)
+
+
+@on_device(2)
+def test_states_take_no_memory_of_the_device(ctx: RankContext) -> None:
+    on_device_nbytes = _taken_by_steps(ctx, partial(optim.AdamW, foreach=False))
+    numel = sum(param.to_local().numel() for param in _model(ctx).parameters())
+    assert on_device_nbytes - _taken_by_steps(ctx, fsdp2.HostAdamW) >= 2 * 4 * numel
+
+
+@on_device(2)
+def test_report_shows_copies_to_the_host_while_backward_goes_on(ctx: RankContext) -> None:
+    model = _model(ctx)
+    optimizer = fsdp2.HostAdamW(model.parameters())
+    _step(model, optimizer)
+    device.schedule(3, late=["copy"])
+    with fsdp2.report(model) as report:
+        for _ in range(3):
+            _step(model, optimizer)
+    if ctx.rank > 0:
+        return
+    data = report.data
+    assert data is not None
+    for timeline in data["timelines"]:
+        spans: dict[str, list[tuple[int, int]]] = {kind: [] for kind in data["kinds"]}
+        for kind, unit, start, *_ in timeline["transfers"]:
+            spans[data["kinds"][kind]].append((unit, start))
+        assert [unit for unit, _ in spans["copy to host"]] == [unit for unit, _ in spans["reduce-scatter"]]
+        assert spans["copy to host"][0][1] < spans["reduce-scatter"][-1][1]
+
+
+@on_device(2)
+def test_host_steps_the_last_unit_before_the_device_has_come_to_the_first(ctx: RankContext) -> None:
+    """The thread that trains waits for nothing meanwhile."""
+    model = _model(ctx)
+    optimizer = fsdp2.HostAdamW(model.parameters(), overlap_forward=True)
+    _step(model, optimizer)
+    optimizer.wait()
+    x = torch.ones(4, DIM, device=device.DEVICE).requires_grad_()
+    last = optimizer._unit_of[model.blocks[2].linear.weight]
+    seen: list[bool] = []
+
+    def at_the_first(_: Any) -> None:
+        assert isinstance(last, jobs.HostUnit)
+        last._running.result(timeout=30)
+        seen.append(True)
+
+    x.register_hook(at_the_first)
+    device.host_syncs.clear()
+    model(x).square().mean().backward()
+    assert seen == [True]
+    assert all(each.endswith(device.IN_HOST_THREAD) for each in device.host_syncs), device.host_syncs
+    optimizer.wait()
