@@ -330,6 +330,8 @@ def _resolve(rule: WeightRule, values: Mapping[str, str], model: Mapping[str, Sh
         raise ValueError(
             f"the model has no {listed(missing)}, which the rule needs beside what is there. Correct the rule."
         )
+    if len(set(names_in(ours))) < len(names_in(ours)):
+        raise ValueError(f"one of {listed(names_in(ours))} is there twice. A tensor has one place in a rule.")
     ours, shape = sized(ours, model)
     leaves = _leaves(ours, shape)
     theirs = _leaves(expanded(_bound(rule.files, values), shape), shape)
@@ -524,8 +526,10 @@ class Read(NamedTuple):
 
 def runs(entries: Sequence[int]) -> list[Run]:
     """The entries of one dim, in the order in which a rank has them."""
+    if len(entries) == 0:
+        return []
     if isinstance(entries, range) and entries.step == 1:
-        return [Run(0, entries.start, len(entries))] if entries else []
+        return [Run(0, entries.start, len(entries))]
     starts = [at for at, entry in enumerate(entries) if at == 0 or entry != entries[at - 1] + 1]
     ends = [*starts[1:], len(entries)]
     return [Run(start, entries[start], end - start) for start, end in zip(starts, ends, strict=True)]

@@ -65,7 +65,7 @@ def transformers_mapping(model: nn.Module) -> CheckpointMapping:
     if to_save is None:
         found = tables.get_model_conversion_mapping(plain, add_legacy=False)
         to_save = [each for each in found if not isinstance(each, core.PrefixChange)]
-    return _TransformersMapping(core, to_load, to_save, str(model.base_model_prefix))
+    return TransformersMapping(core, to_load, to_save, str(model.base_model_prefix))
 
 
 def _unsharded(model: Any) -> Any:
@@ -98,7 +98,7 @@ class _Collected(NamedTuple):
     found: dict[str, list[str]]
 
 
-class _TransformersMapping:
+class TransformersMapping:
     """The tables of one model. ``core``: the module that has what the tables are made of."""
 
     def __init__(self, core: Any, to_load: Sequence[Any], to_save: Sequence[Any], prefix: str) -> None:
