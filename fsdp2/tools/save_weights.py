@@ -33,7 +33,8 @@ from fsdp2.api.state import bound_state
 from fsdp2.comm.backends import exchange
 from fsdp2.comm.together import axis_of, together
 from fsdp2.plan.mesh import Axis
-from fsdp2.tools.checkpoint_mapping import MappingLike, Piece, Resolved, Shape, resolved_to_save, whole_piece
+from fsdp2.tools.checkpoint_mapping import MappingLike, Shape
+from fsdp2.tools.checkpoint_pieces import Piece, Resolved, resolved_to_save, whole_piece
 from fsdp2.tools.progress import progress
 from fsdp2.tools.sizes import nbytes_of
 from fsdp2.tools.weights import (

@@ -24,11 +24,10 @@ from fsdp2.tools.checkpoint_mapping import (
     Stack,
     Transpose,
     WeightRule,
-    expanded,
     listed,
     renamed_in,
-    sized,
 )
+from fsdp2.tools.checkpoint_pieces import expanded, sized
 
 _CALLER = "transformers_mapping"
 

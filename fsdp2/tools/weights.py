@@ -34,18 +34,8 @@ from fsdp2.group.group import ParamGroup, groups_by_slot
 from fsdp2.group.hooked_params import is_plain
 from fsdp2.group.param import ShardedParam, Slot
 from fsdp2.plan.mesh import mesh_device
-from fsdp2.tools.checkpoint_mapping import (
-    MappingLike,
-    Piece,
-    Resolved,
-    Run,
-    Shape,
-    listed,
-    reads,
-    resolved_to_load,
-    runs,
-    whole_piece,
-)
+from fsdp2.tools.checkpoint_mapping import MappingLike, Shape, listed
+from fsdp2.tools.checkpoint_pieces import Piece, Resolved, Run, reads, resolved_to_load, runs, whole_piece
 from fsdp2.tools.progress import progress
 
 Rename = Mapping[str, str] | Callable[[str], str | None]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import fsdp2
-from fsdp2.tools.checkpoint_mapping import resolved_to_load
+from fsdp2.tools.checkpoint_pieces import resolved_to_load
 from fsdp2.tools.transformers_mapping import TransformersMapping, transformers_mapping
 from tests.clients.hugging_face import VOCAB, model_class, tiny
 from tests.harness.compare import compare_values

@@ -13,20 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp2.tools.checkpoint_mapping import (
-    Box,
-    Concat,
-    Expression,
-    Piece,
-    Stack,
-    Transpose,
-    WeightRule,
-    reads,
-    resolve,
-    resolved_to_load,
-    runs,
-    whole_piece,
-)
+from fsdp2.tools.checkpoint_mapping import Concat, Expression, Stack, Transpose, WeightRule, parts_of
+from fsdp2.tools.checkpoint_pieces import Box, Piece, reads, resolve, resolved_to_load, runs, whole_piece
 from tests.harness.golden import texts_beside
 from tests.harness.messages import wrapped
 
@@ -40,7 +28,7 @@ def _value(expression: Expression, tensors: Mapping[str, Tensor], sizes: Mapping
         return tensors[expression]
     if isinstance(expression, Transpose):
         return _value(expression.part, tensors, sizes).transpose(expression.dim0, expression.dim1)
-    parts = list(expression.all_parts)
+    parts = list(parts_of(expression))
     if isinstance(expression, Concat):
         return torch.cat([_value(part, tensors, sizes) for part in parts], expression.dim)
     if expression.over is not None:
