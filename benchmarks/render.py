@@ -187,6 +187,14 @@ PARTS = {
         ("s", "rank 0 MB", "fsdp2 / peer"),
         note="fsdp2 and DCP wait until the disk has the data; `save_file` does not. Memory: on top of the shards.",
     ),
+    "fused_weights.load": Part(
+        ("s", "rank 0 MB", "rank 1 MB", "fsdp2 / peer"),
+        note="Medians of 3 rounds, from files in the page cache; with the model's construction.",
+    ),
+    "fused_weights.save": Part(
+        ("s", "rank 0 MB", "rank 1 MB", "fsdp2 / peer"),
+        note="fsdp2 waits until the disk has the data; `save_pretrained` does not. Memory: on top of the shards.",
+    ),
     "reshard_to.main": Part(
         ("s", "CPU s", "MB", "fsdp2 / peer"),
         ("4 to 2: fsdp2.reshard_to", "4 to 2: DCP, tmpfs", "4 to 2: DCP, disk"),

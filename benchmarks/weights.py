@@ -195,7 +195,8 @@ def anonymous_mb(pid: int) -> float:
         return next(int(line.split()[1]) for line in status if line.startswith("RssAnon:")) / 1000
 
 
-def measure(name: str, folder: Path) -> Taken:
+def measure(name: str, folder: Path, main: Callable[..., None] = rank_main) -> Taken:
+    """``main`` is what each rank runs, as ``rank_main`` does."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     with tempfile.TemporaryDirectory() as place:
@@ -203,7 +204,7 @@ def measure(name: str, folder: Path) -> Taken:
         for rank in range(NUM_RANKS):
             end, other = context.Pipe()
             arguments = (rank, name, str(folder), f"{place}/store", other)
-            processes.append(context.Process(target=rank_main, args=arguments, daemon=True))
+            processes.append(context.Process(target=main, args=arguments, daemon=True))
             processes[-1].start()
             other.close()
             ends.append(end)

@@ -23,11 +23,13 @@ import fsdp2
 import fsdp2.extensions
 import fsdp2.tensors
 import fsdp2.testing
+import fsdp2.tools.checkpoint_mapping
 import fsdp2.tools.memory_plan
 import fsdp2.tools.planner
 import fsdp2.tools.report
 import fsdp2.tools.stream_plan
 import fsdp2.tools.trace
+import fsdp2.tools.transformers_mapping
 import fsdp2.tools.whole_matrices
 
 FOLDER = Path(__file__).parent
@@ -94,6 +96,20 @@ def public_pages() -> list[Page]:
             "What functions of `fsdp2.whole_matrices` are given, and the cost that it assumes.",
             fsdp2.tools.whole_matrices,
             ("Matrix", "newton_schulz_cost"),
+        ),
+        Page(
+            "checkpoint_mapping.md",
+            "fsdp2.tools.checkpoint_mapping",
+            "What `mapping` of `fsdp2.load_safetensors` and `fsdp2.save_safetensors` is made of.",
+            fsdp2.tools.checkpoint_mapping,
+            ("WeightRule", "Stack", "Concat", "Transpose", "CheckpointMapping"),
+        ),
+        Page(
+            "transformers_mapping.md",
+            "fsdp2.tools.transformers_mapping",
+            "A `mapping` for models of transformers.",
+            fsdp2.tools.transformers_mapping,
+            ("transformers_mapping",),
         ),
         Page(
             "tensors.md",

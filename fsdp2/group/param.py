@@ -33,8 +33,8 @@ from fsdp2.types import ExtensionError, MixedPrecisionPolicy
 # sharded parameter: it shows that an inner module was sharded after an outer one.
 SHARDED_AS = "_fsdp2_sharded_as"
 
-# Methods that a tensor subclass may have. For the first one, see whole_subclass. The other one gives a Piece for each
-# tensor that files have of it, by what comes behind the name of the parameter.
+# Methods that a tensor subclass may have. For the first one, see whole_subclass. The other one gives a FileTensor
+# for each tensor that files have of it, by what comes behind the name of the parameter.
 WHOLE, IN_FILES = "fsdp2_whole", "fsdp2_in_files"
 
 NAME_IN_PASS = "_fsdp2_name_in_pass"  # attribute of parameters that stand for the sharded one during a pass: its name
@@ -45,44 +45,6 @@ class Slot(NamedTuple):
 
     module: nn.Module
     name: str
-
-
-@dataclass(frozen=True)
-class Piece:
-    """One of several tensors that files have of a parameter.
-
-    Attributes:
-        tensor: if ``is_cut``, this rank's rows along dim 0, else all of it.
-        shape, dtype: in files. Bytes of ``tensor`` behind these are padding.
-        check: says what is wrong with values of files, which may have another shape then, and of ``""``, nothing is.
-        write: loads such values, instead of a copy into ``tensor``.
-        dense: how files that have the weight itself, not in pieces, are loaded.
-    """
-
-    tensor: torch.Tensor
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    is_cut: bool = False
-    check: Callable[[torch.Tensor], str] | None = None
-    write: Callable[[torch.Tensor], None] | None = None
-    dense: DensePiece | None = None
-
-
-@dataclass(frozen=True)
-class DensePiece:
-    """A weight that is quantised when it is loaded.
-
-    Attributes:
-        shape: in files.
-        row_numel: how many of its entries, in their order in memory, one row of the parameter has.
-        quantise: gets the entries of this rank's rows, and returns something for each row.
-        finish: gets that of all ranks, and the number of this rank's first row. None: there is nothing left to do.
-    """
-
-    shape: tuple[int, ...]
-    row_numel: int
-    quantise: Callable[[torch.Tensor], torch.Tensor]
-    finish: Callable[[torch.Tensor, int], None] | None
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from fsdp2.api.adapters import Adapted
-from fsdp2.group.param import DensePiece, Piece, Slot
+from fsdp2.group.param import Slot
+from fsdp2.tensors.in_files import DenseWeight, FileTensor
 from fsdp2.tensors.wrapper import ALIASES, Tensors, WrapperTensor, aten, each
 
 _NUM_CUT = 2  # of the inner tensors, the first ones are cut into shards
@@ -159,21 +160,21 @@ class Shard4bit(WrapperTensor):
             state2=nested,
         )
 
-    def fsdp2_in_files(self) -> dict[str, Piece]:
+    def fsdp2_in_files(self) -> dict[str, FileTensor]:
         """What bitsandbytes writes of such a weight, by what it puts behind the name."""
         shape = (-(-math.prod(self._weight_shape) // 2) // self.quant_storage.itemsize, 1)
         finish = self._quantise_scales if self.compress_statistics else None
-        dense = DensePiece(self._weight_shape, self.blocksize, self._quantise, finish)
+        dense = DenseWeight(self._weight_shape, self.blocksize, self._quantise, finish)
         absmax = self._absmax
         shared = {".quant_map": self._code}
         if self.compress_statistics:
             shared |= {".nested_absmax": self._nested_absmax, ".nested_quant_map": self._nested_code}
         text = self._state().as_dict(packed=True)[_TEXT + self.quant_type]
         return {
-            "": Piece(self._packed, shape, self.quant_storage, is_cut=True, dense=dense),
-            ".absmax": Piece(absmax, (self._num_blocks,), absmax.dtype, is_cut=True),
-            **{suffix: Piece(each, tuple(each.shape), each.dtype) for suffix, each in shared.items()},
-            f".{_TEXT}{self.quant_type}": Piece(
+            "": FileTensor(self._packed, shape, self.quant_storage, is_cut=True, dense=dense),
+            ".absmax": FileTensor(absmax, (self._num_blocks,), absmax.dtype, is_cut=True),
+            **{suffix: FileTensor(each, tuple(each.shape), each.dtype) for suffix, each in shared.items()},
+            f".{_TEXT}{self.quant_type}": FileTensor(
                 text, tuple(text.shape), text.dtype, check=self._check_text, write=self._write_text
             ),
         }

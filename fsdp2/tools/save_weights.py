@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
-import itertools
 import json
 import math
 import os
@@ -34,6 +33,8 @@ from fsdp2.api.state import bound_state
 from fsdp2.comm.backends import exchange
 from fsdp2.comm.together import axis_of, together
 from fsdp2.plan.mesh import Axis
+from fsdp2.tools.checkpoint_mapping import MappingLike, Shape, listed
+from fsdp2.tools.checkpoint_pieces import Piece, Resolved, resolved_to_save, whole_piece
 from fsdp2.tools.progress import progress
 from fsdp2.tools.sizes import nbytes_of
 from fsdp2.tools.weights import (
@@ -42,9 +43,11 @@ from fsdp2.tools.weights import (
     ONE_FILE,
     Rename,
     Weight,
+    WeightInFiles,
     check_dtype,
     check_ready,
     renamed,
+    shapes_of,
     weights_of,
 )
 
@@ -58,15 +61,20 @@ _METADATA = "__metadata__"  # what headers have besides tensors
 
 @dataclass(frozen=True)
 class _Entry:
-    """One tensor of a file: its key, its dtype there, and its bytes."""
+    """One tensor of a file: its key, its shape and dtype there, and of which parts of the model it is made."""
 
     key: str
-    weight: Weight
+    shape: Shape
     dtype: torch.dtype
+    parts: tuple[tuple[Weight, Piece], ...]
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.weight.shape) * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def names(self) -> str:
+        return ", ".join(dict.fromkeys(f"'{piece.name}'" for _, piece in self.parts))
 
 
 @dataclass(frozen=True)
@@ -85,6 +93,7 @@ def save_safetensors(
     max_shard_size: int | str = "5GB",
     dtype: torch.dtype | None = None,
     rename: Rename | None = None,
+    mapping: MappingLike | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> None:
     """Write the parameters and persistent buffers of ``model``, sharded or not, as Hugging Face stores them.
@@ -92,9 +101,9 @@ def save_safetensors(
     The folder gets ``model.safetensors``, or ``model-00001-of-0000N.safetensors`` and so on with an index. A checkpoint
     in the folder is replaced: whoever reads the folder finds the old one or the new one, whenever the processes are
     killed. Other files stay. All ranks must call it, between steps, and see the folder. A rank holds one whole tensor
-    at a time. Tied weights are written once, under the first name. Plain tensors, such as
-    buffers, are written as the first rank has them. A tensor subclass is written as the values that compute reads, and
-    4-bit weights of bitsandbytes under the keys that it writes itself.
+    at a time; if ``mapping`` fuses several to one, that one, too. Tied weights are written once, under the first name.
+    Plain tensors, such as buffers, are written as the first rank has them. A tensor subclass is written as the values
+    that compute reads, and 4-bit weights of bitsandbytes under the keys that it writes itself.
 
     Args:
         model: the model, or a part of it.
@@ -104,11 +113,14 @@ def save_safetensors(
         dtype: of floating-point tensors in the files. Default: the dtypes of the model.
         rename: maps a name of the model to a key of the files: a mapping, in which names may be absent, or a function,
             which returns None to leave a tensor out.
+        mapping: for tensors that the files shall have split, fused or transposed, as ``load_safetensors`` takes it.
+            ``rename`` gets the names that no rule is about.
         group: the ranks that save together. Default: all ranks.
 
     Raises:
         ValueError: ``max_shard_size`` is no size; two tensors get one key, or one gets a reserved key; a dtype has no
-            name in safetensors; ranks have different tensors; a tensor is on a mesh without this rank.
+            name in safetensors; ranks have different tensors; a tensor is on a mesh without this rank; ``mapping`` does
+            not fit the model.
         TypeError: ``folder`` is no path; ``dtype`` is not a floating-point dtype; ``rename`` gives no names.
         ScheduleError: a forward or backward runs, or parameters are lent to ``fsdp2.unsharded``.
         RuntimeError: a tensor is on the meta device.
@@ -124,7 +136,7 @@ def save_safetensors(
         _warn_of_others(model, axis)
         device = next((each.param.mesh.device for each in weights if each.param is not None), None)
         max_nbytes = nbytes_of(max_shard_size, f"{_CALLER}: max_shard_size", "5GB")
-        files = _files(_entries(weights, dtype, rename), max_nbytes, tag)
+        files = _files(_entries(weights, dtype, rename, mapping), max_nbytes, tag)
         if axis.rank == 0:
             try:
                 path.mkdir(parents=True, exist_ok=True)
@@ -160,30 +172,71 @@ def _path(folder: object) -> Path:
 # What goes where
 
 
-def _entries(weights: Sequence[Weight], dtype: torch.dtype | None, rename: Rename | None) -> list[_Entry]:
+def _entries(
+    weights: Sequence[Weight], dtype: torch.dtype | None, rename: Rename | None, mapping: MappingLike | None
+) -> list[_Entry]:
+    """In the order of the model; what a rule is about, where the first tensor of it is."""
+    weights = [each for weight in weights for each in weight.in_files()]
+    by_name = {name: weight for weight in weights for name in weight.names}
+    rules = resolved_to_save(mapping, [weight.names[0] for weight in weights], shapes_of(by_name), _CALLER)
+    rules_of: dict[int, list[Resolved]] = {}
+    for rule in rules:
+        packed = [name for name in rule.names if isinstance(by_name[name], WeightInFiles)]
+        if packed:
+            raise ValueError(f"{_CALLER}: mapping: {listed(packed)}: no rule can write 4-bit weights otherwise.")
+        for weight in {id(by_name[name]): by_name[name] for name in rule.names}.values():
+            rules_of.setdefault(id(weight), []).append(rule)
+    done: set[int] = set()
     found: dict[str, _Entry] = {}
-    for weight in itertools.chain.from_iterable(each.in_files() for each in weights):
-        name = weight.names[0]
-        key = renamed(name, rename)
-        if key is None:
-            continue
-        if key == _METADATA:
-            raise ValueError(
-                f"{_CALLER}: '{name}' would get the key '{key}', which safetensors reserves. Let rename give it "
-                "another key."
-            )
-        if key in found:
-            raise ValueError(
-                f"{_CALLER}: '{found[key].weight.names[0]}' and '{name}' are both renamed to '{key}'. Let rename give "
-                "each its own key."
-            )
-        found[key] = entry = _Entry(key, weight, weight.dtype_in_files(dtype))
-        if entry.dtype not in _CODES:
-            raise ValueError(
-                f"{_CALLER}: safetensors has no name for {entry.dtype}, the dtype of '{name}'. Pass "
-                "dtype=torch.float32, or another one that it names."
-            )
+    for weight in weights:
+        for rule in rules_of.get(id(weight), []):
+            if id(rule) not in done:
+                done.add(id(rule))
+                for entry in _entries_of(rule, by_name, dtype):
+                    _add(found, entry)
+        if id(weight) not in rules_of:
+            key = renamed(weight.names[0], rename)
+            if key is not None:
+                piece = whole_piece(weight.names[0], key, weight.shape)
+                _add(found, _Entry(key, weight.shape, weight.dtype_in_files(dtype), ((weight, piece),)))
     return list(found.values())
+
+
+def _entries_of(rule: Resolved, by_name: dict[str, Weight], dtype: torch.dtype | None) -> list[_Entry]:
+    check_dtype(rule.dtype, f"{_CALLER}: mapping")
+    parts: dict[str, list[tuple[Weight, Piece]]] = {key: [] for key in rule.keys}
+    for piece in rule.pieces:
+        parts[piece.key].append((by_name[piece.name], piece))
+    entries = []
+    for key, shape in rule.keys.items():
+        dtypes = {weight.dtype_in_files(rule.dtype or dtype) for weight, _ in parts[key]}
+        if len(dtypes) != 1:
+            names = ", ".join(f"'{piece.name}'" for _, piece in parts[key])
+            raise ValueError(
+                f"{_CALLER}: mapping: '{key}' would be made of {names}, whose dtypes differ. Pass dtype=, or give the "
+                "rule one."
+            )
+        entries.append(_Entry(key, shape, dtypes.pop(), tuple(parts[key])))
+    return entries
+
+
+def _add(found: dict[str, _Entry], entry: _Entry) -> None:
+    if entry.key == _METADATA:
+        raise ValueError(
+            f"{_CALLER}: {entry.names} would get the key '{entry.key}', which safetensors reserves. Let rename give it "
+            "another key."
+        )
+    if entry.key in found:
+        raise ValueError(
+            f"{_CALLER}: {found[entry.key].names} and {entry.names} are both renamed to '{entry.key}'. Let rename give "
+            "each its own key."
+        )
+    found[entry.key] = entry
+    if entry.dtype not in _CODES:
+        raise ValueError(
+            f"{_CALLER}: safetensors has no name for {entry.dtype}, the dtype of {entry.names}. Pass "
+            "dtype=torch.float32, or another one that it names."
+        )
 
 
 def _files(entries: Sequence[_Entry], max_nbytes: int, tag: str) -> list[_File]:
@@ -211,11 +264,15 @@ def _files(entries: Sequence[_Entry], max_nbytes: int, tag: str) -> list[_File]:
 def _digest(files: Sequence[_File]) -> str:
     """Of all that ranks must have in common."""
     said = [
-        (file.name, each.key, str(each.dtype), each.weight.shape, isinstance(each.weight.tensor, DTensor))
+        (file.name, each.key, str(each.dtype), each.shape, [(piece, _is_cut(weight)) for weight, piece in each.parts])
         for file in files
         for each in file.entries
     ]
     return hashlib.sha256(repr(said).encode()).hexdigest()
+
+
+def _is_cut(weight: Weight) -> bool:
+    return isinstance(weight.tensor, DTensor)
 
 
 def _check_alike(digests: Sequence[str]) -> None:
@@ -244,6 +301,7 @@ def _write(
     mine = files[axis.rank] if axis.rank < len(files) else None
     out: BinaryIO | None = None
     problem: OSError | None = None
+    gatherings = [_Gathering(owner, axis, device) for owner in range(len(files))]
     with contextlib.ExitStack() as stack:
         if mine is not None:
             try:
@@ -254,9 +312,9 @@ def _write(
                 problem = _unwritable(path / mine.name, error)
         for index in range(max(len(file.entries) for file in files)):
             kept: torch.Tensor | None = None
-            for owner, file in enumerate(files):
+            for gathering, file in zip(gatherings, files, strict=True):
                 if index < len(file.entries):
-                    values = _gathered(file.entries[index], owner, axis, device)
+                    values = gathering.values(file.entries[index])
                     if values is not None:
                         kept = values.cpu().contiguous()
                     del values
@@ -290,18 +348,57 @@ def _unwritable(path: Path, error: OSError) -> OSError:
     )
 
 
-def _gathered(entry: _Entry, owner: int, axis: Axis, device: torch.device | None) -> torch.Tensor | None:
+class _Gathering:
+    """Brings tensors to the rank ``owner`` of ``axis``. Keeps the last whole tensor of which a key was a part, since
+    the next keys are other parts of it. All ranks decide alike whether to gather it."""
+
+    def __init__(self, owner: int, axis: Axis, device: torch.device | None) -> None:
+        self._owner, self._axis, self._device = owner, axis, device
+        self._kept: tuple[Weight, torch.dtype] | None = None
+        self._whole: torch.Tensor | None = None
+
+    def values(self, entry: _Entry) -> torch.Tensor | None:
+        """The tensor of ``entry`` on the owner, in the dtype of the file; None elsewhere."""
+        if len(entry.parts) == 1:
+            ((weight, piece),) = entry.parts
+            part = self._part(weight, piece, entry.dtype)
+            if all(box.stop - box.start == size for box, size in zip(piece.box, weight.shape, strict=True)):
+                self._kept = self._whole = None  # no other key is a part of it
+            return part
+        values: torch.Tensor | None = None
+        for weight, piece in entry.parts:
+            part = self._part(weight, piece, entry.dtype)
+            if part is not None:
+                values = torch.empty(entry.shape, dtype=entry.dtype) if values is None else values
+                values[piece.key_box].copy_(part)
+            del part
+        return values
+
+    def _part(self, weight: Weight, piece: Piece, dtype: torch.dtype) -> torch.Tensor | None:
+        if self._kept is None or self._kept[0] is not weight or self._kept[1] is not dtype:
+            self._kept = self._whole = None  # before another one is gathered
+            whole = _gathered(weight, dtype, self._owner, self._axis, self._device)
+            self._whole = None if whole is None else whole.cpu()
+            self._kept = weight, dtype
+        if self._whole is None:
+            return None
+        shape = [part.stop - part.start for part in piece.key_box]
+        return self._whole[piece.box].permute(piece.order).reshape(shape)
+
+
+def _gathered(
+    weight: Weight, dtype: torch.dtype, owner: int, axis: Axis, device: torch.device | None
+) -> torch.Tensor | None:
     """The whole tensor in the dtype of the file, on the rank ``owner`` of ``axis``. A plain tensor is that of the first
     rank, and travels through ``device``."""
-    weight = entry.weight
     if axis.group is None:
-        return weight.whole(entry.dtype)
+        return weight.whole(dtype)
     if isinstance(weight.tensor, DTensor):
-        return weight.whole_on(dist.get_global_rank(axis.group, owner), entry.dtype)
-    values = weight.whole(entry.dtype)
+        return weight.whole_on(dist.get_global_rank(axis.group, owner), dtype)
+    values = weight.whole(dtype)
     sent = values.to(device, copy=True, memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
     dist.broadcast(sent, group=axis.group, group_src=0)
-    return sent.view(entry.dtype).reshape(values.shape) if owner == axis.rank else None
+    return sent.view(dtype).reshape(values.shape) if owner == axis.rank else None
 
 
 def _header(entries: Iterable[_Entry]) -> bytes:
@@ -310,7 +407,7 @@ def _header(entries: Iterable[_Entry]) -> bytes:
     end = 0
     for entry in entries:
         start, end = end, end + entry.nbytes
-        shape = list(entry.weight.shape)
+        shape = list(entry.shape)
         header[entry.key] = {"dtype": _CODES[entry.dtype], "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _HEADER_ALIGNMENT)

@@ -13,7 +13,7 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,8 +32,11 @@ from fsdp2.comm.together import axis_of, together
 from fsdp2.extras.lending import check_idle, gathered, joined, packed
 from fsdp2.group.group import ParamGroup, groups_by_slot
 from fsdp2.group.hooked_params import is_plain
-from fsdp2.group.param import IN_FILES, WHOLE, Piece, ShardedParam, Slot, joined_along_dim_0, whole_subclass
+from fsdp2.group.param import IN_FILES, WHOLE, ShardedParam, Slot, joined_along_dim_0, whole_subclass
 from fsdp2.plan.mesh import mesh_device
+from fsdp2.tensors.in_files import FileTensor
+from fsdp2.tools.checkpoint_mapping import MappingLike, Shape, listed
+from fsdp2.tools.checkpoint_pieces import Piece, Resolved, Run, reads, resolved_to_load, runs, whole_piece
 from fsdp2.tools.progress import progress
 
 Rename = Mapping[str, str] | Callable[[str], str | None]
@@ -115,32 +118,16 @@ class Weight:
     def in_files(self) -> list[Weight]:
         """The tensors that files have of it: itself, but a tensor subclass may have ``fsdp2_in_files``, which gives one
         or more by what comes behind the name."""
-        made: Mapping[str, Piece] = {}
+        made: Mapping[str, FileTensor] = {}
         if self.param is not None and not self.local.is_meta:
             made = getattr(self.local, IN_FILES, dict)()
         return [
-            WeightPiece(tuple(name + suffix for name in self.names), self.tensor, self.group, self.param, piece)
+            WeightInFiles(tuple(name + suffix for name in self.names), self.tensor, self.group, self.param, piece)
             for suffix, piece in made.items()
         ] or [self]
 
-    def problem_of(self, opened: Any, key: str, file: Path) -> str:
-        """Why ``key`` of the file cannot be loaded into it; empty if it can."""
-        header = opened.get_slice(key)
-        shape, code, dtype = tuple(header.get_shape()), header.get_dtype(), DTYPES.get(header.get_dtype())
-        if shape != self.shape:
-            return f"'{key}' has shape {shape} in {file.name}, expected {self.shape}."
-        own = self.tensor.dtype
-        if dtype is not own and not (dtype and dtype.is_floating_point and own.is_floating_point):
-            return f"'{key}' is {code} in {file.name}, which cannot be cast to {own}."
-        return ""
-
-    def load(self, opened: Any, key: str) -> None:
-        """Copy this rank's part of ``key`` from the file."""
-        if self.local.numel() > 0:
-            self.local.copy_(_slice_of(opened, key, self))
-
-    def part(self) -> tuple[slice | torch.Tensor, ...]:
-        """Which entries of the whole tensor this rank has: an index for each dim."""
+    def along(self) -> list[list[Run]]:
+        """Which entries of the whole tensor this rank has, for each dim."""
         param, tensor = self.param, self.tensor
         along: list[Sequence[int]] = [range(size) for size in tensor.shape]
         if param is None:
@@ -152,7 +139,7 @@ class Weight:
                 along = _cut(before.mesh, before.placements, before.shape)
             start, stop = param.layout.interval(param.mesh.shard.rank)
             along[param.layout.dim] = along[param.layout.dim][start:stop]
-        return tuple(map(_index, along))
+        return [runs(entries) for entries in along]
 
     def whole(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The whole tensor, plain, cast to ``dtype``. Collective on the tensor's mesh; a plain tensor is this rank's
@@ -195,13 +182,13 @@ class Weight:
 
 
 @dataclass(frozen=True)
-class WeightPiece(Weight):
+class WeightInFiles(Weight):
     """One of several tensors that files have of a parameter. It is never cast."""
 
-    piece: Piece | None = None
+    piece: FileTensor | None = None
 
     @property
-    def _piece(self) -> Piece:
+    def _piece(self) -> FileTensor:
         assert self.piece is not None
         return self.piece
 
@@ -355,13 +342,6 @@ def _cut(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
     return along
 
 
-def _index(entries: Sequence[int]) -> slice | torch.Tensor:
-    if len(entries) == 0:
-        return slice(0, 0)
-    start, stop = entries[0], entries[-1] + 1
-    return slice(start, stop) if stop - start == len(entries) else torch.tensor(entries, device="cpu")
-
-
 def renamed(key: str, rename: Rename | None) -> str | None:
     """``key`` under its new name; None to leave it out.
 
@@ -410,12 +390,12 @@ def extra(name: str, caller: str) -> Any:
 # Load
 
 
-@dataclass(frozen=True)
-class _Source:
-    """Where the files have a tensor."""
+class _Header(NamedTuple):
+    """What a file says of a tensor."""
 
     file: Path
-    key: str
+    shape: Shape
+    code: str
 
 
 @torch.no_grad()
@@ -424,6 +404,7 @@ def load_safetensors(
     path_or_index: str | os.PathLike[str],
     *,
     rename: Rename | None = None,
+    mapping: MappingLike | None = None,
     strict: bool = True,
     group: dist.ProcessGroup | None = None,
 ) -> LoadedKeys:
@@ -442,7 +423,10 @@ def load_safetensors(
             ``model.safetensors.index.json``.
         rename: maps a key of the files to a name of the model: a mapping, in which keys may be absent, or a function,
             which returns None to leave a key out.
-        strict: whether missing and unexpected keys are errors.
+        mapping: for tensors that the files have stacked, concatenated, split or transposed: a list of ``WeightRule`` of
+            ``fsdp2.tools.checkpoint_mapping``, or ``transformers_mapping(model)`` of
+            ``fsdp2.tools.transformers_mapping``. ``rename`` gets the keys that no rule is about.
+        strict: whether missing and unexpected keys are errors. A tensor of which files have only some parts always is.
         group: the ranks that load together. Default: all ranks.
 
     Returns:
@@ -451,7 +435,7 @@ def load_safetensors(
     Raises:
         ValueError: files are cut off or not there, keys are missing or unexpected, shapes or dtypes differ, a parameter
             is on the meta device, elements of a buffer share memory. One error lists all problems, on all ranks. The
-            model is unchanged.
+            model is unchanged. Also: ``mapping`` does not fit the model.
         FileNotFoundError: ``path_or_index`` does not exist, or the folder has no checkpoint.
         TypeError: ``rename`` is of the wrong type, or gives something else than names.
         ScheduleError: a forward or backward runs, or parameters are lent to ``fsdp2.unsharded``.
@@ -462,7 +446,7 @@ def load_safetensors(
     with together(axis):
         library = extra("safetensors", "load_safetensors")
         weights = weights_of(model, "load_safetensors")
-        checked = _Checked(weights, rename)
+        checked = _Checked(weights, rename, mapping)
         for file, listed in _files(Path(path_or_index)).items():
             checked.add(library, file, listed)
         checked.finish(library)
@@ -475,14 +459,14 @@ def load_safetensors(
             )
         plan = checked.plan()
     with together(axis):
-        total = sum(weight.local.nbytes for reads in plan.values() for _, weight in reads)
-        quantised: list[tuple[WeightPiece, torch.Tensor]] = []
+        shards = {id(shard): shard for pieces in plan.values() for _, shard in pieces}
+        total = sum(shard.weight.local.nbytes for shard in shards.values())
         with progress("load", total, "B", is_first=axis.rank == 0) as advance:
-            for file, reads in plan.items():
-                quantised += _load_file(library, file, reads, advance)
+            for file, pieces in plan.items():
+                _load_file(library, file, pieces, advance)
     with together(axis):
-        for piece, mine in quantised:
-            piece.finish_dense(mine)
+        for shard in shards.values():
+            shard.finish()
     _warn_of_empty_buffers(model)
     return LoadedKeys(checked.missing, checked.unexpected)
 
@@ -503,36 +487,85 @@ def _warn_of_empty_buffers(model: nn.Module) -> None:
     )
 
 
+class _Shard:
+    """What this rank has of ``weight``, while it takes ``num_pieces``. A subclass takes its values at once: so they are
+    put together first."""
+
+    def __init__(self, weight: Weight, num_pieces: int) -> None:
+        self.weight = weight
+        self._along, self._num_left = weight.along(), num_pieces
+        self._values: torch.Tensor | None = None
+
+    def take(self, opened: Any, piece: Piece) -> int:
+        """Copy ``piece`` from the file. Returns the number of bytes that the shard has got."""
+        local, numel = self.weight.local, 0
+        for box, values in _values_of(opened, piece, self._along):
+            if values.shape == local.shape:
+                local.copy_(values)
+            elif is_plain(local):
+                local[box].copy_(values)
+            else:
+                if self._values is None:
+                    self._values = torch.empty(local.shape, dtype=values.dtype, device=values.device)
+                self._values[box].copy_(values)
+            numel += values.numel()
+        self._num_left -= 1
+        if self._num_left == 0 and self._values is not None:
+            local.copy_(self._values)
+            self._values = None
+        return numel * local.dtype.itemsize
+
+    def finish(self) -> None:
+        """All files were read. Collective."""
+
+
+class _PackedShard(_Shard):
+    """What this rank has of one of several tensors that files have of a parameter."""
+
+    weight: WeightInFiles
+    _dense: torch.Tensor | None = None  # what was quantised on the way: what the ranks then need of each other
+
+    def take(self, opened: Any, piece: Piece) -> int:
+        if self.weight.is_dense_in(opened, piece.key):
+            self._dense = self.weight.load_dense(opened, piece.key)
+        else:
+            self.weight.load(opened, piece.key)
+        return self.weight.local.nbytes
+
+    def finish(self) -> None:
+        if self._dense is not None:
+            self.weight.finish_dense(self._dense)
+
+
 def _load_file(
-    library: Any, file: Path, reads: Sequence[tuple[str, Weight]], advance: Callable[[int], object]
-) -> list[tuple[WeightPiece, torch.Tensor]]:
-    """Returns the weights that were quantised, with what the ranks then need of each other."""
-    key, quantised = "", []
+    library: Any, file: Path, pieces: Sequence[tuple[Piece, _Shard]], advance: Callable[[int], object]
+) -> None:
+    key = ""
     try:
         with library.safe_open(file, framework="pt") as opened:
-            for key, weight in reads:
-                if isinstance(weight, WeightPiece) and weight.is_dense_in(opened, key):
-                    quantised.append((weight, weight.load_dense(opened, key)))
-                else:
-                    weight.load(opened, key)
-                advance(weight.local.nbytes)
+            for piece, shard in pieces:
+                key = piece.key
+                advance(shard.take(opened, piece))
     except Exception as error:
         raise RuntimeError(
             f"load_safetensors: reading '{key}' of {file} failed with {type(error).__name__}: {error}\n"
             "The file was readable before. The model is loaded half: load again before you use it."
         ) from error
-    return quantised
 
 
-def _slice_of(opened: Any, key: str, weight: Weight) -> torch.Tensor:
-    """This rank's part of ``key``. The file is mapped into memory, so only what is copied from there is read."""
-    part, found = weight.part(), opened.get_slice(key)
-    if all(isinstance(index, slice) for index in part):
-        return found[part]
-    values = found[...]
-    for dim, index in enumerate(part):
-        values = values[(slice(None),) * dim + (index,)]
-    return values
+def _values_of(
+    opened: Any, piece: Piece, along: Sequence[Sequence[Run]]
+) -> Iterator[tuple[tuple[slice, ...], torch.Tensor]]:
+    """What a rank with the entries ``along`` has of ``piece``: where it goes, and the values, which nothing has read
+    yet."""
+    for read in reads(piece, along):
+        values = _slice_of(opened, piece.key, read.of_key).permute(piece.key_order)
+        yield read.local, values.reshape([part.stop - part.start for part in read.local])
+
+
+def _slice_of(opened: Any, key: str, part: tuple[slice, ...]) -> torch.Tensor:
+    """A part of ``key``. The file is mapped into memory, so only what is copied from there is read."""
+    return opened.get_slice(key)[part]
 
 
 def _files(path: Path) -> dict[Path, set[str] | None]:
@@ -579,51 +612,37 @@ class _Checked:
         unexpected: keys that are no names of the model.
     """
 
-    def __init__(self, weights: Sequence[Weight], rename: Rename | None) -> None:
+    def __init__(self, weights: Sequence[Weight], rename: Rename | None, mapping: MappingLike | None) -> None:
         self.missing: list[str] = []
         self.unexpected: list[str] = []
         self._weights, self._rename = [each for weight in weights for each in weight.in_files()], rename
+        self._mapping = mapping
         self._by_name = {name: weight for weight in self._weights for name in weight.names}
         self._dense: set[int] = set()  # ids of parameters that the files have as one tensor
-        self._sources: dict[str, _Source] = {}
-        self._order: list[str] = []
+        self._headers: dict[str, _Header] = {}
+        self._sources: dict[str, list[Piece]] = {}
+        self._absent: dict[str, str] = {}  # names with a rule, and a key of it, if no file has any
         self._unreadable: list[str] = []
         self._others: list[str] = []
 
     def add(self, library: Any, file: Path, listed: set[str] | None) -> None:
-        """Check the header of ``file``."""
+        """Read the header of ``file``."""
         try:
             with library.safe_open(file, framework="pt") as opened:
                 # In the order of the data, so that the disk reads forward; older versions only have keys().
                 keys = list(getattr(opened, "offset_keys", opened.keys)())
                 for key in [key for key in keys if listed is None or key in listed]:
-                    self._add_key(opened, file, key)
+                    header = opened.get_slice(key)
+                    self._headers[key] = _Header(file, tuple(header.get_shape()), header.get_dtype())
         except (OSError, library.SafetensorError) as error:
             self._unreadable.append(f"{file} cannot be read: {type(error).__name__}: {error}")
             return
         for key in sorted((listed or set()) - set(keys)):
             self._others.append(f"'{key}' is not in {file.name}, where the index says it is.")
 
-    def _add_key(self, opened: Any, file: Path, key: str) -> None:
-        name = renamed(key, self._rename)
-        if name is None:
-            return
-        weight = self._by_name.get(name)
-        if weight is None:
-            self.unexpected.append(key)
-            return
-        if name in self._sources:
-            self._others.append(f"'{key}' and '{self._sources[name].key}' are both renamed to '{name}'.")
-            return
-        self._sources[name] = _Source(file, key)
-        self._order.append(name)
-        if problem := weight.problem_of(opened, key, file):
-            self._others.append(problem)
-        elif isinstance(weight, WeightPiece) and weight.is_dense_in(opened, key):
-            self._dense.add(id(weight.tensor))
-
     def finish(self, library: Any) -> None:
         """All files were added."""
+        self._match(library)
         for weight in self._weights:
             found = [name for name in weight.names if name in self._sources]
             if not found and not self._unreadable and id(weight.tensor) not in self._dense:
@@ -642,39 +661,128 @@ class _Checked:
         if not self._others and not self._unreadable:
             self._compare_tied(library)
 
+    def _match(self, library: Any) -> None:
+        """Find for each name of the model what it is in the files."""
+        claimed: set[str] = set()
+        if not self._unreadable or self._mapping is None:
+            files = {key: header.shape for key, header in self._headers.items()}
+            for rule in resolved_to_load(self._mapping, files, shapes_of(self._by_name), "load_safetensors"):
+                claimed.update(rule.keys)
+                self._add_rule(rule)
+        for key in self._headers:
+            if key not in claimed:
+                self._add_key(library, key)
+
+    def _add_rule(self, rule: Resolved) -> None:
+        absent = [key for key in rule.keys if key not in self._headers]
+        if len(absent) == len(rule.keys):
+            self._absent.update(dict.fromkeys(rule.names, absent[0]))
+            return
+        if absent:
+            self._others.append(
+                f"{listed(rule.names)} would be made of {len(rule.keys)} tensors, but no file has {listed(absent)}."
+            )
+        packed = [name for name in rule.names if isinstance(self._by_name[name], WeightInFiles)]
+        if packed:
+            self._others.append(f"{listed(packed)}: no rule can make 4-bit weights of other tensors.")
+            return
+        for piece in rule.pieces:
+            self._sources.setdefault(piece.name, []).append(piece)
+            if piece.key in self._headers:
+                self._check_header(piece.key, rule.keys[piece.key], self._by_name[piece.name])
+
+    def _add_key(self, library: Any, key: str) -> None:
+        name = renamed(key, self._rename)
+        if name is None:
+            return
+        weight = self._by_name.get(name)
+        if weight is None:
+            self.unexpected.append(key)
+            return
+        if name in self._sources or name in self._absent:
+            other = self._absent[name] if name in self._absent else self._sources[name][0].key
+            what = f"'{key}' and '{other}' are both"
+            self._others.append(f"{what} renamed to '{name}'." if self._mapping is None else f"{what} '{name}'.")
+            return
+        self._sources[name] = [whole_piece(name, key, weight.shape)]
+        if isinstance(weight, WeightInFiles):
+            self._check_packed(library, key, weight)
+        else:
+            self._check_header(key, weight.shape, weight)
+
+    def _check_packed(self, library: Any, key: str, weight: WeightInFiles) -> None:
+        file = self._headers[key].file
+        with library.safe_open(file, framework="pt") as opened:
+            if problem := weight.problem_of(opened, key, file):
+                self._others.append(problem)
+            elif weight.is_dense_in(opened, key):
+                self._dense.add(id(weight.tensor))
+
+    def _check_header(self, key: str, expected: Shape, weight: Weight) -> None:
+        (file, shape, code), wanted = self._headers[key], weight.tensor.dtype
+        dtype, problem = DTYPES.get(code), None
+        if shape != expected:
+            problem = f"'{key}' has shape {shape} in {file.name}, expected {expected}."
+        elif dtype is not wanted and not (dtype and dtype.is_floating_point and wanted.is_floating_point):
+            problem = f"'{key}' is {code} in {file.name}, which cannot be cast to {wanted}."
+        if problem is not None and problem not in self._others:
+            self._others.append(problem)
+
     def _compare_tied(self, library: Any) -> None:
         """Files may have a tied weight under several names. Then values are read here, since only one can be loaded."""
         for weight in self._weights:
             found = [self._sources[name] for name in weight.names if name in self._sources]
-            if isinstance(weight, WeightPiece):
+            if isinstance(weight, WeightInFiles):
                 continue  # the first name counts
-            for first, other in itertools.pairwise(found):
-                with (
-                    library.safe_open(first.file, framework="pt") as a,
-                    library.safe_open(other.file, framework="pt") as b,
-                ):
-                    values = [_slice_of(*each, weight) for each in ((a, first.key), (b, other.key))]
-                    if not torch.equal(*(each.to(weight.tensor.dtype) for each in values)):
-                        self._others.append(f"'{first.key}' and '{other.key}' differ, but the model ties them.")
+            for pieces, others in itertools.pairwise(found):
+                values = [self._read(library, each, weight) for each in (pieces, others)]
+                if not torch.equal(*values):
+                    first, other = pieces[0].key, others[0].key
+                    self._others.append(f"'{first}' and '{other}' differ, but the model ties them.")
+
+    def _read(self, library: Any, pieces: Sequence[Piece], weight: Weight) -> torch.Tensor:
+        values, along = torch.empty(weight.local.shape, dtype=weight.tensor.dtype, device="cpu"), weight.along()
+        for piece in pieces:
+            with library.safe_open(self._headers[piece.key].file, framework="pt") as opened:
+                for box, found in _values_of(opened, piece, along):
+                    values[box].copy_(found)
+        return values
 
     def problems(self, strict: bool) -> list[str]:
         """One line each, with its remedy."""
         found = _first_of(self._unreadable) + _first_of(self._others)
-        for what, keys in (("Missing in the files", self.missing), ("Not in the model", self.unexpected)):
+        missing = [f"'{name}'" + self._why(name) for name in self.missing]
+        unexpected = [f"'{key}'" for key in self.unexpected]
+        for what, keys in (("Missing in the files", missing), ("Not in the model", unexpected)):
             if keys and strict:
-                named = ", ".join(f"'{key}'" for key in keys[:_MAX_LISTED])
                 more = f" and {len(keys) - _MAX_LISTED} more" if len(keys) > _MAX_LISTED else ""
+                named = ", ".join(keys[:_MAX_LISTED])
                 found.append(f"{what}: {named}{more}. Pass rename=..., or strict=False to leave them out.")
         return found
 
-    def plan(self) -> dict[Path, list[tuple[str, Weight]]]:
+    def _why(self, name: str) -> str:
+        key = next((self._absent[each] for each in self._by_name[name].names if each in self._absent), None)
+        return "" if key is None else f" (by the mapping from '{key}')"
+
+    def plan(self) -> dict[Path, list[tuple[Piece, _Shard]]]:
         """By file, what to read in the order of the file: each weight once."""
-        plan: dict[Path, list[tuple[str, Weight]]] = {}
-        for name in self._order:
-            weight, source = self._by_name[name], self._sources[name]
-            if name == next(each for each in weight.names if each in self._sources):
-                plan.setdefault(source.file, []).append((source.key, weight))
+        by_key: dict[str, list[tuple[Piece, _Shard]]] = {}
+        for weight in self._weights:
+            name = next((each for each in weight.names if each in self._sources), None)
+            pieces = [] if name is None else self._sources[name]
+            shard = (_PackedShard if isinstance(weight, WeightInFiles) else _Shard)(weight, len(pieces))
+            for piece in pieces:
+                by_key.setdefault(piece.key, []).append((piece, shard))
+        plan: dict[Path, list[tuple[Piece, _Shard]]] = {}
+        for key, header in self._headers.items():
+            if key in by_key:
+                plan.setdefault(header.file, []).extend(by_key[key])
         return plan
+
+
+def shapes_of(by_name: Mapping[str, Weight]) -> dict[str, Shape]:
+    """The shape of each whole tensor."""
+    return {name: weight.shape for name, weight in by_name.items()}
 
 
 def _shares_memory(tensor: torch.Tensor) -> bool:

@@ -295,7 +295,7 @@ _LISTED: dict[tuple[str, ...], dict[int, tuple[str, str, str]]] = {
         124: ("simulate", "uses[unit] == 0", "True"),
     },
     ("unit/test_weights.py", "distributed/test_weights.py"): {
-        94: ("_Checked._add_key", "shape != tuple(tensor.shape)", "False"),
+        94: ("_Checked._check_header", "shape != expected", "False"),
         95: ("_Checked.problems", "keys and strict", "False"),
         96: ("_files", "cut[-1] and filled + entry.nbytes > max_nbytes", "False"),
         97: ("_check_alike#1", "others", "False"),
@@ -379,6 +379,11 @@ _LISTED: dict[tuple[str, ...], dict[int, tuple[str, str, str]]] = {
         139: ("EarlyRun.check", "found is not grad or (grad is not None and grad._version != version)", "False"),
         140: ("WholeMatrices.agree", "bool(failures)", "False"),
         141: ("_owners", "2 * most < matrix.numel or load_of[owner] + matrix.cost > bound", "False"),
+    },
+    ("unit/test_checkpoint_mapping.py", "distributed/test_checkpoint_mapping.py"): {
+        142: ("runs", "entry != entries[at - 1] + 1", "False"),
+        143: ("_Checked._add_rule", "len(absent) == len(rule.keys)", "bool(absent)"),
+        144: ("_Gathering._part", "self._kept[0] is not weight", "False"),
     },
 }
 MUTATIONS = {number: Mutation(*listed[number], tests) for tests, listed in _LISTED.items() for number in listed}

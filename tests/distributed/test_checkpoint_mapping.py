@@ -1,0 +1,360 @@
+"""Fused and split tensors in and out of shards: values beside torch's own operations, bytes by count, and refusals."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import fsdp2
+from fsdp2 import fully_shard
+from fsdp2.tensors import NF4Tensor
+from fsdp2.tools import save_weights, weights
+from fsdp2.tools.checkpoint_mapping import Concat, Stack, Transpose, WeightRule
+from tests.distributed.support import seeded
+from tests.harness.compare import compare_values
+from tests.harness.distributed import RankContext, distributed
+from tests.harness.messages import error_of
+from tests.harness.selection import long
+from tests.harness.weight_files import INDEX, ONE, assert_same, read, safetensors
+
+NUM_EXPERTS, WIDTH = 3, 7
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Parameter(torch.randn(12, WIDTH))
+        self.gate_up = nn.Parameter(torch.randn(NUM_EXPERTS, 10, WIDTH))
+        self.down = nn.Parameter(torch.randn(NUM_EXPERTS, WIDTH, 5))
+        self.left = nn.Parameter(torch.randn(5, WIDTH))
+        self.right = nn.Parameter(torch.randn(3, WIDTH))
+        self.bias = nn.Parameter(torch.randn(WIDTH))
+
+
+class Fused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, 11)
+        self.register_buffer("scales", torch.randn(2, 3))
+
+
+_EXPERT = "layers.{b}.experts.{e}"
+RULES = [
+    WeightRule("blocks.{b}.qkv", Concat([f"layers.{{b}}.{part}" for part in "qkv"], sizes=(4, 1, 1))),
+    WeightRule(
+        "blocks.{b}.gate_up",
+        Concat([Stack(f"{_EXPERT}.gate", over="e"), Stack(f"{_EXPERT}.up", over="e")], dim=1),
+    ),
+    WeightRule("blocks.{b}.down", Stack(Transpose(f"{_EXPERT}.down"), over="e")),
+    WeightRule(Concat(["blocks.{b}.left", "blocks.{b}.right"]), "layers.{b}.both"),
+    WeightRule("head.weight", Transpose("head.turned")),
+    WeightRule("scales", Stack("scale_of.{i}", over="i", dim=1)),
+]
+
+
+def _files() -> dict[str, Tensor]:
+    """What ``RULES`` say of the seeded model, by torch."""
+    state = {name: value.clone() for name, value in _plain().state_dict().items()}
+    found = {"head.turned": state["head.weight"].t(), "head.bias": state["head.bias"]}
+    found |= {f"scale_of.{i}": state["scales"][:, i] for i in range(3)}
+    for b in range(2):
+        of = {name.removeprefix(f"blocks.{b}."): value for name, value in state.items()}
+        found |= {f"layers.{b}.{part}": each for part, each in zip("qkv", of["qkv"].split([8, 2, 2]), strict=True)}
+        found |= {f"layers.{b}.both": torch.cat([of["left"], of["right"]]), f"blocks.{b}.bias": of["bias"]}
+        for e in range(NUM_EXPERTS):
+            gate, up = of["gate_up"][e].chunk(2)
+            tensors = {"gate": gate, "up": up, "down": of["down"][e].t()}
+            found |= {f"layers.{b}.experts.{e}.{name}": value for name, value in tensors.items()}
+    return {key: value.contiguous() for key, value in found.items()}
+
+
+def _plain() -> Fused:
+    with torch.device("cpu"):
+        return seeded(Fused)
+
+
+def _write(folder: Path, rank: int, files: dict[str, Tensor]) -> None:
+    if rank == 0:
+        safetensors.save_file(files, str(folder / ONE))
+    dist.barrier()
+
+
+def _units(model: Any, mesh: Any, **options: Any) -> Any:
+    for unit in (*model.blocks, model):
+        fully_shard(unit, mesh=mesh, **options)
+    return model
+
+
+def _on_dim(dim: int) -> Callable[[Any, RankContext], Any]:
+    def place(param: nn.Parameter) -> Shard:
+        return Shard(min(dim, param.ndim - 1))
+
+    return lambda model, ctx: _units(model, ctx.mesh_1d(), shard_placement_fn=place)
+
+
+def _cut_twice(model: Any, ctx: RankContext) -> Any:
+    """By a model axis and then by ours, on one dim: a rank has rows with gaps."""
+    mesh = ctx.mesh(fsdp=2, tp=2)
+    for module in model.modules():
+        for name, param in list(module.named_parameters(recurse=False)):
+            cut = distribute_tensor(param.detach(), mesh["tp"], [Shard(0)])
+            module.register_parameter(name, nn.Parameter(cut))
+    return _units(model, mesh["fsdp"])
+
+
+ON_2 = {"dim 0": _on_dim(0), "dim 1": _on_dim(1), "dim 2": _on_dim(2), "unsharded": lambda model, ctx: model}
+ON_4 = {
+    "cut twice": _cut_twice,
+    "hsdp": lambda model, ctx: _units(model, ctx.mesh_2d(2, 2)),
+    "more ranks than experts": _on_dim(0),
+}
+
+
+def _make(ctx: RankContext, way: str, seed: int = 0) -> Any:
+    return {**ON_2, **ON_4}[way](seeded(Fused, seed), ctx)
+
+
+def _locals(model: nn.Module) -> dict[str, Tensor]:
+    state = model.state_dict()
+    return {key: (each.to_local() if isinstance(each, DTensor) else each).cpu().clone() for key, each in state.items()}
+
+
+def _goes_in_and_out(ctx: RankContext, way: str, tmp_path: Path) -> None:
+    files = _files()
+    _write(tmp_path, ctx.rank, files)
+    model, expected = _make(ctx, way, seed=1), _make(ctx, way)
+    assert fsdp2.load_safetensors(model, tmp_path, mapping=RULES) == ([], [])
+    compare_values("loaded", _locals(model), _locals(expected))
+    for size in ("5GB", 300):
+        folder = tmp_path / str(size)
+        fsdp2.save_safetensors(model, folder, mapping=RULES, max_shard_size=size)
+        assert (folder / INDEX).exists() is (size == 300)
+        assert_same(read(folder), files)
+        other = _make(ctx, way, seed=2)
+        fsdp2.load_safetensors(other, folder, mapping=RULES)
+        compare_values("loaded again", _locals(other), _locals(expected))
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("way", ["dim 0", "dim 1", *long("dim 2", "unsharded")])
+@distributed(2)
+def test_fused_and_split_tensors_go_in_and_out_on_2_ranks(ctx: RankContext, way: str, tmp_path: Path) -> None:
+    _goes_in_and_out(ctx, way, tmp_path)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("way", ["cut twice", *long("hsdp", "more ranks than experts")])
+@distributed(4)
+def test_fused_and_split_tensors_go_in_and_out_on_4_ranks(ctx: RankContext, way: str, tmp_path: Path) -> None:
+    _goes_in_and_out(ctx, way, tmp_path)
+
+
+# By count
+
+
+def _counted(load: Callable[[], object]) -> dict[str, int]:
+    """For each key, how many bytes ``load`` asks the file for."""
+    asked: dict[str, int] = {}
+    original = weights._slice_of
+
+    def counting(opened: Any, key: str, part: Any) -> Tensor:
+        values = original(opened, key, part)
+        asked[key] = asked.get(key, 0) + values.nbytes
+        return values
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weights, "_slice_of", counting)
+        load()
+    return asked
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("way", ["dim 0", *long("dim 1", "dim 2")])
+@distributed(2)
+def test_a_rank_reads_its_own_bytes_only(ctx: RankContext, way: str, tmp_path: Path) -> None:
+    files = _files()
+    _write(tmp_path, ctx.rank, files)
+    model = _make(ctx, way, seed=1)
+    asked = _counted(lambda: fsdp2.load_safetensors(model, tmp_path, mapping=RULES))
+    assert sum(asked.values()) == sum(each.nbytes for each in _locals(model).values())
+    assert sum(each.nbytes for each in files.values()) == sum(each.nbytes for each in _plain().state_dict().values())
+    if way == "dim 0":  # rank 0 has experts 0 and 1, rank 1 has expert 2; q is rows 0 to 7 of 12
+        numbers = {int(key.split(".")[3]) for key in asked if ".experts." in key}
+        assert numbers == ({0, 1} if ctx.rank == 0 else {2})
+        assert [asked.get(f"layers.0.{part}", 0) for part in "qkv"] == (
+            [6 * WIDTH * 4, 0, 0] if ctx.rank == 0 else [2 * WIDTH * 4, 2 * WIDTH * 4, 2 * WIDTH * 4]
+        )
+
+
+@distributed(2)
+def test_a_save_gathers_each_tensor_once_per_file(ctx: RankContext, tmp_path: Path) -> None:
+    model, gathered = _make(ctx, "dim 0"), []
+    original = save_weights._gathered
+
+    def counting(weight: Any, *rest: Any) -> Any:
+        gathered.append(weight.names[0])
+        return original(weight, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(save_weights, "_gathered", counting)
+        fsdp2.save_safetensors(model, tmp_path, mapping=RULES)
+    assert sorted(gathered) == sorted(model.state_dict())
+
+
+# Casts and subclasses
+
+
+@distributed(2)
+def test_a_rule_may_save_in_a_dtype_of_its_own(ctx: RankContext, tmp_path: Path) -> None:
+    rules = [WeightRule(RULES[0].model, RULES[0].files, dtype=torch.float64), *RULES[1:]]
+    fsdp2.save_safetensors(_make(ctx, "dim 0"), tmp_path, mapping=rules, dtype=torch.bfloat16)
+    dtypes = [torch.float64 if key.rpartition(".")[2] in "qkv" else torch.bfloat16 for key in _files()]
+    expected = {key: value.to(dtype) for (key, value), dtype in zip(_files().items(), dtypes, strict=True)}
+    assert_same(read(tmp_path), expected)
+    model = _make(ctx, "dim 0", seed=1)
+    fsdp2.load_safetensors(model, tmp_path, mapping=rules)
+    is_exact = {name: name.endswith("qkv") for name in model.state_dict()}
+    wanted = {
+        name: value if is_exact[name] else value.bfloat16().float() for name, value in _plain().state_dict().items()
+    }
+    whole = {
+        name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in model.state_dict().items()
+    }
+    compare_values("after the cast", whole, wanted)
+
+
+class Quantised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes = nn.Parameter(NF4Tensor.quantise(torch.randn(64, 64)), requires_grad=False)
+
+
+@distributed(2)
+def test_a_subclass_takes_its_parts_at_once(ctx: RankContext, tmp_path: Path) -> None:
+    """Quantised from all values of the shard, as if they came from one tensor; the parts are in two files."""
+    whole = seeded(Quantised).codes.dequantise()
+    left, right = whole.chunk(2, dim=1)
+    rule = [WeightRule("codes", Concat(["left", "right"], dim=1))]
+    plain, parts = tmp_path / "plain", tmp_path / "parts"
+    _write_folders(ctx.rank, {plain: {"codes": whole}, parts: {"left": left, "right": right}})
+    models = [fully_shard(seeded(Quantised, seed), mesh=ctx.mesh_1d()) for seed in (1, 2)]
+    fsdp2.load_safetensors(models[0], plain)
+    fsdp2.load_safetensors(models[1], parts, mapping=rule)
+    values = [model.codes.to_local().dequantise() for model in models]
+    assert torch.equal(*values)
+    assert type(models[1].codes.to_local()) is NF4Tensor
+    fsdp2.save_safetensors(models[1], tmp_path / "saved", mapping=rule)
+    assert_same(read(tmp_path / "saved"), {"left": left, "right": right})
+
+
+def _write_folders(rank: int, folders: dict[Path, dict[str, Tensor]]) -> None:
+    """Each with a file for each tensor."""
+    for folder, tensors in folders.items():
+        if rank == 0:
+            folder.mkdir()
+            for key, value in tensors.items():
+                safetensors.save_file({key: value.contiguous()}, str(folder / f"{key}.safetensors"))
+            text = ", ".join(f'"{key}": "{key}.safetensors"' for key in tensors)
+            (folder / INDEX).write_text(f'{{"weight_map": {{{text}}}}}')
+    dist.barrier()
+
+
+# What is refused
+
+
+@distributed(2)
+def test_all_ranks_raise_one_error_with_all_problems_and_nothing_is_loaded(ctx: RankContext, tmp_path: Path) -> None:
+    files = _files()
+    del files["layers.0.experts.1.up"], files["layers.1.both"]
+    files["layers.1.v"] = files["layers.1.v"].t().contiguous()
+    files["head.weight"] = torch.zeros(11, WIDTH)
+    for part in "qkv":
+        files[f"spare.{part}"] = files.pop(f"layers.0.{part}")
+    _write(tmp_path, ctx.rank, files)
+    model = _make(ctx, "dim 0", seed=1)
+    before = _locals(model)
+    always = [
+        "- 'blocks.0.gate_up' would be made of 6 tensors, but no file has 'layers.0.experts.1.up'.",
+        "- 'head.weight' and 'head.turned' are both 'head.weight'.",
+        "- 'layers.1.v' has shape (7, 2) in model.safetensors, expected (2, 7).",
+    ]
+    strict = [
+        "- Missing in the files: 'blocks.0.qkv' (by the mapping from 'layers.0.q'), 'blocks.1.left' (by the mapping "
+        "from 'layers.1.both'), 'blocks.1.right' (by the mapping from 'layers.1.both'). Pass rename=..., or "
+        "strict=False to leave them out.",
+        "- Not in the model: 'spare.k', 'spare.q', 'spare.v'. Pass rename=..., or strict=False to leave them out.",
+    ]
+    for is_strict, expected in ((True, [*strict, *always]), (False, always)):
+        with pytest.raises(ValueError, match="does not fit this Fused") as raised:
+            fsdp2.load_safetensors(model, tmp_path, mapping=RULES, strict=is_strict)
+        assert sorted(str(raised.value).splitlines()[1:]) == sorted(expected)
+    compare_values("unchanged", _locals(model), before)
+
+
+@distributed(2)
+def test_what_no_file_has_is_left_out_only_where_that_is_asked_for(ctx: RankContext, tmp_path: Path) -> None:
+    files = {key: value for key, value in _files().items() if not key.startswith("layers.0.")}
+    _write(tmp_path, ctx.rank, files)
+    model, before, expected = (_make(ctx, "dim 0", seed=seed) for seed in (1, 1, 0))
+    missing, unexpected = fsdp2.load_safetensors(model, tmp_path, mapping=RULES, strict=False)
+    left_out = [name for name in model.state_dict() if name.startswith("blocks.0.") and "bias" not in name]
+    assert (missing, unexpected) == (left_out, [])
+    values = {name: (before if name in left_out else expected) for name in model.state_dict()}
+    compare_values("partly", _locals(model), {name: _locals(of)[name] for name, of in values.items()})
+
+
+@distributed(2)
+def test_a_mapping_of_one_rank_is_an_error_on_all(ctx: RankContext, tmp_path: Path) -> None:
+    _write(tmp_path, ctx.rank, _files())
+    model, new = _make(ctx, "dim 0", seed=1), tmp_path / "new"
+    before = _locals(model)
+    other = [*RULES[:-1], WeightRule("nothing", "k")] if ctx.rank else RULES
+    load = functools.partial(fsdp2.load_safetensors, model, tmp_path)
+    save = functools.partial(fsdp2.save_safetensors, model, new)
+    texts = [
+        (
+            error_of(lambda: load(mapping=other)),
+            "ValueError: On rank 1: load_safetensors: mapping: the rule for 'nothing'",
+        ),
+        (
+            error_of(lambda: save(mapping=other)),
+            "ValueError: On rank 1: save_safetensors: mapping: the rule for 'nothing'",
+        ),
+        (
+            error_of(lambda: save(mapping=RULES[ctx.rank :])),
+            "ValueError: save_safetensors: rank 1 would write other tensors",
+        ),
+        (error_of(lambda: save(mapping=3)), "TypeError: save_safetensors: mapping is 3, expected a list of WeightRule"),  # type: ignore[arg-type]
+    ]
+    assert [text.replace("\n", " ")[: len(start)] for text, start in texts] == [start for _, start in texts]
+    compare_values("unchanged", _locals(model), before)
+    assert not new.exists() or not list(new.iterdir())
+
+
+@distributed(2)
+def test_what_cannot_be_saved_is_refused(ctx: RankContext, tmp_path: Path) -> None:
+    model = _make(ctx, "dim 0")
+    both = "blocks.0.left", "blocks.0.right"
+    cases = {
+        "'blocks.0.left' and 'blocks.0.right' are both renamed to 'k'": [WeightRule(name, "k") for name in both],
+        "dtype is torch.int32, expected a floating-point": [WeightRule(both[0], "k", dtype=torch.int32)],
+        "12 entries along dim 0 cannot be split as (1, 1, 1, 1, 1)": [WeightRule("blocks.0.qkv", Concat([*"abcde"]))],
+    }
+    for said, mapping in cases.items():
+        text = error_of(functools.partial(fsdp2.save_safetensors, model, tmp_path, mapping=mapping))
+        assert said in text.replace("\n", " ")
+    model.blocks[0].left = nn.Parameter(model.blocks[0].left.bfloat16())
+    text = error_of(lambda: fsdp2.save_safetensors(model, tmp_path, mapping=RULES))
+    assert "'layers.0.both' would be made of 'blocks.0.left', 'blocks.0.right', whose dtypes differ" in text.replace(
+        "\n", " "
+    )
+    assert not list(tmp_path.iterdir())
