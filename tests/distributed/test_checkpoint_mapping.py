@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import fsdp2
 from fsdp2 import fully_shard
@@ -193,6 +195,31 @@ def test_a_rank_reads_its_own_bytes_only(ctx: RankContext, way: str, tmp_path: P
         assert [asked.get(f"layers.0.{part}", 0) for part in "qkv"] == (
             [6 * WIDTH * 4, 0, 0] if ctx.rank == 0 else [2 * WIDTH * 4, 2 * WIDTH * 4, 2 * WIDTH * 4]
         )
+
+
+class _NewMemory(TorchDispatchMode):
+    """The bytes of results that share no memory with what an operation was given."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        given = {each.untyped_storage().data_ptr() for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
+        new = [each for each in tree_leaves(made) if isinstance(each, Tensor)]
+        self.nbytes += sum(each.nbytes for each in new if each.untyped_storage().data_ptr() not in given)
+        return made
+
+
+@distributed(2)
+def test_loading_allocates_nothing_however_tensors_are_put_together(ctx: RankContext, tmp_path: Path) -> None:
+    """A shard takes slices of mapped files. Ranks talk to each other, with a mapping or without."""
+    _write(tmp_path, ctx.rank, _files())
+    model, allocated = _make(ctx, "dim 1", seed=1), {}
+    for name, mapping in {"fused": RULES, "none": []}.items():
+        with _NewMemory() as mode:
+            fsdp2.load_safetensors(model, tmp_path, mapping=mapping, strict=False)
+        allocated[name] = mode.nbytes
+    assert allocated["fused"] == allocated["none"], allocated
 
 
 @distributed(2)

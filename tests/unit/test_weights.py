@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 import fsdp2
 from fsdp2.tools import save_weights, weights
+from fsdp2.tools.checkpoint_mapping import Concat, WeightRule
 from tests.harness.golden import texts_beside
 from tests.harness.messages import wrapped
 from tests.harness.models import MLP, Buffers, Transformer
@@ -415,6 +416,28 @@ def test_tied_weights_are_saved_once_and_load_from_any_of_their_names(tmp_path: 
     safetensors.save_file(both, tmp_path / ONE)
     message = _refusal(lambda: load(model, tmp_path), tmp_path)
     assert "- 'embedding.weight' and 'output.weight' differ, but the model ties them." in message
+
+
+def test_a_tied_weight_is_compared_with_what_a_rule_makes_and_rename_gets_the_rest(tmp_path: Path) -> None:
+    model = _seeded(lambda: Transformer(tied=True))
+    rule = WeightRule("output.weight", Concat(["low", "high"], sizes=(1, 2)))
+    save(model, tmp_path, mapping=[rule], rename=lambda name: f"old.{name}")
+    saved = read(tmp_path)
+    assert [key for key in saved if not key.startswith("old.")] == ["low", "high"]
+    saved["old.embedding.weight"] = torch.cat([saved["low"], saved["high"]])
+    for change, said in ((0, None), (1, "'old.embedding.weight' and 'low' differ, but the model ties them.")):
+        saved["old.embedding.weight"] += change
+        safetensors.save_file(saved, tmp_path / ONE)
+        other = _seeded(lambda: Transformer(tied=True), 1)
+
+        def call(other: nn.Module = other) -> Any:
+            return load(other, tmp_path, mapping=[rule], rename=lambda key: key.removeprefix("old."))
+
+        if said is None:
+            assert call() == ([], [])
+            assert_same(_state(other), _state(model))
+        else:
+            assert said in _refusal(call, tmp_path)
 
 
 # Hugging Face
