@@ -221,8 +221,8 @@ def saves(names: Sequence[str], rounds: int) -> Table:
             taken[name].append(measure(name, folder, rank_main))
             shutil.rmtree(folder)
     note = (
-        f"Of {rounds} rounds; ratios are of minima. fsdp2 waits until the disk has the data (`fsync`); `save_pretrained` "
-        "does not. Memory comes on top of the shards."
+        f"Of {rounds} rounds; ratios are of minima. fsdp2 waits until the disk has the data (`fsync`), and "
+        "`save_pretrained` does not. Memory comes on top of the shards."
     )
     return table("save", "From shards to files", note, taken)
 

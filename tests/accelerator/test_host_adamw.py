@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -33,6 +34,7 @@ def _taken_by_steps(ctx: RankContext, make: Callable[..., optim.Optimizer]) -> i
     """The bytes on the device that two steps leave there: of states, and of what fsdp2 keeps."""
     model = _model(ctx)
     optimizer = make(model.parameters())
+    gc.collect()  # what earlier tests have left
     device.load().drain()
     before = device.load().memory_allocated()
     for _ in range(2):
