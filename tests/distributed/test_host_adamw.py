@@ -242,6 +242,7 @@ def _failing(*_: Any, **__: Any) -> None:
     raise InjectedError("the kernel has failed")
 
 
+@pytest.mark.ci
 @golden_on_ranks()
 def test_failed_step_of_the_host_is_raised_by_step(ctx: RankContext) -> str:
     model = sharded(ctx)
