@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from fsdp2.tools.flat_optimizer import flatten_optimizer
     from fsdp2.tools.host_adamw import HostAdamW
     from fsdp2.tools.install import install, installed, uninstall
+    from fsdp2.tools.load_weights import LoadedKeys, load_safetensors
     from fsdp2.tools.memory_plan import memory_plan
     from fsdp2.tools.merge_lora import MergedLora, merge_lora
     from fsdp2.tools.muon import Muon, muon_groups
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
     from fsdp2.tools.reshard import reshard_to
     from fsdp2.tools.save_weights import save_safetensors
     from fsdp2.tools.stream_weights import FullParamStream, stream_full_params
-    from fsdp2.tools.weights import LoadedKeys, load_safetensors
     from fsdp2.tools.whole_matrices import MatrixRule, WholeMatrices, whole_matrices
 
 __all__ = [
@@ -124,6 +124,7 @@ _LAZY = {
     "tools.flat_optimizer": ("flatten_optimizer",),
     "tools.host_adamw": ("HostAdamW",),
     "tools.install": ("install", "installed", "uninstall"),
+    "tools.load_weights": ("LoadedKeys", "load_safetensors"),
     "tools.memory_plan": ("memory_plan",),
     "tools.merge_lora": ("MergedLora", "merge_lora"),
     "tools.muon": ("Muon", "muon_groups"),
@@ -133,7 +134,6 @@ _LAZY = {
     "tools.reshard": ("reshard_to",),
     "tools.save_weights": ("save_safetensors",),
     "tools.stream_weights": ("FullParamStream", "stream_full_params"),
-    "tools.weights": ("LoadedKeys", "load_safetensors"),
     "tools.whole_matrices": ("MatrixRule", "WholeMatrices", "whole_matrices"),
 }
 _MODULE_OF = {name: module for module, names in _LAZY.items() for name in names}

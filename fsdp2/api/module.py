@@ -117,7 +117,7 @@ class FSDPModule:
         return None
 
     def reshard(self) -> None:
-        """Bind the shards and free the unsharded parameters."""
+        """Bind the shards and free the unsharded parameters, and what is kept of them on a smaller mesh."""
         self._unit().reshard()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:

@@ -495,6 +495,8 @@ class Root:
         """Perform ``action`` on ``unit`` because the user asks."""
         self.executor.do(self.schedule.by_hand(action, unit.index), f"{action.value}()", unit)
         if action is Action.RESHARD:
+            for group in unit.groups:
+                group.unsharded.release_post_forward()  # the user may write the shards next
             self.executor.wait_for_reads()
 
     def abandon_forward(self) -> None:

@@ -264,15 +264,15 @@ class SimNCCL(dist.ProcessGroup):
     ) -> Any:
         if values.device.type == "cpu":
             refuse("fsdp2 exchanges nothing on the CPU")
-        (out, given), width = _views([output, values]), output.itemsize
-        targets = out.split(output_sizes)
+        out, given = _views([output, values])
+        targets = out.split(output_sizes or out.size(0) // self._size)  # no sizes: equal parts
 
         def finish(received: list[Tensor]) -> None:
             for buffer, target in zip(received, targets, strict=True):
                 _scatter_bytes(buffer, [target])
 
-        parts: Callable[[], Any] = lambda: [[part] for part in given.split(input_sizes)]  # noqa: E731
-        nbytes = [size * width for size in output_sizes]
+        parts: Callable[[], Any] = lambda: [[part] for part in given.split(input_sizes or given.size(0) // self._size)]  # noqa: E731
+        nbytes = [target.nbytes for target in targets]
         return self._launch(Message(self, "all-to-all", [out], parts, nbytes, finish), opts, [output], [values])
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import optim
 
@@ -43,6 +44,7 @@ def _taken_by_steps(ctx: RankContext, make: Callable[..., optim.Optimizer]) -> i
     return int(device.load().memory_allocated() - before)
 
 
+@pytest.mark.ci
 @on_device(2)
 def test_states_take_no_memory_of_the_device(ctx: RankContext) -> None:
     on_device_nbytes = _taken_by_steps(ctx, partial(optim.AdamW, foreach=False))

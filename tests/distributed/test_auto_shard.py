@@ -155,7 +155,8 @@ def test_a_tight_budget_computes_again_trains_alike_and_says_why(ctx: RankContex
     assert done.applied.choice.checkpointing is Checkpointing.FULL
     assert "MiB too much" in str(done)
     assert f"On 2 x {MACHINES['H100'].name}, a step takes " in str(done)
-    assert "these are times of that machine, and this rank is on cpu. Pass machine=, one of H100, " in str(done)
+    where = f"these are times of that machine, and this rank is on {ctx.device_type}. Pass machine=, one of H100, "
+    assert where in str(done)
     assert trains_alike(done.model)
 
 
@@ -312,7 +313,7 @@ def test_collectives_are_measured_by_size_alone_and_beside_products(ctx: RankCon
     assert 0 <= machine.contention.compute <= 0.95
     assert machine_from(fields_of(machine)) == machine
     assert machine.in_node == machine.network  # one node
-    assert machine.is_made_of("cpu (gloo)")
+    assert machine.is_made_of(f"{ctx.device_type} (gloo)")
 
 
 @pytest.mark.long
@@ -322,7 +323,7 @@ def test_links_in_a_node_and_between_nodes_are_told_apart(ctx: RankContext, monk
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     machine = measure((2**12, 2**20), width=64).machine
     assert machine.node_size == 2
-    assert machine.name == "measured: cpu, 4 ranks on 2 nodes"
+    assert machine.name == f"measured: {ctx.device_type}, 4 ranks on 2 nodes"
     assert machine.in_node != machine.network
 
 

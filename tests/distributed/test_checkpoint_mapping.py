@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 import fsdp2
 from fsdp2 import fully_shard
 from fsdp2.tensors import NF4Tensor
-from fsdp2.tools import save_weights, weights
+from fsdp2.tools import load_weights, save_weights
 from fsdp2.tools.checkpoint_mapping import Concat, Stack, Transpose, WeightRule
 from tests.distributed.support import seeded
 from tests.harness.compare import compare_values
@@ -166,7 +166,7 @@ def test_fused_and_split_tensors_go_in_and_out_on_4_ranks(ctx: RankContext, way:
 def _counted(load: Callable[[], object]) -> dict[str, int]:
     """For each key, how many bytes ``load`` asks the file for."""
     asked: dict[str, int] = {}
-    original = weights._slice_of
+    original = load_weights._slice_of
 
     def counting(opened: Any, key: str, part: Any) -> Tensor:
         values = original(opened, key, part)
@@ -174,7 +174,7 @@ def _counted(load: Callable[[], object]) -> dict[str, int]:
         return values
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weights, "_slice_of", counting)
+        patch.setattr(load_weights, "_slice_of", counting)
         load()
     return asked
 

@@ -184,6 +184,9 @@ def test_shards_on_a_node_are_gathered_from_until_the_parameters_change(ctx: Ran
     with torch.no_grad():
         model.entry.weight.zero_()  # in the root's group
     assert gathers_of(lambda: step(model)) == (1, 2 * num_units - 1)
+    for unit in (*model.blocks, model):
+        unit.reshard()  # as ranks do that write to some shards only
+    assert gathers_of(lambda: step(model)) == (num_units, num_units)
     flats = [flat for group in groups for flat in group.unsharded.post_forward._flats.values()]
     assert all(flat.untyped_storage().nbytes() > 0 for flat in flats)
     model.set_reshard_after_backward(True)

@@ -206,6 +206,7 @@ def _killed_while_it_answers(ctx: RankContext, mesh: DeviceMesh) -> str:
     return "an answer"
 
 
+@pytest.mark.ci
 def test_half_an_answer_is_none() -> None:
     (ended,) = World(_killed_while_it_answers, num_ranks=1).join()
     assert ended.exit_code == -signal.SIGKILL

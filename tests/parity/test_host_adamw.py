@@ -154,6 +154,7 @@ def test_steps_as_adamw_with_its_options(ctx: RankContext, choice: str) -> None:
         assert_same(CASES[name], ctx.mesh_1d(), *CHOICES[choice])
 
 
+@pytest.mark.ci
 @distributed(4)
 def test_steps_as_adamw_on_replicas(ctx: RankContext) -> None:
     for step in (one_backward, accumulate, partial_sums):

@@ -80,7 +80,7 @@ def _written_between_micro_batches(step: Step, model: Any) -> list[Tensor]:
     return losses
 
 
-@each_compared(4, ci=("micro-batches", "written"))
+@each_compared(4, ci=("written", "frozen by turns", "mixed precision"))
 def test_shards_on_two_ranks_stay_until_the_parameters_change() -> Cases:
     shard = sharded(reshard_after_forward=2, then=_stays)
     in_bf16 = sharded(reshard_after_forward=2, then=_stays, policy={"param_dtype": torch.bfloat16})

@@ -125,7 +125,6 @@ def _in_ci(values: tuple[Any, ...]) -> Any:
     ("make", "options"),
     [
         (Wrapper, {"value": lambda full: full}),
-        (Wrapper, {"value": lambda full: full, "dim": -1, "shapes": MATRICES}),
         (Wrapper, {"trainable": False, "mp_policy": BF16, "dtype": torch.float64}),
         *_exact(BFloat16AllGatherTensor, lambda full, dtype: full.bfloat16().to(dtype)),
         *_exact(partial(BFloat16AllGatherTensor, pad=True), lambda full, dtype: full.bfloat16().to(dtype)),
@@ -136,6 +135,7 @@ def _in_ci(values: tuple[Any, ...]) -> Any:
         *_exact(lambda full: TwoTensor(full, full + 1), _pair),
         (extensions.AliasingHalved, {"value": lambda full: full.bfloat16()}),
         *map(_in_ci, [
+            (Wrapper, {"value": lambda full: full, "dim": -1, "shapes": MATRICES}),
             (partial(Float8AllGatherTensor, quantise_once=True), {"prepare": _share_a_scale}),
             (Int8AllGatherTensor, {"shapes": MATRICES, "value": lambda full: full, "tolerance": 0.02}),
             (partial(Int8AllGatherTensor, quantise_once=True), {"shapes": MATRICES}),

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import fsdp2
-from fsdp2.tools import save_weights, weights
+from fsdp2.tools import load_weights, save_weights, weights
 from fsdp2.tools.checkpoint_mapping import Concat, WeightRule
 from tests.harness.golden import texts_beside
 from tests.harness.messages import wrapped
@@ -377,14 +377,14 @@ def test_a_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_a_file_that_fails_late_leaves_the_model_loaded_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(_seeded(MLP), tmp_path)
-    original = weights._slice_of
+    original = load_weights._slice_of
 
     def failing(opened: Any, key: str, weight: Any) -> Tensor:
         if key == "exit.bias":
             raise OSError(5, "Input/output error")
         return original(opened, key, weight)
 
-    monkeypatch.setattr(weights, "_slice_of", failing)
+    monkeypatch.setattr(load_weights, "_slice_of", failing)
     assert _refusal(lambda: load(MLP(), tmp_path), tmp_path) == (
         "RuntimeError: load_safetensors: reading 'exit.bias' of FOLDER/model.safetensors failed with OSError: "
         "[Errno 5] Input/output error\n"

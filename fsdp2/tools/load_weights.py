@@ -1,0 +1,449 @@
+"""``load_safetensors``: files in Hugging Face's layout, into shards.
+
+Rule: files are checked on all ranks before the first shard is written.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp2.api.empty_buffers import empty_buffers
+from fsdp2.comm.together import axis_of, together
+from fsdp2.group.hooked_params import is_plain
+from fsdp2.tools.checkpoint_mapping import MappingLike, Shape, listed
+from fsdp2.tools.checkpoint_pieces import Piece, Resolved, Run, reads, resolved_to_load, whole_piece
+from fsdp2.tools.progress import progress
+from fsdp2.tools.weights import (
+    DTYPES,
+    INDEX,
+    ONE_FILE,
+    Rename,
+    Weight,
+    WeightInFiles,
+    extra,
+    renamed,
+    shapes_of,
+    weights_of,
+)
+
+_MAX_LISTED = 20
+
+
+class LoadedKeys(NamedTuple):
+    """What did not match, as :func:`load_safetensors` returns it: names of the model that no file has, and keys of the
+    files that the model does not have."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+class _Header(NamedTuple):
+    """What a file says of a tensor."""
+
+    file: Path
+    shape: Shape
+    code: str
+
+
+@torch.no_grad()
+def load_safetensors(
+    model: nn.Module,
+    path_or_index: str | os.PathLike[str],
+    *,
+    rename: Rename | None = None,
+    mapping: MappingLike | None = None,
+    strict: bool = True,
+    group: dist.ProcessGroup | None = None,
+) -> LoadedKeys:
+    """Load safetensors files into the parameters and persistent buffers of ``model``, sharded or not.
+
+    All ranks must call it. Each rank reads only the slices that it holds, from files that all ranks see. Floating-point
+    values are cast to the dtype of the model. All files are checked on all ranks before anything is written. A model on
+    the meta device needs ``to_empty`` first. A warning names non-persistent buffers, which no file has, that nobody has
+    filled since. Of tied weights, the files need one name. A tensor subclass takes values
+    as its ``copy_`` does: a quantised one quantises them. 4-bit weights of bitsandbytes take what it writes itself, or
+    the weights themselves, which it quantises shard by shard.
+
+    Args:
+        model: the model, or a part of it, whose names are those of its own state dict.
+        path_or_index: a ``.safetensors`` file, an index (``.json``), or a folder with ``model.safetensors`` or
+            ``model.safetensors.index.json``.
+        rename: maps a key of the files to a name of the model: a mapping, in which keys may be absent, or a function,
+            which returns None to leave a key out.
+        mapping: for tensors that the files have stacked, concatenated, split or transposed: a list of ``WeightRule`` of
+            ``fsdp2.tools.checkpoint_mapping``, or ``transformers_mapping(model)`` of
+            ``fsdp2.tools.transformers_mapping``. ``rename`` gets the keys that no rule is about.
+        strict: whether missing and unexpected keys are errors. A tensor of which files have only some parts always is.
+        group: the ranks that load together. Default: all ranks.
+
+    Returns:
+        The missing and the unexpected keys.
+
+    Raises:
+        ValueError: files are cut off or not there, keys are missing or unexpected, shapes or dtypes differ, a parameter
+            is on the meta device, elements of a buffer share memory. One error lists all problems, on all ranks. The
+            model is unchanged. Also: ``mapping`` does not fit the model.
+        FileNotFoundError: ``path_or_index`` does not exist, or the folder has no checkpoint.
+        TypeError: ``rename`` is of the wrong type, or gives something else than names.
+        ScheduleError: a forward or backward runs, or parameters are lent to ``fsdp2.unsharded``.
+        RuntimeError: a file could not be read after the checks. The model is loaded half.
+        ImportError: safetensors is not installed.
+    """
+    axis = axis_of(group)
+    with together(axis):
+        library = extra("safetensors", "load_safetensors")
+        weights = weights_of(model, "load_safetensors")
+        checked = _Checked(weights, rename, mapping)
+        for file, listed in _files(Path(path_or_index)).items():
+            checked.add(library, file, listed)
+        checked.finish(library)
+        problems = checked.problems(strict)
+        if problems:
+            name = type(model).__name__.removeprefix("FSDP")
+            raise ValueError(
+                f"load_safetensors: {path_or_index} does not fit this {name}. Nothing was loaded.\n"
+                + "\n".join(f"- {each}" for each in problems)
+            )
+        plan = checked.plan()
+    with together(axis):
+        shards = {id(shard): shard for pieces in plan.values() for _, shard in pieces}
+        total = sum(shard.weight.local.nbytes for shard in shards.values())
+        with progress("load", total, "B", is_first=axis.rank == 0) as advance:
+            for file, pieces in plan.items():
+                _load_file(library, file, pieces, advance)
+    with together(axis):
+        for shard in shards.values():
+            shard.finish()
+    _warn_of_empty_buffers(model)
+    return LoadedKeys(checked.missing, checked.unexpected)
+
+
+def _warn_of_empty_buffers(model: nn.Module) -> None:
+    names = [each.full_name for each in empty_buffers(model)]
+    if not names:
+        return
+    listed = ", ".join(f"'{name}'" for name in names[:_MAX_LISTED])
+    more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+    owner, _, name = names[0].rpartition(".")
+    buffer = f"model.get_submodule('{owner}').{name}" if owner else f"model.{name}"
+    warnings.warn(
+        f"load_safetensors: no checkpoint has non-persistent buffers, and nobody has filled {listed}{more} since they "
+        f"were on the meta device. Fill them before the first forward: {buffer} = value, with the value that the "
+        "constructor of the module computes.",
+        stacklevel=4,  # the caller of load_safetensors, behind torch.no_grad
+    )
+
+
+class _Shard:
+    """What this rank has of ``weight``, while it takes ``num_pieces``. A subclass takes its values at once: so they are
+    put together first."""
+
+    def __init__(self, weight: Weight, num_pieces: int) -> None:
+        self.weight = weight
+        self._along, self._num_left = weight.along(), num_pieces
+        self._values: torch.Tensor | None = None
+
+    def take(self, opened: Any, piece: Piece) -> int:
+        """Copy ``piece`` from the file. Returns the number of bytes that the shard has got."""
+        local, numel = self.weight.local, 0
+        for box, values in _values_of(opened, piece, self._along):
+            if values.shape == local.shape:
+                local.copy_(values)
+            elif is_plain(local):
+                local[box].copy_(values)
+            else:
+                if self._values is None:
+                    self._values = torch.empty(local.shape, dtype=values.dtype, device=values.device)
+                self._values[box].copy_(values)
+            numel += values.numel()
+        self._num_left -= 1
+        if self._num_left == 0 and self._values is not None:
+            local.copy_(self._values)
+            self._values = None
+        return numel * local.dtype.itemsize
+
+    def finish(self) -> None:
+        """All files were read. Collective."""
+
+
+class _PackedShard(_Shard):
+    """What this rank has of one of several tensors that files have of a parameter."""
+
+    weight: WeightInFiles
+    _dense: torch.Tensor | None = None  # what was quantised on the way: what the ranks then need of each other
+
+    def take(self, opened: Any, piece: Piece) -> int:
+        if self.weight.is_dense_in(opened, piece.key):
+            self._dense = self.weight.load_dense(opened, piece.key)
+        else:
+            self.weight.load(opened, piece.key)
+        return self.weight.local.nbytes
+
+    def finish(self) -> None:
+        if self._dense is not None:
+            self.weight.finish_dense(self._dense)
+
+
+def _load_file(
+    library: Any, file: Path, pieces: Sequence[tuple[Piece, _Shard]], advance: Callable[[int], object]
+) -> None:
+    key = ""
+    try:
+        with library.safe_open(file, framework="pt") as opened:
+            for piece, shard in pieces:
+                key = piece.key
+                advance(shard.take(opened, piece))
+    except Exception as error:
+        raise RuntimeError(
+            f"load_safetensors: reading '{key}' of {file} failed with {type(error).__name__}: {error}\n"
+            "The file was readable before. The model is loaded half: load again before you use it."
+        ) from error
+
+
+def _values_of(
+    opened: Any, piece: Piece, along: Sequence[Sequence[Run]]
+) -> Iterator[tuple[tuple[slice, ...], torch.Tensor]]:
+    """What a rank with the entries ``along`` has of ``piece``: where it goes, and the values, which nothing has read
+    yet."""
+    for read in reads(piece, along):
+        values = _slice_of(opened, piece.key, read.of_key).permute(piece.key_order)
+        yield read.local, values.reshape([part.stop - part.start for part in read.local])
+
+
+def _slice_of(opened: Any, key: str, part: tuple[slice, ...]) -> torch.Tensor:
+    """A part of ``key``. The file is mapped into memory, so only what is copied from there is read."""
+    return opened.get_slice(key)[part]
+
+
+def _files(path: Path) -> dict[Path, set[str] | None]:
+    """The files of a checkpoint, each with the keys that the index lists for it; None without an index.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint.
+        ValueError: ``path`` is neither kind of file, or the index cannot be read.
+    """
+    if path.is_dir():
+        # In this order, as transformers looks for them. save_safetensors counts on it.
+        found = next((path / name for name in (ONE_FILE, INDEX) if (path / name).exists()), None)
+        if found is None:
+            there = sorted(each.name for each in path.glob("*.safetensors*"))
+            raise FileNotFoundError(
+                f"load_safetensors: the folder {path} has neither {ONE_FILE} nor {INDEX}. "
+                f"Pass the path of a file or index. There are: {', '.join(there[:_MAX_LISTED]) or 'none'}."
+            )
+        path = found
+    if not path.exists():
+        raise FileNotFoundError(f"load_safetensors: {path} does not exist on this rank.")
+    if path.suffix == ".safetensors":
+        return {path: None}
+    if path.suffix != ".json":
+        raise ValueError(f"load_safetensors: {path}: expected a folder, a .safetensors file, or an index (.json).")
+    try:
+        file_of = json.loads(path.read_text())["weight_map"]
+        listed: dict[Path, set[str] | None] = {path.parent / name: set() for name in sorted(set(file_of.values()))}
+        for key, name in file_of.items():
+            listed[path.parent / name].add(key)  # type: ignore[union-attr]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"load_safetensors: the index {path} cannot be read: {type(error).__name__}: {error}. "
+            'Expected JSON with a "weight_map" from keys to names of files.'
+        ) from error
+    return listed
+
+
+class _Checked:
+    """Compares what files have with what the model needs, from headers alone.
+
+    Attributes:
+        missing: first names of weights that no file has.
+        unexpected: keys that are no names of the model.
+    """
+
+    def __init__(self, weights: Sequence[Weight], rename: Rename | None, mapping: MappingLike | None) -> None:
+        self.missing: list[str] = []
+        self.unexpected: list[str] = []
+        self._weights, self._rename = [each for weight in weights for each in weight.in_files()], rename
+        self._mapping = mapping
+        self._by_name = {name: weight for weight in self._weights for name in weight.names}
+        self._dense: set[int] = set()  # ids of parameters that the files have as one tensor
+        self._headers: dict[str, _Header] = {}
+        self._sources: dict[str, list[Piece]] = {}
+        self._absent: dict[str, str] = {}  # names with a rule, and a key of it, if no file has any
+        self._unreadable: list[str] = []
+        self._others: list[str] = []
+
+    def add(self, library: Any, file: Path, listed: set[str] | None) -> None:
+        """Read the header of ``file``."""
+        try:
+            with library.safe_open(file, framework="pt") as opened:
+                # In the order of the data, so that the disk reads forward; older versions only have keys().
+                keys = list(getattr(opened, "offset_keys", opened.keys)())
+                for key in [key for key in keys if listed is None or key in listed]:
+                    header = opened.get_slice(key)
+                    self._headers[key] = _Header(file, tuple(header.get_shape()), header.get_dtype())
+        except (OSError, library.SafetensorError) as error:
+            self._unreadable.append(f"{file} cannot be read: {type(error).__name__}: {error}")
+            return
+        for key in sorted((listed or set()) - set(keys)):
+            self._others.append(f"'{key}' is not in {file.name}, where the index says it is.")
+
+    def finish(self, library: Any) -> None:
+        """All files were added."""
+        self._match(library)
+        for weight in self._weights:
+            found = [name for name in weight.names if name in self._sources]
+            if not found and not self._unreadable and id(weight.tensor) not in self._dense:
+                self.missing.append(weight.names[0])
+            if weight.local.is_meta:
+                self._others.append(
+                    f"'{weight.names[0]}' of the model is on the meta device. Call model.to_empty(device=...) first."
+                )
+            if found and _shares_memory(weight.local):
+                self._others.append(
+                    f"'{weight.names[0]}' of the model has elements that share memory, as after expand(), so it cannot "
+                    "take their values. Make it contiguous() first."
+                )
+            if isinstance(weight.tensor, DTensor) and any(each.is_partial() for each in weight.tensor.placements):
+                self._others.append(f"'{weight.names[0]}' of the model is a sum that is still pending.")
+        if not self._others and not self._unreadable:
+            self._compare_tied(library)
+
+    def _match(self, library: Any) -> None:
+        """Find for each name of the model what it is in the files."""
+        claimed: set[str] = set()
+        if not self._unreadable or self._mapping is None:
+            files = {key: header.shape for key, header in self._headers.items()}
+            for rule in resolved_to_load(self._mapping, files, shapes_of(self._by_name), "load_safetensors"):
+                claimed.update(rule.keys)
+                self._add_rule(rule)
+        for key in self._headers:
+            if key not in claimed:
+                self._add_key(library, key)
+
+    def _add_rule(self, rule: Resolved) -> None:
+        absent = [key for key in rule.keys if key not in self._headers]
+        if len(absent) == len(rule.keys):
+            self._absent.update(dict.fromkeys(rule.names, absent[0]))
+            return
+        if absent:
+            self._others.append(
+                f"{listed(rule.names)} would be made of {len(rule.keys)} tensors, but no file has {listed(absent)}."
+            )
+        packed = [name for name in rule.names if isinstance(self._by_name[name], WeightInFiles)]
+        if packed:
+            self._others.append(f"{listed(packed)}: no rule can make 4-bit weights of other tensors.")
+            return
+        for piece in rule.pieces:
+            self._sources.setdefault(piece.name, []).append(piece)
+            if piece.key in self._headers:
+                self._check_header(piece.key, rule.keys[piece.key], self._by_name[piece.name])
+
+    def _add_key(self, library: Any, key: str) -> None:
+        name = renamed(key, self._rename)
+        if name is None:
+            return
+        weight = self._by_name.get(name)
+        if weight is None:
+            self.unexpected.append(key)
+            return
+        if name in self._sources or name in self._absent:
+            other = self._absent[name] if name in self._absent else self._sources[name][0].key
+            what = f"'{key}' and '{other}' are both"
+            self._others.append(f"{what} renamed to '{name}'." if self._mapping is None else f"{what} '{name}'.")
+            return
+        self._sources[name] = [whole_piece(name, key, weight.shape)]
+        if isinstance(weight, WeightInFiles):
+            self._check_packed(library, key, weight)
+        else:
+            self._check_header(key, weight.shape, weight)
+
+    def _check_packed(self, library: Any, key: str, weight: WeightInFiles) -> None:
+        file = self._headers[key].file
+        with library.safe_open(file, framework="pt") as opened:
+            if problem := weight.problem_of(opened, key, file):
+                self._others.append(problem)
+            elif weight.is_dense_in(opened, key):
+                self._dense.add(id(weight.tensor))
+
+    def _check_header(self, key: str, expected: Shape, weight: Weight) -> None:
+        (file, shape, code), wanted = self._headers[key], weight.tensor.dtype
+        dtype, problem = DTYPES.get(code), None
+        if shape != expected:
+            problem = f"'{key}' has shape {shape} in {file.name}, expected {expected}."
+        elif dtype is not wanted and not (dtype and dtype.is_floating_point and wanted.is_floating_point):
+            problem = f"'{key}' is {code} in {file.name}, which cannot be cast to {wanted}."
+        if problem is not None and problem not in self._others:
+            self._others.append(problem)
+
+    def _compare_tied(self, library: Any) -> None:
+        """Files may have a tied weight under several names. Then values are read here, since only one can be loaded."""
+        for weight in self._weights:
+            found = [self._sources[name] for name in weight.names if name in self._sources]
+            if isinstance(weight, WeightInFiles):
+                continue  # the first name counts
+            for pieces, others in itertools.pairwise(found):
+                values = [self._read(library, each, weight) for each in (pieces, others)]
+                if not torch.equal(*values):
+                    first, other = pieces[0].key, others[0].key
+                    self._others.append(f"'{first}' and '{other}' differ, but the model ties them.")
+
+    def _read(self, library: Any, pieces: Sequence[Piece], weight: Weight) -> torch.Tensor:
+        values, along = torch.empty(weight.local.shape, dtype=weight.tensor.dtype, device="cpu"), weight.along()
+        for piece in pieces:
+            with library.safe_open(self._headers[piece.key].file, framework="pt") as opened:
+                for box, found in _values_of(opened, piece, along):
+                    values[box].copy_(found)
+        return values
+
+    def problems(self, strict: bool) -> list[str]:
+        """One line each, with its remedy."""
+        found = _first_of(self._unreadable) + _first_of(self._others)
+        missing = [f"'{name}'" + self._why(name) for name in self.missing]
+        unexpected = [f"'{key}'" for key in self.unexpected]
+        for what, keys in (("Missing in the files", missing), ("Not in the model", unexpected)):
+            if keys and strict:
+                more = f" and {len(keys) - _MAX_LISTED} more" if len(keys) > _MAX_LISTED else ""
+                named = ", ".join(keys[:_MAX_LISTED])
+                found.append(f"{what}: {named}{more}. Pass rename=..., or strict=False to leave them out.")
+        return found
+
+    def _why(self, name: str) -> str:
+        key = next((self._absent[each] for each in self._by_name[name].names if each in self._absent), None)
+        return "" if key is None else f" (by the mapping from '{key}')"
+
+    def plan(self) -> dict[Path, list[tuple[Piece, _Shard]]]:
+        """By file, what to read in the order of the file: each weight once."""
+        by_key: dict[str, list[tuple[Piece, _Shard]]] = {}
+        for weight in self._weights:
+            name = next((each for each in weight.names if each in self._sources), None)
+            pieces = [] if name is None else self._sources[name]
+            shard = (_PackedShard if isinstance(weight, WeightInFiles) else _Shard)(weight, len(pieces))
+            for piece in pieces:
+                by_key.setdefault(piece.key, []).append((piece, shard))
+        plan: dict[Path, list[tuple[Piece, _Shard]]] = {}
+        for key, header in self._headers.items():
+            if key in by_key:
+                plan.setdefault(header.file, []).extend(by_key[key])
+        return plan
+
+
+def _shares_memory(tensor: torch.Tensor) -> bool:
+    """Whether elements of ``tensor`` lie at one address, so that ``copy_`` refuses to write them."""
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return tensor.numel() > 0 and any(size > 1 and stride == 0 for size, stride in sizes)
+
+
+def _first_of(lines: Sequence[str]) -> list[str]:
+    more = len(lines) - _MAX_LISTED
+    return [*lines[:_MAX_LISTED], *([f"... and {more} more like these."] if more > 0 else [])]
