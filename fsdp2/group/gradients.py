@@ -198,7 +198,6 @@ class GroupGradients:
             ``take_used`` would return without that reduction. Without it, these sums are dropped.
         on_landed: called when gradients have landed, on the stream that has landed them, with their parameters and
             whether no later backward of the step adds to them. It may take them from ``.grad``.
-        ends_step: whether reductions that start now are the last ones of the step.
     """
 
     def __init__(
@@ -213,7 +212,6 @@ class GroupGradients:
         self.options = GroupOptions()
         self.on_missing: Callable[[int, Landed], object] | None = None
         self.on_landed: Callable[[list[nn.Parameter], bool], object] | None = None
-        self.ends_step = False
         self._bound: dict[tuple[int, ...], BoundReduce] = {}  # by the indices of trainable parameters
         self._partial: Reduction | None = None  # summed over the shard axis only
         self._to_host: list[Reduction] = []  # averaged; copies to the host are in flight
@@ -287,9 +285,10 @@ class GroupGradients:
             if param.compute_dtypes.param is not param.compute_dtypes.reduce:  # else autograd itself adds up in it
                 param.keep_grad()
 
-    def reduce(self, *, jointly: bool) -> Reduction | None:
+    def reduce(self, *, jointly: bool, ends_step: bool) -> Reduction | None:
         """Start reducing the gradients that this and earlier backwards left; None if there are none. ``jointly``: other
-        ranks may have some, so this rank reduces zeros then."""
+        ranks may have some, so this rank reduces zeros then. ``ends_step``: no later backward of the step adds to
+        them."""
         trainable = self.trainable
         if not trainable:
             return None
@@ -311,18 +310,18 @@ class GroupGradients:
         stages: list[Stage] = [] if earlier is None else [partial(_add_earlier, earlier)]
         keeps_partial = self._mesh.replicate.group is not None and not self.options.requires_all_reduce
         stages += [self._keep_partial] if keeps_partial else self._landing_stages()
-        return Reduction(bound, launched, present, stages, ends_step=self.ends_step)
+        return Reduction(bound, launched, present, stages, ends_step=ends_step)
 
     @property
     def awaits_all_reduce(self) -> bool:
         """Whether there are partial gradients, and the user allows to sum them over the replicate axis."""
         return self._partial is not None and self.options.requires_all_reduce
 
-    def reduce_partial(self) -> Reduction:
-        """Start to sum partial gradients over the replicate axis, too."""
+    def reduce_partial(self, *, ends_step: bool) -> Reduction:
+        """Start to sum partial gradients over the replicate axis, too. ``ends_step`` as for ``reduce``."""
         earlier, self._partial = self._partial, None
         assert earlier is not None
-        return self._start_landing(earlier, ends_step=self.ends_step)
+        return self._start_landing(earlier, ends_step=ends_step)
 
     def finish_copies(self) -> None:
         """Make the CPU wait for gradients in flight to the host, and hand them over."""

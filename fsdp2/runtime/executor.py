@@ -7,10 +7,10 @@ event and tells observers, but it decides nothing.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -23,7 +23,8 @@ from fsdp2.schedule.schedule import Action, Actions, in_parts
 from fsdp2.schedule.states import GroupState
 from fsdp2.types import CommunicationError
 
-Programs = Mapping[tuple[Action, int], Callable[[], object]]
+# Decorates the schedule: the event, its unit if it has one, and the actions that follow; returns what is performed.
+Decorator = Callable[[str, Unit | None, Actions], Iterable[tuple[Action, int]]]
 _T = TypeVar("_T")
 
 _STORY_LENGTH = 12
@@ -60,22 +61,6 @@ def _run_all(runs: Sequence[Callable[[], object]]) -> None:
         run()
 
 
-class ActionFilter(Protocol):
-    """Decides for each action whether and when it is performed. The memory limit plugs in here.
-
-    Attributes:
-        programs: what to call for an action on a unit, instead of the executor's own program.
-    """
-
-    programs: Programs
-
-    def begin_forward(self) -> None:
-        """A forward pass begins: its unit's forward is not inside another unit's."""
-
-    def begin_backward(self, unit: int) -> None:
-        """The backward of ``unit`` begins; its actions follow."""
-
-
 class Executor:
     """The actions of one root.
 
@@ -84,7 +69,7 @@ class Executor:
         max_in_flight: how many reductions may be in flight, counting the one that starts. The user chooses between
             memory and overlap: each reduction holds the gradients that it reads.
         ends_step: whether the reductions that start now are the last ones of a step.
-        programs: what to call for an action on a unit, if no filter is set.
+        limit: decides which actions are performed, and when; none are left out or added without it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -92,8 +77,8 @@ class Executor:
         self.units: Sequence[Unit] = ()
         self.max_in_flight = 1
         self.ends_step = False
-        self.programs: Programs = {}
-        self.filter: ActionFilter | None = None
+        self.limit: Decorator | None = None
+        self._programs: dict[tuple[Action, int], Callable[[], object]] = {}  # what performs an action on a unit
         self._story: deque[tuple[str, str]] = deque(maxlen=_STORY_LENGTH)
         self._pending: list[tuple[ParamGroup, Reduction]] = []  # oldest first
         self._landing: tuple[ParamGroup, Reduction] | None = None  # finished; lands after the launch of the next one
@@ -104,8 +89,8 @@ class Executor:
 
     def take(self, units: Sequence[Unit]) -> None:
         """Work on ``units`` from now on."""
-        self.units, self.filter = units, None
-        self.programs = {(action, i): self._program(action, unit) for i, unit in enumerate(units) for action in Action}
+        self.units, self.limit = units, None
+        self._programs = {(action, i): self._program(action, unit) for i, unit in enumerate(units) for action in Action}
         groups = [group for unit in units for group in unit.groups]
         self._offloaded = [group for group in groups if group.home.is_staged]
         self._replicated = [group for group in groups if group.mesh.replicate.size > 1]
@@ -135,15 +120,15 @@ class Executor:
             self._story.append((event, unit.name))
             for watch in unit.watches:
                 watch.observer.on_event(event, unit.name)
-        programs, units = self.programs if self.filter is None else self.filter.programs, self.units
-        for action in actions:
+        programs, units = self._programs, self.units
+        for action in actions if self.limit is None else self.limit(event, unit, actions):
             if units[action[1]].watches:
                 for part in in_parts((action,)):
-                    self._do_observed(part, programs)
+                    self._do_observed(part)
             else:
                 programs[action]()
 
-    def _do_observed(self, action: tuple[Action, int], programs: Programs) -> None:
+    def _do_observed(self, action: tuple[Action, int]) -> None:
         kind, index = action
         unit = self.units[index]
         before = [group.state for group in unit.groups]
@@ -151,7 +136,7 @@ class Executor:
         self._has_reduced = False
         for watch in unit.watches:
             watch.observer.on_start(kind.value, unit.name)
-        programs[action]()
+        self._programs[action]()
         for watch in unit.watches:
             watch.observer.on_stop(kind.value, unit.name)
         changed = [group for group, state in zip(unit.groups, before, strict=True) if group.state is not state]
@@ -182,8 +167,7 @@ class Executor:
         if group.state is not GroupState.SHARDED or group.keeps_post_forward:
             group.note_writes()  # before the reduction lands: then hooks on the shards may run an optimizer
         self._make_room(group)
-        group.gradients.ends_step = self.ends_step
-        launch = partial(group.reduce, jointly=jointly)
+        launch = partial(group.reduce, jointly=jointly, ends_step=self.ends_step)
         if _torch.is_profiling():
             launch = partial(_torch.in_range, "post_backward_reduce", unit.name, launch)
         reduction = _run("reduce_launch", group, launch)
@@ -194,21 +178,26 @@ class Executor:
         for group in reversed(self._replicated):
             if group.gradients.awaits_all_reduce:
                 self._make_room(group)
-                group.gradients.ends_step = self.ends_step
-                self._add(group, _run("reduce_launch", group, group.reduce_partial))
+                launch = partial(group.reduce_partial, ends_step=self.ends_step)
+                self._add(group, _run("reduce_launch", group, launch))
 
-    def land(self, *, reduces_partial: bool = True) -> None:
-        """Land everything in flight, and what is summed over the shard axis only, unless a later backward will add to
-        it. If a collective has failed, or a user's hook raises, land no more."""
+    def land(self) -> None:
+        """Land everything in flight, and what is summed over the shard axis only. If that fails, land no more."""
+        self._or_drop(self.reduce_partial)
+        self.land_in_flight()
+
+    def land_in_flight(self) -> None:
+        """Land what is in flight. If a collective has failed, or a user's hook raises, land no more."""
+        self._or_drop(partial(self.land_down_to, 0))
+        self.wait_for_landed()
+
+    def _or_drop(self, act: Callable[[], object]) -> None:
         try:
-            if reduces_partial:
-                self.reduce_partial()
-            self.land_down_to(0)
+            act()
         except Exception:
             with suppress(CommunicationError):  # the first error is the cause
                 self.drop()
             raise
-        self.wait_for_landed()
 
     def land_down_to(self, count: int) -> None:
         """Land the oldest reductions until no more than ``count`` are in flight."""

@@ -23,7 +23,7 @@ from fsdp2.group.group import ParamGroup
 from fsdp2.group.param import Slot
 from fsdp2.group.plain_params import leave_alone
 from fsdp2.plan.dtypes import GRADIENTS_FOLLOW_SHARDS
-from fsdp2.runtime.executor import ActionFilter, Executor
+from fsdp2.runtime.executor import Decorator, Executor
 from fsdp2.runtime.split_backward import SplitBackwards
 from fsdp2.runtime.ties import movable_ties
 from fsdp2.runtime.unit import ModuleTrees, Unit, note_tree_change, parents_of, unit_of, units_under
@@ -39,13 +39,14 @@ _T = TypeVar("_T")
 class _Registered:
     """What higher layers plug in."""
 
-    limits_memory: Callable[[int, Root], ActionFilter] | None = None
+    limits_memory: Callable[[int, Root], Decorator] = lambda limit, root: lambda event, unit, actions: actions
     checks: Callable[[Root], RankChecks] = lambda root: RankChecks()
     where_ranks_differ: Callable[[Root, RankChecks], tuple[Schedule, RankChecks]] | None = None
 
 
-def register_memory_limit(make: Callable[[int, Root], ActionFilter]) -> None:
-    """Use ``make``, of a limit in bytes and a root, for the action filter of every root with a ``memory_limit``."""
+def register_memory_limit(make: Callable[[int, Root], Decorator]) -> None:
+    """Use ``make``, of a limit in bytes and a root, to decorate the actions of every root with a ``memory_limit``, from
+    the start of a forward up to the next one."""
     _Registered.limits_memory = make
 
 
@@ -106,7 +107,6 @@ class Root:
         self.num_resets = 0
         self.parents: Sequence[int | None] = ()  # of each unit, the innermost unit around it
         self._split: SplitBackwards | None = None  # while a step has several backwards
-        self._memory_limit: int | None = None
         self._may_differ = False  # ranks may use other units, or other parameters of a unit
         self._seen_version = 0
         note_tree_change()  # for roots around this one, which have not seen its units yet
@@ -157,7 +157,6 @@ class Root:
             self.schedule, self.checks = make(self, self._usual_checks)
         self.schedule.take_over(earlier)
         self.executor.take(self.units)
-        self._memory_limit = None
 
     def update_rules(self, unit: Unit) -> None:
         """``unit`` was configured."""
@@ -319,12 +318,8 @@ class Root:
         """A forward pass begins."""
         self.order_gathers()
         self.post_optim_event = None
-        if self._memory_limit != self.unit.config.memory_limit:
-            self._memory_limit = limit = self.unit.config.memory_limit
-            make = _Registered.limits_memory
-            self.executor.filter = None if limit is None or make is None else make(limit, self)
-        if self.executor.filter is not None:
-            self.executor.filter.begin_forward()
+        limit = self.unit.config.memory_limit
+        self.executor.limit = None if limit is None else _Registered.limits_memory(limit, self)
 
     # Backward
 
@@ -343,8 +338,6 @@ class Root:
 
     def enter_backward(self, event: str, unit: Unit, actions: Actions) -> None:
         """``event`` begins the backward of ``unit``, in a backward that has begun: perform ``actions``."""
-        if self.executor.filter is not None:
-            self.executor.filter.begin_backward(unit.index)
         self.executor.do(actions, event, unit)
         if GRADIENTS_FOLLOW_SHARDS:
             for group in unit.groups:
@@ -506,7 +499,7 @@ class Root:
             if self.is_reducing:
                 self.land()
             else:
-                self.executor.land(reduces_partial=False)
+                self.executor.land_in_flight()
                 self.executor.finish_copies()
         finally:
             self._come_to_rest()

@@ -7,38 +7,32 @@ decisions follow from plans and the order of events, never from an allocator, so
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Iterator
 
 import torch
 
-from fsdp2.runtime.executor import Programs
 from fsdp2.runtime.root import Root
-from fsdp2.schedule.schedule import Action, AfterForward, in_parts
+from fsdp2.runtime.unit import Unit
+from fsdp2.schedule.schedule import Action, Actions, AfterForward, in_parts
 from fsdp2.schedule.states import GroupState
 from fsdp2.tools.memory_plan import Ledger, UnitBytes, unit_bytes
 from fsdp2.types import MemoryLimitError
 
 
-class MemoryLimit:
-    """Filters the actions of ``root`` so that at most ``limit`` bytes are held.
+_BEGINS_BACKWARD = ("pre_backward", "join_backward")
 
-    Attributes:
-        programs: for each action on a unit, the function that performs the action under the limit.
+
+class MemoryLimit:
+    """Decorates the actions of ``root`` in one forward and what follows it, so that at most ``limit`` bytes are held.
+
+    Raises:
+        MemoryLimitError: a unit will not fit.
     """
 
     def __init__(self, limit: int, root: Root) -> None:
         self.limit, self._units, self._executor, self._schedule = limit, root.units, root.executor, root.schedule
-        self._ledger = Ledger([UnitBytes()] * len(root.units), limit)
-        self.programs: Programs = {each: partial(self._perform, *each) for each in root.executor.programs}
-
-    def begin_forward(self) -> None:
-        """A pass begins: set the ledger to the current states, which the user or an exception may have changed.
-
-        Raises:
-            MemoryLimitError: a unit will not fit.
-        """
-        ledger = self._ledger = Ledger([unit_bytes(unit) for unit in self._units], self.limit)
-        for index, unit in enumerate(self._units):
+        ledger = self._ledger = Ledger([unit_bytes(unit) for unit in self._units], limit)
+        for index, unit in enumerate(self._units):  # the user or an exception may have changed states
             self._check(index)
             states = {group.state for group in unit.groups}
             if GroupState.UNSHARDING in states:
@@ -48,40 +42,41 @@ class MemoryLimit:
             else:
                 ledger.reshard(index, post_forward=GroupState.SHARDED_POST_FORWARD in states)
 
-    def begin_backward(self, unit: int) -> None:
-        """The backward of ``unit`` begins: from here on, count the memory of its gradients.
+    def __call__(self, event: str, unit: Unit | None, actions: Actions) -> Iterator[tuple[Action, int]]:
+        """What is performed in place of ``actions``, which follow from ``event`` of ``unit``. Each action was performed
+        when the next one is asked for.
 
         Raises:
-            MemoryLimitError: the unit does not fit.
+            MemoryLimitError: a unit does not fit.
         """
-        rules = self._units[unit].config
-        self._measure(unit)
-        ways = {"gathers": rules.unshard_in_backward, "reshards": rules.reshard_after_backward}
-        self._make_room(unit, self._ledger.to_run_backward(unit, **ways))
-        self._ledger.run_backward(unit, **ways)
+        if unit is not None and event in _BEGINS_BACKWARD:  # from here on, the memory of its gradients counts
+            index, config = unit.index, unit.config
+            self._measure(index)
+            ways = {"gathers": config.unshard_in_backward, "reshards": config.reshard_after_backward}
+            yield from self._room(index, self._ledger.to_run_backward(index, **ways))
+            self._ledger.run_backward(index, **ways)
+        for action, index in in_parts(actions):
+            yield from self._limited(action, index)
 
-    def _perform(self, action: Action, index: int) -> None:
-        if action is Action.USE:
-            for part in in_parts(((action, index),)):
-                self._perform(*part)
-            return
+    def _limited(self, action: Action, index: int) -> Iterator[tuple[Action, int]]:
         states = {group.state for group in self._units[index].groups}
         if action is Action.UNSHARD and states & {GroupState.SHARDED, GroupState.SHARDED_POST_FORWARD}:
             self._measure(index)
-            self._make_room(index, self._ledger.to_unshard(index))
+            yield from self._room(index, self._ledger.to_unshard(index))
         elif action is Action.PREFETCH:
             self._measure(index)
             nbytes = self._ledger.to_unshard(index)
             if not self._ledger.fits(nbytes):
                 self._executor.tell("withhold", self._units[index], nbytes)
                 return
-        self._executor.programs[action, index]()
+        yield action, index
         if action is Action.UNSHARD:
             self._measure(index)
         if action is not Action.REDUCE or not self._schedule.expects(index):  # else there is nothing to reduce yet
             self._ledger.count(action, index, self._executor.max_in_flight)
 
-    def _make_room(self, index: int, nbytes: int) -> None:
+    def _room(self, index: int, nbytes: int) -> Iterator[tuple[Action, int]]:
+        """Make room for ``nbytes`` more of the unit at ``index``."""
         ledger = self._ledger
         if ledger.fits(nbytes):
             return
@@ -93,7 +88,7 @@ class MemoryLimit:
             ledger.land(room.landings)
             self._executor.land_down_to(ledger.num_reductions)
         for other in room.dropped:
-            self._perform(Action.RESHARD, other)
+            yield from self._limited(Action.RESHARD, other)
 
     def _check(self, index: int) -> None:
         """Refuse a unit that does not fit next to its root, in this forward or in a backward that may follow."""

@@ -34,7 +34,7 @@ def _unit(reduce: Callable[[], object]) -> Any:
     """A unit whose group has partial gradients."""
     gradients = SimpleNamespace(awaits_all_reduce=True)
 
-    def reduce_partial() -> object:
+    def reduce_partial(*, ends_step: bool) -> object:
         gradients.awaits_all_reduce = False
         return reduce()
 
