@@ -18,7 +18,6 @@ from fsdp2.schedule.states import GroupState
 from fsdp2.tools.memory_plan import Ledger, UnitBytes, unit_bytes
 from fsdp2.types import MemoryLimitError
 
-
 _BEGINS_BACKWARD = ("pre_backward", "join_backward")
 
 

@@ -290,8 +290,8 @@ _LISTED: dict[tuple[str, ...], dict[int, tuple[str, str, str]]] = {
         91: ("FlatOptimizer.__setstate__", "self._layout = None", "pass"),
     },
     ("distributed/test_memory_limit.py", "unit/test_budget.py"): {
-        92: ("MemoryLimit._perform", "not self._ledger.fits(nbytes)", "False"),
-        93: ("MemoryLimit._make_room", "self._executor.land_down_to(ledger.num_reductions)", "pass"),
+        92: ("MemoryLimit._limited", "not self._ledger.fits(nbytes)", "False"),
+        93: ("MemoryLimit._room", "self._executor.land_down_to(ledger.num_reductions)", "pass"),
         124: ("simulate", "uses[unit] == 0", "True"),
     },
     ("unit/test_weights.py", "distributed/test_weights.py"): {
@@ -371,7 +371,7 @@ _LISTED: dict[tuple[str, ...], dict[int, tuple[str, str, str]]] = {
         135: ("_check_reduced", "param.unsharded_grad is not None", "False"),
     },
     ("unit/test_executor.py", "accelerator/test_left_out_waits.py"): {
-        71: ("Executor.land", "self.drop()", "pass"),
+        71: ("Executor._or_drop", "self.drop()", "pass"),
         137: ("Executor.wait_for_landed", "self.streams.compute_after_reduce()", "pass"),
     },
     ("unit/test_whole_matrices.py", "distributed/test_whole_matrices.py", "parity/test_muon.py"): {
