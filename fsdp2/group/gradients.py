@@ -329,7 +329,8 @@ class GroupGradients:
         for reduction in reductions:
             for copies in reduction.copies:
                 copies.wait()
-            self._hand_over(reduction, reduction.bound.reduce.shards(reduction.sums))
+            if reduction.sums:  # else they were handed over at once
+                self._hand_over(reduction, reduction.bound.reduce.shards(reduction.sums))
 
     def drop_copies(self) -> None:
         """Forget gradients in flight to the host."""
@@ -452,7 +453,8 @@ class GroupGradients:
 
     def _land(self, reduction: Reduction) -> Sequence[Waitable]:
         """Average, and hand over to the sharded parameters. If those live on the host, start copies instead;
-        ``finish_copies`` waits for the copies and hands them over."""
+        ``finish_copies`` waits for the copies and hands them over. Who steps in backward gets them at once, if nobody
+        else reads them before: it waits for this stream."""
         reduce = reduction.bound.reduce
         if not self._home.is_staged:
             self._hand_over(reduction, reduce.landed(reduction.sums))
@@ -461,7 +463,15 @@ class GroupGradients:
         reduction.copies = [HostCopies(each, self._home, reduce.streams) for each in buffers]
         reduction.sums = [copies.tensors for copies in reduction.copies]  # so the memory on the device is freed
         self._to_host.append(reduction)
+        if self.on_landed is not None and not self._are_read_in_backward(reduction):
+            self._hand_over(reduction, reduce.shards(reduction.sums))
         return ()
+
+    def _are_read_in_backward(self, reduction: Reduction) -> bool:
+        """Whether handing over reads the values: adds them to others, or calls somebody with them."""
+        is_added = any(param.sharded.grad is not None for param in reduction.bound.params)
+        is_called = self.are_hooked or (self.on_missing is not None and False in reduction.present)
+        return is_added or is_called or reduction.bound.is_wrapped or not reduction.ends_step
 
     def _hand_over(self, reduction: Reduction, shards: Sequence[torch.Tensor]) -> None:
         """Hand over the gradients that this rank had."""

@@ -99,10 +99,9 @@ class UnshardedParams:
 
     # What there is
 
-    @property
-    def is_local(self) -> bool:
-        """Whether the unsharded parameters are the shards, also before the first gather."""
-        return self._moves_nothing(self.plan())
+    def is_local(self, *, is_staged: bool) -> bool:
+        """Whether the unsharded parameters are the shards, also before the first gather, if these ``is_staged``."""
+        return self._moves_nothing(self.plan(), is_staged=is_staged)
 
     @property
     def made_by_hooks_nbytes(self) -> int:
@@ -159,15 +158,15 @@ class UnshardedParams:
 
     def _bound(self, plan: GatherPlan) -> Gather | LocalGather:
         flats, mesh, streams = self._shards.flats, self._mesh, self.streams
-        if self._moves_nothing(plan):
+        if self._moves_nothing(plan, is_staged=self._home.is_staged):
             self._memory_for(plan, flats)
             return LocalGather(plan, flats)
         memory = self._memory_for(plan, {})
         stage = FlatStage(flats, mesh.device, streams) if self._home.is_staged else None
         return Gather(plan, flats, memory, mesh.shard.rank, self.carrier, streams, self.hooked, stage=stage)
 
-    def _moves_nothing(self, plan: GatherPlan) -> bool:
-        if self._mesh.shard.size > 1 or self._home.is_staged or len(self._shards.plain) < len(self._params):
+    def _moves_nothing(self, plan: GatherPlan, *, is_staged: bool) -> bool:
+        if self._mesh.shard.size > 1 or is_staged or len(self._shards.plain) < len(self._params):
             return False
         return not any(step.is_copied_in for step in plan.steps)
 

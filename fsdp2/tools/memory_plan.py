@@ -71,21 +71,29 @@ def memory_plan(module: nn.Module) -> MemoryPlan:
         ValueError: ``module`` is not sharded.
     """
     root = form_root(sharded_unit(module, "fsdp2.memory_plan"))
-    units = tuple(UnitMemory(unit.name, _shards_nbytes(unit), unit_bytes(unit)) for unit in root.units)
-    return MemoryPlan(units, _peak(root, overlaps=True), _peak(root, overlaps=False))
+    sizes = [unit_bytes(unit) for unit in root.units]
+    pairs = zip(root.units, sizes, strict=True)
+    units = tuple(UnitMemory(unit.name, _shards_nbytes(unit), nbytes) for unit, nbytes in pairs)
+    return MemoryPlan(units, _peak(root, sizes, overlaps=True), _peak(root, sizes, overlaps=False))
 
 
 def _shards_nbytes(unit: Unit) -> int:
     return sum(_torch.local_of(param.sharded).nbytes for group in unit.groups for param in group.params)
 
 
-def _peak(root: Root, *, overlaps: bool) -> int:
+def peak_if_staged(root: Root, staged: Sequence[bool]) -> int:
+    """``MemoryPlan.peak`` if the shards of exactly those units that are ``staged`` lived on the host."""
+    pairs = zip(root.units, staged, strict=True)
+    return _peak(root, [unit_bytes(unit, is_staged=is_staged) for unit, is_staged in pairs], overlaps=True)
+
+
+def _peak(root: Root, sizes: Sequence[UnitBytes], *, overlaps: bool) -> int:
     """The most that a step holds. Not ``overlaps``: nothing is prefetched, and reductions land at once."""
     units = root.units
     rules = root.schedule.rules
     if not overlaps:
         rules = [replace(rule, forward_prefetch=(), backward_prefetch=()) for rule in rules]
-    schedule, sizes = Schedule(rules), [unit_bytes(unit) for unit in units]
+    schedule = Schedule(rules)
     order, parents = root.schedule.tape.expected or range(len(units)), parents_of(units)
     simulate(schedule, order, parents, Ledger(sizes), overlaps=overlaps)  # records the order
     ledger = Ledger(sizes)
@@ -137,27 +145,28 @@ class UnitBytes:
         return max(self.gather, self.unsharded + self.backward(reshards=True))
 
 
-def group_bytes(group: ParamGroup) -> UnitBytes:
+def group_bytes(group: ParamGroup, *, is_staged: bool | None = None) -> UnitBytes:
     """What ``group`` takes besides its shards, in bytes, the same on all ranks. Payloads of hooks count after the first
-    gather."""
+    gather. ``is_staged``: whether to count as if shards were on the host; None as they are."""
     trainable = [i for i, requires_grad in enumerate(group.requires_grad()) if requires_grad]
     plans, comm = group.gradients.plans(trainable)
-    return _gather_bytes(group) + reduce_bytes(plans, comm)
+    is_staged = group.home.is_staged if is_staged is None else is_staged
+    return _gather_bytes(group, is_staged=is_staged) + reduce_bytes(plans, comm)
 
 
-def unit_bytes(unit: Unit) -> UnitBytes:
-    """What all groups of ``unit`` take together."""
-    return sum(map(group_bytes, unit.groups), UnitBytes())
+def unit_bytes(unit: Unit, *, is_staged: bool | None = None) -> UnitBytes:
+    """What all groups of ``unit`` take together; ``is_staged`` as for ``group_bytes``."""
+    return sum((group_bytes(group, is_staged=is_staged) for group in unit.groups), UnitBytes())
 
 
-def _gather_bytes(group: ParamGroup) -> UnitBytes:
+def _gather_bytes(group: ParamGroup, *, is_staged: bool) -> UnitBytes:
     unsharded = group.unsharded
-    if unsharded.is_local:
+    if unsharded.is_local(is_staged=is_staged):
         return UnitBytes()
     plan, smaller = unsharded.plan(), unsharded.post_forward_mesh
     passing = sum(step.padded_nbytes for step in plan.steps if step.lifetime is Lifetime.ARRIVAL)
     travelling = sum(step.padded_nbytes for step in plan.steps)
-    staged = sum(flat.nbytes for flat in group.shards.flats.values()) if group.home.is_staged else 0
+    staged = sum(flat.nbytes for flat in group.shards.flats.values()) if is_staged else 0
     nbytes = plan.unsharded_nbytes + unsharded.made_by_hooks_nbytes
     rests = 0 if smaller is None else sum(_nbytes_after_cut(step, smaller.shard.size) for step in plan.steps)
     stays = rests if group.keeps_post_forward else 0

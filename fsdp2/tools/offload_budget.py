@@ -1,84 +1,274 @@
-"""Whose optimizer states live on the host, so that the rest fits on the device: ``offload_by_budget``.
+"""What of each unit lives on the host, so that the rest fits on the device: ``offload_by_budget``.
 
 Sizes come from plans, and are those of the rank with the longest shards. So all ranks choose alike, and nothing is
-communicated.
+communicated. Rule: optimizer states leave before parameters, since no forward or backward waits for those.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 
 from torch import nn
 
 from fsdp2.api.module import sharded_unit
-from fsdp2.runtime.root import form_root
-from fsdp2.tools.memory_plan import memory_plan
-from fsdp2.types import MemoryLimitError
+from fsdp2.comm.offload import Home, home_for
+from fsdp2.group.group import ParamGroup
+from fsdp2.runtime.root import Root, form_root
+from fsdp2.runtime.unit import Unit
+from fsdp2.schedule.schedule import AfterForward
+from fsdp2.tools.host_adamw.memory import host_nbytes_of
+from fsdp2.tools.memory_plan import peak_if_staged
+from fsdp2.tools.offload_moves import move_shards
+from fsdp2.types import CPUOffloadPolicy, MemoryLimitError
+
+_CALLER = "offload_by_budget"
+
+
+class Offloaded(Enum):
+    """What of a unit lives on the host."""
+
+    NOTHING = "nothing"
+    STATES = "states"
+    PARAMETERS = "parameters"  # with their gradients and states, as CPUOffloadPolicy has it
+
+
+@dataclass(frozen=True)
+class UnitOffload:
+    """What of one unit lives where, in bytes of a rank.
+
+    Attributes:
+        name: of the unit.
+        offloaded: what lives on the host.
+        device: shards, their gradients, and states, as far as they live on the device.
+        host: the same on the host, with memory for what travels.
+        link: what a step copies between the two, both directions together.
+    """
+
+    name: str
+    offloaded: Offloaded
+    device: int
+    host: int
+    link: int
 
 
 @dataclass(frozen=True)
 class OffloadChoice:
-    """Where AdamW's states live.
+    """What ``offload_by_budget`` has chosen, in bytes of a rank; ``str()`` shows a table.
 
     Attributes:
-        on_host, on_device: names of units, in the order of the model's modules.
-        nbytes: on the device: shards, their gradients, the states that stay, and the temporary memory of a step.
+        units: in the order of the model's modules, the root first.
+        temporary: what a step takes on the device besides shards and their gradients, without activations.
         host_params: trainable parameters for ``HostAdamW``.
         device_params: those for an AdamW on the device.
     """
 
-    on_host: tuple[str, ...]
-    on_device: tuple[str, ...]
-    nbytes: int
+    units: tuple[UnitOffload, ...]
+    temporary: int
     host_params: tuple[nn.Parameter, ...] = field(repr=False)
     device_params: tuple[nn.Parameter, ...] = field(repr=False)
 
+    @property
+    def nbytes(self) -> int:
+        """On the device, without activations."""
+        return self.temporary + sum(unit.device for unit in self.units)
 
-def offload_by_budget(module: nn.Module, device_nbytes: int) -> OffloadChoice:
-    """Choose the units whose AdamW states live on the host, as few as let a step fit into ``device_nbytes`` without
-    activations. Units that run last come first: their gradients land first, so that backward hides their steps.
+    @property
+    def host_nbytes(self) -> int:
+        """On the host."""
+        return sum(unit.host for unit in self.units)
 
-    ``module`` is the root of a sharded model. States take twice the bytes of trainable shards. Units with
-    ``CPUOffloadPolicy`` take no memory between passes; their parameters are in ``host_params``.
+    @property
+    def link_nbytes(self) -> int:
+        """Copied between host and device in a step."""
+        return sum(unit.link for unit in self.units)
+
+    @property
+    def on_device(self) -> tuple[str, ...]:
+        """The names of the units that live on the device."""
+        return tuple(unit.name for unit in self.units if unit.offloaded is Offloaded.NOTHING)
+
+    @property
+    def on_host(self) -> tuple[str, ...]:
+        """The names of the units whose states live on the host, with or without parameters."""
+        return tuple(unit.name for unit in self.units if unit.offloaded is not Offloaded.NOTHING)
+
+    @property
+    def params_on_host(self) -> tuple[str, ...]:
+        """The names of the units whose parameters live on the host, too."""
+        return tuple(unit.name for unit in self.units if unit.offloaded is Offloaded.PARAMETERS)
+
+    def __str__(self) -> str:
+        rows: list[tuple[str, ...]] = [("unit", "on the host", "device", "host", "link")]
+        for unit in self.units:
+            rows.append((unit.name, unit.offloaded.value, *map(str, (unit.device, unit.host, unit.link))))
+        rows.append(("(temporary)", "", str(self.temporary), "0", "0"))
+        rows.append(("bytes of a rank", "", *map(str, (self.nbytes, self.host_nbytes, self.link_nbytes))))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join(
+            "  ".join([*map(str.ljust, row[:2], widths), *map(str.rjust, row[2:], widths[2:])]) for row in rows
+        )
+
+
+def offload_by_budget(
+    module: nn.Module,
+    device_nbytes: int,
+    host_nbytes: int | None = None,
+    *,
+    offload_policy: CPUOffloadPolicy = CPUOffloadPolicy(),  # noqa: B008 (frozen)
+) -> OffloadChoice:
+    """Choose what of each unit lives on the host, as little as lets a step fit into ``device_nbytes`` without
+    activations, and move shards there. Call it after ``fully_shard`` and loading, and before you build optimizers.
+
+    First go AdamW's states, which no forward or backward waits for: from the units that run last, as their gradients
+    land first, so that backward hides their steps. If that does not suffice, parameters go too, with their gradients:
+    from the units that add the fewest copied bytes per byte that they free, the last ones first; states of other units
+    stay where there is room then. Shards that are on the host already, by ``CPUOffloadPolicy``, move to the device if
+    they fit there. Parameters stay the same objects.
+
+    Args:
+        module: the root of a sharded model.
+        device_nbytes: what shards, gradients, states and temporary memory may take on the device of each rank.
+        host_nbytes: what the rank may take of the host's memory; None does not limit it. Ranks of a node share that.
+        offload_policy: of units whose parameters move to the host; it says whether they are pinned.
+
+    Returns:
+        What was chosen. States take twice the bytes of trainable shards.
 
     Raises:
-        TypeError: ``device_nbytes`` is not an int.
-        ValueError: ``module`` is not sharded.
-        MemoryLimitError: shards, gradients and temporary memory alone take more.
+        TypeError: an argument is of the wrong type.
+        ValueError: ``module`` is not sharded; or shards have to move and cannot, because the model was trained before,
+            an optimizer steps it, or a parameter has a gradient or hooks.
+        MemoryLimitError: not even with all parameters on the host does a step fit; or ``host_nbytes`` is too little.
+        ScheduleError: shards have to move, and a pass runs, or a unit is unsharded.
+        RuntimeError: shards have to move, and are on the meta device.
+
+        Whatever it raises, the model is as it was.
     """
-    if isinstance(device_nbytes, bool) or not isinstance(device_nbytes, int):
-        raise TypeError(f"offload_by_budget: device_nbytes is a {type(device_nbytes).__name__}, expected an int.")
-    units = form_root(sharded_unit(module, "fsdp2.offload_by_budget")).units
-    names = [unit.name or "(root)" for unit in units]
-    fixed, states = memory_plan(module).peak, [0] * len(units)
-    is_away = [all(group.home.is_staged for group in unit.groups) for unit in units]
-    for index, unit in enumerate(units):
-        for param in [param for group in unit.groups if not group.home.is_staged for param in group.params]:
-            nbytes = param.layout.chunk_numel * param.sharded.dtype.itemsize
-            fixed += nbytes * (2 if param.sharded.requires_grad else 1)
-            states[index] += 2 * nbytes if param.sharded.requires_grad else 0
-    moved = units_on_host(states, device_nbytes - fixed)
-    if moved is None:
-        raise MemoryLimitError(
-            f"offload_by_budget: with all states on the host, a step takes {fixed} bytes on the device without "
-            f"activations, but device_nbytes is {device_nbytes}. Shard some units with CPUOffloadPolicy, or split "
-            "large units."
+    for name, value in (("device_nbytes", device_nbytes), ("host_nbytes", host_nbytes)):
+        is_left_out = value is None and name == "host_nbytes"
+        if not is_left_out and (isinstance(value, bool) or not isinstance(value, int)):
+            raise TypeError(f"{_CALLER}: {name} is a {type(value).__name__}, expected an int.")
+    if not isinstance(offload_policy, CPUOffloadPolicy):
+        raise TypeError(
+            f"{_CALLER}: offload_policy is a {type(offload_policy).__name__}, expected an fsdp2.CPUOffloadPolicy."
         )
-    on_host = [index in moved or is_away[index] for index in range(len(units))]
-    params = [[p.sharded for g in unit.groups for p in g.params if p.sharded.requires_grad] for unit in units]
-    return OffloadChoice(
-        on_host=tuple(name for name, is_host in zip(names, on_host, strict=True) if is_host),
-        on_device=tuple(name for name, is_host in zip(names, on_host, strict=True) if not is_host),
-        nbytes=fixed + sum(nbytes for index, nbytes in enumerate(states) if index not in moved),
-        host_params=tuple(p for mine, is_host in zip(params, on_host, strict=True) if is_host for p in mine),
-        device_params=tuple(p for mine, is_host in zip(params, on_host, strict=True) if not is_host for p in mine),
+    root = form_root(sharded_unit(module, f"fsdp2.{_CALLER}"))
+    found = _chosen(root, device_nbytes, host_nbytes)
+    _move(module, root.units, found, offload_policy)
+    return found
+
+
+# Sizes
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Bytes of a unit: ``shards``, and the ``trained`` ones among them, which are also those of their gradients.
+    ``gathers``: how often a step gathers the shards. ``host``: by what is offloaded."""
+
+    shards: int
+    trained: int
+    gathers: int
+    host: dict[Offloaded, int]
+
+    def device(self, offloaded: Offloaded) -> int:
+        states = 2 * self.trained if offloaded is Offloaded.NOTHING else 0
+        return 0 if offloaded is Offloaded.PARAMETERS else self.shards + self.trained + states
+
+    def link(self, offloaded: Offloaded) -> int:
+        if offloaded is Offloaded.PARAMETERS:
+            return self.gathers * self.shards + self.trained  # the gradients; the host itself writes the shards
+        return 2 * self.trained if offloaded is Offloaded.STATES else 0  # gradients, and shards that come back
+
+    @property
+    def cost(self) -> float:
+        """Bytes that a step copies more per byte that is freed, if parameters leave after states."""
+        added = self.link(Offloaded.PARAMETERS) - self.link(Offloaded.STATES)
+        return added / self.device(Offloaded.STATES)
+
+
+def _sizes(root: Root, unit: Unit) -> _Sizes:
+    shards = trained = 0
+    host = dict.fromkeys(Offloaded, 0)
+    for param in (param for group in unit.groups for param in group.params):
+        numel, dtype = param.layout.chunk_numel, param.sharded.dtype
+        shards += numel * dtype.itemsize
+        if param.sharded.requires_grad:
+            trained += numel * dtype.itemsize
+            host[Offloaded.STATES] += numel * host_nbytes_of(dtype, is_on_host=False)
+            host[Offloaded.PARAMETERS] += numel * host_nbytes_of(dtype, is_on_host=True)
+        else:
+            host[Offloaded.PARAMETERS] += numel * dtype.itemsize
+    rules = root.rules_of(unit)
+    regathers = rules.unshard_in_backward and rules.after_forward is AfterForward.RESHARD
+    return _Sizes(shards, trained, 2 if regathers else 1, host)
+
+
+# The choice
+
+
+def _chosen(root: Root, device_nbytes: int, host_nbytes: int | None) -> OffloadChoice:
+    """The first of ``_choices`` that fits.
+
+    Raises:
+        MemoryLimitError: none fits.
+    """
+    smallest: OffloadChoice | None = None  # on the device
+    frugal: OffloadChoice | None = None  # on the host, of those that fit on the device
+    for choice in _choices(root, device_nbytes):
+        if choice.nbytes > device_nbytes:
+            smallest = choice if smallest is None or choice.nbytes < smallest.nbytes else smallest
+        elif host_nbytes is None or choice.host_nbytes <= host_nbytes:
+            return choice
+        else:
+            frugal = choice if frugal is None or choice.host_nbytes < frugal.host_nbytes else frugal
+    if frugal is not None:
+        raise MemoryLimitError(
+            f"{_CALLER}: to fit into device_nbytes={device_nbytes}, a rank takes {frugal.host_nbytes} bytes or more "
+            f"of the host's memory, but host_nbytes is {host_nbytes}. Raise one of the two, or shard over more ranks."
+        )
+    assert smallest is not None
+    raise MemoryLimitError(
+        f"{_CALLER}: with all states and as many parameters on the host as helps, a step takes {smallest.nbytes} bytes "
+        f"on the device without activations, of which {smallest.temporary} are temporary memory, but device_nbytes is "
+        f"{device_nbytes}. Split large units, or shard over more ranks."
     )
 
 
-def units_on_host(states: Sequence[int], room: int) -> set[int] | None:
-    """Which units' states have to leave, so that the rest takes at most ``room`` bytes; None if none may stay and that
-    does not suffice. ``states``: bytes by unit, the root first."""
+def _choices(root: Root, device_nbytes: int) -> Iterator[OffloadChoice]:
+    """Choices with the parameters of no unit on the host, of one, and so on. States of other units are on the host as
+    far as they have to be."""
+    sizes = [_sizes(root, unit) for unit in root.units]
+    movable = [index for index, each in enumerate(sizes) if each.shards]
+    order = sorted(movable, key=lambda index: (sizes[index].cost, -index))
+    for number in range(len(order) + 1):
+        away = set(order[:number])
+        temporary = peak_if_staged(root, [index in away for index in range(len(sizes))])
+        fixed = temporary + sum(each.device(Offloaded.STATES) for i, each in enumerate(sizes) if i not in away)
+        states = [0 if index in away else 2 * each.trained for index, each in enumerate(sizes)]
+        moved = units_on_host(states, device_nbytes - fixed)
+        offloaded = [
+            Offloaded.PARAMETERS if i in away else Offloaded.STATES if i in moved else Offloaded.NOTHING
+            for i in range(len(sizes))
+        ]
+        yield _choice(root, sizes, offloaded, temporary)
+
+
+def _choice(root: Root, sizes: Sequence[_Sizes], offloaded: Sequence[Offloaded], temporary: int) -> OffloadChoice:
+    units, params = [], ([], [])  # type: ignore[var-annotated]
+    for unit, size, found in zip(root.units, sizes, offloaded, strict=True):
+        name = unit.name or "(root)"
+        units.append(UnitOffload(name, found, size.device(found), size.host[found], size.link(found)))
+        mine = [param.sharded for group in unit.groups for param in group.params if param.sharded.requires_grad]
+        params[found is Offloaded.NOTHING].extend(mine)
+    return OffloadChoice(tuple(units), temporary, tuple(params[0]), tuple(params[1]))
+
+
+def units_on_host(states: Sequence[int], room: int) -> set[int]:
+    """Which units' states have to leave, so that the rest takes at most ``room`` bytes; all, if even that does not
+    suffice. ``states``: bytes by unit, the root first."""
     moved: set[int] = set()
     rest = sum(states)
     for index in reversed(range(len(states))):
@@ -87,4 +277,19 @@ def units_on_host(states: Sequence[int], room: int) -> set[int] | None:
         if states[index]:
             moved.add(index)
             rest -= states[index]
-    return moved if rest <= room else None
+    return moved
+
+
+# Its effect
+
+
+def _move(module: nn.Module, units: Sequence[Unit], choice: OffloadChoice, policy: CPUOffloadPolicy) -> None:
+    homes: dict[ParamGroup, Home] = {}
+    for unit, found in zip(units, choice.units, strict=True):
+        for group in unit.groups:
+            device = group.mesh.device
+            is_away = found.offloaded is Offloaded.PARAMETERS
+            home = home_for(policy, device) if is_away else Home(device)
+            if home.is_staged is not group.home.is_staged:
+                homes[group] = home
+    move_shards(_CALLER, module, list(units), homes)

@@ -90,11 +90,11 @@ def reshard_to(model: nn.Module, optimizer: optim.Optimizer | Sequence[optim.Opt
     roots = {id(unit.root): unit.root for _, unit in survey.units if unit.root is not None}
     _Move(survey, known).run()
     for root in roots.values():
-        _restore_settings(root)
+        restore_settings(root)
     return survey.new.has_this_rank
 
 
-def _restore_settings(old: Root) -> None:
+def restore_settings(old: Root) -> None:
     """A new root is formed by the next forward, or here, if the user has changed settings of the old one."""
     settings = old.schedule.finalizes_by_hand, old.schedule.is_last_backward
     if settings != (False, True) and old.unit.mesh.has_this_rank:

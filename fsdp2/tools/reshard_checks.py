@@ -171,7 +171,7 @@ class Survey:
                 "that root: all units under one root must be on one mesh."
             )
         self._check_settings(name, unit)
-        _check_nothing_in_flight(name, unit)
+        check_nothing_in_flight(CALLER, name, unit)
         for group in unit.groups if self.old.has_this_rank else ():
             group.take_replaced()
             group.shards.check_ready()
@@ -319,32 +319,32 @@ def _new_mesh(mesh: object, old: ParallelMesh) -> ParallelMesh:
     return parallel_mesh(mesh)
 
 
-def _check_nothing_in_flight(name: str, unit: Unit) -> None:
+def check_nothing_in_flight(caller: str, name: str, unit: Unit) -> None:
     root = unit.root
     if root is not None and (root.is_reducing or root.schedule.awaits_finalization):
         raise ScheduleError(
-            f"{CALLER}: a backward of {root.class_name} waits to be finalized. Call finalize_backward(), and wait() on "
-            f"its handle, before {CALLER}."
+            f"{caller}: a backward of {root.class_name} waits to be finalized. Call finalize_backward(), and wait() on "
+            f"its handle, before {caller}."
         )
     if root is not None and root.executor.num_reductions:
         raise ScheduleError(
-            f"{CALLER}: gradient reductions of {root.class_name} are in flight. Call {CALLER} after a backward with "
+            f"{caller}: gradient reductions of {root.class_name} are in flight. Call {caller} after a backward with "
             "set_is_last_backward(True)."
         )
     for group in unit.groups:
         if group.state is GroupState.LENT:
             raise ScheduleError(
-                f"{CALLER}: an fsdp2.unsharded(...) block holds the parameters of unit '{name}'. Leave that block "
+                f"{caller}: an fsdp2.unsharded(...) block holds the parameters of unit '{name}'. Leave that block "
                 "first."
             )
         if group.state is not GroupState.SHARDED:
             found = "has a gather in flight" if group.state is GroupState.UNSHARDING else f"is {group.state.value}"
-            raise ScheduleError(f"{CALLER}: unit '{name}' {found}. Call reshard() on its module before {CALLER}.")
+            raise ScheduleError(f"{caller}: unit '{name}' {found}. Call reshard() on its module before {caller}.")
         if group.gradients.state in (GradientState.UNREDUCED, GradientState.PARTIAL):
             raise ScheduleError(
-                f"{CALLER}: unit '{name}' has gradients that are {group.gradients.state.value}: earlier backwards ran "
+                f"{caller}: unit '{name}' has gradients that are {group.gradients.state.value}: earlier backwards ran "
                 "without set_requires_gradient_sync(True) or set_requires_all_reduce(True). Run a backward that "
-                f"reduces, or call reset_iter_state(), before {CALLER}."
+                f"reduces, or call reset_iter_state(), before {caller}."
             )
 
 

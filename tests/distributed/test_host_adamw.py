@@ -16,9 +16,7 @@ import fsdp2
 from fsdp2 import HostAdamW
 from fsdp2.tools.host_adamw import jobs
 from tests.distributed.support import (
-    BLOCK_NBYTES,
     DIM,
-    ROOT_NBYTES,
     InjectedError,
     RaiseInBackward,
     Stack,
@@ -349,33 +347,6 @@ REFUSED: dict[str, Any] = {
 @golden_on_ranks()
 def test_refused(ctx: RankContext, name: str) -> str:
     return error_of(lambda: REFUSED[name](ctx))
-
-
-@distributed(2)
-def test_budget_moves_the_states_of_the_last_units_first(ctx: RankContext) -> None:
-    model = sharded(ctx)
-    everything = fsdp2.offload_by_budget(model, 1 << 30)
-    assert everything.on_host == ()
-    assert everything.on_device == ("(root)", "blocks.0", "blocks.1", "blocks.2")
-    states = BLOCK_NBYTES  # twice a half
-    some = fsdp2.offload_by_budget(model, everything.nbytes - states - 1)
-    assert some.on_host == ("blocks.1", "blocks.2")
-    assert some.nbytes == everything.nbytes - 2 * states
-    assert set(some.host_params) == {*model.blocks[1].parameters(), *model.blocks[2].parameters()}
-    host, plain = HostAdamW(some.host_params, **OPTIONS), optim.AdamW(some.device_params, fused=True, **OPTIONS)
-    other = sharded(ctx)
-    expected = train(other, optim.AdamW(other.parameters(), fused=True, **OPTIONS), range(1))
-    step(model, 0)
-    host.step()
-    plain.step()
-    for found, value in zip(shards(model), expected, strict=True):
-        torch.testing.assert_close(found, value)
-    with pytest.raises(fsdp2.MemoryLimitError, match="with all states on the host, a step takes"):
-        fsdp2.offload_by_budget(model, everything.nbytes - 3 * states - ROOT_NBYTES - 1)
-    with pytest.raises(TypeError, match="device_nbytes is a float"):
-        fsdp2.offload_by_budget(model, 1e9)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="offload_by_budget"):
-        fsdp2.offload_by_budget(nn.Linear(2, 2), 1)
 
 
 @distributed(2)

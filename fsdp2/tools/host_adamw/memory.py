@@ -25,6 +25,16 @@ def master_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def host_nbytes_of(dtype: torch.dtype, *, is_on_host: bool) -> int:
+    """What ``HostAdamW`` and the shard take of host memory, in bytes per element of a shard of ``dtype``: states, what
+    travels; and, if the shard ``is_on_host``, shard and gradient."""
+    master = master_dtype(dtype)
+    travelling = dtype.itemsize + master.itemsize + (dtype.itemsize if dtype is not master else 0)
+    if is_on_host and dtype is master:
+        travelling = 0  # the shard is its own master
+    return 2 * master.itemsize + travelling + (2 * dtype.itemsize if is_on_host else 0)
+
+
 def in_one_buffer(like: Sequence[tuple[Sequence[int], torch.dtype]], *, pin_memory: bool = False) -> list[Tensor]:
     """Host tensors of these shapes and dtypes, filled with zeros: one buffer per dtype."""
     starts: list[int] = []
