@@ -32,6 +32,7 @@ from fsdp2.plan.transfers import Cut as CutOverRanks, Transfer, transfers
 from fsdp2.runtime.root import Root, form_root
 from fsdp2.runtime.unit import Unit
 from fsdp2.schedule.schedule import AfterForward
+from fsdp2.tools import torch_names
 from fsdp2.tools.reshard_checks import (
     Belongings,
     Cut,
@@ -222,7 +223,7 @@ class _Move:
             new = torch.zeros((), dtype=local.dtype, device=local.device).expand(shape)  # takes no memory
         else:
             new = pinned(param.name, local.new_zeros(shape), home)
-        _torch.set_placement(param.sharded, spec.sharded.mesh, spec.sharded.placements)
+        torch_names.set_placement(param.sharded, spec.sharded.mesh, spec.sharded.placements)
         return ParamRecord(
             name=param.name,
             param=param.sharded,

@@ -18,6 +18,7 @@ from torch.optim.adamw import adamw
 
 from fsdp2 import _torch
 from fsdp2.comm.streams import Activity, Streams, activity_observer
+from fsdp2.tools import torch_names
 from fsdp2.tools.host_adamw.memory import HostParam, Travelling, make_travelling
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
@@ -104,7 +105,7 @@ class Job:
         *,
         keeps_gradients: bool,
     ) -> None:
-        found = _torch.grads_of([each.param for each in params])
+        found = torch_names.grads_of([each.param for each in params])
         grads = [_torch.local_of(each) for each in found if each is not None]
         make_travelling(params, grads)
         self._streams, self._keeps_gradients = streams, keeps_gradients
@@ -148,7 +149,7 @@ class Job:
             if scale is not None and self._keeps_gradients:
                 grads = [grad * scale for grad in grads]
             elif scale is not None:
-                _torch.foreach_mul(grads, scale)
+                torch_names.foreach_mul(grads, scale)
             _run_adamw(steps, grads, options)
         with self._streams.on_copy_back:
             for step in self._steps:
