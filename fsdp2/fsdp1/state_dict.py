@@ -31,10 +31,10 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
-from fsdp2.api.state import collects_shards
 from fsdp2.comm.backends import exchange
-from fsdp2.comm.together import together
 from fsdp2.extras.lending import all_ranks, check_idle
+from fsdp2.extras.state import collects_shards
+from fsdp2.extras.together import together
 from fsdp2.fsdp1 import extensions, torch_names
 from fsdp2.fsdp1.names import FLAT, WRAPPED, Wrapper, clean_name, is_wrapper, saved_name, wrappers_in
 from fsdp2.fsdp1.state_values import (

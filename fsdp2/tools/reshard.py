@@ -1,6 +1,6 @@
 """``reshard_to``: move a sharded model and its optimizers to other ranks, without a file.
 
-Every rank plans what it sends to whom (``plan.transfers``), and sends only entries that the receiver lacks. Units move
+Every rank plans what it sends to whom (``transfers.py``), and sends only entries that the receiver lacks. Units move
 one after another. Rule: everything is checked on all ranks (``reshard_checks``) before the first unit moves; sharded
 parameters, optimizers and param groups stay the same objects.
 """
@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp2 import _torch
 from fsdp2.comm.custom import BackendAllGather, BackendMemory, BackendReduceScatter
 from fsdp2.comm.offload import Home
-from fsdp2.comm.together import axis_of, together
+from fsdp2.extras.together import axis_of, together
 from fsdp2.group.gradients import GroupOptions
 from fsdp2.group.group import ParamGroup
 from fsdp2.group.hooked_params import is_plain
@@ -28,7 +28,6 @@ from fsdp2.group.param import ParamRecord, ShardedParam, pinned
 from fsdp2.plan.layout import ShardLayout, pack
 from fsdp2.plan.mesh import AxisRole, ParallelMesh, post_forward_mesh, replicated, separate_axis
 from fsdp2.plan.placements import plain_spec
-from fsdp2.plan.transfers import Cut as CutOverRanks, Transfer, transfers
 from fsdp2.runtime.root import Root, form_root
 from fsdp2.runtime.unit import Unit
 from fsdp2.schedule.schedule import AfterForward
@@ -44,6 +43,7 @@ from fsdp2.tools.reshard_checks import (
     restored,
     states_by_optimizer,
 )
+from fsdp2.tools.transfers import Cut as CutOverRanks, Transfer, transfers
 
 Place = tuple[tuple[int, ...], torch.dtype]  # the shape and dtype of a tensor in a message
 

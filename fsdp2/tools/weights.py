@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
 from fsdp2 import _torch
-from fsdp2.api.state import bound_state
 from fsdp2.extras.lending import check_idle, gathered, joined, packed
+from fsdp2.extras.state import bound_state
 from fsdp2.group.group import ParamGroup, groups_by_slot
 from fsdp2.group.hooked_params import is_plain
 from fsdp2.group.param import IN_FILES, WHOLE, ShardedParam, Slot, joined_along_dim_0, whole_subclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from fsdp2.plan.layout import ShardLayout
-from fsdp2.plan.transfers import Cut, Transfer, transfers
+from fsdp2.tools.transfers import Cut, Transfer, transfers
 
 
 def _random_cut(draw: random.Random, size: int) -> Cut:

@@ -53,7 +53,7 @@ class Options(NamedTuple):
 def _copying_out(streams: Streams) -> Iterator[None]:
     """What follows copies to the host what the current stream has made."""
     made = streams.record()
-    with streams.on_copy_out:
+    with streams.beside("copy to host"):
         streams.wait_here(made)  # copy-out waits for the current stream: it reads what that has made
         yield
 
@@ -151,7 +151,7 @@ class Job:
             elif scale is not None:
                 torch_names.foreach_mul(grads, scale)
             _run_adamw(steps, grads, options)
-        with self._streams.on_copy_back:
+        with self._streams.beside("copy back"):
             for step in self._steps:
                 if step.travelling is not None:
                     step.travelling.write()

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsdp2.plan.mesh import Axis, joint_axis, mesh_device, ranks_along
+from fsdp2.plan.mesh import Axis, mesh_device
 from fsdp2.tools import torch_names
+from fsdp2.tools.whole_matrices.axes import joint_axis, ranks_along
 from fsdp2.tools.whole_matrices.planner import Cost, GroupPlan, PlannedTensor, plan_matrices
 from fsdp2.tools.whole_matrices.regions import AxisCut, Coordinate, Placed
 from fsdp2.tools.whole_matrices.rules import MatrixRule
