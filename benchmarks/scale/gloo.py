@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fsdp2
-from fsdp2.comm.backends import PeerComm
 from fsdp2.comm.streams import Waitable
+from fsdp2.extras.peers import PeerComm
 from fsdp2.plan.dtypes import ParamDtypes
 from fsdp2.plan.layout import ShardLayout
 from fsdp2.plan.plan import PlanInput, Route, compile_gather, compile_reduces

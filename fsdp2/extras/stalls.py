@@ -23,10 +23,10 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from fsdp2.comm.backends import check_connections
 from fsdp2.comm.streams import Streams, waiting
 from fsdp2.extras import torch_names
 from fsdp2.extras.claims import Claim, difference
+from fsdp2.extras.peers import check_connections
 from fsdp2.plan.mesh import ParallelMesh
 from fsdp2.types import CommunicationError, ScheduleError
 
