@@ -25,7 +25,7 @@ from fsdp2.group.gradients import GroupOptions
 from fsdp2.group.group import ParamGroup
 from fsdp2.group.hooked_params import is_plain
 from fsdp2.group.param import ParamRecord, ShardedParam, pinned
-from fsdp2.plan.layout import ShardLayout, pack
+from fsdp2.plan.layout import pack, shard_layout
 from fsdp2.plan.mesh import AxisRole, ParallelMesh, post_forward_mesh, replicated, separate_axis
 from fsdp2.plan.placements import plain_spec
 from fsdp2.runtime.root import Root, form_root
@@ -198,7 +198,7 @@ class _Move:
     def _moving(self, param: ShardedParam, mesh: ParallelMesh, home: Home) -> dict[Any, _Moving]:
         """What moves of ``param``: "values", "grad" and entries of states."""
         before = CutOverRanks(param.layout, param.mesh.ranks)
-        after = CutOverRanks(ShardLayout(param.layout.shape, param.layout.dim, mesh.shard.size), mesh.ranks)
+        after = CutOverRanks(shard_layout(param.layout.shape, param.layout.dim, mesh.shard.size), mesh.ranks)
         start, new_start = before.interval_of(self._rank)[0], after.interval_of(self._rank)[0]
         found = transfers(before, after)
         values = _torch.local_of(param.sharded)
@@ -216,7 +216,7 @@ class _Move:
 
     def _record(self, param: ShardedParam, mesh: ParallelMesh, home: Home) -> ParamRecord:
         """``param`` on ``mesh``. Its values come later."""
-        layout = ShardLayout(param.layout.shape, param.layout.dim, mesh.shard.size)
+        layout = shard_layout(param.layout.shape, param.layout.dim, mesh.shard.size)
         spec = plain_spec(layout.shape, layout.dim, mesh)
         local, shape = _torch.local_of(param.sharded), layout.shard_shape(mesh.shard.rank)
         if is_plain(local):
