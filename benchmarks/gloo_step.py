@@ -34,7 +34,7 @@ from gloo_peers import FLOORS, LLAMA_PEERS, PEERS, Block, Step, Waits, missing_p
 from llama import MISSING, Llama
 from torch import Tensor, nn
 
-from fsdp2.comm.backends import PeerComm
+from fsdp2.extras.peers import PeerComm
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

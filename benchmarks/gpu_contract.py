@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp2 import _torch
+from fsdp2.extras import torch_names
 
 
 def contract(report: Report, name: str) -> None:
@@ -153,7 +154,7 @@ def _names(on: Device, group: dist.ProcessGroup) -> str:
     name = _torch.backend_name(group, torch.device(on.type, 0))
     expected = "nccl" if on.type == "cuda" else on.backend
     ensure(name == expected, f"the backend says {name!r}, expected {expected!r}")
-    return f"{name}, timeout {_torch.timeout_of(group, torch.device(on.type, 0))}"
+    return f"{name}, timeout {torch_names.timeout_of(group, torch.device(on.type, 0))}"
 
 
 CONTRACT: dict[str, Callable[[Device, dist.ProcessGroup], str]] = {

@@ -26,7 +26,7 @@ from fsdp2.comm.streams import Waitable, streams_for, wait_for
 from fsdp2.group.all_gather import Gather, GatheredMemory, flat_shards
 from fsdp2.group.reduce_scatter import Reduce
 from fsdp2.plan.dtypes import ParamDtypes
-from fsdp2.plan.layout import ShardLayout
+from fsdp2.plan.layout import shard_layout
 from fsdp2.plan.mesh import NO_AXIS, Axis, AxisRole, ParallelMesh
 from fsdp2.plan.plan import PlanInput, Route, compile_gather, compile_reduces
 
@@ -61,7 +61,7 @@ def inputs_of(shape: Shape, num_ranks: int) -> list[PlanInput]:
     with torch.device("meta"):
         block = Block(shape, has_gains=True)
     return [
-        PlanInput(name, ShardLayout(tuple(parameter.shape), 0, num_ranks), ParamDtypes(*4 * (BF16,)))
+        PlanInput(name, shard_layout(tuple(parameter.shape), 0, num_ranks), ParamDtypes(*4 * (BF16,)))
         for name, parameter in block.named_parameters()
     ]
 

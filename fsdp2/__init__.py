@@ -7,9 +7,15 @@ from fsdp2 import extensions
 from fsdp2.api.adapters import Adapted, register_adapter
 from fsdp2.api.fully_shard import fully_shard
 from fsdp2.api.module import FSDPModule, GradientReductionHandle, UnshardHandle, share_comm_ctx
-from fsdp2.api.no_sync import no_sync
-from fsdp2.extras import alike as _alike, copying as _copying, ranks_may_differ as _ranks_may_differ
+from fsdp2.extras import (
+    alike as _alike,
+    copying as _copying,
+    peers as _peers,
+    ranks_may_differ as _ranks_may_differ,
+    state as _state,
+)
 from fsdp2.extras.lending import unsharded
+from fsdp2.extras.no_sync import no_sync
 from fsdp2.runtime.hooks import register_fsdp_forward_method
 from fsdp2.runtime.root import Root, register_memory_limit
 from fsdp2.types import (
@@ -162,7 +168,9 @@ def _adapt_4bit(*parameter: Any) -> Adapted:
 
 _alike.register()
 _copying.register()
+_peers.register()
 _ranks_may_differ.register()
+_state.register()
 register_memory_limit(_limit_memory)
 register_adapter("bitsandbytes.nn.modules.Params4bit", _adapt_4bit)
 del globals()["plan"]  # the folder, which hides the function

@@ -1,7 +1,8 @@
 """The door to private torch: every use of a name that torch does not document, behind one function each.
 
-Checked on torch 2.13.0. Each function says what it uses and why no public name would do. No other file of the package
-touches a private name.
+Checked on torch 2.13.0. Each function says what it uses and why no public name would do. Names that only one folder
+above the core needs are in the same kind of file there: ``extras/torch_names.py``, ``tools/torch_names.py`` and
+``fsdp1/torch_names.py``. No other file of the package touches a private name.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributed import _symmetric_memory
-from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
+from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -191,12 +191,6 @@ _get_grad = attrgetter("grad")
 _get_hooks, _get_version = attrgetter("_post_accumulate_grad_hooks"), attrgetter("_version")
 
 
-def grads_of(params: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-    """``grad`` of each."""
-    with plain_access():
-        return list(map(_get_grad, params))
-
-
 def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
     """How often each tensor was written in place."""
     with plain_access():
@@ -250,19 +244,6 @@ def num_groups() -> int:
     each group that this rank makes adds one. The name was made of another number in torch 2.13 and before."""
     world, names_read = dist.distributed_c10d._world, dist.distributed_c10d._hash_ranks_to_str.__code__.co_names
     return world.group_count if "group_count" in names_read else len(world.pg_names)
-
-
-def default_store() -> dist.Store:
-    """The store that the ranks of the world share; ``init_process_group`` may have made it."""
-    return dist.distributed_c10d._get_default_store()
-
-
-def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
-    """How long an operation of ``group`` may take on ``device``, if its backend has a limit."""
-    try:
-        return group._get_backend(device).options._timeout
-    except (AttributeError, RuntimeError):  # it is written in Python, such as torch's for threads
-        return None
 
 
 def all_gather(
@@ -387,44 +368,9 @@ def set_first_grads(
     return before, has_hooks
 
 
-def locals_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The local tensors of many DTensors."""
-    return list(map(local_of, tensors))
-
-
-def locals_placed_like(
-    params: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor | None]
-) -> list[torch.Tensor | None]:
-    """The local tensors of ``tensors``; None for those that are no DTensor, or not placed like their parameter. Where
-    the runtime has made the DTensor, its spec is the parameter's."""
-    return [
-        tensor._local_tensor
-        if isinstance(tensor, DTensor) and (tensor._spec is param._spec or _is_placed_like(param, tensor))
-        else None
-        for param, tensor in zip(cast(Sequence[DTensor], params), tensors, strict=True)
-    ]
-
-
-def specs_of(tensors: Sequence[torch.Tensor]) -> list[object]:
-    """The spec of each DTensor, None of others. It says how the tensor is placed, and is never changed."""
-    return [getattr(tensor, "_spec", None) for tensor in tensors]
-
-
-def _is_placed_like(param: DTensor, tensor: DTensor) -> bool:
-    local = tensor._local_tensor
-    is_plain = type(local) is torch.Tensor and local.shape == param._local_tensor.shape
-    return is_plain and tensor.placements == param.placements and tensor.device_mesh == param.device_mesh
-
-
 def set_local(tensor: torch.Tensor, local: torch.Tensor) -> None:
     """Point a DTensor at other local memory; the object stays, so optimizers and ties keep their references."""
     cast(DTensor, tensor)._local_tensor = local
-
-
-def set_placement(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
-    """Say that a DTensor lies on ``mesh`` by ``placements``; ``set_local`` gives it its part. The object stays."""
-    like = cast(DTensor, tensor)
-    like._spec = dtensor_spec(mesh, placements, like.shape, like.stride(), like.dtype)
 
 
 def replicates_plain_tensors() -> bool:
@@ -444,24 +390,9 @@ def strided_shard(dim: int, split_factor: int) -> Placement:
     return cast(Placement, _StridedShard(dim, split_factor=split_factor))
 
 
-def as_of_dim_0(placement: Placement) -> Placement:
-    """``placement``, which shards some dimension, for dimension 0 of another tensor."""
-    return strided_shard(0, cast(int, placement.split_factor)) if isinstance(placement, _StridedShard) else Shard(0)
-
-
 def shards_dim(placement: Placement, dim: int) -> bool:
     """Whether ``placement`` cuts tensor dimension ``dim``; strided shards are no ``Shard`` for ``is_shard()``."""
     return isinstance(placement, (Shard, _StridedShard)) and placement.dim == dim
-
-
-def sharded_dim(placement: Placement) -> int | None:
-    """The tensor dimension that ``placement`` cuts; None if it cuts none."""
-    return placement.dim if isinstance(placement, (Shard, _StridedShard)) else None
-
-
-def split_factor_of(placement: Placement) -> int:
-    """How many shards there were along its dimension before ``placement`` cut it."""
-    return cast(int, placement.split_factor) if isinstance(placement, _StridedShard) else 1
 
 
 def concatenated_mesh(meshes: list[DeviceMesh]) -> DeviceMesh:
@@ -474,73 +405,10 @@ def flattened_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
     return mesh._flatten(name)
 
 
-# ShardedTensors: what torch's FSDP1 has in sharded state dicts. Their module is private, and slow to import.
-
-
-def sharded_tensor(
-    local: torch.Tensor,
-    intervals: Sequence[tuple[int, int]],
-    shape: Sequence[int],
-    group: dist.ProcessGroup,
-    *,
-    requires_grad: bool = False,
-) -> torch.Tensor:
-    """``local``, this rank's part, as a ShardedTensor. ``intervals``: the part of each rank of ``group``, along dim 0.
-    A rank with an empty part may pass anything of the right dtype and device."""
-    from torch.distributed._shard import sharded_tensor as names
-    from torch.distributed._shard.metadata import ShardMetadata
-
-    kind = local.device.type
-    num_devices = 1 if kind == "cpu" else torch.get_device_module(kind).device_count()
-    rest = list(shape[1:])
-    metadata, locals_ = [], []
-    for index, (start, stop) in enumerate(intervals):
-        if start == stop and index:  # the first part is there, even if it is empty
-            continue
-        rank = dist.get_global_rank(group, index)
-        place = f"rank:{rank}/{kind}" if kind == "cpu" else f"rank:{rank}/{kind}:{rank % num_devices}"
-        metadata.append(ShardMetadata([start, *[0] * len(rest)], [stop - start, *rest], place))
-        if index == group.rank():
-            locals_.append(names.Shard(local.requires_grad_(requires_grad), metadata[-1]))
-    properties = names.TensorProperties(
-        dtype=local.dtype, requires_grad=requires_grad, memory_format=torch.contiguous_format
-    )
-    described = names.ShardedTensorMetadata(metadata, torch.Size(shape), properties)
-    make = names.ShardedTensor._init_from_local_shards_and_global_metadata
-    return make(locals_, sharded_tensor_metadata=described, process_group=group)
-
-
 def is_sharded_tensor(value: object) -> bool:
     """Whether ``value`` is a ShardedTensor."""
     names = sys.modules.get("torch.distributed._shard.sharded_tensor")
     return names is not None and isinstance(value, names.ShardedTensor)
-
-
-def shape_of(value: object) -> torch.Size | None:
-    """The shape of a tensor; None of anything else. A ShardedTensor would warn that it is deprecated."""
-    if not isinstance(value, torch.Tensor):
-        return None
-    return cast(Any, value).metadata().size if is_sharded_tensor(value) else value.shape
-
-
-def dtype_of(value: torch.Tensor) -> torch.dtype:
-    """The dtype of a tensor. A ShardedTensor would warn that it is deprecated."""
-    found = cast(Any, value).metadata().tensor_properties.dtype if is_sharded_tensor(value) else value.dtype
-    return cast(torch.dtype, found)
-
-
-def local_shards(value: Any) -> list[torch.Tensor]:
-    """This rank's parts of a ShardedTensor."""
-    return [shard.tensor.detach() for shard in value.local_shards()]
-
-
-def pieces_of(value: Any) -> list[list[tuple[int, int]]]:
-    """For each part of a ShardedTensor on any rank, its interval along each dim."""
-    return [
-        [(offset, offset + size) for offset, size in zip(part.shard_offsets, part.shard_sizes, strict=True)]
-        for part in value.metadata().shards_metadata
-        if all(part.shard_sizes)
-    ]
 
 
 # Tools that watch
@@ -587,13 +455,11 @@ def counted_as(name: str | None, launch: Callable[[], T]) -> T:
 # Many tensors in one launch, and memory that changes hands
 
 
-# One launch for many tensors: copies that cast where dtypes differ, additions, divisions by one number, products with a
-# 0-dim tensor, norms of an order computed in a dtype.
+# One launch for many tensors: copies that cast where dtypes differ, additions, divisions by one
+# number.
 foreach_copy: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_copy_
 foreach_add: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_add_
 foreach_div: Callable[[list[torch.Tensor], float], None] = torch._foreach_div_
-foreach_mul: Callable[[list[torch.Tensor], torch.Tensor], None] = torch._foreach_mul_
-foreach_norm: Callable[[list[torch.Tensor], float, torch.dtype], Sequence[torch.Tensor]] = torch._foreach_norm
 
 
 # Cuts each tensor along a dimension into rows, padded with zeros, and lays the rows of all side by side in ``out``,
@@ -602,15 +468,6 @@ pack_rows: Callable[..., torch.Tensor] = torch._chunk_cat
 
 
 # Modules and optimizers
-
-
-def remove_hooks(module: torch.nn.Module, functions: Sequence[Callable[..., Any]]) -> None:
-    """Remove the hooks ``functions`` from ``module``. A copied module has the hooks, but no handles for them."""
-    of_forward, of_state = ("forward_pre_hooks", "forward_hooks"), ("state_dict_pre_hooks", "load_state_dict_pre_hooks")
-    for name in (*of_forward, *of_state, "load_state_dict_post_hooks"):
-        hooks = getattr(module, f"_{name}")
-        for key in [key for key, hook in hooks.items() if getattr(hook, "hook", hook) in functions]:
-            del hooks[key]
 
 
 def changes_what_it_loads(module: nn.Module, is_known: Callable[[object], bool]) -> bool:
@@ -640,49 +497,11 @@ def guarded_call(module: nn.Module, on_shards: Callable[[RuntimeError], None]) -
                 on_shards(error)
             raise
 
-    _keep_out_of_graphs(guarded)
+    keep_out_of_graphs(guarded)
     return guarded
 
 
-def watch_calls(
-    module: nn.Module,
-    hook: GradientHook,
-    find_tensors: Callable[[Any, list[torch.Tensor]], list[torch.Tensor]],
-    is_late: Callable[[], bool],
-) -> None:
-    """Add ``hook`` to what each call of ``module`` returns, for good. ``find_tensors`` lists the tensors in it.
-    ``is_late``: whether the hook would change nothing, for a call inside a backward, which recomputes.
-
-    The compiler looks at ``CALL`` in modules with hooks, such as those of tensor parallelism, and then traces
-    ``watched``.
-    """
-    is_traced = torch.compiler.is_dynamo_compiling
-    call: Callable[..., Any] = module._compiled_call_impl or module._call_impl
-    owner = hook.owner
-
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        if is_traced():
-            return call(*args, **kwargs)
-        output = call(*args, **kwargs)
-        if type(output) is not torch.Tensor:
-            for tensor in find_tensors(output, []):
-                if tensor.requires_grad:
-                    hook.add_to(tensor)
-        elif output.requires_grad and (running_backward() == -1 or not is_late()):
-            if args and output is args[0]:  # it may be the unit's input, whose own hook must be the last one
-                output = output.view_as(output)
-            node = output.grad_fn
-            if node is None or output.output_nr:
-                hook.add_to(output)
-            else:  # the usual case: the same as add_to, without one more call
-                node._register_hook_dict(owner)
-        return output
-
-    _keep_out_of_graphs(watched)
-    vars(module)[CALL] = watched
-
-
-def _keep_out_of_graphs(function: Callable[..., Any], *, recursive: bool = False) -> None:
+def keep_out_of_graphs(function: Callable[..., Any], *, recursive: bool = False) -> None:
     """Let the compiler run ``function`` as it is; also what it calls, if ``recursive``. ``torch.compiler.disable``
     would put three Python calls around each call; ``skip_code`` would import the compiler."""
     frames = torch._C._dynamo.eval_frame
@@ -694,24 +513,8 @@ def _keep_out_of_graphs(function: Callable[..., Any], *, recursive: bool = False
 def runs_between_graphs(function: _Called) -> _Called:
     """The compiler ends its graph where ``function`` is called, and runs it, and all that it calls, as it is."""
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    _keep_out_of_graphs(function, recursive=True)
+    keep_out_of_graphs(function, recursive=True)
     return function
-
-
-_Step = TypeVar("_Step", bound=Callable[..., Any])
-
-
-def hooked_step(step: _Step) -> _Step:
-    """``step`` with the optimizer's hooks and the profiler's label around it, as torch wraps it in each class."""
-    hooked = torch.optim.Optimizer.profile_hook_step(step)
-    hooked.hooked = True  # type: ignore[attr-defined]  # else torch wraps it again
-    return cast(_Step, hooked)
-
-
-def unhooked_step(cls: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Optimizer], Any]:
-    """The step of an optimizer's class without its hooks."""
-    step: Any = cls.step
-    return cast(Callable[[torch.optim.Optimizer], Any], step.__wrapped__ if getattr(step, "hooked", False) else step)
 
 
 def composable_apis(module: nn.Module) -> Collection[str]:
@@ -738,50 +541,6 @@ def register_composable_api(module: nn.Module, name: str) -> None:
     module.__dict__.setdefault(REGISTRY_KEY, {})[name] = RegistryItem()
 
 
-# Where torch has the names of its ``fully_shard``. Modules that only hand names on:
-FULLY_SHARD_HOMES = (
-    "torch.distributed.fsdp",
-    "torch.distributed.fsdp._fully_shard",
-    "torch.distributed._composable.fsdp",
-    "torch.distributed._composable.fsdp.fully_shard",
-)
-# Modules that define names and also use them, so that torch's own must stay in their globals:
-FULLY_SHARD_SOURCES = (
-    "torch.distributed.fsdp._fully_shard._fully_shard",
-    "torch.distributed.fsdp._fully_shard._fsdp_api",
-    "torch.distributed.fsdp.fully_sharded_data_parallel",
-    "torch.distributed.fsdp._flat_param",
-    "torch.distributed.fsdp.sharded_grad_scaler",
-)
-# Modules that build upon torch's own classes.
-FULLY_SHARD_INTERNALS = ("torch.distributed.fsdp.", "torch.distributed._composable.replicate_with_fsdp")
-# (module, name) of the function that checks a module before torch shards or replicates it.
-FULLY_SHARD_CHECKS = (
-    ("torch.distributed.fsdp._fully_shard._fully_shard", "_validate_module"),
-    ("torch.distributed._composable.replicate_with_fsdp", "_validate_module_common"),
-)
-# (module, name) of the function by which torch's checkpoints ask whether a module is a FullyShardedDataParallel.
-FSDP1_STATE = ("torch.distributed.fsdp._common_utils", "_get_module_fsdp_state_if_fully_sharded_module")
-# The same of the function by which they list the parameters of a model.
-LISTED_STATE = ("torch.distributed.checkpoint.state_dict", "_iterate_valid_model_state")
-
-
-def takes_for_fsdp1(module: nn.Module) -> bool:
-    """Whether torch takes ``module`` for its ``FullyShardedDataParallel``; ours, once ``install`` was called."""
-    return isinstance(module, vars(sys.modules[FULLY_SHARD_HOMES[0]])["FullyShardedDataParallel"])
-
-
-def forget_composable_api(module: nn.Module, function: Callable[..., Any]) -> None:
-    """Take what torch's ``contract`` noted for a refused call of ``function`` off ``module``."""
-    applied = getattr(function, "__wrapped__", function)
-    module.__dict__.get(REGISTRY_KEY, {}).pop(applied.__name__, None)
-    module.__dict__.get(STATE_KEY, {}).pop(applied, None)
-
-
-# The method by which torch's pipelining, since 2.15, and clients ask a sharded module for its state.
-STATE_OF_MODULE = "_get_fsdp_state"
-
-
 def sets_attributes_plainly(module: nn.Module) -> bool:
     """Whether parameters may be bound through ``_parameters``: ``nn.LSTM``, for one, must see the assignment."""
     return type(module).__setattr__ is nn.Module.__setattr__
@@ -795,11 +554,6 @@ def parameters_dict(module: nn.Module) -> dict[str, nn.Parameter | None]:
 def buffers_dict(module: nn.Module) -> dict[str, torch.Tensor | None]:
     """The dict that holds a module's own buffers."""
     return module._buffers
-
-
-def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
-    """A module's own buffers that state dicts have."""
-    return {name: each for name, each in module._buffers.items() if name not in module._non_persistent_buffers_set}
 
 
 def non_persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
@@ -853,23 +607,3 @@ def rewrapped(like: torch.Tensor, inner: dict[str, torch.Tensor]) -> torch.Tenso
     """A tensor of ``like``'s class, shape and context that is made of ``inner``."""
     _, context = cast(Any, like).__tensor_flatten__()
     return cast(torch.Tensor, type(like).__tensor_unflatten__(inner, context, like.shape, like.stride()))  # type: ignore[attr-defined]
-
-
-def default_comm_hooks() -> Any:
-    """The module of torch's communication hooks for its first FSDP."""
-    from torch.distributed.algorithms._comm_hooks import default_hooks
-
-    return default_hooks
-
-
-# Fake tensors: torch documents them for compilers, without a public name
-
-DispatchMode = _python_dispatch.TorchDispatchMode  # what sees every operation below autograd
-
-
-def fake_tensors() -> Any:
-    """A context: tensors made inside have a shape, a dtype and a device, and no memory. The meta device would not do:
-    attention chooses its kernel by the device."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    return FakeTensorMode()

@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fsdp2
-from fsdp2.comm.backends import PeerComm
 from fsdp2.comm.streams import Waitable
+from fsdp2.extras.peers import PeerComm
 from fsdp2.plan.dtypes import ParamDtypes
-from fsdp2.plan.layout import ShardLayout
+from fsdp2.plan.layout import shard_layout
 from fsdp2.plan.plan import PlanInput, Route, compile_gather, compile_reduces
 from fsdp2.schedule.schedule import AfterForward, UnitRules
 from fsdp2.tools.planner.groups import Flight, GroupCost
@@ -211,7 +211,7 @@ class _Bare:
         self._num_ranks = num_ranks = world.size()
         self._comm = PeerComm(world)
         shapes = {name: tuple(parameter.shape) for name, parameter in model[0].named_parameters()}
-        inputs = [PlanInput(name, ShardLayout(shape, 0, num_ranks), _DTYPES) for name, shape in shapes.items()]
+        inputs = [PlanInput(name, shard_layout(shape, 0, num_ranks), _DTYPES) for name, shape in shapes.items()]
         plan = compile_gather(dict(enumerate(inputs)), self._comm.routing)
         (reduce,) = compile_reduces(inputs, self._comm.routing, num_ranks)
         bucketed = sum(step.layout.padded_numel for bucket in plan.buckets for step in bucket.steps)

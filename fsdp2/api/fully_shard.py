@@ -25,7 +25,6 @@ from fsdp2.api.resolve import (
     resolve_groups,
     take_over,
 )
-from fsdp2.api.state import state_of
 from fsdp2.comm.offload import Home, home_for
 from fsdp2.group.group import ParamGroup
 from fsdp2.group.param import SHARDED_AS, ParamRecord, Slot
@@ -119,9 +118,6 @@ def fully_shard(  # type: ignore[misc]  # options of a list of modules are those
     _change_classes(roots)
     prepared.commit()
     return module
-
-
-fully_shard.state = state_of  # type: ignore[attr-defined]  # as torch's composable APIs have it
 
 
 # Collect and check

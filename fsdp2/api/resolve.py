@@ -27,7 +27,7 @@ from fsdp2.group.hooked_params import has_hooks, is_plain
 from fsdp2.group.param import NAME_IN_PASS, SHARDED_AS, ParamRecord, ShardedParam, Slot, pinned, subclass_shard
 from fsdp2.group.shards import is_shard
 from fsdp2.plan.dtypes import check_grad_dtype, own_policy, param_dtypes
-from fsdp2.plan.layout import ShardLayout
+from fsdp2.plan.layout import Layout, shard_layout
 from fsdp2.plan.mesh import ParallelMesh, parallel_mesh, post_forward_mesh, replicated
 from fsdp2.plan.placements import local_part, param_spec
 from fsdp2.runtime.unit import Unit, units_under
@@ -187,7 +187,7 @@ def _resolve(
     form = param if adapted is None else nn.Parameter(adapted.tensor, requires_grad=False)
     dim = _resolve_dim(name, form, placement)
     full = local_part(form)
-    layout = ShardLayout(tuple(full.shape), dim, parallel.shard.size)
+    layout = shard_layout(tuple(full.shape), dim, parallel.shard.size)
     own, grad_dtype = own_policy(name, param, policy), _torch.own_grad_dtype(param)
     check_grad_dtype(name, grad_dtype, own)
     return ParamRecord(
@@ -258,7 +258,7 @@ def _check_param(item: Found, device: torch.device) -> None:
 
 
 def _subclass_shard(
-    name: str, param: nn.Parameter, full: torch.Tensor, layout: ShardLayout, rank: int, home: Home
+    name: str, param: nn.Parameter, full: torch.Tensor, layout: Layout, rank: int, home: Home
 ) -> torch.Tensor | None:
     if not isinstance(param, DTensor) and has_hooks(param) and not has_hooks(full):
         raise ExtensionError(

@@ -147,15 +147,12 @@ class Streams:
         gathers_are_async: whether the backend is to run all-gathers beside the stream that issues them.
         on_gather, on_reduce: ``with`` one of these, what follows runs on the stream of all-gathers, or on that of
             gradient reductions.
-        on_copy_out, on_copy_back: the same for copies to the host and back, of tools that step there.
     """
 
     runs_ahead = False
     gathers_are_async = True
     on_gather: AbstractContextManager[object] = _HERE
     on_reduce: AbstractContextManager[object] = _HERE
-    on_copy_out: AbstractContextManager[object] = _HERE
-    on_copy_back: AbstractContextManager[object] = _HERE
 
     @property
     def gathering_on_compute(self) -> Streams:
@@ -164,6 +161,10 @@ class Streams:
 
     def on(self, stream: torch.Stream | None) -> AbstractContextManager[object]:
         """Run what follows on the user's ``stream``, in order with what is on the current one; None is that one."""
+        return _HERE
+
+    def beside(self, purpose: str) -> AbstractContextManager[object]:
+        """Run what follows on a stream of its own for ``purpose``: tools copy to the host and back so."""
         return _HERE
 
     def record(self) -> torch.Event | None:
@@ -206,6 +207,7 @@ class AcceleratorStreams(Streams):
         self._module, self._device = torch.get_device_module(device), device
         self._gather = self._module.Stream(device=device, priority=-1)
         self._reduce = self._module.Stream(device=device, priority=-1)
+        self._others: dict[str, torch.Stream] = {}
 
     @cached_property
     def gathering_on_compute(self) -> Streams:
@@ -219,21 +221,10 @@ class AcceleratorStreams(Streams):
     def on_reduce(self) -> AbstractContextManager[object]:  # type: ignore[override]
         return self._module.stream(self._reduce)
 
-    @cached_property
-    def _copy_out(self) -> torch.Stream:
-        return self._module.Stream(device=self._device)
-
-    @cached_property
-    def _copy_back(self) -> torch.Stream:
-        return self._module.Stream(device=self._device)
-
-    @property
-    def on_copy_out(self) -> AbstractContextManager[object]:  # type: ignore[override]
-        return self._module.stream(self._copy_out)
-
-    @property
-    def on_copy_back(self) -> AbstractContextManager[object]:  # type: ignore[override]
-        return self._module.stream(self._copy_back)
+    def beside(self, purpose: str) -> AbstractContextManager[object]:
+        if purpose not in self._others:
+            self._others[purpose] = self._module.Stream(device=self._device)
+        return self._module.stream(self._others[purpose])
 
     @contextmanager
     def on(self, stream: torch.Stream | None) -> Iterator[None]:
@@ -283,7 +274,7 @@ class ComputeStreamGathers(AcceleratorStreams):
     gathers_are_async = True
 
     def __init__(self, shared: AcceleratorStreams) -> None:
-        self._module, self._device = shared._module, shared._device
+        self._module, self._device, self._others = shared._module, shared._device, shared._others
         self._gather, self._reduce = shared._gather, shared._reduce
 
     on_gather = _HERE

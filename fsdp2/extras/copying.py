@@ -15,6 +15,7 @@ from torch import nn
 
 from fsdp2 import _torch
 from fsdp2.api.module import register_copying
+from fsdp2.extras import torch_names
 from fsdp2.group.group import ParamGroup
 from fsdp2.group.hooked_params import is_plain
 from fsdp2.group.param import ParamRecord, ShardedParam, Slot
@@ -127,7 +128,7 @@ def _renew_hooks(unit: Unit, made: Unit, memo: Memo) -> None:
     assert unit.hooks is not None
     for module in unit.hooks.modules:
         if id(module) in memo:
-            _torch.remove_hooks(memo[id(module)], unit.hooks.functions)
+            torch_names.remove_hooks(memo[id(module)], unit.hooks.functions)
     made.hooks = hooks = ModuleHooks(made)
     for module in made.modules:
         for name, value in list(vars(module).items()):

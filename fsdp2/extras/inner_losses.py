@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from fsdp2 import _torch
+from fsdp2.extras import torch_names
 from fsdp2.group.group import ParamGroup
 from fsdp2.plan.trees import find_tensors
 from fsdp2.runtime.outside_calls import called_with
@@ -64,7 +65,7 @@ def _watch(unit: Unit) -> None:
     for submodule in called_with(unit.modules, holders):
         if submodule not in watched:
             watched.add(submodule)
-            _torch.watch_calls(submodule, hook, find_tensors, has_begun)
+            torch_names.watch_calls(submodule, hook, find_tensors, has_begun)
     for group in unit.groups:
         if any(slot.module in unit.modules for param in group.params for slot in param.slots):
             group.on_parameters = _OwnGradients(unit.modules, on_gradient)

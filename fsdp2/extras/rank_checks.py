@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 
 from fsdp2 import _torch
-from fsdp2.comm.backends import all_reduce, exchange, match_channels
+from fsdp2.comm.backends import all_reduce, exchange
 from fsdp2.comm.streams import launched, wait_for
 from fsdp2.extras.claims import named_ranks
+from fsdp2.extras.peers import match_channels
 from fsdp2.group.group import ParamGroup
 from fsdp2.plan.mesh import ParallelMesh
 from fsdp2.runtime.unit import Unit

@@ -23,10 +23,10 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from fsdp2 import _torch
-from fsdp2.comm.backends import check_connections
 from fsdp2.comm.streams import Streams, waiting
+from fsdp2.extras import torch_names
 from fsdp2.extras.claims import Claim, difference
+from fsdp2.extras.peers import check_connections
 from fsdp2.plan.mesh import ParallelMesh
 from fsdp2.types import CommunicationError, ScheduleError
 
@@ -239,7 +239,7 @@ def await_claim(meeting: Meeting, name: str, claim: Claim) -> None:
     timeout_s, num_ranks = _timeout_s(meeting.mesh), len(meeting.ranks)
     if timeout_s is None or num_ranks < 2:  # nobody else is there
         return
-    store = dist.PrefixStore(f"fsdp2/claims/{meeting.key}", _torch.default_store())
+    store = dist.PrefixStore(f"fsdp2/claims/{meeting.key}", torch_names.default_store())
     digest, met_for = hashlib.sha256(json.dumps([name, claim]).encode()).hexdigest(), ""
     while met_for != digest:  # else this rank had claimed something else, and others have come for that
         counter, all_came = f"{meeting.number}/{digest}", f"{meeting.number}/all came"
@@ -284,7 +284,7 @@ def watch_for_stalls(root: Watched, streams: Streams, mesh: ParallelMesh) -> Non
         return
     stalls, _ = _watches.get((streams, timeout_s), (None, None))
     if stalls is None or not stalls.add(root):
-        board = Board(_torch.default_store(), dist.get_rank())
+        board = Board(torch_names.default_store(), dist.get_rank())
         stalls = StallWatch(dist.get_rank(), streams.is_idle, timeout_s, board, runs_ahead=streams.runs_ahead)
         stalls.add(root)
         thread = threading.Thread(target=stalls.run, name="fsdp2-stalls", daemon=True)
@@ -296,7 +296,7 @@ def watch_for_stalls(root: Watched, streams: Streams, mesh: ParallelMesh) -> Non
 def _timeout_s(mesh: ParallelMesh) -> float | None:
     """After how many seconds a collective on ``mesh`` fails; None if the mesh has no other ranks."""
     groups = mesh.process_groups
-    timeout = _torch.timeout_of(groups[0], mesh.device) if groups else None
+    timeout = torch_names.timeout_of(groups[0], mesh.device) if groups else None
     return None if timeout is None else timeout.total_seconds()
 
 

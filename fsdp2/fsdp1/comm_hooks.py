@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp2 import _torch
+from fsdp2.fsdp1 import torch_names
 from fsdp2.fsdp1.names import Wrapper, wrappers_in
 from fsdp2.fsdp1.settings import HYBRID
 from fsdp2.group.reduce_scatter import AllReduceHook
@@ -28,11 +28,11 @@ class Compress:
     def __call__(self, state: Any, gradients: torch.Tensor, shard: torch.Tensor | None = None) -> None:
         gradients.data = gradients.data.to(self._dtype)
         if shard is None:
-            _torch.default_comm_hooks().allreduce_hook(state, gradients)
+            torch_names.default_comm_hooks().allreduce_hook(state, gradients)
             gradients.data = gradients.data.to(state.parameter_type)
         else:
             shard.data = shard.data.to(self._dtype)
-            _torch.default_comm_hooks().reduce_scatter_hook(state, gradients, shard)
+            torch_names.default_comm_hooks().reduce_scatter_hook(state, gradients, shard)
             shard.data = shard.data.to(state.parameter_type)
 
 
@@ -73,7 +73,7 @@ class HookedAllReduce:
 
 def _compressed_dtype(hook: Hook) -> torch.dtype | None:
     """The dtype that travels with one of torch's hooks that compress."""
-    hooks = _torch.default_comm_hooks()
+    hooks = torch_names.default_comm_hooks()
     known = ((hooks.fp16_compress_hook, torch.float16), (hooks.bf16_compress_hook, torch.bfloat16))
     return next((dtype for each, dtype in known if hook is each), None)
 

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
+from fsdp2.fsdp1 import torch_names
 from fsdp2.fsdp1.names import Wrapper
 from fsdp2.fsdp1.optim_values import whole_of_pieces
 from fsdp2.group.group import ParamGroup, groups_by_slot
@@ -177,7 +178,7 @@ class Extension:
             method = "chunk_tensor"
             made = self.user.chunk_tensor(whole, group.rank(), group.size(), per_node, group)
         is_kind = isinstance(made, DTensor) if mesh is not None else isinstance(made, torch.Tensor)
-        if not is_kind or _torch.shape_of(made) not in shapes:
+        if not is_kind or torch_names.shape_of(made) not in shapes:
             kind = "a DTensor" if mesh is not None else "a ShardedTensor"
             _refuse(method, name, made, f"{kind} whose whole shape is {' or '.join(str(tuple(s)) for s in shapes)}")
         return made
@@ -187,7 +188,7 @@ class Extension:
         result = self.user.pre_load_state_dict_transform(tensor)
         if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], list):
             _refuse("pre_load_state_dict_transform", name, result, "a tuple (tensor, list of its local shards)")
-        if not isinstance(result[0], torch.Tensor) or _torch.shape_of(result[0]) != torch.Size(shape):
+        if not isinstance(result[0], torch.Tensor) or torch_names.shape_of(result[0]) != torch.Size(shape):
             _refuse("pre_load_state_dict_transform", name, result[0], f"a ShardedTensor of shape {tuple(shape)}")
         return result[0]
 
@@ -202,7 +203,7 @@ class Extension:
 def _refuse(method: str, name: str, found: object, expected: str) -> NoReturn:
     text = f"a {type(found).__name__}"
     if isinstance(found, torch.Tensor):
-        text += f" of shape {tuple(_torch.shape_of(found) or ())}"
+        text += f" of shape {tuple(torch_names.shape_of(found) or ())}"
     raise ExtensionError(f"FSDPExtensions.{method} returned {text} for parameter '{name}', expected {expected}.")
 
 

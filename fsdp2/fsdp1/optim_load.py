@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
 from fsdp2.comm.backends import exchange
-from fsdp2.comm.together import together
+from fsdp2.extras.together import together
+from fsdp2.fsdp1 import torch_names
 from fsdp2.fsdp1.extensions import loaded_state, shown_shape
 from fsdp2.fsdp1.names import saved_name
 from fsdp2.fsdp1.optim_owners import OptimInput, Owner, Owners, States, groups_in, listed
@@ -184,7 +185,7 @@ def _shapes(entry: Entry) -> set[tuple[int, ...]]:
 
 
 def _shape(value: Any) -> tuple[int, ...] | None:
-    found = value.shape if isinstance(value, Remote) else _torch.shape_of(value)
+    found = value.shape if isinstance(value, Remote) else torch_names.shape_of(value)
     return None if found is None else tuple(found)
 
 
@@ -227,7 +228,7 @@ def _has_dims(value: Any) -> bool:
 
 
 def _dtype(value: Any) -> torch.dtype | None:
-    return _torch.dtype_of(value) if isinstance(value, torch.Tensor) else getattr(value, "dtype", None)
+    return torch_names.dtype_of(value) if isinstance(value, torch.Tensor) else getattr(value, "dtype", None)
 
 
 def _differ(a: Any, b: Any) -> bool:

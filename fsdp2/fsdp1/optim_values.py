@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp2 import _torch
+from fsdp2.fsdp1 import torch_names
 from fsdp2.fsdp1.names import Wrapper
 
 
@@ -35,7 +36,7 @@ def chunked_value(whole: torch.Tensor, wrapper: Wrapper, device: torch.device | 
     if mesh is not None:
         placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
         return DTensor.from_local(own, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
-    return _torch.sharded_tensor(own, intervals, whole.shape, wrapper.process_group)
+    return torch_names.sharded_tensor(own, intervals, whole.shape, wrapper.process_group)
 
 
 def whole_of_pieces(value: Any, wrapper: Wrapper) -> torch.Tensor:

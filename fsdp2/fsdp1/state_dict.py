@@ -31,11 +31,11 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
-from fsdp2.api.state import collects_shards
 from fsdp2.comm.backends import exchange
-from fsdp2.comm.together import together
 from fsdp2.extras.lending import all_ranks, check_idle
-from fsdp2.fsdp1 import extensions
+from fsdp2.extras.state import collects_shards
+from fsdp2.extras.together import together
+from fsdp2.fsdp1 import extensions, torch_names
 from fsdp2.fsdp1.names import FLAT, WRAPPED, Wrapper, clean_name, is_wrapper, saved_name, wrappers_in
 from fsdp2.fsdp1.state_values import (
     CPU,
@@ -398,7 +398,7 @@ def _doubt(wrapper: Wrapper, state_dict: Mapping[str, Any], *, strict: bool) -> 
     if strict and set(expected) != set(state_dict):
         return True
     return any(
-        name in state_dict and shape is not None and _torch.shape_of(state_dict[name]) != shape
+        name in state_dict and shape is not None and torch_names.shape_of(state_dict[name]) != shape
         for name, shape in expected.items()
     )
 
@@ -414,7 +414,7 @@ def _expected_shapes(wrapper: Wrapper) -> dict[str, torch.Size | None]:
             local |= {slot for group in groups for param in group.params for slot in param.slots}
             expected[saved_name(f"{path}.{FLAT}" if path else FLAT)] = None
     for path, module in modules:
-        tensors = {**_torch.parameters_dict(module), **_torch.persistent_buffers(module)}
+        tensors = {**_torch.parameters_dict(module), **torch_names.persistent_buffers(module)}
         for short, tensor in tensors.items():
             if tensor is not None and Slot(module, short) not in local:
                 expected[saved_name(f"{path}.{short}" if path else short)] = tensor.shape
@@ -529,7 +529,7 @@ def names_for_checkpoints(wrapper: Wrapper) -> dict[str, str]:
     inner = wrapper._fsdp_wrapped_module
     names = [*_torch.parameters_dict(inner), *_torch.buffers_dict(inner), *dict(inner.named_children())]
     found = {"": WRAPPED, **dict.fromkeys(names, WRAPPED)}
-    return found if _torch.takes_for_fsdp1(wrapper) else _WrappedNames(found)
+    return found if torch_names.takes_for_fsdp1(wrapper) else _WrappedNames(found)
 
 
 class _WrappedNames(dict[str, str]):

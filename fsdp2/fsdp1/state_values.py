@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from fsdp2 import _torch
 from fsdp2.comm.streams import wait_for
 from fsdp2.extras.lending import gathered_together
+from fsdp2.fsdp1 import torch_names
 from fsdp2.fsdp1.names import Wrapper
 from fsdp2.group.group import ParamGroup
 from fsdp2.group.hooked_params import is_plain
@@ -80,7 +81,7 @@ def sharded_value(
         return param.spec.sharded.dtensor(own)
     layout = param.layout
     intervals = [layout.interval(rank) for rank in range(layout.num_shards)]
-    return _torch.sharded_tensor(own, intervals, layout.shape, wrapper.process_group)
+    return torch_names.sharded_tensor(own, intervals, layout.shape, wrapper.process_group)
 
 
 def local_value(param: ShardedParam, value: object) -> torch.Tensor | None:
@@ -93,7 +94,7 @@ def local_value(param: ShardedParam, value: object) -> torch.Tensor | None:
     shape = tuple(param.spec.sharded.shape)
     if not isinstance(value, torch.Tensor):
         return None
-    found = _torch.shape_of(value)
+    found = torch_names.shape_of(value)
     if not shape and found == (1,) and not isinstance(value, DTensor):  # as nn.Module: checkpoints of torch 0.3
         value, found = value[0], torch.Size(())
     if found != shape:
@@ -125,14 +126,14 @@ def _local_of_sharded_tensor(param: ShardedParam, value: torch.Tensor) -> torch.
     layout = param.layout
     expected = [(start, stop) for start, stop in map(layout.interval, range(layout.num_shards)) if stop > start]
     rest = [(0, size) for size in layout.shape[1:]]
-    found = sorted(_torch.pieces_of(value))
+    found = sorted(torch_names.pieces_of(value))
     if found != [[each, *rest] for each in expected] and layout.numel:
         raise ValueError(
             f"load_state_dict: '{param.full_name}' is a ShardedTensor in {len(found)} pieces, expected "
             f"{len(expected)}, cut along dim 0: it was saved on other ranks. Load it by torch.distributed.checkpoint "
             "into model.state_dict(), which cuts it anew."
         )
-    locals_ = _torch.local_shards(value)
+    locals_ = torch_names.local_shards(value)
     return locals_[0] if locals_ else torch.empty(param.shard_shape, dtype=param.dtypes.orig)
 
 
@@ -187,7 +188,9 @@ def flat_value(
             own[first - start : last - start].copy_(whole.reshape(-1)[first - offset : last - offset])
     intervals = [layout.interval(rank) for rank in range(wrapper.world_size)]
     requires_grad = any(param.sharded.requires_grad for param in group.params)
-    return _torch.sharded_tensor(own, intervals, (layout.numel,), wrapper.process_group, requires_grad=requires_grad)
+    return torch_names.sharded_tensor(
+        own, intervals, (layout.numel,), wrapper.process_group, requires_grad=requires_grad
+    )
 
 
 def flat_problem(wrapper: Wrapper, group: ParamGroup, name: str, value: object) -> str | None:
@@ -199,9 +202,9 @@ def flat_problem(wrapper: Wrapper, group: ParamGroup, name: str, value: object) 
             f"load_state_dict: '{name}' is missing. LOCAL_STATE_DICT is set, so the state dict must have the flat "
             "parameter of each wrapper. Set the kind of state dict that was saved."
         )
-    shape, mine = _torch.shape_of(value), []
+    shape, mine = torch_names.shape_of(value), []
     if _torch.is_sharded_tensor(value):
-        mine = [local.numel() for local in _torch.local_shards(value)]
+        mine = [local.numel() for local in torch_names.local_shards(value)]
         if shape == (layout.numel,) and len(mine) <= 1 and sum(mine) == stop - start:
             return None
     found = f" of shape {tuple(shape)}" if shape is not None else ""
@@ -217,7 +220,7 @@ def locals_of_flat(wrapper: Wrapper, group: ParamGroup, value: object) -> dict[S
     """This rank's shards of the parameters of ``group``, from the flat parameter ``value``. Collective."""
     layout = flat_layout(wrapper, group)
     start, stop = layout.interval(wrapper.rank)
-    locals_ = _torch.local_shards(value)
+    locals_ = torch_names.local_shards(value)
     dtype, device = group.params[0].dtypes.orig, group.mesh.device
     sent = torch.zeros(layout.chunk_numel, dtype=dtype, device=device)
     if locals_:

@@ -1,9 +1,13 @@
-"""Names of torch's FSDP1 that are private there: the only file of this folder that has any."""
+"""Private names of torch that only this folder uses: of FSDP1, and of the ShardedTensors in its state dicts."""
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from collections.abc import Sequence
+from typing import Any, cast
 
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.fsdp.wrap import (
@@ -13,6 +17,8 @@ from torch.distributed.fsdp.wrap import (
     _recursive_wrap,
     _wrap_module_cls_individually,
 )
+
+from fsdp2 import _torch
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 KEEPS_PARAMETERS = (
@@ -38,3 +44,83 @@ def run_policy(policy: Any, model: nn.Module, ignored: set[nn.Module]) -> dict[n
 def inside_checkpoint(module: nn.Module) -> nn.Module:
     """The module inside a ``checkpoint_wrapper``; another module itself."""
     return getattr(module, "_checkpoint_wrapped_module", module)
+
+
+# ShardedTensors: what FSDP1 has in sharded state dicts. Their module is private, and slow to import.
+
+
+def sharded_tensor(
+    local: torch.Tensor,
+    intervals: Sequence[tuple[int, int]],
+    shape: Sequence[int],
+    group: dist.ProcessGroup,
+    *,
+    requires_grad: bool = False,
+) -> torch.Tensor:
+    """``local``, this rank's part, as a ShardedTensor. ``intervals``: the part of each rank of ``group``, along dim 0.
+    A rank with an empty part may pass anything of the right dtype and device."""
+    from torch.distributed._shard import sharded_tensor as names
+    from torch.distributed._shard.metadata import ShardMetadata
+
+    kind = local.device.type
+    num_devices = 1 if kind == "cpu" else torch.get_device_module(kind).device_count()
+    rest = list(shape[1:])
+    metadata, locals_ = [], []
+    for index, (start, stop) in enumerate(intervals):
+        if start == stop and index:  # the first part is there, even if it is empty
+            continue
+        rank = dist.get_global_rank(group, index)
+        place = f"rank:{rank}/{kind}" if kind == "cpu" else f"rank:{rank}/{kind}:{rank % num_devices}"
+        metadata.append(ShardMetadata([start, *[0] * len(rest)], [stop - start, *rest], place))
+        if index == group.rank():
+            locals_.append(names.Shard(local.requires_grad_(requires_grad), metadata[-1]))
+    properties = names.TensorProperties(
+        dtype=local.dtype, requires_grad=requires_grad, memory_format=torch.contiguous_format
+    )
+    described = names.ShardedTensorMetadata(metadata, torch.Size(shape), properties)
+    make = names.ShardedTensor._init_from_local_shards_and_global_metadata
+    return make(locals_, sharded_tensor_metadata=described, process_group=group)
+
+
+def shape_of(value: object) -> torch.Size | None:
+    """The shape of a tensor; None of anything else. A ShardedTensor would warn that it is deprecated."""
+    if not isinstance(value, torch.Tensor):
+        return None
+    return cast(Any, value).metadata().size if _torch.is_sharded_tensor(value) else value.shape
+
+
+def dtype_of(value: torch.Tensor) -> torch.dtype:
+    """The dtype of a tensor. A ShardedTensor would warn that it is deprecated."""
+    found = cast(Any, value).metadata().tensor_properties.dtype if _torch.is_sharded_tensor(value) else value.dtype
+    return cast(torch.dtype, found)
+
+
+def local_shards(value: Any) -> list[torch.Tensor]:
+    """This rank's parts of a ShardedTensor."""
+    return [shard.tensor.detach() for shard in value.local_shards()]
+
+
+def pieces_of(value: Any) -> list[list[tuple[int, int]]]:
+    """For each part of a ShardedTensor on any rank, its interval along each dim."""
+    return [
+        [(offset, offset + size) for offset, size in zip(part.shard_offsets, part.shard_sizes, strict=True)]
+        for part in value.metadata().shards_metadata
+        if all(part.shard_sizes)
+    ]
+
+
+def default_comm_hooks() -> Any:
+    """The module of torch's communication hooks for its first FSDP."""
+    from torch.distributed.algorithms._comm_hooks import default_hooks
+
+    return default_hooks
+
+
+def takes_for_fsdp1(module: nn.Module) -> bool:
+    """Whether torch takes ``module`` for its ``FullyShardedDataParallel``; ours, once ``install`` was called."""
+    return isinstance(module, vars(sys.modules["torch.distributed.fsdp"])["FullyShardedDataParallel"])
+
+
+def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """A module's own buffers that state dicts have."""
+    return {name: each for name, each in module._buffers.items() if name not in module._non_persistent_buffers_set}

@@ -28,9 +28,9 @@ from torch.distributed.tensor import DTensor
 from fsdp2 import _torch
 from fsdp2.api.fully_shard import PreparedUnit, prepare_unit
 from fsdp2.api.module import UnshardHandle
-from fsdp2.api.no_sync import no_sync
 from fsdp2.api.resolve import check_not_flattened
 from fsdp2.extras.copying import copied_module
+from fsdp2.extras.no_sync import no_sync
 from fsdp2.fsdp1 import (
     comm_hooks,
     extensions,

@@ -23,7 +23,7 @@ from fsdp2 import _torch
 from fsdp2._torch import GradDtype
 from fsdp2.comm.offload import Home
 from fsdp2.plan.dtypes import GRADIENTS_FOLLOW_SHARDS, ParamDtypes, param_dtypes
-from fsdp2.plan.layout import ShardLayout, contiguous_stride
+from fsdp2.plan.layout import Layout, contiguous_stride
 from fsdp2.plan.mesh import ParallelMesh
 from fsdp2.plan.placements import ParamSpec, plain_spec
 from fsdp2.plan.plan import PlanInput
@@ -58,7 +58,7 @@ class ParamRecord:
     name: str
     param: nn.Parameter
     slots: tuple[Slot, ...]
-    layout: ShardLayout
+    layout: Layout
     spec: ParamSpec
     dtypes: ParamDtypes
     policy: MixedPrecisionPolicy
@@ -326,7 +326,7 @@ class ShardedParam:
         return [self.sharded, local, *(leaf for leaf in _torch.leaves(local) if leaf is not local)]
 
 
-def subclass_shard(name: str, full: torch.Tensor, layout: ShardLayout, rank: int, device: torch.device) -> torch.Tensor:
+def subclass_shard(name: str, full: torch.Tensor, layout: Layout, rank: int, device: torch.device) -> torch.Tensor:
     """``rank``'s shard of the tensor subclass ``full``, in its own memory on ``device`` (or still on meta).
 
     Raises:

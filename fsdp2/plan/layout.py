@@ -7,44 +7,44 @@ Rule: the intervals of all ranks, joined in rank order, are the tensor, for ever
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 # Regions that compute reads or a collective writes start at multiples of this: what vectorised GPU kernels want.
 ALIGNMENT_NBYTES = 128
 
 
 @dataclass(frozen=True)
-class Layout(ABC):
-    """A tensor of ``shape``, cut along ``dim`` into consecutive pieces, one for each of ``num_shards`` ranks.
+class Layout:
+    """A tensor of ``shape``, cut along ``dim`` into consecutive pieces: ``sizes`` are their entries along it, by rank.
 
-    In a message every piece takes ``chunk_numel`` elements, padded at its end. Subclasses define the piece lengths.
+    In a message every piece takes ``chunk_numel`` elements, padded at its end.
     """
 
     shape: tuple[int, ...]
     dim: int
-    num_shards: int
+    sizes: tuple[int, ...]
 
     @property
-    @abstractmethod
+    def num_shards(self) -> int:
+        return len(self.sizes)
+
+    @cached_property
     def chunk_size(self) -> int:
         """Entries along ``dim`` of the longest piece."""
+        return max(self.sizes)
 
-    @property
-    @abstractmethod
+    @cached_property
     def is_contiguous(self) -> bool:
         """Whether the padded pieces, one after another, start with the whole tensor in its memory order."""
+        full = self.chunk_size
+        first_short = next((rank for rank, size in enumerate(self.sizes) if size < full), len(self.sizes))
+        return self.dim == 0 and not any(self.sizes[first_short + 1 :])
 
-    @abstractmethod
     def interval(self, rank: int) -> tuple[int, int]:
-        """``rank``'s piece along ``dim``, as (start, stop)."""
-
-    @property
-    def size(self) -> int:
-        """Entries along ``dim``; a scalar is one."""
-        return self.shape[self.dim] if self.shape else 1
+        """``rank``'s piece along ``dim``, as (start, stop). A rank behind the last one has nothing."""
+        return sum(self.sizes[:rank]), sum(self.sizes[: rank + 1])
 
     @cached_property
     def numel(self) -> int:
@@ -71,45 +71,17 @@ class Layout(ABC):
         return (*self.shape[: self.dim], stop - start, *self.shape[self.dim + 1 :])
 
 
-@dataclass(frozen=True)
-class ShardLayout(Layout):
-    """A parameter cut as DTensor's ``Shard(dim)`` cuts it: all shards are ``chunk_size`` long, but the last non-empty
-    one may be shorter and later ones are empty. A scalar has one shard."""
-
-    @cached_property
-    def chunk_size(self) -> int:
-        return -(-self.size // self.num_shards)
-
-    @property
-    def is_contiguous(self) -> bool:
-        return self.dim == 0
-
-    def interval(self, rank: int) -> tuple[int, int]:
-        return min(rank * self.chunk_size, self.size), min((rank + 1) * self.chunk_size, self.size)
+@lru_cache(maxsize=1024)
+def shard_layout(shape: tuple[int, ...], dim: int, num_shards: int) -> Layout:
+    """A parameter cut as DTensor's ``Shard(dim)`` cuts it: all shards have the same length, but the last non-empty one
+    may be shorter and later ones are empty. A scalar is one entry, in one shard."""
+    size = shape[dim] if shape else 1
+    chunk = -(-size // num_shards)
+    sizes = (min(chunk, max(size - rank * chunk, 0)) for rank in range(num_shards))
+    return Layout(shape, dim, tuple(sizes))
 
 
-@dataclass(frozen=True)
-class JoinedLayout(Layout):
-    """Pieces whose ``sizes`` along ``dim`` the ranks chose themselves: what all-gather hooks send."""
-
-    sizes: tuple[int, ...]
-
-    @property
-    def chunk_size(self) -> int:
-        return max(self.sizes)
-
-    @cached_property
-    def is_contiguous(self) -> bool:
-        full = self.chunk_size
-        first_short = next((rank for rank, size in enumerate(self.sizes) if size < full), len(self.sizes))
-        return self.dim == 0 and not any(self.sizes[first_short + 1 :])
-
-    def interval(self, rank: int) -> tuple[int, int]:
-        start = sum(self.sizes[:rank])
-        return start, start + self.sizes[rank]
-
-
-def join(shapes: Sequence[tuple[int, ...]], dim: int) -> JoinedLayout:
+def join(shapes: Sequence[tuple[int, ...]], dim: int) -> Layout:
     """The layout of pieces of ``shapes``, one per rank, along ``dim``, or dim 0 where they have no such dim. Empty
     pieces fit to any shape.
 
@@ -124,7 +96,7 @@ def join(shapes: Sequence[tuple[int, ...]], dim: int) -> JoinedLayout:
         raise ValueError(f"shapes {sorted(set(shapes))} differ in more than dim {dim}")
     sizes = tuple(shape[dim] if math.prod(shape) > 0 else 0 for shape in pieces)
     shape = (*present[0][:dim], sum(sizes), *present[0][dim + 1 :])
-    return JoinedLayout(shape, dim, len(sizes), sizes)
+    return Layout(shape, dim, sizes)
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:

@@ -5,7 +5,6 @@ A mesh always has a shard and a replicate axis; an absent one has size 1.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -112,7 +111,7 @@ def replicated(parallel: ParallelMesh) -> ParallelMesh:
         joint = _axis_of_others(parallel.mesh.size())
     else:
         ranks = parallel.mesh.mesh.flatten().tolist()
-        joint = _own_axis(ranks, "fsdp2_replicate", (parallel.shard, parallel.replicate), parallel.device)
+        joint = own_axis(ranks, "fsdp2_replicate", (parallel.shard, parallel.replicate), parallel.device)
     return replace(parallel, roles=_without_shard(parallel.roles), shard=NO_AXIS, replicate=joint, spmd=spmd)
 
 
@@ -255,28 +254,11 @@ def separate_axis(axis: Axis, device: torch.device) -> Axis:
     Collective."""
     if axis.group is None or axis.size == 1:
         return axis
-    return _own_axis(dist.get_process_group_ranks(axis.group), "fsdp2_reduce_scatter", (axis,), device)
+    return own_axis(dist.get_process_group_ranks(axis.group), "fsdp2_reduce_scatter", (axis,), device)
 
 
-def joint_axis(mesh: DeviceMesh, axes: Sequence[int]) -> Axis:
-    """Several axes of ``mesh`` as one, by position, with the ranks that this rank reaches over them, ascending.
-    Collective, unless at most one of them has several ranks: else a process group is made once."""
-    long = [Axis(mesh.get_group(i), mesh.size(i), mesh.get_local_rank(i)) for i in axes if mesh.size(i) > 1]
-    if len(long) < 2:
-        return next((replace(each, rank=dist.get_rank(each.group)) for each in long), NO_AXIS)
-    return _own_axis(sorted(ranks_along(mesh, axes)), "fsdp2_joint", long, mesh_device(mesh))
-
-
-def ranks_along(mesh: DeviceMesh, axes: Sequence[int]) -> dict[int, tuple[int, ...]]:
-    """The global ranks that this rank reaches over ``axes`` of ``mesh``, with their coordinates on these axes."""
-    own = mesh.get_coordinate()
-    assert own is not None
-    reached = mesh.mesh[tuple(slice(None) if axis in axes else own[axis] for axis in range(mesh.ndim))]
-    coordinates = itertools.product(*(range(mesh.size(axis)) for axis in axes))
-    return dict(zip(reached.flatten().tolist(), coordinates, strict=True))
-
-
-def _own_axis(ranks: list[int], description: str, axes: Sequence[Axis], device: torch.device) -> Axis:
+def own_axis(ranks: list[int], description: str, axes: Sequence[Axis], device: torch.device) -> Axis:
+    """An axis of ``ranks`` with a process group of its own for this use, made once. Collective on ``axes``."""
     group = _own_group(ranks, description, axes, device)
     return Axis(group, len(ranks), dist.get_rank(group))
 

@@ -15,7 +15,7 @@ from functools import lru_cache
 import torch
 
 from fsdp2.plan.dtypes import DivideFactors, ParamDtypes, divide_factors
-from fsdp2.plan.layout import ALIGNMENT_NBYTES, Layout, ShardLayout, pack
+from fsdp2.plan.layout import ALIGNMENT_NBYTES, Layout, pack, shard_layout
 
 
 class Route(Enum):
@@ -65,7 +65,7 @@ class PlanInput:
     """What a plan needs to know of one parameter, or of the part of it that is kept after forward."""
 
     name: str
-    layout: ShardLayout
+    layout: Layout
     dtypes: ParamDtypes
 
 
@@ -168,7 +168,7 @@ class ReduceStep:
     index: int
     name: str
     route: Route
-    layout: ShardLayout
+    layout: Layout
     offset: int
 
 
@@ -250,7 +250,7 @@ def cut_after_forward(step: GatherStep, num_shards: int) -> PlanInput:
     hooks sent is cut as a flat tensor: only the hooks know its shape."""
     layout = step.layout
     shape, dim = (layout.shape, layout.dim) if step.origin is Origin.SHARD else ((layout.numel,), 0)
-    return PlanInput(step.name, ShardLayout(shape, dim, num_shards), ParamDtypes(*4 * (step.dtype,)))
+    return PlanInput(step.name, shard_layout(shape, dim, num_shards), ParamDtypes(*4 * (step.dtype,)))
 
 
 @lru_cache(maxsize=_MAX_SHARED_PLANS)

@@ -21,7 +21,7 @@ from fsdp2.group.hooked_params import HookContext, Hooks
 from fsdp2.group.param import subclass_shard
 from fsdp2.group.shards import count_steps
 from fsdp2.plan.dtypes import param_dtypes
-from fsdp2.plan.layout import JoinedLayout, ShardLayout, contiguous_stride, join
+from fsdp2.plan.layout import Layout, contiguous_stride, join, shard_layout
 from fsdp2.plan.trees import map_tensors
 from fsdp2.tensors.wrapper import WrapperTensor
 from fsdp2.types import ExtensionError, MixedPrecisionPolicy
@@ -54,8 +54,8 @@ class Case:
         return f"shape {self.shape} on {self.size} rank{'s' if self.size > 1 else ''}"
 
     @property
-    def layout(self) -> ShardLayout:
-        return ShardLayout(self.shape, self.dim % len(self.shape), self.size)
+    def layout(self) -> Layout:
+        return shard_layout(self.shape, self.dim % len(self.shape), self.size)
 
     def plain(self, seed: int = 0) -> torch.Tensor:
         """Random values; the same for the same seed."""
@@ -179,7 +179,7 @@ class Rank:
             self._releases_outputs = self.hooks.releases_outputs()
         return self._sent
 
-    def receive(self, layouts: Sequence[JoinedLayout], sent: Sequence[tuple[torch.Tensor, ...]]) -> None:
+    def receive(self, layouts: Sequence[Layout], sent: Sequence[tuple[torch.Tensor, ...]]) -> None:
         """``sent`` by all ranks arrives, and the post-hook makes the unsharded parameter of it."""
         if self._unsharded is None:
             self._outputs = tuple(
@@ -225,7 +225,7 @@ class Rank:
             _fill_with_garbage(storage)
         del kept  # until here, ``kept`` stopped the allocator from returning the same block
 
-    def _output(self, layout: JoinedLayout, dtype: torch.dtype) -> torch.Tensor:
+    def _output(self, layout: Layout, dtype: torch.dtype) -> torch.Tensor:
         storage = torch.UntypedStorage(layout.padded_numel * dtype.itemsize, device=self.shard.device)
         self._storages.append((storage, storage.nbytes()))
         return tensor_on(storage, 0, layout.shape, contiguous_stride(layout.shape), dtype)
@@ -263,7 +263,7 @@ class World:
         self._case = case
         self.ranks = [Rank(param, case.context(rank)) for rank, param in enumerate(params)]
         self._sent: list[tuple[torch.Tensor, ...]] = []
-        self._layouts: list[JoinedLayout] = []
+        self._layouts: list[Layout] = []
 
     def send(self) -> None:
         """Every rank calls its pre-hook, and what they send is fitted together."""
@@ -299,7 +299,7 @@ class World:
             where = f" This happened on rank {index}, whose shard has shape {shape}." if len(self.ranks) > 1 else ""
             raise ExtensionError(f"{error}{where}") from error
 
-    def _joined(self) -> list[JoinedLayout]:
+    def _joined(self) -> list[Layout]:
         hooks = self.ranks[0].hooks
         kinds = [tuple(tensor.dtype for tensor in payload) for payload in self._sent]
         for rank, kind in enumerate(kinds):

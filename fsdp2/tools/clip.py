@@ -19,6 +19,7 @@ from fsdp2.comm.backends import all_reduce_in
 from fsdp2.comm.streams import launched, lost, wait_for
 from fsdp2.group.group import ParamGroup
 from fsdp2.plan.mesh import mesh_device
+from fsdp2.tools import torch_names
 from fsdp2.types import CommunicationError
 
 # A sum of squares in fp32 loses digits as it grows, so longer tensors are split.
@@ -82,7 +83,7 @@ def clip_grad_norm_(
     factor = factor_of(total, max_norm)
     pieces = [tensors for each in classes for tensors in each.pieces]
     for tensors in pieces:
-        _torch.foreach_mul(tensors, factor.to(tensors[0].device))
+        torch_names.foreach_mul(tensors, factor.to(tensors[0].device))
     return total if any(tensors[0].dtype is torch.float64 for tensors in pieces) else total.float()
 
 
@@ -112,11 +113,11 @@ def _shards_of(param: torch.Tensor) -> list[torch.Tensor]:
 
 def _classes(params: Sequence[torch.Tensor]) -> list[_Class]:
     """The classes of ``params``. All ranks get the same order, since parameters without a gradient count, too."""
-    grads = _torch.grads_of(params)
-    locals_ = _torch.locals_placed_like(params, grads)
+    grads = torch_names.grads_of(params)
+    locals_ = torch_names.locals_placed_like(params, grads)
     # Group by spec first: parameters that fully_shard cuts in the same way share one spec.
     by_spec: dict[object, tuple[torch.Tensor, list[torch.Tensor]]] = {}  # a parameter, and the gradients of all
-    for param, spec, grad, local in zip(params, _torch.specs_of(params), grads, locals_, strict=True):
+    for param, spec, grad, local in zip(params, torch_names.specs_of(params), grads, locals_, strict=True):
         _, found = by_spec.setdefault(param.device if spec is None else id(spec), (param, []))
         if grad is not None:
             found.append(_local(grad) if local is None else local)
@@ -192,7 +193,7 @@ def _power_here(of: _Class, order: float, foreach: bool | None) -> torch.Tensor:
         if foreach is False:
             norms += [torch.linalg.vector_norm(tensor, order, dtype=wide) for tensor in cut]
         else:
-            norms += _torch.foreach_norm(cut, order, wide)
+            norms += torch_names.foreach_norm(cut, order, wide)
     local = torch.stack([norm.to(of.device) for norm in norms]) if norms else torch.zeros(1, device=of.device)
     return _joined(local.double() if math.isinf(order) else local.double() ** order, order)
 

@@ -31,6 +31,7 @@ from fsdp2 import _torch
 from fsdp2.comm.memory import alias
 from fsdp2.group.shards import flat_buffers
 from fsdp2.plan.layout import contiguous_stride
+from fsdp2.tools import torch_names
 
 # Their update of an element depends only on the values of this element. A subclass of them may do anything.
 ELEMENTWISE: tuple[type[optim.Optimizer], ...] = (
@@ -112,7 +113,7 @@ def _check(optimizer: optim.Optimizer, is_elementwise: bool) -> None:
 
 @functools.cache
 def _flat_class(cls: type[optim.Optimizer]) -> type[FlatOptimizer]:
-    body = {"__module__": __name__, "__doc__": FlatOptimizer.__doc__, "_step_as_before": _torch.unhooked_step(cls)}
+    body = {"__module__": __name__, "__doc__": FlatOptimizer.__doc__, "_step_as_before": torch_names.unhooked_step(cls)}
     return type(f"Flat{cls.__name__}", (FlatOptimizer, cls), body)
 
 
@@ -122,7 +123,7 @@ class FlatOptimizer(optim.Optimizer):
     _layout: Layout | None = None
     _step_as_before: Callable[[], Any]
 
-    @_torch.hooked_step
+    @torch_names.hooked_step
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Call ``closure``, then update all parameters that have a gradient. Return the result of ``closure``."""
         loss = None
@@ -208,7 +209,7 @@ class Layout:
 def _layout_of(groups: Sequence[dict[str, Any]]) -> list[object]:
     """Each group followed by its parameters, then the local tensors of all parameters."""
     found = list(chain.from_iterable((group, *group["params"]) for group in groups))
-    return [*found, *_torch.locals_of([param for param in found if isinstance(param, DTensor)])]
+    return [*found, *torch_names.locals_of([param for param in found if isinstance(param, DTensor)])]
 
 
 def _are_same(now: Sequence[object], before: Sequence[object]) -> bool:
@@ -225,7 +226,7 @@ class Segment:
         self.runs: list[Run] = []
         self.apart: list[DTensor] = []
         self._flat, self._params = flat, sorted(params, key=lambda param: _torch.local_of(param).data_ptr())
-        self._locals = _torch.locals_of(self._params)
+        self._locals = torch_names.locals_of(self._params)
         self._starts = list(map(torch.Tensor.data_ptr, self._locals))
         self._grads: list[Grad | None] = []
         self._seen: list[object] = []
@@ -236,8 +237,8 @@ class Segment:
 
     def take_gradients(self, state: State) -> None:
         """Give the runs the gradients of this step. Cut new runs if the gradients or the states require it."""
-        tensors = _torch.grads_of(self._params)
-        locals_ = _torch.locals_placed_like(self._params, tensors)
+        tensors = torch_names.grads_of(self._params)
+        locals_ = torch_names.locals_placed_like(self._params, tensors)
         grads = _described(tensors, locals_)
         is_cut = grads == self._grads and _are_same(self._now(state), self._seen)
         if not is_cut or not all(run.is_current() for run in self.runs):
@@ -333,7 +334,7 @@ class Run:
         for name, first in entries[0].items():
             self.state[name] = first
             if isinstance(first, DTensor):
-                parts = _torch.locals_of([entry[name] for entry in entries])
+                parts = torch_names.locals_of([entry[name] for entry in entries])
                 joined = _joined(parts)
                 self.state[name] = torch.cat([part.view(-1) for part in parts]) if joined is None else joined
                 if joined is None:
@@ -381,7 +382,7 @@ class Run:
 
     def _parts(self, whole: torch.Tensor) -> list[DTensor]:
         parts, offset = [], 0
-        for param, local in zip(self._params, _torch.locals_of(self._params), strict=True):
+        for param, local in zip(self._params, torch_names.locals_of(self._params), strict=True):
             part = alias(whole, offset, local.shape, contiguous_stride(local.shape))
             _whole_of[part] = whole, offset
             parts += _torch.dtensors_like([param], [part])
@@ -442,7 +443,7 @@ def _kind_of(grad: Grad, param: DTensor, entry: Mapping[str, Any]) -> tuple[obje
     kind: list[object] = [dtype]
     for name, value in entry.items():
         if isinstance(value, DTensor):
-            local = _torch.locals_placed_like([param], [value])[0]
+            local = torch_names.locals_placed_like([param], [value])[0]
             if local is None or not local.is_contiguous():
                 return None
             kind.append((name, local.dtype, local.device))

@@ -24,12 +24,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp2 import _torch
 from fsdp2.api.fully_shard import fully_shard
 from fsdp2.api.module import FSDPModule, GradientReductionHandle, UnshardHandle, share_comm_ctx
-from fsdp2.api.state import state_of
+from fsdp2.extras.state import state_of
 from fsdp2.runtime.hooks import register_fsdp_forward_method
 from fsdp2.runtime.unit import unit_of
+from fsdp2.tools import torch_names
 from fsdp2.types import (
     AllGather,
     CPUOffloadPolicy,
@@ -80,16 +80,18 @@ class _Installation:
 
         for name in _NAMES_OF_FSDP1:
             _NAMES[name] = _NAMES_OF_SOURCES[name] = getattr(fsdp1, name)
-        for name in _torch.FULLY_SHARD_INTERNALS[1:]:  # it must import torch's own names, so before they are replaced
+        for name in torch_names.FULLY_SHARD_INTERNALS[
+            1:
+        ]:  # it must import torch's own names, so before they are replaced
             _imported(name)
-        homes = [module for name in _torch.FULLY_SHARD_HOMES if (module := _imported(name)) is not None]
-        sources = [module for name in _torch.FULLY_SHARD_SOURCES if (module := _imported(name)) is not None]
+        homes = [module for name in torch_names.FULLY_SHARD_HOMES if (module := _imported(name)) is not None]
+        sources = [module for name in torch_names.FULLY_SHARD_SOURCES if (module := _imported(name)) is not None]
         for module in (*sources, *homes):
             for name in _NAMES_OF_SOURCES if module in sources else _NAMES:
                 if name in vars(module):
                     self.theirs.setdefault(name, vars(module)[name])
         try:
-            for owner, name in _torch.FULLY_SHARD_CHECKS:
+            for owner, name in torch_names.FULLY_SHARD_CHECKS:
                 self._check_for_our_modules(owner, name)
             for module in sources:
                 self._change_class(module)
@@ -126,7 +128,7 @@ class _Installation:
         from fsdp2.fsdp1.names import is_wrapper
 
         self._replace(
-            _torch.FSDP1_STATE, lambda of_torch: lambda module: module if is_wrapper(module) else of_torch(module)
+            torch_names.FSDP1_STATE, lambda of_torch: lambda module: module if is_wrapper(module) else of_torch(module)
         )
 
     def _list_our_flat_parameters(self) -> None:
@@ -137,13 +139,13 @@ class _Installation:
         def with_ours(of_torch: Callable[..., Any]) -> Callable[..., Any]:
             return lambda model, *args, **kwargs: chain(of_torch(model, *args, **kwargs), flat_params_in(model))
 
-        self._replace(_torch.LISTED_STATE, with_ours)
+        self._replace(torch_names.LISTED_STATE, with_ours)
 
     def _show_states(self) -> None:
         """Let torch's pipelining defer the waits for reductions, and clients read the mixed precision of a module, for
         which they ask the module for its private state."""
-        setattr(FSDPModule, _torch.STATE_OF_MODULE, state_of)
-        self._undo.append(lambda: delattr(FSDPModule, _torch.STATE_OF_MODULE))
+        setattr(FSDPModule, torch_names.STATE_OF_MODULE, state_of)
+        self._undo.append(lambda: delattr(FSDPModule, torch_names.STATE_OF_MODULE))
 
     def _replace(self, place: tuple[str, str], make: Callable[[Any], object]) -> None:
         """Put ``make(function)`` where torch's function at ``place`` is, (module, name), if there is one."""
@@ -173,7 +175,7 @@ class _Installation:
             except ValueError:
                 for item in given if isinstance(given, (list, tuple)) else [given]:
                     for function in of_torch:
-                        _torch.forget_composable_api(item, function)
+                        torch_names.forget_composable_api(item, function)
                 raise
             return check(given, *args, **kwargs)
 
@@ -265,7 +267,7 @@ def _report(installation: _Installation) -> None:
         TRIED_IN,
         torch.__version__,
     )
-    newer = sorted(set(getattr(_imported(_torch.FULLY_SHARD_HOMES[1]), "__all__", ())) - set(_NAMES))
+    newer = sorted(set(getattr(_imported(torch_names.FULLY_SHARD_HOMES[1]), "__all__", ())) - set(_NAMES))
     if newer:
         warnings.warn(
             f"fsdp2.install: torch {torch.__version__} has names that fsdp2 does not know: {', '.join(newer)}. They "
@@ -313,7 +315,7 @@ def _is_of_torch(name: str) -> bool:
 
 def _is_internal(name: str) -> bool:
     """Whether torch's own runtime is written there, rather than a module that hands its names on."""
-    return name not in _torch.FULLY_SHARD_HOMES and name.startswith(_torch.FULLY_SHARD_INTERNALS)
+    return name not in torch_names.FULLY_SHARD_HOMES and name.startswith(torch_names.FULLY_SHARD_INTERNALS)
 
 
 def _rank() -> int:

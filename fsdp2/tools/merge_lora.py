@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fsdp2.api.state import bound_state
+from fsdp2.extras.state import bound_state
 
 _PEFT_PREFIX = "base_model.model."
 

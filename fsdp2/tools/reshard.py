@@ -1,6 +1,6 @@
 """``reshard_to``: move a sharded model and its optimizers to other ranks, without a file.
 
-Every rank plans what it sends to whom (``plan.transfers``), and sends only entries that the receiver lacks. Units move
+Every rank plans what it sends to whom (``transfers.py``), and sends only entries that the receiver lacks. Units move
 one after another. Rule: everything is checked on all ranks (``reshard_checks``) before the first unit moves; sharded
 parameters, optimizers and param groups stay the same objects.
 """
@@ -20,18 +20,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp2 import _torch
 from fsdp2.comm.custom import BackendAllGather, BackendMemory, BackendReduceScatter
 from fsdp2.comm.offload import Home
-from fsdp2.comm.together import axis_of, together
+from fsdp2.extras.together import axis_of, together
 from fsdp2.group.gradients import GroupOptions
 from fsdp2.group.group import ParamGroup
 from fsdp2.group.hooked_params import is_plain
 from fsdp2.group.param import ParamRecord, ShardedParam, pinned
-from fsdp2.plan.layout import ShardLayout, pack
+from fsdp2.plan.layout import pack, shard_layout
 from fsdp2.plan.mesh import AxisRole, ParallelMesh, post_forward_mesh, replicated, separate_axis
 from fsdp2.plan.placements import plain_spec
-from fsdp2.plan.transfers import Cut as CutOverRanks, Transfer, transfers
 from fsdp2.runtime.root import Root, form_root
 from fsdp2.runtime.unit import Unit
 from fsdp2.schedule.schedule import AfterForward
+from fsdp2.tools import torch_names
 from fsdp2.tools.reshard_checks import (
     Belongings,
     Cut,
@@ -43,6 +43,7 @@ from fsdp2.tools.reshard_checks import (
     restored,
     states_by_optimizer,
 )
+from fsdp2.tools.transfers import Cut as CutOverRanks, Transfer, transfers
 
 Place = tuple[tuple[int, ...], torch.dtype]  # the shape and dtype of a tensor in a message
 
@@ -197,7 +198,7 @@ class _Move:
     def _moving(self, param: ShardedParam, mesh: ParallelMesh, home: Home) -> dict[Any, _Moving]:
         """What moves of ``param``: "values", "grad" and entries of states."""
         before = CutOverRanks(param.layout, param.mesh.ranks)
-        after = CutOverRanks(ShardLayout(param.layout.shape, param.layout.dim, mesh.shard.size), mesh.ranks)
+        after = CutOverRanks(shard_layout(param.layout.shape, param.layout.dim, mesh.shard.size), mesh.ranks)
         start, new_start = before.interval_of(self._rank)[0], after.interval_of(self._rank)[0]
         found = transfers(before, after)
         values = _torch.local_of(param.sharded)
@@ -215,14 +216,14 @@ class _Move:
 
     def _record(self, param: ShardedParam, mesh: ParallelMesh, home: Home) -> ParamRecord:
         """``param`` on ``mesh``. Its values come later."""
-        layout = ShardLayout(param.layout.shape, param.layout.dim, mesh.shard.size)
+        layout = shard_layout(param.layout.shape, param.layout.dim, mesh.shard.size)
         spec = plain_spec(layout.shape, layout.dim, mesh)
         local, shape = _torch.local_of(param.sharded), layout.shard_shape(mesh.shard.rank)
         if is_plain(local):
             new = torch.zeros((), dtype=local.dtype, device=local.device).expand(shape)  # takes no memory
         else:
             new = pinned(param.name, local.new_zeros(shape), home)
-        _torch.set_placement(param.sharded, spec.sharded.mesh, spec.sharded.placements)
+        torch_names.set_placement(param.sharded, spec.sharded.mesh, spec.sharded.placements)
         return ParamRecord(
             name=param.name,
             param=param.sharded,

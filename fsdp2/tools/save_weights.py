@@ -29,9 +29,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2.api.state import bound_state
 from fsdp2.comm.backends import exchange
-from fsdp2.comm.together import axis_of, together
+from fsdp2.extras.state import bound_state
+from fsdp2.extras.together import axis_of, together
 from fsdp2.plan.mesh import Axis
 from fsdp2.tools.checkpoint_mapping import MappingLike, Shape, listed
 from fsdp2.tools.checkpoint_pieces import Piece, Resolved, resolved_to_save, whole_piece

@@ -18,8 +18,8 @@ from enum import Enum
 import torch
 import torch.distributed as dist
 
-from fsdp2 import _torch
 from fsdp2.comm.streams import launched
+from fsdp2.extras import torch_names
 from fsdp2.types import CommunicationError
 
 _PAUSE_S, _MAX_PAUSE_S, _PAUSE_PER_RANK_S = 1e-4, 0.01, 1e-4  # so 10,000 questions per second at most reach the store
@@ -54,7 +54,7 @@ class Gate:
             self._asks = self._rank in askers
             number = next(_numbers.setdefault(self._ranks, itertools.count()))
             digest = hashlib.sha256(repr(self._ranks).encode()).hexdigest()[:16]
-            self._store = dist.PrefixStore(f"fsdp2/streams/{digest}/{number}", _torch.default_store())
+            self._store = dist.PrefixStore(f"fsdp2/streams/{digest}/{number}", torch_names.default_store())
 
     def join(self, plan: str) -> None:
         """Wait until all ranks are here, with the same ``plan``.
@@ -133,7 +133,7 @@ class Gate:
 def _limit_s() -> float:
     """After how many seconds a collective of all ranks would fail."""
     devices = (torch.device("cpu"), torch.accelerator.current_accelerator())
-    found = [_torch.timeout_of(dist.group.WORLD, each) for each in devices if each is not None]  # type: ignore[arg-type]
+    found = [torch_names.timeout_of(dist.group.WORLD, each) for each in devices if each is not None]  # type: ignore[arg-type]
     return next((each.total_seconds() for each in found if each is not None), math.inf)
 
 

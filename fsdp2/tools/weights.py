@@ -20,13 +20,14 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
 from fsdp2 import _torch
-from fsdp2.api.state import bound_state
 from fsdp2.extras.lending import check_idle, gathered, joined, packed
+from fsdp2.extras.state import bound_state
 from fsdp2.group.group import ParamGroup, groups_by_slot
 from fsdp2.group.hooked_params import is_plain
 from fsdp2.group.param import IN_FILES, WHOLE, ShardedParam, Slot, joined_along_dim_0, whole_subclass
 from fsdp2.plan.mesh import mesh_device
 from fsdp2.tensors.in_files import FileTensor
+from fsdp2.tools import torch_names
 from fsdp2.tools.checkpoint_mapping import Shape
 from fsdp2.tools.checkpoint_pieces import Run, runs
 
@@ -315,7 +316,9 @@ def _cut(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
         if not any(cuts):
             along.append(range(size))
             continue
-        of_dim = [_torch.as_of_dim_0(each) if cut else Replicate() for each, cut in zip(placements, cuts, strict=True)]
+        of_dim = [
+            torch_names.as_of_dim_0(each) if cut else Replicate() for each, cut in zip(placements, cuts, strict=True)
+        ]
         numbers = torch.arange(size, device=mesh_device(mesh))
         along.append(distribute_tensor(numbers, mesh, of_dim, src_data_rank=None).to_local().tolist())
     return along

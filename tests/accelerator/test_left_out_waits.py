@@ -117,7 +117,7 @@ _ASKED = "distributed/test_stream.py::test_a_transform_gets_whole_tensors_togeth
 ELSEWHERE: dict[str, str] = {
     # collectives that the CPU waits for, as gloo's; _issued is for backends that return a work where NCCL returns none
     "comm.backends.CollectiveComm._issued-work": _ON_STREAMS,
-    "comm.backends._Messages.wait-work": "distributed/test_comm.py::test_messages_of_two_groups_are_never_mixed_up",
+    "extras.peers._Messages.wait-work": "distributed/test_comm.py::test_messages_of_two_groups_are_never_mixed_up",
     "comm.backends._summed-work": "distributed/test_agreement.py::test_ranks_compare_once",
     "tools.clip._summed_over_ranks-work": "parity/test_clipping.py::test_gradients_are_clipped_as_torch_clips_them",
     "comm.custom._Message.wait-work": _IN_ONE_MEMORY,

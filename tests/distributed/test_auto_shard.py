@@ -17,7 +17,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, size_bas
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp2
-from fsdp2.comm import backends
+from fsdp2.extras import peers
 from fsdp2.runtime.unit import units_under
 from fsdp2.schedule.schedule import AfterForward
 from fsdp2.tools.planner import recompute
@@ -298,7 +298,7 @@ def test_the_code_that_reshards_to_a_node_runs_on_fewer_ranks(ctx: RankContext, 
 @pytest.mark.long
 @distributed(2)
 def test_collectives_are_measured_by_size_alone_and_beside_products(ctx: RankContext) -> None:
-    in_flight = set(backends._in_flight)
+    in_flight = set(peers._in_flight)
     found = measure((2**12, 2**20), width=64)
     assert [(each.name, each.nbytes) for each in found.collectives] == [
         ("all-gather", 2**12),
@@ -306,7 +306,7 @@ def test_collectives_are_measured_by_size_alone_and_beside_products(ctx: RankCon
         ("reduce-scatter", 2**12),
         ("reduce-scatter", 2**20),
     ]
-    assert backends._in_flight <= in_flight  # each was measured until it had arrived
+    assert peers._in_flight <= in_flight  # each was measured until it had arrived
     assert all(each.alone > 0 <= each.beside for each in found.collectives)
     machine = found.machine
     assert machine.in_node.bandwidth > 0

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fsdp2.comm.backends import OneByOneComm, PeerComm, comm_for
+from fsdp2.comm.backends import OneByOneComm, comm_for
+from fsdp2.extras.peers import PeerComm
 from fsdp2.plan.mesh import Axis
 from tests.harness.distributed import RankContext, distributed
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import fsdp2
-from fsdp2.comm.backends import PeerComm
+from fsdp2.extras.peers import PeerComm
 from tests.distributed.support import batch, sharded, step
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.selection import long

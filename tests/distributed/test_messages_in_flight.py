@@ -18,6 +18,7 @@ from torch import Tensor
 
 import fsdp2
 from fsdp2.comm import backends
+from fsdp2.extras import peers
 from tests.distributed.support import InjectedError, UnshardedStorages, batch, sharded, step
 from tests.harness.comms import CountingAllGather
 from tests.harness.distributed import RankContext, distributed
@@ -37,7 +38,7 @@ def _fail_to_wait(messages: Any) -> NoReturn:
 @distributed(2)
 def test_training_leaves_no_message_behind(ctx: RankContext) -> None:
     """What is in flight is kept alive until somebody waits for it."""
-    earlier = set(backends._in_flight)
+    earlier = set(peers._in_flight)
     model = sharded(ctx)
     for seed in range(3):
         step(model, seed)
@@ -45,9 +46,9 @@ def test_training_leaves_no_message_behind(ctx: RankContext) -> None:
             model(batch())
     model.reshard()  # the root rests unsharded
     model.unshard(async_op=True)
-    assert backends._in_flight > earlier
+    assert peers._in_flight > earlier
     model.reshard()
-    assert backends._in_flight == earlier
+    assert peers._in_flight == earlier
 
 
 @distributed(2)
@@ -64,7 +65,7 @@ def test_memory_stays_when_a_gather_is_lost(ctx: RankContext) -> None:
     assert str(raised.value).startswith("all-gather of unit '(root)' failed")
     assert _gathering_nbytes(model) > 0
     assert all(isinstance(parameter, dist.tensor.DTensor) for parameter in model.parameters())
-    for messages in list(backends._in_flight):
+    for messages in list(peers._in_flight):
         messages.wait()
 
 
@@ -107,7 +108,7 @@ def test_memory_stays_when_a_gather_from_the_post_forward_mesh_is_lost(ctx: Rank
     assert all(storage.nbytes() > 0 for storage in sent)
     assert unsharded.gather.gathered.is_lost
     if fault == "wait":
-        for messages in list(backends._in_flight):
+        for messages in list(peers._in_flight):
             messages.wait()
 
 
@@ -144,7 +145,7 @@ def test_reset_after_an_interrupt_waits_for_the_messages_that_are_left(ctx: Rank
     unsharded = UnshardedStorages(model)
     step(model)
     model.zero_grad()
-    earlier = set(backends._in_flight)
+    earlier = set(peers._in_flight)
     dist.barrier()
     before = signal.signal(signal.SIGALRM, _interrupt)
     waits: list[int] = []
@@ -161,9 +162,9 @@ def test_reset_after_an_interrupt_waits_for_the_messages_that_are_left(ctx: Rank
     with mock.patch.object(backends._Messages, "wait", wait), pytest.raises(_Interrupted):
         model(batch())
     signal.signal(signal.SIGALRM, before)
-    assert backends._in_flight > earlier
+    assert peers._in_flight > earlier
     model.reset_iter_state()
-    assert backends._in_flight == earlier
+    assert peers._in_flight == earlier
     assert unsharded.nbytes == 0
     step(model)
 
@@ -194,12 +195,12 @@ def test_reset_waits_for_a_reduction_that_started_before_a_hook_raised(ctx: Rank
     def fail(parameter: Tensor) -> None:
         raise InjectedError
 
-    earlier = set(backends._in_flight)
+    earlier = set(peers._in_flight)
     handle = next(model.blocks[2].parameters()).register_post_accumulate_grad_hook(fail)
     with pytest.raises(InjectedError):
         step(model)
     handle.remove()
-    assert backends._in_flight > earlier
+    assert peers._in_flight > earlier
     model.reset_iter_state()
-    assert backends._in_flight == earlier
+    assert peers._in_flight == earlier
     step(model)

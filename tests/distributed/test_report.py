@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import fsdp2
 from fsdp2 import _torch
 from fsdp2.comm import streams
-from fsdp2.comm.backends import PeerComm
+from fsdp2.extras.peers import PeerComm
 from tests.distributed.support import DIM, InjectedError, Stack, seeded, shard, sharded, step
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.pool import WorkerPool

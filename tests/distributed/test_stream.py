@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp2
-from fsdp2 import _torch, fully_shard
+from fsdp2 import fully_shard
+from fsdp2.extras import torch_names
 from fsdp2.tools import stream_weights
 from tests.distributed.support import seeded
 from tests.harness.distributed import RankContext, distributed
@@ -70,7 +71,7 @@ def _assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 @contextmanager
 def _counted_gathers(key: str) -> Iterator[dist.Store]:
     """In the store, under ``key``: how many buckets rank 1 has begun to gather."""
-    store, begin = _torch.default_store(), stream_weights._Gathering.__init__
+    store, begin = torch_names.default_store(), stream_weights._Gathering.__init__
 
     def counting(*arguments: Any) -> None:
         if dist.get_rank() == 1:
@@ -105,7 +106,7 @@ def test_no_rank_gathers_before_the_receiver_asks(ctx: RankContext, to_rank: int
 def test_others_leave_the_loop_after_the_receiver(ctx: RankContext) -> None:
     """So also the last bucket is handed on while nobody gathers, for example for the next forward."""
     model = _sharded(seeded(MLP), ctx.mesh_1d())
-    store = _torch.default_store()
+    store = torch_names.default_store()
     for _ in fsdp2.stream_full_params(model, to_rank=0).buckets():
         time.sleep(0.02)
         store.add("test_stream/body", 1)
@@ -342,7 +343,7 @@ def test_all_ranks_raise_what_one_finds(ctx: RankContext) -> None:
 
 @distributed(2)
 def test_a_stream_that_has_ended_leaves_nothing_in_the_store(ctx: RankContext) -> None:
-    model, store = _sharded(seeded(MLP), ctx.mesh_1d()), _torch.default_store()
+    model, store = _sharded(seeded(MLP), ctx.mesh_1d()), torch_names.default_store()
     dist.barrier()
     before = store.num_keys()
     dist.barrier()

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fsdp2
-from fsdp2.comm.backends import CollectiveComm, PeerComm
+from fsdp2.comm.backends import CollectiveComm
+from fsdp2.extras.peers import PeerComm
 
 
 @contextmanager

@@ -52,10 +52,10 @@ _LISTED: dict[tuple[str, ...], dict[int, tuple[str, str, str]]] = {
         48: ("Reduction._advance", "wait_for(works)", "pass"),
     },
     (*_PLAN, *_RANDOM): {
-        0: ("ShardLayout.chunk_size", "-(-self.size // self.num_shards)", "max(1, self.size // self.num_shards)"),
+        0: ("shard_layout", "-(-size // num_shards)", "max(1, size // num_shards)"),
         1: ("Layout.padded_numel", "self.chunk_numel * self.num_shards", "self.numel"),
         2: ("pack", "-(-size // alignment) * alignment", "size"),
-        3: ("JoinedLayout.is_contiguous", "self.dim == 0 and not any(self.sizes[first_short + 1 :])", "self.dim == 0"),
+        3: ("Layout.is_contiguous", "self.dim == 0 and not any(self.sizes[first_short + 1 :])", "self.dim == 0"),
         7: ("_compile_reduce", "item.layout.chunk_numel", "item.layout.numel"),
         8: ("_place_shards", "ALIGNMENT_NBYTES // step.source.itemsize if step.route is Route.DIRECT else 1", "1"),
         9: ("_reduce_route", "item.layout.is_even or routing.reduces_uneven", "True"),

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial
 
-from fsdp2 import ParamPlacement, _torch, clip_grad_norm_
+from fsdp2 import ParamPlacement, clip_grad_norm_
+from fsdp2.tools import torch_names
 from fsdp2.tools.clip import joined_neighbours
 from tests.distributed.support import same_on_all_ranks
 from tests.harness.compare import hsdp
@@ -165,7 +166,7 @@ def test_one_norm_per_group_and_one_all_reduce_per_mesh_axis(ctx: RankContext) -
     model.loss(model(*inputs), inputs).backward()
     normed, summed = [], []
     with (
-        mock.patch.object(_torch, "foreach_norm", side_effect=_noting(_torch.foreach_norm, normed)),
+        mock.patch.object(torch_names, "foreach_norm", side_effect=_noting(torch_names.foreach_norm, normed)),
         mock.patch.object(torch.distributed, "all_reduce", side_effect=_noting(torch.distributed.all_reduce, summed)),
     ):
         clip_grad_norm_(model.parameters(), 1.0)

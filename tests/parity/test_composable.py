@@ -13,7 +13,7 @@ from torch.distributed._composable import replicate
 from torch.distributed.tensor import DTensor
 
 import fsdp2
-from fsdp2.api.state import FSDPState
+from fsdp2.extras.state import FSDPState
 from tests.harness.compare import as_torchs
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.runtimes import Runtime, beyond_torch, oracle

@@ -11,7 +11,7 @@ from expecttest import assert_expected_inline
 
 from fsdp2.group.all_gather import piece_pairs
 from fsdp2.plan.dtypes import param_dtypes
-from fsdp2.plan.layout import JoinedLayout, ShardLayout, join
+from fsdp2.plan.layout import Layout, join, shard_layout
 from fsdp2.plan.plan import GatherInput, HookInput, Lifetime, Origin, PlanInput, Route, Routing, compile_gather
 from fsdp2.types import MixedPrecisionPolicy
 from tests.unit.plan_text import text_of_gather
@@ -31,8 +31,8 @@ def _random_pieces(draw: random.Random) -> tuple[list[torch.Tensor], int]:
     return [torch.randn(shape) for shape in shapes], dim
 
 
-def _joined(shape: tuple[int, ...], dim: int, sizes: tuple[int, ...]) -> JoinedLayout:
-    return JoinedLayout(shape, dim, len(sizes), sizes)
+def _joined(shape: tuple[int, ...], dim: int, sizes: tuple[int, ...]) -> Layout:
+    return Layout(shape, dim, sizes)
 
 
 @pytest.mark.parametrize("seed", range(100))
@@ -59,7 +59,7 @@ def test_joined_pieces_are_their_concatenation_and_cut_back_into_them(seed: int)
 def test_joined_layout_counts_as_a_shard_layout_of_the_same_pieces_does(seed: int) -> None:
     draw = random.Random(seed)
     shape = tuple(draw.choice((1, 2, 3, 5, 8)) for _ in range(draw.randint(1, 3)))
-    cut = ShardLayout(shape, draw.randrange(len(shape)), draw.choice((1, 2, 3, 4, 7)))
+    cut = shard_layout(shape, draw.randrange(len(shape)), draw.choice((1, 2, 3, 4, 7)))
     joined = join([cut.shard_shape(rank) for rank in range(cut.num_shards)], cut.dim)
     for name in ("shape", "dim", "num_shards", "numel", "chunk_numel", "padded_numel", "is_even", "is_contiguous"):
         assert getattr(joined, name) == getattr(cut, name), (name, cut)
@@ -92,7 +92,7 @@ def test_contiguous_means_that_padding_lies_behind_the_last_piece(seed: int) -> 
         ([(6, 1)], 1, _joined((6, 1), 1, (1,))),
     ],
 )
-def test_join(shapes: list[tuple[int, ...]], dim: int, expected: JoinedLayout) -> None:
+def test_join(shapes: list[tuple[int, ...]], dim: int, expected: Layout) -> None:
     assert join(shapes, dim) == expected
 
 
@@ -114,7 +114,7 @@ def _hook(name: str, shapes: list[tuple[int, ...]], dtype: torch.dtype, lifetime
 def _param(
     name: str, shape: tuple[int, ...], *, dim: int = 0, num_shards: int = WORLD_SIZE, **policy: Any
 ) -> PlanInput:
-    return PlanInput(name, ShardLayout(shape, dim, num_shards), param_dtypes(F32, MixedPrecisionPolicy(**policy)))
+    return PlanInput(name, shard_layout(shape, dim, num_shards), param_dtypes(F32, MixedPrecisionPolicy(**policy)))
 
 
 def _gather(inputs: list[GatherInput]) -> Any:

@@ -9,31 +9,31 @@ import pytest
 import torch
 from torch.distributed.tensor import Shard
 
-from fsdp2.plan.layout import ALIGNMENT_NBYTES, ShardLayout, contiguous_stride, pack
+from fsdp2.plan.layout import ALIGNMENT_NBYTES, Layout, contiguous_stride, pack, shard_layout
 
 
-def _random_layouts(count: int) -> list[ShardLayout]:
+def _random_layouts(count: int) -> list[Layout]:
     draw = random.Random(7)
     layouts = []
     for _ in range(count):
         shape = tuple(draw.choice((0, 1, 1, 2, 3, 4, 5, 7, 8, 13)) for _ in range(draw.randint(1, 4)))
-        layouts.append(ShardLayout(shape, draw.randrange(len(shape)), draw.choice((1, 2, 3, 4, 5, 8, 16))))
+        layouts.append(shard_layout(shape, draw.randrange(len(shape)), draw.choice((1, 2, 3, 4, 5, 8, 16))))
     return layouts
 
 
 LAYOUTS = [
-    ShardLayout((0,), 0, 4),
-    ShardLayout((1,), 0, 4),
-    ShardLayout((3, 0), 0, 2),
-    ShardLayout((0, 3), 1, 2),
-    ShardLayout((5, 2), 0, 16),
-    ShardLayout((2, 9, 3), 1, 4),
-    ShardLayout((1, 6), 1, 4),
+    shard_layout((0,), 0, 4),
+    shard_layout((1,), 0, 4),
+    shard_layout((3, 0), 0, 2),
+    shard_layout((0, 3), 1, 2),
+    shard_layout((5, 2), 0, 16),
+    shard_layout((2, 9, 3), 1, 4),
+    shard_layout((1, 6), 1, 4),
     *_random_layouts(300),
 ]
 
 
-def _shards(full: torch.Tensor, layout: ShardLayout) -> list[torch.Tensor]:
+def _shards(full: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
     intervals = [layout.interval(rank) for rank in range(layout.num_shards)]
     return [full.narrow(layout.dim, start, stop - start) for start, stop in intervals]
 

@@ -18,7 +18,7 @@ from fsdp2.comm.streams import AcceleratorStreams, Streams, streams_for
 from fsdp2.group.all_gather import FlatShards, Gather, GatheredMemory, flat_shards, shard_slice
 from fsdp2.group.param import check_device, pinned
 from fsdp2.plan.dtypes import param_dtypes
-from fsdp2.plan.layout import ShardLayout
+from fsdp2.plan.layout import shard_layout
 from fsdp2.plan.plan import PlanInput, compile_gather
 from fsdp2.types import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from tests.harness.extensions import Halved
@@ -78,7 +78,7 @@ def _staged_gather() -> tuple[Gather, FlatShards, NotedStreams]:
     """Of a parameter that is cast, one that is not, and one of another dtype, on one rank."""
     cast, kept = MixedPrecisionPolicy(param_dtype=BF16), MixedPrecisionPolicy()
     inputs = {
-        index: PlanInput(f"p{index}", ShardLayout(shape, 0, 1), param_dtypes(dtype, policy))
+        index: PlanInput(f"p{index}", shard_layout(shape, 0, 1), param_dtypes(dtype, policy))
         for index, (shape, dtype, policy) in enumerate([((3, 4), F32, cast), ((5,), F32, kept), ((2, 2), BF16, kept)])
     }
     comm, streams = LocalComm(), NotedStreams()

@@ -17,7 +17,7 @@ import torch
 
 from fsdp2._torch import GradDtype
 from fsdp2.plan.dtypes import DivideFactors, param_dtypes
-from fsdp2.plan.layout import ALIGNMENT_NBYTES, ShardLayout
+from fsdp2.plan.layout import ALIGNMENT_NBYTES, shard_layout
 from fsdp2.plan.plan import (
     GatherPlan,
     PlanInput,
@@ -49,7 +49,7 @@ def _input(
     grad: GradDtype | None = None,
     **policy: Any,
 ) -> PlanInput:
-    layout = ShardLayout(shape, dim, num_shards)
+    layout = shard_layout(shape, dim, num_shards)
     return PlanInput(name, layout, param_dtypes(orig, MixedPrecisionPolicy(**policy), grad))
 
 

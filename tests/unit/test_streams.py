@@ -12,8 +12,9 @@ import torch
 
 from fsdp2 import _torch
 from fsdp2.comm import backends
-from fsdp2.comm.backends import CollectiveComm, OneByOneComm, PeerComm, comm_for
+from fsdp2.comm.backends import CollectiveComm, OneByOneComm, comm_for
 from fsdp2.comm.streams import AcceleratorStreams, ComputeStreamGathers, Streams, streams_for
+from fsdp2.extras.peers import PeerComm
 from fsdp2.group.all_gather import allocate, release
 from fsdp2.plan.mesh import Axis
 

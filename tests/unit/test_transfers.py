@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import random
 
-from fsdp2.plan.layout import ShardLayout
-from fsdp2.plan.transfers import Cut, Transfer, transfers
+from fsdp2.plan.layout import shard_layout
+from fsdp2.tools.transfers import Cut, Transfer, transfers
 
 
 def _random_cut(draw: random.Random, size: int) -> Cut:
     replicas, shards = draw.randint(1, 3), draw.randint(1, 5)
     ranks = draw.sample(range(20), replicas * shards)
     rows = tuple(tuple(ranks[i * shards : (i + 1) * shards]) for i in range(replicas))
-    return Cut(ShardLayout((size, 2), 0, shards), rows)
+    return Cut(shard_layout((size, 2), 0, shards), rows)
 
 
 def _random_moves(count: int) -> list[tuple[Cut, Cut]]:
@@ -43,11 +43,11 @@ def test_a_rank_is_sent_only_what_it_lacks() -> None:
 
 
 def test_replicas_share_the_work() -> None:
-    before = Cut(ShardLayout((4,), 0, 1), ((0,), (1,)))
-    after = Cut(ShardLayout((4,), 0, 2), ((2, 3),))
+    before = Cut(shard_layout((4,), 0, 1), ((0,), (1,)))
+    after = Cut(shard_layout((4,), 0, 2), ((2, 3),))
     assert transfers(before, after) == [Transfer(0, 2, 0, 2), Transfer(1, 3, 2, 4)]
 
 
 def test_a_scalar_travels_to_ranks_that_join_alone() -> None:
-    scalar = ShardLayout((), 0, 1)
+    scalar = shard_layout((), 0, 1)
     assert transfers(Cut(scalar, ((0,),)), Cut(scalar, ((0,), (1,)))) == [Transfer(0, 0, 0, 1), Transfer(0, 1, 0, 1)]

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import _torch
+from fsdp2.extras import torch_names
 from fsdp2.plan.trees import find_tensors
 
 
@@ -26,7 +27,7 @@ class _Twice(nn.Module):
 def _watched(*, nested: bool = False, is_late: bool = False) -> tuple[_Twice, list[Tensor]]:
     module, seen = _Twice(nested=nested), []
     module.hook = _torch.GradientHook(lambda gradient: seen.append(gradient.clone()))  # type: ignore[assignment]
-    _torch.watch_calls(module, module.hook, find_tensors, lambda: is_late)  # type: ignore[arg-type]
+    torch_names.watch_calls(module, module.hook, find_tensors, lambda: is_late)  # type: ignore[arg-type]
     return module, seen
 
 

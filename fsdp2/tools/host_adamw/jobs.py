@@ -18,6 +18,7 @@ from torch.optim.adamw import adamw
 
 from fsdp2 import _torch
 from fsdp2.comm.streams import Activity, Streams, activity_observer
+from fsdp2.tools import torch_names
 from fsdp2.tools.host_adamw.memory import HostParam, Travelling, make_travelling
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
@@ -52,7 +53,7 @@ class Options(NamedTuple):
 def _copying_out(streams: Streams) -> Iterator[None]:
     """What follows copies to the host what the current stream has made."""
     made = streams.record()
-    with streams.on_copy_out:
+    with streams.beside("copy to host"):
         streams.wait_here(made)  # copy-out waits for the current stream: it reads what that has made
         yield
 
@@ -104,7 +105,7 @@ class Job:
         *,
         keeps_gradients: bool,
     ) -> None:
-        found = _torch.grads_of([each.param for each in params])
+        found = torch_names.grads_of([each.param for each in params])
         grads = [_torch.local_of(each) for each in found if each is not None]
         make_travelling(params, grads)
         self._streams, self._keeps_gradients = streams, keeps_gradients
@@ -148,9 +149,9 @@ class Job:
             if scale is not None and self._keeps_gradients:
                 grads = [grad * scale for grad in grads]
             elif scale is not None:
-                _torch.foreach_mul(grads, scale)
+                torch_names.foreach_mul(grads, scale)
             _run_adamw(steps, grads, options)
-        with self._streams.on_copy_back:
+        with self._streams.beside("copy back"):
             for step in self._steps:
                 if step.travelling is not None:
                     step.travelling.write()

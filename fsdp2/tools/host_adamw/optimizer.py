@@ -24,6 +24,7 @@ from fsdp2 import _torch
 from fsdp2.comm.streams import Streams, streams_for
 from fsdp2.group.group import ParamGroup, groups_by_slot
 from fsdp2.group.hooked_params import is_plain
+from fsdp2.tools import torch_names
 from fsdp2.tools.clip import factor_of, norm_of_gradients
 from fsdp2.tools.host_adamw.jobs import MOMENTS, Factor, HostUnit, Job, Options
 from fsdp2.tools.host_adamw.memory import HostParam, in_one_buffer, master_dtype
@@ -206,7 +207,7 @@ class HostAdamW(optim.Optimizer):
     def _take(self, params: Iterable[nn.Parameter]) -> None:
         """Begin the step of those of ``params`` that have a gradient."""
         of_unit: dict[HostUnit, list[nn.Parameter]] = {}
-        for param, grad in zip(params := list(params), _torch.grads_of(params), strict=True):
+        for param, grad in zip(params := list(params), torch_names.grads_of(params), strict=True):
             if grad is not None:
                 of_unit.setdefault(self._unit_of[param], []).append(param)
         for unit, mine in of_unit.items():
@@ -368,7 +369,7 @@ class HostAdamW(optim.Optimizer):
             value = state.get(key)
             if value is None:
                 continue
-            local = _torch.locals_placed_like([param], [value])[0] if isinstance(value, DTensor) else value
+            local = torch_names.locals_placed_like([param], [value])[0] if isinstance(value, DTensor) else value
             if local is None or local.shape != _torch.local_of(param).shape:
                 where = f"placements {value.placements}" if isinstance(value, DTensor) else "no placements"
                 raise ValueError(

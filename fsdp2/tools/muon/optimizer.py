@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
-from fsdp2 import _torch
+from fsdp2.tools import torch_names
 from fsdp2.tools.muon.early import EarlyRun
 from fsdp2.tools.muon.update import BUFFER, Coefficients, Entry, Part, newton_schulz, parts_of
 from fsdp2.tools.whole_matrices import Matrix, MatrixRule, WholeMatrices, whole_matrices
@@ -125,7 +125,7 @@ class Muon(optim.Optimizer):
     def plan(self) -> WholeMatrices:
         """Who owns which matrix. Collective, if parameters have been added or moved since the last step."""
         params = [param for group in self._muon_groups() for param in group["params"]]
-        keys = [*params, *_torch.specs_of(params)]
+        keys = [*params, *torch_names.specs_of(params)]
         is_planned = len(keys) == len(self._planned) and all(map(operator.is_, keys, self._planned))
         if self._plan is None or not is_planned:
             names = {
@@ -247,7 +247,7 @@ class Muon(optim.Optimizer):
         if self._adamw is None:
             self._adamw = optim.AdamW([nn.Parameter(torch.empty(0))])
         self._adamw.param_groups, self._adamw.state = groups, self.state
-        _torch.unhooked_step(optim.AdamW)(self._adamw)
+        torch_names.unhooked_step(optim.AdamW)(self._adamw)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` of this class, or of ``torch.optim.Muon``, has returned.

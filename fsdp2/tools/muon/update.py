@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
+from fsdp2.tools import torch_names
 from fsdp2.tools.whole_matrices import WholeMatrices
 from fsdp2.tools.whole_matrices.messages import Slices, local_pieces
 
@@ -54,7 +55,7 @@ class Entry:
     def __post_init__(self) -> None:
         self.local = _torch.local_of(self.param).detach()
         grad = self.param.grad
-        (self.grad,) = _torch.locals_placed_like([self.param], [grad])
+        (self.grad,) = torch_names.locals_placed_like([self.param], [grad])
         if grad is not None and self.grad is None:
             placements = grad.placements if isinstance(grad, DTensor) else "of a plain tensor"
             raise ValueError(

@@ -14,7 +14,7 @@ import torch
 
 from fsdp2.comm.backends import CollectiveComm, LocalComm
 from fsdp2.plan.dtypes import ParamDtypes
-from fsdp2.plan.layout import ShardLayout, join
+from fsdp2.plan.layout import join, shard_layout
 from fsdp2.plan.plan import (
     GatherInput,
     GatherPlan,
@@ -150,7 +150,9 @@ def _compiled(
     routing = (LocalComm if num_shards == 1 else CollectiveComm).routing
     plain = [
         PlanInput(
-            param.name, ShardLayout(param.shape, shard_dim(param.shape, num_shards), num_shards), dtypes_of(param.dtype)
+            param.name,
+            shard_layout(param.shape, shard_dim(param.shape, num_shards), num_shards),
+            dtypes_of(param.dtype),
         )
         for param in params
     ]

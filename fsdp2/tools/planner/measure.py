@@ -23,8 +23,9 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from fsdp2.comm.backends import comm_for, match_channels
+from fsdp2.comm.backends import comm_for
 from fsdp2.comm.streams import Waitable
+from fsdp2.extras.peers import match_channels
 from fsdp2.plan.mesh import Axis
 from fsdp2.tools.planner.machine import Contention, Link, Machine
 from fsdp2.tools.planner.machines import fields_of

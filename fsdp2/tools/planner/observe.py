@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
-from fsdp2 import _torch
 from fsdp2.plan.trees import find_tensors, map_tensors
+from fsdp2.tools import torch_names
 from fsdp2.tools.planner.blocks import Units, structure
 from fsdp2.tools.planner.work import Checkpointing, Param, UnitWork, Work
 
@@ -75,7 +75,7 @@ def observe(
     kinds: dict[Any, list[str]] = {}
     for path, block in blocks.items():
         kinds.setdefault(structure(block), []).append(path)
-    with _torch.fake_tensors(), _masks_as_with_values(), _FusedAttention():
+    with torch_names.fake_tensors(), _masks_as_with_values(), _FusedAttention():
         made = _Fakes(model, dtype)
         given = _as_arguments(made.cast(inputs()))
         calls = _calls(model, made, given, units, [paths[0] for paths in kinds.values()])
@@ -452,7 +452,7 @@ class _Live:
         self.now -= nbytes
 
 
-class _Counter(_torch.DispatchMode):
+class _Counter(torch_names.DispatchMode):
     """Notes what operations compute, move and read. Attention and every other matrix product may be kept."""
 
     def __init__(self, memory: _Live, fixed: set[int]) -> None:

@@ -17,7 +17,8 @@ from torch import Tensor
 from fsdp2 import _torch
 from fsdp2.comm.backends import all_reduce_in, exchange
 from fsdp2.comm.streams import launched, wait_for
-from fsdp2.plan.mesh import Axis, joint_axis, mesh_device, ranks_along
+from fsdp2.plan.mesh import Axis, mesh_device
+from fsdp2.tools.whole_matrices.axes import joint_axis, ranks_along
 from fsdp2.tools.whole_matrices.domains import Subject, cuts_of
 from fsdp2.tools.whole_matrices.planner import Cost
 from fsdp2.tools.whole_matrices.regions import Placed

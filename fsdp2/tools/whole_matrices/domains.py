@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsdp2 import _torch
-from fsdp2.plan.mesh import Axis, joint_axis, mesh_device, ranks_along
+from fsdp2.plan.mesh import Axis, mesh_device
+from fsdp2.tools import torch_names
+from fsdp2.tools.whole_matrices.axes import joint_axis, ranks_along
 from fsdp2.tools.whole_matrices.planner import Cost, GroupPlan, PlannedTensor, plan_matrices
 from fsdp2.tools.whole_matrices.regions import AxisCut, Coordinate, Placed
 from fsdp2.tools.whole_matrices.rules import MatrixRule
@@ -93,7 +94,7 @@ def subject_of(position: int, name: str, tensor: Tensor, rule: MatrixRule | None
             f"whole_matrices: '{name}' is a plain {type(tensor).__name__}, so it is not sharded over a mesh. Shard its "
             "module with fully_shard first; of what every rank has whole, no rank needs to be given anything."
         )
-    if not all(p.is_replicate() or _torch.sharded_dim(p) is not None for p in tensor.placements):
+    if not all(p.is_replicate() or torch_names.sharded_dim(p) is not None for p in tensor.placements):
         raise ValueError(
             f"whole_matrices: '{name}' has placements {tensor.placements}, expected Shard or Replicate on each axis. "
             "Redistribute it first."
@@ -181,9 +182,9 @@ def cuts_of(tensor: DTensor) -> tuple[AxisCut, ...]:
     """What each axis of its mesh does to ``tensor``."""
     placements = tensor.placements
     return tuple(
-        AxisCut(size, dim, _torch.split_factor_of(placement)) if dim is not None else AxisCut(size, None)
+        AxisCut(size, dim, torch_names.split_factor_of(placement)) if dim is not None else AxisCut(size, None)
         for placement, size, dim in zip(
-            placements, tensor.device_mesh.shape, map(_torch.sharded_dim, placements), strict=True
+            placements, tensor.device_mesh.shape, map(torch_names.sharded_dim, placements), strict=True
         )
     )
 

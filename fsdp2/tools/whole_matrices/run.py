@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
+from fsdp2.tools import torch_names
 from fsdp2.tools.whole_matrices.circles import Circle, agreed, check_alike, circles_of, told
 from fsdp2.tools.whole_matrices.domains import Copies, Domain, Subject, domains_of, subject_of
 from fsdp2.tools.whole_matrices.exchange import Message, Source, send_results, send_shards, stacked, take_results
@@ -211,7 +212,7 @@ class WholeMatrices:
                     f"whole_matrices: what is given for '{planned.name}' is not placed as planned: expected a DTensor "
                     f"of shape {tuple(like.shape)} with placements {like.placements}."
                 )
-        return _torch.locals_of(tensors)
+        return torch_names.locals_of(tensors)
 
     def agree(self, failures: Sequence[str], flags: Sequence[bool]) -> list[bool]:
         """The flags of all ranks, if none has failed; else raise on all. The host waits for the device, once."""

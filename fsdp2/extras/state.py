@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from fsdp2.api.fully_shard import fully_shard
 from fsdp2.runtime.root import form_root
 from fsdp2.runtime.unit import Unit, unit_of
 from fsdp2.types import MixedPrecisionPolicy
@@ -65,3 +66,8 @@ def bound_state(model: nn.Module) -> dict[str, Any]:
         return model.state_dict(keep_vars=True)
     finally:
         collects_shards.reset(token)
+
+
+def register() -> None:
+    """Give ``fully_shard`` the function ``state``, as torch's composable APIs have it."""
+    fully_shard.state = state_of  # type: ignore[attr-defined]

@@ -1,0 +1,73 @@
+"""Private names of torch that only this folder and those above it use; ``_torch.py`` says which versions were tried."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp2 import _torch
+
+
+def default_store() -> dist.Store:
+    """The store that the ranks of the world share; ``init_process_group`` may have made it."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
+    """How long an operation of ``group`` may take on ``device``, if its backend has a limit."""
+    try:
+        return group._get_backend(device).options._timeout
+    except (AttributeError, RuntimeError):  # it is written in Python, such as torch's for threads
+        return None
+
+
+def remove_hooks(module: torch.nn.Module, functions: Sequence[Callable[..., Any]]) -> None:
+    """Remove the hooks ``functions`` from ``module``. A copied module has the hooks, but no handles for them."""
+    of_forward, of_state = ("forward_pre_hooks", "forward_hooks"), ("state_dict_pre_hooks", "load_state_dict_pre_hooks")
+    for name in (*of_forward, *of_state, "load_state_dict_post_hooks"):
+        hooks = getattr(module, f"_{name}")
+        for key in [key for key, hook in hooks.items() if getattr(hook, "hook", hook) in functions]:
+            del hooks[key]
+
+
+def watch_calls(
+    module: nn.Module,
+    hook: _torch.GradientHook,
+    find_tensors: Callable[[Any, list[torch.Tensor]], list[torch.Tensor]],
+    is_late: Callable[[], bool],
+) -> None:
+    """Add ``hook`` to what each call of ``module`` returns, for good. ``find_tensors`` lists the tensors in it.
+    ``is_late``: whether the hook would change nothing, for a call inside a backward, which recomputes.
+
+    The compiler looks at ``CALL`` in modules with hooks, such as those of tensor parallelism, and then traces
+    ``watched``.
+    """
+    is_traced = torch.compiler.is_dynamo_compiling
+    call: Callable[..., Any] = module._compiled_call_impl or module._call_impl
+    owner = hook.owner
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        if is_traced():
+            return call(*args, **kwargs)
+        output = call(*args, **kwargs)
+        if type(output) is not torch.Tensor:
+            for tensor in find_tensors(output, []):
+                if tensor.requires_grad:
+                    hook.add_to(tensor)
+        elif output.requires_grad and (_torch.running_backward() == -1 or not is_late()):
+            if args and output is args[0]:  # it may be the unit's input, whose own hook must be the last one
+                output = output.view_as(output)
+            node = output.grad_fn
+            if node is None or output.output_nr:
+                hook.add_to(output)
+            else:  # the usual case: the same as add_to, without one more call
+                node._register_hook_dict(owner)
+        return output
+
+    _torch.keep_out_of_graphs(watched)
+    vars(module)[_torch.CALL] = watched
