@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fsdp2
-from fsdp2.comm import backends
 from fsdp2.extras import peers
 from tests.distributed.support import InjectedError, UnshardedStorages, batch, sharded, step
 from tests.harness.comms import CountingAllGather
@@ -58,7 +57,7 @@ def test_memory_stays_when_a_gather_is_lost(ctx: RankContext) -> None:
     step(model)
     assert _gathering_nbytes(model) == 0
     dist.barrier()
-    with mock.patch.object(backends._Messages, "wait", _fail_to_wait):
+    with mock.patch.object(peers._Messages, "wait", _fail_to_wait):
         with pytest.raises(fsdp2.CommunicationError) as raised:
             model(batch())
         model.reset_iter_state()  # while the error, and so its traceback, still knows the messages
@@ -69,7 +68,7 @@ def test_memory_stays_when_a_gather_is_lost(ctx: RankContext) -> None:
         messages.wait()
 
 
-_start = backends._Messages.start
+_start = peers._Messages.start
 
 
 def _start_one(messages: Any, call: Any, *args: Any) -> None:
@@ -101,7 +100,7 @@ def test_memory_stays_when_a_gather_from_the_post_forward_mesh_is_lost(ctx: Rank
     unsharded = model._unit().groups[0].unsharded
     sent = [flat.untyped_storage() for flat in unsharded.post_forward._flats.values()]
     dist.barrier()
-    with mock.patch.multiple(backends._Messages, **FAULTS[fault]):
+    with mock.patch.multiple(peers._Messages, **FAULTS[fault]):
         with pytest.raises((fsdp2.CommunicationError, KeyboardInterrupt), match="connection closed"):
             loss.backward()
         model.reset_iter_state()
@@ -149,7 +148,7 @@ def test_reset_after_an_interrupt_waits_for_the_messages_that_are_left(ctx: Rank
     dist.barrier()
     before = signal.signal(signal.SIGALRM, _interrupt)
     waits: list[int] = []
-    original = backends._Messages.wait
+    original = peers._Messages.wait
 
     def wait(messages: Any) -> None:
         """Python runs signal handlers when the call returns that was running."""
@@ -159,7 +158,7 @@ def test_reset_after_an_interrupt_waits_for_the_messages_that_are_left(ctx: Rank
             signal.raise_signal(signal.SIGALRM)
         original(messages)
 
-    with mock.patch.object(backends._Messages, "wait", wait), pytest.raises(_Interrupted):
+    with mock.patch.object(peers._Messages, "wait", wait), pytest.raises(_Interrupted):
         model(batch())
     signal.signal(signal.SIGALRM, before)
     assert peers._in_flight > earlier
