@@ -10,8 +10,10 @@ from fsdp2.api.module import FSDPModule, GradientReductionHandle, UnshardHandle,
 from fsdp2.extras import (
     alike as _alike,
     copying as _copying,
+    empty_buffers as _empty_buffers,
     peers as _peers,
     ranks_may_differ as _ranks_may_differ,
+    refusals as _refusals,
     state as _state,
 )
 from fsdp2.extras.lending import unsharded
@@ -166,11 +168,8 @@ def _adapt_4bit(*parameter: Any) -> Adapted:
     return made
 
 
-_alike.register()
-_copying.register()
-_peers.register()
-_ranks_may_differ.register()
-_state.register()
+for _extra in (_alike, _copying, _empty_buffers, _peers, _ranks_may_differ, _refusals, _state):
+    _extra.register()
 register_memory_limit(_limit_memory)
 register_adapter("bitsandbytes.nn.modules.Params4bit", _adapt_4bit)
 del globals()["plan"]  # the folder, which hides the function

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, overload
@@ -13,7 +13,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2 import _torch
-from fsdp2.api.ddp import refuse_ddp
 from fsdp2.api.module import FSDPModule
 from fsdp2.api.resolve import (
     Found,
@@ -120,6 +119,17 @@ def fully_shard(  # type: ignore[misc]  # options of a list of modules are those
     return module
 
 
+class _Registered:
+    """What higher layers plug in."""
+
+    check_module: Callable[[str, nn.Module], None]
+
+
+def register_module_check(check: Callable[[str, nn.Module], None]) -> None:
+    """Let ``check`` refuse modules before anything changes, by an error; it gets a prefix of names, and a module."""
+    _Registered.check_module = check
+
+
 # Collect and check
 
 
@@ -208,7 +218,7 @@ def _collect(roots: Sequence[nn.Module], ignored: Set[nn.Parameter]) -> tuple[li
     left_alone: list[Slot] = []
     for i, root in enumerate(roots):
         for prefix, module in _modules_outside_units(root, "" if len(roots) == 1 else f"[{i}].", set()):
-            _check_attention(prefix, module)
+            _Registered.check_module(prefix, module)
             if "replicate" in _torch.composable_apis(module):  # torch's DDP reduces the gradients of this whole subtree
                 left_alone += _slots_under(module)
                 continue
@@ -247,22 +257,6 @@ def _modules_outside_units(module: nn.Module, prefix: str, seen: set[nn.Module])
             yield from _modules_outside_units(child, f"{prefix}{name}.", seen)
 
 
-def _check_attention(prefix: str, module: nn.Module) -> None:
-    """torch's attention computes with the weight of ``out_proj``, and never calls it.
-
-    Raises:
-        ValueError: ``out_proj`` is a unit of its own, which nothing would unshard.
-    """
-    if not isinstance(module, nn.MultiheadAttention) or type(module).forward is not nn.MultiheadAttention.forward:
-        return
-    if unit_of(module.out_proj) is not None:
-        raise ValueError(
-            f"fully_shard: '{prefix}out_proj' of a MultiheadAttention was given to fully_shard, but the attention "
-            "reads its weight and never calls it, so nothing would unshard it. Call fully_shard on the "
-            "MultiheadAttention or a module around it, and not on out_proj."
-        )
-
-
 def _slots_under(module: nn.Module) -> list[Slot]:
     return [Slot(inner, name) for inner in module.modules() for name in _torch.parameters_dict(inner)]
 
@@ -290,7 +284,6 @@ class PreparedUnit:
     @torch.inference_mode(False)  # tensors made in inference mode could not be trained, and do not count their writes
     def commit(self) -> Unit:
         """Shard the parameters in place."""
-        refuse_ddp()
         leave_alone(self.ignored)
         leave_alone(getattr(slot.module, slot.name) for slot in self.left_alone)
         take_over(self.found, self.roots)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal, cast, overload
 
 import torch
 from torch import nn
 
 from fsdp2 import _torch
-from fsdp2.api.empty_buffers import empty_buffers, note_replaced
 from fsdp2.comm.custom import BackendAllGather, BackendMemory, BackendReduceScatter, SymmetricMemory
 from fsdp2.group.group import ParamGroup
 from fsdp2.group.reduce_scatter import AllReduceHook
@@ -26,11 +26,17 @@ class _Registered:
     """What higher layers plug in."""
 
     copies: Callable[[nn.Module, dict[Any, Any]], nn.Module]
+    around_apply: Callable[[nn.Module], AbstractContextManager[None]]
 
 
 def register_copying(copied: Callable[[nn.Module, dict[Any, Any]], nn.Module]) -> None:
     """Use ``copied``, of a sharded module and the memo of ``copy.deepcopy``, to copy it."""
     _Registered.copies = copied
+
+
+def register_around_apply(around: Callable[[nn.Module], AbstractContextManager[None]]) -> None:
+    """Replace tensors of a sharded module, as ``to`` does, inside the block that ``around`` makes of the module."""
+    _Registered.around_apply = around
 
 
 class UnshardHandle:
@@ -93,10 +99,8 @@ class FSDPModule:
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Apply ``to``, ``cuda``, ``to_empty`` and similar methods to the shards."""
         self.reshard()
-        are_empty = empty_buffers(cast(nn.Module, self))
-        with torch.inference_mode(False):  # as the commit of fully_shard
+        with _Registered.around_apply(cast(nn.Module, self)), torch.inference_mode(False):  # as fully_shard's commit
             result = super()._apply(*args, **kwargs)  # type: ignore[misc]
-        note_replaced(are_empty)
         unit = self._unit()
         for group in unit.groups:
             group.take_materialised()

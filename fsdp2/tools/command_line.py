@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from fsdp2.tools.install import install
+import fsdp2
 from fsdp2.tools.planner.command import add_plan
 from fsdp2.tools.planner.measure import add_measure
 
@@ -65,7 +65,7 @@ def run_script(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
         parser.error(f"found no script '{options.script}'. Pass the path of a Python file, or -m and a module's name.")
     if options.is_module and not _is_found(options.script):
         parser.error(f"found no module '{options.script}'. Write it as in an import statement.")
-    install()
+    fsdp2.install()
     sys.argv = [options.script, *options.arguments]
     if options.is_module:
         runpy.run_module(options.script, run_name="__main__", alter_sys=True)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2.api.empty_buffers import empty_buffers
+from fsdp2.extras.empty_buffers import empty_buffers
 from fsdp2.extras.together import axis_of, together
 from fsdp2.group.hooked_params import is_plain
 from fsdp2.tools.checkpoint_mapping import MappingLike, Shape, listed

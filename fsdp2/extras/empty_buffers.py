@@ -6,12 +6,14 @@ written it or put another tensor in its place.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from torch import nn
 
 from fsdp2 import _torch
+from fsdp2.api.module import register_around_apply
 
 _EMPTY = "_fsdp2_empty_at"  # attribute of a buffer: its version when it got its memory
 
@@ -34,10 +36,18 @@ def empty_buffers(module: nn.Module) -> list[EmptyBuffer]:
     ]
 
 
-def note_replaced(before: Sequence[EmptyBuffer]) -> None:
-    """``Module._apply`` has put other tensors in the place of ``before``: ``to_empty`` gave them memory, or ``to`` has
-    cast what the memory held. They have no values either."""
+@contextmanager
+def _noting_replaced(module: nn.Module) -> Iterator[None]:
+    """In the block, ``Module._apply`` puts other tensors in the place of empty buffers: ``to_empty`` gives them memory,
+    or ``to`` casts what the memory holds. They have no values either."""
+    before = empty_buffers(module)
+    yield
     for owner, name, _ in before:
         buffer = _torch.buffers_dict(owner)[name]
         if buffer is not None and not buffer.is_meta:
             setattr(buffer, _EMPTY, _torch.versions_of([buffer]))
+
+
+def register() -> None:
+    """Let ``to_empty`` and similar methods of sharded modules note it."""
+    register_around_apply(_noting_replaced)
