@@ -8,7 +8,12 @@ from fsdp2.api.adapters import Adapted, register_adapter
 from fsdp2.api.fully_shard import fully_shard
 from fsdp2.api.module import FSDPModule, GradientReductionHandle, UnshardHandle, share_comm_ctx
 from fsdp2.api.no_sync import no_sync
-from fsdp2.extras import alike as _alike, copying as _copying, ranks_may_differ as _ranks_may_differ
+from fsdp2.extras import (
+    alike as _alike,
+    copying as _copying,
+    ranks_may_differ as _ranks_may_differ,
+    typed_params as _typed_params,
+)
 from fsdp2.extras.lending import unsharded
 from fsdp2.runtime.hooks import register_fsdp_forward_method
 from fsdp2.runtime.root import Root, register_memory_limit
@@ -163,6 +168,7 @@ def _adapt_4bit(*parameter: Any) -> Adapted:
 _alike.register()
 _copying.register()
 _ranks_may_differ.register()
+_typed_params.register()
 register_memory_limit(_limit_memory)
 register_adapter("bitsandbytes.nn.modules.Params4bit", _adapt_4bit)
 del globals()["plan"]  # the folder, which hides the function

@@ -131,7 +131,8 @@ def _components() -> tuple[type, type]:
                 generator = torch.Generator().manual_seed(1000 * self.step + self.rank)
                 self.step += 1
                 tokens = torch.randint(0, VOCAB, self.shape, generator=generator)
-                yield {"input": tokens[:, :-1]}, tokens[:, 1:]
+                positions = torch.arange(tokens.shape[1] - 1).expand(tokens.shape[0], -1).contiguous()
+                yield {"input": tokens[:, :-1], "positions": positions}, tokens[:, 1:]
 
         def state_dict(self) -> dict[str, Any]:
             return {"step": self.step}
@@ -205,6 +206,7 @@ def _train(
     parallelism: dict[str, Any] | None = None,
     checkpoint: dict[str, Any] | None = None,
     optimizer: Any = None,
+    checks_types: bool = False,
 ) -> dict[str, Any]:
     """What the Trainer logs in each step (loss, largest loss of a rank, gradient norm), and the trained parameters."""
     from torchtitan.components.checkpointer import CheckpointManager
@@ -236,7 +238,7 @@ def _train(
         compile=CompileConfig(enable=compiles, backend="aot_eager"),
         activation_checkpoint=getattr(activation_checkpoint, recompute).Config() if recompute else None,
         checkpoint=CheckpointManager.Config(**(checkpoint or {})),
-        debug=DebugConfig(seed=0),
+        debug=DebugConfig(seed=0, spmd_typechecking=checks_types),
     )
     trainer = Trainer(config)
     logged = []
