@@ -15,6 +15,7 @@ from fsdp2.extras import (
     ranks_may_differ as _ranks_may_differ,
     refusals as _refusals,
     state as _state,
+    typed_params as _typed_params,
 )
 from fsdp2.extras.lending import unsharded
 from fsdp2.extras.no_sync import no_sync
@@ -168,7 +169,7 @@ def _adapt_4bit(*parameter: Any) -> Adapted:
     return made
 
 
-for _extra in (_alike, _copying, _empty_buffers, _peers, _ranks_may_differ, _refusals, _state):
+for _extra in (_alike, _copying, _empty_buffers, _peers, _ranks_may_differ, _refusals, _state, _typed_params):
     _extra.register()
 register_memory_limit(_limit_memory)
 register_adapter("bitsandbytes.nn.modules.Params4bit", _adapt_4bit)

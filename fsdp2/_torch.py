@@ -11,7 +11,7 @@ import math
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
@@ -120,14 +120,22 @@ def _backward_depth() -> tuple[int, int]:
 
 
 # Whether a transform of torch.func (grad, vmap, ...) is active on this thread.
-in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
+in_func_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
+in_transform = in_func_transform  # or a checker: see add_checker
+_pause_checker: Callable[[], AbstractContextManager[None]] = nullcontext
+
+
+def add_checker(is_checking: Callable[[], bool], pause: Callable[[], AbstractContextManager[None]]) -> None:
+    """A checker follows each operation of the user's, as a transform does. Keep out of it what keeps out of those."""
+    global in_transform, _pause_checker
+    in_transform, _pause_checker = lambda: in_func_transform() or is_checking(), pause
 
 
 def outside_transforms(function: Callable[_P, T], *args: _P.args, **kwargs: _P.kwargs) -> T:
     """What ``function`` returns, which runs as if no transform of ``torch.func`` were active: what it makes and writes
     is no part of what is transformed. The transforms take it for one more operation of the function that they
     transform."""
-    with temporarily_clear_interpreter_stack():
+    with temporarily_clear_interpreter_stack(), _pause_checker():
         return function(*args, **kwargs)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, overload
 
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2 import _torch
+from fsdp2.api.adapters import param_types
 from fsdp2.api.module import FSDPModule
 from fsdp2.api.resolve import (
     Found,
@@ -85,7 +86,8 @@ def fully_shard(  # type: ignore[misc]  # options of a list of modules are those
             None, which some clients pass, offloads nothing.
         ignored_params: parameters that are not sharded, moved or reduced; a set, list or tuple.
         dp_mesh_dims: the data-parallel axes of ``mesh``, if ``mesh`` has all axes of the model and every parameter is a
-            DTensor on ``mesh``. Without a shard axis, parameters stay whole and gradients are averaged (DDP).
+            DTensor on ``mesh``, or has types of the library spmd_types. Without a shard axis, parameters stay whole
+            and gradients are averaged (DDP).
         tied_weights: what to do with a parameter that an inner unit holds and that is also used outside that unit: move
             it to this unit, or raise.
 
@@ -344,7 +346,8 @@ def prepare_unit(
     found, left_out = divide_ties(found, roots, tied_weights)
     after_forward, size = read_reshard_after_forward(reshard_after_forward, parallel)
     home = home_for(offload_policy, parallel.device)
-    resolved = resolve_groups(found, parallel, shard_placement_fn, mp_policy, home, size)
+    resolve = partial(resolve_groups, found, parallel, shard_placement_fn, mp_policy, home, size)
+    resolved = param_types().agreed(parallel, resolve)
     if size is not None and all(group.mesh.shard.size <= size for group in resolved):
         after_forward = AfterForward.RESHARD
     return PreparedUnit(

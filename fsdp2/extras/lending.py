@@ -195,7 +195,7 @@ def _hand_out(group: ParamGroup, param: ShardedParam, *, is_here: bool, device: 
         full = gathered(group, param, local) if is_plain(local) else _gathered_subclass(param)
         if is_here:
             own = torch.empty_like(full, device=device or full.device).copy_(full)
-            whole = nn.Parameter(param.spec.unsharded_tensor(own), requires_grad=param.sharded.requires_grad)
+            whole = param.spec.unsharded_parameter(own, requires_grad=param.sharded.requires_grad)
             for module, name in param.slots:
                 setattr(module, name, whole)
 

@@ -126,8 +126,8 @@ class ShardedParam:
     @property
     def unsharded_local(self) -> torch.Tensor | None:
         """This rank's part of the unsharded parameter: the whole parameter, unless model axes have cut it."""
-        whole = self.unsharded is None or self.spec.unsharded is None
-        return self.unsharded if whole else _torch.local_of(self.unsharded)  # type: ignore[arg-type]
+        found = self.unsharded
+        return _torch.local_of(found) if isinstance(found, DTensor) else found
 
     @property
     def is_wrapped(self) -> bool:
@@ -156,15 +156,14 @@ class ShardedParam:
     def post_forward_parameter(self, local: torch.Tensor, mesh: ParallelMesh) -> nn.Parameter:
         """The DTensor parameter for ``local`` on the post-forward ``mesh``, which has no model axes."""
         spec = plain_spec(self.layout.shape, self.layout.dim, mesh).sharded
-        return self._of_a_pass(spec.dtensor(local))
+        return self._of_a_pass(nn.Parameter(spec.dtensor(local), requires_grad=self.sharded.requires_grad))
 
     def unsharded_parameter(self, data: torch.Tensor) -> nn.Parameter:
         """The parameter that compute reads, made of ``data`` of the unsharded shape."""
-        return self._of_a_pass(self.spec.unsharded_tensor(data))
+        return self._of_a_pass(self.spec.unsharded_parameter(data, requires_grad=self.sharded.requires_grad))
 
-    def _of_a_pass(self, data: torch.Tensor) -> nn.Parameter:
-        """A parameter that is bound during a pass, and that no optimizer may step."""
-        made = nn.Parameter(data, requires_grad=self.sharded.requires_grad)
+    def _of_a_pass(self, made: nn.Parameter) -> nn.Parameter:
+        """``made`` is bound during a pass, and no optimizer may step it."""
         setattr(made, NAME_IN_PASS, self.full_name)
         return made
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
@@ -52,8 +53,12 @@ class ParamSpec:
         return any(p.is_replicate() for axis, p in enumerate(placements) if axis not in self.data_parallel_axes)
 
     def unsharded_tensor(self, local: torch.Tensor) -> torch.Tensor:
-        """What has been gathered, as compute reads it."""
+        """What has been gathered, with its place on the model axes."""
         return local if self.unsharded is None else self.unsharded.dtensor(local)
+
+    def unsharded_parameter(self, local: torch.Tensor, *, requires_grad: bool) -> nn.Parameter:
+        """What has been gathered, as compute reads it."""
+        return nn.Parameter(self.unsharded_tensor(local), requires_grad=requires_grad)
 
     def local_gradient(self, grad: torch.Tensor, pending_in: torch.dtype | None = None) -> torch.Tensor:
         """This rank's part of the gradient of the unsharded parameter, placed like it on the model axes: sums that are
@@ -95,7 +100,8 @@ def param_spec(name: str, param: torch.Tensor, dim: int, parallel: ParallelMesh)
     if parallel.spmd is not None:
         raise ValueError(
             f"fully_shard: parameter '{name}' is a plain {type(param).__name__}, but with dp_mesh_dims every parameter "
-            "must be a DTensor on the full mesh. Call torch.distributed.tensor.distribute_module(module, mesh) first."
+            "must be a DTensor on the full mesh, or have types of spmd_types. Call "
+            "torch.distributed.tensor.distribute_module(module, mesh) first."
         )
     return plain_spec(param.shape, dim, parallel)
 

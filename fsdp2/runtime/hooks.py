@@ -267,7 +267,7 @@ class ModuleHooks:
     @_torch.runs_between_graphs
     def _handed_out(self, output: Any) -> Any:
         """``output`` for the unit's caller, cast and with hooks: its gradients start the unit's backward."""
-        if _torch.in_transform():
+        if _torch.in_func_transform():
             unit, self._leads_to = self._unit, Outcome.BACKWARD
             output = map_tensors(lambda each: _PreBackward.apply(unit, each) if _has_gradient(each) else each, output)
         elif torch.is_grad_enabled():
@@ -318,7 +318,7 @@ class ModuleHooks:
         if found is None:
             is_one = len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor
             found = args if is_one else find_tensors(kwargs, find_tensors(args, []))
-        in_transform = _torch.in_transform()
+        in_transform = _torch.in_func_transform()
         tensors = [tensor for tensor in found if tensor.requires_grad or (in_transform and _has_gradient(tensor))]
         if not tensors:
             return args, kwargs

@@ -131,7 +131,8 @@ def _components() -> tuple[type, type]:
                 generator = torch.Generator().manual_seed(1000 * self.step + self.rank)
                 self.step += 1
                 tokens = torch.randint(0, VOCAB, self.shape, generator=generator)
-                yield {"input": tokens[:, :-1]}, tokens[:, 1:]
+                positions = torch.arange(tokens.shape[1] - 1).expand(tokens.shape[0], -1).contiguous()
+                yield {"input": tokens[:, :-1], "positions": positions}, tokens[:, 1:]
 
         def state_dict(self) -> dict[str, Any]:
             return {"step": self.step}
@@ -205,6 +206,7 @@ def _train(
     parallelism: dict[str, Any] | None = None,
     checkpoint: dict[str, Any] | None = None,
     optimizer: Any = None,
+    checks_types: bool = False,
 ) -> dict[str, Any]:
     """What the Trainer logs in each step (loss, largest loss of a rank, gradient norm), and the trained parameters."""
     from torchtitan.components.checkpointer import CheckpointManager
@@ -236,7 +238,7 @@ def _train(
         compile=CompileConfig(enable=compiles, backend="aot_eager"),
         activation_checkpoint=getattr(activation_checkpoint, recompute).Config() if recompute else None,
         checkpoint=CheckpointManager.Config(**(checkpoint or {})),
-        debug=DebugConfig(seed=0),
+        debug=DebugConfig(seed=0, spmd_typechecking=checks_types),
     )
     trainer = Trainer(config)
     logged = []
@@ -369,3 +371,60 @@ def test_the_exported_safetensors_are_equal(rank: int, folder: Path) -> Any:
     files = files_in(folder)
     assert any(name.endswith(".safetensors") for name in files), files
     return files
+
+
+# torchtitan's default backend: plain parameters with types of spmd_types. torch's own runtime knows them since 2.14;
+# before, its backend of DTensors gives the same numbers.
+
+
+def _default_backend() -> str:
+    from torchtitan.distributed import fsdp
+
+    is_ours = not fsdp.FSDPModule.__module__.startswith("torch.")
+    knows_types = is_ours or hasattr(dist, "_spmd_no_typecheck")
+    return "spmd_types" if knows_types else "partial_dtensor"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"checks_types": True},
+        *long(
+            {"model": "tied_llama", "training": {"global_batch_size": 8}, "checks_types": True},
+            {"training": {"mixed_precision_param": "bfloat16"}, "recompute": "FullAC"},
+            {"compiles": True, "recompute": "SelectiveAC"},
+        ),
+    ],
+    ids=str,
+)
+@on_ranks(2)
+def test_the_default_backend_trains_the_same(rank: int, folder: Path, options: dict[str, Any]) -> Any:
+    is_checked = options.get("checks_types", False) and _default_backend() == "spmd_types"
+    return _train(folder, **{**options, "checks_types": is_checked}, parallelism={"spmd_backend": _default_backend()})
+
+
+@pytest.mark.parametrize("degrees", [{}, *long({"data_parallel_replicate_degree": 2})], ids=str)
+@on_ranks(4)
+def test_the_default_backend_with_tensor_parallelism_has_the_same_losses(
+    rank: int, folder: Path, degrees: dict[str, int]
+) -> Any:
+    """To the last digits: DTensor sums the norms of gradients in another order."""
+    backend = _default_backend()
+    parallelism = {"spmd_backend": backend, "tensor_parallel_degree": 2, **degrees}
+    found = _train(folder, parallelism=parallelism, checks_types=backend == "spmd_types")
+    return [[step, *(round(value, 4) for value in values[:3])] for step, *values in found["logged"]], found["layout"]
+
+
+@on_ranks(2)
+def test_the_default_backend_and_that_of_dtensors_read_each_others_checkpoints(rank: int, folder: Path) -> Any:
+    found = []
+    there = ("partial_dtensor", _default_backend())
+    for name, backends in (("there", there), ("back", there[::-1])):
+        options = {"enable": True, "interval": 2, "last_save_model_only": False, "folder": name}
+        before, after = ({"spmd_backend": backend} for backend in backends)
+        whole = _train(folder, steps=4, checkpoint=options, parallelism=before)
+        goes_on = _train(folder, steps=6, checkpoint={**options, "load_step": 2}, parallelism=after)
+        assert goes_on["logged"][:2] == whole["logged"][2:4]
+        found += [whole, goes_on]
+    return found

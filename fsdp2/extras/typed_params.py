@@ -1,0 +1,251 @@
+"""Plain parameters with types of the library ``spmd_types``, which say how they lie on model axes.
+
+Compute reads plain tensors with types. Between passes, parameters are DTensors on the full mesh, like any others. A
+type also says what a gradient is on an axis: of R (replicated) a sum that is pending, of I (invariant) the whole
+gradient, of S(dim) this rank's part.
+
+Nothing is imported: who has types has imported the library. Its checker follows each operation of the user's, and the
+runtime stays out of it.
+
+Rule: a type on a data-parallel axis is R, since the runtime itself shards there and reduces. All ranks have the same
+types, or all raise.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
+
+from fsdp2 import _torch
+from fsdp2.api.adapters import ParamTypes, register_param_types
+from fsdp2.comm.backends import exchange
+from fsdp2.extras.rank_checks import first_difference
+from fsdp2.plan.mesh import Axis, AxisRole, ParallelMesh, SpmdMesh
+from fsdp2.plan.placements import ParamSpec, TensorSpec, param_spec
+from fsdp2.runtime.hooks import InputOfShardedModule
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class TypedSpec(ParamSpec):
+    """A plain parameter with types.
+
+    Attributes:
+        types: of the unsharded parameter, by axis of the mesh that compute is checked on.
+        partition_spec: which axes cut which dim, in which order; None if no axis does.
+        grad_placements: of the gradient as autograd leaves it, on the axes of ``unsharded.mesh``.
+    """
+
+    types: tuple[tuple[Any, Any], ...] = field(kw_only=True)
+    partition_spec: Any = field(kw_only=True)
+    grad_placements: tuple[Placement, ...] = field(kw_only=True)
+
+    @property
+    def may_be_pending(self) -> bool:
+        model = (p for axis, p in enumerate(self.grad_placements) if axis not in self.data_parallel_axes)
+        return any(placement.is_partial() for placement in model)
+
+    def unsharded_parameter(self, local: torch.Tensor, *, requires_grad: bool) -> nn.Parameter:
+        made = nn.Parameter(local, requires_grad=requires_grad)
+        _library().assert_type(made, dict(self.types), self.partition_spec)
+        return made
+
+    def local_gradient(self, grad: torch.Tensor, pending_in: torch.dtype | None = None) -> torch.Tensor:
+        assert self.unsharded is not None
+        if not self.may_be_pending:
+            return grad
+        spec = TensorSpec(self.unsharded.mesh, self.grad_placements, self.unsharded.shape, self.unsharded.stride)
+        return super().local_gradient(spec.dtensor(grad), pending_in)
+
+
+class _SpmdTypes(ParamTypes):
+    """Reads the types of parameters, once the library is there."""
+
+    def spec(self, name: str, param: torch.Tensor, dim: int, parallel: ParallelMesh) -> ParamSpec | None:
+        if _library() is None or isinstance(param, DTensor) or not _library().get_local_type(param):
+            return None
+        if parallel.spmd is None:
+            raise ValueError(
+                f"fully_shard: parameter '{name}' has the types {_types_of(param)} of spmd_types, but the call has no "
+                "dp_mesh_dims, so it does not say which axes are data-parallel. Pass the mesh that has all axes, with "
+                'their names, and dp_mesh_dims=DataParallelMeshDims(shard="..."), or replicate="...", too.'
+            )
+        return _typed_spec(name, param, dim, parallel, parallel.spmd)
+
+    def agreed(self, parallel: ParallelMesh, resolve: Callable[[], _T]) -> _T:
+        if _library() is None:
+            return resolve()
+        _keep_out_of_checks()
+        if parallel.spmd is None:
+            return resolve()
+        error: Exception | None = None
+        found: list[str] = []
+        try:
+            resolved = resolve()
+            found = [_described(record) for group in resolved for record in group.records]  # type: ignore[attr-defined]
+        except Exception as raised:
+            error = raised
+        _check_agreement(parallel.spmd, error, found)
+        return resolved
+
+
+def _library() -> Any:
+    """The module ``spmd_types``, if anybody has imported it."""
+    return sys.modules.get("spmd_types")
+
+
+def _keep_out_of_checks() -> None:
+    """The checker follows what the user computes, and not the runtime."""
+    if InputOfShardedModule not in _kept_out:
+        _kept_out.append(InputOfShardedModule)
+        _library().register_local_autograd_function(InputOfShardedModule)
+        _torch.add_checker(_library().is_type_checking, _library().no_typecheck)
+
+
+_kept_out: list[type] = []
+
+
+# From types to placements
+
+
+def _types_of(param: torch.Tensor) -> dict[Any, Any]:
+    """The types of ``param`` by axis, with S(dim) for the axes that cut a dim."""
+    types = dict(_library().get_local_type(param))
+    cut = _library().get_partition_spec(param)
+    if cut is not None:
+        types |= import_module("spmd_types.types").partition_spec_to_shard_types(cut)
+    return types
+
+
+def _typed_spec(name: str, param: torch.Tensor, dim: int, parallel: ParallelMesh, spmd: SpmdMesh) -> TypedSpec:
+    types, library = _types_of(param), _library()
+    by_position = _on_storage_axes(name, types, spmd)
+    placements = tuple(library.spmd_type_to_dtensor_placement(each) for each in by_position)
+    grads = tuple(library.spmd_type_to_dtensor_placement(each.backward_type()) for each in by_position)
+    whole = DTensor.from_local(param.detach(), spmd.mesh, placements, run_check=False)
+    spec = param_spec(name, whole, dim, parallel)
+    local = library.get_local_type(param)
+    return TypedSpec(
+        spec.sharded,
+        spec.unsharded,
+        spec.data_parallel_axes,
+        types=tuple((axis, local.get(axis, library.R)) for axis in _compute_axes(name, types, spmd)),
+        partition_spec=library.get_partition_spec(param),
+        grad_placements=grads,
+    )
+
+
+def _on_storage_axes(name: str, types: dict[Any, Any], spmd: SpmdMesh) -> list[Any]:
+    """The type on each axis of the mesh given, by position.
+
+    Raises:
+        ValueError: a type is on no axis of the mesh, or says what the axis does not allow; a model axis has none.
+    """
+    library, names = _library(), spmd.mesh.mesh_dim_names or ()
+    axes = _axes_of(spmd)
+    model = {axis: i for i, axis in enumerate(axes) if spmd.roles[i] is AxisRole.MODEL and axis.size() > 1}
+    data = _joined([axis for i, axis in enumerate(axes) if spmd.roles[i] is not AxisRole.MODEL])
+    found = [library.R] * len(axes)
+    for axis, each in types.items():
+        if axis in model:
+            if each is library.P or each is library.V:
+                problem = "a sum that is still pending" if each is library.P else "different values along no dim"
+                raise ValueError(
+                    f"fully_shard: parameter '{name}' has the type {each} on the axis '{axis}', expected R, I or "
+                    f"S(dim): {problem} cannot be sharded. Use S(dim) for a part of the parameter."
+                )
+            found[model[axis]] = each
+        elif data is None or not axis <= data:
+            raise ValueError(
+                f"fully_shard: parameter '{name}' has the type {each} on the axis '{axis}', which is no axis of the "
+                f"mesh given to fully_shard, {spmd.mesh}. Pass the mesh that has all axes."
+            )
+        elif each is not library.R:
+            raise ValueError(
+                f"fully_shard: parameter '{name}' has the type {each} on the data-parallel axis '{axis}', expected R. "
+                "fully_shard itself shards over this axis and reduces the gradients. Give the parameter the type R "
+                "there, or leave the axis out of its types."
+            )
+    missing = [names[i] for axis, i in model.items() if axis not in types]
+    if missing:
+        raise ValueError(
+            f"fully_shard: parameter '{name}' has the types {types}, but none on the axes {missing} of the mesh given "
+            "to fully_shard. Its gradients there are unknown. Give it a type on each axis that is not data-parallel: "
+            "I or R if it is whole there, S(dim) if it is cut."
+        )
+    return found
+
+
+def _compute_axes(name: str, types: dict[Any, Any], spmd: SpmdMesh) -> Sequence[Any]:
+    """The axes that compute is checked on: those of ``types`` if they reach all ranks of the mesh, else those of the
+    library's current mesh. Two meshes may have the same ranks, and divide them otherwise.
+
+    Raises:
+        ValueError: neither reaches all ranks.
+    """
+    storage, current = _joined(_axes_of(spmd)), _library().current_mesh()
+    if _joined(list(types)) == storage:
+        return list(types)
+    if current is not None and _joined(list(current)) == storage and set(types) <= set(current):
+        return list(current)
+    raise ValueError(
+        f"fully_shard: parameter '{name}' has the types {types}, which do not reach all ranks of the mesh given to "
+        f"fully_shard, {spmd.mesh}; and spmd_types.current_mesh() is {current}. Give the parameter the type R on the "
+        "data-parallel axes, or call fully_shard inside spmd_types.set_current_mesh(mesh) with all axes."
+    )
+
+
+def _axes_of(spmd: SpmdMesh) -> list[Any]:
+    return [_library().MeshAxis.of(spmd.mesh.get_group(i)) for i in range(spmd.mesh.ndim)]
+
+
+def _joined(axes: Sequence[Any]) -> Any:
+    """Several axes as one; None if each has one rank only."""
+    several = tuple(axis for axis in axes if axis.size() > 1)
+    return import_module("spmd_types._mesh_axis").flatten_axes(several) if several else None
+
+
+# All ranks
+
+
+def _described(record: Any) -> str:
+    spec = record.spec
+    return f"parameter '{record.name}': {getattr(spec, 'types', 'no types')} {getattr(spec, 'partition_spec', None)}"
+
+
+def _check_agreement(spmd: SpmdMesh, error: Exception | None, found: Sequence[str]) -> None:
+    """Raise ``error``, or what another rank of the full mesh has to say. Collective on that mesh.
+
+    Raises:
+        ValueError: another rank has refused the call, or has other types.
+    """
+    mine = (dist.get_rank(), None if error is None else str(error), found)
+    everyone = [mine]
+    for i in range(spmd.mesh.ndim):
+        axis = Axis(spmd.mesh.get_group(i), spmd.mesh.size(i), spmd.mesh.get_local_rank(i))
+        everyone = [each for row in exchange(axis, everyone) for each in row]
+    if error is not None:
+        raise error
+    for rank, text, _ in everyone:
+        if text is not None:
+            raise ValueError(f"fully_shard: rank {rank} has refused this call, so all ranks do. It says: {text}")
+    _, said = first_difference(sorted((rank, lines) for rank, _, lines in everyone))
+    if said:
+        raise ValueError(
+            "\n".join(["fully_shard: the ranks have other types of spmd_types:", *said, "Give all ranks the same."])
+        )
+
+
+def register() -> None:
+    """Read the types of spmd_types in each call of ``fully_shard`` from now on."""
+    register_param_types(_SpmdTypes())
