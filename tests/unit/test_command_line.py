@@ -170,7 +170,7 @@ def test_an_interrupted_plan_ends_without_a_traceback(fails: Fails) -> None:
 def test_an_interrupted_script_is_the_scripts_own_affair(monkeypatch: pytest.MonkeyPatch) -> None:
     Path("script.py").write_text("raise KeyboardInterrupt")
     monkeypatch.setattr(sys, "argv", sys.argv)
-    monkeypatch.setattr("fsdp2.tools.command_line.install", lambda: None)
+    monkeypatch.setattr(fsdp2, "install", lambda: None)
     with pytest.raises(KeyboardInterrupt):
         main(["run", "script.py"])
 
