@@ -29,14 +29,16 @@ def merge_lora(model: nn.Module, dtype: torch.dtype | None = None) -> MergedLora
 
     The base model's names, each weight with its active LoRA adapters added: ``W + scaling * B A``, in fp32 where they
     are in half precision. Other adapters are left out. Of ``modules_to_save``, the active copy counts. Names and
-    scalings are read once: call it again after ``set_adapter``.
+    scalings are read once: call it again after ``set_adapter``. Where the base model ties a weight that is adapted,
+    or has an active copy, its other names get the values that the trainer computes with: those without the adapter.
 
     Args:
         model: a ``PeftModel``, sharded or not.
         dtype: of the merged weights. Default: that of the base weight.
 
     Raises:
-        ValueError: there is no LoRA layer; a layer is adapted in another way (DoRA, embeddings, convolutions, biases).
+        ValueError: there is no LoRA layer; a layer is adapted in another way (DoRA, embeddings, trainable tokens,
+            convolutions, biases).
 
     Source: Hu et al., "LoRA", arXiv 2106.09685; the attributes ``scaling`` and ``active_adapters`` of peft.
     """
@@ -47,14 +49,38 @@ def merge_lora(model: nn.Module, dtype: torch.dtype | None = None) -> MergedLora
             f"merge_lora: no module of this {type(model).__name__} is a LoRA layer of peft. Stream it without, or pass "
             "the model that get_peft_model returned."
         )
+    for name, each in modules.items():
+        if hasattr(each, "base_layer") and hasattr(each, "adapter_layer_names") and name not in layers:
+            raise _refused(name, f"is a {type(each).__name__}")
     transform: dict[str | tuple[str, ...], Any] = {}
-    rename = {name: name.removeprefix(_PEFT_PREFIX) for name in bound_state(model)}
+    state = bound_state(model)
+    rename = {name: name.removeprefix(_PEFT_PREFIX) for name in state}
     for name, layer in layers.items():
         transform.update(_of_layer(name, layer, rename, dtype))
     for name, module in modules.items():
         if hasattr(module, "modules_to_save") and hasattr(module, "original_module"):
             transform.update(_of_copies(name, module, rename))
-    return MergedLora(transform, rename)
+    return MergedLora(dict(_with_ties(transform, state)), rename)
+
+
+def _with_ties(
+    transform: Mapping[str | tuple[str, ...], Any], state: Mapping[str, Any]
+) -> Iterator[tuple[str | tuple[str, ...], Any]]:
+    """``transform``, for tensors that have several names in ``state``: a stream has them once. Each is taken once, and
+    goes out as it is, too, under a name that nothing takes."""
+    names_of: dict[int, list[str]] = {}
+    for name, tensor in state.items():
+        names_of.setdefault(id(tensor), []).append(name)
+    by_names = [((key,) if isinstance(key, str) else key, function) for key, function in transform.items()]
+    taken = {name for names, _ in by_names for name in names}
+    done: set[int] = set()
+    for names, function in sorted(by_names, key=lambda each: each[1] is _nothing):
+        tensors = {id(state[name]) for name in names}
+        if tensors <= done:
+            continue
+        done |= tensors
+        others = [next((each for each in names_of[id(state[name])] if each not in taken), None) for name in names]
+        yield names, partial(_beside, function=function, others=others) if any(others) else function
 
 
 def _of_layer(
@@ -90,10 +116,14 @@ def _check_layer(name: str, layer: Any, active: Sequence[str]) -> None:
         elif layer.lora_bias.get(adapter):
             found = f"has a bias in '{adapter}'"
     if found is not None:
-        raise ValueError(
-            f"merge_lora: '{name}' {found}, expected plain LoRA of a linear layer. Pass transform=... with a function "
-            "that merges its tensors."
-        )
+        raise _refused(name, found)
+
+
+def _refused(name: str, found: str) -> ValueError:
+    return ValueError(
+        f"merge_lora: '{name}' {found}, expected plain LoRA of a linear layer. Pass transform=... with a function that "
+        "merges its tensors."
+    )
 
 
 def _of_copies(name: str, module: Any, rename: dict[str, str]) -> Iterator[tuple[str, Any]]:
@@ -109,6 +139,14 @@ def _of_copies(name: str, module: Any, rename: dict[str, str]) -> Iterator[tuple
 
 def _nothing(*_: torch.Tensor) -> dict[str, torch.Tensor]:
     return {}
+
+
+def _beside(
+    *given: torch.Tensor, function: Callable[..., Mapping[str, torch.Tensor]], others: Sequence[str | None]
+) -> dict[str, torch.Tensor]:
+    """What ``function`` makes, and those ``given`` that have another name, too."""
+    kept = {name: tensor for name, tensor in zip(others, given, strict=True) if name is not None}
+    return {**function(*given), **kept}
 
 
 def _merged(

@@ -151,4 +151,38 @@ def test_adapters_are_merged_while_their_model_is_streamed(rank: int, folder: Pa
     for kind, why in (("dora", "has the variant"), ("ia3", "is a LoRA layer")):
         with pytest.raises(ValueError, match=f"^merge_lora: .*{why}"):
             fsdp2.merge_lora(adapted(kind))
+    tokens = peft.LoraConfig(target_modules=["q_proj"], trainable_token_indices=[1], task_type="CAUSAL_LM")
+    with pytest.raises(ValueError, match=r"^merge_lora: .*is a TrainableTokensLayer"):
+        fsdp2.merge_lora(peft.get_peft_model(tiny(), tokens))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("targets", "copied"),
+    [(["q_proj", "lm_head"], []), (["q_proj"], ["embed_tokens"]), (["q_proj"], ["embed_tokens", "lm_head"])],
+)
+@hf_client()
+def test_both_names_of_a_tie_that_an_adapter_breaks_are_streamed(
+    rank: int, folder: Path, targets: list[str], copied: list[str]
+) -> Any:
+    """With what the trainer computes with: the logits of the merged model are those of the adapted one."""
+    import peft
+    from torch.distributed.fsdp import fully_shard  # of the runtime that is compared
+
+    import fsdp2
+
+    config = peft.LoraConfig(target_modules=targets, modules_to_save=copied, task_type="CAUSAL_LM")
+    model = peft.get_peft_model(tiny(tie_word_embeddings=True), config)
+    for index, param in enumerate(model.parameters()):
+        if param.requires_grad:
+            torch.nn.init.normal_(param, std=0.1, generator=torch.Generator().manual_seed(index))
+    ids = torch.arange(8).view(1, 8)
+    expected = model(ids).logits.detach()
+    fully_shard(model, mesh=dist.init_device_mesh("cpu", (2,)))
+    merged = fsdp2.merge_lora(model)
+    stream = fsdp2.stream_full_params(model, transform=merged.transform, rename=merged.rename)
+    found = {name: tensor.clone() for name, tensor in stream}
+    plain = tiny()
+    plain.load_state_dict(found)
+    torch.testing.assert_close(plain(ids).logits.detach(), expected, rtol=1e-4, atol=1e-5)
     return found
