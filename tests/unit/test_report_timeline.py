@@ -10,9 +10,10 @@ from itertools import pairwise
 
 import pytest
 
-from fsdp2.tools.report.timeline import BLOCKED, Does, Edge, Mark, Span, joined, memory, spans, transfers, with_idle
+from fsdp2.tools.report.memory import memory
+from fsdp2.tools.report.timeline import BLOCKED, Does, Edge, Mark, Span, joined, spans, transfers, with_idle
 from tests.harness.golden import texts_beside
-from tests.unit.report_support import ROOT, Tape, sizes
+from tests.unit.report_support import Tape, sizes
 
 TEXTS = texts_beside(__file__)
 
@@ -137,7 +138,7 @@ TAPES = [
 
 
 def _spans(tape: Tape) -> list[Span]:
-    found = spans(tape.marks, 0.0, tape.now, ROOT, on_device=tape.on_device)
+    found = spans(tape.marks, 0.0, tape.now, on_device=tape.on_device)
     assert all(a.stop == b.start for a, b in pairwise(found))
     assert not found or (found[0].start, found[-1].stop) == (0.0, tape.now)
     return found
@@ -148,9 +149,10 @@ def test_tape_is_read(make: Callable[[], Tape]) -> None:
     tape = make()
     travels = transfers(tape.marks, ["r"], on_device=tape.on_device)
     held = memory(tape.marks, sizes(["a", "b", "r"]), 0.0, tape.now)
-    said = [f"{each.does.value} {each.unit} {each.start:g} to {each.stop:g}" for each in _spans(tape)]
+    said = [f"{each.does.value} {each.module or each.unit} {each.start:g} to {each.stop:g}" for each in _spans(tape)]
     said += [f"- {each.kind} {each.unit} {each.start:g} to {each.stop:g}, early: {each.early}" for each in travels]
-    said += [f"bytes at {time:g}: {nbytes}" for time, nbytes in held.points]
+    totals = [sum(values) for values in zip(*held.series.values(), strict=True)]
+    said += [f"bytes at {time:g}: {nbytes}" for time, nbytes in zip(held.times, totals, strict=False)]
     said += [f"- {nbytes} of {unit}: {what}" for unit, what, nbytes in held.owners]
     assert held.peak == sum(nbytes for *_, nbytes in held.owners)
     TEXTS.check(make.__name__, "\n".join(said))
@@ -163,7 +165,7 @@ def test_every_text_has_a_tape() -> None:
 def test_what_an_earlier_step_kept_is_held_when_the_next_one_begins() -> None:
     first = Tape().do("unshard", "a").do("wait", "a").compute(1)
     found = memory(first.marks, sizes(["a"]), first.now, first.now + 1)
-    assert found.points == [(1.0, 1000)]
+    assert (found.times, found.series) == ([1.0], {"unsharded parameters": [1000]})
 
 
 def _cut(*does: tuple[str, float, float]) -> list[Span]:

@@ -45,7 +45,7 @@ def chrome_trace(data: dict[str, Any]) -> dict[str, Any]:
         ]
         events += [
             _event("X", rank, 0, name=f"{data['does'][does]} {names[unit]}".strip(), ts=start, dur=duration)
-            for does, unit, start, duration in timeline["spans"]
+            for does, unit, start, duration, _ in timeline["spans"]
         ]
         events += [
             _event("X", rank, 1 + kind, name=f"{data['kinds'][kind]} {names[unit]}", ts=start, dur=duration)
