@@ -16,6 +16,7 @@ from operator import attrgetter, is_not
 from typing import NamedTuple, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fsdp2 import _torch
@@ -51,7 +52,7 @@ class GroupOptions:
     """What the user configures for one group: its gradients and its communication. ``fills_gradients``: parameters
     without a gradient on any rank get one of zeros; ``fills_beside_others``: if some parameter of the group has one, as
     in a flat parameter. ``hook_reduces``: the hook gets the sums over the shard axis, and does what the all-reduce
-    would do."""
+    would do. ``apart_over``: each rank of it holds other parameters under the same names."""
 
     requires_all_reduce: bool = True
     gradient_divide_factor: float | None = None
@@ -63,6 +64,7 @@ class GroupOptions:
     fills_gradients: bool = False
     fills_beside_others: bool = False
     hook_reduces: bool = False
+    apart_over: dist.ProcessGroup | None = None
 
     @property
     def bound(self) -> tuple[object, ...]:

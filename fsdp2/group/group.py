@@ -14,6 +14,7 @@ from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fsdp2 import _torch
@@ -37,6 +38,12 @@ _alive: weakref.WeakSet[ParamGroup] = weakref.WeakSet()
 def groups_by_slot() -> dict[Slot, tuple[ParamGroup, int]]:
     """For every slot of a managed parameter, its group and the parameter's position in the group."""
     return {slot: (group, i) for group in _alive for i, param in enumerate(group.params) for slot in param.slots}
+
+
+def apart_over() -> dict[int, dist.ProcessGroup]:
+    """By the identity of a sharded parameter: over which ranks others have other values of it. See ``GroupOptions``."""
+    apart = [(group, ranks) for group in _alive if (ranks := group.options.apart_over) is not None]
+    return {id(param.sharded): ranks for group, ranks in apart for param in group.params}
 
 
 def forget(group: ParamGroup) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2 import _torch
 from fsdp2.comm.backends import all_reduce_in
 from fsdp2.comm.streams import launched, lost, wait_for
-from fsdp2.group.group import ParamGroup
+from fsdp2.group.group import ParamGroup, apart_over
 from fsdp2.plan.mesh import mesh_device
 from fsdp2.tools import torch_names
 from fsdp2.types import CommunicationError
@@ -117,23 +117,29 @@ def _classes(params: Sequence[torch.Tensor]) -> list[_Class]:
     locals_ = torch_names.locals_placed_like(params, grads)
     # Group by spec first: parameters that fully_shard cuts in the same way share one spec.
     by_spec: dict[object, tuple[torch.Tensor, list[torch.Tensor]]] = {}  # a parameter, and the gradients of all
+    apart = apart_over()
     for param, spec, grad, local in zip(params, torch_names.specs_of(params), grads, locals_, strict=True):
-        _, found = by_spec.setdefault(param.device if spec is None else id(spec), (param, []))
+        key = param.device if spec is None else id(spec)
+        _, found = by_spec.setdefault((key, apart.get(id(param))) if apart else key, (param, []))
         if grad is not None:
             found.append(_local(grad) if local is None else local)
     by_groups: dict[tuple[tuple[dist.ProcessGroup, ...], torch.device], list[torch.Tensor]] = {}
     for param, found in by_spec.values():
-        by_groups.setdefault(_groups_of(param), []).extend(found)
+        by_groups.setdefault(_groups_of(param, apart.get(id(param))), []).extend(found)
     return [_Class(groups, device, _alike(joined_neighbours(found))) for (groups, device), found in by_groups.items()]
 
 
-def _groups_of(param: torch.Tensor) -> tuple[tuple[dist.ProcessGroup, ...], torch.device]:
-    """The process groups that ``param`` is cut over, and the device that they communicate on."""
+def _groups_of(
+    param: torch.Tensor, apart: dist.ProcessGroup | None
+) -> tuple[tuple[dist.ProcessGroup, ...], torch.device]:
+    """The process groups that ``param`` is cut over, and the device that they communicate on. ``apart``: one more, over
+    which ranks have other values of it."""
     if not isinstance(param, DTensor):
         return (), param.device
     mesh = param.device_mesh
     cut = [axis for axis, placement in enumerate(param.placements) if not placement.is_replicate()]
-    return tuple(mesh.get_group(axis) for axis in cut if mesh.size(axis) > 1), mesh_device(mesh)
+    groups = [mesh.get_group(axis) for axis in cut if mesh.size(axis) > 1]
+    return (*groups, *(() if apart is None else (apart,))), mesh_device(mesh)
 
 
 def _local(grad: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp2 import _torch
 from fsdp2.api.fully_shard import fully_shard
 from fsdp2.group.group import ParamGroup
-from fsdp2.runtime.unit import units_under
+from fsdp2.runtime.unit import unit_of, units_under
 
 _M = TypeVar("_M", bound=nn.Module)
 
@@ -45,6 +45,10 @@ class ExpertMeshes:
     def shard_experts(self, module: _M, **options: Any) -> _M:
         """Call ``fully_shard`` on ``module``, which holds this rank's experts and nothing else.
 
+        Ranks of ``experts`` have other values under the same names then. ``clip_grad_norm_`` of fsdp2 counts all of
+        them. fsdp2's functions for files and engines refuse them, and torch's checkpoints would keep those of one rank,
+        unless keys differ between these ranks. If experts are DTensors on ``experts`` before, all of this works.
+
         Args:
             options: of ``fully_shard``, without ``mesh``.
 
@@ -54,6 +58,11 @@ class ExpertMeshes:
         if "mesh" in options:
             raise TypeError("shard_experts: got a mesh, but ExpertMeshes says which one experts are on.")
         fully_shard(module, mesh=self.shards, **options).set_gradient_divide_factor(self.divide_factor)
+        unit = unit_of(module)
+        assert unit is not None
+        for group in unit.groups if self.experts.size() > 1 else ():
+            if all(param.spec.unsharded is None for param in group.params):  # else DTensors tell who has what
+                group.configure(apart_over=self.experts.get_group())
         return module
 
     def check(self, model: nn.Module) -> None:

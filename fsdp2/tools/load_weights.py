@@ -316,8 +316,20 @@ class _Checked:
                 )
             if isinstance(weight.tensor, DTensor) and any(each.is_partial() for each in weight.tensor.placements):
                 self._others.append(f"'{weight.names[0]}' of the model is a sum that is still pending.")
+            self._others += [text for name in found for text in self._scaled(self._sources[name], weight)]
         if not self._others and not self._unreadable:
             self._compare_tied(library)
+
+    def _scaled(self, pieces: Sequence[Piece], weight: Weight) -> Iterator[str]:
+        """What is wrong with ``pieces`` in 8 bits that have scales: a cast to a wider dtype would leave these out."""
+        for key in [piece.key for piece in pieces if self._headers[piece.key].code.startswith("F8_")]:
+            scales = [scale for scale in (f"{key}_scale", f"{key}_scale_inv") if scale in self._headers]
+            if scales and weight.local.dtype.itemsize > 1:
+                yield (
+                    f"'{key}' is in 8 bits, and to be multiplied by '{scales[0]}', which a load into "
+                    f"{weight.local.dtype} does not do. Write files without scales first: load these with "
+                    "from_pretrained(..., dtype=torch.bfloat16), which dequantises, and save_pretrained."
+                )
 
     def _match(self, library: Any) -> None:
         """Find for each name of the model what it is in the files."""

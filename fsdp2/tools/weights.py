@@ -258,12 +258,19 @@ def weights_of(model: nn.Module, caller: str) -> list[Weight]:
 
     Raises:
         ScheduleError: a forward or backward runs, or ``fsdp2.unsharded`` has lent parameters.
+        ValueError: ranks hold other parameters under the same names.
     """
     check_idle(model, caller)
     by_slot = groups_by_slot()
     slots = [Slot(module, name) for module in model.modules() for name in _torch.parameters_dict(module)]
     groups = dict.fromkeys(by_slot[slot][0] for slot in slots if slot in by_slot)
     for group in groups:
+        if group.options.apart_over is not None:
+            raise ValueError(
+                f"{caller}: parameter '{group.params[0].full_name}' is of experts that differ between ranks, but have "
+                "the same names there (ExpertMeshes.shard_experts). Before shard_experts, make such parameters "
+                "DTensors on meshes.experts: DTensor.from_local(experts, meshes.experts, [Shard(0)])."
+            )
         group.take_replaced()
     managed = {id(param.sharded): (group, param) for group in groups for param in group.params}
     names: dict[int, list[str]] = {}

@@ -10,7 +10,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2 import ExpertMeshes, expert_meshes, fully_shard
+from fsdp2 import (
+    ExpertMeshes,
+    clip_grad_norm_,
+    expert_meshes,
+    fully_shard,
+    save_safetensors,
+    stream_full_params,
+)
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.messages import error_of
 
@@ -110,6 +117,22 @@ def test_gradients_are_those_of_the_unsharded_model(ctx: RankContext, shape: tup
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+
+
+@distributed(4)
+def test_norm_has_the_experts_of_all_ranks_and_no_file_or_stream_takes_them_for_one(ctx: RankContext) -> None:
+    """They have the same names on ranks that hold other ones."""
+    meshes = meshes_of(ctx, (2, 2))
+    model, reference = sharded(ctx, meshes), seeded()
+    model(tokens(ctx.rank).to(ctx.device_type)).square().mean().backward()
+    reference(torch.cat([tokens(rank) for rank in range(4)])).square().mean().backward()
+    expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.01)
+    norm = clip_grad_norm_(model.parameters(), 0.01)
+    torch.testing.assert_close(norm.cpu(), expected.cpu(), rtol=1e-5, atol=0)
+    mine = reference.experts.weight.grad.chunk(2)[meshes.experts.get_local_rank()]
+    torch.testing.assert_close(model.experts.weight.grad.full_tensor().cpu(), mine.cpu(), rtol=1e-5, atol=1e-8)
+    for use in (stream_full_params, lambda model: save_safetensors(model, "unused")):
+        assert "'experts.weight' is of experts that differ between ranks" in error_of(lambda use=use: use(model))
 
 
 def _refusal(meshes: ExpertMeshes, model: nn.Module) -> str:

@@ -334,6 +334,19 @@ def test_a_checkpoint_of_another_model_is_refused_with_all_its_keys(tmp_path: Pa
     assert load(Buffers(), tmp_path, strict=False).missing_keys[0] == "blocks.0.keep"
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_codes_in_8_bits_are_not_loaded_without_their_scales(strict: bool, tmp_path: Path) -> None:
+    model = nn.Linear(2, 2, bias=False)
+    before, codes = _state(model), torch.ones(2, 2, dtype=torch.float8_e4m3fn)
+    safetensors.save_file({"weight": codes, "weight_scale_inv": torch.ones(1, 1)}, tmp_path / ONE)
+    with pytest.raises(ValueError, match="'weight' is in 8 bits, and to be multiplied by 'weight_scale_inv'"):
+        fsdp2.load_safetensors(model, tmp_path, strict=strict)
+    assert_same(_state(model), before)
+    safetensors.save_file({"weight": codes}, tmp_path / ONE)
+    fsdp2.load_safetensors(model, tmp_path)
+    assert model.weight.eq(1).all()
+
+
 def test_an_index_that_files_contradict_is_refused(tmp_path: Path) -> None:
     save(_seeded(MLP), tmp_path, max_shard_size=3000)
     index = json.loads((tmp_path / INDEX).read_text())
