@@ -322,7 +322,8 @@ class _Checked:
 
     def _scaled(self, pieces: Sequence[Piece], weight: Weight) -> Iterator[str]:
         """What is wrong with ``pieces`` in 8 bits that have scales: a cast to a wider dtype would leave these out."""
-        for key in [piece.key for piece in pieces if self._headers[piece.key].code.startswith("F8_")]:
+        keys = [piece.key for piece in pieces if piece.key in self._headers]
+        for key in [key for key in keys if self._headers[key].code.startswith("F8_")]:
             scales = [scale for scale in (f"{key}_scale", f"{key}_scale_inv") if scale in self._headers]
             if scales and weight.local.dtype.itemsize > 1:
                 yield (

@@ -32,6 +32,14 @@ class Tape:
         self.now += seconds
         return self
 
+    def module(self, event: str, name: str = "", unit: str = ROOT) -> Tape:
+        self.marks.append(Mark(Edge.MODULE, event, unit, self.now, module=name))
+        return self
+
+    def holds(self, what: str, nbytes: int, unit: str = "") -> Tape:
+        self.marks.append(Mark(Edge.HELD, what, unit, self.now, nbytes=nbytes))
+        return self
+
     def do(self, action: str, unit: str = ROOT, *, takes: float = 0.0, blocked: float = 0.0, inside: str = "") -> Tape:
         """``action`` takes ``takes`` of the thread, and waits ``blocked`` first. ``inside``: the action that it is
         a part of."""

@@ -1,8 +1,8 @@
 """What tensors hold while steps are recorded, as far as the program tells: shards and their gradients, optimizer
 states, and activations. Plans know the rest; ``memory`` puts both together.
 
-Where the device's allocator says what is allocated, activations are what is left of that. Elsewhere, as on the CPU,
-they are what autograd saves in the model's forward: each storage once, without parameters and buffers.
+Where the device's allocator says what is allocated, activations are a part of what is left of that. Elsewhere, as on
+the CPU, they are what autograd saves in the model's forward: each storage once, without parameters and buffers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fsdp2.tools.report.timeline import ROOT
 Bytes = dict[tuple[str, str], int]  # by unit, and what they are for
 
 # When activations are asked for: between those, none begin or end that last.
-_ASKED_AT = ("post_forward", "pre_backward", "post_backward", "end_backward")
+_ASKED_AT = ("post_forward", "pre_backward", "post_backward", "end_backward", "wait", "reduce")
 
 
 class HeldBytes:
@@ -72,13 +72,19 @@ class HeldBytes:
             self._saved.take(event, unit)
         return self._activations() if event in _ASKED_AT else {}
 
+    def steps(self, optimizer: torch.optim.Optimizer) -> Bytes:
+        """``optimizer`` is about to step: what it has held since before the first step, if it was not seen yet."""
+        return {} if optimizer in self._optimizers else self._states(optimizer)
+
     def stepped(self, optimizer: torch.optim.Optimizer) -> Bytes:
         """``optimizer`` has stepped. Its states are those of its first step, or of a loaded state dict."""
-        if self._optimizers.get(optimizer) == len(optimizer.state):
-            return self._activations()
+        has_changed = self._optimizers.get(optimizer) != len(optimizer.state)
+        return {**(self._states(optimizer) if has_changed else {}), **self._activations()}
+
+    def _states(self, optimizer: torch.optim.Optimizer) -> Bytes:
         self._optimizers[optimizer] = len(optimizer.state)
         states = [tensor for each in self._optimizers for tensor in find_tensors(dict(each.state), [])]
-        return {("", OPTIMIZER_STATES): self._nbytes(states)} | self._activations()
+        return {("", OPTIMIZER_STATES): self._nbytes(states)}
 
     def _activations(self) -> Bytes:
         if self._allocated is not None:
@@ -163,6 +169,7 @@ class SavedTensors:
         if self._hooks and not torch.compiler.is_compiling():
             self._hooks.pop().__exit__()
 
+    @_torch.runs_between_graphs  # compiled code calls it where it saves tensors
     def _pack(self, tensor: torch.Tensor) -> _Saved:
         keys = []
         for leaf in _torch.leaves(tensor):
@@ -205,10 +212,12 @@ class _Saved:
     def __init__(self, tensor: torch.Tensor, keys: Sequence[int], release: Callable[[int], None]) -> None:
         self.tensor, self._keys, self._release = tensor, keys, release
 
+    @_torch.runs_between_graphs
     def __del__(self) -> None:
         for key in self._keys:
             self._release(key)
 
 
+@_torch.runs_between_graphs
 def _unpack(saved: _Saved) -> torch.Tensor:
     return saved.tensor

@@ -2,6 +2,9 @@
 
 What the runtime holds is known from plans: a gather takes so much, and a reshard frees it. What the user's program
 holds is measured, and comes as marks of its own: ``Edge.HELD``. All of it lies on one time axis, that of the spans.
+
+Plans say how much the gradients of a backward take in the end, but not when. So where an allocator says how much is
+allocated, gradients that are not reduced yet are a part of what is left of that.
 """
 
 from __future__ import annotations
@@ -14,7 +17,8 @@ from fsdp2.tools.report.timeline import BACKWARDS, BLOCKED, GATHERS, RESHARDS, E
 
 SHARDS, OPTIMIZER_STATES, SHARD_GRADIENTS = "shards of parameters", "optimizer states", "gradients of shards"
 PARAMETERS, GRADIENTS, REDUCTION = "unsharded parameters", "gradients and their copies", "gradients in flight"
-SAVED, OTHER = "saved by forward for backward", "activations and other"  # counted; what the allocator says beyond all
+SAVED = "saved by forward for backward"  # as counted
+OTHER = "activations, gradients before reduction, and other"  # what the allocator says beyond all else
 ALLOCATED = "allocated"  # by the device's allocator: no series, but what OTHER is computed from
 TEMPORARY = (PARAMETERS, GRADIENTS, REDUCTION)  # what ``fsdp2.memory_plan`` knows
 SERIES = (SHARDS, OPTIMIZER_STATES, SHARD_GRADIENTS, *TEMPORARY, SAVED, OTHER)
@@ -70,6 +74,7 @@ class _Held:
         self._rows: list[tuple[int, ...]] = []
         self._owners: list[tuple[str, str, int]] = []
         self._peak, self._temporary = -1, 0
+        self._asks_allocator = False
 
     def of(self, marks: Iterable[Mark]) -> Memory:
         moment = 0.0
@@ -80,31 +85,39 @@ class _Held:
             for key, nbytes in changes.items():
                 self._hold(key, nbytes)
             moment = max(moment, mark.any_time)  # streams run beside each other
-            self._note(moment)
+            self._note_temporary(moment)
+            if not self._asks_allocator or mark.name == ALLOCATED:  # else what is left is not known
+                self._note(moment)
         series = dict(zip(SERIES, zip(*self._rows, strict=True), strict=True)) if self._rows else {}
         used = {what: list(values) for what, values in series.items() if any(values)}
         return Memory(self._times, used, sorted(self._owners, key=lambda owner: -owner[2]), self._temporary)
 
     def _hold(self, key: tuple[str, str], nbytes: int) -> None:
         _, what = key
-        if what == ALLOCATED:  # what the runtime holds is planned, so this may be less than what is known
-            known = sum(self._totals.values()) - self._totals[OTHER]
+        if what == ALLOCATED:
+            self._asks_allocator = True
+            known = sum(total for each, total in self._totals.items() if each not in (OTHER, GRADIENTS))
             key, what, nbytes = ("", OTHER), OTHER, max(nbytes - known, 0)
         self._totals[what] += nbytes - self._held.get(key, 0)
         self._held[key] = nbytes
 
+    def _note_temporary(self, moment: float) -> None:
+        if self._start <= moment <= self._stop:
+            self._temporary = max(self._temporary, sum(self._totals[what] for what in TEMPORARY))
+
+    def _is_shown(self, what: str) -> bool:
+        return what != GRADIENTS or not self._asks_allocator
+
     def _note(self, moment: float) -> None:
-        row = tuple(self._totals.values())
+        row = tuple(total if self._is_shown(what) else 0 for what, total in self._totals.items())
         if moment < self._start:
             self._times, self._rows = [self._start], [row]
         elif moment <= self._stop:
             self._times.append(moment)
             self._rows.append(row)
-        if self._start <= moment <= self._stop:
-            self._temporary = max(self._temporary, sum(self._totals[what] for what in TEMPORARY))
-            if sum(row) > self._peak:
-                self._peak = sum(row)
-                self._owners = [(unit, what, nbytes) for (unit, what), nbytes in self._held.items() if nbytes]
+        if self._start <= moment <= self._stop and sum(row) > self._peak:
+            shown = ((*key, nbytes) for key, nbytes in self._held.items() if nbytes and self._is_shown(key[1]))
+            self._peak, self._owners = sum(row), list(shown)
 
 
 def _gathered_first(marks: Iterable[Mark]) -> Iterator[Mark]:

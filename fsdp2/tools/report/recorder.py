@@ -20,6 +20,7 @@ from fsdp2.tools.report.timeline import BLOCKED, OPTIMIZER, OPTIMIZER_END, TO_DE
 from fsdp2.types import Observer
 
 Stamp = float | torch.Event | None
+_Mark = tuple[Edge, str, str, Stamp, Stamp, str, int]  # as ``Mark``, with stamps
 
 # On an accelerator: which stream does the work; other work is done on the compute stream, or on none.
 _ON_GATHER_STREAM = ("unshard", "prefetch")
@@ -111,6 +112,10 @@ class DeviceClock(HostClock):
         return self._zero_s + self._zero.elapsed_time(stamp) / 1e3
 
 
+def _marks_of(held: Bytes, now: Stamp) -> list[_Mark]:
+    return [(Edge.HELD, what, unit, now, None, "", nbytes) for (unit, what), nbytes in held.items()]
+
+
 class Recorder(Observer):
     """The marks of up to ``max_steps`` steps. A step ends where the next forward begins after a backward that reduced
     gradients, so it holds all micro-batches of an accumulation, and the optimizer. ``held``: what is asked for the
@@ -123,7 +128,8 @@ class Recorder(Observer):
     def __init__(self, clock: HostClock, max_steps: int, held: HeldBytes | None = None) -> None:
         self._clock, self._max_steps, self._held = clock, max_steps, held
         self.on_done: Callable[[], None] = lambda: None
-        self._marks: list[tuple[Edge, str, str, Stamp, Stamp, str, int]] = []
+        self._marks: list[_Mark] = []
+        self._before: list[_Mark] = []  # what is held when the first step begins, if it is known later only
         self._bounds: list[tuple[int, Stamp]] = []  # where a step begins among the marks, and when
         self._last: tuple[Stamp, Stamp] = (None, None)
         self._unit = ""  # of the work that started last
@@ -159,11 +165,14 @@ class Recorder(Observer):
             return
         now = self._clock.now()
         self._marks.append((Edge.MODULE, OPTIMIZER if starts else OPTIMIZER_END, "", now, None, "", 0))
-        if self._held is not None and not starts:
+        if self._held is not None and starts:
+            (_, first), *_ = self._bounds
+            self._before += _marks_of(self._held.steps(optimizer), first)
+        elif self._held is not None:
             self._hold(self._held.stepped(optimizer), now)
 
     def _hold(self, nbytes: Bytes, now: Stamp) -> None:
-        self._marks += [(Edge.HELD, what, unit, now, None, "", each) for (unit, what), each in nbytes.items()]
+        self._marks += _marks_of(nbytes, now)
 
     def on_start(self, work: str, unit: str) -> None:
         self._unit = unit
@@ -178,8 +187,8 @@ class Recorder(Observer):
         if not self._is_done and self._last != (None, None):
             self._has_reduced = self._has_reduced or action == "reduce"
             self._marks.append((Edge.ACTION, action, unit, *self._last, "", 0))
-            if self._held is not None and action == "wait":
-                self._held.at(action, unit)
+            if self._held is not None:
+                self._hold(self._held.at(action, unit), self._last[0] or self._last[1])
 
     def on_activity(self, activity: Activity, starts: bool) -> None:
         """A wait for collectives, or a copy in the work that started last, starts or stops."""
@@ -209,7 +218,8 @@ class Recorder(Observer):
         seconds = self._clock.seconds
         marks = [
             Mark(edge, name, unit, seconds(a), seconds(b), module, n)
-            for edge, name, unit, a, b, module, n in self._marks
+            for edge, name, unit, a, b, module, n in [*self._before, *self._marks]
         ]
-        bounds = [(index, seconds(stamp) or 0.0) for index, stamp in self._bounds]
+        shift = len(self._before)
+        bounds = [(index and index + shift, seconds(stamp) or 0.0) for index, stamp in self._bounds]
         return [Step(marks[first:last], start, stop) for (first, start), (last, stop) in pairwise(bounds)]

@@ -54,8 +54,9 @@ def _memory(memory: dict[str, Any]) -> list[str]:
     held: Counter[str] = Counter()
     for owner in memory["owners"]:
         held[owner["what"]] += owner["nbytes"]
-    listed = ", ".join(f"{what} {nbytes / _MIB:.1f}" for what, nbytes in held.most_common())
-    return [
-        f"most memory, on rank {memory['rank']}: {memory['peak_nbytes'] / _MIB:.1f} MiB ({listed})",
-        *memory["notes"],
-    ]
+    listed = ", ".join(f"{what} {_size(nbytes)}" for what, nbytes in held.most_common())
+    return [f"most memory, on rank {memory['rank']}: {_size(memory['peak_nbytes'])} ({listed})", *memory["notes"]]
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / _MIB:.1f} MiB" if nbytes >= _MIB else f"{nbytes / 1024:.1f} KiB"
