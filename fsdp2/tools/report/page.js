@@ -333,8 +333,8 @@ function fillPrediction() {
 // Memory
 
 function drawMemory() {
-  const {rank, times_us: times, series, peak_nbytes: peak, allocated_nbytes: allocated, owners} = data.memory;
-  const points = times.map((time, i) => [time, series.reduce((sum, each) => sum + each.nbytes[i], 0)]);
+  const {rank, times_us: moments, series, peak_nbytes: peak, allocated_nbytes: allocated, owners} = data.memory;
+  const points = moments.map((time, i) => [time, series.reduce((sum, each) => sum + each.nbytes[i], 0)]);
   const x = (us) => ((us - begin) / (end - begin)) * 1000;
   const y = (nbytes) => 160 - (nbytes / Math.max(peak, 1)) * 158; // the top is the peak, the bottom 0
   let path = "";
