@@ -492,6 +492,19 @@ _MIXED = "mixed torch.Tensor and DTensor"  # what torch says if an operation get
 CALL = "_compiled_call_impl"
 
 
+_CALL_IMPL = nn.Module._call_impl.__code__
+
+
+def is_called_inside_itself(module: nn.Module) -> bool:
+    """Whether the call of ``module`` whose hook asks is inside another one on this thread. Only the stack tells: torch
+    calls no hook when a KeyboardInterrupt ends a forward."""
+    num_calls, frame = 0, sys._getframe().f_back
+    while frame is not None and num_calls < 2:
+        num_calls += frame.f_code is _CALL_IMPL and frame.f_locals.get("self") is module
+        frame = frame.f_back
+    return num_calls == 2
+
+
 def guarded_call(module: nn.Module, on_shards: Callable[[RuntimeError], None]) -> Callable[..., Any]:
     """What calls of ``module`` run, and then, if a call raised because it got shards, ``on_shards``, which may raise a
     better error."""

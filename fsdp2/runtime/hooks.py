@@ -100,6 +100,7 @@ class ModuleHooks:
         self._marked: weakref.ref[torch.Tensor] | None = None  # the input with a hook, of the last forward
         self._marked_version = 0  # its version then
         self._handled = 0  # the identity of the exception that the user handled when the last forward began
+        self._outer: list[int] = []  # the same of each forward around it, if the unit calls itself
         self.guards: list[Guard] = []
         self._pre_backward = _torch.GradientHook(self._on_output_gradient)
         self._post_backward = _torch.GradientHook(self._on_input_gradient)
@@ -127,8 +128,13 @@ class ModuleHooks:
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         if self._runs_method:
             return self._resume(args, kwargs)
-        self._handled = id(sys.exc_info()[1])
         unit = self._unit
+        if unit.root is not None and unit.root.schedule.passes.is_computing(unit.index) and self._calls_itself(module):
+            self._outer.append(self._handled)
+            self._handled = id(sys.exc_info()[1])
+            return self._resume(args, kwargs)
+        self._outer.clear()
+        self._handled = id(sys.exc_info()[1])
         if unit.lent is not Lent.NOTHING and self._runs_plainly():
             return args, kwargs
         root = unit.root or form_root(unit)
@@ -154,7 +160,11 @@ class ModuleHooks:
     @_torch.runs_between_graphs
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         unit = self._unit
-        if id(sys.exc_info()[1]) != self._handled:  # the forward has raised, or a hook of the user behind it
+        has_raised = id(sys.exc_info()[1]) != self._handled  # or a hook of the user behind it has
+        if self._outer:  # the unit has called itself: that belongs to the forward around it
+            self._handled = self._outer.pop()
+            return None if has_raised else self._handed_out(output)
+        if has_raised:
             self._pop_raised()
             return None
         if self._runs_method:
@@ -231,6 +241,12 @@ class ModuleHooks:
         if self._runs_method or len(unit.modules) > 1:
             return self._runs_method
         return unit.root is not None and unit.root.schedule.passes.is_computing(unit.index)
+
+    def _calls_itself(self, module: nn.Module) -> bool:
+        """Whether the unit's forward, which seems to run, has called ``module`` again. That call belongs to it: until
+        the outermost call has returned, and in backward until its input has a gradient, parameters stay. Otherwise, an
+        interrupt has ended that forward, of which torch tells no hook; or another module of the unit runs."""
+        return len(self._unit.modules) == 1 and _torch.is_called_inside_itself(module)
 
     @_torch.runs_between_graphs
     def _runs_plainly(self) -> bool:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from fsdp2 import Observer
 from fsdp2.tools import trace
 from tests.distributed.changes import assert_gradients
-from tests.distributed.support import Stack, batch, seeded, shard, shard_each, step
+from tests.distributed.support import Block, Stack, batch, seeded, shard, shard_each, step
 from tests.harness.distributed import RankContext, distributed
 
 BLOCKS = ("blocks.0", "blocks.1")
@@ -55,6 +55,25 @@ class CutOff(Repeated):
         for _ in range(3):
             x = self.blocks[1](self.blocks[0](x.detach()))
         return self.exit(x)
+
+
+class Nested(Block):
+    def forward(self, x: Tensor, depth: int = 2) -> Tensor:
+        return super().forward(self(x, depth - 1) + x if depth else x)
+
+
+class SelfConditioned(Repeated):
+    """The root and a block first call themselves, without and with gradients, then compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1] = Nested()
+
+    def forward(self, x: Tensor, is_inner: bool = False) -> Tensor:
+        if not is_inner:
+            with torch.no_grad():
+                x = x + self(x, is_inner=True)
+        return super().forward(x)
 
 
 class _Counts(Observer):
@@ -126,6 +145,30 @@ def test_unit_is_reduced_once_behind_its_last_use(
     step(reference)
     step(reference)
     assert_gradients(model, reference, atol=1e-5)
+
+
+@distributed(2)
+def test_a_unit_that_calls_itself_keeps_its_parameters_until_the_outermost_call_returns(ctx: RankContext) -> None:
+    """Also where a KeyboardInterrupt has ended an earlier forward: that one does not count as running."""
+    model, reference = shard(ctx, seeded(SelfConditioned)), seeded(SelfConditioned)
+    hook = model.blocks[0].register_forward_pre_hook(_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(batch())
+    hook.remove()
+    counts = _counts(model, _one_forward)
+    assert (counts.actions["reduce"], counts.reduced_at_the_end) == (2, 0)
+    for _ in range(2):
+        _one_forward(reference)
+    assert_gradients(model, reference, atol=1e-5)
+    with torch.no_grad():
+        for each in (model, reference):
+            for parameter in each.parameters():
+                parameter.mul_(0.5)
+    assert torch.allclose(model(batch()), reference(batch()), atol=1e-5)
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 @distributed(2)

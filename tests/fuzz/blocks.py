@@ -64,3 +64,15 @@ class Odd(nn.Module):
 
     def forward(self, x: Tensor, uses_side: bool = True) -> Tensor:
         return x + F.linear(torch.tanh(self.narrow(x)) * self.scale, self.wide) + self.cube.square().sum()
+
+
+class Itself(nn.Module):
+    """Calls itself, last: torch reshards after the inner call."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor, uses_side: bool = True, num_calls: int = 3) -> Tensor:
+        x = x + torch.tanh(self.linear(x))
+        return x if num_calls == 1 else self(x, uses_side, num_calls - 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field, replace
 
-KINDS = ("mlp", "attention", "norms", "side", "odd")
+KINDS = ("mlp", "attention", "norms", "side", "odd", "itself")
 DTYPES = ("bfloat16", "float32")
 WIRES = ("bf16", "halved", "scaled")
 
@@ -131,8 +131,9 @@ def draw(seed: int, world_size: int) -> Program:
     one_raises = compiles and ranks_differ  # a compiled block takes one backward, and refuses on the ranks that use it
     blocks = tuple(
         Block(
-            kind="mlp" if mesh == "tp" else pick.choice(KINDS),
-            uses=2 if rarely(0.12) and not leaves_out else 1,  # no rank may use a unit more often than others
+            # No rank may use a unit more often than others, nor a unit inside of one that calls itself.
+            kind="mlp" if mesh == "tp" else pick.choice(KINDS[:-1] if leaves_out else KINDS),
+            uses=2 if rarely(0.12) and not leaves_out else 1,
             checkpoint=pick.choice(["reentrant", "not reentrant"]) if rarely(0.2) else "",
             alone=not rarely(0.2),
             inner=rarely(0.1) and mesh != "tp",

@@ -16,6 +16,7 @@ _BLOCKS: dict[str, type] = {
     "norms": blocks.Norms,
     "side": blocks.Side,
     "odd": blocks.Odd,
+    "itself": blocks.Itself,
 }
 _OPTIMIZERS = {
     "SGD": "torch.optim.SGD(parameters, lr=0.02, foreach=False)",

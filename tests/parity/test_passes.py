@@ -118,6 +118,40 @@ def test_several_forwards_and_backwards() -> Cases:
     }
 
 
+class CallsItself(nn.Module):
+    """Each call computes, then makes the next one."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor, num_calls: int = 3) -> Tensor:
+        x = x + torch.tanh(self.linear(x))
+        return self(x, num_calls - 1) if num_calls > 1 else x
+
+
+class CallThemselves(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(CallsItself(self.dim) for _ in range(2))
+
+
+class Twice(MLP):
+    """The root calls itself on each half of the batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if len(x) == 1 else torch.cat([self(x[:1]), self(x[1:])])
+
+
+@each_compared(2, 4, ci=("blocks",))
+def test_units_that_call_themselves() -> Cases:
+    return {
+        "blocks": Case(CallThemselves),
+        "blocks, kept": Case(CallThemselves, KEPT),
+        "root": Case(Twice),
+    }
+
+
 def _evaluate_then_train(
     step: Step, model: ParityModel, guard: Callable[[], Any] = torch.no_grad, first_step: int = 0
 ) -> list[Tensor]:
