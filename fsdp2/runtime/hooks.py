@@ -28,6 +28,9 @@ from fsdp2.schedule.states import GroupState, Lent, Outcome, Pass
 from fsdp2.types import ScheduleError
 
 
+_COMPUTING = (Phase.FORWARD, Phase.RECOMPUTE)
+
+
 class InputOfShardedModule(torch.autograd.Function):
     """Identity on a unit's inputs. Its backward runs when the gradients of all inputs are known. The unit has then
     computed the gradients of its parameters. It is a separate node, since the inputs may have other consumers. Users
@@ -129,7 +132,8 @@ class ModuleHooks:
         if self._runs_method:
             return self._resume(args, kwargs)
         unit = self._unit
-        if unit.root is not None and unit.root.schedule.passes.is_computing(unit.index) and self._calls_itself(module):
+        seems_to_run = unit.root is not None and unit.root.schedule.passes.phases[unit.index] in _COMPUTING
+        if seems_to_run and self._calls_itself(module):
             self._outer.append(self._handled)
             self._handled = id(sys.exc_info()[1])
             return self._resume(args, kwargs)
