@@ -27,7 +27,6 @@ from fsdp2.schedule.schedule import Phase
 from fsdp2.schedule.states import GroupState, Lent, Outcome, Pass
 from fsdp2.types import ScheduleError
 
-
 _COMPUTING = (Phase.FORWARD, Phase.RECOMPUTE)
 
 
