@@ -30,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp2.api.module import sharded_unit
 from fsdp2.runtime.root import form_root
 from fsdp2.tools.report.call import attached
+from fsdp2.tools.report.held import HeldBytes
 from fsdp2.tools.report.recorder import DeviceClock, Recorder
 from tests.accelerator import device
 
@@ -51,7 +52,8 @@ class Subject:
     def measure(self) -> None:
         """Run the steps of one report."""
         root = form_root(sharded_unit(self._model, "benchmark"))
-        recorder = Recorder(DeviceClock(root.unit.mesh.device, root.units), NUM_STEPS + 1)
+        clock, held = DeviceClock(root.unit.mesh.device, root.units), HeldBytes(root, saves=True)
+        recorder = Recorder(clock, NUM_STEPS + 1, held)
         for name in METHODS:
             setattr(recorder, name, self._timed(getattr(recorder, name)))
         with attached(recorder, self._model, "blocks"):

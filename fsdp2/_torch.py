@@ -828,6 +828,12 @@ def leaves(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [leaf for name in names for leaf in leaves(getattr(tensor, name))] if names else [tensor]
 
 
+def storage_key(tensor: torch.Tensor) -> int:
+    """The same number for all tensors in one storage, as long as it lives, also when its memory is freed and allocated
+    again: the public ``data_ptr`` changes then."""
+    return tensor.untyped_storage()._cdata
+
+
 def versioned(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The tensors whose versions autograd compares: ``tensor``, and its inner tensors, which compiled blocks save."""
     return [tensor, *(leaf for leaf in leaves(tensor) if leaf is not tensor)]

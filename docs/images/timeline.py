@@ -72,7 +72,7 @@ def from_report(data: dict[str, Any]) -> Timeline:
     begin = timeline["start_us"]
     bars = [
         Bar(0, data["does"][does], names[unit], (start - begin) / 1e3, length / 1e3)
-        for does, unit, start, length in timeline["spans"]
+        for does, unit, start, length, _ in timeline["spans"]
     ]
     bars += [
         Bar(1 if kind == 0 else 2, data["kinds"][kind], names[unit], (start - begin) / 1e3, length / 1e3)

@@ -122,3 +122,34 @@ def test_replicated_units_have_their_all_reduces_on_a_device(ctx: RankContext) -
         kinds = [data["kinds"][kind] for kind, *_ in data["collectives"]["rows"]]
         assert kinds.count("all-reduce") == kinds.count("reduce-scatter") == 4
         assert data["collectives"]["first_difference"] is None
+
+
+@on_device(2)
+def test_memory_of_a_device_is_what_its_allocator_says_and_no_step_waits(ctx: RankContext) -> None:
+    """Modules around units have names there, too."""
+    model = shard(ctx, seeded(Stack), mesh=ctx.mesh_1d())
+    model.to(device.DEVICE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    inputs = torch.ones(4, DIM, device=device.DEVICE)
+    model(inputs).square().mean().backward()  # makes plans
+    optimizer.step()
+    torch.get_device_module(device.DEVICE).reset_peak_memory_stats()
+    with fsdp2.report(model, steps=2) as report, device.counted_syncs() as syncs:
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(inputs).square().mean().backward()
+            optimizer.step()
+    assert syncs == [], syncs
+    if ctx.rank > 0:
+        return
+    data = report.data
+    assert data is not None
+    assert {"entry", "exit", "blocks.0", "optimizer"} <= {row["name"] for row in data["compute"]}
+    series = {each["what"]: each["nbytes"] for each in data["memory"]["series"]}
+    shards = sum(unit["shard_nbytes"] for unit in data["units"])
+    assert set(series["optimizer states"]) == {2 * shards}  # from the start; the host counts steps
+    saved = (5 + 3) * 4 * DIM * 4  # inputs of five linear layers, outputs of three tanh
+    assert saved <= max(series["activations, gradients before reduction, and other"])
+    assert not {"saved by forward for backward", "gradients and their copies"} & set(series)
+    peak, allocated = data["memory"]["peak_nbytes"], data["memory"]["allocated_nbytes"]
+    assert 0.9 * allocated < peak <= allocated  # asked for at events only

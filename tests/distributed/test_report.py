@@ -19,7 +19,7 @@ import fsdp2
 from fsdp2 import _torch
 from fsdp2.comm import streams
 from fsdp2.comm.backends import PeerComm
-from tests.distributed.support import DIM, InjectedError, Stack, seeded, shard, sharded, step
+from tests.distributed.support import DIM, InjectedError, Stack, batch, seeded, shard, shard_each, sharded, step
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.pool import WorkerPool
 
@@ -110,8 +110,8 @@ def test_rank_0_has_the_collectives_bytes_and_memory_of_a_step(ctx: RankContext,
         assert unit["gather_bucket_nbytes"] == expected.bytes.unsharded  # all are small
         assert unit["gather_direct_nbytes"] == 0
         assert (unit["is_small"], unit["bucket_nbytes"]) == (True, 2 * PeerComm.routing.direct_min_nbytes)
-    assert data["memory"]["peak_nbytes"] == plan.peak
-    assert sum(owner["nbytes"] for owner in data["memory"]["owners"]) == plan.peak
+    assert data["memory"]["temporary_nbytes"] == plan.peak
+    assert sum(owner["nbytes"] for owner in data["memory"]["owners"]) == data["memory"]["peak_nbytes"]
 
 
 @distributed(2)
@@ -138,6 +138,140 @@ def test_what_the_plan_predicted_stands_beside_what_happened(ctx: RankContext, t
     predicted = f"predicted {rows['step_ms']['predicted']:.1f} ms for 2 x {done.plan.machine.name}"
     assert f"{predicted}, which is another machine" in str(report)
     assert [row["ratio"] for row in data["prediction"]["rows"]] == [None] * 6
+
+
+class _Sleeps(torch.autograd.Function):
+    """The identity, whose backward takes 50 ms."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        time.sleep(0.05)
+        return grad
+
+
+class _Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Sleeps.apply(self.linear(x))
+
+
+class _DecoderModel(nn.Module):
+    """As in a library: the blocks are below an inner model, and the head is beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Stack(2)
+        self.lm_head = _Head()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lm_head(self.model(x))
+
+
+def _head_in_the_root(model: Any) -> list[Any]:
+    return [*model.model.blocks, model]
+
+
+def _head_as_a_unit_in_a_root_that_owns_nothing(model: Any) -> list[Any]:
+    return [*model.model.blocks, [model.model.entry, model.model.exit], model.lm_head, model]
+
+
+def _head_in_a_unit_of_several_modules(model: Any) -> list[Any]:
+    return [*model.model.blocks, [model.model.exit, model.lm_head], model]
+
+
+@pytest.mark.parametrize(
+    ("units", "owner"),
+    [
+        (_head_in_the_root, "(root)"),
+        (_head_as_a_unit_in_a_root_that_owns_nothing, "lm_head"),
+        (_head_in_a_unit_of_several_modules, "model.exit"),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+@distributed(2)
+def test_compute_belongs_to_the_module_whose_work_it_is(ctx: RankContext, units: Any, owner: str) -> None:
+    model = shard_each(*units(seeded(_DecoderModel)), mesh=ctx.mesh_1d())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.register_step_post_hook(lambda *_: time.sleep(0.02))
+    with fsdp2.report(model, tokens_per_rank=4, flops_per_rank=1e6) as report:
+        for seed in range(2):
+            loss = model(batch(seed)).square().mean()
+            time.sleep(0.03)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            time.sleep(0.01)
+    if ctx.rank > 0:
+        return
+    data = report.data
+    assert data is not None
+    rows = {row["name"]: row for row in data["compute"]}
+    head = rows["lm_head"]
+    assert (head["unit"], head["backward_ms"] >= 50, head["forward_ms"] > 0) == (owner, True, True)
+    assert all(row["backward_ms"] < 40 for row in data["compute"] if row is not head)
+    assert rows["loss and other code after forward"]["other_ms"] >= 30
+    assert rows["other code outside of units"]["other_ms"] >= 10
+    assert rows["optimizer"]["other_ms"] >= 20
+    assert {"model.blocks.0", "model.blocks.1", "model.entry", "model.exit"} <= set(rows)
+    drawn = {data["places"][place] for line in data["timelines"] for *_, place in line["spans"] if place >= 0}
+    assert "lm_head" in drawn
+    _assert_losses_add_up(data)
+    speed, seconds = data["speed"], data["steps_ms"][data["step"]] / 1e3
+    assert speed["tokens_per_s"] == pytest.approx(8 / seconds, rel=0.01)
+    assert (speed["mfu"], speed["flops"]) == (None, 2e6)
+    assert "the peak of" in str(report)
+
+
+def _assert_losses_add_up(data: Any) -> None:
+    lost = data["lost"]
+    totals = next(each for each in data["rank_totals"] if each["rank"] == lost["rank"])
+    computed = totals["forward_ms"] + totals["backward_ms"] + totals["other_ms"]
+    assert lost["compute_ms"] == pytest.approx(computed, abs=0.1)
+    assert lost["step_ms"] == pytest.approx(lost["compute_ms"] + lost["lost_ms"], abs=0.1)
+    assert sum(each["lost_ms"] for each in lost["kinds"]) == pytest.approx(lost["lost_ms"], abs=0.1)
+    assert lost["explained_ms"] == pytest.approx(sum(each["gain_ms"] for each in data["findings"]), abs=0.1)
+    assert lost["explained_ms"] <= lost["lost_ms"] + 0.1
+
+
+def _series(data: Any) -> dict[str, list[int]]:
+    return {each["what"]: each["nbytes"] for each in data["memory"]["series"]}
+
+
+@distributed(2)
+def test_memory_counts_activations_and_optimizer_states(ctx: RankContext) -> None:
+    model = sharded(ctx)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    with fsdp2.report(model, steps=2) as report:
+        for seed in range(2):
+            model(batch(seed)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    without = _reported(sharded(ctx), activations=False).data
+    plain = seeded(Stack)
+    if ctx.rank > 0:
+        return
+    data = report.data
+    assert data is not None
+    series = _series(data)
+    assert all(len(values) == len(data["memory"]["times_us"]) for values in series.values())
+    shards = sum(unit["shard_nbytes"] for unit in data["units"])
+    parameters = list(plain.parameters())
+    assert max(series["shards of parameters"]) == shards == sum(each.nbytes for each in parameters) // 2
+    assert max(series["gradients of shards"]) == shards
+    assert series["optimizer states"][-1] == 2 * shards + 4 * len(parameters)  # two moments; each counts its steps
+    # The inputs of five linear layers, and the outputs of three tanh: each is 4 x DIM floats.
+    assert max(series["saved by forward for backward"]) == (5 + 3) * 4 * DIM * 4
+    assert series["saved by forward for backward"][-1] == 0
+    assert data["memory"]["notes"] == []
+    assert "saved by forward for backward" not in _series(without)
+    assert without["memory"]["notes"] == ["Activations were not counted."]
 
 
 @pytest.mark.ci
@@ -196,6 +330,8 @@ def test_what_cannot_work_is_refused_on_all_ranks(ctx: RankContext, tmp_path: Pa
         (TypeError, [model, None], {}, "a path is None, expected where to write"),
         (TypeError, [model], {"steps": 2.5}, "steps is 2.5, expected an int"),
         (TypeError, [model], {"steps": "3"}, "steps is '3', expected an int"),
+        (TypeError, [model], {"tokens_per_rank": "3"}, "tokens_per_rank is '3', expected a number"),
+        (ValueError, [model], {"flops_per_rank": 0}, "flops_per_rank is 0, expected 1 or more"),
     ):
         with pytest.raises(kind, match=r"fsdp2\.report") as refused, fsdp2.report(*arguments, **options):
             raise AssertionError("the block ran")

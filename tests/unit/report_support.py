@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 from fsdp2.tools.memory_plan import UnitBytes
 from fsdp2.tools.report.data import RankRecord, RankStep, UnitInfo
-from fsdp2.tools.report.timeline import BLOCKED, Edge, Mark, Memory, Sizes, memory, spans, transfers
-
-ROOT = "(root)"
+from fsdp2.tools.report.memory import Memory, Sizes, memory
+from fsdp2.tools.report.timeline import BLOCKED, ROOT, Edge, Mark, spans, transfers
 
 
 class Tape:
@@ -31,6 +30,14 @@ class Tape:
 
     def compute(self, seconds: float) -> Tape:
         self.now += seconds
+        return self
+
+    def module(self, event: str, name: str = "", unit: str = ROOT) -> Tape:
+        self.marks.append(Mark(Edge.MODULE, event, unit, self.now, module=name))
+        return self
+
+    def holds(self, what: str, nbytes: int, unit: str = "") -> Tape:
+        self.marks.append(Mark(Edge.HELD, what, unit, self.now, nbytes=nbytes))
         return self
 
     def do(self, action: str, unit: str = ROOT, *, takes: float = 0.0, blocked: float = 0.0, inside: str = "") -> Tape:
@@ -73,7 +80,7 @@ def sizes(units: Sequence[str], nbytes: int = 1000) -> dict[str, Sizes]:
 
 def rank_step(tape: Tape, units: Sequence[str]) -> RankStep:
     found = memory(tape.marks, sizes(units), 0.0, tape.now)
-    lanes = spans(tape.marks, 0.0, tape.now, ROOT, on_device=False)
+    lanes = spans(tape.marks, 0.0, tape.now, on_device=False)
     return RankStep(0.0, tape.now, lanes, transfers(tape.marks, (), on_device=False), found)
 
 
@@ -100,4 +107,4 @@ def info(name: str, nbytes: int = 1000) -> UnitInfo:
 
 
 def empty_step(stop: float) -> RankStep:
-    return RankStep(0.0, stop, [], [], Memory([], []))
+    return RankStep(0.0, stop, [], [], Memory([], {}, []))

@@ -5,13 +5,14 @@ What is said is in ``golden/report_findings.txt``. A case whose name has "not" f
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
 
 from fsdp2.tools.report import findings as rules
 from fsdp2.tools.report.findings import Finding, StepFacts, UnitFacts, findings
+from fsdp2.tools.report.lost import Cell, Lost
 from tests.harness.golden import texts_beside
 from tests.harness.messages import wrapped
 
@@ -25,7 +26,20 @@ def _unit(name: str, mib: float = 1, **facts: float) -> UnitFacts:
 
 
 def _step(*units: UnitFacts, **facts: object) -> StepFacts:
-    return replace(StepFacts(100.0, units), **facts)  # type: ignore[arg-type]
+    return replace(StepFacts(100.0, units, lost=_lost(units)), **facts)  # type: ignore[arg-type]
+
+
+def _lost(units: Sequence[UnitFacts], ranks: float = 20.0) -> dict[Cell, float]:
+    """What is lost to the collectives of ``units``, and to other ranks."""
+    found = {Cell(Lost.RANKS): ranks}
+    for unit in units:
+        found[Cell(Lost.GATHERS, unit.name, False)] = unit.forward_late
+        found[Cell(Lost.GATHERS, unit.name, True)] = unit.backward_late
+        found[Cell(Lost.REDUCTIONS, unit.name, True)] = unit.reduce_late
+        found[Cell(Lost.REDUCTIONS, unit.name, False)] = unit.tail_late
+        found[Cell(Lost.LAUNCHES, unit.name, True)] = unit.per_use / 2
+        found[Cell(Lost.COPIES, unit.name, False)] = unit.per_use / 4
+    return {cell: value for cell, value in found.items() if value}
 
 
 FIVE = _step(
@@ -37,11 +51,11 @@ FIVE = _step(
     *(_unit(f"norm.{i}", 0.1, is_small=True, per_use=0.6) for i in range(3)),
     _unit("head", backward=5, tail_late=4, per_use=0.9),
     reduce_idle=3.5,
-    rank_compute=[(50, 58), (51, 60)],
+    rank_compute=[(50, 58), (51, 60)] * 3,
     rank_waits=(9, 0.5),
 )
 FAST = [_unit("a", forward=5, backward=9, gather=4), _unit("b", 9, forward=5, backward=9, gather=4)]
-LITTLE = _step(_unit("a"), rank_compute=[(50.4, 50)] * 2, rank_waits=(0, 9))
+LITTLE = _step(_unit("a"), rank_compute=[(50.4, 50)] * 5, rank_waits=(0, 9), lost={Cell(Lost.RANKS): 0.05})
 A, C = _unit("a"), _unit("c")
 LATE = {"gather": 6.0, "forward": 24.0, "forward_late": 1.2}
 LARGE = _unit("b", 6, **LATE)
@@ -63,7 +77,7 @@ def _in_buckets(nbytes: int) -> StepFacts:
 
 CASES: dict[str, tuple[Callable[[StepFacts], list[Finding]], StepFacts]] = {
     "five things with the largest gains": (findings, FIVE),
-    "not where nothing was lost": (findings, _step(*FAST, rank_compute=[(10, 10)] * 2, rank_waits=(1, 1))),
+    "not where nothing was lost": (findings, _step(*FAST, rank_compute=[(10, 10)] * 5, rank_waits=(1, 1), lost={})),
     "what gains less than a 200th of the step": (rules.late_rank, LITTLE),
     "not what gains less than a 200th of the step": (findings, LITTLE),
     # Of six parts, each takes 1 ms: the first has the 4.8 ms that the whole had, the others hide behind compute.
@@ -109,14 +123,25 @@ CASES: dict[str, tuple[Callable[[StepFacts], list[Finding]], StepFacts]] = {
     "tail hides behind the other half of its unit": (rules.tail, _step(ENDS, _unit("b"))),
     "not tail of one module": (rules.tail, _step(replace(ENDS, largest_module_nbytes=MIB), _unit("b"))),
     # No more than every other rank waits.
-    "late rank": (rules.late_rank, _step(rank_compute=[(50, 60, 52), (50, 61, 52)], rank_waits=(12, 0, 5))),
-    "not late rank if nobody waits": (rules.late_rank, _step(rank_compute=[(50, 60)] * 2, rank_waits=(0, 0))),
-    "not late rank without others": (rules.late_rank, _step(rank_compute=[(50,)] * 2, rank_waits=(3,))),
-    "not late rank in one step": (rules.late_rank, _step(rank_compute=[(50, 60)], rank_waits=(9, 9))),
-    "not late rank by turns": (rules.late_rank, _step(rank_compute=[(50, 60), (60, 50), (50, 60)], rank_waits=(9, 9))),
+    "late rank": (rules.late_rank, _step(rank_compute=[(50, 60, 52), (50, 61, 52)] * 3, rank_waits=(12, 0, 5))),
+    "not late rank if nobody waits": (rules.late_rank, _step(rank_compute=[(50, 60)] * 5, rank_waits=(0, 0))),
+    "not late rank without others": (rules.late_rank, _step(rank_compute=[(50,)] * 5, rank_waits=(3,))),
+    "not late rank in four steps": (rules.late_rank, _step(rank_compute=[(50, 60)] * 4, rank_waits=(9, 9))),
+    "not late rank by turns": (
+        rules.late_rank,
+        _step(rank_compute=[(50, 60), (60, 50), (50, 60)] * 2, rank_waits=(9, 9)),
+    ),
     "not late rank if the lead differs by more than it is": (
         rules.late_rank,
-        _step(rank_compute=[(50, 52), (50, 60), (50, 54)], rank_waits=(9, 9)),
+        _step(rank_compute=[(50, 52), (50, 60), (50, 54)] * 2, rank_waits=(9, 9)),
+    ),
+    "every kind of loss, where no change is known to help": (
+        findings,
+        _step(rank_compute=[(50, 60)] * 2, is_first_use=True, lost={Cell(lost, "a"): 3.0 for lost in Lost}),
+    ),
+    "other ranks, each late at times": (
+        findings,
+        _step(rank_compute=[(50, 60), (60, 50)] * 3, lost={Cell(Lost.RANKS): 4.0}),
     ),
     "late host": (rules.late_host, _step(host_late=7.0)),
     "not late host": (rules.late_host, _step()),
@@ -130,6 +155,16 @@ def test_rule_finds_what_the_facts_say(case: str) -> None:
     assert (found == []) is ("not" in case.split())
     lines = (f"{each.rule} {', '.join(each.units)}, {each.gain_ms:.3f} ms: {each.text}" for each in found)
     TEXTS.check(case, wrapped("\n".join(lines)) or "nothing")
+
+
+@pytest.mark.parametrize("case", [case for case, (rule, _) in CASES.items() if rule is findings])
+def test_findings_explain_no_millisecond_twice(case: str) -> None:
+    _, facts = CASES[case]
+    lost, found = sum(facts.lost.values()), findings(facts)
+    assert sum(each.gain_ms for each in found) <= lost + 1e-9
+    # what no finding explains is too little of its kind
+    assert lost - sum(each.gain_ms for each in found) < 0.001 * facts.step * len(Lost)
+    assert all(each.gain_ms >= 0.1 for each in found)
 
 
 def test_every_text_has_a_case() -> None:

@@ -10,9 +10,10 @@ from itertools import pairwise
 
 import pytest
 
-from fsdp2.tools.report.timeline import BLOCKED, Does, Edge, Mark, Span, joined, memory, spans, transfers, with_idle
+from fsdp2.tools.report.memory import ALLOCATED, OPTIMIZER_STATES, SAVED, SHARDS, memory
+from fsdp2.tools.report.timeline import BLOCKED, Does, Edge, Mark, Span, joined, spans, transfers, with_idle
 from tests.harness.golden import texts_beside
-from tests.unit.report_support import ROOT, Tape, sizes
+from tests.unit.report_support import Tape, sizes
 
 TEXTS = texts_beside(__file__)
 
@@ -32,6 +33,43 @@ def backward_belongs_to_the_unit_whose_backward_began_last() -> Tape:
 def a_forward_that_is_recomputed_belongs_to_backward() -> Tape:
     tape = Tape().event("pre_backward", "a").event("pre_forward", "b").compute(1)
     return tape.event("post_forward", "b").compute(2)
+
+
+def backward_of_the_head_is_not_the_roots_whose_output_is_the_same_tensor() -> Tape:
+    tape = Tape().event("pre_backward", "head").event("pre_backward").compute(1).event("post_backward", "head")
+    return tape.compute(0.1).event("pre_backward", "a").compute(2).event("end_backward").compute(0.2)
+
+
+def modules_around_units_have_names_and_one_that_never_ends_is_over_when_another_begins() -> Tape:
+    tape = Tape().event("pre_forward").module("forward", "embed").compute(1).module("forward_end", "embed")
+    tape.event("pre_forward", "a").compute(1).event("post_forward", "a").module("forward", "head").compute(1)
+    tape.module("forward_end", "head").event("post_forward").compute(0.5).module("backward", "head")
+    tape.event("pre_backward").module("backward", "head").compute(2).module("backward_end", "head").compute(0.1)
+    tape.event("pre_backward", "a").compute(2).event("post_backward", "a").compute(0.1).module("backward", "embed")
+    tape.compute(1).event("pre_backward", "late.tower").compute(1).event("post_backward", "late.tower").compute(0.1)
+    return tape.event("end_backward").compute(0.3)
+
+
+def waits_inside_an_optimizer_are_its_own() -> Tape:
+    tape = Tape().module("optimizer", unit="").compute(1)
+    tape.marks += [Mark(Edge.START, BLOCKED, "", 1.0), Mark(Edge.STOP, BLOCKED, "", 1.5)]
+    return tape.compute(0.5).compute(1).module("optimizer_end", unit="").compute(1)
+
+
+def a_forward_that_raised_inside_another_is_over_with_it() -> Tape:
+    tape = Tape().event("pre_forward", "a").event("pre_forward", "b").compute(1).event("post_forward", "a")
+    return tape.compute(1).event("pre_forward", "a").compute(1)
+
+
+def memory_of_the_program_is_what_it_said_last() -> Tape:
+    tape = Tape().holds(SHARDS, 500, "a").do("unshard", "a").compute(1).holds(SAVED, 64, "a").holds(SAVED, 32, "b")
+    return tape.compute(1).holds(SAVED, 0, "a").holds(OPTIMIZER_STATES, 900)
+
+
+def what_an_allocator_says_beyond_all_that_is_known_is_not_told_apart() -> Tape:
+    tape = Tape().holds(SHARDS, 500, "a").holds(ALLOCATED, 550).compute(1).do("unshard", "a").compute(1)
+    tape.holds(ALLOCATED, 3000).event("pre_backward", "a").compute(1).holds(ALLOCATED, 2500).do("reshard", "a")
+    return tape.compute(1).holds(ALLOCATED, 400)
 
 
 def a_wait_outside_of_all_work_is_one_for_other_ranks() -> Tape:
@@ -122,6 +160,12 @@ TAPES = [
     compute_belongs_to_the_innermost_unit_and_waits_to_the_unit_that_is_late,
     backward_belongs_to_the_unit_whose_backward_began_last,
     a_forward_that_is_recomputed_belongs_to_backward,
+    backward_of_the_head_is_not_the_roots_whose_output_is_the_same_tensor,
+    modules_around_units_have_names_and_one_that_never_ends_is_over_when_another_begins,
+    waits_inside_an_optimizer_are_its_own,
+    a_forward_that_raised_inside_another_is_over_with_it,
+    memory_of_the_program_is_what_it_said_last,
+    what_an_allocator_says_beyond_all_that_is_known_is_not_told_apart,
     a_wait_outside_of_all_work_is_one_for_other_ranks,
     a_gather_is_in_flight_until_the_thread_had_waited_for_it,
     an_action_that_did_nothing_starts_no_collective,
@@ -137,7 +181,7 @@ TAPES = [
 
 
 def _spans(tape: Tape) -> list[Span]:
-    found = spans(tape.marks, 0.0, tape.now, ROOT, on_device=tape.on_device)
+    found = spans(tape.marks, 0.0, tape.now, on_device=tape.on_device)
     assert all(a.stop == b.start for a, b in pairwise(found))
     assert not found or (found[0].start, found[-1].stop) == (0.0, tape.now)
     return found
@@ -148,9 +192,10 @@ def test_tape_is_read(make: Callable[[], Tape]) -> None:
     tape = make()
     travels = transfers(tape.marks, ["r"], on_device=tape.on_device)
     held = memory(tape.marks, sizes(["a", "b", "r"]), 0.0, tape.now)
-    said = [f"{each.does.value} {each.unit} {each.start:g} to {each.stop:g}" for each in _spans(tape)]
+    said = [f"{each.does.value} {each.module or each.unit} {each.start:g} to {each.stop:g}" for each in _spans(tape)]
     said += [f"- {each.kind} {each.unit} {each.start:g} to {each.stop:g}, early: {each.early}" for each in travels]
-    said += [f"bytes at {time:g}: {nbytes}" for time, nbytes in held.points]
+    totals = [sum(values) for values in zip(*held.series.values(), strict=True)]
+    said += [f"bytes at {time:g}: {nbytes}" for time, nbytes in zip(held.times, totals, strict=False)]
     said += [f"- {nbytes} of {unit}: {what}" for unit, what, nbytes in held.owners]
     assert held.peak == sum(nbytes for *_, nbytes in held.owners)
     TEXTS.check(make.__name__, "\n".join(said))
@@ -163,7 +208,7 @@ def test_every_text_has_a_tape() -> None:
 def test_what_an_earlier_step_kept_is_held_when_the_next_one_begins() -> None:
     first = Tape().do("unshard", "a").do("wait", "a").compute(1)
     found = memory(first.marks, sizes(["a"]), first.now, first.now + 1)
-    assert found.points == [(1.0, 1000)]
+    assert (found.times, found.series) == ([1.0], {"unsharded parameters": [1000]})
 
 
 def _cut(*does: tuple[str, float, float]) -> list[Span]:

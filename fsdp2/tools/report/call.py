@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,15 +27,21 @@ from fsdp2.runtime.unit import Unit, Watch
 from fsdp2.schedule.schedule import AfterForward
 from fsdp2.tools.auto_shard import AutoShard
 from fsdp2.tools.memory_plan import UnitBytes, unit_bytes
+from fsdp2.tools.planner.machines import MACHINES
 from fsdp2.tools.planner.measure import device_name
 from fsdp2.tools.planner.memory import Held
 from fsdp2.tools.planner.plan import Plan
 from fsdp2.tools.report import files
 from fsdp2.tools.report.data import RankRecord, RankStep, UnitInfo, report_data
+from fsdp2.tools.report.held import HeldBytes
+from fsdp2.tools.report.memory import memory
+from fsdp2.tools.report.modules import watched
 from fsdp2.tools.report.operations import Operations
 from fsdp2.tools.report.prediction import Prediction, StepFigures
 from fsdp2.tools.report.recorder import DeviceClock, HostClock, Recorder, Step
-from fsdp2.tools.report.timeline import ALL_REDUCE, COPIES, memory, spans, transfers, with_idle
+from fsdp2.tools.report.speed import Peak, Work
+from fsdp2.tools.report.text import text_of
+from fsdp2.tools.report.timeline import ALL_REDUCE, COPIES, spans, transfers, with_idle
 from fsdp2.tools.whole_file import check_writable
 from fsdp2.types import CommunicationError, ScheduleError
 
@@ -53,16 +60,8 @@ class Report:
         self.data: dict[str, Any] | None = None
 
     def __str__(self) -> str:
-        """The changes to make first, one per line."""
-        if self.data is None:
-            return "no report: only rank 0 has one, after the block"
-        lines = [f"up to {each['gain_ms']:.1f} ms: {each['text']}" for each in self.data["findings"]]
-        step = f"step of {self.data['steps_ms'][self.data['step']]:.1f} ms"
-        if self.data["prediction"] is not None:
-            plan = self.data["prediction"]
-            step += f", predicted {plan['rows'][0]['predicted']:.1f} ms for {plan['num_gpus']} x {plan['machine']}"
-            step += "" if plan["same_machine"] else ", which is another machine"
-        return "\n".join([step, *lines]) if lines else f"{step}; found nothing to change"
+        """The step, what it lost, the changes to make first, and who holds the memory."""
+        return "no report: only rank 0 has one, after the block" if self.data is None else text_of(self.data)
 
 
 @contextmanager
@@ -72,6 +71,9 @@ def report(
     steps: int = 3,
     plan: Plan | AutoShard | None = None,
     profile: bool = False,
+    tokens_per_rank: int | None = None,
+    flops_per_rank: float | None = None,
+    activations: bool = True,
 ) -> Iterator[Report]:
     """Record the first ``steps`` training steps of the block, and report on the typical one: a timeline of each rank,
     every unit's bytes and times, who holds the memory, the order of collectives, and what to change first.
@@ -89,16 +91,23 @@ def report(
             ``dataclasses.replace(plan, recommended=choice)``.
         profile: run torch.profiler meanwhile, which makes the steps longer. Then compute has gaps: *idle* is when no
             operation ran; on an accelerator, the host was late. A warning says if torch.profiler saw no operations.
+        tokens_per_rank: how many tokens this rank trains on per step, for tokens per second. The sum of all ranks is
+            global, so ranks that share tokens pass their part.
+        flops_per_rank: the floating-point operations of this rank per step, forward and backward, for MFU: its share
+            of the device's peak in bf16. There is none on devices whose peak is not known, such as CPUs.
+        activations: on a device whose allocator does not say what is allocated, such as the CPU, count what autograd
+            saves in forward, by ``saved_tensors_hooks``. Turn it off if the forward uses transforms of ``torch.func``,
+            which refuse such hooks. On other devices, activations are what the allocator says beyond all that is known.
 
     Raises:
-        ValueError: ``model`` is not sharded; ``steps`` is less than 1; a path has another suffix, or rank 0 cannot
-            write there; ``plan`` recommends nothing. All ranks raise.
+        ValueError: ``model`` is not sharded; ``steps``, tokens or FLOPs are less than 1; a path has another suffix, or
+            rank 0 cannot write there; ``plan`` recommends nothing. All ranks raise.
         TypeError: an argument is of the wrong type.
         ScheduleError: inside another report, or inside torch.profiler with ``profile``; or at the end of the block, no
             forward ran on some rank.
         CommunicationError: another rank has not reached the end of the block.
     """
-    _check_arguments(model, paths, steps)
+    _check_arguments(model, paths, steps, tokens_per_rank, flops_per_rank)
     plan = None if plan is None else _checked_plan(plan)
     unit = sharded_unit(model, _CALLER)
     if _recording:
@@ -116,8 +125,13 @@ def report(
     if problem is not None:
         raise ValueError(problem)
     synced, is_first_use, found = time.perf_counter(), not root.schedule.tape.expected, Report()
-    recorder = Recorder(DeviceClock(mesh.device, root.units) if on_device else HostClock(), steps)
-    with attached(recorder, model, root.class_name, operations):
+    held = HeldBytes(root, saves=activations)
+    recorder = Recorder(DeviceClock(mesh.device, root.units) if on_device else HostClock(), steps, held)
+    with (
+        held.watched() as stop_saved,
+        watched(root, recorder.on_module, recorder.on_optimizer) as stop_modules,
+        attached(recorder, model, root.class_name, operations, [stop_saved, stop_modules]),
+    ):
         yield found
     recorder.end()
     root = form_root(unit)  # in the block, a unit around it may have become the root
@@ -127,6 +141,8 @@ def report(
         synced=synced,
         is_first_use=is_first_use,
         steps=_rank_steps(recorder.steps(), root, operations, on_device=on_device),
+        knows_activations=held.knows_activations,
+        work=Work(tokens_per_rank, flops_per_rank),
         **_device_memory(mesh.device),
     )
     records = sorted(_exchange(mesh, record), key=lambda each: each.rank)
@@ -139,7 +155,12 @@ def report(
     if dist.get_rank() == 0:
         prediction = None if plan is None else _prediction(plan, mesh)
         found.data = report_data(
-            root.class_name, _device_name(mesh), _unit_infos(root), _equally_long(records), prediction
+            root.class_name,
+            _device_name(mesh),
+            _unit_infos(root),
+            _equally_long(records),
+            prediction,
+            _peak(mesh.device),
         )
         for target in targets:
             files.write(target, found.data)
@@ -147,15 +168,21 @@ def report(
 
 @contextmanager
 def attached(
-    recorder: Recorder, model: nn.Module, class_name: str, operations: Operations | None = None
+    recorder: Recorder,
+    model: nn.Module,
+    class_name: str,
+    operations: Operations | None = None,
+    on_done: Sequence[Callable[[], None]] = (),
 ) -> Iterator[None]:
-    """Tell ``recorder`` what happens to ``model``, until it has all it wants or the block ends. Meanwhile, profile
-    ``operations``."""
+    """Tell ``recorder`` what happens to ``model``, until it has all it wants or the block ends; then call ``on_done``.
+    Meanwhile, profile ``operations``."""
     watch = Watch(model, recorder)
 
     def detach() -> None:
         observe_activities(None)
         watch.end()
+        for end in on_done:
+            end()
         if operations is not None:
             operations.stop()
 
@@ -171,7 +198,9 @@ def attached(
         _recording.clear()
 
 
-def _check_arguments(model: object, paths: Sequence[object], steps: object) -> None:
+def _check_arguments(
+    model: object, paths: Sequence[object], steps: object, tokens: object = None, flops: object = None
+) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"{_CALLER}: model is a {type(model).__name__}, expected the root of a sharded model.")
     for path in paths:
@@ -181,6 +210,13 @@ def _check_arguments(model: object, paths: Sequence[object], steps: object) -> N
         raise TypeError(f"{_CALLER}: steps is {steps!r}, expected an int.")
     if steps < 1:
         raise ValueError(f"{_CALLER}: steps is {steps}, expected 1 or more.")
+    for name, value in (("tokens_per_rank", tokens), ("flops_per_rank", flops)):
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise TypeError(f"{_CALLER}: {name} is {value!r}, expected a number.")
+        if not 1 <= value < math.inf:
+            raise ValueError(f"{_CALLER}: {name} is {value}, expected 1 or more.")
 
 
 def _problem(targets: Sequence[Path]) -> str | None:
@@ -231,6 +267,12 @@ def _prediction(plan: Plan, mesh: ParallelMesh) -> Prediction:
     return Prediction(choice.name, plan.machine.name, plan.num_gpus, str(plan.workload), same_machine, figures)
 
 
+def _peak(device: torch.device) -> Peak | None:
+    """What a device of a known machine computes, in bf16."""
+    machine = next((each for each in MACHINES.values() if each.is_made_of(device_name(device))), None)
+    return None if machine is None else Peak(f"the bf16 peak of {machine.device}", machine.bf16_flops)
+
+
 def _mesh_of(root: Root) -> ParallelMesh:
     """The largest mesh of the units: its ranks are in the report."""
     meshes = [root.unit.mesh, *(group.mesh for unit in root.units for group in unit.groups)]
@@ -268,7 +310,7 @@ def _rank_steps(steps: Sequence[Step], root: Root, operations: Operations | None
     found, marks = [], []
     for step in steps:
         marks += step.marks
-        did = spans(step.marks, step.start, step.stop, root.unit.name, on_device=on_device)
+        did = spans(step.marks, step.start, step.stop, on_device=on_device)
         found.append(
             RankStep(
                 step.start,

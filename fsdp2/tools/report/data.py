@@ -2,31 +2,48 @@
 
 Times are in microseconds from the start of the step (``_us``), or in milliseconds (``_ms``). Ranks on one host share a
 clock; the clocks of hosts are aligned where all ranks left one collective.
+
+What stands in the report, besides what its name says:
+
+- ``findings``: each with ``gain_ms``; no two gain the same milliseconds.
+- ``lost``: of ``rank``, the one that loses most: ``step_ms`` = ``compute_ms`` + ``lost_ms``; of that, ``explained_ms``
+  by the findings; ``kinds``: ``lost_ms`` by kind.
+- ``compute``: rows of ``name``, ``unit``, ``module``, ``forward_ms``, ``backward_ms``, ``other_ms``: the most of all
+  ranks. Of no unit: what the program does outside of units.
+- ``places``: the names of these rows. ``timelines[].spans``: rows of an index into ``does``, an index into ``units`` or
+  -1, the start, the duration, and an index into ``places``, or -1 where nothing computes.
+- ``memory``: of ``rank``, the one that holds most: ``series`` of ``what`` and ``nbytes``, one for each of
+  ``times_us``, which lie on the axis of the timelines; ``peak_nbytes``: the most of their sum; ``owners``: who holds
+  it then; ``temporary_nbytes``: the most of the runtime, as ``memory_plan`` predicts; ``notes``: what is missing.
+- ``speed``: ``tokens`` and ``flops`` of all ranks, ``tokens_per_s``, ``mfu`` of ``peak``, or ``no_mfu``, the reason.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
 from typing import Any
 
-from fsdp2.tools.report.findings import StepFacts, UnitFacts, findings
+from fsdp2.tools.report.findings import Finding, StepFacts, UnitFacts, findings
+from fsdp2.tools.report.lost import Cell, Lost, least_waits, lost_time
+from fsdp2.tools.report.memory import Memory
 from fsdp2.tools.report.prediction import Prediction, StepFigures, compared
+from fsdp2.tools.report.speed import NOT_SAID, Peak, Work, speed
 from fsdp2.tools.report.timeline import (
     ALL_GATHER,
     ALL_REDUCE,
+    COMPUTING,
     COPIES,
     REDUCE_SCATTER,
     Does,
-    Memory,
     Span,
     Transfer,
     joined,
 )
 
-VERSION = 1
+VERSION = 2
 _REDUCTIONS = (REDUCE_SCATTER, ALL_REDUCE)
 KINDS = (ALL_GATHER, *_REDUCTIONS, *COPIES)
 _MAX_ENTRIES = 50_000  # of all timelines: beyond that, only some ranks have one
@@ -70,7 +87,8 @@ class RankStep:
 class RankRecord:
     """What one rank recorded. ``synced``: its clock when all ranks left a collective. ``is_first_use``: the model had
     run no forward before. ``allocated_nbytes``, ``reserved_nbytes``, ``free_nbytes``: the peaks of what tensors took,
-    and of what the allocator took for them, and what was free at the end; None where the device does not say."""
+    and of what the allocator took for them, and what was free at the end; None where the device does not say.
+    ``knows_activations``: they are in the memory of the steps."""
 
     rank: int
     host: str
@@ -80,6 +98,8 @@ class RankRecord:
     allocated_nbytes: int | None = None
     reserved_nbytes: int | None = None
     free_nbytes: int | None = None
+    knows_activations: bool = True
+    work: Work = NOT_SAID
 
 
 def report_data(
@@ -88,20 +108,26 @@ def report_data(
     units: Sequence[UnitInfo],
     records: Sequence[RankRecord],
     prediction: Prediction | None = None,
+    peak: Peak | None = None,
 ) -> dict[str, Any]:
     """The whole report. ``model`` and ``device`` are names; ``units`` are in the order of the modules, the root first;
-    ``records`` in the order of ranks, with as many steps each."""
+    ``records`` in the order of ranks, with as many steps each. ``peak``: of one device, if it is known."""
     durations = [max(r.steps[i].stop - r.steps[i].start for r in records) for i in range(len(records[0].steps))]
     chosen = _typical(durations, skips_first=any(record.is_first_use for record in records))
     ranks = _aligned(records, chosen)
     index = {unit.name: i for i, unit in enumerate(units)} | {"": -1}
     losses = [_Losses(step) for step in ranks]
     known = [does for does in Does if does is not Does.IDLE or any(loss.of(does) for loss in losses)]
-    facts = _facts(units, losses, records, durations[chosen] * 1e3)
+    least = least_waits([step.spans for step in ranks])
+    lost = [lost_time(step.spans, least) for step in ranks]
+    most = max(range(len(lost)), key=lambda i: sum(lost[i].values()))
+    facts = _facts(units, losses, records, durations[chosen] * 1e3, {k: 1e3 * v for k, v in lost[most].items()})
+    found = findings(facts)
+    places = _places(losses)
     shown = _shown(ranks, losses)
     fullest = max(range(len(ranks)), key=lambda i: ranks[i].memory.peak)
     rows, difference = _collectives(ranks, index, shown, records)
-    measured = _figures(ranks, losses, records[fullest], ranks[fullest].memory.peak)
+    measured = _figures(ranks, losses, records[fullest], ranks[fullest].memory.temporary)
     return {
         "version": VERSION,
         "model": model,
@@ -113,23 +139,20 @@ def report_data(
         "kinds": list(KINDS),
         "findings": [
             {"rule": each.rule, "units": list(each.units), "text": each.text, "gain_ms": round(each.gain_ms, 3)}
-            for each in findings(facts)
+            for each in found
         ],
+        "lost": _lost(records[most].rank, ranks[most], facts.lost, found),
+        "speed": speed([record.work for record in records], durations[chosen], peak, device.split(" (")[0]),
         "prediction": None if prediction is None else compared(prediction, measured),
         "units": [_unit_row(unit, losses, known) for unit in units],
         "rank_totals": [
             {"rank": record.rank} | {f"{does.value.replace(' ', '_')}_ms": _ms(loss.of(does)) for does in known}
             for record, loss in zip(records, losses, strict=True)
         ],
-        "timelines": [_timeline(records[i].rank, ranks[i], index) for i in shown],
-        "memory": {
-            "rank": records[fullest].rank,
-            "peak_nbytes": ranks[fullest].memory.peak,
-            "allocated_nbytes": records[fullest].allocated_nbytes,
-            "reserved_nbytes": records[fullest].reserved_nbytes,
-            "owners": [{"unit": u, "what": what, "nbytes": n} for u, what, n in ranks[fullest].memory.owners],
-            "points": [[_us(time), nbytes] for time, nbytes in ranks[fullest].memory.points],
-        },
+        "compute": [_compute_row(place, name, losses) for place, name in places.items()],
+        "places": list(places.values()),
+        "timelines": [_timeline(records[i].rank, ranks[i], index, places) for i in shown],
+        "memory": _memory(records[fullest], ranks[fullest].memory),
         "collectives": {"ranks": [records[i].rank for i in shown], "rows": rows, "first_difference": difference},
     }
 
@@ -158,13 +181,13 @@ def _moved(step: RankStep, by: float) -> RankStep:
     def moved(each: Any) -> Any:
         return each._replace(start=each.start + by, stop=each.stop + by)
 
-    points = [(time + by, nbytes) for time, nbytes in step.memory.points]
+    times = [time + by for time in step.memory.times]
     return RankStep(
         step.start + by,
         step.stop + by,
         list(map(moved, step.spans)),
         list(map(moved, step.transfers)),
-        replace(step.memory, points=points),
+        replace(step.memory, times=times),
     )
 
 
@@ -173,8 +196,12 @@ class _Losses:
 
     def __init__(self, step: RankStep) -> None:
         self._by: dict[tuple[Does, str, bool], float] = defaultdict(float)
+        self.computed: dict[tuple[str, str], dict[Does, float]] = {}  # by unit and module
         for span in step.spans:
             self._by[span.does, span.unit, span.in_backward] += span.stop - span.start
+            if span.does in COMPUTING:
+                of = self.computed.setdefault((span.unit, span.module), dict.fromkeys(COMPUTING, 0.0))
+                of[span.does] += span.stop - span.start
         self.idle, self.transfers = _idle(step.transfers), step.transfers
         self.reduce_idle = _gaps([each for each in step.transfers if each.kind in _REDUCTIONS and each.in_backward])
         self._counts: dict[str, int] = defaultdict(int)
@@ -226,7 +253,11 @@ def _gaps(transfers: Sequence[Transfer]) -> float:
 
 
 def _facts(
-    units: Sequence[UnitInfo], losses: Sequence[_Losses], records: Sequence[RankRecord], step: float
+    units: Sequence[UnitInfo],
+    losses: Sequence[_Losses],
+    records: Sequence[RankRecord],
+    step: float,
+    lost: Mapping[Cell, float],
 ) -> StepFacts:
     order = list(dict.fromkeys(each.unit for each in losses[0].transfers if each.kind == ALL_GATHER))
     position = {name: i for i, name in enumerate(order)}
@@ -241,7 +272,56 @@ def _facts(
         reduce_idle=1e3 * min(loss.reduce_idle for loss in losses),
         host_late=1e3 * min(loss.of(Does.IDLE) - loss.of(Does.IDLE, "") for loss in losses),
         free_nbytes=min(free) if free else None,
+        lost=lost,
+        is_first_use=any(record.is_first_use for record in records),
     )
+
+
+def _lost(rank: int, step: RankStep, lost: Mapping[Cell, float], found: Sequence[Finding]) -> dict[str, Any]:
+    """What the rank that loses most loses, and how much of it the findings explain."""
+    total = sum(lost.values())
+    kinds = {kind: sum(value for cell, value in lost.items() if cell.lost is kind) for kind in Lost}
+    return {
+        "rank": rank,
+        "step_ms": _ms(step.stop - step.start),
+        "compute_ms": round(1e3 * (step.stop - step.start) - total, 3),
+        "lost_ms": round(total, 3),
+        "explained_ms": round(sum(each.gain_ms for each in found), 3),
+        "kinds": [{"kind": kind.value, "lost_ms": round(value, 3)} for kind, value in kinds.items() if value > 0],
+    }
+
+
+def _places(losses: Sequence[_Losses]) -> dict[tuple[str, str], str]:
+    """Where ranks compute, by unit and module: what users call it. The most time comes first."""
+    seconds: dict[tuple[str, str], float] = defaultdict(float)
+    for loss in losses:
+        for place, by in loss.computed.items():
+            seconds[place] = max(seconds[place], sum(by.values()))
+    in_parts = {unit for unit, module in seconds if module}
+    ordered = sorted(seconds, key=lambda place: -seconds[place])
+    return {(u, m): m or (f"{u}: code outside of its modules" if u in in_parts else u) for u, m in ordered}
+
+
+def _compute_row(place: tuple[str, str], name: str, losses: Sequence[_Losses]) -> dict[str, Any]:
+    none = dict.fromkeys(COMPUTING, 0.0)
+    most = {does: max(loss.computed.get(place, none)[does] for loss in losses) for does in COMPUTING}
+    unit, module = place
+    return {"name": name, "unit": unit, "module": module} | {f"{d.value}_ms": _ms(value) for d, value in most.items()}
+
+
+def _memory(record: RankRecord, memory: Memory) -> dict[str, Any]:
+    notes = [] if record.knows_activations else ["Activations were not counted."]
+    return {
+        "rank": record.rank,
+        "peak_nbytes": memory.peak,
+        "temporary_nbytes": memory.temporary,
+        "allocated_nbytes": record.allocated_nbytes,
+        "reserved_nbytes": record.reserved_nbytes,
+        "owners": [{"unit": unit, "what": what, "nbytes": nbytes} for unit, what, nbytes in memory.owners],
+        "times_us": list(map(_us, memory.times)),
+        "series": [{"what": what, "nbytes": list(values)} for what, values in memory.series.items()],
+        "notes": notes,
+    }
 
 
 def _computed(step: RankStep) -> float:
@@ -328,10 +408,19 @@ def _drawn(step: RankStep) -> list[Span]:
     return joined(step.spans, (step.stop - step.start) / _RESOLUTION)
 
 
-def _timeline(rank: int, step: RankStep, index: dict[str, int]) -> dict[str, Any]:
-    does = list(Does)
+def _timeline(
+    rank: int, step: RankStep, index: dict[str, int], places: Mapping[tuple[str, str], str]
+) -> dict[str, Any]:
+    does, place = list(Does), {key: i for i, key in enumerate(places)}
     spans = [
-        [does.index(s.does), index.get(s.unit, -1), _us(s.start), _us(s.stop) - _us(s.start)] for s in _drawn(step)
+        [
+            does.index(s.does),
+            index.get(s.unit, -1),
+            _us(s.start),
+            _us(s.stop) - _us(s.start),
+            place[s.unit, s.module] if s.does in COMPUTING else -1,
+        ]
+        for s in _drawn(step)
     ]
     transfers = [
         [KINDS.index(t.kind), index.get(t.unit, -1), _us(t.start), _us(t.stop) - _us(t.start), int(t.early)]

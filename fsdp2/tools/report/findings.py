@@ -1,17 +1,23 @@
 """What to change first, and how much shorter the step may become: rules on what was measured.
 
-Plain values in, plain values out; times in milliseconds, sizes in bytes. Rule: a gain is never more than a time that
-the step has lost on every rank. Where nothing was lost, a rule says nothing. Each gain holds for one change alone.
+Plain values in, plain values out; times in milliseconds, sizes in bytes. Rule: a gain is a part of the time that the
+step has lost, and no two findings gain the same part. First come changes that are known to help; what they leave of a
+kind of loss becomes a finding of its own.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-MAX_FINDINGS = 5
+from fsdp2.tools.report.lost import Cell, Lost
+
+MAX_CHANGES = 5
+MIN_SAMPLES = 5  # that tell a slow rank from luck: of two equal ranks, one is the slowest in all once in 16 times
 _MIN_GAIN = 0.005  # of the step; less is noise
+_MIN_LOSS = 0.001  # of the step: less is no finding
 _LARGE = 2.0  # times the median unit
 _MIB = 2**20
 
@@ -60,7 +66,8 @@ class StepFacts:
     compute took on each rank. ``rank_waits``: per rank, what it waited for all collectives. ``reduce_idle``: how long
     no gradients were reduced during backward. ``host_late``: how long no operation ran in forward and backward, as far
     as torch.profiler was asked. ``free_nbytes``: memory of the device that nothing used; None if that is
-    not known."""
+    not known. ``lost``: where the time went that the rank that loses most did not compute in. ``is_first_use``: the
+    first step that was recorded is not among the steps, since it made plans."""
 
     step: float
     units: Sequence[UnitFacts]
@@ -69,24 +76,46 @@ class StepFacts:
     reduce_idle: float = 0.0
     host_late: float = 0.0
     free_nbytes: int | None = None
+    lost: Mapping[Cell, float] = field(default_factory=dict)
+    is_first_use: bool = False
 
 
 @dataclass(frozen=True)
 class Finding:
-    """``gain_ms``: at most so much shorter is the step."""
+    """``gain_ms``: at most so much shorter is the step. ``of``: the parts of the lost time that the gain is from."""
 
     rule: str
     units: tuple[str, ...]
     text: str
     gain_ms: float
+    of: tuple[Cell, ...] = ()
 
 
 def findings(facts: StepFacts) -> list[Finding]:
-    """The changes with the largest gains, at most five."""
+    """The five changes with the largest gains, and what is lost besides. All gains together are at most what is
+    lost."""
+    left = dict(facts.lost)
     rules = (alone, split, keep, prefetch, join, reduce, tail, late_rank, late_host)
-    found = [each for rule in rules for each in rule(facts)]
-    worthwhile = [each for each in found if each.gain_ms >= _MIN_GAIN * facts.step and each.gain_ms >= 0.001]
-    return sorted(worthwhile, key=lambda each: -each.gain_ms)[:MAX_FINDINGS]
+    proposed = sorted((each for rule in rules for each in rule(facts)), key=lambda each: -each.gain_ms)
+    found: list[Finding] = []
+    for each in proposed:
+        gain = min(each.gain_ms, sum(left.get(cell, 0.0) for cell in each.of))
+        if gain >= max(_MIN_GAIN * facts.step, 0.001) and len(found) < MAX_CHANGES:
+            _take(left, each.of, gain)
+            found.append(replace(each, gain_ms=gain))
+    rest = [each for each in losses(facts, left) if each.gain_ms >= max(_MIN_LOSS * facts.step, 0.001)]
+    return sorted([*found, *rest], key=lambda each: -each.gain_ms)
+
+
+def _take(left: dict[Cell, float], cells: Sequence[Cell], gain: float) -> None:
+    """``gain`` is explained: from each of ``cells`` the same share."""
+    share = gain / sum(left.get(cell, 0.0) for cell in cells)
+    for cell in cells:
+        left[cell] = left.get(cell, 0.0) * (1 - share)
+
+
+def _cells(lost: Lost, units: Sequence[UnitFacts], *passes: bool) -> tuple[Cell, ...]:
+    return tuple(Cell(lost, unit.name, each) for unit in units for each in passes)
 
 
 def alone(facts: StepFacts) -> list[Finding]:
@@ -100,7 +129,8 @@ def alone(facts: StepFacts) -> list[Finding]:
         f"{_quoted(unit.name)} holds all parameters: compute waits {_ms(unit.forward_late)} until they are gathered, "
         f"and {_ms(unit.tail_late)} until they are reduced. Call fully_shard on its blocks first, then on the whole."
     )
-    return [Finding("alone", (unit.name,), text, _split_gain(unit, parts) + reduced)]
+    cells = (*_cells(Lost.GATHERS, [unit], False), *_cells(Lost.REDUCTIONS, [unit], False))
+    return [Finding("alone", (unit.name,), text, _split_gain(unit, parts) + reduced, cells)]
 
 
 def _alone(facts: StepFacts) -> UnitFacts | None:
@@ -124,13 +154,14 @@ def split(facts: StepFacts) -> list[Finding]:
                 f"{_quoted(unit.name)} gathers {_ms(unit.forward_late)} late: its unit is {ratio:.1f} times the median "
                 f"of the others. Split it into {parts}: call fully_shard on modules inside it."
             )
-            found.append(Finding("split", (unit.name,), text, gain))
+            found.append(Finding("split", (unit.name,), text, gain, _cells(Lost.GATHERS, [unit], False)))
     if len(found) < 2:
         return found
     worst, *rest = sorted(found, key=lambda each: -each.gain_ms)
     names = [each.units[0] for each in rest]
     text = f"{worst.text} The same holds for {_listed(names)}."
-    return [Finding("split", (*worst.units, *names), text, sum(each.gain_ms for each in found))]
+    cells = tuple(cell for each in found for cell in each.of)
+    return [Finding("split", (*worst.units, *names), text, sum(each.gain_ms for each in found), cells)]
 
 
 def _max_parts(unit: UnitFacts) -> int:
@@ -173,7 +204,7 @@ def keep(facts: StepFacts) -> list[Finding]:
         f"{_listed(names)} {wait} {_ms(gain)} late. {change} reshard_after_forward=False; this takes "
         f"{cost / _MIB:.1f} MiB more per rank{memory}."
     )
-    return [Finding("keep", names, text, gain)]
+    return [Finding("keep", names, text, gain, _cells(Lost.GATHERS, chosen, True))]
 
 
 def prefetch(facts: StepFacts) -> list[Finding]:
@@ -202,7 +233,8 @@ def _prefetch(of: str, gathers: Sequence[tuple[UnitFacts, UnitFacts, float, floa
             f"{_listed(names)} gather {late} late in {of}, and were not prefetched. Remove empty lists of {setter}, or "
             "put each unit into the list of the one that computes before it."
         )
-    return [Finding("prefetch", names, text, sum(min(each[2:]) for each in found))]
+    cells = _cells(Lost.GATHERS, [unit for unit, *_ in found], of == "backward")
+    return [Finding("prefetch", names, text, sum(min(each[2:]) for each in found), cells)]
 
 
 def join(facts: StepFacts) -> list[Finding]:
@@ -221,7 +253,10 @@ def join(facts: StepFacts) -> list[Finding]:
         f"{_listed(names)} are small and run one after the other. Join them: {change}. The collectives of each take at "
         f"least {_ms(cost)}."
     )
-    return [Finding("join", names, text, gain)]
+    small = [unit for run in runs for unit in run]
+    kinds = (Lost.LAUNCHES, Lost.COPIES, Lost.GATHERS, Lost.REDUCTIONS)
+    cells = tuple(cell for lost in kinds for cell in _cells(lost, small, False, True))
+    return [Finding("join", names, text, gain, cells)]
 
 
 def _small_runs(units: Sequence[UnitFacts]) -> list[list[UnitFacts]]:
@@ -253,7 +288,7 @@ def reduce(facts: StepFacts) -> list[Finding]:
         f"Backward waits {_ms(sum(unit.reduce_late for unit in late))} for the reductions of {_listed(names)}. Let two "
         "be in flight: set_reduce_scatter_max_input_buffers(2); this holds one more unit's gradients."
     )
-    return [Finding("reduce", names, text, gain)]
+    return [Finding("reduce", names, text, gain, _cells(Lost.REDUCTIONS, late, True))]
 
 
 def tail(facts: StepFacts) -> list[Finding]:
@@ -266,7 +301,7 @@ def tail(facts: StepFacts) -> list[Finding]:
                 f"The step ends with {_ms(unit.tail_late)} of waiting for the reduction of {_quoted(unit.name)}. Split "
                 "it into two, so that one half is reduced while the other computes."
             )
-            found.append(Finding("tail", (unit.name,), text, gain))
+            found.append(Finding("tail", (unit.name,), text, gain, _cells(Lost.REDUCTIONS, [unit], False)))
     return found
 
 
@@ -274,7 +309,7 @@ def late_rank(facts: StepFacts) -> list[Finding]:
     """One rank computes longer than all others, which wait for it: in every step, and by more than that differs from
     step to step. On a busy machine, now one rank is the slowest and now another."""
     steps, waits = facts.rank_compute, facts.rank_waits
-    if len(steps) < 2 or len(waits) < 2:
+    if len(steps) < MIN_SAMPLES or len(waits) < 2:
         return []
     slowest = {max(range(len(step)), key=step.__getitem__) for step in steps}
     leads = [max(step) - sorted(step)[-2] for step in steps]
@@ -288,7 +323,7 @@ def late_rank(facts: StepFacts) -> list[Finding]:
         f"Rank {rank} computes longer than all others in each of {len(steps)} steps, by {_ms(min(leads))} or more, and "
         "they wait for it. Give it less work, or look at its host."
     )
-    return [Finding("late rank", (), text, gain)]
+    return [Finding("late rank", (), text, gain, (Cell(Lost.RANKS),))]
 
 
 def late_host(facts: StepFacts) -> list[Finding]:
@@ -297,7 +332,66 @@ def late_host(facts: StepFacts) -> list[Finding]:
         f"In forward and backward, no operation runs for {_ms(facts.host_late)}: they are started too late. Compile "
         "the blocks, or give each rank larger batches."
     )
-    return [Finding("late host", (), text, facts.host_late)] if facts.host_late > 0 else []
+    cells = tuple(cell for cell in facts.lost if cell.lost is Lost.IDLE and cell.unit)
+    return [Finding("late host", (), text, facts.host_late, cells)] if facts.host_late > 0 else []
+
+
+def losses(facts: StepFacts, left: Mapping[Cell, float]) -> list[Finding]:
+    """One finding for each kind of loss, of what is ``left`` of it."""
+    units: dict[Lost, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for cell, value in left.items():
+        units[cell.lost][cell.unit] += value
+    found = []
+    for lost, by_unit in units.items():
+        named = (name for name, value in by_unit.items() if name and value > 0)
+        names = tuple(sorted(named, key=by_unit.__getitem__, reverse=True))
+        gain = sum(by_unit.values())
+        found.append(Finding(lost.value, names, _loss_text(lost, names, gain, facts), gain))
+    return found
+
+
+_REMEDIES = {
+    Lost.GATHERS: "Larger batches per rank hide more; a param_dtype of fewer bytes, or formats of fsdp2.tensors, "
+    "gather less.",
+    Lost.REDUCTIONS: "Larger batches per rank, or several micro-batches with fsdp2.no_sync, hide more; a reduce_dtype "
+    "of fewer bytes reduces less.",
+    Lost.OPTIMIZER: "Its own collectives are not hidden: step less often, or on larger batches.",
+    Lost.LAUNCHES: "Fewer and larger units launch less: call fully_shard on larger modules, or on several small ones "
+    "together.",
+    Lost.COPIES: "What is not copied: parameters sharded on dim 0, of a size that the ranks divide, in one dtype for "
+    "compute and reduction, and large enough to travel alone.",
+    Lost.IDLE: "The host starts operations too late, or the program waits for data.",
+}
+
+
+def _loss_text(lost: Lost, names: Sequence[str], gain: float, facts: StepFacts) -> str:
+    """What is lost, on which units, and what to do."""
+    if lost is Lost.RANKS:
+        return f"This rank waits {_ms(gain)} for other ranks that come later to a collective. {_who_is_late(facts)}"
+    what = {
+        Lost.GATHERS: f"Compute waits {_ms(gain)} for gathers",
+        Lost.REDUCTIONS: f"Compute waits {_ms(gain)} for reductions",
+        Lost.OPTIMIZER: f"The optimizer waits {_ms(gain)} for collectives",
+        Lost.LAUNCHES: f"Launching collectives takes {_ms(gain)} of the thread",
+        Lost.COPIES: f"Copies from and to buckets take {_ms(gain)}",
+        Lost.IDLE: f"No operation runs for {_ms(gain)}",
+    }[lost]
+    whose = "".join(f", for {len(names)} units, most for {_quoted(name)}" for name in names[:1])
+    if len(names) == 1:
+        whose = f", for {_quoted(names[0])}"
+    return f"{what}{whose}. {_REMEDIES[lost]}"
+
+
+def _who_is_late(facts: StepFacts) -> str:
+    num_steps = len(facts.rank_compute)
+    if num_steps < MIN_SAMPLES:
+        return (
+            f"{num_steps} {'step does' if num_steps == 1 else 'steps do'} not tell whether one rank is slow, or "
+            f"another each time: record {MIN_SAMPLES}, with steps={MIN_SAMPLES + facts.is_first_use}."
+        )
+    if late_rank(facts):
+        return "That is more than the slowest rank explains: others come late at times."
+    return f"No rank is the slowest in all of {num_steps} steps, by enough: give all ranks batches of one size."
 
 
 def _quoted(name: str) -> str:

@@ -15,10 +15,12 @@ import torch
 
 from fsdp2.comm.streams import Activity, Streams, streams_for
 from fsdp2.runtime.unit import Unit
-from fsdp2.tools.report.timeline import BLOCKED, TO_DEVICE, TO_HOST, Edge, Mark
+from fsdp2.tools.report.held import Bytes, HeldBytes
+from fsdp2.tools.report.timeline import BLOCKED, OPTIMIZER, OPTIMIZER_END, TO_DEVICE, TO_HOST, Edge, Mark
 from fsdp2.types import Observer
 
 Stamp = float | torch.Event | None
+_Mark = tuple[Edge, str, str, Stamp, Stamp, str, int]  # as ``Mark``, with stamps
 
 # On an accelerator: which stream does the work; other work is done on the compute stream, or on none.
 _ON_GATHER_STREAM = ("unshard", "prefetch")
@@ -110,18 +112,24 @@ class DeviceClock(HostClock):
         return self._zero_s + self._zero.elapsed_time(stamp) / 1e3
 
 
+def _marks_of(held: Bytes, now: Stamp) -> list[_Mark]:
+    return [(Edge.HELD, what, unit, now, None, "", nbytes) for (unit, what), nbytes in held.items()]
+
+
 class Recorder(Observer):
     """The marks of up to ``max_steps`` steps. A step ends where the next forward begins after a backward that reduced
-    gradients, so it holds all micro-batches of an accumulation, and the optimizer.
+    gradients, so it holds all micro-batches of an accumulation, and the optimizer. ``held``: what is asked for the
+    bytes of tensors, if anything.
 
     Attributes:
         on_done: called when nothing more will be recorded, so that nobody needs to tell the recorder anything.
     """
 
-    def __init__(self, clock: HostClock, max_steps: int) -> None:
-        self._clock, self._max_steps = clock, max_steps
+    def __init__(self, clock: HostClock, max_steps: int, held: HeldBytes | None = None) -> None:
+        self._clock, self._max_steps, self._held = clock, max_steps, held
         self.on_done: Callable[[], None] = lambda: None
-        self._marks: list[tuple[Edge, str, str, Stamp, Stamp]] = []
+        self._marks: list[_Mark] = []
+        self._before: list[_Mark] = []  # what is held when the first step begins, if it is known later only
         self._bounds: list[tuple[int, Stamp]] = []  # where a step begins among the marks, and when
         self._last: tuple[Stamp, Stamp] = (None, None)
         self._unit = ""  # of the work that started last
@@ -139,8 +147,32 @@ class Recorder(Observer):
                 self._is_done = True
                 self.on_done()
                 return
+            if self._held is not None:
+                self._hold(self._held.at_start(), now)
         self._has_ended = self._has_ended or event == "end_backward"
-        self._marks.append((Edge.EVENT, event, unit, now, None))
+        if self._held is not None:  # before the event: what it brings is planned
+            self._hold(self._held.at(event, unit), now)
+        self._marks.append((Edge.EVENT, event, unit, now, None, "", 0))
+
+    def on_module(self, event: str, unit: str, module: str) -> None:
+        """``module`` of ``unit`` starts its ``forward`` or ``backward``, or ends it."""
+        if self._bounds and not self._is_done:
+            self._marks.append((Edge.MODULE, event, unit, self._clock.now(), None, module, 0))
+
+    def on_optimizer(self, optimizer: torch.optim.Optimizer, starts: bool) -> None:
+        """A step of ``optimizer`` starts or stops."""
+        if not self._bounds or self._is_done:
+            return
+        now = self._clock.now()
+        self._marks.append((Edge.MODULE, OPTIMIZER if starts else OPTIMIZER_END, "", now, None, "", 0))
+        if self._held is not None and starts:
+            (_, first), *_ = self._bounds
+            self._before += _marks_of(self._held.steps(optimizer), first)
+        elif self._held is not None:
+            self._hold(self._held.stepped(optimizer), now)
+
+    def _hold(self, nbytes: Bytes, now: Stamp) -> None:
+        self._marks += _marks_of(nbytes, now)
 
     def on_start(self, work: str, unit: str) -> None:
         self._unit = unit
@@ -148,11 +180,15 @@ class Recorder(Observer):
 
     def on_stop(self, work: str, unit: str) -> None:
         self._mark(Edge.STOP, work, unit)
+        if self._held is not None and work == "reduce_land" and self._bounds and not self._is_done:
+            self._hold(self._held.landed(unit), self._last[0])
 
     def on_action(self, action: str, unit: str, nbytes: int) -> None:
         if not self._is_done and self._last != (None, None):
             self._has_reduced = self._has_reduced or action == "reduce"
-            self._marks.append((Edge.ACTION, action, unit, *self._last))
+            self._marks.append((Edge.ACTION, action, unit, *self._last, "", 0))
+            if self._held is not None:
+                self._hold(self._held.at(action, unit), self._last[0] or self._last[1])
 
     def on_activity(self, activity: Activity, starts: bool) -> None:
         """A wait for collectives, or a copy in the work that started last, starts or stops."""
@@ -160,7 +196,7 @@ class Recorder(Observer):
             return
         edge = Edge.START if starts else Edge.STOP
         if activity is not Activity.WAIT:
-            self._marks.append((edge, _COPIES[activity], self._unit, *self._clock.of_copy()))
+            self._marks.append((edge, _COPIES[activity], self._unit, *self._clock.of_copy(), "", 0))
         elif self._clock.times_waits:
             self._mark(edge, BLOCKED, "")
 
@@ -168,7 +204,7 @@ class Recorder(Observer):
         if not self._is_done:
             self._last = self._clock.of_work(work, unit)
             if self._last != (None, None):
-                self._marks.append((edge, work, unit, *self._last))
+                self._marks.append((edge, work, unit, *self._last, "", 0))
 
     def end(self) -> None:
         """The block is over: so is the step that runs."""
@@ -180,6 +216,10 @@ class Recorder(Observer):
         """All steps; call it after ``end``. The CPU waits for the device."""
         self._clock.settle()
         seconds = self._clock.seconds
-        marks = [Mark(edge, name, unit, seconds(a), seconds(b)) for edge, name, unit, a, b in self._marks]
-        bounds = [(index, seconds(stamp) or 0.0) for index, stamp in self._bounds]
+        marks = [
+            Mark(edge, name, unit, seconds(a), seconds(b), module, n)
+            for edge, name, unit, a, b, module, n in [*self._before, *self._marks]
+        ]
+        shift = len(self._before)
+        bounds = [(index and index + shift, seconds(stamp) or 0.0) for index, stamp in self._bounds]
         return [Step(marks[first:last], start, stop) for (first, start), (last, stop) in pairwise(bounds)]

@@ -1,18 +1,16 @@
 """What one rank did in a step, from the marks that it made: plain values, in seconds.
 
 ``spans`` says what the rank's thread (on an accelerator: its compute stream) did at each time, ``transfers`` which
-collectives were in flight meanwhile, ``memory`` which unit held how much. Marks come in the order in which they were
-made; no torch here.
+collectives were in flight meanwhile. Marks come in the order in which they were made; no torch here.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 
 class Edge(Enum):
@@ -22,20 +20,26 @@ class Edge(Enum):
     START = "start"  # work starts
     STOP = "stop"  # work is done or, on an accelerator, enqueued
     ACTION = "action"  # the action that has just stopped did something
+    MODULE = "module"  # a module inside a unit, or an optimizer, starts or stops
+    HELD = "held"  # from here on, the unit holds so many bytes of what the name says
 
 
 BLOCKED = "blocked"  # work: the CPU waits for collectives
+ROOT = "(root)"  # the name of the root unit
 
 
 class Mark(NamedTuple):
     """``time`` is that of the thread or of the compute stream; None if the work needs neither. ``side``: on an
-    accelerator, the time on the stream of the gather or of the reduction that the work belongs to."""
+    accelerator, the time on the stream of the gather or of the reduction that the work belongs to. ``module``: the full
+    name of the module that starts or stops. ``nbytes``: what is held."""
 
     edge: Edge
     name: str
     unit: str
     time: float | None
     side: float | None = None
+    module: str = ""
+    nbytes: int = 0
 
     @property
     def any_time(self) -> float:
@@ -59,15 +63,24 @@ class Does(str, Enum):
     IDLE = "idle"  # between operations of compute; only torch.profiler knows
 
 
-_COMPUTING = (Does.FORWARD, Does.BACKWARD, Does.OTHER)
+COMPUTING = (Does.FORWARD, Does.BACKWARD, Does.OTHER)
+
+
+# What a thread does outside of all units, by where no more is known.
+LOSS, OPTIMIZER, OUTSIDE = "loss and other code after forward", "optimizer", "other code outside of units"
+OPTIMIZER_END = "optimizer_end"  # in a mark; its start is OPTIMIZER
 
 
 class Span(NamedTuple):
+    """``module``: the full name of the module of ``unit`` that computes, if it has a name; of no unit: what the program
+    does, as far as it is known."""
+
     does: Does
     unit: str
     start: float
     stop: float
     in_backward: bool
+    module: str = ""
 
 
 class Transfer(NamedTuple):
@@ -86,65 +99,132 @@ class Transfer(NamedTuple):
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all-gather", "reduce-scatter", "all-reduce"
 COPIES = TO_DEVICE, TO_HOST = "copy to device", "copy to host"
 
-_GATHERS = ("unshard", "prefetch")
-_RESHARDS = ("reshard", "reshard_post_forward")
-_BACKWARDS = ("pre_backward", "join_backward")
+GATHERS = ("unshard", "prefetch")
+RESHARDS = ("reshard", "reshard_post_forward")
+BACKWARDS = ("pre_backward", "join_backward")
 _REDUCES = ("reduce", "reduce_jointly")
 _OF_REDUCTIONS = ("reduce_launch", "reduce_finish", "reduce_land")
 
 
 class _Passes:
-    """Which unit computes, as far as events tell."""
+    """Which unit computes, and which module of it, as far as marks tell.
 
-    def __init__(self, root: str) -> None:
-        self._root = root
-        self._forwards: list[str] = []
-        self._backward = ""
+    In backward, it is the innermost one that has begun and not ended. Some never end, since nobody needs the gradients
+    of their inputs: these count as over when another one begins that is not inside them.
+    """
+
+    def __init__(self) -> None:
+        self._forwards: list[_Place] = []
+        self._backwards: list[_Place] = []  # the innermost one last
+        self._outside = OUTSIDE
+        self._num_optimizers = 0
         self.in_backward = False
 
-    def take(self, event: str, unit: str) -> None:
-        if event == "pre_forward":
-            self._forwards.append(unit)
-        elif event == "post_forward" and self._forwards:
-            self._forwards.pop()
-        elif event in _BACKWARDS:
-            self.in_backward, self._backward = True, unit if event == "pre_backward" else self._backward
-        elif event == "post_backward":
-            self.in_backward, self._backward = True, self._root
-        elif event == "end_backward":
-            self.in_backward = False
+    def take(self, mark: Mark) -> None:
+        place = _Place(mark.unit, mark.module)
+        if mark.edge is Edge.MODULE:
+            self._take_module(mark.name, place)
+        elif mark.name == "pre_forward":
+            self._forwards.append(place)
+        elif mark.name == "post_forward":
+            self._end_forward(place)
+        elif mark.name in BACKWARDS:
+            self.in_backward = True
+            if mark.name == "pre_backward":
+                self._begin_backward(place)
+        elif mark.name == "post_backward":
+            self.in_backward = True
+            self._end_backward(place)
+        elif mark.name == "end_backward":
+            self.in_backward, self._outside = False, OUTSIDE
             self._forwards.clear()
+            self._backwards.clear()
+
+    def _take_module(self, event: str, place: _Place) -> None:
+        if event == OPTIMIZER:
+            self._num_optimizers += 1
+        elif event == OPTIMIZER_END:
+            self._num_optimizers, self._outside = max(self._num_optimizers - 1, 0), OUTSIDE
+        elif event == "forward":
+            self._forwards.append(place)
+        elif event == "forward_end":
+            self._end_forward(place)
+        elif self.in_backward and event == "backward":
+            self._begin_backward(place)
+        elif event == "backward_end":
+            self._end_backward(place)
+
+    def _end_forward(self, place: _Place) -> None:
+        if place in self._forwards:  # with all that is inside it: that has raised
+            del self._forwards[len(self._forwards) - 1 - self._forwards[::-1].index(place) :]
+        if not self._forwards and not self.in_backward:
+            self._outside = LOSS
+
+    def _begin_backward(self, place: _Place) -> None:
+        self._forwards.clear()  # those that were recomputed are over
+        if place not in self._backwards:
+            around = [each for each in self._backwards if place.is_inside(each)]
+            self._backwards = [*around, place, *(each for each in self._backwards if each.is_inside(place))]
+
+    def _end_backward(self, place: _Place) -> None:
+        self._forwards.clear()
+        self._backwards = [each for each in self._backwards if each != place and not each.is_inside(place)]
 
     @property
-    def now(self) -> tuple[Does, str]:
+    def now(self) -> tuple[Does, str, str]:
+        """What computes: the kind, the unit, and the module."""
         if self.in_backward:  # a forward that is recomputed belongs to backward
-            return Does.BACKWARD, self._forwards[-1] if self._forwards else self._backward or self._root
-        return (Does.FORWARD, self._forwards[-1]) if self._forwards else (Does.OTHER, "")
+            places = self._forwards or self._backwards
+            return (Does.BACKWARD, *places[-1]) if places else (Does.BACKWARD, "", OUTSIDE)
+        if self._forwards:
+            return (Does.FORWARD, *self._forwards[-1])
+        return Does.OTHER, "", OPTIMIZER if self._num_optimizers else self._outside
 
 
-def spans(marks: Sequence[Mark], start: float, stop: float, root: str, *, on_device: bool) -> list[Span]:
-    """What the thread did from ``start`` to ``stop``, without gaps. ``root``: the name of the root unit."""
+class _Place(NamedTuple):
+    unit: str
+    module: str
+
+    def is_inside(self, other: _Place) -> bool:
+        """Whether it is a part of ``other``, by their names."""
+        if self == other:
+            return False
+        around = other.module or other.unit
+        return around == ROOT or (not other.module and self.unit == other.unit) or self._path.startswith(f"{around}.")
+
+    @property
+    def _path(self) -> str:
+        return self.module or self.unit
+
+
+def spans(marks: Sequence[Mark], start: float, stop: float, *, on_device: bool) -> list[Span]:
+    """What the thread did from ``start`` to ``stop``, without gaps."""
     found: list[Span] = []
-    passes, works = _Passes(root), [("", "")]
-    landed = root
+    passes, works = _Passes(), [("", "")]
+    landed = ROOT
 
     def add(until: float) -> None:
         nonlocal start
-        does, unit = passes.now if len(works) == 1 else _does(works, landed, on_device=on_device)
+        does, unit, module = passes.now
+        if len(works) > 1:
+            is_step = (unit, module) == ("", OPTIMIZER)
+            does, unit = _does(works, landed, on_device=on_device)
+            module = OPTIMIZER if is_step and not unit else ""
         if until > start:
             last = found[-1] if found else None
-            if last and (last.does, last.unit, last.in_backward) == (does, unit, passes.in_backward):
+            span = Span(does, unit, start, until, passes.in_backward, module)
+            if last and last.does is does and _where(last) == _where(span):
                 found[-1] = last._replace(stop=until)
             else:
-                found.append(Span(does, unit, start, until, passes.in_backward))
+                found.append(span)
             start = until
 
     for mark in marks:
-        if mark.time is None:
+        if mark.time is None or mark.edge is Edge.HELD:
             continue
         add(mark.time)
-        if mark.edge is Edge.EVENT:
-            passes.take(mark.name, mark.unit)
+        if mark.edge in (Edge.EVENT, Edge.MODULE):
+            passes.take(mark)
         elif mark.edge is Edge.START:
             works.append((mark.name, mark.unit))
         elif mark.edge is Edge.STOP:
@@ -160,7 +240,7 @@ def with_idle(spans: Iterable[Span], busy: Sequence[tuple[float, float]]) -> lis
     found: list[Span] = []
     position = 0
     for span in spans:
-        if span.does not in _COMPUTING:
+        if span.does not in COMPUTING:
             found.append(span)
             continue
         at = span.start
@@ -185,12 +265,16 @@ def joined(spans: Iterable[Span], shortest: float) -> list[Span]:
     for span in spans:
         last = found[-1] if found else None
         is_short = span.does is Does.IDLE and span.stop - span.start < shortest
-        is_same = last is not None and (last.unit, last.in_backward) == (span.unit, span.in_backward)
-        if last is not None and is_same and (last.does is span.does or (is_short and last.does in _COMPUTING)):
+        is_same = last is not None and _where(last) == _where(span)
+        if last is not None and is_same and (last.does is span.does or (is_short and last.does in COMPUTING)):
             found[-1] = last._replace(stop=span.stop)
         else:
             found.append(span)
     return found
+
+
+def _where(span: Span) -> tuple[str, str, bool]:
+    return span.unit, span.module, span.in_backward
 
 
 def _does(works: Sequence[tuple[str, str]], landed: str, *, on_device: bool) -> tuple[Does, str]:
@@ -219,7 +303,7 @@ def transfers(marks: Sequence[Mark], replicated: Iterable[str], *, on_device: bo
 class _Transfers:
     def __init__(self, replicated: frozenset[str], on_device: bool) -> None:
         self._replicated, self._on_device = replicated, on_device
-        self._passes = _Passes("")
+        self._passes = _Passes()
         self._started: dict[str, Mark] = {}  # by the name of the work: when it last started
         self._arrived: float | None = None  # when the thread had waited, since the last work started
         self._copies: list[Transfer] = []  # since the last work started
@@ -233,9 +317,9 @@ class _Transfers:
     def of(self, marks: Sequence[Mark]) -> list[Transfer]:
         steps = {Edge.START: self._start, Edge.STOP: self._stop, Edge.ACTION: self._act}
         for mark in marks:
-            if mark.edge is Edge.EVENT:
-                self._passes.take(mark.name, mark.unit)
-            else:
+            if mark.edge in (Edge.EVENT, Edge.MODULE):
+                self._passes.take(mark)
+            elif mark.edge in steps:
                 steps[mark.edge](mark)
         return sorted(self._found)
 
@@ -257,7 +341,7 @@ class _Transfers:
         elif name in COPIES:
             self._copies.append(self._transfer(name, mark, start.any_time))
             self._found.append(self._copies[-1])
-        elif name in _GATHERS:
+        elif name in GATHERS:
             begin = self._copies[-1].stop if self._copies else start.any_time  # shards come from the host first
             self._issued[unit] = self._transfer(ALL_GATHER, mark, begin, early=name == "prefetch")
         elif name == "reduce_launch":
@@ -281,12 +365,12 @@ class _Transfers:
 
     def _act(self, mark: Mark) -> None:
         name, unit = mark.name, mark.unit
-        if name in _GATHERS and unit in self._issued:
+        if name in GATHERS and unit in self._issued:
             self._gathers[unit] = self._issued.pop(unit)
         elif name == "reduce":
             self._reductions[unit] += self._launched
             self._launched = []
-        elif unit in self._gathers and (name == "wait" or name in _RESHARDS):  # resharded: it was gathered in vain
+        elif unit in self._gathers and (name == "wait" or name in RESHARDS):  # resharded: it was gathered in vain
             transfer = self._gathers.pop(unit)
             self._close(transfer, transfer.stop if self._on_device else self._waited(self._started.get(name, mark)))
 
@@ -307,96 +391,3 @@ class _Transfers:
         self._num_launched += 1
         in_backward = self._passes.in_backward
         return Transfer(self._num_launched, kind, launched.unit, start, max(start, stop), in_backward, early)
-
-
-class Sizes(Protocol):
-    """The bytes of a unit; see ``memory_plan.UnitBytes``."""
-
-    @property
-    def unsharded(self) -> int: ...
-    @property
-    def post_forward(self) -> int: ...
-    @property
-    def sent(self) -> int: ...
-    @property
-    def gather(self) -> int: ...
-    def backward(self, *, reshards: bool) -> int: ...
-
-
-@dataclass(frozen=True)
-class Memory:
-    """What the runtime held from start to stop of a step: ``points`` are (time, bytes); ``owners`` are (unit, what,
-    bytes) at the peak, the largest first."""
-
-    points: list[tuple[float, int]]
-    owners: list[tuple[str, str, int]]
-
-    @property
-    def peak(self) -> int:
-        return sum(nbytes for _, _, nbytes in self.owners)
-
-
-PARAMETERS, GRADIENTS, REDUCTION = "unsharded parameters", "gradients and their copies", "gradients in flight"
-
-
-def memory(marks: Iterable[Mark], sizes: Mapping[str, Sizes], start: float, stop: float) -> Memory:
-    """The memory of a step, as the plans say. ``marks`` are those of all steps so far: what is kept counts."""
-    held: dict[tuple[str, str], int] = {}
-    points: list[tuple[float, int]] = []
-    owners: list[tuple[str, str, int]] = []
-    peak, moment, total = -1, 0.0, 0
-    for mark in _gathered_first(marks):
-        changes = _changes(mark, sizes)
-        if changes is None:
-            continue
-        moment = max(moment, mark.any_time)  # streams run beside each other
-        total += sum(nbytes - held.get(key, 0) for key, nbytes in changes.items())
-        held.update(changes)
-        if moment < start:
-            points = [(start, total)]
-        elif moment <= stop:
-            points.append((moment, total))
-        if start <= moment <= stop and total > peak:
-            peak = total
-            owners = [(unit, what, nbytes) for (unit, what), nbytes in held.items() if nbytes]
-    return Memory(points, sorted(owners, key=lambda owner: -owner[2]))
-
-
-def _gathered_first(marks: Iterable[Mark]) -> Iterator[Mark]:
-    """``marks``, with the start of a unit's backward behind the gather that it waits for: its gradients come later."""
-    backward: Mark | None = None
-    for mark in marks:
-        if backward is not None and not _is_gather_of(backward.unit, mark):
-            yield backward
-            backward = None
-        if mark.edge is Edge.EVENT and mark.name in _BACKWARDS:
-            backward = mark
-        else:
-            yield mark
-    if backward is not None:
-        yield backward
-
-
-def _is_gather_of(unit: str, mark: Mark) -> bool:
-    return mark.name == BLOCKED or (mark.unit == unit and mark.name in (*_GATHERS, "wait"))
-
-
-def _changes(mark: Mark, sizes: Mapping[str, Sizes]) -> dict[tuple[str, str], int] | None:
-    """What ``mark`` changes in who holds how much."""
-    unit, name = mark.unit, mark.name
-    size = sizes.get(unit)
-    if size is None:
-        return None
-    if mark.edge is Edge.EVENT and name in _BACKWARDS:
-        return {(unit, GRADIENTS): size.backward(reshards=True)}
-    if mark.edge is Edge.STOP and name == "reduce_land":
-        return {(unit, REDUCTION): 0}
-    if mark.edge is not Edge.ACTION:
-        return None
-    if name in _GATHERS:
-        return {(unit, PARAMETERS): size.gather}
-    if name == "wait":
-        return {(unit, PARAMETERS): size.unsharded}
-    if name in _RESHARDS:
-        return {(unit, PARAMETERS): size.post_forward if name == "reshard_post_forward" else 0}
-    return {(unit, GRADIENTS): 0, (unit, REDUCTION): size.sent} if name == "reduce" else None

@@ -1,0 +1,95 @@
+"""What the program does that units do not tell: which module computes around units, and when an optimizer steps.
+
+A unit that holds other units has modules of its own, such as embeddings and the head. While steps are recorded, they
+have hooks; compiled code does not call these, and then the time belongs to the unit. Nothing here changes the graph:
+hooks on its nodes say when a module's backward begins, and when that of what is before it does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from fsdp2 import _torch
+from fsdp2.plan.trees import find_tensors
+from fsdp2.runtime.root import Root
+from fsdp2.runtime.unit import unit_of
+
+OnModule = Callable[[str, str, str], None]  # what happens, the unit, the module
+OnOptimizer = Callable[[torch.optim.Optimizer, bool], None]  # with True before a step
+
+
+def modules_around_units(root: Root) -> Mapping[nn.Module, tuple[str, str]]:
+    """The modules of units that hold other units, and those of units of several modules: each with the unit's name and
+    its own. Only the outermost ones that hold no unit."""
+    found: dict[nn.Module, tuple[str, str]] = {}
+    for top in root.unit.modules:
+        named = dict(top.named_modules())
+        units = {name: unit for name, module in named.items() if (unit := unit_of(module)) is not None}
+        split = {around for name in units for around in _around(name)}  # whose children are told apart
+        for name, module in named.items():
+            if name in split or name.rpartition(".")[0] not in split:
+                continue
+            unit = units.get(name)
+            if unit is None and type(module).forward is nn.Module.forward:  # a list: nobody calls it
+                split.add(name)
+            elif unit is None:
+                found[module] = next(units[each].name for each in _around(name) if each in units), name
+            elif len(unit.modules) > 1:
+                found[module] = unit.name, name
+    return found
+
+
+def _around(name: str) -> Iterator[str]:
+    """The names of the modules around the one with that name, the innermost first; the outermost one's is empty."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+@contextmanager
+def watched(root: Root, on_module: OnModule, on_optimizer: OnOptimizer) -> Iterator[Callable[[], None]]:
+    """Tell what happens until the block ends, or until what it yields is called."""
+    with ExitStack() as stack:
+        for module, names in modules_around_units(root).items():
+            tell = partial(_tell, on_module, *names)
+            before, after = partial(_before, tell), partial(_after, tell)
+            stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+            stack.callback(module.register_forward_hook(after, always_call=True).remove)
+        before_step = register_optimizer_step_pre_hook(lambda optimizer, *_: on_optimizer(optimizer, True))
+        after_step = register_optimizer_step_post_hook(lambda optimizer, *_: on_optimizer(optimizer, False))
+        stack.callback(before_step.remove)
+        stack.callback(after_step.remove)
+        yield stack.close
+
+
+def _tell(on_module: OnModule, unit: str, module: str, event: str) -> None:
+    on_module(event, unit, module)
+
+
+def _before(tell: Callable[[str], None], _: nn.Module, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    _on_gradients((args, kwargs), partial(tell, "backward_end"))
+    tell("forward")
+
+
+def _after(tell: Callable[[str], None], _: nn.Module, args: Any, output: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    tell("forward_end")
+    _on_gradients(output, partial(tell, "backward"))
+
+
+def _on_gradients(tensors: Any, tell: Callable[[], None]) -> None:
+    """Call ``tell`` before each node of the graph that made one of ``tensors``: their gradients are known then."""
+    if not torch.is_grad_enabled() or _torch.in_transform():
+        return
+    for node in {tensor.grad_fn for tensor in find_tensors(tensors, []) if tensor.grad_fn is not None}:
+        node.register_prehook(lambda _: tell())

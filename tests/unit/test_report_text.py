@@ -1,0 +1,102 @@
+"""What ``print(report)`` shows, in ``golden/report_text.txt``; and tokens per second, and MFU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from fsdp2.tools.report.data import RankRecord, report_data
+from fsdp2.tools.report.lost import Lost
+from fsdp2.tools.report.prediction import Prediction, StepFigures
+from fsdp2.tools.report.speed import Peak, Work, speed
+from fsdp2.tools.report.text import text_of
+from fsdp2.tools.report.timeline import COMPUTING
+from tests.harness.golden import texts_beside
+from tests.harness.messages import wrapped
+from tests.unit.report_support import ROOT, Tape, empty_step, info, record, simple_step
+
+TEXTS = texts_beside(__file__)
+UNITS = ["a", "b", "c"]
+PEAK = Peak("the bf16 peak of H100", 989e12)
+WORK = Work(tokens=4096, flops=2e13)
+PREDICTION = Prediction(
+    "FSDP", "H100", 8, "tokens", same_machine=False, figures=StepFigures(100.0, 90.0, 10.0, 5000, None, None)
+)
+
+
+def _records(work: Work = WORK, ranks: int = 2) -> list[RankRecord]:
+    found = [record(simple_step(UNITS, late=0.003 + 0.001 * rank), UNITS, rank) for rank in range(ranks)]
+    return [replace(each, work=work) for each in found]
+
+
+def _data(records: list[RankRecord], **options: Any) -> dict[str, Any]:
+    return report_data("Model", "cpu (gloo)", [info(name) for name in (ROOT, *UNITS)], records, **options)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "two ranks, with tokens and FLOPs": _data(_records(), peak=PEAK),
+    "on a device whose peak is not known": _data(_records()),
+    "a prediction for another machine": _data(_records(Work()), prediction=PREDICTION),
+    "a step that loses nothing": _data([RankRecord(0, "host", 0.0, False, [empty_step(1.0)], knows_activations=False)]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_text_accounts_for_the_step(case: str) -> None:
+    TEXTS.check(case, wrapped(text_of(CASES[case])))
+
+
+def test_every_text_has_a_case() -> None:
+    TEXTS.check_names(CASES)
+
+
+@pytest.mark.parametrize("data", CASES.values(), ids=CASES.keys())
+def test_compute_and_lost_time_are_the_whole_step(data: dict[str, Any]) -> None:
+    lost = data["lost"]
+    assert lost["compute_ms"] + lost["lost_ms"] == pytest.approx(lost["step_ms"], abs=0.01)
+    assert sum(each["lost_ms"] for each in lost["kinds"]) == pytest.approx(lost["lost_ms"], abs=0.01)
+    assert {each["kind"] for each in lost["kinds"]} <= {kind.value for kind in Lost}
+    assert sum(each["gain_ms"] for each in data["findings"]) == pytest.approx(lost["explained_ms"], abs=0.01)
+    assert lost["explained_ms"] <= lost["lost_ms"] + 0.01
+
+
+def test_what_a_rank_waits_beyond_the_one_that_waits_least_it_waits_for_other_ranks() -> None:
+    lost = CASES["two ranks, with tokens and FLOPs"]["lost"]
+    assert lost["rank"] == 1  # each of its three gathers is 1 ms later
+    assert {each["kind"]: each["lost_ms"] for each in lost["kinds"]} == {
+        "waits for gathers": 11.0,
+        "waits for reductions": 3.0,
+        "waits for other ranks": 3.0,
+        "launches of collectives": 10.0,
+    }
+
+
+def test_compute_rows_have_all_compute_of_a_rank_and_each_span_is_in_one() -> None:
+    tape = Tape().event("pre_forward").module("forward", "lm_head").compute(2).module("forward_end", "lm_head")
+    tape.compute(1).event("post_forward").compute(3).event("pre_backward").module("backward", "lm_head").compute(4)
+    data = _data([record(tape.event("end_backward").compute(5), UNITS)])
+    rows = {row["name"]: [row[f"{does.value}_ms"] for does in COMPUTING] for row in data["compute"]}
+    assert rows == {
+        "lm_head": [2000.0, 4000.0, 0.0],
+        "other code outside of units": [0.0, 0.0, 5000.0],
+        "loss and other code after forward": [0.0, 0.0, 3000.0],
+        "(root): code outside of its modules": [1000.0, 0.0, 0.0],
+    }
+    assert [data["places"][place] for *_, place in data["timelines"][0]["spans"]] == [
+        "lm_head",
+        "(root): code outside of its modules",
+        "loss and other code after forward",
+        "lm_head",
+        "other code outside of units",
+    ]
+
+
+def test_mfu_is_the_share_of_the_peak_of_all_ranks() -> None:
+    found = speed([Work(1000, 2e12), Work(3000, 4e12)], 0.5, Peak("the bf16 peak of X", 10e12), "X")
+    assert (found["tokens"], found["tokens_per_s"], found["tokens_per_s_per_rank"]) == (4000, 8000.0, 4000.0)
+    assert (found["mfu"], found["no_mfu"]) == (6e12 / 0.5 / 2 / 10e12, None)
+    assert speed([Work(1000), Work()], 0.5, None, "X")["tokens_per_s"] is None  # one rank did not say
+    assert speed([Work(1000), Work()], 0.5, None, "X")["no_mfu"] == "flops_per_rank was not given"
+    assert speed([WORK], 0.5, None, "X")["no_mfu"] == "the peak of X is not known"
