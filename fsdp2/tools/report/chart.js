@@ -30,7 +30,7 @@ const LINES = { // of a tile of 8 x 8
 const WORDS = {
   "gather wait": "compute waits until a unit's parameters have arrived.",
   "reduce wait": "compute waits until a unit's gradients are reduced.",
-  "rank wait": "a rank is done, and waits for other ranks, such as at the end of a step.",
+  "rank wait": "a rank waits for others outside of its units' collectives, such as at the end of a step.",
   "launch": "the thread starts collectives, fills their buckets, and frees memory.",
   "copy": "out of buckets and into .grad; on an accelerator, into the buckets of reductions.",
   "idle": "no operation runs between those of compute; only known with profile=True.",
@@ -64,7 +64,8 @@ function time(us) {
 
 function shown(field, value) {
   if (field.endsWith("_nbytes")) return size(value);
-  return field.endsWith("_ms") ? value.toFixed(3) : String(value);
+  if (field.endsWith("_ms")) return value.toFixed(3);
+  return Number.isFinite(value) ? String(+value.toPrecision(6)) : String(value);
 }
 
 function label(field) {
@@ -79,8 +80,9 @@ function tail(name, fits) {
   return tails.find(fits) || "";
 }
 
-function shortName(name) { // in tables
-  return tail(name, (text) => text.length <= 30) || `\u2026${name.slice(-29)}`;
+function shortName(text) { // in tables; words behind the name are kept
+  const [name, ...words] = text.split(/(?=: )/);
+  return [tail(name, (each) => each.length <= 32) || name, ...words].join("");
 }
 
 function element(tag, text, attributes = {}) {
@@ -101,7 +103,9 @@ function table(target, columns, rows) {
   const body = element("tbody");
   columns.forEach((title, column) => {
     const word = Object.keys(WORDS).find((each) => title.includes(each));
-    const cell = element("th", title, word ? {title: `${word}: ${WORDS[word]}`} : {});
+    const isText = typeof rows[0]?.[column].value === "string";
+    const cell = element("th", title, {class: isText ? "text" : "number"});
+    if (word) cell.title = `${word}: ${WORDS[word]}`;
     cell.addEventListener("click", () => {
       const isDown = cell.dataset.order !== "down";
       cell.dataset.order = isDown ? "down" : "up";
@@ -141,13 +145,11 @@ function cellsOf(object, fields) {
 // The chart: rows of ranks and one of memory for each report, over one axis of time
 
 function reportOf(data, title = "") {
-  const {points, times_us: times, series} = data.memory;
   return {
     data, title,
     begin: Math.min(...data.timelines.map((each) => each.start_us)),
     end: Math.max(...data.timelines.map((each) => each.stop_us)),
-    memory: points === undefined ? {times, series} : // version 1 knows the sum only
-      {times: points.map(([us]) => us), series: [{what: "held by the runtime", nbytes: points.map(([, n]) => n)}]},
+    memory: {times: data.memory.times_us, series: data.memory.series},
   };
 }
 
@@ -241,8 +243,8 @@ class Chart {
       const box = this.box(start - report.begin, duration, top, LANE.compute);
       if (!box) continue;
       this.bar(box, this.fill(what, names[unit]), names[unit]);
-      if (what === "backward") this.bar({...box, y: top + LANE.compute - 4, height: 4}, PALETTE.label, names[unit]);
-      this.writeInside(report.data.places?.[place] ?? names[unit] ?? what, box, what in PALETTE.hatches);
+      if (what === "backward") this.bar({...box, y: top + LANE.compute - 5, height: 3}, PALETTE.label, names[unit]);
+      this.writeInside([report.data.places[place] ?? names[unit], names[unit] ?? what], box, what in PALETTE.hatches);
     }
     for (const [kind, unit, start, duration] of timeline.transfers) {
       const y = top + LANE.compute + laneOf(kind) * LANE.transfer + 1;
@@ -272,15 +274,17 @@ class Chart {
     }
   }
 
-  writeInside(text, {left, y, width, height}, needsGround) {
-    const found = tail(text, (each) => this.context.measureText(each).width <= width - 6);
+  writeInside(texts, {left, y, width, height}, needsGround) { // the first of which a tail has room
+    if (width < 20) return;
+    const fits = (text) => this.context.measureText(text).width <= width - 6;
+    const found = texts.map((text) => tail(text ?? "", fits)).find((text) => text);
     if (!found) return;
     if (needsGround) { // stripes would cross the letters
       this.context.fillStyle = this.ground;
       this.context.fillRect(left + 2, y + 5, this.context.measureText(found).width + 3, height - 10);
     }
     this.context.fillStyle = needsGround ? this.ink : PALETTE.label;
-    this.context.fillText(found, left + 3, y + height / 2);
+    this.context.fillText(found, left + 3, y + height / 2 - 1);
   }
 
   fill(does, name) { // a unit has one colour everywhere
@@ -380,7 +384,7 @@ class Chart {
     pen.fillStyle = fill;
     pen.fillRect(0, 0, 18, 14);
     pen.fillStyle = PALETTE.label;
-    if (isBackward) pen.fillRect(0, 11, 18, 3);
+    if (isBackward) pen.fillRect(0, 9, 18, 3);
   }
 
   // What lies at a point: {text, unit}
@@ -399,7 +403,7 @@ class Chart {
       const span = timeline.spans.find(([, , start, duration]) => start <= moment && moment <= start + duration);
       if (!span) return null;
       const [does, unit, start, duration, place] = span;
-      const where = data.places?.[place] ?? name(unit);
+      const where = data.places[place] ?? name(unit);
       const of = name(unit) && where !== name(unit) ? `\nof unit ${name(unit)}` : "";
       const meaning = WORDS[data.does[does]] ? `\n${WORDS[data.does[does]]}` : "";
       const text = `rank ${timeline.rank}: ${data.does[does]} ${where}${of}\n${time(duration)} from ${time(start)}${meaning}`;

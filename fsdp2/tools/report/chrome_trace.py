@@ -41,15 +41,15 @@ class _Rank:
     def __init__(self, data: dict[str, Any], timeline: dict[str, Any]) -> None:
         self._data, self._rank = data, timeline["rank"]
         self._units = [unit["name"] for unit in data["units"]] + [""]  # -1: no unit
-        self._spans = [tuple(span[:4]) for span in timeline["spans"]]
+        self._spans = timeline["spans"]
         self._transfers = timeline["transfers"]
         self._threads: dict[int, str] = {_COMPUTE: "compute"}
         self._ends: dict[int, int] = {}  # by thread: where its last transfer ends
 
     def events(self) -> list[dict[str, Any]]:
         slices = [
-            self._slice(_COMPUTE, f"{self._data['does'][does]} {self._units[unit]}".strip(), start, duration)
-            for does, unit, start, duration in self._spans
+            self._slice(_COMPUTE, f"{self._data['does'][does]} {self._where(unit, place)}".strip(), start, duration)
+            for does, unit, start, duration, place in self._spans
         ]
         arrows = []
         for number, (kind, unit, start, duration, early) in enumerate(self._transfers):
@@ -58,6 +58,10 @@ class _Rank:
             slices.append(self._slice(thread, name, start, duration) | {"args": {"prefetched": bool(early)}})
             arrows += self._arrow(number, kind, unit, thread, start, start + duration)
         return [*self._thread_names(), *slices, *arrows]
+
+    def _where(self, unit: int, place: int) -> str:
+        """The module that computes, or the unit."""
+        return str(self._units[unit] if place < 0 else self._data["places"][place])
 
     def _slice(self, thread: int, name: str, start: int, duration: int) -> dict[str, Any]:
         return self._event("X", thread, name=name, ts=start, dur=duration)
@@ -91,10 +95,10 @@ class _Rank:
             for phase, at, ts in points
         ]
 
-    def _span_at(self, moment: int) -> tuple[int, ...] | None:
+    def _span_at(self, moment: int) -> Sequence[int] | None:
         return next((span for span in self._spans if span[2] <= moment <= _last(span)), None)
 
-    def _use(self, unit: int, start: int, stop: int) -> tuple[int, ...] | None:
+    def _use(self, unit: int, start: int, stop: int) -> Sequence[int] | None:
         """The first of the unit's waits, copies or computes that ends when the collective has arrived; else, what the
         rank does then."""
         uses = (
@@ -118,14 +122,8 @@ def _memory(data: dict[str, Any]) -> Iterator[dict[str, Any]]:
     memory = data["memory"]
     if memory["rank"] not in [timeline["rank"] for timeline in data["timelines"]]:
         return  # it would be a process without a timeline
-    if "points" in memory:
-        rows = [(time, {"held by the runtime": nbytes}) for time, nbytes in memory["points"]]
-    else:
-        series = memory["series"]
-        rows = [
-            (time, {each["what"]: each["nbytes"][i] for each in series}) for i, time in enumerate(memory["times_us"])
-        ]
-    for time, values in rows:
+    for i, time in enumerate(memory["times_us"]):
+        values = {each["what"]: each["nbytes"][i] for each in memory["series"]}
         yield _event("C", memory["rank"], _COMPUTE, name="memory, bytes", ts=time, args=values)
 
 

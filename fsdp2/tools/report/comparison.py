@@ -20,7 +20,7 @@ from fsdp2.tools.report.data import VERSION
 from fsdp2.tools.whole_file import check_writable
 
 _CALLER = "compare_reports"
-_KEYS = {"version", "model", "device", "units", "timelines", "rank_totals", "memory", "steps_ms", "step", "kinds"}
+_KEYS = {"version", "model", "device", "units", "timelines", "rank_totals", "memory", "steps_ms", "step"}
 _SUMS = {  # of a unit's fields: what a unit takes the rank's thread for
     "compute_ms": ("forward_ms", "backward_ms"),
     "waits_ms": ("gather_wait_ms", "reduce_wait_ms"),
@@ -184,7 +184,7 @@ def _compared(names: Sequence[str], reports: Sequence[dict[str, Any]], only: Seq
         "step": _pairs(_step(report) for report in reports),
         "lost time": _pairs(_lost(report) for report in reports),
         "most of all ranks": _pairs(_most(report) for report in reports),
-        "memory": _pairs({key: report["memory"].get(key) for key in _MEMORY} for report in reports),
+        "memory": _pairs({key: report["memory"][key] for key in _MEMORY} for report in reports),
         "bytes of all units": _pairs(_travelling(report) for report in reports),
     }
     return {
@@ -202,19 +202,14 @@ def _compared(names: Sequence[str], reports: Sequence[dict[str, Any]], only: Seq
 
 
 def _step(report: dict[str, Any]) -> dict[str, Any]:
-    speed = report.get("speed") or {}
-    return {
-        "step_ms": report["steps_ms"][report["step"]],
-        "tokens_per_s": speed.get("tokens_per_s"),
-        "mfu": speed.get("mfu"),
-    }
+    speed = report["speed"]
+    step = report["steps_ms"][report["step"]]
+    return {"step_ms": step, "tokens_per_s": speed["tokens_per_s"], "mfu": speed["mfu"]}
 
 
 def _lost(report: dict[str, Any]) -> dict[str, Any]:
     """Of the rank that loses most; a kind to which nothing was lost is 0."""
-    lost = report.get("lost")
-    if lost is None:
-        return {}
+    lost = report["lost"]
     return {"lost_ms": lost["lost_ms"]} | {f"{each['kind']}_ms": each["lost_ms"] for each in lost["kinds"]}
 
 
@@ -243,8 +238,7 @@ def _pairs(reports: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     0 there."""
     first, second = reports
     fields = dict.fromkeys([*first, *second])
-    is_complete = bool(first) and bool(second)
-    values = {field: [each.get(field, 0 if is_complete else None) for each in (first, second)] for field in fields}
+    values = {field: [each.get(field, 0) for each in (first, second)] for field in fields}
     return [_pair(field, pair) for field, pair in values.items() if pair != [None, None]]
 
 
@@ -299,7 +293,9 @@ def _texts(row: dict[str, Any]) -> list[str]:
 def _text(field: str, value: float) -> str:
     if field.endswith("_ms"):
         return f"{value:.1f} ms"
-    return f"{value / _MIB:.1f} MiB" if field.endswith("_nbytes") else f"{value:.4g}"
+    if field.endswith("_nbytes"):
+        return f"{value / _MIB:.1f} MiB" if abs(value) >= _MIB else f"{value / 2**10:.1f} KiB"
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> str:

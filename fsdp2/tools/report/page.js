@@ -32,15 +32,14 @@ function fillSummary() {
 }
 
 function speedText(speed) { // what is not known is left out
-  if (!speed || speed.tokens_per_s === null) return "";
+  if (speed.tokens_per_s === null && speed.flops === null) return "";
+  const tokens = speed.tokens_per_s === null ? "" : `; ${Math.round(speed.tokens_per_s).toLocaleString("en")} tokens/s`;
   const mfu = speed.mfu === null ? `no MFU: ${speed.no_mfu}` : `MFU ${(100 * speed.mfu).toFixed(1)}% of ${speed.peak}`;
-  return `; ${Math.round(speed.tokens_per_s).toLocaleString("en")} tokens/s; ${mfu}`;
+  return `${tokens}; ${mfu}`;
 }
 
 function fillLost() {
   const {lost} = data;
-  if (!lost) return;
-  find("losing").hidden = false;
   const ms = (value) => `${value.toFixed(1)} ms`;
   find("lost-text").textContent = `Rank ${lost.rank} loses most: of ${ms(lost.step_ms)}, it computes ` +
     `${ms(lost.compute_ms)} and loses ${ms(lost.lost_ms)}. The changes above explain ${ms(lost.explained_ms)} of that.`;
@@ -60,9 +59,7 @@ function fillTables() {
   table(find("owners"), ["unit", "what", "at the peak"], data.memory.owners.map((owner) =>
     Object.assign([...cellsOf(owner, ["unit", "what"]), {value: owner.nbytes, text: size(owner.nbytes)}],
       {unit: names.has(owner.unit) ? owner.unit : ""})));
-  if (!data.compute) return;
-  find("computing").hidden = false;
-  const times = Object.keys(data.compute[0] ?? {}).filter((field) => field.endsWith("_ms"));
+  const times = ["forward_ms", "backward_ms", "other_ms"];
   table(find("compute"), ["where", ...times.map(label)], data.compute.map((row) =>
     Object.assign(cellsOf(row, ["name", ...times]), {unit: names.has(row.unit) ? row.unit : ""})));
 }
@@ -101,11 +98,11 @@ function fillPrediction() { // what the plan said
 }
 
 function fillMemory() {
-  const {rank, peak_nbytes: peak, allocated_nbytes: allocated, owners, notes = []} = data.memory;
-  const first = owners.slice(0, 3).map((owner) => `${owner.unit} (${owner.what}, ${size(owner.nbytes)})`).join(", ");
+  const {rank, peak_nbytes: peak, allocated_nbytes: allocated, owners, notes} = data.memory;
+  const first = owners.slice(0, 3).map(({unit, what, nbytes}) =>
+    `${unit ? `${what} of ${unit}` : what} (${size(nbytes)})`).join(", ");
   const measured = allocated === null ? "" : ` The device's allocator peaked at ${size(allocated)}.`;
-  const besides = data.memory.points === undefined ? "" : "Besides shards, their gradients and activations, ";
-  find("memory-text").textContent = `${besides}${besides ? "r" : "R"}ank ${rank} held at most ${size(peak)}: ${first}` +
+  find("memory-text").textContent = `Rank ${rank} held at most ${size(peak)}: ${first}` +
     `${owners.length > 3 ? ` and ${owners.length - 3} more` : ""}.${measured} ${notes.join(" ")}`.trimEnd();
 }
 
