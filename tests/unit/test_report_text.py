@@ -9,6 +9,7 @@ import pytest
 
 from fsdp2.tools.report.data import RankRecord, report_data
 from fsdp2.tools.report.lost import Lost
+from fsdp2.tools.report.memory import SAVED
 from fsdp2.tools.report.prediction import Prediction, StepFigures
 from fsdp2.tools.report.speed import Peak, Work, speed
 from fsdp2.tools.report.text import text_of
@@ -91,6 +92,17 @@ def test_compute_rows_have_all_compute_of_a_rank_and_each_span_is_in_one() -> No
         "lm_head",
         "other code outside of units",
     ]
+
+
+def test_of_many_times_those_at_which_most_was_held_are_drawn() -> None:
+    tape = Tape()
+    for i in range(10_000):
+        tape.holds(SAVED, 10 * i if i != 7_777 else 10**6, "a").compute(0.001)
+    memory = _data([record(tape, UNITS)])["memory"]
+    (series,) = memory["series"]
+    assert 1_000 < len(memory["times_us"]) == len(series["nbytes"]) <= 2_001
+    assert memory["times_us"] == sorted(memory["times_us"])
+    assert max(series["nbytes"]) == memory["peak_nbytes"] == 10**6
 
 
 def test_mfu_is_the_share_of_the_peak_of_all_ranks() -> None:

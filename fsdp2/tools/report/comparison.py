@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fsdp2.tools import sizes
 from fsdp2.tools.report import files
 from fsdp2.tools.report.call import Report
 from fsdp2.tools.report.data import VERSION
@@ -30,7 +31,6 @@ _BYTES = ("shard", "unsharded", "gather_direct", "gather_bucket", "reduce_direct
 _MEMORY = ("peak_nbytes", "temporary_nbytes", "allocated_nbytes", "reserved_nbytes")
 _SETTINGS = ("keeps_after_forward", "replicas", "is_small", "bucket_nbytes")
 _MAX_LISTED = 5
-_MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -294,7 +294,7 @@ def _text(field: str, value: float) -> str:
     if field.endswith("_ms"):
         return f"{value:.1f} ms"
     if field.endswith("_nbytes"):
-        return f"{value / _MIB:.1f} MiB" if abs(value) >= _MIB else f"{value / 2**10:.1f} KiB"
+        return f"{'-' if value < 0 else ''}{sizes.text_of(abs(value))}"
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 

@@ -152,7 +152,7 @@ def report_data(
         "compute": [_compute_row(place, name, losses) for place, name in places.items()],
         "places": list(places.values()),
         "timelines": [_timeline(records[i].rank, ranks[i], index, places) for i in shown],
-        "memory": _memory(records[fullest], ranks[fullest].memory),
+        "memory": _memory(records[fullest], ranks[fullest]),
         "collectives": {"ranks": [records[i].rank for i in shown], "rows": rows, "first_difference": difference},
     }
 
@@ -309,8 +309,10 @@ def _compute_row(place: tuple[str, str], name: str, losses: Sequence[_Losses]) -
     return {"name": name, "unit": unit, "module": module} | {f"{d.value}_ms": _ms(value) for d, value in most.items()}
 
 
-def _memory(record: RankRecord, memory: Memory) -> dict[str, Any]:
+def _memory(record: RankRecord, step: RankStep) -> dict[str, Any]:
+    memory = step.memory
     notes = [] if record.knows_activations else ["Activations were not counted."]
+    kept = _most_held(memory, (step.stop - step.start) / _RESOLUTION)
     return {
         "rank": record.rank,
         "peak_nbytes": memory.peak,
@@ -318,10 +320,23 @@ def _memory(record: RankRecord, memory: Memory) -> dict[str, Any]:
         "allocated_nbytes": record.allocated_nbytes,
         "reserved_nbytes": record.reserved_nbytes,
         "owners": [{"unit": unit, "what": what, "nbytes": nbytes} for unit, what, nbytes in memory.owners],
-        "times_us": list(map(_us, memory.times)),
-        "series": [{"what": what, "nbytes": list(values)} for what, values in memory.series.items()],
+        "times_us": [_us(memory.times[i]) for i in kept],
+        "series": [{"what": what, "nbytes": [values[i] for i in kept]} for what, values in memory.series.items()],
         "notes": notes,
     }
+
+
+def _most_held(memory: Memory, shortest: float) -> list[int]:
+    """Which of the times to draw: of those that lie closer than ``shortest``, the one at which most was held."""
+    totals = [sum(values) for values in zip(*memory.series.values(), strict=True)]
+    if len(totals) <= _RESOLUTION:
+        return list(range(len(totals)))
+    most: dict[int, int] = {}
+    for i, (time, total) in enumerate(zip(memory.times, totals, strict=True)):
+        slot = int(time / shortest)
+        if total > totals[most.setdefault(slot, i)]:
+            most[slot] = i
+    return list(most.values())
 
 
 def _computed(step: RankStep) -> float:
