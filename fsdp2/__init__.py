@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from fsdp2.tools.muon import Muon, muon_groups
     from fsdp2.tools.offload_budget import OffloadChoice, offload_by_budget
     from fsdp2.tools.planner.plan import Workload, plan
-    from fsdp2.tools.report import report
+    from fsdp2.tools.report import compare_reports, report
     from fsdp2.tools.reshard import reshard_to
     from fsdp2.tools.save_weights import save_safetensors
     from fsdp2.tools.stream_weights import FullParamStream, stream_full_params
@@ -94,6 +94,7 @@ __all__ = [
     "allow_inner_losses",
     "auto_shard",
     "clip_grad_norm_",
+    "compare_reports",
     "expert_meshes",
     "extensions",
     "flatten_optimizer",
@@ -139,7 +140,7 @@ _LAZY = {
     "tools.muon": ("Muon", "muon_groups"),
     "tools.offload_budget": ("OffloadChoice", "offload_by_budget"),
     "tools.planner.plan": ("Workload", "plan"),
-    "tools.report": ("report",),
+    "tools.report": ("compare_reports", "report"),
     "tools.reshard": ("reshard_to",),
     "tools.save_weights": ("save_safetensors",),
     "tools.stream_weights": ("FullParamStream", "stream_full_params"),

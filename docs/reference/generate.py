@@ -64,9 +64,10 @@ def public_pages() -> list[Page]:
         Page(
             "report.md",
             "What report yields",
-            "`with fsdp2.report(model) as report: ...` yields a `Report`.",
+            "`with fsdp2.report(model) as report: ...` yields a `Report`, and `fsdp2.compare_reports` returns a "
+            "`Comparison`.",
             fsdp2.tools.report,
-            ("Report",),
+            ("Report", "Comparison"),
         ),
         Page(
             "stream.md",

@@ -2,6 +2,7 @@
 
 ``python -m fsdp2 plan module:function --gpus 64``: compare the ways to shard a model.
 ``python -m fsdp2 measure machine.json``: measure this machine for ``plan``.
+``python -m fsdp2 compare before.json after.json``: put two reports side by side.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import NoReturn
 import fsdp2
 from fsdp2.tools.planner.command import add_plan
 from fsdp2.tools.planner.measure import add_measure
+from fsdp2.tools.report.comparison import add_compare
 
 _INTERRUPTED = 130  # as shells say it: 128 and the number of the signal
 
@@ -50,6 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     run.set_defaults(run=run_script)
     add_plan(commands)
     add_measure(commands)
+    add_compare(commands)
     options = parser.parse_args(arguments)
     try:
         options.run(parser, options)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from fsdp2.tools.report import files
+from fsdp2.tools.report import compare_reports, files
 from fsdp2.tools.report.data import RankRecord, report_data
 from fsdp2.tools.report.prediction import Prediction, StepFigures
 from tests.harness.golden import texts_beside
@@ -127,7 +127,7 @@ def test_page_json_and_chrome_trace_have_the_same_numbers(tmp_path: Path) -> Non
     for timeline in data["timelines"]:
         mine = [event for event in events if event["pid"] == timeline["rank"] and event["ph"] == "X"]
         assert [[each["ts"], each["dur"]] for each in mine if each["tid"] == 0] == [s[2:4] for s in timeline["spans"]]
-        assert {event["name"] for event in mine if event["tid"] == 1} == {
+        assert {each["name"] for each in mine if each["name"].startswith("all-gather")} == {
             f"all-gather {name}" for name in (ROOT, *UNITS)
         }
 
@@ -175,16 +175,17 @@ window.addEventListener("load", () => {
         [...document.querySelectorAll("#chosen dd")].map((e) => [e.dataset.field, e.dataset.value])),
       rows: document.querySelectorAll("#units tbody tr:not([hidden])").length,
       chosenRows: document.querySelectorAll("#units tr.chosen").length,
-      prediction: document.getElementById("predicted").hidden ? null :
+      prediction: document.getElementById("predicted")?.hidden ?? true ? null :
         [...document.querySelectorAll("#prediction tbody tr")].map((e) => [...e.children].map((c) => c.textContent)),
-      predictionText: document.getElementById("prediction-text").textContent,
+      predictionText: document.getElementById("prediction-text")?.textContent,
       summary: document.getElementById("summary").textContent,
       legend: document.getElementById("legend").textContent,
-      peak: document.getElementById("memory-top").textContent,
-      times: [...document.querySelectorAll("#memory-times span")].map((e) => e.textContent),
-      cut: [...document.querySelectorAll("#units th")].filter((e) => e.textContent.endsWith(", ms") &&
-        e.getBoundingClientRect().right > document.getElementById("units").parentElement.getBoundingClientRect().right)
-        .map((e) => e.textContent),
+      series: document.getElementById("series").textContent,
+      memory: document.getElementById("memory-text")?.textContent,
+      tip: document.getElementById("tip").textContent,
+      cut: [...document.querySelectorAll("th")].filter((e) => e.getBoundingClientRect().right >
+        e.closest("table").parentElement.getBoundingClientRect().right + 1).map((e) => e.textContent),
+      words: [...document.querySelectorAll("#words dt")].map((e) => e.textContent),
       code: [...document.querySelectorAll("#findings code")].map((e) => e.textContent),
       findings: [...document.querySelectorAll("#findings li")].map((e) => e.textContent),
     }),
@@ -193,12 +194,15 @@ window.addEventListener("load", () => {
 </script>
 """
 
-# Clicks where the widest span of the first rank with this unit is drawn.
-_CLICK = """() => {
-  const unit = %d, canvas = document.getElementById("timeline"), timeline = data.timelines[0];
-  const [, , start, duration] = timeline.spans.filter((s) => s[1] === unit).reduce((a, b) => (b[3] > a[3] ? b : a));
+# Points at, or clicks, the middle of the widest span of the first rank with this unit; or the memory at that time.
+_AT = """() => {
+  const [unit, kind, what] = %s, {canvas, rows} = chart, row = rows.find((each) => each[what]);
+  const spans = chart.reports[0].data.timelines[0].spans.filter((s) => s[1] === unit);
+  const [, , start, duration] = spans.reduce((a, b) => (b[3] > a[3] ? b : a));
   const box = canvas.getBoundingClientRect();
-  const where = {clientX: box.left + toX(start + duration / 2), clientY: box.top + LANE.axis + 5, bubbles: true};
+  const x = chart.toX(start + duration / 2 - chart.reports[0].begin), y = row.top + (what === "memory" ? 100 : 5);
+  const where = {clientX: box.left + x, clientY: box.top + y, bubbles: true};
+  if (kind === "point") { canvas.dispatchEvent(new PointerEvent("pointermove", where)); return; }
   canvas.dispatchEvent(new PointerEvent("pointerdown", where));
   canvas.dispatchEvent(new PointerEvent("pointerup", where));
   canvas.dispatchEvent(new MouseEvent("click", where));
@@ -212,10 +216,14 @@ _SEARCH = """() => {
 
 def _opened(browser: str, folder: Path, data: dict[str, Any], act: str = "() => {}", address: str = "") -> Any:
     """What the page shows after ``act``, a function in its language."""
+    return _shown(browser, folder, files.page(data), act, address)
+
+
+def _shown(browser: str, folder: Path, text: str, act: str = "() => {}", address: str = "") -> Any:
     page = folder / "step.html"
-    page.write_text(files.page(data).replace("<body>", "<body>" + _PROBE % act))
+    page.write_text(text.replace("<body>", "<body>" + _PROBE % act))
     command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--dump-dom"]
-    command += [f"--user-data-dir={folder / 'profile'}", "--window-size=1200,900", page.as_uri() + address]
+    command += [f"--user-data-dir={folder / 'profile'}", "--window-size=1280,900", page.as_uri() + address]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     found = re.search(r'<pre id="probe">(.*?)</pre>', result.stdout, re.DOTALL)
     assert found is not None, result.stderr
@@ -223,7 +231,7 @@ def _opened(browser: str, folder: Path, data: dict[str, Any], act: str = "() => 
 
 
 @pytest.mark.long
-def test_times_of_units_with_long_names_fit_into_a_window_of_1200_pixels(browser: str, tmp_path: Path) -> None:
+def test_no_table_of_units_with_long_names_is_cut_in_a_window_of_1280_pixels(browser: str, tmp_path: Path) -> None:
     units = [f"model.language_model.layers.{i}.mlp.experts" for i in range(3)]
     records = [record(simple_step(units, late=0.2, compute=0.5001234), units, rank) for rank in range(2)]
     data = report_data("Model", "cpu", [info(name, 900 * 2**20) for name in (ROOT, *units)], records)
@@ -244,13 +252,38 @@ def test_page_opens_without_errors_and_shows_the_findings(browser: str, tmp_path
     assert found["code"] == [name for text in expected for name in text.split("`")[1::2]]
     assert f"of which step {data['step']} is shown, counted from 0:" in found["summary"]
     assert "other: loss, optimizer, data" in found["legend"]
-    lines = data["timelines"]
-    lasted_ms = (max(each["stop_us"] for each in lines) - min(each["start_us"] for each in lines)) / 1e3
-    shown_ms = [float(text.removesuffix(" ms")) for text in found["times"]]
-    assert shown_ms == pytest.approx([lasted_ms * quarters / 4 for quarters in range(5)], abs=0.06)
-    value, unit = found["peak"].split()
-    shown = float(value) * 2 ** (10 * ["B", "KiB", "MiB", "GiB"].index(unit))
-    assert shown == pytest.approx(data["memory"]["peak_nbytes"], rel=0.01)
+    assert all(each["what"] in found["series"] for each in data["memory"]["series"])
+    held = re.search(r"held at most ([0-9.]+) (B|KiB|MiB|GiB)", found["memory"])
+    assert held is not None
+    nbytes = float(held[1]) * 2 ** (10 * ["B", "KiB", "MiB", "GiB"].index(held[2]))
+    assert nbytes == pytest.approx(data["memory"]["peak_nbytes"], rel=0.01)
+    assert {"launch", "held", "direct", "bucket", "rank wait"} <= set(found["words"])
+
+
+@pytest.mark.long
+def test_pointing_says_what_a_bar_is_and_what_memory_is_for(browser: str, tmp_path: Path) -> None:
+    data = _data()
+    found = _opened(browser, tmp_path, data, _AT % '[2, "point", "timeline"]')
+    assert found["errors"] == []
+    assert found["tip"].startswith("rank 0: backward blocks.1\n20.000 ms from ")
+    tip = _opened(browser, tmp_path, data, _AT % '[2, "point", "memory"]')["tip"].splitlines()
+    time, *values = [line.split(": ") for line in tip]
+    assert time[0].endswith(" ms")
+    assert {name.removeprefix("\u25b8 ") for name, _ in values} <= {each["what"] for each in data["memory"]["series"]}
+    assert len([name for name, _ in values if name.startswith("\u25b8")]) <= 1
+
+
+@pytest.mark.long
+def test_page_of_two_reports_opens_without_errors_and_shows_the_differences(browser: str, tmp_path: Path) -> None:
+    reports = [_data(), _data(ranks=1)]
+    for name, data in zip("ab", reports, strict=True):
+        files.write(tmp_path / f"{name}.json", data)
+    compare_reports(tmp_path / "a.json", tmp_path / "b.json", tmp_path / "both.html")
+    found = _shown(browser, tmp_path, (tmp_path / "both.html").read_text(), _AT % '[2, "click", "timeline"]')
+    assert found["errors"] == []
+    assert found["rows"] == len(reports[0]["units"])
+    assert found["unit"] == "blocks.1"
+    assert found["cut"] == []
 
 
 @pytest.mark.long
@@ -270,7 +303,7 @@ def test_page_shows_what_was_predicted(browser: str, tmp_path: Path) -> None:
 @pytest.mark.long
 def test_a_click_on_a_unit_shows_its_numbers(browser: str, tmp_path: Path) -> None:
     data = _data()
-    found = _opened(browser, tmp_path, data, _CLICK % 2)
+    found = _opened(browser, tmp_path, data, _AT % '[2, "click", "timeline"]')
     assert found["errors"] == []
     assert found["unit"] == data["units"][2]["name"]
     shown, unit = found["fields"], data["units"][2]

@@ -1,9 +1,11 @@
 """A report on real steps: ``with fsdp2.report(model, "step.html"): train_step()``.
 
 ``recorder`` notes what happens when; ``timeline`` reads its marks; ``data`` puts all ranks together; ``findings`` says
-what to change first; ``files`` writes. Only ``recorder`` and ``call`` know torch.
+what to change first; ``files`` writes; ``comparison`` puts two reports side by side. Only ``recorder`` and ``call``
+know torch.
 """
 
 from fsdp2.tools.report.call import Report, report
+from fsdp2.tools.report.comparison import Comparison, compare_reports
 
-__all__ = ["Report", "report"]
+__all__ = ["Comparison", "Report", "compare_reports", "report"]

@@ -1,0 +1,61 @@
+// Two reports: what differs, and both timelines on one scale.
+
+const {comparison, reports} = content;
+const chart = new Chart(find("timeline"), reports.map((data, i) => reportOf(data, comparison.names[i])));
+
+function choose(name) {
+  const lists = reports.flatMap((data, i) => data.units.filter((unit) => unit.name === name)
+    .map(({name: _, ...fields}) => ({heading: comparison.names[i], fields})));
+  showChosen(name, lists);
+}
+
+function difference(field, value) {
+  return value === null ? "" : `${value > 0 ? "+" : ""}${shown(field, value)}`;
+}
+
+function cellsOfPair({field, values, difference: by, ratio}) {
+  const [a, b] = values.map((value) => ({value, text: value === null ? "not known" : shown(field, value)}));
+  return [a, b, {value: by, text: difference(field, by)}, {value: ratio, text: ratio === null ? "" : ratio.toFixed(2)}];
+}
+
+function fillDifferences() {
+  for (const {title, rows} of comparison.tables) {
+    const part = element("div");
+    const made = element("table");
+    table(made, [title, ...comparison.names.map(shortName), "difference", "ratio"],
+      rows.map((row) => [nameCell(label(row.field)), ...cellsOfPair(row)]));
+    part.append(made);
+    find("differences").append(part);
+  }
+  const part = element("div");
+  const made = element("table");
+  table(made, ["settings that differ", ...comparison.names.map(shortName)], comparison.settings.map(({what, units, values}) =>
+    [{value: what, text: what, title: units.join("\n")}, ...values.map((value) => ({value: String(value), text: String(value)}))]));
+  part.append(comparison.settings.length ? made : element("p", "No settings differ."));
+  find("differences").append(part);
+}
+
+function fillUnits() {
+  const columns = comparison.unit_fields.flatMap((field) =>
+    [...comparison.names.map((name) => `${label(field).replace(", ms", "")}, ${shortName(name)}`), "difference"]);
+  table(find("units"), ["name", ...columns], comparison.units.map(({name, pairs}) =>
+    Object.assign([nameCell(name), ...pairs.flatMap((pair) => cellsOfPair(pair).slice(0, 3))], {unit: name})));
+}
+
+function fillSummary() {
+  find("title").textContent = `${comparison.names[0]} and ${comparison.names[1]}`;
+  find("summary").textContent = reports.map((data, i) => `${comparison.names[i]}: ${data.model} on ${data.device}, ` +
+    `${data.ranks.length} ranks, ${data.units.length} units, ${data.steps_ms[data.step].toFixed(1)} ms`).join("; ");
+  const only = comparison.only.map((names, i) => (names.length ?
+    `${comparison.names[i]} alone has ${names.slice(0, 5).join(", ")}${names.length > 5 ? ` and ${names.length - 5} more` : ""}.` : ""));
+  find("units-text").textContent = only.join(" ").trim();
+}
+
+fillSummary();
+fillDifferences();
+fillUnits();
+fillWords();
+chart.legend();
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => chart.legend());
+chooseFromAddress();
+window.addEventListener("hashchange", chooseFromAddress);

@@ -1,0 +1,94 @@
+"""The colours of the report's page: what lies on a bar can be read, and no wait looks like a unit.
+
+Contrast: "Web Content Accessibility Guidelines" (WCAG) 2.2, 1.4.3 for text and 1.4.11 for shapes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from importlib import resources
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+TEXT, SHAPE = 4.5, 3.0  # the least ratios of level AA
+
+
+def _part(name: str) -> str:
+    return (resources.files("fsdp2.tools.report") / name).read_text()
+
+
+def _palette() -> dict[str, Any]:
+    found = re.search(r"const PALETTE = (\{.*?\n\});", _part("chart.js"), re.DOTALL)
+    assert found is not None
+    palette: dict[str, Any] = json.loads(found[1])
+    return palette
+
+
+PALETTE = _palette()
+VARIABLES = {name: pair for name, *pair in re.findall(r"--(\w+): light-dark\((#\w+), (#\w+)\)", _part("page.css"))}
+SCHEMES = ("light", "dark")
+SOLID = [*PALETTE["units"], *PALETTE["bars"].values()]
+
+
+def _channels(colour: str) -> list[float]:
+    return [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+
+
+def _luminance(colour: str) -> float:
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in _channels(colour)]
+    return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def _contrast(one: str, other: str) -> float:
+    light, dark = sorted((_luminance(one), _luminance(other)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
+def test_contrast_is_that_of_the_guidelines() -> None:
+    assert _contrast("#ffffff", "#000000") == pytest.approx(21)
+    assert _contrast("#777777", "#ffffff") == pytest.approx(4.48, abs=0.005)  # just too little
+
+
+def test_labels_can_be_read_on_each_bar() -> None:
+    assert {colour: _contrast(PALETTE["label"], colour) for colour in SOLID if
+            _contrast(PALETTE["label"], colour) < TEXT} == {}  # fmt: skip
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_text_can_be_read_in_each_scheme(scheme: str) -> None:
+    """Also labels of waits: they lie on the page's ground."""
+    of = {name: pair[SCHEMES.index(scheme)] for name, pair in VARIABLES.items()}
+    pairs = [("ink", "ground"), ("faint", "ground"), ("ink", "mark")]
+    assert {pair for pair in pairs if _contrast(of[pair[0]], of[pair[1]]) < TEXT} == set()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_stripes_of_waits_stand_out_and_no_unit_has_their_colour_or_pattern(scheme: str) -> None:
+    ground = VARIABLES["ground"][SCHEMES.index(scheme)]
+    hatches = PALETTE["hatches"]
+    assert {"gather wait", "reduce wait", "rank wait"} <= set(hatches)
+    assert {name for name, each in hatches.items() if _contrast(each[scheme], ground) < SHAPE} == set()
+    assert not {each[scheme] for each in hatches.values()} & set(SOLID)
+    assert len({each["lines"] for each in hatches.values()}) == len(hatches)  # also told apart without colours
+
+
+def _seen_without(cone: str, colour: str) -> list[float]:
+    """How ``colour`` looks to readers without that cone, in linear RGB.
+
+    Source: Vienot, Brettel and Mollon, "Digital video colourmaps for checking the legibility of displays by
+    dichromats", 1999.
+    """
+    r, g, b = ((c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4) for c in _channels(colour))
+    mixed = 0.11238 * r + 0.88762 * g if cone == "L" else 0.29275 * r + 0.70725 * g
+    return [mixed, mixed, 0.00401 * (r - g) + b if cone == "L" else -0.02234 * (r - g) + b]
+
+
+@pytest.mark.parametrize("cone", ["L", "M"])
+@pytest.mark.parametrize("colours", [PALETTE["units"], PALETTE["series"]], ids=["units", "series"])
+def test_neighbours_differ_for_readers_who_lack_a_cone(cone: str, colours: list[str]) -> None:
+    seen = [_seen_without(cone, colour) for colour in colours]
+    gaps = [max(abs(a - b) for a, b in zip(one, other, strict=True)) for one, other in pairwise(seen)]
+    assert min(gaps) > 0.08
