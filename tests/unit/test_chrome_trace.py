@@ -106,8 +106,9 @@ def test_gathers_in_flight_at_once_lie_on_two_threads() -> None:
     assert threads == {"compute", "all-gather", "all-gather, also in flight"}
 
 
-def test_arrows_lead_from_the_launch_to_the_wait_or_the_landing() -> None:
-    events = chrome_trace(_data(1))["traceEvents"]
+def _ends_of_arrows(data: dict[str, Any]) -> list[list[str]]:
+    """The slices that each arrow joins."""
+    events = chrome_trace(data)["traceEvents"]
     slices = [event for event in events if event["ph"] == "X"]
 
     def around(end: dict[str, Any]) -> str:
@@ -119,7 +120,20 @@ def test_arrows_lead_from_the_launch_to_the_wait_or_the_landing() -> None:
     for event in events:
         if event["ph"] in "stf":
             flows[event["id"]].append(around(event))
-    found = list(flows.values())
+    assert len(flows) == len([s for s in slices if s["tid"] != 0])  # an arrow for each collective
+    return list(flows.values())
+
+
+def test_arrows_lead_from_the_launch_to_the_wait_or_the_landing() -> None:
+    found = _ends_of_arrows(_data(1))
     assert ["launch blocks.0", "all-gather blocks.0", "gather wait blocks.0"] in found
     assert ["launch blocks.1", "reduce-scatter blocks.1", "reduce wait blocks.1"] in found
-    assert len(found) == len([s for s in slices if s["tid"] != 0])  # an arrow for each collective
+
+
+def test_an_arrow_passes_by_what_the_unit_computes_before_its_collective_has_arrived() -> None:
+    tape = Tape().event("pre_forward").compute(0.001).event("post_forward").event("pre_backward", "a").compute(0.010)
+    tape.event("post_backward", "a").do("reduce_launch", "a", takes=0.001, inside="reduce")
+    tape.event("pre_forward", "a").compute(0.005).event("post_forward", "a").event("end_backward")
+    tape.do("reduce_finish", "a", blocked=0.002, inside="land").do("reduce_land", "a", inside="land")
+    data = report_data("Model", "cpu", [info(ROOT), info("a")], [record(tape, ["a"])])
+    assert _ends_of_arrows(data) == [["launch a", "reduce-scatter a", "reduce wait a"]]

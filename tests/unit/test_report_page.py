@@ -186,6 +186,7 @@ window.addEventListener("load", () => {
       cut: [...document.querySelectorAll("th")].filter((e) => e.getBoundingClientRect().right >
         e.closest("table").parentElement.getBoundingClientRect().right + 1).map((e) => e.textContent),
       words: [...document.querySelectorAll("#words dt")].map((e) => e.textContent),
+      tails: [19, 15, 5, 3].map((most) => tail("model.layers.11.mlp", (text) => text.length <= most)),
       code: [...document.querySelectorAll("#findings code")].map((e) => e.textContent),
       findings: [...document.querySelectorAll("#findings li")].map((e) => e.textContent),
     }),
@@ -251,12 +252,13 @@ def test_page_opens_without_errors_and_shows_the_findings(browser: str, tmp_path
     assert found["findings"] == [text.replace("`", "") for text in expected]
     assert found["code"] == [name for text in expected for name in text.split("`")[1::2]]
     assert f"of which step {data['step']} is shown, counted from 0:" in found["summary"]
-    assert "other: loss, optimizer, data" in found["legend"]
+    assert all(does in found["legend"] for does in data["does"])
     assert all(each["what"] in found["series"] for each in data["memory"]["series"])
     held = re.search(r"held at most ([0-9.]+) (B|KiB|MiB|GiB)", found["memory"])
     assert held is not None
     nbytes = float(held[1]) * 2 ** (10 * ["B", "KiB", "MiB", "GiB"].index(held[2]))
     assert nbytes == pytest.approx(data["memory"]["peak_nbytes"], rel=0.01)
+    assert found["tails"] == ["model.layers.11.mlp", "\u2026layers.11.mlp", "\u2026mlp", ""]
     assert {"launch", "held", "direct", "bucket", "rank wait"} <= set(found["words"])
 
 

@@ -293,6 +293,8 @@ def _texts(row: dict[str, Any]) -> list[str]:
 def _text(field: str, value: float) -> str:
     if field.endswith("_ms"):
         return f"{value:.1f} ms"
+    if field.endswith("_nbytes") and not value:
+        return "0 B"
     if field.endswith("_nbytes"):
         return f"{'-' if value < 0 else ''}{sizes.text_of(abs(value))}"
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
