@@ -66,7 +66,8 @@ class FullParamStream:
         Raises:
             ValueError: ranks have other tensors, or other arguments.
             ScheduleError: a forward or backward runs, or parameters are lent to ``fsdp2.unsharded``.
-            RuntimeError: the stream was used already; another rank left its loop, or raised; ``transform`` raised.
+            RuntimeError: the stream was used already; a tensor was replaced since it was made; another rank left its
+                loop, or raised; ``transform`` raised.
             CommunicationError: a collective failed, or a rank has not come.
         """
         if self._is_used:
@@ -93,6 +94,7 @@ class FullParamStream:
         num_done = 0
         try:
             check_idle(self._model, _CALLER)
+            self._check_still_there()
             gate.join(repr((self.manifest, self._to_rank, self._ahead)))
             remaining = iter(self._plan)
             total = sum(len(bucket.items) for bucket in self._plan)
@@ -121,6 +123,18 @@ class FullParamStream:
                     each.wait()
             finally:
                 gate.close()
+
+    def _check_still_there(self) -> None:
+        """Raise if the model has other tensors by now, or on other ranks: the plan has old values."""
+        current = {(id(each.tensor), id(each.param)) for each in weights_of(self._model, _CALLER)}
+        planned = (weight for bucket in self._plan for item in bucket.items for weight in item.weights)
+        gone = next((each for each in planned if (id(each.tensor), id(each.param)) not in current), None)
+        if gone is not None:
+            raise RuntimeError(
+                f"{_CALLER}: '{gone.names[0]}' was replaced after this stream was made, so the stream would hand out "
+                f"its old values. Call {_CALLER} after load_state_dict(assign=True), reshard_to, or whatever replaces "
+                "tensors."
+            )
 
     @property
     def _receives(self) -> bool:

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp2
@@ -339,6 +340,28 @@ def test_all_ranks_raise_what_one_finds(ctx: RankContext) -> None:
     text = "RuntimeError: stream_full_params: this stream was iterated already."
     assert error_of(lambda: iter(stream)).startswith(text)
     _is_as_before(model)
+
+
+@pytest.mark.parametrize("replace", ["assigned on one rank", "assigned", "another mesh"])
+@distributed(2)
+def test_a_stream_has_new_values_or_refuses_to_go_on(ctx: RankContext, replace: str) -> None:
+    """It was made before its model was trained, loaded in place, or given other tensors."""
+    model, other = (_sharded(seeded(MLP), ctx.mesh_1d()) for _ in range(2))
+    earlier, stream = fsdp2.stream_full_params(model), fsdp2.stream_full_params(model)
+    one_backward(Step(0, ctx.rank, None), other)
+    torch.optim.SGD(other.parameters(), lr=0.1).step()
+    model.load_state_dict(other.state_dict())
+    expected = {name: param.full_tensor().detach() for name, param in other.named_parameters()}
+    _assert_same({name: tensor.clone() for name, tensor in earlier}, expected)
+    if replace == "another mesh":
+        fsdp2.reshard_to(model, [], DeviceMesh(ctx.device_type, [0]))
+        fsdp2.reshard_to(model, [], ctx.mesh_1d())
+    elif replace == "assigned" or ctx.rank == 1:
+        model.load_state_dict(other.state_dict(), assign=True)
+    text = "RuntimeError: stream_full_params: 'entry.weight' was replaced after this stream was made, so"
+    found = error_of(lambda: dict(stream)).replace("\n", " ")
+    assert text in found or f"because rank {1 - ctx.rank} raised {text}" in found, found
+    _assert_same(_streamed(model), expected)
 
 
 @distributed(2)
