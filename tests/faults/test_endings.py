@@ -28,3 +28,26 @@ def test_ranks_end_cleanly_while_gloo_holds_the_last_collective(tmp_path: Path) 
     )
     assert ran.returncode == 0, ran.stderr
     assert ast.literal_eval(ran.stdout) == [(end, code) for end, code in CODES.items() for _ in range(2)], ran.stderr
+
+
+_LATE = """
+import threading, time, weakref, torch
+from fsdp2.comm import backends
+
+def drop(held):
+    time.sleep(0.5)
+    held.clear()
+    print("dropped", flush=True)
+
+held = [torch.zeros(1)]
+backends._lent.add(weakref.ref(held[0], backends._lent.discard))
+threading.Thread(target=drop, args=(held,), daemon=True).start()
+"""
+
+
+@pytest.mark.ci
+def test_python_ends_after_a_thread_has_dropped_the_last_collective() -> None:
+    """The same with a thread that takes its time; above, the moment decides."""
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    ran = subprocess.run([sys.executable, "-c", _LATE], capture_output=True, text=True, timeout=200, env=env)
+    assert (ran.returncode, ran.stdout) == (0, "dropped\n"), ran.stderr
