@@ -40,7 +40,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from fsdp2.api.module import sharded_unit
 from fsdp2.plan.plan import Route
-from fsdp2.runtime.root import form_root
+from fsdp2.runtime.unit_tree import tree_of
 from fsdp2.tools.report.call import attached
 from fsdp2.tools.report.recorder import DeviceClock, HostClock, Recorder
 
@@ -81,8 +81,8 @@ def step_ms(step: Stepper, device: str, count: int = 3) -> float:
 
 def reported_ms(step: Stepper, device: str, count: int = 3) -> float:
     """``step_ms`` of fsdp2 in a report, without what its end sends to other ranks, which are not there."""
-    root = form_root(sharded_unit(step.model, "benchmark"))
-    clock = DeviceClock(root.unit.mesh.device, root.units) if device == "cuda" else HostClock()
+    tree = tree_of(sharded_unit(step.model, "benchmark"))
+    clock = DeviceClock(tree.root.mesh.device, tree.units) if device == "cuda" else HostClock()
     with attached(Recorder(clock, count + 1), step.model, "stack"):
         return step_ms(step, device, count)
 
@@ -146,7 +146,7 @@ def planned_copies(model: nn.Module) -> gpu_trace.Planned:
     On the compute stream, so that gradients are freed at once: a kernel for each bucket of gradients, and the addresses
     that it reads from the host; a cast for each direct one that is reduced in another dtype.
     """
-    groups = [group for unit in form_root(sharded_unit(model, "benchmark")).units for group in unit.groups]
+    groups = [group for unit in tree_of(sharded_unit(model, "benchmark")).units for group in unit.groups]
     gathers = [group.unsharded.plan() for group in groups]
     is_beside = any(plan.buckets or any(step.is_copied_in for step in plan.steps) for plan in gathers)
     num_buckets = num_casts = 0

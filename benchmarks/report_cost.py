@@ -28,7 +28,7 @@ from scale.published import CALIBRATES
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2.api.module import sharded_unit
-from fsdp2.runtime.root import form_root
+from fsdp2.runtime.unit_tree import tree_of
 from fsdp2.tools.report.call import attached
 from fsdp2.tools.report.held import HeldBytes
 from fsdp2.tools.report.recorder import DeviceClock, Recorder
@@ -51,8 +51,8 @@ class Subject:
 
     def measure(self) -> None:
         """Run the steps of one report."""
-        root = form_root(sharded_unit(self._model, "benchmark"))
-        clock, held = DeviceClock(root.unit.mesh.device, root.units), HeldBytes(root, saves=True)
+        tree = tree_of(sharded_unit(self._model, "benchmark"))
+        clock, held = DeviceClock(tree.root.mesh.device, tree.units), HeldBytes(tree, saves=True)
         recorder = Recorder(clock, NUM_STEPS + 1, held)
         for name in METHODS:
             setattr(recorder, name, self._timed(getattr(recorder, name)))

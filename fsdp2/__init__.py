@@ -20,7 +20,7 @@ from fsdp2.extras import (
 from fsdp2.extras.lending import unsharded
 from fsdp2.extras.no_sync import no_sync
 from fsdp2.runtime.hooks import register_fsdp_forward_method
-from fsdp2.runtime.root import Root, register_memory_limit
+from fsdp2.runtime.unit_tree import UnitTree, register_memory_limit
 from fsdp2.types import (
     AllGather,
     Comm,
@@ -161,8 +161,8 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-def _limit_memory(limit: int, root: Root) -> Any:
-    return import_module("fsdp2.tools.memory_limit").MemoryLimit(limit, root)
+def _limit_memory(limit: int, tree: UnitTree) -> Any:
+    return import_module("fsdp2.tools.memory_limit").MemoryLimit(limit, tree)
 
 
 def _adapt_4bit(*parameter: Any) -> Adapted:

@@ -16,8 +16,8 @@ from fsdp2.comm.custom import BackendAllGather, BackendMemory, BackendReduceScat
 from fsdp2.group.group import ParamGroup
 from fsdp2.group.reduce_scatter import AllReduceHook
 from fsdp2.plan.mesh import separate_axis
-from fsdp2.runtime.root import Root, form_root
 from fsdp2.runtime.unit import Unit, note_tree_change, unit_of, units_under
+from fsdp2.runtime.unit_tree import UnitTree, tree_of
 from fsdp2.schedule.schedule import AfterForward
 from fsdp2.types import AllGather, ReduceScatter, ScheduleError
 
@@ -50,15 +50,15 @@ class UnshardHandle:
         ``unshard``, gather again. Write shards in no other way before you wait. Later calls do nothing."""
         unit, self._unit = self._unit, None
         if unit is not None:
-            form_root(unit).finish_unshard(unit)
+            tree_of(unit).finish_unshard(unit)
 
 
 class GradientReductionHandle:
     """A pending :meth:`FSDPModule.finalize_backward`."""
 
-    def __init__(self, root: Root) -> None:
-        self._root: Root | None = root
-        self._num_resets = root.num_resets
+    def __init__(self, tree: UnitTree) -> None:
+        self._tree: UnitTree | None = tree
+        self._num_resets = tree.num_resets
 
     def wait(self) -> None:
         """Put the gradients into ``.grad`` of the shards. The current stream may read them. Later calls do nothing.
@@ -66,15 +66,15 @@ class GradientReductionHandle:
         Raises:
             ScheduleError: the root was reset since ``finalize_backward``, and the gradients are lost.
         """
-        if self._root is None:
+        if self._tree is None:
             return
-        if self._root.num_resets != self._num_resets:
+        if self._tree.num_resets != self._num_resets:
             raise ScheduleError(
-                f"GradientReductionHandle.wait(): the gradients of unit '{self._root.unit.name}' are lost, because the "
+                f"GradientReductionHandle.wait(): the gradients of unit '{self._tree.root.name}' are lost, because the "
                 "model was reset after finalize_backward. Run the iteration again."
             )
-        self._root.land()
-        self._root = None
+        self._tree.land()
+        self._tree = None
 
 
 class FSDPModule:
@@ -113,7 +113,7 @@ class FSDPModule:
         """All-gather this module's parameters and bind them, until :meth:`reshard` or the end of the next forward or
         backward. With ``async_op``, return a handle at once; the next forward waits without the handle, too."""
         unit = self._unit()
-        form_root(unit).unshard(unit)
+        tree_of(unit).unshard(unit)
         handle = UnshardHandle(unit)
         if async_op:
             return handle
@@ -179,7 +179,7 @@ class FSDPModule:
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Make the gathers of the next forward wait for ``event`` only. Record ``event`` after the optimizer step; call
         on the root. By default, gathers wait for all earlier work of the current stream. No effect on the CPU."""
-        form_root(self._unit()).post_optim_event = event
+        tree_of(self._unit()).post_optim_event = event
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Whether unsharded parameters are allocated and filled on the caller's stream. Casts and copies around the
@@ -193,7 +193,7 @@ class FSDPModule:
         """Whether the next backward is the last one over the forwards recorded so far. The last backward waits for the
         reductions in flight. The order of the forwards, which backward prefetch follows, is kept until then. Call it on
         the root."""
-        form_root(self._unit()).schedule.is_last_backward = is_last_backward
+        tree_of(self._unit()).schedule.is_last_backward = is_last_backward
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients. If False, each rank accumulates unsharded ones, in reduce dtype."""
@@ -297,11 +297,11 @@ class FSDPModule:
         Raises:
             ScheduleError: the module is not a root; a backward is running, or waits to be finalized.
         """
-        root = form_root(self._root_unit("set_manual_backward_finalization"))
-        schedule = root.schedule
+        tree = tree_of(self._root_unit("set_manual_backward_finalization"))
+        schedule = tree.schedule
         if enabled == schedule.finalizes_by_hand:
             return
-        if schedule.awaits_finalization or root.is_reducing or _torch.in_backward():
+        if schedule.awaits_finalization or tree.is_reducing or _torch.in_backward():
             found = "a backward is running" if _torch.in_backward() else "a backward waits to be finalized"
             raise ScheduleError(
                 f"set_manual_backward_finalization({enabled}): {found}. Call set_manual_backward_finalization before "
@@ -327,21 +327,21 @@ class FSDPModule:
             ScheduleError: not a root; manual finalization is off; a backward runs; an earlier handle is still pending;
                 the backwards have lost gradients of parameters, because a unit was resharded.
         """
-        root = form_root(self._root_unit("finalize_backward"))
+        tree = tree_of(self._root_unit("finalize_backward"))
         problem = None
-        if not root.schedule.finalizes_by_hand:
+        if not tree.schedule.finalizes_by_hand:
             problem = (
                 "manual finalization is off, so each backward is finalized at its end. "
                 "Call set_manual_backward_finalization(True) before backward"
             )
         elif _torch.in_backward():
             problem = "a backward is running. Call finalize_backward after backward() has returned"
-        elif root.is_reducing:
+        elif tree.is_reducing:
             problem = "the handle of the last call is still pending. Call wait() on that handle first"
         if problem is not None:
             raise ScheduleError(f"finalize_backward on {type(self).__name__}: {problem}.")
-        root.finalize_backward()
-        handle = GradientReductionHandle(root)
+        tree.finalize_backward()
+        handle = GradientReductionHandle(tree)
         if async_op:
             return handle
         handle.wait()
@@ -360,16 +360,16 @@ class FSDPModule:
         Raises:
             ScheduleError: ``keep_unreduced`` after an exception in backward, which has changed some of the gradients.
         """
-        root = form_root(self._unit())
+        tree = tree_of(self._unit())
         if not keep_unreduced:
-            root.reset()
-        elif root.schedule.passes.in_backward:
+            tree.reset()
+        elif tree.schedule.passes.in_backward:
             raise ScheduleError(
                 "reset_iter_state(keep_unreduced=True): an exception in backward has left incomplete sums in unreduced "
                 "gradients. Call reset_iter_state() and zero_grad(). Then repeat all micro-batches."
             )
         else:
-            root.abandon_forward()
+            tree.abandon_forward()
 
     # Memory
 
@@ -505,7 +505,7 @@ class FSDPModule:
         if not unit.is_root:
             raise ScheduleError(
                 f"{caller}: unit '{unit.name}' is not the root. "
-                f"Call {caller} on the root, the {form_root(unit).class_name} around this unit."
+                f"Call {caller} on the root, the {tree_of(unit).class_name} around this unit."
             )
         return unit
 

@@ -23,8 +23,8 @@ from fsdp2.extras.rank_checks import by_mesh, check_agreement, compare_on
 from fsdp2.extras.stalls import Meeting, await_claim, watch_for_stalls
 from fsdp2.group.group import ParamGroup
 from fsdp2.plan.mesh import ParallelMesh
-from fsdp2.runtime.root import RankChecks, Root, register_rank_checks
 from fsdp2.runtime.unit import Unit
+from fsdp2.runtime.unit_tree import RankChecks, UnitTree, register_rank_checks
 
 _next_number: defaultdict[int, int] = defaultdict(int)  # of a scope, by its ranks
 
@@ -64,8 +64,8 @@ class Alike(RankChecks):
         identity: tells roots apart. The same on all ranks, once these have compared their models.
     """
 
-    def __init__(self, root: Root) -> None:
-        self._root = root
+    def __init__(self, tree: UnitTree) -> None:
+        self._tree = tree
         self._agreed: Sequence[tuple[Unit, Sequence[ParamGroup]]] = ()  # the units that the ranks have compared
         self._scopes: Sequence[_Scope] = ()
         self._has_new_flags = False
@@ -73,7 +73,7 @@ class Alike(RankChecks):
         self._orders: dict[int, Sequence[int]] = {}  # by the outermost unit, the units of its last forward
         self._expected: Sequence[int] = ()  # the units that the last backward was to reach
         self.identity = f"new/{id(self):x}"
-        watch_for_stalls(self, root.executor.streams, root.unit.mesh)
+        watch_for_stalls(self, tree.executor.streams, tree.root.mesh)
 
     # What happens
 
@@ -83,26 +83,26 @@ class Alike(RankChecks):
         Raises:
             ScheduleError: they differ.
         """
-        root = self._root
-        units = [(unit, unit.groups) for unit in root.units]  # a tie may have moved a parameter to another group
+        tree = self._tree
+        units = [(unit, unit.groups) for unit in tree.units]  # a tie may have moved a parameter to another group
         if units == self._agreed:
             return
-        root.agree("the comparison of the models", partial(check_agreement, root.class_name, root.units))
-        groups = [group for unit in root.units for group in unit.groups if group.mesh.data_parallel_size > 1]
+        tree.agree("the comparison of the models", partial(check_agreement, tree.class_name, tree.units))
+        groups = [group for unit in tree.units for group in unit.groups if group.mesh.data_parallel_size > 1]
         self._scopes = [self._scope(mesh, its) for mesh, its in by_mesh(groups)]
         self._agreed = units
-        root.take_flags()
+        tree.take_flags()
         self._has_new_flags, self._orders, self._expected = False, {}, ()
         self._claims = {_named(FLAGS, scope.everyone): scope.trainable() for scope in self._scopes}
 
     def _scope(self, mesh: ParallelMesh, groups: Sequence[ParamGroup]) -> _Scope:
         """Its name is agreed on: some ranks may have had more roots before than others, in worlds that are gone."""
         ranks = zlib.crc32(repr(mesh.ranks).encode())
-        found = self._root.agree("the comparison of the models", partial(compare_on, mesh, _next_number[ranks]))
+        found = self._tree.agree("the comparison of the models", partial(compare_on, mesh, _next_number[ranks]))
         number = max(found)
         _next_number[ranks] = number + 1
         self.identity = f"{ranks:x}/{number}"  # in the end, that of the largest mesh
-        return _Scope(mesh, groups, self._root.units, self.identity)
+        return _Scope(mesh, groups, self._tree.units, self.identity)
 
     def note_flags(self) -> None:
         self._has_new_flags = True
@@ -121,7 +121,7 @@ class Alike(RankChecks):
 
     def end_forward(self, unit: Unit) -> None:
         """Others of its kind have used the same units, or all ranks say that they have used these."""
-        schedule = self._root.schedule
+        schedule = self._tree.schedule
         units = schedule.tape.expected
         if schedule.tape.records:  # else no backward follows, which would depend on flags
             self.agree_on_flags()
@@ -132,7 +132,7 @@ class Alike(RankChecks):
 
     def begin_backward(self) -> None:
         """Replicas have used the same units in the forwards that it may reach, or say that they have used these."""
-        units = list(dict.fromkeys(self._root.schedule.tape.ended))
+        units = list(dict.fromkeys(self._tree.schedule.tape.ended))
         if units != self._expected:
             for scope in self._scopes:
                 if scope.is_replicated:
@@ -141,7 +141,7 @@ class Alike(RankChecks):
 
     def end_step(self) -> None:
         """The parameters that have gradients had some in the last step, too; or all ranks say that these have."""
-        used = {group: group.gradients.take_used() for unit in self._root.units for group in unit.groups}
+        used = {group: group.gradients.take_used() for unit in self._tree.units for group in unit.groups}
         for scope in self._scopes:
             its = [used[group] for group in scope.groups]
             if its != scope.used and any(its):  # else gradients are kept for a later step
@@ -157,7 +157,7 @@ class Alike(RankChecks):
         if claim != before.get(name):
             self._claims = {**before, name: claim}  # other threads may read the old ones
             try:
-                self._root.agree(f"the comparison of {what}", partial(await_claim, meeting, name, claim))
+                self._tree.agree(f"the comparison of {what}", partial(await_claim, meeting, name, claim))
             except BaseException:
                 self._claims = before  # so the next pass claims again
                 raise
@@ -167,29 +167,29 @@ class Alike(RankChecks):
     @property
     def last_event(self) -> object:
         """As of the root."""
-        return self._root.last_event
+        return self._tree.last_event
 
     @property
     def is_running(self) -> bool:
         """As of the root."""
-        return self._root.is_running
+        return self._tree.is_running
 
     def story(self) -> str:
         """As of the root."""
-        return self._root.story()
+        return self._tree.story()
 
     def ranks(self) -> list[int]:
         """All ranks that hold a part of the model."""
-        groups = [group for unit in self._root.units for group in unit.groups]
+        groups = [group for unit in self._tree.units for group in unit.groups]
         return sorted({rank for group in groups for row in group.mesh.ranks for rank in row})
 
     def claims(self) -> dict[str, Claim]:
         """What this rank does, of what ranks must do alike."""
-        schedule, claims = self._root.schedule, dict(self._claims)
+        schedule, claims = self._tree.schedule, dict(self._claims)
         for scope in self._scopes:
             claims[_named(FLAGS, scope.everyone)] = scope.trainable()
             if (running := schedule.passes.root) is not None:
-                name = _named(f"{UNITS} of {self._root.units[running].name}", scope.gathering)
+                name = _named(f"{UNITS} of {self._tree.units[running].name}", scope.gathering)
                 claims[name] = [*scope.named(schedule.tape.began), UNFINISHED]
         return claims
 

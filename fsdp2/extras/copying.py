@@ -20,8 +20,8 @@ from fsdp2.group.group import ParamGroup
 from fsdp2.group.hooked_params import is_plain
 from fsdp2.group.param import ParamRecord, ShardedParam, Slot
 from fsdp2.runtime.hooks import FORWARD_METHOD, ModuleHooks
-from fsdp2.runtime.root import form_root
 from fsdp2.runtime.unit import UNIT_ATTRIBUTE, Unit, unit_of
+from fsdp2.runtime.unit_tree import tree_of
 from fsdp2.schedule.states import Pass
 from fsdp2.types import ScheduleError
 
@@ -97,7 +97,7 @@ def _copied_unit(unit: Unit, modules: tuple[nn.Module, ...], memo: Memo) -> Unit
             memo.setdefault(_PENDING, []).append((made, name, listed))
     _renew_hooks(unit, made, memo)
     if unit.finalizes_by_hand:
-        form_root(made).schedule.finalizes_by_hand = True
+        tree_of(made).schedule.finalizes_by_hand = True
     return made
 
 

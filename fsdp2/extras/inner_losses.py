@@ -25,8 +25,8 @@ from fsdp2.extras import torch_names
 from fsdp2.group.group import ParamGroup
 from fsdp2.plan.trees import find_tensors
 from fsdp2.runtime.outside_calls import called_with
-from fsdp2.runtime.root import form_root
 from fsdp2.runtime.unit import Unit, units_under
+from fsdp2.runtime.unit_tree import tree_of
 from fsdp2.schedule.schedule import Phase
 
 _watched: weakref.WeakKeyDictionary[Unit, set[nn.Module]] = weakref.WeakKeyDictionary()
@@ -50,14 +50,14 @@ def _watch(unit: Unit) -> None:
     @_torch.runs_between_graphs
     def on_gradient(_: torch.Tensor) -> None:
         """Usually, backward began at the unit's output. In the unit's forward, the user computes gradients."""
-        root = unit.root
-        phase = Phase.IDLE if root is None else root.schedule.passes.phases[unit.index]
+        tree = unit.tree
+        phase = Phase.IDLE if tree is None else tree.schedule.passes.phases[unit.index]
         if phase is not Phase.BACKWARD and phase is not Phase.FORWARD:
-            (root or form_root(unit)).pre_backward(unit)
+            (tree or tree_of(unit)).pre_backward(unit)
 
     @_torch.runs_between_graphs
     def has_begun() -> bool:
-        return unit.root is not None and unit.root.schedule.passes.phases[unit.index] is Phase.BACKWARD
+        return unit.tree is not None and unit.tree.schedule.passes.phases[unit.index] is Phase.BACKWARD
 
     hook = _torch.GradientHook(on_gradient)
     holders = [slot.module for group in unit.groups for param in group.params for slot in param.slots]

@@ -18,8 +18,8 @@ from fsdp2.extras.skipped_units import Event, SkippedUnits
 from fsdp2.group.gradients import Landed, deposit
 from fsdp2.group.group import ParamGroup
 from fsdp2.plan.mesh import ParallelMesh
-from fsdp2.runtime.root import RankChecks, Root, register_where_ranks_differ
 from fsdp2.runtime.unit import Unit, note_tree_change
+from fsdp2.runtime.unit_tree import RankChecks, UnitTree, register_where_ranks_differ
 from fsdp2.schedule.schedule import Action, Actions, Phase, Schedule, UnitRules
 from fsdp2.schedule.states import Outcome
 
@@ -32,9 +32,9 @@ class JoiningSchedule(Schedule):
         skipping: which units these are.
     """
 
-    def __init__(self, root: Root) -> None:
-        self._root, self.skipping = root, SkippedUnits(root.parents)
-        super().__init__([root.rules_of(unit) for unit in root.units])
+    def __init__(self, tree: UnitTree) -> None:
+        self._tree, self.skipping = tree, SkippedUnits(tree.parents)
+        super().__init__([tree.rules_of(unit) for unit in tree.units])
         for unit, rules in enumerate(self.rules):
             self.set_rules(unit, rules)
 
@@ -90,35 +90,35 @@ class JoiningSchedule(Schedule):
 
     def _join_forward(self, events: Sequence[Event], *, grad_enabled: bool) -> None:
         """Gather units that this rank skips and other ranks may use."""
-        root = self._root
+        tree = self._tree
         for event in events:
-            unit = root.units[event.unit]
-            if not root.is_in_tree(unit):
+            unit = tree.units[event.unit]
+            if not tree.is_in_tree(unit):
                 self.skipping.forward.events.remove(event)
                 note_tree_change()
             elif event.begins:
                 actions = super().pre_forward(event.unit, in_backward=False, grad_enabled=grad_enabled)
-                root.executor.do(actions, "join_forward", unit)
+                tree.executor.do(actions, "join_forward", unit)
             else:
-                root.executor.do(super().post_forward(event.unit))
+                tree.executor.do(super().post_forward(event.unit))
 
     def _join_backward(self, events: Sequence[Event]) -> None:
         """Gather and reduce units that this rank skips and other ranks may use."""
-        root = self._root
+        tree = self._tree
         for event in events:
             if event.begins:  # its backward ends
-                root.executor.do(super().post_backward(event.unit, is_last_use=event.is_last_use))
+                tree.executor.do(super().post_backward(event.unit, is_last_use=event.is_last_use))
             else:
-                root.enter_backward("join_backward", root.units[event.unit], super().pre_backward(event.unit))
+                tree.enter_backward("join_backward", tree.units[event.unit], super().pre_backward(event.unit))
 
 
 class ChecksWhereRanksDiffer(RankChecks):
     """Instead of comparing which units and parameters were used, the ranks tell each other. ``usual``: the checks of
     everything else."""
 
-    def __init__(self, root: Root, schedule: JoiningSchedule, usual: RankChecks) -> None:
-        self._root, self._schedule, self._usual = root, schedule, usual
-        groups = [group for unit in root.units for group in unit.groups]
+    def __init__(self, tree: UnitTree, schedule: JoiningSchedule, usual: RankChecks) -> None:
+        self._tree, self._schedule, self._usual = tree, schedule, usual
+        groups = [group for unit in tree.units for group in unit.groups]
         self._used_params = [UsedParams(*each) for each in by_mesh(groups)]
 
     def begin_pass(self) -> None:
@@ -132,20 +132,20 @@ class ChecksWhereRanksDiffer(RankChecks):
 
     def end_forward(self, unit: Unit) -> None:
         """If the forward was the first of its kind with these trainable units, find out what other ranks have used."""
-        root, schedule, skipping = self._root, self._schedule, self._schedule.skipping
+        tree, schedule, skipping = self._tree, self._schedule, self._schedule.skipping
         trainable: set[int] = set()
         if skipping.forward.has_gradients:  # else no backward follows, which would depend on them
             self.agree_on_flags()
-            units = enumerate(root.units)
+            units = enumerate(tree.units)
             trainable = {i for i, unit in units for group in unit.groups if group.gradients.trainable}
         used = skipping.end_forward(trainable)
         if used is not None:
-            used_by_all = root.agree("the agreement on the order of units", partial(compare, root.units, used))
+            used_by_all = tree.agree("the agreement on the order of units", partial(compare, tree.units, used))
             schedule.tape.expected = skipping.agree(used_by_all, trainable)
 
     def end_step(self) -> None:
         for used in self._used_params:
-            self._root.agree("the agreement on which parameters had gradients", used.settle)
+            self._tree.agree("the agreement on which parameters had gradients", used.settle)
 
     def drop_step(self) -> None:
         for used in self._used_params:
@@ -213,9 +213,9 @@ def _withhold(withheld: list[tuple[int, Landed]], at: int, landed: Landed) -> No
     withheld.append((at, landed._replace(shards=[shard.clone() for shard in landed.shards])))
 
 
-def _plug_in(root: Root, usual: RankChecks) -> tuple[Schedule, RankChecks]:
-    schedule = JoiningSchedule(root)
-    return schedule, ChecksWhereRanksDiffer(root, schedule, usual)
+def _plug_in(tree: UnitTree, usual: RankChecks) -> tuple[Schedule, RankChecks]:
+    schedule = JoiningSchedule(tree)
+    return schedule, ChecksWhereRanksDiffer(tree, schedule, usual)
 
 
 def register() -> None:

@@ -11,8 +11,8 @@ from typing import Any
 from torch import nn
 
 from fsdp2.api.fully_shard import fully_shard
-from fsdp2.runtime.root import form_root
 from fsdp2.runtime.unit import Unit, unit_of
+from fsdp2.runtime.unit_tree import tree_of
 from fsdp2.types import MixedPrecisionPolicy
 
 
@@ -40,13 +40,13 @@ class FSDPState:
     @property
     def all_states(self) -> list[FSDPState]:
         """The states of all units under one root."""
-        return [FSDPState(unit) for unit in form_root(self._unit).units]
+        return [FSDPState(unit) for unit in tree_of(self._unit).units]
 
     def _root_post_backward_final_callback(self) -> None:
         """Reduce the gradients that the backwards of a step have kept, reshard, and wait for the gradients."""
-        root = form_root(self._unit)
-        root.finalize_backward()
-        root.land()
+        tree = tree_of(self._unit)
+        tree.finalize_backward()
+        tree.land()
 
 
 def state_of(module: nn.Module) -> FSDPState | None:

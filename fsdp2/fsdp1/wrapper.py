@@ -61,8 +61,8 @@ from fsdp2.fsdp1.torch_names import HYBRID, inside_checkpoint
 from fsdp2.fsdp1.undo import undone_on_error
 from fsdp2.group.param import Slot
 from fsdp2.plan.dtypes import cast_floating
-from fsdp2.runtime.root import form_root
 from fsdp2.runtime.unit import UNIT_ATTRIBUTE, Unit, unit_of, units_under
+from fsdp2.runtime.unit_tree import tree_of
 from fsdp2.schedule.states import GroupState, Lent
 
 
@@ -297,7 +297,7 @@ class FullyShardedDataParallel(nn.Module):
     def check_is_root(self) -> bool:
         """Whether no other wrapper is around this one. Before the first forward, this call decides it: call it on the
         outermost wrapper."""
-        return form_root(self._unit).unit is self._unit
+        return tree_of(self._unit).root is self._unit
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
@@ -369,7 +369,7 @@ class FullyShardedDataParallel(nn.Module):
 
     def _unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this wrapper's parameters ahead of its next forward. With ``async_op``, return a handle at once."""
-        form_root(self._unit).unshard(self._unit)
+        tree_of(self._unit).unshard(self._unit)
         handle = UnshardHandle(self._unit)
         if async_op:
             return handle

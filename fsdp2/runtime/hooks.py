@@ -21,8 +21,8 @@ from fsdp2.plan.dtypes import cast_floating, need_cast
 from fsdp2.plan.trees import find_tensors, map_tensors
 from fsdp2.runtime.loading import check_loaded
 from fsdp2.runtime.outside_calls import guards_of
-from fsdp2.runtime.root import Root, form_root
 from fsdp2.runtime.unit import Unit, unit_of, units_under
+from fsdp2.runtime.unit_tree import UnitTree, tree_of
 from fsdp2.schedule.schedule import Phase
 from fsdp2.schedule.states import GroupState, Lent, Outcome, Pass
 from fsdp2.types import ScheduleError
@@ -49,7 +49,7 @@ class InputOfShardedModule(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         unit = ctx.unit
-        (unit.root or form_root(unit)).post_backward(unit)
+        (unit.tree or tree_of(unit)).post_backward(unit)
         return (None, *grads)
 
     @staticmethod
@@ -74,7 +74,7 @@ class _PreBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
         unit = ctx.unit
-        (unit.root or form_root(unit)).pre_backward(unit)
+        (unit.tree or tree_of(unit)).pre_backward(unit)
         return None, grad
 
     @staticmethod
@@ -131,7 +131,7 @@ class ModuleHooks:
         if self._runs_method:
             return self._resume(args, kwargs)
         unit = self._unit
-        seems_to_run = unit.root is not None and unit.root.schedule.passes.phases[unit.index] in _COMPUTING
+        seems_to_run = unit.tree is not None and unit.tree.schedule.passes.phases[unit.index] in _COMPUTING
         if seems_to_run and self._calls_itself(module):
             self._outer.append(self._handled)
             self._handled = id(sys.exc_info()[1])
@@ -140,15 +140,15 @@ class ModuleHooks:
         self._handled = id(sys.exc_info()[1])
         if unit.lent is not Lent.NOTHING and self._runs_plainly():
             return args, kwargs
-        root = unit.root or form_root(unit)
+        tree = unit.tree or tree_of(unit)
         in_backward = _torch.running_backward() != -1
-        is_first = len(unit.modules) == 1 or self._begins_forward(root, in_backward=in_backward)
+        is_first = len(unit.modules) == 1 or self._begins_forward(tree, in_backward=in_backward)
         if not is_first:
-            phase = root.resume_forward(unit)
+            phase = tree.resume_forward(unit)
         else:
             self._leads_to = Outcome.NOTHING
-            phase = root.pre_recompute(unit) if in_backward else root.pre_forward(unit)
-        if self._moves_inputs and root.schedule.passes.root == unit.index:
+            phase = tree.pre_recompute(unit) if in_backward else tree.pre_forward(unit)
+        if self._moves_inputs and tree.schedule.passes.root == unit.index:
             device = unit.mesh.device
             args, kwargs = map_tensors(lambda tensor: tensor.to(device, non_blocking=True), (args, kwargs))
         found = None  # the tensors in args and kwargs, if somebody has looked for them
@@ -183,14 +183,14 @@ class ModuleHooks:
     def end_forward(self, output: Any) -> Any:
         """The unit's forward is over; ``output`` leads to its backward."""
         unit = self._unit
-        root = unit.root
-        assert root is not None  # pre_forward has formed one
-        if root.schedule.passes.phases[unit.index] is Phase.BACKWARD:
+        tree = unit.tree
+        assert tree is not None  # pre_forward has formed one
+        if tree.schedule.passes.phases[unit.index] is Phase.BACKWARD:
             return output if self._output_dtype is None else cast_floating(output, self._output_dtype)
-        if root.schedule.passes.root == unit.index:
-            output = self._end_incomplete(root, output)
+        if tree.schedule.passes.root == unit.index:
+            output = self._end_incomplete(tree, output)
         output = self._handed_out(output)
-        root.post_forward(unit, self._leads_to)
+        tree.post_forward(unit, self._leads_to)
         return output
 
     def forward_method(self, module: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -220,11 +220,11 @@ class ModuleHooks:
         setattr(run, FORWARD_METHOD, method)
         return torch.compiler.disable(run, recursive=False)  # the method itself may be compiled
 
-    def _begins_forward(self, root: Root, *, in_backward: bool) -> bool:
+    def _begins_forward(self, tree: UnitTree, *, in_backward: bool) -> bool:
         """Whether the unit's forward begins now: one of its several modules is the first to run. Outside of the root's
         forward, or in a backward, each module's call is a separate forward."""
         unit = self._unit
-        if in_backward or root.schedule.passes.root is None:
+        if in_backward or tree.schedule.passes.root is None:
             return True
         is_first = not unit.missing_modules
         if is_first:
@@ -234,8 +234,8 @@ class ModuleHooks:
     @_torch.runs_between_graphs
     def _pop_raised(self) -> None:
         """The unit's forward, or a method that runs like it, has raised."""
-        if self._unit.root is not None:
-            self._unit.root.schedule.passes.pop_raised(self._unit.index)
+        if self._unit.tree is not None:
+            self._unit.tree.schedule.passes.pop_raised(self._unit.index)
 
     @_torch.runs_between_graphs
     def _is_running(self) -> bool:
@@ -243,7 +243,7 @@ class ModuleHooks:
         unit = self._unit
         if self._runs_method or len(unit.modules) > 1:
             return self._runs_method
-        return unit.root is not None and unit.root.schedule.passes.is_computing(unit.index)
+        return unit.tree is not None and unit.tree.schedule.passes.is_computing(unit.index)
 
     def _calls_itself(self, module: nn.Module) -> bool:
         """Whether the unit's forward, which seems to run, has called ``module`` again. That call belongs to it: until
@@ -273,14 +273,14 @@ class ModuleHooks:
     def _reshard_between_passes(self) -> None:
         """After a method like ``generate``, as in torch: an optimizer that is built then must find shards."""
         unit = self._unit
-        if unit.root is not None and unit.root.schedule.passes.root is None:
+        if unit.tree is not None and unit.tree.schedule.passes.root is None:
             unit.reshard()
 
     @_torch.runs_between_graphs
     def _resume(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         self._is_resumed = True
-        if self._unit.root is not None:
-            self._unit.root.resume_forward(self._unit)
+        if self._unit.tree is not None:
+            self._unit.tree.resume_forward(self._unit)
         return (args, kwargs) if self._input_dtype is None else cast_floating((args, kwargs), self._input_dtype)
 
     @_torch.runs_between_graphs
@@ -309,9 +309,9 @@ class ModuleHooks:
             torch.clear_autocast_cache()
         return output if self._output_dtype is None else cast_floating(output, self._output_dtype)
 
-    def _end_incomplete(self, root: Root, output: Any) -> Any:
+    def _end_incomplete(self, tree: UnitTree, output: Any) -> Any:
         """End the forward of units with several modules if some of these modules did not run in the root's forward."""
-        for unit in reversed(root.units):
+        for unit in reversed(tree.units):
             if unit.missing_modules and unit is not self._unit:
                 unit.missing_modules.clear()
                 assert unit.hooks is not None
@@ -321,12 +321,12 @@ class ModuleHooks:
     @_torch.runs_between_graphs
     def _on_output_gradient(self, _: torch.Tensor) -> None:
         unit = self._unit
-        (unit.root or form_root(unit)).pre_backward(unit)
+        (unit.tree or tree_of(unit)).pre_backward(unit)
 
     @_torch.runs_between_graphs
     def _on_input_gradient(self, _: torch.Tensor) -> None:
         unit = self._unit
-        (unit.root or form_root(unit)).post_backward(unit)
+        (unit.tree or tree_of(unit)).post_backward(unit)
 
     def _mark_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], found: Sequence[torch.Tensor] | None

@@ -78,11 +78,11 @@ def _is_sharded(unit: Unit) -> bool:
 
 def _runs(unit: Unit) -> bool:
     """Whether a forward of ``unit`` has begun and not ended, so that the error may come from there."""
-    return unit.root is not None and unit.root.schedule.passes.is_computing(unit.index)
+    return unit.tree is not None and unit.tree.schedule.passes.is_computing(unit.index)
 
 
 def _name_of(module: nn.Module, unit: Unit) -> str:
     """The name of ``module`` from the root, or from ``unit`` if it has none yet."""
-    around = unit if unit.root is None else unit.root.unit
+    around = unit if unit.tree is None else unit.tree.root
     found = (name for top in around.modules for name, each in top.named_modules() if each is module)
     return next(found, type(module).__name__)

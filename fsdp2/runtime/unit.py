@@ -1,7 +1,7 @@
 """Units: ``Unit`` is one ``fully_shard`` call.
 
 A unit knows its modules, its parameter groups and what the user has set. It does not know what follows an event: that
-is for its root (``root``), and the unit works under no root before its first pass.
+is for its tree (``tree``), and the unit is in no tree before its first pass.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fsdp2.types import MixedPrecisionPolicy, Observer, ScheduleError
 
 if TYPE_CHECKING:  # these import this module
     from fsdp2.runtime.hooks import ModuleHooks
-    from fsdp2.runtime.root import Root
+    from fsdp2.runtime.unit_tree import UnitTree
 
 UNIT_ATTRIBUTE = "_fsdp2_unit"
 
@@ -74,7 +74,7 @@ class Unit:
 
     Attributes:
         modules: the module given, or the modules given together.
-        root: the unit's root; None before its first pass.
+        tree: the root that the unit is under, and all units under it; None before its first pass.
         missing_modules: of several modules, those whose forward has not run in this pass.
         left_alone: slots whose parameters stay plain, because the user asked for it or has been warned.
         left_out: slots whose tied parameters stay plain until a unit around this one takes them.
@@ -103,7 +103,7 @@ class Unit:
         self.hooks: ModuleHooks | None = None
         self.name = type(modules[0]).__name__
         self.index = 0
-        self.root: Root | None = None
+        self.tree: UnitTree | None = None
         for module in modules:
             module.__dict__[UNIT_ATTRIBUTE] = self
             _torch.register_composable_api(module, "fully_shard")
@@ -122,35 +122,35 @@ class Unit:
     @property
     def running(self) -> Pass:
         """Which pass its root is in."""
-        return Pass.IDLE if self.root is None else self.root.schedule.passes.running
+        return Pass.IDLE if self.tree is None else self.tree.schedule.passes.running
 
     @property
     def is_root(self) -> bool:
         """Whether the unit is the root, as far as known from the forwards so far."""
-        return self.root is None or self.root.unit is self
+        return self.tree is None or self.tree.root is self
 
     @property
     def finalizes_by_hand(self) -> bool:
         """Whether, as a root, it leaves the end of backward to the user."""
-        return self.root is not None and self.root.unit is self and self.root.schedule.finalizes_by_hand
+        return self.tree is not None and self.tree.root is self and self.tree.schedule.finalizes_by_hand
 
     def reshard(self) -> None:
         """Reshard because the user asks."""
-        if self.root is not None:  # else nothing was ever unsharded
-            self.root.perform(Action.RESHARD, self)
+        if self.tree is not None:  # else nothing was ever unsharded
+            self.tree.perform(Action.RESHARD, self)
 
     def leave(self) -> None:
         """Leave the present root: another one takes over, or the unit was taken out of the tree. A module does not run
         inside its own child: if a forward of the present root still counts as running, that forward has raised."""
-        if self.root is not None and self.root.schedule.passes.root is not None:
-            self.root.abandon_forward()
-        self.root = None
+        if self.tree is not None and self.tree.schedule.passes.root is not None:
+            self.tree.abandon_forward()
+        self.tree = None
 
-    def join(self, root: Root, index: int, name: str) -> None:
-        """Work under ``root`` from now on, under ``name``, the module's name from there."""
-        self.root, self.index, self.name = root, index, name or "(root)"
+    def join(self, tree: UnitTree, index: int, name: str) -> None:
+        """Work in ``tree`` from now on, under ``name``, the module's name from its root."""
+        self.tree, self.index, self.name = tree, index, name or "(root)"
         for group in self.groups:
-            group.attach(name, root.story, lambda: self.running, lambda: root.checks.note_flags())
+            group.attach(name, tree.story, lambda: self.running, lambda: tree.checks.note_flags())
 
     def tell(self, watches: list[Watch]) -> None:
         """Tell ``watches`` what happens to the unit from now on. Groups have no callback while nothing watches."""
@@ -170,13 +170,13 @@ class Unit:
     def configure(self, **changes: object) -> None:
         """The user changes ``config``; the schedule follows."""
         self.config = replace(self.config, **changes)  # type: ignore[arg-type]
-        if self.root is not None:
-            self.root.update_rules(self)
+        if self.tree is not None:
+            self.tree.update_rules(self)
 
     def move_to(self, mesh: ParallelMesh, groups: tuple[ParamGroup, ...]) -> None:
         """Work on ``mesh`` with ``groups``, which have replaced the old ones, under a root that is yet to be formed.
         No pass runs."""
-        self.mesh, self.groups, self.root = mesh, groups, None
+        self.mesh, self.groups, self.tree = mesh, groups, None
         self.tell(self.watches)
 
     def mark_stale(self) -> None:

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import torch
 
-from fsdp2.runtime.root import Root
 from fsdp2.runtime.unit import Unit
+from fsdp2.runtime.unit_tree import UnitTree
 from fsdp2.schedule.schedule import Action, Actions, AfterForward, in_parts
 from fsdp2.schedule.states import GroupState
 from fsdp2.tools.memory_plan import Ledger, UnitBytes, unit_bytes
@@ -22,14 +22,14 @@ _BEGINS_BACKWARD = ("pre_backward", "join_backward")
 
 
 class MemoryLimit:
-    """Decorates the actions of ``root`` in one forward and what follows it, so that at most ``limit`` bytes are held.
+    """Decorates the actions of ``tree`` in one forward and what follows it, so that at most ``limit`` bytes are held.
 
     Raises:
         MemoryLimitError: a unit will not fit.
     """
 
-    def __init__(self, limit: int, root: Root) -> None:
-        self.limit, self._units, self._executor, self._schedule = limit, root.units, root.executor, root.schedule
+    def __init__(self, limit: int, tree: UnitTree) -> None:
+        self.limit, self._units, self._executor, self._schedule = limit, tree.units, tree.executor, tree.schedule
         ledger = self._ledger = Ledger([unit_bytes(unit) for unit in self._units], limit)
         for index, unit in enumerate(self._units):  # the user or an exception may have changed states
             self._check(index)

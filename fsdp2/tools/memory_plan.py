@@ -20,8 +20,8 @@ from fsdp2.comm.backends import ReduceComm
 from fsdp2.extras.skipped_units import nested
 from fsdp2.group.group import ParamGroup
 from fsdp2.plan.plan import GatherStep, Lifetime, ReducePlan, Route, cut_after_forward
-from fsdp2.runtime.root import Root, form_root
 from fsdp2.runtime.unit import Unit, parents_of
+from fsdp2.runtime.unit_tree import UnitTree, tree_of
 from fsdp2.schedule.schedule import Action, Actions, Schedule, in_parts
 
 
@@ -70,31 +70,31 @@ def memory_plan(module: nn.Module) -> MemoryPlan:
     Raises:
         ValueError: ``module`` is not sharded.
     """
-    root = form_root(sharded_unit(module, "fsdp2.memory_plan"))
-    sizes = [unit_bytes(unit) for unit in root.units]
-    pairs = zip(root.units, sizes, strict=True)
+    tree = tree_of(sharded_unit(module, "fsdp2.memory_plan"))
+    sizes = [unit_bytes(unit) for unit in tree.units]
+    pairs = zip(tree.units, sizes, strict=True)
     units = tuple(UnitMemory(unit.name, _shards_nbytes(unit), nbytes) for unit, nbytes in pairs)
-    return MemoryPlan(units, _peak(root, sizes, overlaps=True), _peak(root, sizes, overlaps=False))
+    return MemoryPlan(units, _peak(tree, sizes, overlaps=True), _peak(tree, sizes, overlaps=False))
 
 
 def _shards_nbytes(unit: Unit) -> int:
     return sum(_torch.local_of(param.sharded).nbytes for group in unit.groups for param in group.params)
 
 
-def peak_if_staged(root: Root, staged: Sequence[bool]) -> int:
+def peak_if_staged(tree: UnitTree, staged: Sequence[bool]) -> int:
     """``MemoryPlan.peak`` if the shards of exactly those units that are ``staged`` lived on the host."""
-    pairs = zip(root.units, staged, strict=True)
-    return _peak(root, [unit_bytes(unit, is_staged=is_staged) for unit, is_staged in pairs], overlaps=True)
+    pairs = zip(tree.units, staged, strict=True)
+    return _peak(tree, [unit_bytes(unit, is_staged=is_staged) for unit, is_staged in pairs], overlaps=True)
 
 
-def _peak(root: Root, sizes: Sequence[UnitBytes], *, overlaps: bool) -> int:
+def _peak(tree: UnitTree, sizes: Sequence[UnitBytes], *, overlaps: bool) -> int:
     """The most that a step holds. Not ``overlaps``: nothing is prefetched, and reductions land at once."""
-    units = root.units
-    rules = root.schedule.rules
+    units = tree.units
+    rules = tree.schedule.rules
     if not overlaps:
         rules = [replace(rule, forward_prefetch=(), backward_prefetch=()) for rule in rules]
     schedule = Schedule(rules)
-    order, parents = root.schedule.tape.expected or range(len(units)), parents_of(units)
+    order, parents = tree.schedule.tape.expected or range(len(units)), parents_of(units)
     simulate(schedule, order, parents, Ledger(sizes), overlaps=overlaps)  # records the order
     ledger = Ledger(sizes)
     simulate(schedule, order, parents, ledger, overlaps=overlaps)

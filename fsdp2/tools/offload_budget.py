@@ -15,8 +15,8 @@ from torch import nn
 from fsdp2.api.module import sharded_unit
 from fsdp2.comm.offload import Home, home_for
 from fsdp2.group.group import ParamGroup
-from fsdp2.runtime.root import Root, form_root
 from fsdp2.runtime.unit import Unit
+from fsdp2.runtime.unit_tree import UnitTree, tree_of
 from fsdp2.schedule.schedule import AfterForward
 from fsdp2.tools.host_adamw.memory import host_nbytes_of
 from fsdp2.tools.memory_plan import peak_if_staged
@@ -154,9 +154,9 @@ def offload_by_budget(
         raise TypeError(
             f"{_CALLER}: offload_policy is a {type(offload_policy).__name__}, expected an fsdp2.CPUOffloadPolicy."
         )
-    root = form_root(sharded_unit(module, f"fsdp2.{_CALLER}"))
-    found = _chosen(root, device_nbytes, host_nbytes)
-    _move(module, root.units, found, offload_policy)
+    tree = tree_of(sharded_unit(module, f"fsdp2.{_CALLER}"))
+    found = _chosen(tree, device_nbytes, host_nbytes)
+    _move(module, tree.units, found, offload_policy)
     return found
 
 
@@ -189,7 +189,7 @@ class _Sizes:
         return added / self.device(Offloaded.STATES)
 
 
-def _sizes(root: Root, unit: Unit) -> _Sizes:
+def _sizes(tree: UnitTree, unit: Unit) -> _Sizes:
     shards = trained = 0
     host = dict.fromkeys(Offloaded, 0)
     for param in (param for group in unit.groups for param in group.params):
@@ -201,7 +201,7 @@ def _sizes(root: Root, unit: Unit) -> _Sizes:
             host[Offloaded.PARAMETERS] += numel * host_nbytes_of(dtype, is_on_host=True)
         else:
             host[Offloaded.PARAMETERS] += numel * dtype.itemsize
-    rules = root.rules_of(unit)
+    rules = tree.rules_of(unit)
     regathers = rules.unshard_in_backward and rules.after_forward is AfterForward.RESHARD
     return _Sizes(shards, trained, 2 if regathers else 1, host)
 
@@ -209,7 +209,7 @@ def _sizes(root: Root, unit: Unit) -> _Sizes:
 # The choice
 
 
-def _chosen(root: Root, device_nbytes: int, host_nbytes: int | None) -> OffloadChoice:
+def _chosen(tree: UnitTree, device_nbytes: int, host_nbytes: int | None) -> OffloadChoice:
     """The first of ``_choices`` that fits.
 
     Raises:
@@ -217,7 +217,7 @@ def _chosen(root: Root, device_nbytes: int, host_nbytes: int | None) -> OffloadC
     """
     smallest: OffloadChoice | None = None  # on the device
     frugal: OffloadChoice | None = None  # on the host, of those that fit on the device
-    for choice in _choices(root, device_nbytes):
+    for choice in _choices(tree, device_nbytes):
         if choice.nbytes > device_nbytes:
             smallest = choice if smallest is None or choice.nbytes < smallest.nbytes else smallest
         elif host_nbytes is None or choice.host_nbytes <= host_nbytes:
@@ -237,15 +237,15 @@ def _chosen(root: Root, device_nbytes: int, host_nbytes: int | None) -> OffloadC
     )
 
 
-def _choices(root: Root, device_nbytes: int) -> Iterator[OffloadChoice]:
+def _choices(tree: UnitTree, device_nbytes: int) -> Iterator[OffloadChoice]:
     """Choices with the parameters of no unit on the host, of one, and so on. States of other units are on the host as
     far as they have to be."""
-    sizes = [_sizes(root, unit) for unit in root.units]
+    sizes = [_sizes(tree, unit) for unit in tree.units]
     movable = [index for index, each in enumerate(sizes) if each.shards]
     order = sorted(movable, key=lambda index: (sizes[index].cost, -index))
     for number in range(len(order) + 1):
         away = set(order[:number])
-        temporary = peak_if_staged(root, [index in away for index in range(len(sizes))])
+        temporary = peak_if_staged(tree, [index in away for index in range(len(sizes))])
         fixed = temporary + sum(each.device(Offloaded.STATES) for i, each in enumerate(sizes) if i not in away)
         states = [0 if index in away else 2 * each.trained for index, each in enumerate(sizes)]
         moved = units_on_host(states, device_nbytes - fixed)
@@ -253,12 +253,12 @@ def _choices(root: Root, device_nbytes: int) -> Iterator[OffloadChoice]:
             Offloaded.PARAMETERS if i in away else Offloaded.STATES if i in moved else Offloaded.NOTHING
             for i in range(len(sizes))
         ]
-        yield _choice(root, sizes, offloaded, temporary)
+        yield _choice(tree, sizes, offloaded, temporary)
 
 
-def _choice(root: Root, sizes: Sequence[_Sizes], offloaded: Sequence[Offloaded], temporary: int) -> OffloadChoice:
+def _choice(tree: UnitTree, sizes: Sequence[_Sizes], offloaded: Sequence[Offloaded], temporary: int) -> OffloadChoice:
     units, params = [], ([], [])  # type: ignore[var-annotated]
-    for unit, size, found in zip(root.units, sizes, offloaded, strict=True):
+    for unit, size, found in zip(tree.units, sizes, offloaded, strict=True):
         name = unit.name or "(root)"
         units.append(UnitOffload(name, found, size.device(found), size.host[found], size.link(found)))
         mine = [param.sharded for group in unit.groups for param in group.params if param.sharded.requires_grad]

@@ -50,12 +50,12 @@ def move_shards(caller: str, module: nn.Module, units: Sequence[Unit], homes: Ma
         for param in group.params
         if not is_plain(local := _torch.local_of(param.sharded))
     }
-    root = moving[0].root
+    tree = moving[0].tree
     for unit in units:
         groups = [_moved(unit, g, homes[g], subclasses) if g in homes else g for g in unit.groups]
         unit.move_to(unit.mesh, tuple(groups))  # all of them: their root knows groups that are gone
-    if root is not None:
-        restore_settings(root)
+    if tree is not None:
+        restore_settings(tree)
 
 
 def _check_unit(caller: str, unit: Unit, counts: Mapping[int, int]) -> None:

@@ -28,8 +28,8 @@ from fsdp2.group.param import ParamRecord, ShardedParam, pinned
 from fsdp2.plan.layout import pack, shard_layout
 from fsdp2.plan.mesh import AxisRole, ParallelMesh, post_forward_mesh, replicated, separate_axis
 from fsdp2.plan.placements import plain_spec
-from fsdp2.runtime.root import Root, form_root
 from fsdp2.runtime.unit import Unit
+from fsdp2.runtime.unit_tree import UnitTree, tree_of
 from fsdp2.schedule.schedule import AfterForward
 from fsdp2.tools import torch_names
 from fsdp2.tools.reshard_checks import (
@@ -88,18 +88,18 @@ def reshard_to(model: nn.Module, optimizer: optim.Optimizer | Sequence[optim.Opt
         optimizers = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
         survey = Survey(model, optimizers, new_mesh)
     known = agreed(axis, survey) or survey.known
-    roots = {id(unit.root): unit.root for _, unit in survey.units if unit.root is not None}
+    roots = {id(unit.tree): unit.tree for _, unit in survey.units if unit.tree is not None}
     _Move(survey, known).run()
-    for root in roots.values():
-        restore_settings(root)
+    for tree in roots.values():
+        restore_settings(tree)
     return survey.new.has_this_rank
 
 
-def restore_settings(old: Root) -> None:
-    """A new root is formed by the next forward, or here, if the user has changed settings of the old one."""
+def restore_settings(old: UnitTree) -> None:
+    """A new tree is formed by the next forward, or here, if the user has changed settings of the old one."""
     settings = old.schedule.finalizes_by_hand, old.schedule.is_last_backward
-    if settings != (False, True) and old.unit.mesh.has_this_rank:
-        schedule = form_root(old.unit).schedule
+    if settings != (False, True) and old.root.mesh.has_this_rank:
+        schedule = tree_of(old.root).schedule
         schedule.finalizes_by_hand, schedule.is_last_backward = settings
 
 

@@ -164,10 +164,10 @@ class Survey:
                 f"{CALLER}: unit '{name}' is on {unit.mesh.mesh}, but the root is on {self.old.mesh}. {CALLER} moves "
                 f"models that are on one mesh. {_BY_CHECKPOINT}"
             )
-        root = unit.root
-        if root is not None and root.unit not in [each for _, each in self.units]:
+        tree = unit.tree
+        if tree is not None and tree.root not in [each for _, each in self.units]:
             raise ValueError(
-                f"{CALLER}: the given module is inside of {root.class_name}, which is the root of unit '{name}'. Pass "
+                f"{CALLER}: the given module is inside of {tree.class_name}, which is the root of unit '{name}'. Pass "
                 "that root: all units under one root must be on one mesh."
             )
         self._check_settings(name, unit)
@@ -320,15 +320,15 @@ def _new_mesh(mesh: object, old: ParallelMesh) -> ParallelMesh:
 
 
 def check_nothing_in_flight(caller: str, name: str, unit: Unit) -> None:
-    root = unit.root
-    if root is not None and (root.is_reducing or root.schedule.awaits_finalization):
+    tree = unit.tree
+    if tree is not None and (tree.is_reducing or tree.schedule.awaits_finalization):
         raise ScheduleError(
-            f"{caller}: a backward of {root.class_name} waits to be finalized. Call finalize_backward(), and wait() on "
+            f"{caller}: a backward of {tree.class_name} waits to be finalized. Call finalize_backward(), and wait() on "
             f"its handle, before {caller}."
         )
-    if root is not None and root.executor.num_reductions:
+    if tree is not None and tree.executor.num_reductions:
         raise ScheduleError(
-            f"{caller}: gradient reductions of {root.class_name} are in flight. Call {caller} after a backward with "
+            f"{caller}: gradient reductions of {tree.class_name} are in flight. Call {caller} after a backward with "
             "set_is_last_backward(True)."
         )
     for group in unit.groups:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import fsdp2
 from fsdp2 import FSDPModule, register_fsdp_forward_method, share_comm_ctx
 from fsdp2.group.all_gather import Gather
-from fsdp2.runtime.root import form_root
 from fsdp2.runtime.unit import unit_of
+from fsdp2.runtime.unit_tree import tree_of
 from fsdp2.tools import trace
 from tests.distributed.changes import assert_gradients, step_and_zero_all
 from tests.distributed.support import BLOCK_NBYTES, Stack, batch, compact, seeded, shard, shard_units, sharded, step
@@ -310,7 +310,7 @@ def test_method_that_does_not_exist(ctx: RankContext) -> str:
 @distributed(2)
 def test_roots_share_streams_from_the_start(ctx: RankContext) -> None:
     first, second = sharded(ctx), sharded(ctx)
-    streams = {id(form_root(unit_of(module)).executor.streams) for module in (first, second)}  # type: ignore[arg-type]
+    streams = {id(tree_of(unit_of(module)).executor.streams) for module in (first, second)}  # type: ignore[arg-type]
     assert len(streams) == 1
     share_comm_ctx([])
     share_comm_ctx([first, second])

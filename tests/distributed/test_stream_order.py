@@ -166,7 +166,7 @@ _WAITS = [
     ("gather_after_compute", "group.all_gather.release", "kept storage"),
     ("wait_here", "group.gradients.finish", "direct bf16 reduced in fp32"),
     ("compute_after_reduce", "runtime.executor.wait_for_landed", "plain"),
-    ("gather_after_compute", "runtime.root.order_gathers", "plain"),
+    ("gather_after_compute", "runtime.unit_tree.order_gathers", "plain"),
     ("reduce_after_compute", "group.reduce_scatter.launch", "direct"),
     ("reduce_after_compute", "group.gradients._start_landing", "replicated, sums carried on alone"),
     ("wait_on_cpu", "comm.offload.wait", "offloaded, evaluated"),

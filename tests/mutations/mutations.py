@@ -170,14 +170,14 @@ _LISTED: dict[tuple[str, ...], dict[int, tuple[str, str, str]]] = {
     },
     ("parity/test_optimizers.py", "parity/test_offload.py"): {
         41: ("deposit", "_torch.post_accumulate_grad_hooks(param)", "()"),
-        136: ("Root.order_gathers", "self.executor.land_down_to(0)\nself.executor.wait_for_landed()", "pass"),
+        136: ("UnitTree.order_gathers", "self.executor.land_down_to(0)\nself.executor.wait_for_landed()", "pass"),
     },
     (*_STREAMS, "accelerator/test_left_out_waits.py"): {
         19: ("AcceleratorStreams.on", "stream.wait_stream(current)", "pass"),
         42: ("Gather.wait", "self._streams.wait_here(self._done)", "pass"),
         43: ("Gather.release", "self._streams.gather_after_compute()", "pass"),
         46: ("Reduce.launch", "streams.reduce_after_compute()", "pass"),
-        72: ("Root.order_gathers", "streams.gather_after_compute()", "pass"),
+        72: ("UnitTree.order_gathers", "streams.gather_after_compute()", "pass"),
     },
     (*_TRACES, "distributed/test_group_states.py"): {
         45: ("ParamGroup._transition", "self.on_transition(before, after)", "pass"),
@@ -209,7 +209,7 @@ _LISTED: dict[tuple[str, ...], dict[int, tuple[str, str, str]]] = {
     },
     ("distributed/test_recovery.py",): {
         58: ("Executor.drop", "reduction.drop()", "pass"),
-        63: ("Root._recover", "passes.in_backward", "False"),
+        63: ("UnitTree._recover", "passes.in_backward", "False"),
         117: ("PassStack.has_left_behind", "inner == unit", "self.root == unit"),
         132: ("PassStack.pop_raised", "phase is Phase.FORWARD and unit == self.root", "False"),
         134: ("RunningBackward.has_raised", "thread == its_thread and depth <= its_depth", "False"),
@@ -221,13 +221,13 @@ _LISTED: dict[tuple[str, ...], dict[int, tuple[str, str, str]]] = {
         60: ("_run", 'raise group.lost("reduction", error) from error.__cause__', "raise"),
     },
     ("distributed/test_changed_parameters.py",): {
-        64: ("Root._take_changes", "self._seen_version != ModuleTrees.version", "self._seen_version is None"),
+        64: ("UnitTree._take_changes", "self._seen_version != ModuleTrees.version", "self._seen_version is None"),
     },
     ("parity/test_offload.py", "distributed/test_offload.py"): {
-        66: ("Root.land", "self.executor.finish_copies()", "pass"),
+        66: ("UnitTree.land", "self.executor.finish_copies()", "pass"),
     },
     (*_TRACES, *_RANDOM, "distributed/test_skipped_units.py", "parity/test_gradients.py", "parity/test_training.py"): {
-        67: ("Root.rules_of", "config.ranks_may_differ and has_others", "config.ranks_may_differ"),
+        67: ("UnitTree.rules_of", "config.ranks_may_differ and has_others", "config.ranks_may_differ"),
     },
     (*_TRACES, "distributed/test_memory.py", "parity/test_step_control.py"): {
         69: ("Executor._reduce", "self._make_room(group)", "pass"),
@@ -351,7 +351,7 @@ _LISTED: dict[tuple[str, ...], dict[int, tuple[str, str, str]]] = {
         121: ("ShardedParam.keep_grad", "self._take_unsharded_grad(dtype)", "self._take_unsharded_grad()"),
     },
     ("faults/test_unlike_ranks.py",): {
-        125: ("Root._begin_backward", "self.checks.agree_on_flags()", "pass"),
+        125: ("UnitTree._begin_backward", "self.checks.agree_on_flags()", "pass"),
         129: ("Alike.end_step", "its != scope.used and any(its)", "False"),
         130: ("Alike.end_forward", "units != self._orders.get(unit.index)", "False"),
     },

@@ -22,8 +22,8 @@ from fsdp2.comm.backends import exchange
 from fsdp2.comm.streams import observe_activities
 from fsdp2.plan.mesh import ParallelMesh
 from fsdp2.plan.plan import Route
-from fsdp2.runtime.root import Root, form_root
 from fsdp2.runtime.unit import Unit, Watch
+from fsdp2.runtime.unit_tree import UnitTree, tree_of
 from fsdp2.schedule.schedule import AfterForward
 from fsdp2.tools.auto_shard import AutoShard
 from fsdp2.tools.memory_plan import UnitBytes, unit_bytes
@@ -114,9 +114,9 @@ def report(
         raise ScheduleError(
             f"{_CALLER}: a report on {_recording[0]} is being recorded. Leave its block before the next one begins."
         )
-    root = form_root(unit)
-    mesh = _mesh_of(root)
-    on_device = root.executor.streams.runs_ahead
+    tree = tree_of(unit)
+    mesh = _mesh_of(tree)
+    on_device = tree.executor.streams.runs_ahead
     if profile and _torch.is_profiling():
         raise ScheduleError(f"{_CALLER}: torch.profiler runs already. End it before the block, or leave profile out.")
     operations = Operations(on_device=on_device) if profile else None
@@ -124,23 +124,23 @@ def report(
     problem = next(filter(None, _exchange(mesh, _problem(targets) if dist.get_rank() == 0 else None)), None)
     if problem is not None:
         raise ValueError(problem)
-    synced, is_first_use, found = time.perf_counter(), not root.schedule.tape.expected, Report()
-    held = HeldBytes(root, saves=activations)
-    recorder = Recorder(DeviceClock(mesh.device, root.units) if on_device else HostClock(), steps, held)
+    synced, is_first_use, found = time.perf_counter(), not tree.schedule.tape.expected, Report()
+    held = HeldBytes(tree, saves=activations)
+    recorder = Recorder(DeviceClock(mesh.device, tree.units) if on_device else HostClock(), steps, held)
     with (
         held.watched() as stop_saved,
-        watched(root, recorder.on_module, recorder.on_optimizer) as stop_modules,
-        attached(recorder, model, root.class_name, operations, [stop_saved, stop_modules]),
+        watched(tree, recorder.on_module, recorder.on_optimizer) as stop_modules,
+        attached(recorder, model, tree.class_name, operations, [stop_saved, stop_modules]),
     ):
         yield found
     recorder.end()
-    root = form_root(unit)  # in the block, a unit around it may have become the root
+    tree = tree_of(unit)  # in the block, a unit around it may have become the root
     record = RankRecord(
         rank=dist.get_rank(),
         host=platform.node(),
         synced=synced,
         is_first_use=is_first_use,
-        steps=_rank_steps(recorder.steps(), root, operations, on_device=on_device),
+        steps=_rank_steps(recorder.steps(), tree, operations, on_device=on_device),
         knows_activations=held.knows_activations,
         work=Work(tokens_per_rank, flops_per_rank),
         **_device_memory(mesh.device),
@@ -149,15 +149,15 @@ def report(
     idle = [each.rank for each in records if not each.steps]
     if idle:
         raise ScheduleError(
-            f"{_CALLER}: no forward of {root.class_name} ran inside the block on ranks {idle}. Run at least one "
+            f"{_CALLER}: no forward of {tree.class_name} ran inside the block on ranks {idle}. Run at least one "
             "training step of that model in the block, on every rank."
         )
     if dist.get_rank() == 0:
         prediction = None if plan is None else _prediction(plan, mesh)
         found.data = report_data(
-            root.class_name,
+            tree.class_name,
             _device_name(mesh),
-            _unit_infos(root),
+            _unit_infos(tree),
             _equally_long(records),
             prediction,
             _peak(mesh.device),
@@ -273,9 +273,9 @@ def _peak(device: torch.device) -> Peak | None:
     return None if machine is None else Peak(f"the bf16 peak of {machine.device}", machine.bf16_flops)
 
 
-def _mesh_of(root: Root) -> ParallelMesh:
+def _mesh_of(tree: UnitTree) -> ParallelMesh:
     """The largest mesh of the units: its ranks are in the report."""
-    meshes = [root.unit.mesh, *(group.mesh for unit in root.units for group in unit.groups)]
+    meshes = [tree.root.mesh, *(group.mesh for unit in tree.units for group in unit.groups)]
     return max(meshes, key=lambda mesh: mesh.data_parallel_size)
 
 
@@ -296,7 +296,9 @@ def _equally_long(records: Sequence[RankRecord]) -> list[RankRecord]:
     return [RankRecord(**{**vars(record), "steps": record.steps[:shortest]}) for record in records]
 
 
-def _rank_steps(steps: Sequence[Step], root: Root, operations: Operations | None, *, on_device: bool) -> list[RankStep]:
+def _rank_steps(
+    steps: Sequence[Step], tree: UnitTree, operations: Operations | None, *, on_device: bool
+) -> list[RankStep]:
     busy = [] if operations is None else operations.busy()
     if operations is not None and not busy:
         warnings.warn(
@@ -304,9 +306,9 @@ def _rank_steps(steps: Sequence[Step], root: Root, operations: Operations | None
             "lack the permission to see them.",
             stacklevel=2,
         )
-    sizes: dict[str, UnitBytes] = {unit.name: unit_bytes(unit) for unit in root.units}
-    replicated = {unit.name for unit in root.units if _replicas(unit) > 1}
-    local = {unit.name for unit in root.units if all(group.mesh.shard.size == 1 for group in unit.groups)}
+    sizes: dict[str, UnitBytes] = {unit.name: unit_bytes(unit) for unit in tree.units}
+    replicated = {unit.name for unit in tree.units if _replicas(unit) > 1}
+    local = {unit.name for unit in tree.units if all(group.mesh.shard.size == 1 for group in unit.groups)}
     found, marks = [], []
     for step in steps:
         marks += step.marks
@@ -327,10 +329,10 @@ def _rank_steps(steps: Sequence[Step], root: Root, operations: Operations | None
     return found
 
 
-def _unit_infos(root: Root) -> list[UnitInfo]:
+def _unit_infos(tree: UnitTree) -> list[UnitInfo]:
     return [
         _unit_info(unit, keeps=rules.after_forward is AfterForward.KEEP)
-        for unit, rules in zip(root.units, root.schedule.rules, strict=True)
+        for unit, rules in zip(tree.units, tree.schedule.rules, strict=True)
     ]
 
 

@@ -17,8 +17,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from fsdp2 import _torch
 from fsdp2.plan.trees import find_tensors
-from fsdp2.runtime.root import Root
 from fsdp2.runtime.unit import Unit
+from fsdp2.runtime.unit_tree import UnitTree
 from fsdp2.tools.report.memory import ALLOCATED, OPTIMIZER_STATES, SAVED, SHARD_GRADIENTS, SHARDS
 from fsdp2.tools.report.timeline import ROOT
 
@@ -29,17 +29,17 @@ _ASKED_AT = ("post_forward", "pre_backward", "post_backward", "end_backward", "w
 
 
 class HeldBytes:
-    """What is held on the device of ``root``. ``saves``: count what autograd saves, where nothing else is known.
+    """What is held on the device of ``tree``. ``saves``: count what autograd saves, where nothing else is known.
 
     Attributes:
         knows_activations: whether there are figures for them.
     """
 
-    def __init__(self, root: Root, *, saves: bool) -> None:
-        self._units: dict[str, Unit] = {unit.name: unit for unit in root.units}
-        self._device = root.unit.mesh.device
+    def __init__(self, tree: UnitTree, *, saves: bool) -> None:
+        self._units: dict[str, Unit] = {unit.name: unit for unit in tree.units}
+        self._device = tree.root.mesh.device
         self._allocated = _allocation(self._device)
-        self._saved = SavedTensors(root) if saves and self._allocated is None else None
+        self._saved = SavedTensors(tree) if saves and self._allocated is None else None
         self._optimizers: dict[torch.optim.Optimizer, int] = {}  # with the number of parameters that have states
         self.knows_activations = self._allocated is not None or self._saved is not None
 
@@ -109,15 +109,15 @@ def _allocation(device: torch.device) -> Callable[[], int] | None:
 
 
 class SavedTensors:
-    """Counts what autograd saves in the forwards of ``root``, by the unit that runs, until it is freed.
+    """Counts what autograd saves in the forwards of ``tree``, by the unit that runs, until it is freed.
 
     A tensor that an activation checkpoint or another hook of the user takes is not saved: the innermost hook counts.
     """
 
-    def __init__(self, root: Root) -> None:
-        self._root = root
-        self._units: dict[str, Unit] = {unit.name: unit for unit in root.units}
-        self._lasting = {_torch.storage_key(buffer) for module in root.unit.modules for buffer in module.buffers()}
+    def __init__(self, tree: UnitTree) -> None:
+        self._tree = tree
+        self._units: dict[str, Unit] = {unit.name: unit for unit in tree.units}
+        self._lasting = {_torch.storage_key(buffer) for module in tree.root.modules for buffer in module.buffers()}
         for name in self._units:
             self._note_parameters(name)
         self._running: list[str] = []
@@ -129,7 +129,7 @@ class SavedTensors:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Count in the block."""
-        (module, *_) = self._root.unit.modules
+        (module, *_) = self._tree.root.modules
         before = module.register_forward_pre_hook(self._enter, prepend=True)
         after = module.register_forward_hook(self._leave, always_call=True)
         try:

@@ -18,18 +18,18 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from fsdp2 import _torch
 from fsdp2.plan.trees import find_tensors
-from fsdp2.runtime.root import Root
 from fsdp2.runtime.unit import unit_of
+from fsdp2.runtime.unit_tree import UnitTree
 
 OnModule = Callable[[str, str, str], None]  # what happens, the unit, the module
 OnOptimizer = Callable[[torch.optim.Optimizer, bool], None]  # with True before a step
 
 
-def modules_around_units(root: Root) -> Mapping[nn.Module, tuple[str, str]]:
+def modules_around_units(tree: UnitTree) -> Mapping[nn.Module, tuple[str, str]]:
     """The modules of units that hold other units, and those of units of several modules: each with the unit's name and
     its own. Only the outermost ones that hold no unit."""
     found: dict[nn.Module, tuple[str, str]] = {}
-    for top in root.unit.modules:
+    for top in tree.root.modules:
         named = dict(top.named_modules())
         units = {name: unit for name, module in named.items() if (unit := unit_of(module)) is not None}
         split = {around for name in units for around in _around(name)}  # whose children are told apart
@@ -54,10 +54,10 @@ def _around(name: str) -> Iterator[str]:
 
 
 @contextmanager
-def watched(root: Root, on_module: OnModule, on_optimizer: OnOptimizer) -> Iterator[Callable[[], None]]:
+def watched(tree: UnitTree, on_module: OnModule, on_optimizer: OnOptimizer) -> Iterator[Callable[[], None]]:
     """Tell what happens until the block ends, or until what it yields is called."""
     with ExitStack() as stack:
-        for module, names in modules_around_units(root).items():
+        for module, names in modules_around_units(tree).items():
             tell = partial(_tell, on_module, *names)
             before, after = partial(_before, tell), partial(_after, tell)
             stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)

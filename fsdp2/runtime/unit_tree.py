@@ -1,7 +1,8 @@
-"""The passes that units go through under one root.
+"""The passes that the units of one tree go through.
 
-``Root`` is what the units under one root share. Hooks report events to the root; each event is one method: the schedule
-says which actions follow, the executor performs them. ``extras`` plug in here: another schedule and other checks.
+``UnitTree`` is what a root and the units inside it share. Hooks report events to the tree; each event is one method:
+the schedule says which actions follow, the executor performs them. ``extras`` plug in here: another schedule and other
+checks.
 
 The first unit whose forward runs becomes the root. If a unit around it runs later, that unit becomes the root.
 """
@@ -39,30 +40,30 @@ _T = TypeVar("_T")
 class _Registered:
     """What higher layers plug in."""
 
-    limits_memory: Callable[[int, Root], Decorator] = lambda limit, root: lambda event, unit, actions: actions
-    checks: Callable[[Root], RankChecks] = lambda root: RankChecks()
-    where_ranks_differ: Callable[[Root, RankChecks], tuple[Schedule, RankChecks]] | None = None
+    limits_memory: Callable[[int, UnitTree], Decorator] = lambda limit, tree: lambda event, unit, actions: actions
+    checks: Callable[[UnitTree], RankChecks] = lambda tree: RankChecks()
+    where_ranks_differ: Callable[[UnitTree, RankChecks], tuple[Schedule, RankChecks]] | None = None
 
 
-def register_memory_limit(make: Callable[[int, Root], Decorator]) -> None:
-    """Use ``make``, of a limit in bytes and a root, to decorate the actions of every root with a ``memory_limit``, from
+def register_memory_limit(make: Callable[[int, UnitTree], Decorator]) -> None:
+    """Use ``make``, of a limit in bytes and a tree, to decorate the actions of every tree with a ``memory_limit``, from
     the start of a forward up to the next one."""
     _Registered.limits_memory = make
 
 
-def register_rank_checks(make: Callable[[Root], RankChecks]) -> None:
-    """Use ``make`` for the checks of every root."""
+def register_rank_checks(make: Callable[[UnitTree], RankChecks]) -> None:
+    """Use ``make`` for the checks of every tree."""
     _Registered.checks = make
 
 
-def register_where_ranks_differ(make: Callable[[Root, RankChecks], tuple[Schedule, RankChecks]]) -> None:
-    """Use ``make``, of a root and its usual checks, for the schedule and the checks where ranks may differ in some
+def register_where_ranks_differ(make: Callable[[UnitTree, RankChecks], tuple[Schedule, RankChecks]]) -> None:
+    """Use ``make``, of a tree and its usual checks, for the schedule and the checks where ranks may differ in some
     unit."""
     _Registered.where_ranks_differ = make
 
 
 class RankChecks:
-    """What a root asks so that all ranks do alike. Here it asks nothing."""
+    """What a tree asks so that all ranks do alike. Here it asks nothing."""
 
     def begin_pass(self) -> None:
         """A pass begins. What the user has changed in the tree is known."""
@@ -86,18 +87,18 @@ class RankChecks:
         """The step is given up."""
 
 
-class Root:
-    """What the units under one root share: their passes, and the cleanup after an exception.
+class UnitTree:
+    """What a root and the units inside it share: their passes, and the cleanup after an exception.
 
     Attributes:
-        unit: the root itself.
+        root: the outermost unit.
         units: all units; the units inside a unit follow that unit.
         is_reducing: ``finalize_backward`` has started to reduce, and nobody has waited for it yet.
         checks: what makes sure that all ranks do alike.
     """
 
     def __init__(self, unit: Unit) -> None:
-        self.unit = unit
+        self.root = unit
         self.units: list[Unit] = []
         self.executor = Executor(unit.mesh.device)
         self.schedule = Schedule(())
@@ -109,7 +110,7 @@ class Root:
         self._split: SplitBackwards | None = None  # while a step has several backwards
         self._may_differ = False  # ranks may use other units, or other parameters of a unit
         self._seen_version = 0
-        note_tree_change()  # for roots around this one, which have not seen its units yet
+        note_tree_change()  # for trees around this one, which have not seen its units yet
         self._usual_checks = self.checks = _Registered.checks(self)
         self._collect()
 
@@ -118,7 +119,7 @@ class Root:
     def _collect(self) -> None:
         """Take over the units of the present tree; between passes only. If the units have changed, their order is
         recorded anew."""
-        found = {unit: name for module in self.unit.modules for name, unit in units_under(module)}
+        found = {unit: name for module in self.root.modules for name, unit in units_under(module)}
         named = list(found.items())
         ties = movable_ties(named, lambda unit: self.rules_of(unit).after_forward is AfterForward.KEEP)
         _check_tree(self.class_name, named)
@@ -127,7 +128,7 @@ class Root:
         before, self.units = self.units, list(found)
         self._seen_version = ModuleTrees.version
         for unit in dict.fromkeys([*before, *self.units]):
-            if (unit.root is self) is not (unit in found):
+            if (unit.tree is self) is not (unit in found):
                 unit.leave()
         for index, (unit, name) in enumerate(found.items()):
             unit.join(self, index, name)
@@ -142,8 +143,8 @@ class Root:
             self._take_units()
         params = [param for unit in self.units for group in unit.groups for param in group.params]
         known = {slot for param in params for slot in param.slots}.union(*(unit.left_alone for unit in self.units))
-        warned = _warn_of_unsharded(self.unit.modules, known)
-        self.unit.left_alone.update(warned)
+        warned = _warn_of_unsharded(self.root.modules, known)
+        self.root.left_alone.update(warned)
         leave_alone(getattr(slot.module, slot.name) for slot in warned)
 
     def _take_units(self) -> None:
@@ -166,7 +167,7 @@ class Root:
         """What the schedule has to know of the configuration of ``unit``."""
         config = unit.config
         # By default, the root stays: backward would gather it again at once.
-        default = AfterForward.KEEP if unit is self.unit else AfterForward.RESHARD
+        default = AfterForward.KEEP if unit is self.root else AfterForward.RESHARD
         has_others = any(group.mesh.data_parallel_size > 1 for group in unit.groups)
         return UnitRules(
             after_forward=config.after_forward or default,
@@ -180,19 +181,19 @@ class Root:
         )
 
     def _indices(self, units: Sequence[Unit] | None) -> tuple[int, ...] | None:
-        return None if units is None else tuple(unit.index for unit in units if unit.root is self)
+        return None if units is None else tuple(unit.index for unit in units if unit.tree is self)
 
     def is_in_tree(self, unit: Unit) -> bool:
         """Whether the unit's module is still at its old place in the tree."""
         try:
-            return unit_of(self.unit.modules[0].get_submodule(unit.name)) is unit
+            return unit_of(self.root.modules[0].get_submodule(unit.name)) is unit
         except AttributeError:
-            return unit is self.unit
+            return unit is self.root
 
     @property
     def class_name(self) -> str:
         """The class name of the root's module."""
-        return type(self.unit.modules[0]).__name__
+        return type(self.root.modules[0]).__name__
 
     # What is noted
 
@@ -229,7 +230,7 @@ class Root:
                 waited for the gradients that ``finalize_backward`` has started to reduce.
         """
         passes = self.schedule.passes
-        if unit is self.unit and len(unit.modules) > 1:
+        if unit is self.root and len(unit.modules) > 1:
             names = ", ".join(type(module).__name__ for module in unit.modules)
             raise ScheduleError(
                 f"fully_shard([{names}]) made one unit without a root, and one of these modules ran alone. "
@@ -318,7 +319,7 @@ class Root:
         """A forward pass begins."""
         self.order_gathers()
         self.post_optim_event = None
-        limit = self.unit.config.memory_limit
+        limit = self.root.config.memory_limit
         self.executor.limit = None if limit is None else _Registered.limits_memory(limit, self)
 
     # Backward
@@ -388,7 +389,7 @@ class Root:
         """Autograd has executed the last node of a backward."""
         if _torch.in_transform():
             return _torch.outside_transforms(self.end_backward)
-        self.executor.do((), "end_backward", self.unit)
+        self.executor.do((), "end_backward", self.root)
         torch.clear_autocast_cache()  # as after a forward without gradients: see ModuleHooks
         for unit in self.units:
             unit.missing_modules.clear()
@@ -411,13 +412,13 @@ class Root:
             self._split.check(may_compute_shapes=self.schedule.finalizes_by_hand)
         self.take_flags()
         self.checks.agree_on_flags()
-        self.executor.do(self.schedule.finalize(), "finalize_backward()", self.unit)
+        self.executor.do(self.schedule.finalize(), "finalize_backward()", self.root)
         self.executor.reduce_partial()
         self.is_reducing = True
 
     def land(self) -> None:
         """Land the gradients that ``finalize_backward`` has started to reduce."""
-        self.executor.do(((Action.LAND, self.unit.index),))
+        self.executor.do(((Action.LAND, self.root.index),))
         self.executor.finish_copies()
         self.is_reducing = False
         self._settle()
@@ -540,17 +541,17 @@ class Root:
             self.executor.finish_copies()
 
 
-def form_root(unit: Unit) -> Root:
-    """The root of ``unit``. A unit without one becomes a root itself.
+def tree_of(unit: Unit) -> UnitTree:
+    """The tree of ``unit``. A unit without one becomes the root of its own.
 
     Raises:
         ScheduleError: this rank is not in the mesh of the unit.
     """
-    if unit.root is None:
+    if unit.tree is None:
         unit.check_rank()
         if _torch.in_transform():
-            return _torch.outside_transforms(Root, unit)
-    return unit.root or Root(unit)
+            return _torch.outside_transforms(UnitTree, unit)
+    return unit.tree or UnitTree(unit)
 
 
 def _check_reduced(unit: Unit, group: ParamGroup) -> None:
@@ -571,7 +572,7 @@ def _check_reduced(unit: Unit, group: ParamGroup) -> None:
 
 
 def _check_tree(root_class: str, units: Sequence[tuple[Unit, str]]) -> None:
-    """Check that ``units`` with their names, the root first, can work under one root of class ``root_class``.
+    """Check that ``units`` with their names, the root first, can work in one tree, whose root is a ``root_class``.
 
     Raises:
         ScheduleError: a unit has settings that only a root may have, or leaves out a tied parameter.
