@@ -196,7 +196,7 @@ _LISTED: dict[tuple[str, ...], dict[int, tuple[str, str, str]]] = {
         53: ("UsedParams.settle", "param in anywhere", "True"),
         65: (
             "ChecksWhereRanksDiffer.end_step",
-            'self._root.agree("the agreement on which parameters had gradients", used.settle)',
+            'self._tree.agree("the agreement on which parameters had gradients", used.settle)',
             "pass",
         ),
         68: ("UsedParams.settle", "used[start + at :]", "used[at :]"),
@@ -239,7 +239,7 @@ _LISTED: dict[tuple[str, ...], dict[int, tuple[str, str, str]]] = {
         23: ("match_channels", "_next_channel[_identity(axis.group)] = max(exchange(axis, mine))", "pass"),
         61: (
             "Alike.begin_pass",
-            'root.agree("the comparison of the models", partial(check_agreement, root.class_name, root.units))',
+            'tree.agree("the comparison of the models", partial(check_agreement, tree.class_name, tree.units))',
             "pass",
         ),
         73: ("reduce", "wait_for(launched(_torch.counted_as, None, partial(all_reduce, axis, values, op)))", "pass"),
