@@ -78,7 +78,7 @@ def reduce(mesh: ParallelMesh, values: torch.Tensor, op: dist.ReduceOp.RedOpType
     """Reduce ``values`` in place over all ranks of ``mesh``."""
     for axis in (mesh.shard, mesh.replicate):
         if axis.size > 1:
-            wait_for(launched(_torch.counted_as, None, partial(all_reduce, axis, values, op)))
+            wait_for(launched(all_reduce, axis, values, op))
 
 
 def _is_agreed(mesh: ParallelMesh, text: str) -> bool:
@@ -86,7 +86,7 @@ def _is_agreed(mesh: ParallelMesh, text: str) -> bool:
     255 - b; the hashes are equal if the minimum and the maximum of each byte are."""
     digest = torch.frombuffer(bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8)
     bounds = torch.stack([digest, 255 - digest]).to(mesh.device)
-    reduce(mesh, bounds, dist.ReduceOp.MIN)
+    _torch.counted_as(None, partial(reduce, mesh, bounds, dist.ReduceOp.MIN))
     least, lacking = bounds.cpu()
     return torch.equal(least, 255 - lacking)
 

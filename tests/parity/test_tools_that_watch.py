@@ -1,6 +1,7 @@
 """``CommDebugMode`` and torch's profiler see of our runtime what they see of torch's.
 
-fsdp2 also exchanges a few flags between ranks: ``CommDebugMode`` does not count these, so that what users assert holds.
+In the first pass of a model, ranks compare it once: ``CommDebugMode`` does not count that, so that what users assert
+holds. It counts whatever a feature adds to every step.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.profiler import ProfilerActivity, profile
 
 from tests.harness.compare import as_torchs, hsdp
-from tests.harness.distributed import RankContext
+from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import MLP, ParityModel
-from tests.harness.runtimes import Runtime
+from tests.harness.runtimes import Runtime, subject
 from tests.harness.training import Step, one_backward, shard_units_and_root
 
 c10d = torch.ops.c10d
@@ -44,6 +45,20 @@ def test_comm_debug_mode_counts_the_same(ctx: RankContext, runtime: Runtime, axe
         counts.append(sorted((str(op), count) for op, count in mode.get_comm_counts().items()))
     assert mode.get_comm_counts()[c10d._allgather_base_] > 0
     return counts
+
+
+@pytest.mark.parametrize("adds", [0, 1])
+@distributed(2)
+def test_comm_debug_mode_counts_what_a_feature_adds_to_every_step(ctx: RankContext, adds: int) -> None:
+    model: Any = _model(subject(), ctx.mesh_1d())
+    if adds:
+        model.set_ranks_may_differ(True)
+    for index in range(2):
+        with CommDebugMode() as mode, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            one_backward(Step(index, ctx.rank, None), model)
+        expected = adds if ctx.device_type == "cpu" else 0  # the simulated group is Python's: no dispatch, no mode
+        assert mode.get_comm_counts()[c10d.allreduce_] == expected
 
 
 RANGES = ("FSDP::all_gather", "FSDP::all_gather_copy_out", "FSDP::post_backward_reduce")
