@@ -9,6 +9,11 @@ model is offloaded. behind: clipping and AdamW, what could be hidden at most.
 The second table counts the bytes of tensors per fp32 parameter of this rank, after a step: what lives where if the
 mesh is one of devices. Peak: with the gradients of all shards.
 
+The third table gives the device a budget of bytes. Today, all parameters are on the host, and AdamW runs behind
+backward; ``fsdp2.offload_by_budget`` leaves on the device what fits, for a ``HostAdamW`` and an AdamW. What is "on the
+host" is copied to what plays the device and back, as on one; copies within one memory cost the cores that compute.
+Values of both are equal, bit for bit, or the script fails.
+
     python benchmarks/host_adamw.py [--ranks 1 2] [--width 768] [--blocks 4] [--tokens 16]
 """
 
@@ -31,7 +36,13 @@ from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
-from fsdp2.tools.host_adamw.memory import HostParam, make_travelling
+from fsdp2.comm.offload import StagedOffloadPolicy
+from fsdp2.runtime.root import form_root
+from fsdp2.runtime.unit import unit_of
+from fsdp2.tools.host_adamw.memory import HostParam, host_nbytes_of, make_travelling
+from fsdp2.tools.memory_plan import peak_if_staged
+
+STAGED = StagedOffloadPolicy()  # copies on the CPU, too
 
 WARM_UP, ROUNDS = 2, 15
 LR = 1e-4
@@ -118,6 +129,96 @@ def rows_of(num_ranks: int, width: int, num_blocks: int, tokens: int) -> list[li
     return rows
 
 
+# The device's budget
+
+
+class Budgeted:
+    """The same model, on a device that holds ``share`` of its bytes. None: today's way, with all parameters on the
+    host."""
+
+    def __init__(self, width: int, num_blocks: int, share: float | None) -> None:
+        torch.manual_seed(0)
+        self.model: Any = nn.Sequential(*(Block(width) for _ in range(num_blocks)))
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for unit in [*self.model, self.model]:
+            fsdp2.fully_shard(unit, mesh=mesh, offload_policy=STAGED if share is None else None)
+        params = list(self.model.parameters())
+        if share is None:
+            root = form_root(unit_of(self.model))  # type: ignore[arg-type]
+            self.device_nbytes = peak_if_staged(root, [True] * len(root.units))
+            numel = sum(param.to_local().numel() for param in params)
+            self.host_nbytes = numel * host_nbytes_of(torch.float32, is_on_host=True)
+            self.parameters_on_host = num_blocks
+            self.optimizers: list[optim.Optimizer] = [optim.AdamW(params, lr=LR, fused=True)]
+            return
+        everything = fsdp2.offload_by_budget(self.model, 1 << 50, offload_policy=STAGED).nbytes
+        choice = fsdp2.offload_by_budget(self.model, int(share * everything), offload_policy=STAGED)
+        self.device_nbytes, self.host_nbytes = choice.nbytes, choice.host_nbytes
+        self.parameters_on_host = len(choice.params_on_host)
+        self.optimizers = [fsdp2.HostAdamW(choice.host_params, lr=LR)] if choice.host_params else []
+        if choice.device_params:
+            self.optimizers.append(optim.AdamW(choice.device_params, lr=LR, fused=True))
+
+    def step(self, x: Tensor) -> None:
+        self.model(x).square().mean().backward()
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def shards(self) -> list[Tensor]:
+        return [param.to_local().detach() for param in self.model.parameters()]
+
+
+SHARES = (1.0, 0.8, 0.6, 0.5)
+
+
+def run_budgets(rank: int, store: str, num_ranks: int, width: int, num_blocks: int, tokens: int, results: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
+    peers = {share: Budgeted(width, num_blocks, share) for share in (None, *SHARES)}
+    x = torch.randn(tokens, width, generator=torch.Generator().manual_seed(rank))
+    taken: dict[float | None, list[float]] = {share: [] for share in peers}
+    for number in range(WARM_UP + ROUNDS):
+        for share, peer in peers.items():
+            dist.barrier()
+            start = time.perf_counter()
+            for _ in range(2):
+                peer.step(x)
+            if number >= WARM_UP:
+                taken[share].append((time.perf_counter() - start) / 2)
+    expected = peers[None].shards()
+    for share, peer in peers.items():
+        if not all(map(torch.equal, peer.shards(), expected)):
+            raise RuntimeError(f"with {share} of the bytes, parameters differ from today's")
+    if rank == 0:
+        found = {
+            share: (statistics.median(taken[share]), peer.device_nbytes, peer.host_nbytes, peer.parameters_on_host)
+            for share, peer in peers.items()
+        }
+        torch.save(found, results)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def budget_rows(num_ranks: int, width: int, num_blocks: int, tokens: int) -> list[list[object]]:
+    with tempfile.TemporaryDirectory() as folder:
+        results = f"{folder}/results"
+        arguments = (f"{folder}/store", num_ranks, width, num_blocks, tokens, results)
+        torch.multiprocessing.spawn(run_budgets, arguments, nprocs=num_ranks)
+        found = torch.load(results, weights_only=False)
+    today, start = found[None][0], f"{num_ranks} rank{'s' * (num_ranks > 1)}, "
+    rows: list[list[object]] = []
+    for share, (seconds, device, host, number) in found.items():
+        name = "today" if share is None else f"budget {share:.0%}"
+        ratio = None if share is None else seconds / today
+        row = [f"{seconds * 1e3:.0f}", ratio, f"{device / 1e6:.0f}", f"{host / 1e6:.0f}", f"{number} of {num_blocks}"]
+        rows.append([start + name, *row])
+    return rows
+
+
+# Bytes
+
+
 def bytes_rows(numel: int = 1 << 16) -> list[list[object]]:
     """Bytes per parameter: on the device, and on the host, of which pinned."""
     rows: list[list[object]] = []
@@ -189,6 +290,17 @@ def main() -> None:
             bytes_rows(),
             ratio=None,
             note="Without activations, unsharded parameters and whole gradients. Peak: with gradients of all shards.",
+        ),
+        Table(
+            "budget",
+            "Median ms of a step within a budget of device bytes",
+            ["", "ms", "ratio", "device MB", "host MB", "blocks on the host"],
+            [row for number in options.ranks for row in budget_rows(number, *sizes)],
+            noise=0.15,
+            note="today: all parameters on the host, AdamW behind backward. budget: of what shards, gradients, states "
+            "and temporary memory take if all live on the device. ratio: to today. MB: the peak of this rank by plan, "
+            "without activations. on the host: their parameters; of other blocks, states may be. Values are equal, "
+            "bit for bit.",
         ),
     ]
     title = f"{options.blocks} blocks of width {options.width}, {options.tokens} tokens, gloo"

@@ -9,6 +9,7 @@ from fsdp2.api.fully_shard import fully_shard
 from fsdp2.api.module import FSDPModule, GradientReductionHandle, UnshardHandle, share_comm_ctx
 from fsdp2.extras import (
     alike as _alike,
+    checkpointable as _checkpointable,
     copying as _copying,
     empty_buffers as _empty_buffers,
     peers as _peers,
@@ -17,6 +18,7 @@ from fsdp2.extras import (
     state as _state,
     typed_params as _typed_params,
 )
+from fsdp2.extras.checkpointable import from_checkpointable, to_checkpointable
 from fsdp2.extras.lending import unsharded
 from fsdp2.extras.no_sync import no_sync
 from fsdp2.runtime.hooks import register_fsdp_forward_method
@@ -98,6 +100,7 @@ __all__ = [
     "expert_meshes",
     "extensions",
     "flatten_optimizer",
+    "from_checkpointable",
     "fully_shard",
     "install",
     "installed",
@@ -115,6 +118,7 @@ __all__ = [
     "set_fsdp_extensions",
     "share_comm_ctx",
     "stream_full_params",
+    "to_checkpointable",
     "trace",
     "uninstall",
     "unsharded",
@@ -170,8 +174,10 @@ def _adapt_4bit(*parameter: Any) -> Adapted:
     return made
 
 
-for _extra in (_alike, _copying, _empty_buffers, _peers, _ranks_may_differ, _refusals, _state, _typed_params):
+for _extra in (_alike, _copying, _empty_buffers, _peers, _ranks_may_differ, _refusals, _state):
     _extra.register()
+for _types in (_typed_params, _checkpointable):  # the first who knows a parameter answers
+    _types.register()
 register_memory_limit(_limit_memory)
 register_adapter("bitsandbytes.nn.modules.Params4bit", _adapt_4bit)
 del globals()["plan"]  # the folder, which hides the function

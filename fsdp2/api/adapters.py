@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -63,14 +64,29 @@ class ParamTypes:
         return resolve()
 
 
-class _Registered:
-    types = ParamTypes()
+class _Several(ParamTypes):
+    """Asks several in turn; the first who knows a parameter answers."""
+
+    def __init__(self) -> None:
+        self.types: list[ParamTypes] = []
+
+    def spec(self, name: str, param: torch.Tensor, dim: int, parallel: ParallelMesh) -> ParamSpec | None:
+        answers = (each.spec(name, param, dim, parallel) for each in self.types)
+        return next((spec for spec in answers if spec is not None), None)
+
+    def agreed(self, parallel: ParallelMesh, resolve: Callable[[], _T]) -> _T:
+        for each in self.types:
+            resolve = partial(each.agreed, parallel, resolve)
+        return resolve()
+
+
+_registered = _Several()
 
 
 def register_param_types(types: ParamTypes) -> None:
-    """Ask ``types`` about each parameter that is sharded."""
-    _Registered.types = types
+    """Ask ``types`` about each parameter that is sharded, after those who were registered before."""
+    _registered.types.append(types)
 
 
 def param_types() -> ParamTypes:
-    return _Registered.types
+    return _registered

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from fsdp2 import _torch
 from fsdp2.comm.backends import all_reduce, exchange
 from fsdp2.comm.streams import launched, wait_for
+from fsdp2.extras.checkpointable import LocalPartSpec
 from fsdp2.extras.claims import named_ranks
 from fsdp2.extras.peers import match_channels
 from fsdp2.group.group import ParamGroup
@@ -99,6 +100,7 @@ def _described(unit: Unit, group: ParamGroup) -> list[str]:
             f"parameter '{param.full_name}' of unit '{unit.name}': {param.dtypes.orig} {param.layout.shape} "
             f"{'trainable' if param.sharded.requires_grad else 'frozen'}, dim {param.layout.dim} cut in "
             f"{param.layout.num_shards}, gathered in {param.dtypes.param}, reduced in {param.dtypes.reduce}"
+            + (f", {param.spec.geometry}" if isinstance(param.spec, LocalPartSpec) else "")
         )
     return lines
 

@@ -217,7 +217,7 @@ class _Move:
     def _record(self, param: ShardedParam, mesh: ParallelMesh, home: Home) -> ParamRecord:
         """``param`` on ``mesh``. Its values come later."""
         layout = shard_layout(param.layout.shape, param.layout.dim, mesh.shard.size)
-        spec = plain_spec(layout.shape, layout.dim, mesh)
+        spec = replace(param.spec, sharded=plain_spec(layout.shape, layout.dim, mesh).sharded)
         local, shape = _torch.local_of(param.sharded), layout.shard_shape(mesh.shard.rank)
         if is_plain(local):
             new = torch.zeros((), dtype=local.dtype, device=local.device).expand(shape)  # takes no memory

@@ -53,9 +53,11 @@ def test_states_take_no_memory_of_the_device(ctx: RankContext) -> None:
     assert on_device_nbytes - _taken_by_steps(ctx, fsdp2.HostAdamW) >= 2 * 4 * numel
 
 
+@pytest.mark.parametrize("where", ["device", "host"])
 @on_device(2)
-def test_report_shows_copies_to_the_host_while_backward_goes_on(ctx: RankContext) -> None:
-    model = _model(ctx)
+def test_report_shows_copies_and_steps_of_the_host_while_backward_goes_on(ctx: RankContext, where: str) -> None:
+    """``where``: the shards live."""
+    model = _model(ctx, where)
     optimizer = fsdp2.HostAdamW(model.parameters())
     _step(model, optimizer)
     device.schedule(3, late=["copy"])
@@ -70,7 +72,12 @@ def test_report_shows_copies_to_the_host_while_backward_goes_on(ctx: RankContext
         spans: dict[str, list[tuple[int, int]]] = {kind: [] for kind in data["kinds"]}
         for kind, unit, start, *_ in timeline["transfers"]:
             spans[data["kinds"][kind]].append((unit, start))
-        assert [unit for unit, _ in spans["copy to host"]] == [unit for unit, _ in spans["reduce-scatter"]]
+        in_order = [unit for unit, _ in spans["reduce-scatter"]]
+        assert len(in_order) == 4
+        for kind in ("copy to host", "step on host"):
+            assert [unit for unit, _ in spans[kind]] == in_order
+        copied = [unit for unit, _ in spans["copy to device"]]
+        assert copied == ([unit for unit, _ in spans["all-gather"]] if where == "host" else [])
         assert spans["copy to host"][0][1] < spans["reduce-scatter"][-1][1]
 
 

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import fsdp2
 from fsdp2 import _torch
 from fsdp2.comm import streams
+from fsdp2.comm.offload import StagedOffloadPolicy
 from fsdp2.extras.peers import PeerComm
 from tests.distributed.support import DIM, InjectedError, Stack, batch, seeded, shard, shard_each, sharded, step
 from tests.harness.distributed import RankContext, distributed
@@ -299,6 +300,34 @@ def test_units_with_replicas_are_also_all_reduced(ctx: RankContext) -> None:
 def test_a_rank_that_shards_alone_has_no_collectives(ctx: RankContext) -> None:
     data = _reported(sharded(ctx, mesh=ctx.mesh_of_one())).data
     assert ctx.rank > 0 or (data["ranks"], _order(data)) == ([0], [])
+
+
+@distributed(2)
+def test_steps_of_the_host_for_offloaded_units_are_shown_beside_backward(ctx: RankContext) -> None:
+    """Backward waits at the model's input, until the host has stepped the unit whose backward came first."""
+    model = shard(ctx, seeded(Stack), offload_policy=StagedOffloadPolicy())
+    optimizer = fsdp2.HostAdamW(model.parameters())
+    step(model)
+    optimizer.step()
+    x = batch().requires_grad_()
+    x.register_hook(lambda _: optimizer._unit_of[model.blocks[2].linear.weight]._running.result(timeout=30))
+    with fsdp2.report(model) as report:
+        for _ in range(2):
+            model(x).square().mean().backward()
+            optimizer.step()
+    if ctx.rank > 0:
+        return
+    data = report.data
+    assert data is not None
+    names = [unit["name"] for unit in data["units"]]
+    for timeline in data["timelines"]:
+        times: dict[str, dict[str, tuple[int, int]]] = {kind: {} for kind in data["kinds"]}
+        for kind, unit, start, lasted, _ in timeline["transfers"]:
+            times[data["kinds"][kind]][names[unit]] = (start, start + lasted)
+        steps, copies, reductions = (times[kind] for kind in ("step on host", "copy to host", "reduce-scatter"))
+        assert list(steps) == list(copies) == list(reductions) == ["blocks.2", "blocks.1", "blocks.0", "(root)"]
+        assert copies["blocks.2"][1] <= steps["blocks.2"][0]
+        assert steps["blocks.2"][1] <= copies["(root)"][0]
 
 
 @distributed(2)

@@ -156,6 +156,22 @@ def copies_of_an_offloaded_unit_are_transfers_of_their_own() -> Tape:
     return Tape.of(marks, 9.0, on_device=True)
 
 
+def a_step_on_the_host_runs_beside_what_the_thread_does() -> Tape:
+    marks = [
+        Mark(Edge.EVENT, "pre_backward", "b", 0.0),
+        Mark(Edge.START, "reduce", "a", 1.0),
+        Mark(Edge.START, "reduce_launch", "a", 1.0),
+        Mark(Edge.START, "step on host", "b", None, 0.5),
+        Mark(Edge.STOP, "step on host", "b", None, 1.5),
+        Mark(Edge.STOP, "reduce_launch", "a", 2.0),
+        Mark(Edge.STOP, "reduce", "a", 2.0),
+        Mark(Edge.ACTION, "reduce", "a", 2.0),
+        Mark(Edge.START, "reduce_finish", "a", 3.0),
+        Mark(Edge.STOP, "reduce_finish", "a", 4.0),
+    ]
+    return Tape.of(marks, 5.0, on_device=False)
+
+
 TAPES = [
     compute_belongs_to_the_innermost_unit_and_waits_to_the_unit_that_is_late,
     backward_belongs_to_the_unit_whose_backward_began_last,
@@ -177,6 +193,7 @@ TAPES = [
     memory_goes_forward_in_time_although_streams_run_beside_each_other,
     on_a_device_collectives_have_the_times_of_their_own_streams,
     copies_of_an_offloaded_unit_are_transfers_of_their_own,
+    a_step_on_the_host_runs_beside_what_the_thread_does,
 ]
 
 

@@ -7,7 +7,8 @@ for ``HostUnit.take_returned``, too. Each stream wait states producer, consumer 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -135,14 +136,15 @@ class Job:
         return _Step(target, grad, state, options, travelling, is_read)
 
     @torch.no_grad()
-    def run(self, factor: Factor | None) -> torch.Event | None:
-        """On the host's thread: step. Returns what marks that results are in the shards."""
+    def run(self, factor: Factor | None, unit: str) -> torch.Event | None:
+        """On the host's thread: step ``unit``. Returns what marks that results are in the shards."""
         self._streams.wait_on_cpu(self._copied)  # this thread reads what was copied
         self._sources.clear()
         for step in self._steps:
             if step.is_read and step.travelling is not None:
                 step.travelling.read()
         scale = None if factor is None else factor.arrived()
+        tell, start = _Observer.on_step, time.perf_counter()
         for options in dict.fromkeys(step.options for step in self._steps):
             steps = [step for step in self._steps if step.options == options]
             grads = [step.gradient.to(step.master.dtype) for step in steps]
@@ -151,6 +153,8 @@ class Job:
             elif scale is not None:
                 torch_names.foreach_mul(grads, scale)
             _run_adamw(steps, grads, options)
+        if tell is not None:
+            tell(unit, start, time.perf_counter())
         with self._streams.beside("copy back"):
             for step in self._steps:
                 if step.travelling is not None:
@@ -168,6 +172,19 @@ def _run_adamw(steps: Sequence[_Step], grads: list[Tensor], options: Options) ->
     adamw(masters, grads, averages, squares, maxima, counts, fused=True, **options._asdict())
 
 
+OnHostStep = Callable[[str, float, float], None]
+
+
+class _Observer:
+    on_step: OnHostStep | None = None
+
+
+def observe_host_steps(on_step: OnHostStep | None) -> None:
+    """Call ``on_step`` on the host's thread with a unit's name, and when its step has begun and ended, in seconds of
+    ``time.perf_counter``; None ends it. A step begins when gradients are on the host."""
+    _Observer.on_step = on_step
+
+
 class HostUnit:
     """The parameters of one unit that the host steps, at most one job at a time."""
 
@@ -178,7 +195,7 @@ class HostUnit:
 
     def start(self, job: Job, factor: Factor | None, thread: Executor) -> None:
         """Run ``job`` on the host's ``thread``."""
-        self._running = thread.submit(job.run, factor)
+        self._running = thread.submit(job.run, factor, self.name)
 
     def wait(self) -> None:
         """This thread waits until the host has stepped. The current stream waits for the results.

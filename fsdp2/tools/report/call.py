@@ -26,6 +26,7 @@ from fsdp2.runtime.unit import Unit, Watch
 from fsdp2.runtime.unit_tree import UnitTree, tree_of
 from fsdp2.schedule.schedule import AfterForward
 from fsdp2.tools.auto_shard import AutoShard
+from fsdp2.tools.host_adamw.jobs import observe_host_steps
 from fsdp2.tools.memory_plan import UnitBytes, unit_bytes
 from fsdp2.tools.planner.machines import MACHINES
 from fsdp2.tools.planner.measure import device_name
@@ -41,7 +42,7 @@ from fsdp2.tools.report.prediction import Prediction, StepFigures
 from fsdp2.tools.report.recorder import DeviceClock, HostClock, Recorder, Step
 from fsdp2.tools.report.speed import Peak, Work
 from fsdp2.tools.report.text import text_of
-from fsdp2.tools.report.timeline import ALL_REDUCE, COPIES, spans, transfers, with_idle
+from fsdp2.tools.report.timeline import ALL_REDUCE, OF_HOST, spans, transfers, with_idle
 from fsdp2.tools.whole_file import check_writable
 from fsdp2.types import CommunicationError, ScheduleError
 
@@ -180,6 +181,7 @@ def attached(
 
     def detach() -> None:
         observe_activities(None)
+        observe_host_steps(None)
         watch.end()
         for end in on_done:
             end()
@@ -192,6 +194,7 @@ def attached(
         if operations is not None:
             operations.start()
         observe_activities(recorder.on_activity)
+        observe_host_steps(recorder.on_host_step)
         yield
     finally:
         detach()
@@ -321,7 +324,7 @@ def _rank_steps(
                 [
                     each
                     for each in transfers(step.marks, replicated, on_device=on_device)
-                    if each.unit not in local or each.kind in (ALL_REDUCE, *COPIES)  # else nothing travels
+                    if each.unit not in local or each.kind in (ALL_REDUCE, *OF_HOST)  # else nothing travels
                 ],
                 memory(marks, sizes, step.start, step.stop),
             )

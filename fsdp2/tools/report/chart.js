@@ -153,9 +153,7 @@ function reportOf(data, title = "") {
   };
 }
 
-function laneOf(kind) { // copies from and to the host have one of their own
-  return kind === 0 ? 0 : kind < 3 ? 1 : 2;
-}
+const LANE_OF = ["gather", "reduce", "reduce", "copies", "copies", "host"]; // by kind; the last two if there are any
 
 class Chart {
   constructor(canvas, reports) {
@@ -170,8 +168,8 @@ class Chart {
     const [root, ...others] = PALETTE.units; // the root runs beside the first and the last of the others
     this.colours = new Map([...names].map((name, i) => [name, i ? others[(i - 1) % others.length] : root]));
     this.what = [...new Set(reports.flatMap((report) => report.memory.series.map((each) => each.what)))];
-    const hasCopies = reports.some((r) => r.data.timelines.some((t) => t.transfers.some(([k]) => laneOf(k) === 2)));
-    this.lanes = hasCopies ? ["gather", "reduce", "copies"] : ["gather", "reduce"];
+    const kinds = reports.flatMap((r) => r.data.timelines.flatMap((t) => t.transfers.map(([kind]) => kind)));
+    this.lanes = [...new Set(["gather", "reduce", ...kinds.sort().map((kind) => LANE_OF[kind])])];
     this.most = Math.max(1, ...reports.flatMap(({memory}) =>
       memory.times.map((_, i) => memory.series.reduce((sum, each) => sum + each.nbytes[i], 0))));
     this.placeRows();
@@ -247,7 +245,7 @@ class Chart {
       this.writeInside([report.data.places[place] ?? names[unit], names[unit] ?? what], box, what in PALETTE.hatches);
     }
     for (const [kind, unit, start, duration] of timeline.transfers) {
-      const y = top + LANE.compute + laneOf(kind) * LANE.transfer + 1;
+      const y = top + LANE.compute + this.lanes.indexOf(LANE_OF[kind]) * LANE.transfer + 1;
       const box = this.box(start - report.begin, duration, y, LANE.transfer - 2);
       if (box) this.bar(box, this.fill("", names[unit]), names[unit]);
     }
@@ -411,7 +409,7 @@ class Chart {
     }
     const lane = Math.floor((y - LANE.compute) / LANE.transfer);
     const found = timeline.transfers.filter(([kind, , start, duration]) =>
-      laneOf(kind) === lane && start - slack <= moment && moment <= start + duration + slack);
+      this.lanes.indexOf(LANE_OF[kind]) === lane && start - slack <= moment && moment <= start + duration + slack);
     if (!found.length) return null;
     const lines = found.map(([kind, unit, start, duration, early]) =>
       `rank ${timeline.rank}: ${data.kinds[kind]} ${name(unit)}${early ? ", prefetched" : ""}\n` +

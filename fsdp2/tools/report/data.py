@@ -35,7 +35,7 @@ from fsdp2.tools.report.timeline import (
     ALL_GATHER,
     ALL_REDUCE,
     COMPUTING,
-    COPIES,
+    OF_HOST,
     REDUCE_SCATTER,
     Does,
     Span,
@@ -45,7 +45,7 @@ from fsdp2.tools.report.timeline import (
 
 VERSION = 2
 _REDUCTIONS = (REDUCE_SCATTER, ALL_REDUCE)
-KINDS = (ALL_GATHER, *_REDUCTIONS, *COPIES)
+KINDS = (ALL_GATHER, *_REDUCTIONS, *OF_HOST)
 _MAX_ENTRIES = 50_000  # of all timelines: beyond that, only some ranks have one
 _RESOLUTION = 2_000  # of a timeline: what is shorter than one part of a step cannot be seen
 _COMPUTE = (Does.FORWARD, Does.BACKWARD)
@@ -456,7 +456,7 @@ def _collectives(
     """Rows of kind, unit, how much later the last of all ranks started than the first, that last rank, and when each
     of the ranks ``shown`` started; up to the first collective that is not the same on all ranks, which comes second."""
     rows: list[list[int]] = []
-    collectives = ([each for each in step.transfers if each.kind not in COPIES] for step in ranks)
+    collectives = ([each for each in step.transfers if each.kind not in OF_HOST] for step in ranks)
     for position, same in enumerate(zip_longest(*collectives)):
         names = ["none" if each is None else f"{each.kind} {each.unit}" for each in same]
         if len(set(names)) > 1:

@@ -16,7 +16,7 @@ import torch
 from fsdp2.comm.streams import Activity, Streams, streams_for
 from fsdp2.runtime.unit import Unit
 from fsdp2.tools.report.held import Bytes, HeldBytes
-from fsdp2.tools.report.timeline import BLOCKED, OPTIMIZER, OPTIMIZER_END, TO_DEVICE, TO_HOST, Edge, Mark
+from fsdp2.tools.report.timeline import BLOCKED, HOST_STEP, OPTIMIZER, OPTIMIZER_END, TO_DEVICE, TO_HOST, Edge, Mark
 from fsdp2.types import Observer
 
 Stamp = float | torch.Event | None
@@ -199,6 +199,15 @@ class Recorder(Observer):
             self._marks.append((edge, _COPIES[activity], self._unit, *self._clock.of_copy(), "", 0))
         elif self._clock.times_waits:
             self._mark(edge, BLOCKED, "")
+
+    def on_host_step(self, unit: str, start: float, stop: float) -> None:
+        """The host's thread has stepped ``unit``. It calls this while the thread that trains adds marks: one operation
+        adds both of these, so nothing comes between."""
+        if self._bounds and not self._is_done:
+            self._marks += [
+                (Edge.START, HOST_STEP, unit, None, start, "", 0),
+                (Edge.STOP, HOST_STEP, unit, None, stop, "", 0),
+            ]
 
     def _mark(self, edge: Edge, work: str, unit: str) -> None:
         if not self._is_done:

@@ -84,8 +84,9 @@ class Span(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """A collective in flight, or a copy from or to the host. ``stop``: when it had arrived; on the CPU, when the thread
-    had waited for it. ``early``: it was a prefetch. ``order``: they were launched in this order."""
+    """A collective in flight, a copy from or to the host, or a step of a unit by the host's thread. ``stop``: when it
+    had arrived; on the CPU, when the thread had waited for it. ``early``: it was a prefetch. ``order``: they were
+    launched in this order; steps of the host count when they end."""
 
     order: int
     kind: str
@@ -98,6 +99,8 @@ class Transfer(NamedTuple):
 
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all-gather", "reduce-scatter", "all-reduce"
 COPIES = TO_DEVICE, TO_HOST = "copy to device", "copy to host"
+HOST_STEP = "step on host"
+OF_HOST = (*COPIES, HOST_STEP)  # no collectives: ranks may have others, in another order
 
 GATHERS = ("unshard", "prefetch")
 RESHARDS = ("reshard", "reshard_post_forward")
@@ -295,8 +298,8 @@ def _does(works: Sequence[tuple[str, str]], landed: str, *, on_device: bool) -> 
 
 
 def transfers(marks: Sequence[Mark], replicated: Iterable[str], *, on_device: bool) -> list[Transfer]:
-    """The collectives of a step, and copies from and to the host, in the order of their launches. ``replicated``: units
-    that are also all-reduced."""
+    """The collectives of a step, copies from and to the host, and steps on the host, in the order of their launches.
+    ``replicated``: units that are also all-reduced."""
     return _Transfers(frozenset(replicated), on_device).of(marks)
 
 
@@ -326,7 +329,7 @@ class _Transfers:
     def _start(self, mark: Mark) -> None:
         if mark.name == BLOCKED:
             return
-        if mark.name in COPIES:
+        if mark.name in OF_HOST:
             self._started[mark.name] = mark
             return
         self._started[mark.name], self._arrived, self._copies = mark, None, []
@@ -341,6 +344,8 @@ class _Transfers:
         elif name in COPIES:
             self._copies.append(self._transfer(name, mark, start.any_time))
             self._found.append(self._copies[-1])
+        elif name == HOST_STEP:
+            self._found.append(self._transfer(name, mark, start.any_time))
         elif name in GATHERS:
             begin = self._copies[-1].stop if self._copies else start.any_time  # shards come from the host first
             self._issued[unit] = self._transfer(ALL_GATHER, mark, begin, early=name == "prefetch")
