@@ -9,16 +9,15 @@ from fsdp2.api.fully_shard import fully_shard
 from fsdp2.api.module import FSDPModule, GradientReductionHandle, UnshardHandle, share_comm_ctx
 from fsdp2.extras import (
     alike as _alike,
-    checkpointable as _checkpointable,
     copying as _copying,
     empty_buffers as _empty_buffers,
+    local_parts as _local_parts,
     peers as _peers,
     ranks_may_differ as _ranks_may_differ,
     refusals as _refusals,
     state as _state,
     typed_params as _typed_params,
 )
-from fsdp2.extras.checkpointable import from_checkpointable, to_checkpointable
 from fsdp2.extras.lending import unsharded
 from fsdp2.extras.no_sync import no_sync
 from fsdp2.runtime.hooks import register_fsdp_forward_method
@@ -46,6 +45,7 @@ if TYPE_CHECKING:
     from fsdp2.fsdp1.wrapper import FullyShardedDataParallel
     from fsdp2.tools import trace
     from fsdp2.tools.auto_shard import AutoShard, auto_shard
+    from fsdp2.tools.checkpointable import from_checkpointable, to_checkpointable
     from fsdp2.tools.clip import clip_grad_norm_
     from fsdp2.tools.flat_optimizer import flatten_optimizer
     from fsdp2.tools.host_adamw import HostAdamW
@@ -133,6 +133,7 @@ _LAZY = {
     "fsdp1": ("FSDPExtensions", "FullyShardedDataParallel", "set_fsdp_extensions"),
     "tools": ("trace",),
     "tools.auto_shard": ("AutoShard", "auto_shard"),
+    "tools.checkpointable": ("from_checkpointable", "to_checkpointable"),
     "tools.clip": ("clip_grad_norm_",),
     "tools.expert_parallel": ("ExpertMeshes", "expert_meshes"),
     "tools.flat_optimizer": ("flatten_optimizer",),
@@ -176,7 +177,7 @@ def _adapt_4bit(*parameter: Any) -> Adapted:
 
 for _extra in (_alike, _copying, _empty_buffers, _peers, _ranks_may_differ, _refusals, _state):
     _extra.register()
-for _types in (_typed_params, _checkpointable):  # the first who knows a parameter answers
+for _types in (_typed_params, _local_parts):  # the first who knows a parameter answers
     _types.register()
 register_memory_limit(_limit_memory)
 register_adapter("bitsandbytes.nn.modules.Params4bit", _adapt_4bit)

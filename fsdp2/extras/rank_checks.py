@@ -20,8 +20,8 @@ import torch.distributed as dist
 from fsdp2 import _torch
 from fsdp2.comm.backends import all_reduce, exchange
 from fsdp2.comm.streams import launched, wait_for
-from fsdp2.extras.checkpointable import LocalPartSpec
 from fsdp2.extras.claims import named_ranks
+from fsdp2.extras.local_parts import LocalPartSpec
 from fsdp2.extras.peers import match_channels
 from fsdp2.group.group import ParamGroup
 from fsdp2.plan.mesh import ParallelMesh

@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp2 import from_checkpointable, fully_shard, reshard_to, to_checkpointable
-from fsdp2.extras.checkpointable import geometry_of
+from fsdp2.extras.local_parts import geometry_of
 from fsdp2.tensors import BFloat16AllGatherTensor
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.golden import golden_on_ranks
