@@ -107,8 +107,8 @@ class AloneGroup(group.SimNCCL):
     def getBackendName(self) -> str:  # noqa: N802  # torch's name
         return BACKEND
 
-    def _launch(self, message: Any, opts: Any, tensors: Any) -> Any:
-        return super()._launch(_Nothing(message.name), opts, tensors)
+    def _launch(self, message: Any, opts: Any, written: Any, read: Any) -> Any:
+        return super()._launch(_Nothing(message.name), opts, written, read)
 
 
 class _Nothing:

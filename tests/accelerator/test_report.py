@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -153,3 +156,12 @@ def test_memory_of_a_device_is_what_its_allocator_says_and_no_step_waits(ctx: Ra
     assert not {"saved by forward for backward", "gradients and their copies"} & set(series)
     peak, allocated = data["memory"]["peak_nbytes"], data["memory"]["allocated_nbytes"]
     assert 0.9 * allocated < peak <= allocated  # asked for at events only
+
+
+@pytest.mark.long
+def test_the_benchmark_of_what_a_report_costs_runs() -> None:
+    """It runs on ranks that are not there, whose group overrides a private method of this device's."""
+    script = Path(__file__).parents[2] / "benchmarks" / "report_cost.py"
+    done = subprocess.run([sys.executable, str(script), "--rounds", "1"], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert "Per block and step" in done.stdout

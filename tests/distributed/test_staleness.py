@@ -130,6 +130,35 @@ def test_unshard_after_the_shards_were_written_binds_new_values(ctx: RankContext
     assert torch.equal(model.entry.weight, _reference().entry.weight)
 
 
+# How docs/guide/wrapping.md says that shards may be written while a unit stays unsharded, and how not
+NOTICED: dict[str, Callable[[Any], object]] = {
+    "parameter": lambda param: param.add_(1.0),
+    "to_local()": lambda param: param.to_local().add_(1.0),
+}
+UNNOTICED: dict[str, Callable[[Any], object]] = {
+    "data": lambda param: param.data.add_(1.0),
+    "detach().to_local()": lambda param: param.detach().to_local().add_(1.0),
+    "numpy": lambda param: param.to_local().numpy().__iadd__(1.0),
+}
+
+
+@pytest.mark.parametrize("how", [*NOTICED, *UNNOTICED])
+@distributed(2)
+def test_writes_that_bypass_the_versions_of_shards_need_a_reshard_first(ctx: RankContext, how: str) -> None:
+    """As in torch, nobody notices them. If that changes, the guide's page on wrapping does, too."""
+    for reshards in (False, True):
+        model = sharded(ctx)
+        shards = list(model.parameters())
+        evaluate(model)  # the root stays unsharded
+        if reshards:
+            model.reshard()
+        with torch.no_grad():
+            for param in shards:
+                (NOTICED | UNNOTICED)[how](param)
+        is_noticed = reshards or how in NOTICED
+        assert torch.allclose(model(batch()), _reference()(batch()), atol=1e-5) == is_noticed
+
+
 class _Detached(Stack):
     """The last block takes no part in the loss."""
 

@@ -1,4 +1,5 @@
-// What the page of one report and that of two share: words, colours, tables, and the chart. No library, no network.
+// What the page of one report and that of two share: words, colours, tables, and the chart. Each of the two makes
+// ``chart``, has ``choose(name)`` for a click on a unit, and ends with ``startPage()``. No library, no network.
 "use strict";
 
 const content = JSON.parse(document.getElementById("data").textContent);
@@ -540,4 +541,12 @@ function chooseFromAddress() { // `#unit=NAME`
   if (!chart.colours.has(wanted)) return;
   choose(wanted);
   chart.showUnit(wanted);
+}
+
+function startPage() { // when the page's own tables are there
+  fillWords();
+  chart.legend();
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => chart.legend());
+  chooseFromAddress();
+  window.addEventListener("hashchange", chooseFromAddress);
 }

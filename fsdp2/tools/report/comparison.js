@@ -54,8 +54,4 @@ function fillSummary() {
 fillSummary();
 fillDifferences();
 fillUnits();
-fillWords();
-chart.legend();
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => chart.legend());
-chooseFromAddress();
-window.addEventListener("hashchange", chooseFromAddress);
+startPage();

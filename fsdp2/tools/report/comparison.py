@@ -98,7 +98,8 @@ def compare_reports(
     only = _only(names, reports, only_matching=only_matching)
     comparison = Comparison(_compared(names, reports, only))
     if target is not None and files.kind_of(target) == files.PAGE:
-        page = files.page({"comparison": comparison.data, "reports": reports}, "comparison")
+        data = {"comparison": comparison.data, "reports": reports}
+        page = files.page(data, "comparison", title="fsdp2: two reports")
         files.write_whole(target, page)
     elif target is not None:
         files.write(target, comparison.data)

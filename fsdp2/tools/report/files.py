@@ -26,15 +26,17 @@ def write(path: Path, data: dict[str, Any]) -> None:
     write_whole(path, text)
 
 
-def page(data: dict[str, Any], name: str = "page") -> str:
-    """The page ``name`` that shows ``data``, with all that it needs inside."""
+def page(data: dict[str, Any], name: str = "page", title: str = "fsdp2 report") -> str:
+    """The page ``name`` that shows ``data``, with all that it needs inside: ``frame.html`` around ``{name}.html``."""
     parts = {
+        "title": title,
+        "body": _part(f"{name}.html"),
         "style": _part("page.css"),
         "chart": _part("chart.html"),
         "script": f"{_part('chart.js')}\n{_part(f'{name}.js')}",
         "data": as_json(data).replace("<", "\\u003c"),  # a module's name may contain what ends the element
     }
-    text = _part(f"{name}.html")
+    text = _part("frame.html")
     for key, value in parts.items():
         text = text.replace(f"{{{{{key}}}}}", value, 1)
     return text

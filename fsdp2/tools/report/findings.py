@@ -367,7 +367,8 @@ _REMEDIES = {
 def _loss_text(lost: Lost, names: Sequence[str], gain: float, facts: StepFacts) -> str:
     """What is lost, on which units, and what to do."""
     if lost is Lost.RANKS:
-        return f"This rank waits {_ms(gain)} for other ranks that come later to a collective. {_who_is_late(facts)}"
+        waits = f"The rank that loses most waits {_ms(gain)} for ranks that come later to a collective."
+        return f"{waits} {_who_is_late(facts)}"
     what = {
         Lost.GATHERS: f"Compute waits {_ms(gain)} for gathers",
         Lost.REDUCTIONS: f"Compute waits {_ms(gain)} for reductions",
