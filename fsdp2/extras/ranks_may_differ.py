@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from fsdp2.extras.rank_checks import by_mesh, compare, reduce
 from fsdp2.extras.skipped_units import Event, SkippedUnits
-from fsdp2.group.gradients import Landed, deposit
+from fsdp2.group.gradients import Landed, land_in_grad
 from fsdp2.group.group import ParamGroup
 from fsdp2.plan.mesh import ParallelMesh
 from fsdp2.runtime.unit import Unit, note_tree_change
@@ -145,7 +145,7 @@ class ChecksWhereRanksDiffer(RankChecks):
 
     def end_step(self) -> None:
         for used in self._used_params:
-            self._tree.agree("the agreement on which parameters had gradients", used.settle)
+            self._tree.agree("the agreement on which parameters had gradients", used.land_kept)
 
     def drop_step(self) -> None:
         for used in self._used_params:
@@ -156,43 +156,43 @@ class UsedParams:
     """Which parameters of ``groups``, all groups of a root on ``mesh``, had a gradient on some rank.
 
     A parameter without a gradient on this rank contributes zeros to the reduction, but the sum may still be a gradient.
-    It is withheld until the end of the step. Then the ranks exchange, in one small all-reduce, which of their
-    parameters had a gradient in which reduction, and each rank hands over the sums that are gradients. (I15)
+    It is kept until the end of the step. Then the ranks exchange, in one small all-reduce, which of their parameters
+    had a gradient in which reduction, and on each rank the sums land that are gradients. (I15)
     """
 
     def __init__(self, mesh: ParallelMesh, groups: Sequence[ParamGroup]) -> None:
         self._gradients = [group.gradients for group in groups]
         self._mesh, self._has_others = mesh, mesh.data_parallel_size > 1
-        self._withheld: list[list[tuple[int, Landed]]] = [[] for _ in groups]
+        self._kept: list[list[tuple[int, Landed]]] = [[] for _ in groups]
         self._mine = b""
         self._sent = torch.empty(0, dtype=torch.uint8)  # the same, where the device copies it from
-        for gradients, withheld in zip(self._gradients, self._withheld, strict=True):
-            gradients.on_missing = partial(_withhold, withheld)
+        for gradients, kept in zip(self._gradients, self._kept, strict=True):
+            gradients.on_missing = partial(_keep, kept)
 
-    def settle(self) -> None:
-        """All gradients of a step have landed, except the withheld ones: hand these over if another rank had one, and
-        drop the others. Those are zero, and a hook of the user would take each for one more gradient."""
+    def land_kept(self) -> None:
+        """All other gradients of a step have landed: land those that were kept if another rank had one, and drop the
+        rest. These are zero, and a hook of the user would take each for one more gradient."""
         mine = [gradients.take_used() for gradients in self._gradients]
         used = self._anywhere(b"".join(mine)) if self._has_others else b""
         start = 0
-        for its, gradients, withheld in zip(mine, self._gradients, self._withheld, strict=True):
-            for at, landed in withheld if used else ():
+        for its, gradients, kept in zip(mine, self._gradients, self._kept, strict=True):
+            for at, landed in kept if used else ():
                 anywhere = set(compress(gradients.params, used[start + at :]))
                 late = [param in anywhere for param in landed.params]
                 if True in late:
-                    deposit(landed.where(late))
-            withheld.clear()
+                    land_in_grad(landed.where(late))
+            kept.clear()
             start += len(its)
 
     def forget(self) -> None:
         """The step is given up."""
-        for gradients, withheld in zip(self._gradients, self._withheld, strict=True):
+        for gradients, kept in zip(self._gradients, self._kept, strict=True):
             gradients.take_used()
-            withheld.clear()
+            kept.clear()
 
     def _anywhere(self, mine: bytes) -> bytes:
-        """``mine``, a byte per parameter and reduction of all groups, or-ed over all ranks. Empty if this rank
-        withholds no gradient: then the CPU does not wait for the device.
+        """``mine``, a byte per parameter and reduction of all groups, or-ed over all ranks. Empty if this rank has kept
+        no gradient: then the CPU does not wait for the device.
 
         We tried not to wait for the all-reduce either in that case: a step was no shorter (0.2 ms of 44 with 2 gloo
         ranks), and processes crashed when torch's profiler, recording memory, stopped while the all-reduce still ran.
@@ -205,12 +205,12 @@ class UsedParams:
             self._mine, self._sent = mine, sent if device.type == "cpu" else sent.pin_memory()
         flags = self._sent.to(device, copy=True, non_blocking=True)
         reduce(self._mesh, flags, dist.ReduceOp.MAX)
-        return bytes(flags.tolist()) if any(self._withheld) else b""
+        return bytes(flags.tolist()) if any(self._kept) else b""
 
 
-def _withhold(withheld: list[tuple[int, Landed]], at: int, landed: Landed) -> None:
+def _keep(kept: list[tuple[int, Landed]], at: int, landed: Landed) -> None:
     """Keep what has ``landed`` without a gradient here, and where its bytes start. Copies: the buffers are larger."""
-    withheld.append((at, landed._replace(shards=[shard.clone() for shard in landed.shards])))
+    kept.append((at, landed._replace(shards=[shard.clone() for shard in landed.shards])))
 
 
 def _plug_in(tree: UnitTree, usual: RankChecks) -> tuple[Schedule, RankChecks]:

@@ -326,13 +326,13 @@ class GroupGradients:
         return self._start_landing(earlier, ends_step=ends_step)
 
     def finish_copies(self) -> None:
-        """Make the CPU wait for gradients in flight to the host, and hand them over."""
+        """Make the CPU wait for gradients in flight to the host, and land them."""
         reductions, self._to_host = self._to_host, []
         for reduction in reductions:
             for copies in reduction.copies:
                 copies.wait()
-            if reduction.sums:  # else they were handed over at once
-                self._hand_over(reduction, reduction.bound.reduce.shards(reduction.sums))
+            if reduction.sums:  # else they landed at once
+                self._land_shards(reduction, reduction.bound.reduce.shards(reduction.sums))
 
     def drop_copies(self) -> None:
         """Forget gradients in flight to the host."""
@@ -454,29 +454,29 @@ class GroupGradients:
         return ()
 
     def _land(self, reduction: Reduction) -> Sequence[Waitable]:
-        """Average, and hand over to the sharded parameters. If those live on the host, start copies instead;
-        ``finish_copies`` waits for the copies and hands them over. Who steps in backward gets them at once, if nobody
-        else reads them before: it waits for this stream."""
+        """Average, and set ``.grad`` of the sharded parameters. If those live on the host, start copies instead;
+        ``finish_copies`` waits for the copies and sets it. Who steps in backward gets them at once, if nobody else
+        reads them before: it waits for this stream."""
         reduce = reduction.bound.reduce
         if not self._home.is_staged:
-            self._hand_over(reduction, reduce.landed(reduction.sums))
+            self._land_shards(reduction, reduce.landed(reduction.sums))
             return ()
         buffers = reduce.complete(reduction.sums)
         reduction.copies = [HostCopies(each, self._home, reduce.streams) for each in buffers]
         reduction.sums = [copies.tensors for copies in reduction.copies]  # so the memory on the device is freed
         self._to_host.append(reduction)
         if self.on_landed is not None and not self._are_read_in_backward(reduction):
-            self._hand_over(reduction, reduce.shards(reduction.sums))
+            self._land_shards(reduction, reduce.shards(reduction.sums))
         return ()
 
     def _are_read_in_backward(self, reduction: Reduction) -> bool:
-        """Whether handing over reads the values: adds them to others, or calls somebody with them."""
+        """Whether landing reads the values: adds them to others, or calls somebody with them."""
         is_added = any(param.sharded.grad is not None for param in reduction.bound.params)
         is_called = self.are_hooked or (self.on_missing is not None and False in reduction.present)
         return is_added or is_called or reduction.bound.is_wrapped or not reduction.ends_step
 
-    def _hand_over(self, reduction: Reduction, shards: Sequence[torch.Tensor]) -> None:
-        """Hand over the gradients that this rank had."""
+    def _land_shards(self, reduction: Reduction, shards: Sequence[torch.Tensor]) -> None:
+        """Land the gradients that this rank had."""
         bound, present = reduction.bound, reduction.present
         landed = Landed(bound.parts, bound.params, shards, bound.is_wrapped)
         reduction.sums = []  # no longer needed; where ``.grad`` existed, the values are added to it
@@ -487,7 +487,7 @@ class GroupGradients:
             if self.on_missing is not None:
                 self.on_missing(len(self._used), missing)
         self._used += used
-        deposit(landed)
+        land_in_grad(landed)
         if self.on_landed is not None:
             self.on_landed(list(map(_sharded_of, landed.params)), reduction.ends_step)
 
@@ -504,7 +504,7 @@ def _all_reduce(reduction: Reduction) -> Sequence[Waitable]:
     return reduction.bound.reduce.all_reduce(reduction.sums)
 
 
-def deposit(landed: Landed) -> None:
+def land_in_grad(landed: Landed) -> None:
     """Set ``.grad`` of the sharded parameters, or add to it. Then run the user's hooks on these parameters, as autograd
     would."""
     params: list[nn.Parameter]

@@ -266,7 +266,7 @@ class Executor:
     # Between passes
 
     def finish_copies(self) -> None:
-        """Wait until offloaded gradients are in host memory, and hand them over."""
+        """Wait until offloaded gradients are in host memory, and land them."""
         self.wait_for_reads()
         for group in reversed(self._offloaded):  # roughly the order of backward
             group.gradients.finish_copies()

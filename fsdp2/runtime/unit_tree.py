@@ -397,7 +397,7 @@ class UnitTree:
         self._end_pass()
         if self.schedule.is_last_backward and not self.schedule.finalizes_by_hand:
             self._split = None
-            self._settle()
+            self._end_step()
         elif self._split is not None:
             self._split.end()
         return None
@@ -421,9 +421,9 @@ class UnitTree:
         self.executor.do(((Action.LAND, self.root.index),))
         self.executor.finish_copies()
         self.is_reducing = False
-        self._settle()
+        self._end_step()
 
-    def _settle(self) -> None:
+    def _end_step(self) -> None:
         if any(unit.config.reduces for unit in self.units):
             self.checks.end_step()
 

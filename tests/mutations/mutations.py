@@ -169,7 +169,7 @@ _LISTED: dict[tuple[str, ...], dict[int, tuple[str, str, str]]] = {
         40: ("GroupGradients.finish_copies", "copies.wait()", "pass"),
     },
     ("parity/test_optimizers.py", "parity/test_offload.py"): {
-        41: ("deposit", "_torch.post_accumulate_grad_hooks(param)", "()"),
+        41: ("land_in_grad", "_torch.post_accumulate_grad_hooks(param)", "()"),
         136: ("UnitTree.order_gathers", "self.executor.land_down_to(0)\nself.executor.wait_for_landed()", "pass"),
     },
     (*_STREAMS, "accelerator/test_left_out_waits.py"): {
@@ -193,14 +193,14 @@ _LISTED: dict[tuple[str, ...], dict[int, tuple[str, str, str]]] = {
         52: ("GroupGradients.reduce", "(self.options.fills_beside_others and True in present)", "False"),
     },
     ("distributed/test_skipped_units.py",): {
-        53: ("UsedParams.settle", "param in anywhere", "True"),
+        53: ("UsedParams.land_kept", "param in anywhere", "True"),
         65: (
             "ChecksWhereRanksDiffer.end_step",
-            'self._tree.agree("the agreement on which parameters had gradients", used.settle)',
+            'self._tree.agree("the agreement on which parameters had gradients", used.land_kept)',
             "pass",
         ),
-        68: ("UsedParams.settle", "used[start + at :]", "used[at :]"),
-        115: ("UsedParams.settle", "set(compress(gradients.params, used[start + at :]))", "set(gradients.params)"),
+        68: ("UsedParams.land_kept", "used[start + at :]", "used[at :]"),
+        115: ("UsedParams.land_kept", "set(compress(gradients.params, used[start + at :]))", "set(gradients.params)"),
         122: ("ModuleHooks._handed_out", "_viewed(output, view)", "output"),
         123: ("watch_calls.watched", "output.view_as(output)", "output"),
     },
@@ -242,7 +242,7 @@ _LISTED: dict[tuple[str, ...], dict[int, tuple[str, str, str]]] = {
             'tree.agree("the comparison of the models", partial(check_agreement, tree.class_name, tree.units))',
             "pass",
         ),
-        73: ("reduce", "wait_for(launched(_torch.counted_as, None, partial(all_reduce, axis, values, op)))", "pass"),
+        73: ("reduce", "wait_for(launched(all_reduce, axis, values, op))", "pass"),
     },
     ("parity/test_pipeline_roots.py", "distributed/test_finalization.py", "distributed/test_misuse.py"): {
         74: ("SplitBackwards.check", "len(losers) > may_compute_shapes", "False"),
