@@ -96,7 +96,7 @@ class RunningBackward:
         """A backward has begun."""
         self.task, self._place = running_backward(), _backward_depth()
 
-    def has_raised(self) -> bool:
+    def was_left(self) -> bool:
         """Whether it is over, since autograd now runs another one that is not nested in it. A backward on another
         thread counts as nested."""
         now = running_backward()

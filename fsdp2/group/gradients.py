@@ -219,7 +219,7 @@ class GroupGradients:
         self._to_host: list[Reduction] = []  # averaged; copies to the host are in flight
         self._keeps = False  # whether the last backward left its gradients on this rank
         self._has_kept = False  # backwards have left gradients here since the last reduction; the same on all ranks
-        self._owed: set[int] = set()  # parameters that were frozen meanwhile: the next reduction has them, too
+        self._frozen_since: set[int] = set()  # parameters that were frozen meanwhile: the next reduction has them, too
         self._used = b""
 
     @property
@@ -259,19 +259,19 @@ class GroupGradients:
             if param.unsharded is not None:
                 param.unsharded.grad = None
         self._has_kept = False
-        self._owed.clear()
+        self._frozen_since.clear()
 
     @property
     def trainable(self) -> tuple[int, ...]:
         """The positions of the parameters that the next reduction has."""
         now = self._unsharded.trainable
-        return tuple(sorted(self._owed.union(now))) if self._owed else now
+        return tuple(sorted(self._frozen_since.union(now))) if self._frozen_since else now
 
     def owe(self, frozen: Iterable[int]) -> None:
         """The parameters at the positions ``frozen`` were trainable up to now. If backwards have left gradients here,
         the next reduction has those of these parameters, too."""
         if self._has_kept or self.state is GradientState.UNREDUCED:
-            self._owed.update(frozen)
+            self._frozen_since.update(frozen)
 
     def begin_backward(self, *, keeps: bool) -> None:
         """A backward has come to the unsharded parameters. ``keeps``: its gradients stay on this rank."""
@@ -297,7 +297,7 @@ class GroupGradients:
         bound = self._bound.get(trainable) or self._bind(trainable)
         grads = self._take_all(bound)
         self._has_kept = False
-        self._owed.clear()
+        self._frozen_since.clear()
         present = list(map(_is_there, grads))
         if self.options.fills_gradients or (self.options.fills_beside_others and True in present):
             present = [True] * len(present)

@@ -1,7 +1,7 @@
 """Performs the schedule's actions on the units of one root, and owns what is in flight under that root.
 
 The executor owns the reductions, and gradients in flight to the host; gathers belong to their groups. It notes each
-event and tells observers, but it decides nothing.
+event and tells observers. It decides nothing; only a ``limit`` may leave out or add actions.
 """
 
 from __future__ import annotations

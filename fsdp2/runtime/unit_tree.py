@@ -210,7 +210,7 @@ class UnitTree:
     def is_running(self) -> bool:
         """Whether a forward or backward runs."""
         passes = self.schedule.passes
-        return passes.running is not Pass.IDLE and not passes.has_raised
+        return passes.running is not Pass.IDLE and not passes.root_raised
 
     def agree(self, what: str, agree: Callable[[], _T]) -> _T:
         """Call ``agree``, which communicates. If that fails, the error says that it was ``what``."""
@@ -243,7 +243,7 @@ class UnitTree:
             )
         if passes.in_backward:
             self.reset()
-        elif passes.has_raised or (not unit.missing_modules and passes.has_left_behind(unit.index, self.parents)):
+        elif passes.root_raised or (not unit.missing_modules and passes.has_left_behind(unit.index, self.parents)):
             self.abandon_forward()
 
     def pre_forward(self, unit: Unit) -> Phase:
@@ -252,7 +252,7 @@ class UnitTree:
             return _torch.outside_transforms(self.pre_forward, unit)
         passes = self.schedule.passes
         # Most units are inside a forward that goes on.
-        if passes.root is None or passes.root >= unit.index or passes.in_backward or passes.has_raised:
+        if passes.root is None or passes.root >= unit.index or passes.in_backward or passes.root_raised:
             self._recover(unit)
             if passes.root is None:
                 self._take_changes(unit)
@@ -365,7 +365,7 @@ class UnitTree:
 
     def _recover_backward(self) -> None:
         """Another backward than the one that has begun computes. If that one raised, clean up after it."""
-        if self._backward.has_raised():
+        if self._backward.was_left():
             self.reset()
 
     def _begin_backward(self) -> None:
@@ -506,14 +506,14 @@ class UnitTree:
             self._come_to_rest()
 
     def reset(self) -> None:
-        """Clean up after any exception. Only gradients that have landed stay: a backward has added to some of the
-        others, and the user may have zeroed the gradients since."""
+        """Clean up after any exception. Gradients that are not in ``.grad`` yet are dropped: they are incomplete sums,
+        which the next backward would add to."""
         self.num_resets += 1
         try:
             self._come_to_rest()
         finally:
             self._split = None
-            self.schedule.awaits_finalization = False
+            self.schedule.drop_kept()
             self.checks.drop_step()
             for unit in self.units:
                 for group in unit.groups:

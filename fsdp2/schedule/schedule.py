@@ -36,7 +36,7 @@ class Action(Enum):
     REDUCE = "reduce"  # start reducing the gradients that the backward left, if any
     REDUCE_JOINTLY = "reduce_jointly"  # the same, but zeros if there are none here: other ranks may have gradients
     KEEP = "keep"  # keep the gradients on this rank
-    LAND = "land"  # finish all reductions that have started
+    LAND = "land"  # finish all reductions that have started: their sums go to ``.grad`` of the shards
 
 
 class AfterForward(Enum):
@@ -96,7 +96,7 @@ class PassStack:
         phases: of each unit, what it is in: the innermost of its passes.
         root: the unit whose forward is the whole pass, while that runs.
         in_backward: a backward has reached a unit and has not ended.
-        has_raised: the forward that is the whole pass has raised, and nobody has cleaned up since.
+        root_raised: the forward that is the whole pass has raised, and nobody has cleaned up since.
     """
 
     def __init__(self, num_units: int) -> None:
@@ -107,7 +107,7 @@ class PassStack:
         """Nothing runs."""
         self.phases = [Phase.IDLE] * len(self.phases)
         self.root: int | None = None
-        self.in_backward = self.has_raised = False
+        self.in_backward = self.root_raised = False
 
     @property
     def running(self) -> Pass:
@@ -126,7 +126,7 @@ class PassStack:
         phase = self.phases[unit]
         if phase is not Phase.BACKWARD:
             self.phases[unit] = Phase.IDLE
-            self.has_raised = self.has_raised or (phase is Phase.FORWARD and unit == self.root)
+            self.root_raised = self.root_raised or (phase is Phase.FORWARD and unit == self.root)
 
     def has_left_behind(self, unit: int, parents: Sequence[int | None]) -> bool:
         """A forward of ``unit`` begins, outside of backward: whether the pass that seems to run has raised. It has if
@@ -135,7 +135,7 @@ class PassStack:
         inner = self.root
         while inner is not None and inner > unit:
             inner = parents[inner]
-        return self.root is not None and (self.has_raised or inner == unit)
+        return self.root is not None and (self.root_raised or inner == unit)
 
 
 class Tape:
@@ -194,39 +194,35 @@ class Schedule:
         self.finalizes_by_hand = False  # set by the user: ``finalize`` ends the step, not a backward
         self.reduced_last: set[int] = set()  # units that are reduced when the whole backward is over
         self.awaits_finalization = False  # a backward has ended, and ``finalize`` was not called since
-        self._prefetched: set[int] = set()  # units prefetched in the running pass and not used so far
-        self._owed: set[int] = set()  # units whose gradients are kept until they are reduced
+        self._unused_prefetches: set[int] = set()  # units prefetched in the running pass and not used so far
+        self._kept: set[int] = set()  # units whose gradients are kept until they are reduced
 
     def take_over(self, earlier: Schedule) -> None:
         """Take over the settings of a schedule of other units. If one of those owes gradients, assume all now do."""
         self.is_last_backward = earlier.is_last_backward
         self.finalizes_by_hand = earlier.finalizes_by_hand
         self.awaits_finalization = earlier.awaits_finalization
-        self._owed = set(range(len(self.rules))) if earlier._owed else set()
+        self._kept = set(range(len(self.rules))) if earlier._kept else set()
 
     def pre_forward(self, unit: int, *, in_backward: bool, grad_enabled: bool) -> Actions:
         """``unit`` is about to compute; ``in_backward``: autograd is running."""
         passes, use = self.passes, self._use[unit]
-        if passes.in_backward and not in_backward:  # the last backward raised
-            self.reset()
         if passes.phases[unit] is Phase.BACKWARD:  # checkpointing around the unit: it stays in its own backward
             return use
         if in_backward:
             passes.phases[unit] = Phase.RECOMPUTE
             return use
-        if passes.root == unit:  # its last forward raised
-            self.reset()
         if passes.root is None:
             passes.root = unit
             self.tape.start(records=grad_enabled)
         passes.phases[unit] = Phase.FORWARD
         predicted, listed = self.tape.begin(unit), self.rules[unit].forward_prefetch
-        self._prefetched.discard(unit)
+        self._unused_prefetches.discard(unit)
         actions = list(use)
-        for target in predicted if listed is None else listed:
+        for target in predicted if listed is None else listed:  # the user's list replaces the prediction
             actions.append((Action.PREFETCH, target))
             if passes.phases[target] is not Phase.FORWARD:
-                self._prefetched.add(target)
+                self._unused_prefetches.add(target)
         return actions
 
     def post_forward(self, unit: int, leads_to: Outcome = Outcome.BACKWARD) -> Actions:
@@ -258,14 +254,14 @@ class Schedule:
         if passes.phases[unit] is Phase.BACKWARD:  # a second output of the same forward
             return ()
         passes.phases[unit] = Phase.BACKWARD
-        self._prefetched.discard(unit)
+        self._unused_prefetches.discard(unit)
         rules, predicted = self.rules[unit], self.tape.reach(unit)
         actions = list(self._use[unit]) if rules.unshard_in_backward else []
         for target in predicted if rules.backward_prefetch is None else rules.backward_prefetch:
             if self.rules[target].unshard_in_backward:
                 actions.append((Action.PREFETCH, target))
-                if passes.phases[target] is Phase.REDUCED:
-                    self._prefetched.add(target)
+                if passes.phases[target] is Phase.REDUCED:  # ``end_backward`` reshards all others
+                    self._unused_prefetches.add(target)
         return actions
 
     def post_backward(self, unit: int, *, is_last_use: bool = True) -> Actions:
@@ -274,15 +270,15 @@ class Schedule:
         parameter behind the last use; so before that, there is nothing to reduce."""
         self.passes.phases[unit] = Phase.REDUCED
         reshard = self._reshard_after_backward(unit)
-        return (*reshard, self._reduce(unit, jointly=True)) if is_last_use or unit in self._owed else reshard
+        return (*reshard, self._reduce(unit, jointly=True)) if is_last_use or unit in self._kept else reshard
 
-    def expects(self, unit: int) -> bool:
+    def awaits_backward(self, unit: int) -> bool:
         """Whether some forward of ``unit`` was recorded that no backward has reached. Users may drop its output."""
         return unit in self.tape.ended
 
     def owes(self, unit: int) -> bool:
         """Whether the gradients of ``unit`` are kept until they are reduced."""
-        return unit in self._owed
+        return unit in self._kept
 
     def end_backward(self, ended: Collection[int] = ()) -> Actions:
         """The backward is over. Reshard and reduce units that had no ``post_backward`` (their inputs needed no
@@ -306,7 +302,7 @@ class Schedule:
         actions: list[tuple[Action, int]] = []
         for unit in reversed(range(len(self.passes.phases))):
             actions += self._reshard_after_backward(unit)
-            if unit in self._owed:
+            if unit in self._kept:
                 actions.append(self._reduce(unit, jointly=True))
         self.awaits_finalization = False
         self._forget_step()
@@ -315,6 +311,11 @@ class Schedule:
     def by_hand(self, action: Action, unit: int) -> Actions:
         """The user asks for ``action`` on ``unit``."""
         return ((action, unit),)
+
+    def drop_kept(self) -> None:
+        """The gradients that were kept are lost."""
+        self._kept.clear()
+        self.awaits_finalization = False
 
     def set_rules(self, unit: int, rules: UnitRules) -> None:
         """The user has configured ``unit``."""
@@ -325,7 +326,7 @@ class Schedule:
         if self.passes.in_backward:
             self.awaits_finalization = False
         self.passes.clear()
-        self._prefetched.clear()
+        self._unused_prefetches.clear()
         self._forget_step()
 
     def _forget_step(self) -> None:
@@ -339,14 +340,14 @@ class Schedule:
         rules = self.rules[unit]
         if not rules.reduces:
             return self._keep(unit)
-        self._owed.discard(unit)
+        self._kept.discard(unit)
         return Action.REDUCE_JOINTLY if jointly and rules.ranks_may_differ else Action.REDUCE, unit
 
     def _keep(self, unit: int) -> tuple[Action, int]:
-        self._owed.add(unit)
+        self._kept.add(unit)
         return Action.KEEP, unit
 
     def _take_unused(self) -> Sequence[int]:
         """Return the units that this pass has prefetched and not used, and forget them."""
-        unused, self._prefetched = self._prefetched, set()
+        unused, self._unused_prefetches = self._unused_prefetches, set()
         return sorted(unused)

@@ -1,4 +1,4 @@
-"""The base of all wire formats: a parameter has one dtype in memory and travels in another dtype.
+"""The base of wire formats whose values are plain: a parameter has one dtype in memory and travels in another dtype.
 
 Rule: a wire format is not part of the value. Optimizer states and checkpoints are plain, and load anywhere. Only the
 listed operations, by which runtimes place, cut, copy and move parameters, keep the class.
@@ -37,7 +37,8 @@ W = TypeVar("W", bound="WireFormatTensor")
 
 
 class WireFormatTensor(WrapperTensor):
-    """A floating-point parameter with its own wire format. Subclass it, and define both all-gather hooks.
+    """A floating-point parameter with its own wire format. Subclass it, and define both all-gather hooks, or
+    inherit the second one from ``DequantisedTensor``.
 
     It shares the memory of the plain tensor that it was made from. A subclass calls ``make`` in its ``__new__``;
     keyword arguments given to ``make`` become attributes, which travel through views, copies and ``torch.compile``.

@@ -71,7 +71,8 @@ class MemoryLimit:
         yield action, index
         if action is Action.UNSHARD:
             self._measure(index)
-        if action is not Action.REDUCE or not self._schedule.expects(index):  # else there is nothing to reduce yet
+        reduces_later = action is Action.REDUCE and self._schedule.awaits_backward(index)  # nothing is there yet
+        if not reduces_later:
             self._ledger.count(action, index, self._executor.max_in_flight)
 
     def _room(self, index: int, nbytes: int) -> Iterator[tuple[Action, int]]:

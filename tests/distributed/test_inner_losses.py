@@ -296,6 +296,17 @@ def test_what_nobody_unshards_or_reduces_is_an_error(ctx: RankContext, kept: boo
     return error
 
 
+@distributed(2)
+def test_a_lost_gradient_is_an_error_too_after_kept_ones_were_dropped(ctx: RankContext) -> None:
+    model = _default(ctx, reshard_after_forward=False)
+    with fsdp2.no_sync(model):
+        _loss(model(batch())).backward()
+    model.reset_iter_state()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    error = error_of(lambda: [(_hook_of_the_root(model, batch()), optimizer.step()) for _ in range(2)])
+    assert "had a gradient that was not reduced when the optimizer stepped" in error.replace("\n", " ")
+
+
 class _Forces(nn.Module):
     """Takes gradients in its forward."""
 

@@ -212,7 +212,7 @@ _LISTED: dict[tuple[str, ...], dict[int, tuple[str, str, str]]] = {
         63: ("UnitTree._recover", "passes.in_backward", "False"),
         117: ("PassStack.has_left_behind", "inner == unit", "self.root == unit"),
         132: ("PassStack.pop_raised", "phase is Phase.FORWARD and unit == self.root", "False"),
-        134: ("RunningBackward.has_raised", "thread == its_thread and depth <= its_depth", "False"),
+        134: ("RunningBackward.was_left", "thread == its_thread and depth <= its_depth", "False"),
     },
     ("distributed/test_finalization.py", "parity/test_step_control.py", "parity/test_pipeline_roots.py"): {
         59: ("Executor.reduce_partial", "group.gradients.awaits_all_reduce", "False"),

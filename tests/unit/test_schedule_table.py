@@ -99,7 +99,7 @@ CELLS: dict[tuple[Phase, str], tuple[str, Phase]] = {
     (Phase.RECOMPUTE, "post_backward"): ("reshard 2, reduce 2", Phase.REDUCED),
     (Phase.RECOMPUTE, "end_backward"): (EVERYTHING_REDUCED, Phase.IDLE),
     (Phase.RECOMPUTE, "reset"): ("", Phase.IDLE),
-    (Phase.BACKWARD, "pre_forward"): ("use 2", Phase.FORWARD),
+    (Phase.BACKWARD, "pre_forward"): ("use 2", Phase.BACKWARD),
     (Phase.BACKWARD, "pre_forward in backward"): ("use 2", Phase.BACKWARD),
     (Phase.BACKWARD, "post_forward"): ("", Phase.BACKWARD),
     (Phase.BACKWARD, "pre_backward"): ("", Phase.BACKWARD),
