@@ -1,4 +1,4 @@
-"""Sharded parameters of several units that the user has bound as one, after ``fully_shard``.
+"""Sharded parameters of several units that the user has bound as one, after ``fully_shard``: transformers does so.
 
 They move to the nearest unit around all of them, before the first use, as parameters do that were tied before
 ``fully_shard``. Where they cannot move, each unit gathers the parameter for itself: then all these units must stay
