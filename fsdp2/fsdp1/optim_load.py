@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
 from fsdp2.comm.backends import exchange
-from fsdp2.extras.together import together
 from fsdp2.fsdp1 import torch_names
 from fsdp2.fsdp1.extensions import loaded_state, shown_shape
 from fsdp2.fsdp1.names import saved_name
@@ -24,6 +23,7 @@ from fsdp2.fsdp1.optim_values import Fetch, Remote, broadcast_structure, copied,
 from fsdp2.fsdp1.state_dict import FULL, Entry, get_types
 from fsdp2.fsdp1.state_values import is_replicated, local_value
 from fsdp2.plan.mesh import NO_AXIS
+from fsdp2.tools.together import together
 
 _STEP = "step"  # a count, whatever the shape of the parameter; Optimizer.load_state_dict knows the name, too
 

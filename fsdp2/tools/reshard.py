@@ -20,7 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp2 import _torch
 from fsdp2.comm.custom import BackendAllGather, BackendMemory, BackendReduceScatter
 from fsdp2.comm.offload import Home
-from fsdp2.extras.together import axis_of, together
 from fsdp2.group.gradients import GroupOptions
 from fsdp2.group.group import ParamGroup
 from fsdp2.group.hooked_params import is_plain
@@ -43,6 +42,7 @@ from fsdp2.tools.reshard_checks import (
     restored,
     states_by_optimizer,
 )
+from fsdp2.tools.together import axis_of, together
 from fsdp2.tools.transfers import Cut as CutOverRanks, Transfer, transfers
 
 Place = tuple[tuple[int, ...], torch.dtype]  # the shape and dtype of a tensor in a message

@@ -31,12 +31,12 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2.comm.backends import exchange
 from fsdp2.extras.state import bound_state
-from fsdp2.extras.together import axis_of, together
 from fsdp2.plan.mesh import Axis
 from fsdp2.tools.checkpoint_mapping import MappingLike, Shape, listed
 from fsdp2.tools.checkpoint_pieces import Piece, Resolved, resolved_to_save, whole_piece
 from fsdp2.tools.progress import progress
 from fsdp2.tools.sizes import nbytes_of
+from fsdp2.tools.together import axis_of, together
 from fsdp2.tools.weights import (
     DTYPES,
     INDEX,
