@@ -54,6 +54,7 @@ EXCLUDED: dict[str, dict[str, str]] = {
             "torch's DDP gives NaN on the device, beside torch's fully_shard, too"
         ),
         "test_tools_that_watch.test_comm_debug_mode_counts_the_same": _IN_PYTHON,
+        "test_tools_that_watch.test_comm_debug_mode_counts_what_a_feature_adds_to_every_step": _IN_PYTHON,
     },
     "distributed": {
         "test_autocast": _AUTOCAST,
@@ -61,6 +62,9 @@ EXCLUDED: dict[str, dict[str, str]] = {
         "test_comm": "is about the channels of gloo",
         "test_custom_comm.test_hook_gets_one_buffer_with_zeros_between_the_gradients": (
             "is about the alignment of buffers on the CPU"
+        ),
+        "test_report.test_steps_of_the_host_for_offloaded_units_are_shown_beside_backward": (
+            "the device's clock is not that of the host's thread"
         ),
         "test_extension_features.test_prefetch_in_vain_is_dropped": _PREFETCH,
         "test_extension_protocol.test_prefetch_that_is_not_used_calls_no_post_hook_and_frees_its_outputs": _PREFETCH,

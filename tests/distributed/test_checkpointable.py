@@ -187,8 +187,8 @@ def test_unsharded_parameters_and_copies_have_the_attributes(ctx: RankContext) -
 @distributed(4)
 def test_geometry_moves_with_the_shards(ctx: RankContext) -> None:
     model = Part(0)  # all ranks hold the same part
-    fully_shard(model, mesh=DeviceMesh("cpu", [0, 1]))
-    reshard_to(model, [], DeviceMesh("cpu", [0, 1, 2, 3]))
+    fully_shard(model, mesh=DeviceMesh(ctx.device_type, [0, 1]))
+    reshard_to(model, [], DeviceMesh(ctx.device_type, [0, 1, 2, 3]))
     found = to_checkpointable(model, model.state_dict())["rows"]
     assert (found.global_offsets, found.local_sizes) == (((ctx.rank, 0),), ((1, 4),))
 
