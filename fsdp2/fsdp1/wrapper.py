@@ -57,6 +57,7 @@ from fsdp2.fsdp1.init_states import (
 )
 from fsdp2.fsdp1.names import FLAT, WRAPPED, clean_name, wrappers_in
 from fsdp2.fsdp1.settings import DeviceId, Ignored, ProcessGroups, Settings, checked_ignored, checked_settings
+from fsdp2.fsdp1.state_values import memory_order
 from fsdp2.fsdp1.torch_names import HYBRID, inside_checkpoint
 from fsdp2.fsdp1.undo import undone_on_error
 from fsdp2.group.param import Slot
@@ -195,6 +196,9 @@ class FullyShardedDataParallel(nn.Module):
             keep_low_precision(module, ignored)
         with extensions.flattened(module, ignored.params) as extension:
             prepared = self._prepared(module)
+        records = [record for resolved in prepared.resolved for record in resolved.records]
+        orders = {record.name: memory_order(record.param) for record in records}
+        self._memory_orders = {name: order for name, order in orders.items() if order is not None}
         unit = prepared.commit()
         for resolved, group in zip(prepared.resolved, unit.groups, strict=True):
             group.configure(fills_beside_others=True)
