@@ -7,7 +7,7 @@ theirs. An optimizer that gets the flat parameters steps once per unit.
 from __future__ import annotations
 
 import operator
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
@@ -84,6 +84,21 @@ class FlatParameter(nn.Parameter):
         self._group.is_stale = True
         self._group.take_replaced()
         self.follow_shards()
+
+    def register_hook(self, hook: Any) -> Any:
+        """Raises: autograd knows the parameters of the unit, not this one, so ``hook`` would never be called."""
+        self._refuse_hook("register_hook")
+
+    def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
+        """Raises, as ``register_hook``."""
+        self._refuse_hook("register_post_accumulate_grad_hook")
+
+    def _refuse_hook(self, method: str) -> NoReturn:
+        names = ", ".join(f"'{saved_name(param.full_name)}'" for param in self._group.params)
+        raise NotImplementedError(
+            f"FlatParameter.{method}: the flat parameter of {names} takes no part in backward, so the hook would never "
+            "be called. Pass use_orig_params=True to FullyShardedDataParallel, and give hooks to its parameters."
+        )
 
     @property
     def _fqns(self) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fsdp2 import _torch
 from fsdp2.fsdp1.auto_wrap import modules_outside_units
-from fsdp2.fsdp1.names import saved_name
+from fsdp2.fsdp1.names import saved_name, wrappers_in
 from fsdp2.fsdp1.settings import Ignored, Settings
 
 
@@ -76,13 +76,23 @@ def materialise(
 
 
 def broadcast(module: nn.Module, ignored: Ignored, settings: Settings) -> None:
-    """Copy parameters and buffers from the first rank to all ranks that shard or replicate them. Collective."""
-    modules = list(modules_outside_units(module, ignored.modules))
-    states: Iterable[Tensor] = chain.from_iterable(map(own_states, modules))
+    """Copy the parameters that are sharded here, and all buffers, from the first rank to all ranks that shard or
+    replicate them. Collective. As torch's class, also buffers of ignored modules, and those of wrappers inside unless
+    these have sent them."""
+    modules = modules_outside_units(module, ignored.modules)
+    params = chain.from_iterable(each.parameters(recurse=False) for each in modules)
+    sent = {buffer for inner in wrappers_in(module) if inner._sends_states for buffer in inner.buffers()}
+    states: Iterable[Tensor] = chain(
+        (param for param in params if param not in ignored.params),
+        (buffer for buffer in module.buffers() if buffer not in sent),
+    )
     parallel = settings.parallel
     with torch.no_grad():
-        for state in dict.fromkeys(state for state in states if state not in ignored.params):
-            travelling = state.detach().to(parallel.device).contiguous()
+        for state in dict.fromkeys(states):
+            if state.is_meta:  # of an ignored module, which may have values on other ranks
+                travelling = torch.empty_like(state, device=parallel.device)
+            else:
+                travelling = state.detach().to(parallel.device).contiguous()
             for axis in (parallel.replicate, parallel.shard):
                 if axis.group is not None and axis.size > 1:
                     dist.broadcast(travelling, group=axis.group, group_src=0)

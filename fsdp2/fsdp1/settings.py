@@ -290,6 +290,14 @@ class Ignored:
     params: frozenset[nn.Parameter]
     modules: frozenset[nn.Module]
 
+    def joined_with(self, others: Iterable[Ignored]) -> Ignored:
+        """This and ``others``: a parameter that is ignored in one place, and tied to another, is ignored there, too."""
+        all_of_them = [self, *others]
+        return Ignored(
+            frozenset().union(*(each.params for each in all_of_them)),
+            frozenset().union(*(each.modules for each in all_of_them)),
+        )
+
 
 def checked_ignored(
     module: nn.Module,

@@ -175,6 +175,19 @@ def flat_layout(wrapper: Wrapper, group: ParamGroup) -> TorchFlat:
     return torch_flat(numels, itemsize, wrapper.world_size, aligned=wrapper._settings.use_orig_params)
 
 
+def memory_order(param: torch.Tensor) -> tuple[int, ...] | None:
+    """The dims of ``param`` as they lie in memory, outermost first; None if it is contiguous. Torch's flat parameter
+    has other parameters, such as those in ``channels_last``, in this order."""
+    if param.is_contiguous():
+        return None
+    strides = param.stride()
+    return tuple(sorted(range(param.dim()), key=lambda dim: (-strides[dim], dim)))
+
+
+def _order_in_flat(wrapper: Wrapper, param: ShardedParam) -> tuple[int, ...]:
+    return wrapper._memory_orders.get(param.name) or tuple(range(len(param.layout.shape)))
+
+
 def flat_value(
     wrapper: Wrapper, group: ParamGroup, wholes: Sequence[torch.Tensor], device: torch.device | None
 ) -> torch.Tensor:
@@ -182,10 +195,11 @@ def flat_value(
     layout = flat_layout(wrapper, group)
     start, stop = layout.interval(wrapper.rank)
     own = wholes[0].new_zeros(stop - start, device=device or group.mesh.device)
-    for offset, whole in zip(layout.offsets, wholes, strict=True):
+    for param, offset, whole in zip(group.params, layout.offsets, wholes, strict=True):
         first, last = max(start, offset), min(stop, offset + whole.numel())
         if last > first:
-            own[first - start : last - start].copy_(whole.reshape(-1)[first - offset : last - offset])
+            flat = whole.permute(_order_in_flat(wrapper, param)).reshape(-1)
+            own[first - start : last - start].copy_(flat[first - offset : last - offset])
     intervals = [layout.interval(rank) for rank in range(wrapper.world_size)]
     requires_grad = any(param.sharded.requires_grad for param in group.params)
     return torch_names.sharded_tensor(
@@ -229,11 +243,13 @@ def locals_of_flat(wrapper: Wrapper, group: ParamGroup, value: object) -> dict[S
     if wrapper.world_size > 1:
         got = sent.new_empty(layout.chunk_numel * wrapper.world_size)
         wait_for(group.comm.all_gather([got.view(torch.uint8)], [sent.view(torch.uint8)])())
-    pairs = zip(group.params, layout.offsets, strict=True)
-    return {
-        param: param.shard_of(got[offset : offset + param.layout.numel].view(param.layout.shape))
-        for param, offset in pairs
-    }
+    found = {}
+    for param, offset in zip(group.params, layout.offsets, strict=True):
+        order = _order_in_flat(wrapper, param)
+        whole = got[offset : offset + param.layout.numel].view([param.layout.shape[dim] for dim in order])
+        back = sorted(range(len(order)), key=order.__getitem__)
+        found[param] = param.shard_of(whole.permute(back).contiguous())
+    return found
 
 
 def is_replicated(wrapper: Wrapper) -> bool:

@@ -57,6 +57,7 @@ from fsdp2.fsdp1.init_states import (
 )
 from fsdp2.fsdp1.names import FLAT, WRAPPED, clean_name, wrappers_in
 from fsdp2.fsdp1.settings import DeviceId, Ignored, ProcessGroups, Settings, checked_ignored, checked_settings
+from fsdp2.fsdp1.state_values import memory_order
 from fsdp2.fsdp1.torch_names import HYBRID, inside_checkpoint
 from fsdp2.fsdp1.undo import undone_on_error
 from fsdp2.group.param import Slot
@@ -84,11 +85,13 @@ class FullyShardedDataParallel(nn.Module):
         backward_prefetch: None gathers one unit at a time in backward. ``BACKWARD_PRE`` and ``BACKWARD_POST`` do the
             same here: they gather the next unit while one runs.
         mixed_precision: the dtypes of parameters, reductions and buffers, and which inputs are cast.
-        ignored_modules, ignored_states: modules or parameters that stay as they are. Pass one of the two.
+        ignored_modules, ignored_states: modules or parameters that stay as they are. Pass one of the two. What a
+            wrapper inside ignores is ignored, too.
         param_init_fn: gives values to the parameters of one module on the meta device. Default: the module's
             ``to_empty`` and ``reset_parameters``.
         device_id: the device to shard on: an index, or a device. Default: that of the module, else the accelerator.
-        sync_module_states: copy parameters and buffers from the first rank to all ranks.
+        sync_module_states: copy parameters and buffers from the first rank to all ranks. Of what is ignored, buffers
+            are copied, too.
         forward_prefetch, limit_all_gathers: accepted, without effect: units are always gathered ahead in forward, and
             two at a time hold memory.
         use_orig_params: True: the parameters are DTensors under their own names. False, the default: one flat, 1-D
@@ -139,10 +142,12 @@ class FullyShardedDataParallel(nn.Module):
             use_orig_params=use_orig_params,
         )
         ignored = checked_ignored(module, ignored_modules, ignored_states)
+        ignored = ignored.joined_with(inner._ignored for inner in wrappers_in(module))
         self._settings: Settings = settings
         self._ignored: Ignored = ignored
         self._orig_buffer_dtypes: dict[str, torch.dtype] = {}  # by clean name; of buffers that were cast
         self._has_run = False
+        self._sends_states = sync_module_states
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             warnings.warn(
                 f"FullyShardedDataParallel: {type(module).__name__} has no forward, so its parameters are never "
@@ -191,6 +196,9 @@ class FullyShardedDataParallel(nn.Module):
             keep_low_precision(module, ignored)
         with extensions.flattened(module, ignored.params) as extension:
             prepared = self._prepared(module)
+        records = [record for resolved in prepared.resolved for record in resolved.records]
+        orders = {record.name: memory_order(record.param) for record in records}
+        self._memory_orders = {name: order for name, order in orders.items() if order is not None}
         unit = prepared.commit()
         for resolved, group in zip(prepared.resolved, unit.groups, strict=True):
             group.configure(fills_beside_others=True)

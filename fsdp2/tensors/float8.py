@@ -285,7 +285,8 @@ def precompute_float8_scales(model: nn.Module) -> None:
     for param in (param for param in model.parameters() if isinstance(param, DTensor)):
         shard = _torch.local_of(param)
         if isinstance(shard, Float8AllGatherTensor) and shard.scaling is Float8Scaling.PER_TENSOR:
-            axes = tuple(axis for axis, placement in enumerate(param.placements) if placement.is_shard())
+            # Strided shards, which FSDP makes of dims that tensor parallelism has cut, are no shards for is_shard().
+            axes = tuple(axis for axis, placement in enumerate(param.placements) if not placement.is_replicate())
             waiting.setdefault((param.device_mesh, axes), []).append(shard)
     for (mesh, axes), shards in waiting.items():
         largest = torch.cat([magnitude(shard._data) for shard in shards])

@@ -62,8 +62,8 @@ def flatten_optimizer(optimizer: _O, *, is_elementwise: bool = False) -> _O:
     """Make ``optimizer`` step neighbouring parameters in memory, such as a ``fully_shard`` group, as one tensor.
 
     Values, ``state_dict``, ``param_groups``, hooks, schedulers and checkpoints stay the same, bit for bit. Exception:
-    the kernel of ``fused=True`` on the CPU rounds the last elements of a tensor differently. Parameters outside flat
-    memory are stepped as before. Nothing is communicated.
+    on the CPU, the kernels of ``fused=True`` and those of bfloat16 round the last elements of a tensor differently.
+    Parameters outside flat memory are stepped as before. Nothing is communicated.
 
     Args:
         optimizer: of ``torch.optim``: SGD, Adam, AdamW, Adamax, NAdam, RAdam, Adagrad, Adadelta, RMSprop, Rprop, ASGD.

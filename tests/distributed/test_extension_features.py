@@ -11,9 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import fully_shard
+from fsdp2.tensors import Float8AllGatherTensor, precompute_float8_scales, wrap_parameters
+from fsdp2.tensors.float8 import magnitude, quantise_float8, scale_from
 from tests.distributed.extension_support import MIXED, SOME, UNEVEN, Net, Twins, batch, dtensor_adam, sgd, twins_of
 from tests.distributed.support import InjectedError
 from tests.harness.distributed import RankContext, distributed
@@ -309,3 +312,23 @@ def test_compiled_blocks_train_and_are_compiled_once(ctx: RankContext, make: Any
             # the compiler looks at .grad of every tensor it meets
             warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
             twins.train(1)
+
+
+@pytest.mark.ci
+@distributed(4)
+def test_precomputed_scales_are_those_of_all_ranks_on_a_dim_that_tensor_parallelism_has_cut(ctx: RankContext) -> None:
+    """Its shards are strided."""
+    mesh = ctx.mesh(dp=2, tp=2)
+    model = nn.Sequential(nn.Linear(8, 8, bias=False))
+    with torch.no_grad():
+        model[0].weight.mul_(torch.arange(1.0, 9.0)[:, None])  # the largest magnitude is on one rank
+    whole = model[0].weight.detach().clone()
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
+    wrap_parameters(model, Float8AllGatherTensor)
+    fully_shard(model, mesh=mesh["dp"])
+    precompute_float8_scales(model)
+    model.unshard()
+    scale = scale_from(magnitude(whole))
+    expected = quantise_float8(whole, scale).float() * scale
+    mine = mesh["tp"].get_local_rank()
+    assert torch.equal(model[0].weight.to_local(), expected[4 * mine : 4 * mine + 4])

@@ -142,6 +142,23 @@ def test_local_with_original_parameters_has_torchs_layout_and_nothing_else(front
 
 
 @as_torchs(2)
+def test_local_values_lie_as_parameters_lay_in_memory(front: Front) -> list[Any]:
+    """Such as a convolution in ``channels_last``, or a transposed weight. Either class loads what the other saves."""
+
+    def wrapped(seed: int) -> Any:
+        torch.manual_seed(seed)
+        convolution, linear = nn.Conv2d(3, 5, 3), nn.Linear(3, 4)
+        linear.weight = nn.Parameter(torch.randn(3, 4).t())
+        return front.wrap(nn.Sequential(convolution.to(memory_format=torch.channels_last), linear))
+
+    model, other = wrapped(0), wrapped(1)
+    with front.of_kind(model, LOCAL), front.of_kind(other, LOCAL):
+        saved = model.state_dict()
+        other.load_state_dict(saved)
+    return [described(saved), state_of(front, other, FULL)]
+
+
+@as_torchs(2)
 def test_device_mesh_makes_sharded_values_dtensors_and_refuses_local_ones(front: Front) -> list[Any]:
     model = wrapped_model(front, device_mesh=front.mesh(), use_orig_params=True)
     result = [state_of(front, model, FULL), state_of(front, model, SHARDED)]

@@ -130,3 +130,13 @@ def test_data_of_a_flat_parameter_may_be_a_part_of_another_tensor(front: Front) 
     values = torch.arange(100.0 + 2 * flat.numel())[100::2]
     flat.data = values
     assert torch.equal(flat.detach(), values)
+
+
+@pytest.mark.parametrize("method", ["register_hook", "register_post_accumulate_grad_hook"])
+@with_ours(2)
+def test_hooks_that_a_flat_parameter_would_never_call_are_refused(front: Front, method: str) -> None:
+    model = front.wrap(nn.Sequential(nn.Linear(8, 8), front.wrap(nn.Linear(8, 4))))
+    front.train(model, num_steps=1)
+    for index, flat in enumerate(model.parameters()):
+        with pytest.raises(NotImplementedError, match=f"'{index}.weight', '{index}.bias'.* use_orig_params=True"):
+            getattr(flat, method)(lambda _: None)

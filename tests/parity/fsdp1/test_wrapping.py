@@ -141,6 +141,32 @@ def test_states_are_those_of_the_first_rank(front: Front) -> None:
 
 
 @with_ours(2)
+def test_buffers_that_nobody_has_sent_are_those_of_the_first_rank(front: Front) -> None:
+    """Of ignored modules, and of wrappers that were not told to send. Torch's class does it on accelerators only."""
+    ignored, inner, outer = (nn.BatchNorm1d(8) for _ in range(3))
+    for norm in (ignored, inner, outer):
+        for buffer in (norm.running_mean, norm.running_var):
+            buffer.fill_(1.0 + front.ctx.rank)
+        nn.init.constant_(norm.weight, 1.0 + front.ctx.rank)
+    model = nn.Sequential(nn.Linear(8, 8), ignored, front.wrap(inner), outer)
+    front.wrap(model, ignored_modules=[ignored], sync_module_states=True)
+    for norm in (ignored, inner, outer):
+        assert [float(buffer[0]) for buffer in (norm.running_mean, norm.running_var)] == [1.0, 1.0]
+    assert float(ignored.weight.detach()[0]) == 1.0 + front.ctx.rank  # parameters that are ignored stay
+
+
+@as_torchs(2, both_modes=True)
+def test_what_a_wrapper_inside_ignores_stays_tied_to_parameters_outside_of_it(front: Front) -> Any:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4))
+    model[1].weight = model[0].weight
+    model[0] = front.wrap(model[0], ignored_states=[model[1].weight])
+    wrapped = front.wrap(model)
+    assert type(model[1].weight) is nn.Parameter
+    assert model[1].weight is model[0].module.weight
+    return [*front.train(wrapped), model[1].weight.detach()]
+
+
+@with_ours(2)
 def test_names_of_torchs_module_of_policies(front: Front) -> None:
     ours = fsdp2.fsdp1.wrap
     assert {name: getattr(ours, name) for name in wrap.__all__} == {name: getattr(wrap, name) for name in wrap.__all__}
