@@ -51,7 +51,7 @@ def to_checkpointable(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[s
 
     Raises:
         ValueError: a tensor of such a parameter is not cut like it: the state dict is full, or an optimizer keeps
-            something of another shape.
+            something of another shape. A DTensor has the name of no parameter of ``model``.
     """
     return _mapped(state_dict, partial(_with_geometry, _Places(model)))
 
@@ -75,13 +75,19 @@ class _Places:
 
     def __init__(self, model: nn.Module) -> None:
         self._by_name = dict(_places(model))
+        self.has_any = any(place is not None and place.geometry is not None for place in self._by_name.values())
 
-    def at(self, path: tuple[str, ...]) -> _Place | None:
-        """The one with the longest name that is a part of ``path``: state dicts of optimizers say more than a name."""
+    def name_in(self, path: tuple[str, ...]) -> str | None:
+        """The longest name that is a part of ``path``: state dicts of optimizers say more than a name."""
         parts = ".".join(path).split(".")
         spans = ((i, i + n) for n in range(len(parts), 0, -1) for i in range(len(parts) - n + 1))
         names = (".".join(parts[start:stop]) for start, stop in spans)
-        return next((self._by_name[name] for name in names if name in self._by_name), None)
+        return next((name for name in names if name in self._by_name), None)
+
+    def at(self, path: tuple[str, ...]) -> _Place | None:
+        """Of what ``path`` names."""
+        name = self.name_in(path)
+        return None if name is None else self._by_name[name]
 
 
 def _places(model: nn.Module) -> Iterator[tuple[str, _Place | None]]:
@@ -112,6 +118,11 @@ def _mapped(value: Any, leaf: Callable[[tuple[str, ...], Any], Any], path: tuple
 
 def _with_geometry(places: _Places, path: tuple[str, ...], value: torch.Tensor) -> torch.Tensor:
     place = places.at(path)
+    if place is None and places.has_any and isinstance(value, DTensor) and places.name_in(path) is None:
+        raise ValueError(
+            f"to_checkpointable: the model has no parameter '{'.'.join(path)}', so its place in a global tensor is "
+            "unknown. Pass the module whose state dict it is, with the names from there."
+        )
     if place is None or place.geometry is None or value.dim() == 0:  # scalars lie nowhere else
         return value
     local = _torch.local_of(value) if isinstance(value, DTensor) else value

@@ -316,7 +316,11 @@ def _other_shape(model: Any) -> Any:
     return {"state": {"rows": {"row_factor": model.rows.detach()[:, :1]}}}
 
 
-@pytest.mark.parametrize("state", [_full_state, _other_shape], ids=lambda state: state.__name__)
+def _of_a_part(model: Any) -> Any:
+    return {"inner": {f"its_{name}": value for name, value in model.state_dict().items()}}
+
+
+@pytest.mark.parametrize("state", [_full_state, _other_shape, _of_a_part], ids=lambda state: state.__name__)
 @golden_on_ranks(2)
 def test_states_without_a_known_place_are_refused(ctx: RankContext, state: Any) -> str:
     model: Any = Part(0)
