@@ -402,6 +402,15 @@ def test_the_profiler_tells_compute_from_what_a_slow_host_loses(ctx: RankContext
 
 
 @distributed(2)
+def test_nobody_watches_what_autograd_saves_after_the_last_step_that_is_recorded(ctx: RankContext) -> None:
+    """It ends in the forward of the next step. Transforms of torch.func refuse hooks on what is saved."""
+    model = sharded(ctx)
+    with fsdp2.report(model, steps=1):
+        _trained(model, 3)
+        assert float(torch.func.grad(torch.sin)(torch.zeros(()))) == 1.0
+
+
+@distributed(2)
 def test_a_report_that_fails_writes_nothing_and_leaves_nothing_behind(ctx: RankContext, tmp_path: Path) -> None:
     """A profiler that runs already, a block in which no step ran, an exception in the block."""
     model, other, path = sharded(ctx), sharded(ctx), tmp_path / "step.html"

@@ -15,6 +15,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import sys
+import threading
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -71,26 +72,27 @@ class SimulatedStream:
 
 
 class SimulatedDevice:
-    """What ``torch.cuda`` is for CUDA, as far as streams go."""
+    """What ``torch.cuda`` is for CUDA, as far as streams go: each thread has its own current stream."""
 
     def __init__(self) -> None:
         self.host = SimulatedStream(self, HOST)
-        self._current = SimulatedStream(self, COMPUTE)
+        self._compute = SimulatedStream(self, COMPUTE)
+        self._here = threading.local()
         self._names = itertools.chain(["gather", "reduce"], map("stream {}".format, itertools.count(1)))
 
     def Stream(self, device: object = None, priority: int = 0) -> SimulatedStream:  # noqa: N802  # torch's name
         return SimulatedStream(self, next(self._names))
 
     def current_stream(self) -> SimulatedStream:
-        return self._current
+        return getattr(self._here, "stream", self._compute)
 
     @contextmanager
     def stream(self, stream: SimulatedStream) -> Iterator[None]:
-        before, self._current = self._current, stream
+        before, self._here.stream = self.current_stream(), stream
         try:
             yield
         finally:
-            self._current = before
+            self._here.stream = before
 
 
 @dataclass(frozen=True)

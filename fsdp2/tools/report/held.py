@@ -137,6 +137,8 @@ class SavedTensors:
         finally:
             before.remove()
             after.remove()
+            while self._hooks:  # the last step that is recorded ends in the forward of the next one
+                self._hooks.pop().__exit__()
 
     def take(self, event: str, unit: str) -> None:
         """``event`` happens to ``unit``."""
