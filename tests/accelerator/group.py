@@ -26,6 +26,9 @@ from tests.accelerator.device import DEVICE, load
 
 BACKEND = "simnccl"
 
+# Of the messages of launches, far from the tags of messages on the CPU, which go by the same connections.
+_FIRST_TAG = 1 << 24
+
 launches: list[str] = []  # "all-reduce starts", "all-reduce ends" and so on, in the order of the device
 
 Op = dist.ReduceOp
@@ -162,7 +165,7 @@ class SimNCCL(dist.ProcessGroup):
         self._on_host._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         self._on_host._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self.gloo)
         self._stream: torch.Stream | None = None
-        self._num_launches = 0
+        self._last_tag = _FIRST_TAG
 
     def getBackendName(self) -> str:  # noqa: N802  # torch's name
         return BACKEND
@@ -180,8 +183,8 @@ class SimNCCL(dist.ProcessGroup):
 
     def next_tag(self) -> int:
         """All ranks launch in one order, so the number of a launch tells it from others."""
-        self._num_launches += 1
-        return self._num_launches
+        self._last_tag += 1
+        return self._last_tag
 
     # What fully_shard and DTensor use
 

@@ -59,6 +59,19 @@ def test_reductions(ctx: RankContext) -> None:
 
 
 @on_device(2)
+def test_message_of_the_cpu_is_not_taken_for_one_of_the_device(ctx: RankContext) -> None:
+    """The first launches of a group had the tags 1, 2, ..., and in a long run that of any message of the CPU."""
+    group, peer, tags = dist.new_group(), 1 - ctx.rank, range(1, 4)
+    sent, received = torch.zeros(4, device="cpu"), torch.empty(4, device="cpu")
+    works = [group.send([sent], peer, tag) for tag in tags]
+    values = mine(ctx)
+    dist.all_reduce(values, group=group)
+    assert values.tolist() == [3.0] * 4
+    for work in [*works, *(group.recv([received], peer, tag) for tag in tags)]:
+        work.wait()
+
+
+@on_device(2)
 def test_what_nccl_refuses_is_refused(ctx: RankContext) -> None:
     x = torch.zeros(4, 4, device=SIM)
     out = torch.empty(8, 4, device=SIM)
