@@ -78,12 +78,3 @@ def test_gathers_and_reductions_run_beside_compute_and_the_cpu_never_waits(ctx: 
         collectives = {stream for name, stream in kernels if "nccl" in name.lower()}
         assert collectives
         assert not collectives & compute
-
-
-@on_gpus
-def test_inputs_on_the_host_are_moved_by_the_roots_forward(ctx: RankContext) -> None:
-    model = sharded(ctx, num_blocks=2)
-    with torch.no_grad():
-        output = model(batch().cpu())
-        assert output.device.type == "cuda"
-        torch.testing.assert_close(output, model(batch()))

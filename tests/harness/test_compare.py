@@ -34,10 +34,6 @@ def _write_buffer(model: nn.Module) -> None:
     model.register_buffer("extra", torch.zeros(1))
 
 
-def _nothing(model: nn.Module) -> None:
-    pass
-
-
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -45,18 +41,23 @@ def _nothing(model: nn.Module) -> None:
         (_freeze_one, "requires_grad=False"),
         (_drop_gradient, "None, expected Snapshot"),
         (_write_buffer, "unexpected ['extra']"),
+        (None, "Shard(dim=1)"),
     ],
 )
 @distributed(2)
-def test_difference_in_one_place_is_reported(ctx: RankContext, damage: Callable, message: str) -> None:
-    assert message in _report(ctx, damage)
+def test_difference_in_one_place_is_reported(ctx: RankContext, damage: Callable | None, message: str) -> None:
+    """Without damage: another placement."""
+    given = {} if damage else {"shard_placement_fn": lambda parameter: Shard(parameter.ndim - 1)}
 
+    def fully_shard(module: nn.Module, **options) -> nn.Module:
+        sharded = oracle().fully_shard(module, **options, **given)
+        if isinstance(module, MLP) and damage is not None:
+            damage(module)
+        return sharded
 
-@distributed(2)
-def test_other_placement_is_reported(ctx: RankContext) -> None:
-    report = _report(ctx, _nothing, shard_placement_fn=lambda parameter: Shard(parameter.ndim - 1))
-    assert "layout is" in report
-    assert "Shard(dim=1)" in report
+    report = _compare(Case(MLP, unsharded=None), ctx, dataclasses.replace(oracle(), fully_shard=fully_shard))
+    assert message in report
+    assert damage or "layout is" in report
 
 
 @distributed(2)
@@ -81,16 +82,6 @@ def test_sums_that_cancel_may_err_by_a_part_of_the_largest_value() -> None:
     for actual, allowed in ((1.1, tolerance), (0.9, Tolerance(rtol=1e-2, atol=0.0))):
         with pytest.raises(AssertionError, match="beyond Tolerance"):
             comparison.compare_values("sums", torch.tensor([100.0, actual]), expected, allowed)
-
-
-def _report(ctx: RankContext, damage: Callable[[nn.Module], None], **kwargs) -> str:
-    def fully_shard(module: nn.Module, **given) -> nn.Module:
-        sharded = oracle().fully_shard(module, **given, **kwargs)
-        if isinstance(module, MLP):
-            damage(module)
-        return sharded
-
-    return _compare(Case(MLP, unsharded=None), ctx, dataclasses.replace(oracle(), fully_shard=fully_shard))
 
 
 def _compare(case: Case, ctx: RankContext, subject: Runtime) -> str:
