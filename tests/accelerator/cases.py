@@ -352,10 +352,9 @@ FAST = {
 }
 
 
-def names(size: int, *, beyond_torch: bool = True) -> list[Any]:
-    """The cases on so many ranks, for parametrize. ``beyond_torch``: those that torch cannot run, too."""
-    fit = {name for name, case in CASES.items() if math.prod(case.shape) == size}
-    chosen = [name for name in CASES if name in fit and (beyond_torch or not CASES[name].beyond_torch)]
+def names(size: int) -> list[Any]:
+    """The cases on so many ranks, for parametrize."""
+    chosen = [name for name, case in CASES.items() if math.prod(case.shape) == size]
     return [pytest.param(name, marks=[] if name in FAST else [pytest.mark.long]) for name in chosen]
 
 
