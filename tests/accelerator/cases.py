@@ -18,6 +18,7 @@ import fsdp2
 from fsdp2.tensors import Float8AllGatherTensor, Int8AllGatherTensor
 from tests.accelerator import device
 from tests.accelerator.support import cpu_mesh
+from tests.harness import compare, training
 from tests.harness.comms import direct_from
 from tests.harness.distributed import RankContext
 from tests.harness.extensions import Halved, Travelling, wrap
@@ -288,13 +289,6 @@ def _sgd(parameters: list[Any]) -> None:
             parameter.to_local().sub_(parameter.grad.to_local(), alpha=0.1)
 
 
-def without_side(step: Step, model: Any) -> list[Tensor]:
-    batch = step.batch(model)
-    loss = model.loss(model(*batch, use_side=step.index % 2 == 0), batch)
-    loss.backward()
-    return [loss]
-
-
 @dataclass(frozen=True)
 class Trained:
     """One case.
@@ -358,14 +352,21 @@ FAST = {
 }
 
 
-def names(size: int, *, beyond_torch: bool = True) -> list[Any]:
-    """The cases on so many ranks, for parametrize. ``beyond_torch``: those that torch cannot run, too."""
-    found = []
-    for name, case in CASES.items():
-        if math.prod(case.shape) == size and (beyond_torch or not case.beyond_torch):
-            found.append(pytest.param(name, marks=[] if name in FAST else [pytest.mark.long]))
-    return found
+def names(size: int) -> list[Any]:
+    """The cases on so many ranks, for parametrize."""
+    chosen = [name for name, case in CASES.items() if math.prod(case.shape) == size]
+    return [pytest.param(name, marks=[] if name in FAST else [pytest.mark.long]) for name in chosen]
 
+
+_partly_used = partial(Trained, model=PartlyUsed, step=training.other_parameters_by_turns, policy=bf16_fp32)
+_replicated = partial(Trained, shape=(2, 2), policy=bf16_fp32)
+_on_smaller_mesh = partial(
+    Trained, shape=(4,), model=WIDE, is_exact=False, policy=bf16_fp32, options={"reshard_after_forward": 2}
+)
+_ours = partial(Trained, beyond_torch=True)
+_hooked = partial(_ours, model=partial(wrapped, Int8AllGatherTensor))
+_on_host = partial(_ours, optimizer=on_host)
+_overlapped = partial(_ours, optimizer=on_host_overlapped)
 
 CASES: dict[str, Trained] = {
     "plain": Trained(),
@@ -380,108 +381,54 @@ CASES: dict[str, Trained] = {
     "gathered on the compute stream": Trained(policy=bf16, then=gather_on_compute_stream),
     "hook on a stream of its own": Trained(policy=bf16_fp32, then=halve_on_own_stream),
     "updated in backward": Trained(step=update_in_backward, policy=bf16_fp32),
-    "updated in each backward": Trained(beyond_torch=True, step=update_in_each_backward, policy=bf16_fp32),
+    "updated in each backward": _ours(step=update_in_each_backward, policy=bf16_fp32),
     "unsharded by hand": Trained(step=unshard_by_hand, policy=bf16),
     "optimizer's event": Trained(step=with_optimizer_event, policy=bf16),
-    "optimizer on a stream of its own": Trained(
-        beyond_torch=True,  # compute does not wait for the optimizer there
-        step=step_aside_and_evaluate,
-        optimizer=nothing,
-        then=gather_on_compute_stream,
+    "optimizer on a stream of its own": _ours(  # compute does not wait for the optimizer in torch
+        step=step_aside_and_evaluate, optimizer=nothing, then=gather_on_compute_stream
     ),
-    "partly used": Trained(model=PartlyUsed, step=without_side, num_steps=4, policy=bf16_fp32),
-    "partly used, zeros elsewhere": Trained(
-        model=PartlyUsed,
-        step=without_side,
-        num_steps=4,
-        policy=bf16_fp32,
-        then=call("set_reduce_scatter_unused_params", True),
-    ),
-    "partly used, ranks may differ": Trained(
-        beyond_torch=True,
-        model=PartlyUsed,
-        step=without_side,
-        num_steps=4,
-        policy=bf16_fp32,
-        then=call("set_ranks_may_differ", True),
-    ),
+    "partly used": _partly_used(),
+    "partly used, zeros elsewhere": _partly_used(then=call("set_reduce_scatter_unused_params", True)),
+    "partly used, ranks may differ": _partly_used(beyond_torch=True, then=call("set_ranks_may_differ", True)),
     "loaded by assignment": Trained(step=load_by_assignment, policy=bf16),
-    "kept storage": Trained(beyond_torch=True, policy=bf16, then=call("set_keep_unsharded_storage", True)),
-    "hooked": Trained(beyond_torch=True, model=partial(wrapped, Halved), policy=bf16_fp32),
-    "reads what forward wrote": Trained(model=partial(wrapped, TimesFactor), beyond_torch=True, step=change_factor),
-    "int8": Trained(beyond_torch=True, model=partial(wrapped, Int8AllGatherTensor)),
-    "int8, offloaded": Trained(beyond_torch=True, model=partial(wrapped, Int8AllGatherTensor), policy=offloaded),
-    "float8": Trained(beyond_torch=True, model=partial(wrapped, Float8AllGatherTensor)),
-    "flattened optimizer": Trained(beyond_torch=True, optimizer=flattened, policy=bf16_fp32),
-    "stepped on the host": Trained(beyond_torch=True, optimizer=on_host, policy=bf16_fp32),
-    "stepped on the host, gathered": Trained(
-        beyond_torch=True, optimizer=on_host_overlapped, step=evaluate_before_step
+    "kept storage": _ours(policy=bf16, then=call("set_keep_unsharded_storage", True)),
+    "hooked": _ours(model=partial(wrapped, Halved), policy=bf16_fp32),
+    "reads what forward wrote": _ours(model=partial(wrapped, TimesFactor), step=change_factor),
+    "int8": _hooked(),
+    "int8, offloaded": _hooked(policy=offloaded),
+    "float8": _ours(model=partial(wrapped, Float8AllGatherTensor)),
+    "flattened optimizer": _ours(optimizer=flattened, policy=bf16_fp32),
+    "stepped on the host": _on_host(policy=bf16_fp32),
+    "stepped on the host, gathered": _overlapped(step=evaluate_before_step),
+    "stepped on the host, computed with": _overlapped(step=evaluate_before_step, then=gather_on_compute_stream),
+    "stepped on the host, clipped": _ours(
+        is_exact=False, model=WIDE, optimizer=partial(on_host_overlapped, max_norm=0.1), policy=bf16_fp32
     ),
-    "stepped on the host, computed with": Trained(
-        beyond_torch=True, optimizer=on_host_overlapped, step=evaluate_before_step, then=gather_on_compute_stream
+    "stepped on the host, clipped by the step before": _ours(
+        is_exact=False, optimizer=partial(on_host, max_norm=0.1, clip_by="step before"), policy=bf16_fp32
     ),
-    "stepped on the host, clipped": Trained(
-        beyond_torch=True,
-        is_exact=False,
-        model=WIDE,
-        optimizer=partial(on_host_overlapped, max_norm=0.1),
-        policy=bf16_fp32,
-    ),
-    "stepped on the host, clipped by the step before": Trained(
-        beyond_torch=True,
-        is_exact=False,
-        optimizer=partial(on_host, max_norm=0.1, clip_by="step before"),
-        policy=bf16_fp32,
-    ),
-    "stepped on the host, in bf16": Trained(
-        beyond_torch=True, model=lambda: MLP().bfloat16(), optimizer=on_host, step=accumulate, policy=bf16_fp32
-    ),
-    "stepped on the host, written by others": Trained(beyond_torch=True, optimizer=on_host, step=write_between),
-    "stepped on the host, offloaded": Trained(beyond_torch=True, optimizer=on_host_overlapped, policy=offloaded),
-    "looked into": Trained(beyond_torch=True, step=look_into_and_write),
-    "reduced in a group of its own": Trained(
-        beyond_torch=True, model=WIDE, policy=bf16, then=call("set_separate_reduce_scatter_group")
-    ),
-    "three reductions in flight": Trained(
-        beyond_torch=True,
-        model=partial(MLP, num_blocks=5),
-        policy=bf16_fp32,
-        then=call("set_reduce_scatter_max_input_buffers", 3),
+    "stepped on the host, in bf16": _on_host(model=lambda: MLP().bfloat16(), step=accumulate, policy=bf16_fp32),
+    "stepped on the host, written by others": _on_host(step=write_between),
+    "stepped on the host, offloaded": _overlapped(policy=offloaded),
+    "looked into": _ours(step=look_into_and_write),
+    "reduced in a group of its own": _ours(model=WIDE, policy=bf16, then=call("set_separate_reduce_scatter_group")),
+    "three reductions in flight": _ours(
+        model=partial(MLP, num_blocks=5), policy=bf16_fp32, then=call("set_reduce_scatter_max_input_buffers", 3)
     ),
     "offloaded": Trained(policy=offloaded),
-    "offloaded, evaluated": Trained(beyond_torch=True, policy=offloaded, step=evaluate_and_write),
-    "offloaded, written while unsharded": Trained(beyond_torch=True, policy=offloaded, step=unshard_and_write),
+    "offloaded, evaluated": _ours(policy=offloaded, step=evaluate_and_write),
+    "offloaded, written while unsharded": _ours(policy=offloaded, step=unshard_and_write),
     "offloaded, accumulated": Trained(step=accumulate, policy=offloaded),
     "offloaded, not pinned": Trained(policy=partial(offloaded, pin_memory=False)),
     "replicated only": Trained(shape=(2, 1), policy=bf16_fp32),
-    "replicated": Trained(shape=(2, 2), policy=bf16_fp32),
-    "replicated, cast back": Trained(shape=(2, 2), model=lambda: MLP().bfloat16(), policy=bf16_fp32),
+    "replicated": _replicated(),
+    "replicated, cast back": _replicated(model=lambda: MLP().bfloat16()),
     "replicated, direct": Trained(shape=(2, 2), model=WIDE),
-    "replicated, partial sums": Trained(
-        shape=(2, 2), step=partial(accumulate, switch="set_requires_all_reduce"), policy=bf16_fp32
-    ),
-    "replicated, sums carried on alone": Trained(shape=(2, 2), beyond_torch=True, step=sum_up_alone, policy=bf16_fp32),
-    "on a smaller mesh, gathered in vain": Trained(
-        shape=(4,),
-        model=WIDE,
-        is_exact=False,
-        beyond_torch=True,
-        step=gather_in_vain,
-        policy=bf16_fp32,
-        options={"reshard_after_forward": 2},
-    ),
-    "on a smaller mesh until written": Trained(
-        shape=(4,),
-        model=WIDE,
-        is_exact=False,
-        step=accumulate,
-        policy=bf16_fp32,
-        then=call("set_reshard_after_backward", 2),
-        options={"reshard_after_forward": 2},
-    ),
-    "on a smaller mesh after forward": Trained(
-        shape=(4,), model=WIDE, is_exact=False, policy=bf16_fp32, options={"reshard_after_forward": 2}
-    ),
+    "replicated, partial sums": _replicated(step=partial(accumulate, switch="set_requires_all_reduce")),
+    "replicated, sums carried on alone": _replicated(beyond_torch=True, step=sum_up_alone),
+    "on a smaller mesh, gathered in vain": _on_smaller_mesh(beyond_torch=True, step=gather_in_vain),
+    "on a smaller mesh until written": _on_smaller_mesh(step=accumulate, then=call("set_reshard_after_backward", 2)),
+    "on a smaller mesh after forward": _on_smaller_mesh(),
 }
 
 
@@ -514,20 +461,7 @@ def run(trained: Trained, mesh: DeviceMesh, runtime: Runtime, **schedule: Any) -
 
 def differences(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, is_exact: bool = True) -> list[str]:
     """The values that are not the same, bit for bit or to a few roundings of fp32, and by how much they differ."""
-    if list(actual) != list(expected):
-        return [f"other values: {sorted(set(actual) ^ set(expected))}"]
-    pairs = [(name, actual[name], value) for name, value in expected.items()]
-    return [f"{name}{_apart(mine, other)}" for name, mine, other in pairs if not _same(mine, other, is_exact)]
-
-
-def _apart(a: Tensor, b: Tensor) -> str:
-    return f" by {(a.double() - b.double()).abs().max():.1e}" if a.shape == b.shape and a.numel() else ""
-
-
-def _same(a: Tensor, b: Tensor, is_exact: bool) -> bool:
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return False
-    return torch.equal(a, b) if is_exact else torch.allclose(a, b, rtol=1e-5, atol=1e-6)  # NaN is like nothing
+    return compare.differences(actual, expected, compare.EXACT if is_exact else compare.SUMMATION_ORDER[torch.float32])
 
 
 def mesh_of(ctx: RankContext, name: str) -> DeviceMesh:

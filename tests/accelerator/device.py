@@ -20,7 +20,7 @@ import importlib.util
 import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +40,7 @@ host_syncs: list[str] = []  # what made the host wait, and where in fsdp2, since
 @functools.cache
 def load() -> Any:
     """Register the device with torch, once per process; returns the compiled module."""
-    spec = importlib.util.spec_from_file_location(NAME, build(NAME, SOURCE))
-    assert spec is not None
-    assert spec.loader is not None
+    spec: Any = importlib.util.spec_from_file_location(NAME, build(NAME, SOURCE))
     extension = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(extension)
     torch.utils.rename_privateuse1_backend(DEVICE)
@@ -96,30 +94,15 @@ def on_launch(note: Callable[[str], None]) -> Iterator[None]:
         load().on_launch(None)
 
 
-class _StreamContext:
+@contextmanager
+def _on(stream: torch.Stream | None) -> Iterator[torch.Stream | None]:
     """``stream`` is the current one inside; None changes nothing."""
-
-    def __init__(self, stream: torch.Stream | None) -> None:
-        self._stream = stream
-        self._before: torch.Stream | None = None
-
-    def __enter__(self) -> torch.Stream | None:
-        if self._stream is not None:
-            self._before = torch.accelerator.current_stream()
-            torch.accelerator.set_stream(self._stream)
-        return self._stream
-
-    def __exit__(self, *_: object) -> None:
-        if self._before is not None:
-            torch.accelerator.set_stream(self._before)
-
-
-class _Context:
-    """Nothing to switch: there is one device."""
-
-    def __init__(self, *_: object) -> None: ...
-    def __enter__(self) -> None: ...
-    def __exit__(self, *_: object) -> None: ...
+    before = torch.accelerator.current_stream()
+    torch.accelerator.set_stream(before if stream is None else stream)
+    try:
+        yield stream
+    finally:
+        torch.accelerator.set_stream(before)
 
 
 def _module(extension: Any) -> types.ModuleType:
@@ -131,7 +114,7 @@ def _module(extension: Any) -> types.ModuleType:
     module.device_count = lambda: 1
     module.current_device = lambda: 0
     module.set_device = lambda device=None: None
-    module.device = _Context
+    module.device = nullcontext  # there is one
     module.manual_seed = module.manual_seed_all = lambda seed: None  # draws are the host's
     module.initial_seed = torch.initial_seed
     module.get_rng_state = lambda device=None: torch.get_rng_state()
@@ -141,7 +124,7 @@ def _module(extension: Any) -> types.ModuleType:
     module.current_stream = lambda device=None: torch.accelerator.current_stream()
     module.default_stream = lambda device=None: torch.Stream(stream_id=0, device_index=0, device_type=20)
     module.set_stream = torch.accelerator.set_stream
-    module.stream = module.StreamContext = _StreamContext
+    module.stream = module.StreamContext = _on
     module.synchronize = lambda device=None: torch.accelerator.synchronize()
     module.memory_allocated = lambda device=None: extension.memory_allocated()
     module.max_memory_allocated = lambda device=None: extension.max_memory_allocated()

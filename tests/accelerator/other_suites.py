@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import importlib
 import itertools
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -186,12 +187,19 @@ def _without(excluded: Collection[str], where: str, mark: pytest.Mark) -> pytest
 def run_body(ctx: RankContext, module: str, qualname: str, arguments: dict[str, Any]) -> None:
     """On a rank: what the test ``qualname`` of ``module`` does."""
     body = getattr(importlib.import_module(module), qualname).body
+    with arriving_late():
+        body(ctx, **arguments)
+    assert device.load().ran_at_once() == set()  # else the order of streams was not free
+
+
+@contextmanager
+def arriving_late() -> Iterator[None]:
+    """The device is the default one, and what it communicates comes as late as the order of streams lets it."""
     prepare()
     device.load().spoil_all_free()  # else values of an earlier run stand in for those that came too late
     device.schedule(late=LATE)
     try:
         with torch.device(device.DEVICE):
-            body(ctx, **arguments)
+            yield
     finally:
         device.load().drain()  # what other ranks may wait for
-    assert device.load().ran_at_once() == set()  # else the order of streams was not free

@@ -1,4 +1,5 @@
-"""The simulated accelerator runs behind the host, reuses memory by stream, and knows when the host waits for it."""
+"""The simulated accelerator runs behind the host, reuses memory by stream, knows when the host waits for it, and tells
+what it is asked for."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -74,16 +76,6 @@ def test_error_of_an_operation_is_raised_when_the_host_waits(ctx: RankContext) -
 
 
 # Memory
-
-
-@on_device(1)
-def test_freed_memory_is_given_out_again_on_its_stream_only(ctx: RankContext) -> None:
-    x, side = torch.zeros(4, device=SIM), side_stream()
-    address = x.data_ptr()
-    del x
-    with on(side):
-        assert torch.zeros(4, device=SIM).data_ptr() != address
-    assert torch.zeros(4, device=SIM).data_ptr() == address
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -163,6 +155,7 @@ def test_memory_is_counted_and_limited(ctx: RankContext) -> None:
 @on_device(1)
 def test_what_makes_the_host_wait_is_counted(ctx: RankContext) -> None:
     x, pinned = torch.ones(4, device=SIM), torch.ones(4).pin_memory()
+    current = torch.accelerator.current_stream
     acts: list[tuple[Callable[[], object], list[str]]] = [
         (lambda: x.sum(), []),
         (lambda: x.to(torch.bfloat16), []),
@@ -179,8 +172,8 @@ def test_what_makes_the_host_wait_is_counted(ctx: RankContext) -> None:
         (lambda: x[x > 0], ["aten::nonzero", "aten::index"]),
         (lambda: torch.equal(x, x), ["aten::equal"]),
         (lambda: torch.accelerator.synchronize(), ["synchronize"]),
-        (lambda: torch.accelerator.current_stream().synchronize(), ["stream.synchronize"]),
-        (lambda: torch.accelerator.current_stream().record_event().synchronize(), ["event.synchronize"]),
+        (lambda: current().synchronize(), ["stream.synchronize"]),
+        (lambda: current().record_event().synchronize(), ["event.synchronize"]),
     ]
     for index, (act, expected) in enumerate(acts):
         with counted_syncs() as found:
@@ -199,17 +192,6 @@ def test_pinned_memory_is_read_when_the_stream_comes_to_it(ctx: RankContext) -> 
 
 
 # Operations
-
-
-@on_device(1)
-def test_random_numbers_are_those_of_the_cpu(ctx: RankContext) -> None:
-    def draw(on: str) -> list[Tensor]:
-        torch.manual_seed(3)
-        ones = torch.ones(9, device=on)
-        found = [torch.randn(5, device=on), torch.rand(5, device=on), F.dropout(ones), F.dropout(ones.requires_grad_())]
-        return [each.detach().cpu() for each in found]
-
-    assert all(torch.equal(a, b) for a, b in zip(draw("cpu"), draw(SIM), strict=True))
 
 
 @on_device(1)
@@ -233,3 +215,44 @@ def test_backward_runs_on_a_thread_of_the_device_and_on_the_streams_of_forward(c
     assert [is_main for is_main, _ in seen] == [False, False]
     assert seen[0][1] == 0
     assert x.grad.tolist() == [6.0] * 4  # type: ignore[union-attr]
+
+
+def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device=SIM)
+
+
+@on_device(2)
+def test_operations_collectives_and_waits_are_told_and_lists_count_as_on_cuda(ctx: RankContext) -> None:
+    found: list[str] = []
+    square, flat, pair = new(4, 4), new(32), [new(4, 4), new(4, 4)]
+    stream = side_stream()
+    with device.on_launch(found.append):
+        told = {}
+        for name, call in {
+            "operation": lambda: square.view(-1)[2:].add_(1),
+            "copy": lambda: square.to(torch.bfloat16),
+            "list": lambda: torch._foreach_copy_(pair, [square, square]),
+            "list, cast": lambda: torch._foreach_copy_(pair, [new(4, 4, dtype=torch.bfloat16)] * 2),
+            "list, other strides": lambda: torch._foreach_copy_(pair, [square, square.t()]),
+            "list, added": lambda: torch._foreach_add_(pair, [square, square]),
+            "split": lambda: torch.split_with_sizes_copy(square, [3, 1], dim=1, out=[new(4, 3), new(4, 1)]),
+            "chunks": lambda: torch._chunk_cat(pair, 0, 2, out=flat.view(2, 16)),
+            "wait": lambda: stream.wait_stream(torch.accelerator.current_stream()),
+            "collective": lambda: dist.all_reduce(square),
+        }.items():
+            call()
+            told[name], found[:] = " ".join(found).replace("aten::", ""), []
+    square.add_(1)
+    assert not found
+    assert told == {
+        "operation": "add",
+        "copy": "copy_",
+        "list": "_foreach_copy_",
+        "list, cast": "_foreach_copy_",
+        "list, other strides": "copy_ copy_",
+        "list, added": "_foreach_add_",
+        "split": "split_with_sizes_copy",
+        "chunks": "_chunk_cat",
+        "wait": "wait",
+        "collective": "all-reduce",
+    }

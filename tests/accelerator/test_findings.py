@@ -10,18 +10,8 @@ import torch
 from torch import Tensor
 
 import fsdp2
-from tests.accelerator import device, group
-from tests.accelerator.cases import (
-    Trained,
-    bf16_fp32,
-    call,
-    default,
-    differences,
-    nothing,
-    placed,
-    run,
-    step_on_a_side_stream,
-)
+from tests.accelerator import cases, device, group
+from tests.accelerator.cases import Trained, bf16_fp32, call, default, differences, placed, run
 from tests.accelerator.support import cpu_mesh, on_device
 from tests.harness.distributed import RankContext
 from tests.harness.models import MLP
@@ -42,7 +32,7 @@ def test_forward_waits_for_the_event_of_the_optimizer(
     ctx: RankContext, shape: tuple[int, ...], gathers_on_compute: bool
 ) -> None:
     then = call("_set_unshard_async_op", gathers_on_compute)
-    case = Trained(step=step_on_a_side_stream, optimizer=nothing, then=then)
+    case = Trained(step=cases.step_on_a_side_stream, optimizer=cases.nothing, then=then)
     expected = losses(run(case, cpu_mesh(*shape), subject()))
     mesh = ctx.mesh_1d() if len(shape) == 1 else ctx.mesh_2d(*shape)
     found = losses(run(case, mesh, subject(), first="compute"))

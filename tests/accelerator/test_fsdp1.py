@@ -1,26 +1,34 @@
 """``FullyShardedDataParallel`` on the simulated accelerator: the bits of the same class on the CPU, where gloo carries
-everything, whatever the order of streams; and no wait of the host."""
+everything, whatever the order of streams; no wait of the host; state dicts on the device and offloaded."""
 
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecision, ShardedStateDictConfig, ShardingStrategy, StateDictType
+from torch.distributed.tensor import DTensor
 
 from docs.examples.log_weights import LogExtensions
 from fsdp2.fsdp1 import FullyShardedDataParallel, set_fsdp_extensions
 from tests.accelerator import device
 from tests.accelerator.cases import FEW, SCHEDULES
 from tests.accelerator.support import cpu_mesh, on_device
+from tests.harness.compare import compare_values
 from tests.harness.distributed import RankContext
 from tests.harness.selection import long
 
 WIDTH = 128
 BF16 = MixedPrecision(torch.bfloat16, torch.float32)
+
+
+def on_sim() -> DeviceMesh:
+    return init_device_mesh(device.DEVICE, (2,))
 
 
 def wrapped(mesh: DeviceMesh, **options: object) -> FullyShardedDataParallel:
@@ -47,9 +55,8 @@ def trained(ctx: RankContext, mesh: DeviceMesh, **options: object) -> list[Tenso
         optimizer.step()
         optimizer.zero_grad()
         syncs = dict(Counter(device.host_syncs))
-    shards = [param.to_local() if hasattr(param, "to_local") else param for param in model.parameters()]
     assert mesh.device_type == "cpu" or not syncs, syncs
-    return [tensor.detach().cpu() for tensor in (*seen, *shards)]
+    return [part_of(tensor).detach().cpu() for tensor in (*seen, *model.parameters())]
 
 
 @pytest.mark.parametrize("schedule", [FEW[0], *long(*FEW[1:])])
@@ -61,21 +68,109 @@ def test_trains_as_on_the_cpu(ctx: RankContext, precision, strategy, use_orig_pa
     options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params, "mixed_precision": precision}
     expected = trained(ctx, cpu_mesh(2), **options)
     device.schedule(**SCHEDULES[schedule])
-    found = trained(ctx, init_device_mesh(device.DEVICE, (2,)), **options)
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    compare_values("trained", trained(ctx, on_sim(), **options), expected)
+
+
+# State dicts
+
+KINDS: dict[str, tuple[StateDictType, type[fsdp.StateDictConfig], bool]] = {
+    "full": (StateDictType.FULL_STATE_DICT, fsdp.FullStateDictConfig, True),
+    "sharded tensors": (StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig, False),
+    "DTensors": (StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig, True),
+    "full, parameters offloaded": (StateDictType.FULL_STATE_DICT, fsdp.FullStateDictConfig, True),
+    "local": (StateDictType.LOCAL_STATE_DICT, fsdp.LocalStateDictConfig, False),
+}
+
+
+def stepped(ctx: RankContext, mesh: DeviceMesh | None, seed: int = 0, **options: Any) -> tuple[Any, Any]:
+    """A model and its optimizer after a step, so that the device still writes shards and states when asked for them."""
+    torch.manual_seed(seed)
+    inner = FullyShardedDataParallel(nn.Linear(64, 65), device_mesh=mesh, **options)
+    model = FullyShardedDataParallel(nn.Sequential(inner, nn.BatchNorm1d(65)), device_mesh=mesh, **options)
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(ctx.rank))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9, foreach=False)
+    model(x.to(model.compute_device)).square().mean().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def state_of(model: FullyShardedDataParallel, kind: str, **options: bool) -> dict[str, Any]:
+    which, config, _ = KINDS[kind]
+    with FullyShardedDataParallel.state_dict_type(model, which, config(**options)):
+        return model.state_dict()
+
+
+def part_of(value: Any) -> Tensor:
+    """What this rank has of it."""
+    if isinstance(value, DTensor):
+        return value.to_local()
+    return torch.cat([s.tensor.detach() for s in value.local_shards()]) if hasattr(value, "local_shards") else value
+
+
+def check(found: dict[str, Tensor], expected: dict[str, Any], is_on_cpu: bool) -> None:
+    assert {value.device.type for value in found.values()} == {"cpu" if is_on_cpu else device.DEVICE}
+    for name in expected:
+        torch.testing.assert_close(found[name].cpu(), part_of(expected[name]), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("schedule", FEW)
+@pytest.mark.parametrize("offload_to_cpu", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@on_device(2)
+def test_state_dict_has_the_values_of_the_cpu(ctx: RankContext, kind: str, offload_to_cpu: bool, schedule: str) -> None:
+    which, _, has_mesh = KINDS[kind]
+    on_cpu, _ = stepped(ctx, cpu_mesh(2))
+    expected = on_cpu.state_dict()
+    device.schedule(**SCHEDULES[schedule])
+    options = {"cpu_offload": fsdp.CPUOffload(True)} if "offloaded" in kind else {}
+    model, other = (stepped(ctx, on_sim() if has_mesh else None, seed, **options)[0] for seed in range(2))
+    state = state_of(model, kind, offload_to_cpu=offload_to_cpu)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()  # later steps change nothing
+    like = {} if kind == "local" else expected if "full" in kind else state_of(on_cpu, "DTensors")
+    check({name: part_of(value) for name, value in state.items()}, like, offload_to_cpu)
+    with FullyShardedDataParallel.state_dict_type(other, which):
+        other.load_state_dict(state)
+    check({name: value.cpu() for name, value in other.state_dict().items()}, expected, is_on_cpu=True)
+
+
+def momenta(model: Any, optimizer: Any, *, is_full: bool, offload_to_cpu: bool) -> dict[str, Tensor]:
+    which, config, _ = KINDS["full" if is_full else "DTensors"]
+    of_optimizer = (fsdp.FullOptimStateDictConfig if is_full else fsdp.ShardedOptimStateDictConfig)(offload_to_cpu)
+    with FullyShardedDataParallel.state_dict_type(model, which, config(), of_optimizer):
+        state = FullyShardedDataParallel.optim_state_dict(model, optimizer)["state"]
+    return {name: part_of(each["momentum_buffer"]) for name, each in state.items()}
+
+
+@pytest.mark.parametrize("schedule", FEW)
+@pytest.mark.parametrize("is_full", [True, False])
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@on_device(2)
+def test_states_of_optimizers_have_the_values_of_the_cpu(
+    ctx: RankContext, use_orig_params: bool, is_full: bool, schedule: str
+) -> None:
+    on_cpu = stepped(ctx, cpu_mesh(2), use_orig_params=use_orig_params)
+    expected = momenta(*on_cpu, is_full=is_full, offload_to_cpu=True)
+    assert expected
+    device.schedule(**SCHEDULES[schedule])
+    model, optimizer = stepped(ctx, on_sim(), use_orig_params=use_orig_params)
+    for offload in (False, True):
+        check(momenta(model, optimizer, is_full=is_full, offload_to_cpu=offload), expected, offload)
+        saved = FullyShardedDataParallel.optim_state_dict(model, optimizer)
+        for states in optimizer.state.values():
+            states["momentum_buffer"].zero_()
+        FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, saved, load_directly=True)
 
 
 @on_device(2)
 def test_sharded_values_of_an_extension_come_to_the_host_when_asked_for(ctx: RankContext) -> None:
     set_fsdp_extensions(LogExtensions())
     try:
-        model = wrapped(init_device_mesh(device.DEVICE, (2,)))
+        model = wrapped(on_sim())
     finally:
         set_fsdp_extensions(None)
-    found = {}
-    for offloads in (True, False):
+    for offloads, where in ((True, "cpu"), (False, device.DEVICE)):
         config = ShardedStateDictConfig(offload_to_cpu=offloads)
         with model.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, config):
-            found[offloads] = model.state_dict()
-    assert {value.to_local().device.type for value in found[True].values()} == {"cpu"}
-    assert {value.to_local().device.type for value in found[False].values()} == {device.DEVICE}
+            assert {value.to_local().device.type for value in model.state_dict().values()} == {where}

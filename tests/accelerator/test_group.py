@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
 
 import pytest
 import torch
@@ -14,14 +13,8 @@ from fsdp2 import _torch
 from tests.accelerator import device
 from tests.accelerator.device import counted_syncs
 from tests.accelerator.support import on_device
+from tests.accelerator.test_device import SIM, on, side_stream
 from tests.harness.distributed import RankContext
-
-SIM: Any = device.DEVICE
-
-
-def world() -> dist.ProcessGroup:
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD
 
 
 def mine(ctx: RankContext, numel: int = 4, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -82,32 +75,28 @@ def test_what_nccl_refuses_is_refused(ctx: RankContext) -> None:
         lambda: dist.all_gather_into_tensor(out, x.cpu(), async_op=True),
         lambda: dist.all_reduce(x.int(), dist.ReduceOp.BAND),
         lambda: dist.all_reduce(x.int(), dist._make_nccl_premul_sum(0.5)),
-        lambda: _torch.all_gather(world(), [out, out], [], on_stream=True)(),
+        lambda: _torch.all_gather(dist.group.WORLD, [out, out], [], on_stream=True)(),
     ]
     for call in refused:
         with pytest.raises(ValueError, match=r"simnccl: |argument"):
             call()
 
 
+@pytest.mark.every_case
+@pytest.mark.parametrize("async_op", [False, True])
 @on_device(2)
-def test_collective_on_the_stream_keeps_no_tensor(ctx: RankContext) -> None:
+def test_only_an_asynchronous_collective_keeps_its_tensors_and_until_it_is_waited_for(
+    ctx: RankContext, async_op: bool
+) -> None:
     output, part = torch.empty(8, device=SIM), mine(ctx)
     storage = weakref.ref(part.untyped_storage())
     before = device.load().memory_allocated()
-    dist.all_gather_into_tensor(output, part)
+    work = dist.all_gather_into_tensor(output, part, async_op=async_op)
     del part
+    if async_op:
+        assert device.load().memory_allocated() == before
+        work.wait()
     assert storage() is None
-    assert device.load().memory_allocated() == before - 512
-
-
-@on_device(2)
-def test_asynchronous_collective_keeps_its_tensors_until_it_is_waited_for(ctx: RankContext) -> None:
-    output, part = torch.empty(8, device=SIM), mine(ctx)
-    before = device.load().memory_allocated()
-    work = dist.all_gather_into_tensor(output, part, async_op=True)
-    del part
-    assert device.load().memory_allocated() == before
-    work.wait()
     assert device.load().memory_allocated() == before - 512
     assert output.tolist() == [1.0] * 4 + [2.0] * 4
 
@@ -115,9 +104,9 @@ def test_asynchronous_collective_keeps_its_tensors_until_it_is_waited_for(ctx: R
 @on_device(2)
 def test_input_that_is_freed_too_early_travels_as_nan(ctx: RankContext) -> None:
     device.schedule(0, first="compute")
-    output, part, side = torch.empty(8, device=SIM), mine(ctx), torch.sim.Stream()  # type: ignore[attr-defined]
+    output, part, side = torch.empty(8, device=SIM), mine(ctx), side_stream()
     side.wait_stream(torch.accelerator.current_stream())
-    with torch.sim.stream(side):  # type: ignore[attr-defined]
+    with on(side):
         dist.all_gather_into_tensor(output, part)
     del part
     torch.empty(100, device=SIM)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -32,27 +30,6 @@ def _step(model: Any, optimizer: optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-def _taken_by_steps(ctx: RankContext, make: Callable[..., optim.Optimizer]) -> int:
-    """The bytes on the device that two steps leave there: of states, and of what fsdp2 keeps."""
-    model = _model(ctx)
-    optimizer = make(model.parameters())
-    gc.collect()  # what earlier tests have left
-    device.load().drain()
-    before = device.load().memory_allocated()
-    for _ in range(2):
-        _step(model, optimizer)
-    device.load().drain()
-    return int(device.load().memory_allocated() - before)
-
-
-@pytest.mark.ci
-@on_device(2)
-def test_states_take_no_memory_of_the_device(ctx: RankContext) -> None:
-    on_device_nbytes = _taken_by_steps(ctx, partial(optim.AdamW, foreach=False))
-    numel = sum(param.to_local().numel() for param in _model(ctx).parameters())
-    assert on_device_nbytes - _taken_by_steps(ctx, fsdp2.HostAdamW) >= 2 * 4 * numel
-
-
 @pytest.mark.parametrize("where", ["device", "host"])
 @on_device(2)
 def test_report_shows_copies_and_steps_of_the_host_while_backward_goes_on(ctx: RankContext, where: str) -> None:
@@ -64,10 +41,8 @@ def test_report_shows_copies_and_steps_of_the_host_while_backward_goes_on(ctx: R
     with fsdp2.report(model) as report:
         for _ in range(3):
             _step(model, optimizer)
-    if ctx.rank > 0:
-        return
-    data = report.data
-    assert data is not None
+    data = report.data or {"timelines": []}  # rank 0 has it
+    assert len(data["timelines"]) == (0 if ctx.rank else 2)
     for timeline in data["timelines"]:
         spans: dict[str, list[tuple[int, int]]] = {kind: [] for kind in data["kinds"]}
         for kind, unit, start, *_ in timeline["transfers"]:
@@ -126,6 +101,7 @@ def _peak_of_a_step(model: Any, made: list[optim.Optimizer]) -> int:
 
 @on_device(2)
 def test_peak_falls_by_what_a_budget_moves(ctx: RankContext) -> None:
+    """States on the host take no memory of the device."""
     peaks, nbytes = [], []
     for is_tight in (False, True):
         model = _model(ctx)

@@ -55,23 +55,20 @@ class Wait:
         return f"{self.place}-{self.method}"
 
 
-_JOBS = "tools.host_adamw.jobs"
+_JOBS, _GRADIENTS = "tools.host_adamw.jobs", "group.gradients.GroupGradients"
+_TREE = "runtime.unit_tree.UnitTree"
+SIDE = "side streams first"
 WAITS = [
     Wait("wait_here", "group.all_gather.Gather.wait", "plain", "late gathers"),
-    Wait("gather_after_compute", "group.all_gather.release", "direct", "side streams first"),
+    Wait("gather_after_compute", "group.all_gather.release", "direct", SIDE),
     Wait("wait_here", "group.gradients.Reduction.finish", "direct", "late reductions"),
     Wait("compute_after_reduce", "runtime.executor.Executor.wait_for_landed", "bf16", "compute first"),
-    Wait("gather_after_compute", "runtime.unit_tree.UnitTree.order_gathers", "plain", "side streams first"),
-    Wait(
-        "gather_after_compute",
-        "runtime.unit_tree.UnitTree._begin_backward",
-        "reads what forward wrote",
-        "side streams first",
-    ),
-    Wait("gather_after_compute", "group.group.ParamGroup._refresh", "loaded by assignment", "side streams first"),
-    Wait("gather_after", "runtime.unit_tree.UnitTree.order_gathers", "optimizer's event", "side streams first"),
-    Wait("wait_here", "runtime.unit_tree.UnitTree.order_gathers", "optimizer on a stream of its own", "compute first"),
-    Wait("reduce_after_compute", "group.reduce_scatter.Reduce.launch", "plain", "side streams first"),
+    Wait("gather_after_compute", f"{_TREE}.order_gathers", "plain", SIDE),
+    Wait("gather_after_compute", f"{_TREE}._begin_backward", "reads what forward wrote", SIDE),
+    Wait("gather_after_compute", "group.group.ParamGroup._refresh", "loaded by assignment", SIDE),
+    Wait("gather_after", f"{_TREE}.order_gathers", "optimizer's event", SIDE),
+    Wait("wait_here", f"{_TREE}.order_gathers", "optimizer on a stream of its own", "compute first"),
+    Wait("reduce_after_compute", "group.reduce_scatter.Reduce.launch", "plain", SIDE),
     Wait("wait_on_cpu", "comm.offload.FlatStage.wait", "offloaded, evaluated", "late copies"),
     Wait("wait_on_cpu", "comm.offload.HostCopies.wait", "offloaded", "late copies"),
     Wait("work", "group.all_gather.Gather._wait_for_works", "gathered on the compute stream", "late gathers"),
@@ -81,8 +78,8 @@ WAITS = [
     Wait("record", "group.all_gather.Gather.issue", "plain", "late gathers"),
     Wait("record", "comm.offload.FlatStage.fetch", "offloaded, evaluated", "late copies"),
     Wait("record", "comm.offload.HostCopies.__init__", "offloaded", "late copies"),
-    Wait("record", f"{_JOBS}._copying_out", "stepped on the host", "side streams first"),
-    Wait("wait_here", f"{_JOBS}._copying_out", "stepped on the host", "side streams first"),
+    Wait("record", f"{_JOBS}._copying_out", "stepped on the host", SIDE),
+    Wait("wait_here", f"{_JOBS}._copying_out", "stepped on the host", SIDE),
     Wait("record", f"{_JOBS}.Job.__init__", "stepped on the host", "late copies"),
     Wait("wait_on_cpu", f"{_JOBS}.Job.run", "stepped on the host", "late copies"),
     Wait("record", f"{_JOBS}.Job.run", "stepped on the host", "late copies"),
@@ -93,21 +90,16 @@ WAITS = [
     Wait("wait_on_cpu", f"{_JOBS}.Factor.arrived", "stepped on the host, clipped", "late copies"),
 ]
 WAITS_OF_4 = [
-    Wait(
-        "reduce_after_compute",
-        "group.gradients.GroupGradients._start_landing",
-        "replicated, sums carried on alone",
-        "side streams first",
-    ),
+    Wait("reduce_after_compute", f"{_GRADIENTS}._start_landing", "replicated, sums carried on alone", SIDE),
     Wait("work", "group.gradients.Reduction._advance", "replicated, cast back", "late all-reduces"),
     Wait("record", "group.reduce_scatter.Reduce.launch", "replicated, direct", "late reductions"),
 ]
 UNSEEN = [  # the memory that is written again too early gets the same values
-    Wait("compute_after_reduce", "group.gradients.Reduction.finish", "on each rank alone", "side streams first"),
-    Wait("gather_after_compute", "group.all_gather.Gather.release", "kept storage", "side streams first"),
+    Wait("compute_after_reduce", "group.gradients.Reduction.finish", "on each rank alone", SIDE),
+    Wait("gather_after_compute", "group.all_gather.Gather.release", "kept storage", SIDE),
 ]
 UNSEEN_OF_4 = [  # what would be read too late is thrown away
-    Wait("wait_here", "group.all_gather.Gather.drop", "on a smaller mesh, gathered in vain", "side streams first")
+    Wait("wait_here", "group.all_gather.Gather.drop", "on a smaller mesh, gathered in vain", SIDE)
 ]
 _REPORTED = "accelerator/test_report.py::test_steps_that_are_reported_do_not_wait_for_the_device"
 _MEASURED = "distributed/test_auto_shard.py::test_collectives_are_measured_by_size_alone_and_beside_products"
@@ -118,6 +110,8 @@ _IN_ONE_MEMORY = "distributed/test_custom_comm.py::test_messages_in_flight_may_l
 _UNCUT = "distributed/test_scopes.py::test_forwards_without_gradients_run_on_whole_parameters"
 _EXCHANGED = "accelerator/test_whole_matrices.py::test_wait_of_the_exchange_that_is_left_out_is_noticed"
 _STREAMED = "distributed/test_weights.py::test_weights_go_in_and_out_on_2_ranks"
+_WHOLE = "distributed/test_whole_matrices.py::test_each_matrix_is_whole_once_and_comes_back"
+_CLOCK = "accelerator/test_report.py::test_clock_starts_when_the_device_has_come_to_it"
 _ASKED = "distributed/test_stream.py::test_a_transform_gets_whole_tensors_together_and_may_quantise_them"
 ELSEWHERE: dict[str, str] = {
     # collectives that the CPU waits for, as gloo's; _issued is for backends that return a work where NCCL returns none
@@ -141,13 +135,9 @@ ELSEWHERE: dict[str, str] = {
     "tools.whole_matrices.exchange.Message.start-record": _EXCHANGED,
     "tools.whole_matrices.exchange.Message.wait-wait_here": _EXCHANGED,
     "tools.whole_matrices.circles._reduced-work": _EXCHANGED,
-    "tools.whole_matrices.exchange.Message.wait-work": (  # gloo's messages
-        "distributed/test_whole_matrices.py::test_each_matrix_is_whole_once_and_comes_back"
-    ),
+    "tools.whole_matrices.exchange.Message.wait-work": _WHOLE,  # gloo's messages
     # what measures time
-    "tools.report.recorder.DeviceClock.__init__-synchronize": (
-        "accelerator/test_report.py::test_clock_starts_when_the_device_has_come_to_it"
-    ),
+    "tools.report.recorder.DeviceClock.__init__-synchronize": _CLOCK,
     "tools.report.recorder.DeviceClock._event-record": _REPORTED,
     "tools.report.recorder.DeviceClock.settle-synchronize": _REPORTED,
     "tools.planner.measure._wait-synchronize": "accelerator/test_host_syncs.py::test_host_waits_for_what_it_measures",
@@ -207,21 +197,29 @@ def _waits_in(node: ast.AST, place: str) -> Iterator[str]:
 
 def check(ctx: RankContext, wait: Wait) -> None:
     expected = reference(ctx, wait.case)
-    times: list[None] = []
-    noticed: list[bool] = []
     others = [SCHEDULES[other] for other in SCHEDULES if other != wait.schedule]
     # On a busy machine messages come late, and an order is not what it was: so more seeds follow.
     seeds = [{**SCHEDULES[wait.schedule], "seed": seed} for seed in range(100, 112)]
-    for schedule in [SCHEDULES[wait.schedule], *seeds[:4], *others, *seeds[4:]]:
+
+    def differs(**schedule: Any) -> bool:
+        found = run(CASES[wait.case], mesh_of(ctx, wait.case), subject(), **schedule)
+        return bool(differences(found, expected))
+
+    assert_noticed(ctx, wait, [SCHEDULES[wait.schedule], *seeds[:4], *others, *seeds[4:]], differs)
+
+
+def assert_noticed(ctx: RankContext, wait: Wait, schedules: list[dict[str, Any]], differs: Callable[..., bool]) -> None:
+    """Under one of ``schedules``, some rank ``differs`` when ``wait`` is left out."""
+    times: list[None] = []
+    by_rank: list[Any] = [None] * ctx.world_size
+    for schedule in schedules:
         with leaving_out(wait, times):
-            values = run(CASES[wait.case], mesh_of(ctx, wait.case), subject(), **schedule)
-        by_rank: list[Any] = [None] * ctx.world_size
-        dist.all_gather_object(by_rank, bool(differences(values, expected)))
-        noticed += by_rank
+            is_other = differs(**schedule)
+        dist.all_gather_object(by_rank, is_other)
         if any(by_rank):
             break
     assert times, f"{wait.case} never comes to {wait}"
-    assert any(noticed), f"nobody notices that {wait} is left out of {wait.case}"
+    assert any(by_rank), f"nobody notices that {wait} is left out of {wait.case}"
 
 
 @contextmanager

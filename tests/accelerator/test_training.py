@@ -8,13 +8,13 @@ from tests.accelerator import device
 from tests.accelerator.cases import CASES, FEW, SCHEDULES, differences, mesh_of, names, reference, run
 from tests.accelerator.support import on_device
 from tests.harness.distributed import RankContext
-from tests.harness.runtimes import Runtime, oracle, subject
+from tests.harness.runtimes import subject
 
 
-def check(ctx: RankContext, name: str, runtime: Runtime, schedules: list[str]) -> None:
+def check(ctx: RankContext, name: str, schedules: list[str]) -> None:
     expected = reference(ctx, name)
     for schedule in schedules:
-        found = differences(run(CASES[name], mesh_of(ctx, name), runtime, **SCHEDULES[schedule]), expected)
+        found = differences(run(CASES[name], mesh_of(ctx, name), subject(), **SCHEDULES[schedule]), expected)
         assert not found, f"{name}, {schedule}: {len(found)} values differ, the first are {found[:4]}"
     assert device.load().ran_at_once() == set()  # else the order of streams was not free
 
@@ -27,26 +27,13 @@ ORDERS = [pytest.param(FEW, id="few"), pytest.param(_REST, id="rest", marks=pyte
 @pytest.mark.parametrize("name", names(2))
 @on_device(2)
 def test_subject_trains_as_on_the_cpu(ctx: RankContext, name: str, schedules: list[str]) -> None:
-    check(ctx, name, subject(), schedules)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", names(2, beyond_torch=False))
-@on_device(2)
-def test_oracle_trains_as_on_the_cpu(ctx: RankContext, name: str) -> None:
-    check(ctx, name, oracle(), FEW)
+    check(ctx, name, schedules)
 
 
 @pytest.mark.parametrize("name", names(4))
 @on_device(4)
 def test_subject_trains_as_on_the_cpu_with_4_ranks(ctx: RankContext, name: str) -> None:
-    check(ctx, name, subject(), list(SCHEDULES))
-
-
-@pytest.mark.parametrize("name", names(4, beyond_torch=False))
-@on_device(4)
-def test_oracle_trains_as_on_the_cpu_with_4_ranks(ctx: RankContext, name: str) -> None:
-    check(ctx, name, oracle(), FEW)
+    check(ctx, name, list(SCHEDULES))
 
 
 @pytest.mark.long

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -17,7 +16,7 @@ from fsdp2 import Muon, WholeMatrices, whole_matrices
 from fsdp2.tools.whole_matrices import Matrix
 from tests.accelerator import device
 from tests.accelerator.support import on_device
-from tests.accelerator.test_left_out_waits import Wait, leaving_out
+from tests.accelerator.test_left_out_waits import Wait, assert_noticed
 from tests.harness.distributed import RankContext
 from tests.harness.selection import in_ci
 
@@ -34,6 +33,10 @@ def start(index: int) -> Tensor:
     return torch.randn(8, 6, generator=torch.Generator().manual_seed(index), device="cpu")
 
 
+def distributed(ctx: RankContext, index: int) -> DTensor:
+    return distribute_tensor(start(index).to(device.DEVICE), ctx.mesh_1d(), [Shard(0)], src_data_rank=None)
+
+
 def fn(whole: Tensor, _: Matrix) -> Tensor:
     return whole / (whole * whole).sum().sqrt()
 
@@ -48,12 +51,8 @@ def expected() -> list[Tensor]:
 
 def run(ctx: RankContext, **schedule: Any) -> list[Tensor]:
     """Compute writes the shards before each run, and reads the results behind it."""
-    mesh = ctx.mesh_1d()
     device.schedule(0)
-    tensors = [
-        distribute_tensor(start(index).to(device.DEVICE), mesh, [Shard(0)], src_data_rank=None)
-        for index in range(NUM_TENSORS)
-    ]
+    tensors = [distributed(ctx, index) for index in range(NUM_TENSORS)]
     plan = whole_matrices(tensors, bucket_nbytes=1)
     device.load().spoil_all_free()
     device.schedule(**schedule)
@@ -80,9 +79,7 @@ def test_values_do_not_depend_on_the_order_of_streams(ctx: RankContext, schedule
 def step_with_a_gradient_on_rank_0(ctx: RankContext, **schedule: Any) -> list[Tensor]:
     """Whether rank 1 steps the parameter, it hears from rank 0 only."""
     device.schedule(0)
-    param = torch.nn.Parameter(
-        distribute_tensor(start(0).to(device.DEVICE), ctx.mesh_1d(), [Shard(0)], src_data_rank=None)
-    )
+    param = torch.nn.Parameter(distributed(ctx, 0))
     optimizer = Muon([param], lr=1.0, ns_dtype=torch.float32)
     assert optimizer.plan.balance > 0
     if ctx.rank == 0:
@@ -116,19 +113,8 @@ RUNS = {
 def test_wait_of_the_exchange_that_is_left_out_is_noticed(ctx: RankContext, wait: Wait) -> None:
     body, is_right = RUNS[wait]
     assert is_right(ctx, body(ctx, **SCHEDULES[wait.schedule]))
-    times: list[None] = []
-    noticed = False
-    patch = pytest.MonkeyPatch()
-    if body is run:  # a message that comes too late may write into the memory of what ranks agree on
-        patch.setattr(WholeMatrices, "agree", lambda self, failures, flags: list(flags))
-    for schedule in [SCHEDULES[wait.schedule], *SCHEDULES.values()]:
-        with leaving_out(wait, times):
-            found = body(ctx, **schedule)
-        by_rank: list[Any] = [None] * ctx.world_size
-        dist.all_gather_object(by_rank, not is_right(ctx, found))
-        noticed = any(by_rank)
-        if noticed:
-            break
-    patch.undo()
-    assert times, f"nobody comes to {wait}"
-    assert noticed, f"nobody notices that {wait} is left out"
+    with pytest.MonkeyPatch.context() as patch:
+        if body is run:  # a message that comes too late may write into the memory of what ranks agree on
+            patch.setattr(WholeMatrices, "agree", lambda self, failures, flags: list(flags))
+        schedules = [SCHEDULES[wait.schedule], *SCHEDULES.values()]
+        assert_noticed(ctx, wait, schedules, lambda **schedule: not is_right(ctx, body(ctx, **schedule)))

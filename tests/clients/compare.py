@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.clients.server import RUNTIMES, Call, serve
 from tests.harness.compare import compare_values
+from tests.harness.distributed import as_test_of
 from tests.harness.training import EXACT, Tolerance
 
 TIMEOUT_S = 120.0
@@ -61,14 +62,8 @@ def client(
                 pytest.fail("\n\n".join(failures), pytrace=False)
             compare_values("fsdp2 differs from torch", found, expected, tolerance)
 
-        keyword = inspect.Parameter.KEYWORD_ONLY
-        names = list(inspect.signature(body).parameters)[2:]
-        test.__signature__ = inspect.Signature([inspect.Parameter(name, keyword) for name in names])  # type: ignore[attr-defined]
         test.body = body  # type: ignore[attr-defined]
-        for name in ("__module__", "__name__", "__qualname__", "__doc__"):
-            setattr(test, name, getattr(body, name))
-        test.pytestmark = [*getattr(body, "pytestmark", []), *test.pytestmark]  # type: ignore[attr-defined]
-        return test
+        return as_test_of(body, test, list(inspect.signature(body).parameters)[2:])
 
     return decorate
 

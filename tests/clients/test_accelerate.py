@@ -14,7 +14,14 @@ from tests.clients.hugging_face import accelerator, adamw, batch, hf_client, sta
 
 
 def prepared(name: str = "llama", *, changes: Any = None, model: Any = None, **options: Any) -> tuple[Any, Any, Any]:
-    """The engine, the model and its optimizer."""
+    """The engine, the model and its optimizer. ``dynamo``: arguments of the plugin."""
+    from accelerate.utils import TorchDynamoPlugin
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    if options.get("cpu_offload") == "unpinned":  # there is nothing to pin for without an accelerator
+        options["cpu_offload"] = CPUOffloadPolicy(pin_memory=False)
+    if "dynamo" in options:
+        options["dynamo_plugin"] = TorchDynamoPlugin(backend="aot_eager", **options.pop("dynamo"))
     engine = accelerator(**options)
     model = model or tiny(name, **(changes or {}))
     return engine, *engine.prepare(model, adamw(model.parameters()))
@@ -32,11 +39,17 @@ def prepared(name: str = "llama", *, changes: Any = None, model: Any = None, **o
         {"gradient_accumulation_steps": 2},
         {"auto_wrap_policy": "no_wrap"},
         {"name": "vit", "transformer_cls_names_to_wrap": ["ViTLayer"]},
+        {"changes": {"tie_word_embeddings": True}, "cpu_ram_efficient_loading": False},
+        {"changes": {"tie_word_embeddings": True}, "cpu_ram_efficient_loading": True},
+        {"cpu_offload": "unpinned"},
+        {"dynamo": {"use_regional_compilation": False}},
+        {"dynamo": {"use_regional_compilation": True}},
     ],
     ids=str,
 )
 @hf_client()
 def test_a_loop_trains_the_same(rank: int, folder: Path, options: dict[str, Any]) -> Any:
+    """Also what is tied: names of parameters that are others' are not among those compared."""
     return train(*prepared(**options), rank, range(4), name=options.get("name", "llama"))
 
 
@@ -49,22 +62,6 @@ def test_a_vision_model_with_the_default_policy_is_refused(rank: int, folder: Pa
 @hf_client(fails=(told_when_pinning(), "no error"))
 def test_pinned_offload_needs_an_accelerator_in_torch(rank: int, folder: Path) -> None:
     prepared(cpu_offload=True)
-
-
-@pytest.mark.parametrize("ram_efficient", [False, True])
-@hf_client()
-def test_tied_embeddings_train_the_same(rank: int, folder: Path, ram_efficient: bool) -> Any:
-    engine, model, optimizer = prepared(changes={"tie_word_embeddings": True}, cpu_ram_efficient_loading=ram_efficient)
-    seen = train(engine, model, optimizer, rank)
-    return {**seen, "tied": model.lm_head.weight is model.model.embed_tokens.weight}
-
-
-@hf_client()
-def test_offloaded_parameters_train_the_same(rank: int, folder: Path) -> Any:
-    from torch.distributed.fsdp import CPUOffloadPolicy
-
-    # There is nothing to pin for without an accelerator.
-    return train(*prepared(cpu_offload=CPUOffloadPolicy(pin_memory=False)), rank)
 
 
 @hf_client()
@@ -80,15 +77,6 @@ def test_a_model_made_on_the_meta_device_trains_the_same(rank: int, folder: Path
             empty = torch.full_like(parameter, torch.nan, device="cpu")
             torch.utils.swap_tensors(parameter, torch.nn.Parameter(empty))
     return train(*prepared(model=model, cpu_ram_efficient_loading=True), rank)
-
-
-@pytest.mark.parametrize("regional", [False, True])
-@hf_client()
-def test_a_compiled_model_trains_the_same(rank: int, folder: Path, regional: bool) -> Any:
-    from accelerate.utils import TorchDynamoPlugin
-
-    plugin = TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=regional)
-    return train(*prepared(dynamo_plugin=plugin), rank)
 
 
 @hf_client(num_ranks=4)

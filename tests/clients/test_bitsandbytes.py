@@ -24,16 +24,8 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
-from fsdp2 import (
-    CPUOffloadPolicy,
-    FullyShardedDataParallel,
-    MixedPrecisionPolicy,
-    fully_shard,
-    load_safetensors,
-    save_safetensors,
-    stream_full_params,
-    unsharded,
-)
+import fsdp2
+from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, load_safetensors, save_safetensors
 from fsdp2.runtime.unit import units_under
 from tests.clients.compare import files_in, whole
 from tests.clients.hugging_face import accelerator, adamw, hf_client, loop, tiny
@@ -146,31 +138,33 @@ def test_forward_and_gradients_are_those_of_the_plain_model_bit_for_bit(
             assert_trains_as_the_plain_one(ctx, plain, model, size)
 
 
-@distributed(4)
-def test_ranks_without_a_block_compute_the_same(ctx: RankContext) -> None:
-    for size in (UNEVEN, TINY):
-        model = sharded(model_of(size), ctx.mesh_1d())
-        assert (base_of(model)[0][1].size(0) == 0) == (size == TINY and ctx.rank > 0)
-        assert_trains_as_the_plain_one(ctx, model_of(size), model, size)
-
-
 WAYS: dict[str, dict[str, Any]] = {
     "kept": {"reshard_after_forward": False},
     "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
-    "cast to bf16": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
+    "checkpointed": {},
+    "compiled": {},
 }
 
 
 @pytest.mark.every_case
-@pytest.mark.parametrize("way", list(WAYS))
+@pytest.mark.parametrize("way", WAYS)
 @distributed(2)
-def test_policies_leave_the_bytes_alone(ctx: RankContext, way: str) -> None:
+def test_trains_in_other_ways_as_the_plain_model(ctx: RankContext, way: str) -> None:
+    given = {"quant_storage": torch.float32, "is_checkpointed": way == "checkpointed"}
+    model = sharded(model_of(EVEN, **given), ctx.mesh_1d(), **WAYS[way])
+    if way == "compiled":
+        start_compiling()
+        for block in model:
+            block.compile(backend="eager", fullgraph=True)
+    assert_trains_as_the_plain_one(ctx, model_of(EVEN, **given), model, EVEN)
+
+
+@distributed(2)
+def test_mixed_precision_leaves_the_bytes_alone(ctx: RankContext) -> None:
     """Bytes that are stored as float32 are no numbers: a cast would destroy them."""
-    model = sharded(model_of(EVEN, quant_storage=torch.float32), ctx.mesh_1d(), **WAYS[way])
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = sharded(model_of(EVEN, quant_storage=torch.float32), ctx.mesh_1d(), mp_policy=policy)
     plain = model_of(EVEN, quant_storage=torch.float32)
-    if way != "cast to bf16":
-        assert_trains_as_the_plain_one(ctx, plain, model, EVEN)
-        return
     for name, each in plain.named_parameters():
         if not name.endswith("base.weight"):
             each.data = each.data.bfloat16()
@@ -185,21 +179,6 @@ def test_replicas_compute_the_same(ctx: RankContext) -> None:
         assert torch.equal(model(batch(UNEVEN, ctx.rank)), model_of(UNEVEN)(batch(UNEVEN, ctx.rank)))
         gradients(model, batch(UNEVEN, ctx.rank))
         assert torch.equal(model(batch(UNEVEN, ctx.rank)), model_of(UNEVEN)(batch(UNEVEN, ctx.rank)))
-
-
-@distributed(2)
-def test_checkpointing_recomputes_the_same(ctx: RankContext) -> None:
-    plain, model = (model_of(EVEN, is_checkpointed=True) for _ in range(2))
-    assert_trains_as_the_plain_one(ctx, plain, sharded(model, ctx.mesh_1d()), EVEN)
-
-
-@distributed(2)
-def test_compiled_blocks_compute_the_same(ctx: RankContext) -> None:
-    start_compiling()
-    model = sharded(model_of(EVEN), ctx.mesh_1d())
-    for block in model:
-        block.compile(backend="eager", fullgraph=True)
-    assert_trains_as_the_plain_one(ctx, model_of(EVEN), model, EVEN)
 
 
 @distributed(2)
@@ -278,29 +257,13 @@ def test_a_checkpoint_is_read_by_another_number_of_ranks(ctx: RankContext, tmp_p
 
 
 @pytest.mark.every_case
-@pytest.mark.parametrize("size", [EVEN, UNEVEN], ids=["even", "uneven"])
-@distributed(2)
-def test_files_are_those_of_the_plain_model(ctx: RankContext, size: tuple[int, int], tmp_path: Path) -> None:
-    """Of any dtype: the bytes of 4-bit weights and their scales are never cast."""
-    for is_nested in (False, True):
-        given = {"compress_statistics": is_nested, "quant_storage": torch.bfloat16}
-        expected = model_of(size, **given).state_dict()
-        for dtype in (None, torch.bfloat16):
-            save_safetensors(sharded(model_of(size, **given), ctx.mesh_1d()), tmp_path, dtype=dtype)
-            found = load_file(tmp_path / "model.safetensors")
-            assert found.keys() == expected.keys()
-            kept = {name for name in found if dtype is None or "base.weight" in name}
-            assert [name for name in kept if not _is_same(found[name], expected[name])] == []
-            dist.barrier()  # before the files are replaced
-
-
-@pytest.mark.every_case
 @pytest.mark.parametrize("is_4bit", [False, True], ids=["quantised on the way", "in 4 bits"])
 @pytest.mark.parametrize("is_nested", [False, True], ids=["scales", "scales of scales"])
 @distributed(2, 4, short=2)
-def test_a_model_on_the_meta_device_loads_shard_by_shard(
+def test_a_model_on_the_meta_device_loads_shard_by_shard_and_is_saved_as_the_plain_one(
     ctx: RankContext, is_nested: bool, is_4bit: bool, tmp_path: Path
 ) -> None:
+    """In files of any dtype: the bytes of 4-bit weights and their scales are never cast."""
     for size in (EVEN, UNEVEN, TINY):
         given = {"compress_statistics": is_nested, "quant_storage": torch.bfloat16}
         plain = model_of(size, device=None, **given)
@@ -315,9 +278,14 @@ def test_a_model_on_the_meta_device_loads_shard_by_shard(
         model.to_empty(device="cpu")
         load_safetensors(model, file)
         assert_trains_as_the_plain_one(ctx, plain, model, size)
-        save_safetensors(model, tmp_path / "saved")
-        found = load_file(tmp_path / "saved" / "model.safetensors")
-        assert [name for name, each in plain.state_dict().items() if not _is_same(found[name], each)] == []
+        expected = plain.state_dict()
+        for dtype in (None, torch.bfloat16):
+            save_safetensors(model, tmp_path / "saved", dtype=dtype)
+            found = load_file(tmp_path / "saved" / "model.safetensors")
+            assert found.keys() == expected.keys()
+            kept = {name for name in found if dtype is None or "base.weight" in name}
+            assert [name for name in kept if not _is_same(found[name], expected[name])] == []
+            dist.barrier()  # before the files are replaced
 
 
 @golden_on_ranks(2)
@@ -343,7 +311,7 @@ def test_whole_weights_are_streamed_as_they_compute(ctx: RankContext) -> None:
     from bitsandbytes.functional import dequantize_4bit
 
     plain = dict(base_of(model_of(UNEVEN)))
-    streamed = dict(stream_full_params(sharded(model_of(UNEVEN), ctx.mesh_1d())))
+    streamed = dict(fsdp2.stream_full_params(sharded(model_of(UNEVEN), ctx.mesh_1d())))
     for name, each in plain.items():
         assert torch.equal(streamed[name], dequantize_4bit(each.data, each.quant_state))
 
@@ -353,7 +321,7 @@ def test_whole_weights_are_lent(ctx: RankContext) -> None:
     x, expected = batch(UNEVEN, 0), model_of(UNEVEN)(batch(UNEVEN, 0))
     model = sharded(model_of(UNEVEN), ctx.mesh_1d())
     for rank0_only in (True, False):
-        with torch.no_grad(), unsharded(model, rank0_only=rank0_only):
+        with torch.no_grad(), fsdp2.unsharded(model, rank0_only=rank0_only):
             if not rank0_only or ctx.rank == 0:
                 assert torch.equal(model(x), expected)
     assert torch.equal(model(x), expected)
@@ -366,7 +334,7 @@ def test_the_class_of_fsdp1_computes_the_same(ctx: RankContext, use_orig_params:
     from bitsandbytes.nn import Linear4bit
 
     def wrapped(seed: int) -> Any:
-        return FullyShardedDataParallel(
+        return fsdp2.FullyShardedDataParallel(
             model_of(UNEVEN, seed, quant_storage=torch.float32),
             auto_wrap_policy=ModuleWrapPolicy({Block, Linear4bit}),
             use_orig_params=use_orig_params,
@@ -375,8 +343,7 @@ def test_the_class_of_fsdp1_computes_the_same(ctx: RankContext, use_orig_params:
 
     first, second = wrapped(0), wrapped(1)
     second.load_state_dict(first.state_dict())
-    x = batch(UNEVEN, ctx.rank)
-    plain = model_of(UNEVEN, quant_storage=torch.float32)
+    x, plain = batch(UNEVEN, ctx.rank), model_of(UNEVEN, quant_storage=torch.float32)
     for model in (first, second):
         for _ in range(2):
             out = model(x)
@@ -480,13 +447,9 @@ def test_supervised_fine_tuning_is_the_same(rank: int, folder: Path) -> Any:
     from trl import SFTConfig, SFTTrainer
 
     torch.manual_seed(1)
-    engine = SFTTrainer(
-        in_4_bits(folder, rank),
-        SFTConfig(**options(folder, gradient_checkpointing=True)),
-        train_dataset=texts(prompt=3, completion=5),
-        processing_class=tokenizer(),
-        peft_config=lora(),
-    )
+    model = in_4_bits(folder, rank)  # arguments for FSDP change how models are loaded
+    given = {"train_dataset": texts(prompt=3, completion=5), "processing_class": tokenizer(), "peft_config": lora()}
+    engine = SFTTrainer(model, SFTConfig(**options(folder, gradient_checkpointing=True)), **given)
     engine.train()
     engine.save_model(str(folder / "adapter"))
     losses = [entry["loss"] for entry in engine.state.log_history if "loss" in entry]

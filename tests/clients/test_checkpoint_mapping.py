@@ -13,11 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 import fsdp2
 from fsdp2.tools.checkpoint_pieces import resolved_to_load
 from fsdp2.tools.transformers_mapping import TransformersMapping, transformers_mapping
+from tests.clients.compare import whole
 from tests.clients.hugging_face import VOCAB, model_class, tiny
 from tests.harness.compare import compare_values
 from tests.harness.distributed import RankContext, distributed
@@ -45,15 +45,7 @@ def _sharded(model: Any, ctx: RankContext) -> Any:
 
 
 def _whole(model: nn.Module) -> dict[str, Tensor]:
-    return {
-        name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in model.state_dict().items()
-    }
-
-
-def _on_meta(name: str, ctx: RankContext) -> Any:
-    with torch.device("meta"):
-        model = tiny(name)
-    return _sharded(model, ctx)
+    return {name: whole(value) for name, value in model.state_dict().items()}
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "llama"])
@@ -66,7 +58,8 @@ def test_experts_go_in_and_out_as_transformers_stores_them(ctx: RankContext, nam
     files = read(theirs)
     assert any(".experts.3." in key for key in files) is (name != "llama")
     expected = model_class(name).from_pretrained(theirs)
-    model = _on_meta(name, ctx)
+    with torch.device("meta"):
+        model = _sharded(tiny(name), ctx)
     model.to_empty(device="cpu")
     with torch.no_grad():
         model.model.rotary_emb.inv_freq.copy_(expected.model.rotary_emb.inv_freq)

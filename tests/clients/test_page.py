@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import runpy
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -45,20 +46,21 @@ def test_the_example_runs_the_same(rank: int, folder: Path, name: str) -> Any:
     return parameters_of_example(name, folder)
 
 
-@on_titan_ranks(2)
-def test_the_example_of_torchtitan_runs_the_same(rank: int, folder: Path) -> Any:
-    adapt_to_cpu()
-    return parameters_of_example("torchtitan", folder)
+def example(name: str, on_ranks: Any, prepare: Callable[[], object] = lambda: None) -> Any:
+    """The test that it runs the same."""
+
+    def body(rank: int, folder: Path) -> Any:
+        prepare()
+        return parameters_of_example(name, folder)
+
+    body.__qualname__ = body.__name__ = f"test_the_example_of_{name}_runs_the_same"  # by which the ranks find it
+    return on_ranks(body)
 
 
-@on_ao_ranks
-def test_the_example_of_torchao_runs_the_same(rank: int, folder: Path) -> Any:
-    return parameters_of_example("torchao", folder)
-
-
-@on_fabric_ranks(2)
-def test_the_example_of_fabric_runs_the_same(rank: int, folder: Path) -> Any:
-    return parameters_of_example("fabric", folder)
+test_the_example_of_torchtitan_runs_the_same = example("torchtitan", on_titan_ranks(2), adapt_to_cpu)
+test_the_example_of_torchao_runs_the_same = example("torchao", on_ao_ranks)
+test_the_example_of_fabric_runs_the_same = example("fabric", on_fabric_ranks(2))
+test_the_example_of_pipelining_runs_the_same = example("pipelining", on_pipeline_ranks)
 
 
 @on_checkpoint_ranks("safetensors")
@@ -74,14 +76,8 @@ def test_the_example_of_bitsandbytes_trains_the_same(rank: int, folder: Path) ->
 
 def test_every_example_runs() -> None:
     found = {path.stem for path in EXAMPLES.glob("*.py")}
-    names = ("distributed_config", "peft", "trainer", "torchtitan", "torchao", "fabric", "checkpoints", "pipelining")
-    names += ("bitsandbytes",)
-    assert found == {f"with_{name}" for name in names}
-
-
-@on_pipeline_ranks
-def test_the_example_of_pipelining_runs_the_same(rank: int, folder: Path) -> Any:
-    return parameters_of_example("pipelining", folder)
+    named = {name.removeprefix("test_the_example_of_").partition("_")[0] for name in globals() if "example_of" in name}
+    assert found == {f"with_{name}" for name in {"distributed_config", "peft", "trainer", *named}}
 
 
 def parameters_of_example(name: str, folder: Path) -> Any:

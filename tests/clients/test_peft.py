@@ -55,18 +55,6 @@ def test_adapters_train_and_save_the_same(rank: int, folder: Path, kind: str) ->
     return {**seen, "files": files_in(folder, contents=["*.safetensors"])}
 
 
-@hf_client()
-def test_a_second_adapter_trains_the_same(rank: int, folder: Path) -> Any:
-    model = adapted("lora", "second")
-    model.set_adapter("second")
-    engine = accelerator(transformer_cls_names_to_wrap=["LlamaDecoderLayer"])
-    model, optimizer = engine.prepare(model, adamw(model.parameters()))
-    first = train(engine, model, optimizer, rank, range(2))
-    model.set_adapter("default")
-    second = train(engine, model, optimizer, rank, range(2, 4))
-    return [first, second]
-
-
 @pytest.mark.parametrize("kind", ["lora", "ia3"])
 @hf_client()
 def test_a_checkpoint_of_adapters_goes_on_the_same(rank: int, folder: Path, kind: str) -> Any:
@@ -115,13 +103,8 @@ def test_adapters_are_merged_while_their_model_is_streamed(rank: int, folder: Pa
     import fsdp2
 
     def made() -> Any:
-        config = peft.LoraConfig(
-            r=4,
-            lora_alpha=8,
-            target_modules=["q_proj", "down_proj"],
-            modules_to_save=["lm_head"],
-            task_type="CAUSAL_LM",
-        )
+        given = {"target_modules": ["q_proj", "down_proj"], "modules_to_save": ["lm_head"], "task_type": "CAUSAL_LM"}
+        config = peft.LoraConfig(r=4, lora_alpha=8, **given)
         model = peft.get_peft_model(tiny().to(dtype), config, autocast_adapter_dtype=False)
         model.add_adapter("second", config)
         for name, param in model.named_parameters():
@@ -138,9 +121,8 @@ def test_adapters_are_merged_while_their_model_is_streamed(rank: int, folder: Pa
     found = {}
     for to_rank in (None, 1):
         merged = fsdp2.merge_lora(model)
-        stream = fsdp2.stream_full_params(
-            model, transform=merged.transform, rename=merged.rename, bucket_nbytes="4KiB", to_rank=to_rank
-        )
+        how = {"transform": merged.transform, "rename": merged.rename, "bucket_nbytes": "4KiB", "to_rank": to_rank}
+        stream = fsdp2.stream_full_params(model, **how)
         found = {name: tensor.clone() for name, tensor in stream}
         assert (list(found) == list(expected)) is (to_rank in (None, rank)), (list(found), list(expected))
         for name, tensor in found.items():

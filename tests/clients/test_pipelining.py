@@ -87,10 +87,8 @@ def train(
             fully_shard(unit, mesh=dp, reshard_after_forward=reshard_after_forward)
             counters[name] = CountingReduceScatter()
             unit.set_custom_reduce_scatter(counters[name])  # type: ignore[operator]
-    stages = [
-        PipelineStage(part, number, num_stages, torch.device("cpu"), group=pp.get_group())
-        for number, part in mine.items()
-    ]
+    where = {"device": torch.device("cpu"), "group": pp.get_group()}
+    stages = [PipelineStage(part, number, num_stages, **where) for number, part in mine.items()]
     runner = getattr(schedules, schedule)(
         stages[0] if schedule in OF_ONE_STAGE else stages,
         NUM_MICRO,
@@ -111,14 +109,8 @@ def train(
             reduce_gradients(mine.values())
         seen["losses"].append([loss.detach() for loss in losses])
         seen["reductions"].append({name: len(counter.take()) for name, counter in counters.items()})
-        seen["gradients"].append(
-            {
-                f"{number}.{name}": whole(param.grad)
-                for number, part in mine.items()
-                for name, param in part.named_parameters()
-                if param.grad is not None
-            }
-        )
+        named = [(f"{number}.{name}", each) for number, part in mine.items() for name, each in part.named_parameters()]
+        seen["gradients"].append({name: whole(each.grad) for name, each in named if each.grad is not None})
         optimizer.step()
         optimizer.zero_grad()
     check_gradients(seen["gradients"], reference(num_stages), numbers)
@@ -147,8 +139,13 @@ def reduce_gradients(stages: Any) -> None:
         stage.finalize_backward()
 
 
-def once(seen: dict[str, list[Any]], step: int) -> None:
-    assert set(seen["reductions"][step].values()) == {1}, seen["reductions"]
+def train_once(schedule: str, **settings: Any) -> dict[str, list[Any]]:
+    """Each unit reduces once in the second step. The first one also finds out shapes, by a backward without gradients
+    of parameters: fsdp2 reduces zeros there."""
+    dist.init_process_group("gloo")
+    seen = train(schedule, init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp")), **settings)
+    assert set(seen["reductions"][1].values()) == {1}, seen["reductions"]
+    return {**seen, "reductions": seen["reductions"][1:]}
 
 
 @pytest.mark.parametrize(
@@ -160,30 +157,20 @@ def once(seen: dict[str, list[Any]], step: int) -> None:
 def test_each_schedule_reduces_once_per_step(
     rank: int, folder: Path, schedule: str, reshard_after_forward: bool
 ) -> Any:
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    seen = train(schedule, mesh, reshard_after_forward=reshard_after_forward)
-    once(seen, step=1)
-    # The first step also finds out shapes, by a backward without gradients of parameters: fsdp2 reduces zeros there.
-    return {**seen, "reductions": seen["reductions"][1:]}
+    return train_once(schedule, reshard_after_forward=reshard_after_forward)
 
 
 @pytest.mark.skipif(not torch_is_at_least(2, 15), reason="schedules defer waits for reductions since torch 2.15")
 @on_four_ranks
 def test_a_schedule_that_waits_for_reductions_later_reduces_once_per_step(rank: int, folder: Path) -> Any:
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    seen = train("ScheduleInterleaved1F1B", mesh, reshard_after_forward=False, defer_reduce_grad_wait=True)
-    once(seen, step=1)
-    return {**seen, "reductions": seen["reductions"][1:]}  # the first step differs, as above
+    return train_once("ScheduleInterleaved1F1B", reshard_after_forward=False, defer_reduce_grad_wait=True)
 
 
 @pytest.mark.parametrize("schedule", SPLITS_BACKWARD)
 @client(num_ranks=4, preload=PRELOAD, fails=("in check_gradients", "finds shards, and these gradients are lost"))
 def test_gradients_that_a_split_backward_would_lose_are_an_error(rank: int, folder: Path, schedule: str) -> None:
     """With torch's runtime, there is none: only this test notices."""
-    dist.init_process_group("gloo")
-    train(schedule, init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp")), reshard_after_forward=True)
+    train_once(schedule, reshard_after_forward=True)
 
 
 @pytest.mark.parametrize(
@@ -191,5 +178,5 @@ def test_gradients_that_a_split_backward_would_lose_are_an_error(rank: int, fold
 )
 @distributed(4)
 def test_without_install_stages_reduce_once_by_hand(ctx: RankContext, schedule: str, reshards: bool) -> None:
-    mesh = ctx.mesh(pp=2, dp=2)
-    once(train(schedule, mesh, reshard_after_forward=reshards, is_by_hand=True), step=1)
+    seen = train(schedule, ctx.mesh(pp=2, dp=2), reshard_after_forward=reshards, is_by_hand=True)
+    assert set(seen["reductions"][1].values()) == {1}, seen["reductions"]

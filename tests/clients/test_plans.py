@@ -26,8 +26,7 @@ from tests.harness.distributed import RankContext, distributed
 from tests.harness.golden import texts_beside
 
 pytest.importorskip("transformers")
-
-
+pytestmark = pytest.mark.long
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers")
 _SIZES += ("num_attention_heads", "num_key_value_heads", "vocab_size")
 
@@ -74,7 +73,6 @@ def planned(name: str) -> Plan:
     return fsdp2.plan(builder(config), gpu, fsdp2.Workload(batch, sequence), num_gpus=num_gpus)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("name", PLANS)
 def test_plan(name: str) -> None:
     found = planned(name)
@@ -92,7 +90,6 @@ ROWS = {
 }
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("row", ROWS)
 def test_the_page_says_what_torchtitan_and_the_planner_choose(row: str) -> None:
     pytest.importorskip("torchtitan")
@@ -113,22 +110,15 @@ def test_the_page_says_what_torchtitan_and_the_planner_choose(row: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # those of its imports
         config = getattr(importlib.import_module(f"torchtitan.models.{model}.config_registry"), recipe)()
-    size = config.parallelism.tensor_parallel_degree
-    assert (found.workload.batch, found.workload.sequence) == (
-        config.training.local_batch_size / size,
-        config.training.seq_len,
-    )
+    size, training = config.parallelism.tensor_parallel_degree, config.training
+    assert found.workload.batch * size == training.local_batch_size
+    assert found.workload.sequence == training.seq_len
     checkpointing = type(config.activation_checkpoint).__qualname__.partition("AC")[0].lower()
     assert theirs.endswith(f"FSDP{f' and TP {size}' if size > 1 else ''}, {checkpointing} checkpointing")
-    training = config.training
-    assert (training.dtype, training.mixed_precision_param, training.mixed_precision_reduce) == (
-        "float32",
-        "bfloat16",
-        "float32",
-    )
+    dtypes = [training.dtype, training.mixed_precision_param, training.mixed_precision_reduce]
+    assert dtypes == ["float32", "bfloat16", "float32"]
 
 
-@pytest.mark.long
 def test_attention_is_causal_with_a_cache_and_without() -> None:
     workload = fsdp2.Workload(batch=1, sequence=512)
     attention = []
@@ -140,7 +130,6 @@ def test_attention_is_causal_with_a_cache_and_without() -> None:
     assert attention == pytest.approx([heads * 512**2 * 2 * (dim + dim) / 2] * 2, rel=0.01)  # and rotations
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("is_file", [True, False])
 def test_the_command_reads_a_config_or_its_folder(
     is_file: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -156,7 +145,6 @@ def test_the_command_reads_a_config_or_its_folder(
     assert "param.data = param.data.float()  # master weights" in printed
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("config", "said"),
     [
@@ -176,7 +164,6 @@ def test_configs_that_make_no_language_model_get_one_line(
     assert said in line
 
 
-@pytest.mark.long
 @distributed(2)
 def test_the_pasted_code_of_the_8b_plan_loads_and_trains_a_scaled_down_model(ctx: RankContext, tmp_path: Path) -> None:
     """A checkpoint in bf16, as it is published, into master weights in fp32; buffers that it lacks are filled."""

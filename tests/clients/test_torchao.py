@@ -139,28 +139,20 @@ def test_qlora_on_nf4_trains_the_same(rank: int, folder: Path, reshard: bool) ->
     return train(sharded(model, reshard_after_forward=reshard), rank)
 
 
+@pytest.mark.parametrize("recipe", ["int8_mixed_precision", "int8_weight_only", "bitnet", "aware"])
 @on_two_ranks
-def test_quantization_aware_training_trains_the_same(rank: int, folder: Path) -> Any:
+def test_quantized_and_quantization_aware_training_train_the_same(rank: int, folder: Path, recipe: str) -> Any:
+    import torchao.optim
+    from torchao.prototype import quantized_training as recipes
     from torchao.quantization import Int8DynamicActivationIntxWeightConfig, PerGroup, quantize_
     from torchao.quantization.qat import QATConfig
 
     base = Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4, weight_granularity=PerGroup(32))
-    model = model_of_blocks()
-    quantize_(model, QATConfig(base, step="prepare"), filter_fn=is_of_block)
-    return train(sharded(model), rank)
-
-
-@pytest.mark.parametrize("recipe", ["int8_mixed_precision", "int8_weight_only", "bitnet"])
-@on_two_ranks
-def test_quantized_training_trains_the_same(rank: int, folder: Path, recipe: str) -> Any:
-    import torchao.optim
-    from torchao.prototype import quantized_training as recipes
-    from torchao.quantization import quantize_
-
     config = {
         "int8_mixed_precision": recipes.int8_mixed_precision_training,
         "int8_weight_only": recipes.int8_weight_only_quantized_training,
         "bitnet": recipes.bitnet_training,
+        "aware": lambda: QATConfig(base, step="prepare"),
     }[recipe]()
     model = model_of_blocks()
     quantize_(model, config, filter_fn=is_of_block)

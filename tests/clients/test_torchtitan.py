@@ -148,14 +148,7 @@ def _components() -> tuple[type, type]:
         def __init__(self, config: Any = None, **_: Any) -> None:
             super().__init__()
 
-        def encode(self, *args: Any, **kwargs: Any) -> list[int]:
-            return []
-
-        def decode(self, *args: Any, **kwargs: Any) -> str:
-            return ""
-
-        def get_vocab_size(self) -> int:
-            return VOCAB
+        encode = decode = get_vocab_size = lambda self, *_, **__: VOCAB
 
     return Tokens, NoTokenizer
 
@@ -220,6 +213,9 @@ def _train(
     adapt_to_cpu()
     if not dist.is_initialized():
         dist.init_process_group("gloo")
+    parallelism = {"spmd_backend": "partial_dtensor", **(parallelism or {})}
+    if parallelism["spmd_backend"] == "default":
+        parallelism["spmd_backend"] = _default_backend()
     loss = CrossEntropyLoss.Config(global_vocab_size=VOCAB)
     tokens, no_tokenizer = _components()
     options = {"local_batch_size": 2, "seq_len": SEQ, "steps": steps, "disable_cuda_graphs": True}
@@ -234,11 +230,11 @@ def _train(
         dataloader=tokens.Config(),
         tokenizer=no_tokenizer.Config(),
         metrics=MetricsProcessor.Config(log_freq=1),
-        parallelism=ParallelismConfig(**{"spmd_backend": "partial_dtensor", **(parallelism or {})}),
+        parallelism=ParallelismConfig(**parallelism),
         compile=CompileConfig(enable=compiles, backend="aot_eager"),
         activation_checkpoint=getattr(activation_checkpoint, recompute).Config() if recompute else None,
         checkpoint=CheckpointManager.Config(**(checkpoint or {})),
-        debug=DebugConfig(seed=0, spmd_typechecking=checks_types),
+        debug=DebugConfig(seed=0, spmd_typechecking=checks_types and parallelism["spmd_backend"] == "spmd_types"),
     )
     trainer = Trainer(config)
     logged = []
@@ -250,6 +246,21 @@ def _train(
     return found
 
 
+def _default_backend() -> str:
+    """torchtitan's: plain parameters with types of spmd_types. torch's own runtime knows them since 2.14; before, its
+    backend of DTensors gives the same numbers."""
+    from torchtitan.distributed import fsdp
+
+    is_ours = not fsdp.FSDPModule.__module__.startswith("torch.")
+    return "spmd_types" if is_ours or hasattr(dist, "_spmd_no_typecheck") else "partial_dtensor"
+
+
+REPLICAS, TENSORS = {"data_parallel_replicate_degree": 2}, {"tensor_parallel_degree": 2}
+EXPERTS, FULL, DEFAULT = {"expert_parallel_degree": 2}, {"spmd_backend": "full_dtensor"}, {"spmd_backend": "default"}
+BF16 = {"mixed_precision_param": "bfloat16"}
+EVERY_SECOND = {"enable": True, "interval": 2, "last_save_model_only": False}
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -257,11 +268,18 @@ def _train(
         {"chunks": 0},
         {"model": "tied_llama"},
         {"model": "qwen3_moe"},
-        {"training": {"mixed_precision_param": "bfloat16"}, "recompute": "SelectiveAC"},
+        {"training": BF16, "recompute": "SelectiveAC"},
         {"training": {"global_batch_size": 8}, "recompute": "FullAC"},
         {"compiles": True, "recompute": "SelectiveAC"},
         *long({"parallelism": {"fsdp_reshard_after_forward": "never"}}),
-        {"parallelism": {"spmd_backend": "full_dtensor"}},
+        {"parallelism": FULL},
+        {"parallelism": DEFAULT},
+        {"parallelism": DEFAULT, "checks_types": True},
+        *long(
+            {"parallelism": DEFAULT, "model": "tied_llama", "training": {"global_batch_size": 8}, "checks_types": True},
+            {"parallelism": DEFAULT, "training": BF16, "recompute": "FullAC"},
+            {"parallelism": DEFAULT, "compiles": True, "recompute": "SelectiveAC"},
+        ),
     ],
     ids=str,
 )
@@ -271,45 +289,40 @@ def test_the_trainer_trains_the_same(rank: int, folder: Path, options: dict[str,
 
 
 @pytest.mark.parametrize(
-    "parallelism",
+    "options",
     [
-        {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2},
-        {"tensor_parallel_degree": 2},
-        {"data_parallel_replicate_degree": 2, "tensor_parallel_degree": 2},
-        {"tensor_parallel_degree": 2, "spmd_backend": "full_dtensor"},
-        *long({"data_parallel_replicate_degree": 2, "spmd_backend": "full_dtensor"}),
+        {"parallelism": {**REPLICAS, "data_parallel_shard_degree": 2}},
+        {"parallelism": TENSORS},
+        {"parallelism": REPLICAS | TENSORS},
+        {"parallelism": TENSORS | FULL},
+        *long({"parallelism": REPLICAS | FULL}),
+        {"parallelism": TENSORS, "compiles": True},
+        {"model": "qwen3_moe", "parallelism": EXPERTS},
+        *long({"model": "qwen3_moe", "parallelism": {**TENSORS, "expert_parallel_degree": 4}}),
+        {"model": "qwen3_moe", "parallelism": EXPERTS | FULL},
+        {"model": "qwen3_moe", "parallelism": EXPERTS | TENSORS | FULL},
     ],
     ids=str,
 )
 @on_ranks(4)
-def test_hsdp_and_tensor_parallelism_train_the_same(rank: int, folder: Path, parallelism: dict[str, Any]) -> Any:
-    return _train(folder, parallelism=parallelism)
+def test_replicas_tensor_and_expert_parallelism_train_the_same(rank: int, folder: Path, options: dict[str, Any]) -> Any:
+    return _train(folder, **options)
 
 
+@pytest.mark.parametrize("degrees", [{}, *long(REPLICAS)], ids=str)
 @on_ranks(4)
-def test_compiled_blocks_with_tensor_parallelism_train_the_same(rank: int, folder: Path) -> Any:
-    return _train(folder, compiles=True, parallelism={"tensor_parallel_degree": 2})
-
-
-@pytest.mark.parametrize(
-    "parallelism",
-    [
-        {"expert_parallel_degree": 2},
-        *long({"expert_parallel_degree": 4, "tensor_parallel_degree": 2}),
-        {"expert_parallel_degree": 2, "spmd_backend": "full_dtensor"},
-        {"expert_parallel_degree": 2, "tensor_parallel_degree": 2, "spmd_backend": "full_dtensor"},
-    ],
-    ids=str,
-)
-@on_ranks(4)
-def test_expert_parallelism_trains_the_same(rank: int, folder: Path, parallelism: dict[str, Any]) -> Any:
-    return _train(folder, model="qwen3_moe", parallelism=parallelism)
+def test_the_default_backend_with_tensor_parallelism_has_the_same_losses(
+    rank: int, folder: Path, degrees: dict[str, int]
+) -> Any:
+    """To the last digits: DTensor sums the norms of gradients in another order."""
+    found = _train(folder, parallelism={**DEFAULT, **TENSORS, **degrees}, checks_types=True)
+    return [[step, *(round(value, 4) for value in values[:3])] for step, *values in found["logged"]], found["layout"]
 
 
 @pytest.mark.long
 @on_ranks(8)
 def test_hsdp_with_tensor_parallelism_trains_the_same(rank: int, folder: Path) -> Any:
-    return _train(folder, parallelism={"data_parallel_replicate_degree": 2, "tensor_parallel_degree": 2})
+    return _train(folder, parallelism=REPLICAS | TENSORS)
 
 
 # Muon by Moonlight's recipe, as torchtitan configures it for Kimi: matrices at the scale of AdamW's updates, AdamW for
@@ -347,22 +360,12 @@ def test_muon_by_moonlights_recipe_trains_as_torchs_and_goes_on_from_a_checkpoin
     import fsdp2
 
     theirs = _train(folder, steps=4, optimizer=_moonlight(torch.optim.Muon))
-    enabled = {"enable": True, "interval": 2, "last_save_model_only": False}
-    ours = _train(folder, steps=4, optimizer=_moonlight(fsdp2.Muon), checkpoint=enabled)
+    ours = _train(folder, steps=4, optimizer=_moonlight(fsdp2.Muon), checkpoint=EVERY_SECOND)
     for name, value in theirs["trained"].items():  # Newton-Schulz is in bf16, in both
         torch.testing.assert_close(ours["trained"][name], value, rtol=0.0, atol=2e-3)
-    goes_on = _train(folder, steps=6, optimizer=_moonlight(fsdp2.Muon), checkpoint={**enabled, "load_step": 2})
+    goes_on = _train(folder, steps=6, optimizer=_moonlight(fsdp2.Muon), checkpoint={**EVERY_SECOND, "load_step": 2})
     assert goes_on["logged"][1] == ours["logged"][3]
     return theirs, ours, goes_on
-
-
-@on_ranks(2)
-def test_training_goes_on_from_a_checkpoint(rank: int, folder: Path) -> Any:
-    options = {"enable": True, "interval": 2, "last_save_model_only": False}
-    whole = _train(folder, steps=4, checkpoint=options)
-    goes_on = _train(folder, steps=6, checkpoint={**options, "load_step": 2})
-    assert goes_on["logged"][0] == whole["logged"][2]  # what is equal is also right
-    return whole, goes_on, files_in(folder)
 
 
 @on_ranks(2)
@@ -373,58 +376,15 @@ def test_the_exported_safetensors_are_equal(rank: int, folder: Path) -> Any:
     return files
 
 
-# torchtitan's default backend: plain parameters with types of spmd_types. torch's own runtime knows them since 2.14;
-# before, its backend of DTensors gives the same numbers.
-
-
-def _default_backend() -> str:
-    from torchtitan.distributed import fsdp
-
-    is_ours = not fsdp.FSDPModule.__module__.startswith("torch.")
-    knows_types = is_ours or hasattr(dist, "_spmd_no_typecheck")
-    return "spmd_types" if knows_types else "partial_dtensor"
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"checks_types": True},
-        *long(
-            {"model": "tied_llama", "training": {"global_batch_size": 8}, "checks_types": True},
-            {"training": {"mixed_precision_param": "bfloat16"}, "recompute": "FullAC"},
-            {"compiles": True, "recompute": "SelectiveAC"},
-        ),
-    ],
-    ids=str,
-)
-@on_ranks(2)
-def test_the_default_backend_trains_the_same(rank: int, folder: Path, options: dict[str, Any]) -> Any:
-    is_checked = options.get("checks_types", False) and _default_backend() == "spmd_types"
-    return _train(folder, **{**options, "checks_types": is_checked}, parallelism={"spmd_backend": _default_backend()})
-
-
-@pytest.mark.parametrize("degrees", [{}, *long({"data_parallel_replicate_degree": 2})], ids=str)
-@on_ranks(4)
-def test_the_default_backend_with_tensor_parallelism_has_the_same_losses(
-    rank: int, folder: Path, degrees: dict[str, int]
-) -> Any:
-    """To the last digits: DTensor sums the norms of gradients in another order."""
-    backend = _default_backend()
-    parallelism = {"spmd_backend": backend, "tensor_parallel_degree": 2, **degrees}
-    found = _train(folder, parallelism=parallelism, checks_types=backend == "spmd_types")
-    return [[step, *(round(value, 4) for value in values[:3])] for step, *values in found["logged"]], found["layout"]
-
-
 @on_ranks(2)
 def test_the_default_backend_and_that_of_dtensors_read_each_others_checkpoints(rank: int, folder: Path) -> Any:
-    found = []
-    there = ("partial_dtensor", _default_backend())
+    found: list[Any] = []
+    there = ("partial_dtensor", "default")
     for name, backends in (("there", there), ("back", there[::-1])):
-        options = {"enable": True, "interval": 2, "last_save_model_only": False, "folder": name}
+        options = {**EVERY_SECOND, "folder": name}
         before, after = ({"spmd_backend": backend} for backend in backends)
         whole = _train(folder, steps=4, checkpoint=options, parallelism=before)
         goes_on = _train(folder, steps=6, checkpoint={**options, "load_step": 2}, parallelism=after)
-        assert goes_on["logged"][:2] == whole["logged"][2:4]
+        assert goes_on["logged"][:2] == whole["logged"][2:4]  # what is equal is also right
         found += [whole, goes_on]
-    return found
+    return [*found, files_in(folder)]

@@ -66,20 +66,16 @@ def test_training_saving_and_resuming_are_the_same(rank: int, folder: Path, kind
         ({}, {"bf16": True}),
         ({}, {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}),
         ({}, {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}),
+        ({}, {"name": "gpt2", "eval_strategy": "steps", "eval_steps": 2}),
+        ({}, {"name": "mixtral", "eval_strategy": "steps", "eval_steps": 2}),
     ],
     ids=str,
 )
 @hf_client()
-def test_options_train_the_same(rank: int, folder: Path, fsdp: dict[str, Any], options: dict[str, Any]) -> Any:
-    engine = trainer(folder, tiny(), fsdp, save_strategy="no", **options)
-    engine.train()
-    return {"history": history(engine), **state(engine.model)}
-
-
-@pytest.mark.parametrize("name", ["gpt2", "mixtral"])
-@hf_client()
-def test_other_models_train_the_same(rank: int, folder: Path, name: str) -> Any:
-    engine = trainer(folder, tiny(name), {}, save_strategy="no", eval_strategy="steps", eval_steps=2)
+def test_options_and_other_models_train_the_same(
+    rank: int, folder: Path, fsdp: dict[str, Any], options: dict[str, Any]
+) -> Any:
+    engine = trainer(folder, tiny(options.pop("name", "llama")), fsdp, save_strategy="no", **options)
     engine.train()
     engine.save_model(str(folder / "saved"))
     files = files_in(folder / "saved", contents=["*.safetensors"])

@@ -49,10 +49,12 @@ def test_fsdp_trains_the_same(rank: int, folder: Path, name: str) -> Any:
 tied_client = functools.partial(hf_client, tolerance=Tolerance(rtol=1e-5, atol=1e-6))
 
 
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
 @tied_client()
-def test_gpt2_trains_alike(rank: int, folder: Path) -> Any:
-    model = loaded(folder, rank, {"fsdp_size": 2}, "gpt2")
-    return {**train(model, rank, "gpt2"), "tied": model.lm_head.weight is model.transformer.wte.weight}
+def test_tied_embeddings_train_alike(rank: int, folder: Path, name: str) -> Any:
+    changes = {} if name == "gpt2" else {"tie_word_embeddings": True}
+    model = loaded(folder, rank, {"fsdp_size": 2}, name, **changes)
+    return {**train(model, rank, name), "tied": model.lm_head.weight is model.get_input_embeddings().weight}
 
 
 @pytest.mark.parametrize(
@@ -66,12 +68,6 @@ def test_options_train_the_same(rank: int, folder: Path, config: dict[str, Any])
 @hf_client(fails=(told_when_pinning(), "no error"))
 def test_pinned_offload_needs_an_accelerator_in_torch(rank: int, folder: Path) -> None:
     train(loaded(folder, rank, {"fsdp_size": 2, "fsdp_cpu_offload": True}), rank, num_steps=1)
-
-
-@tied_client()
-def test_tied_embeddings_train_alike(rank: int, folder: Path) -> Any:
-    model = loaded(folder, rank, {"fsdp_size": 2}, tie_word_embeddings=True)
-    return {**train(model, rank), "tied": model.lm_head.weight is model.model.embed_tokens.weight}
 
 
 _EP = {"ep_implementation": "all_to_all"}

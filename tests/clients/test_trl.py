@@ -77,41 +77,19 @@ def test_supervised_fine_tuning_is_the_same(rank: int, folder: Path, more: dict[
     return {"files": files_in(folder / "saved", contents=["*.safetensors"]), **result}
 
 
-def dpo(folder: Path, *, is_adapter: bool, of_adapter: Any = None, **more: Any) -> Any:
-    """A trainer on preferences. The model runs on both texts, and so does a frozen one: a second sharded model, or the
-    same without adapter."""
-    from peft import LoraConfig
-    from trl import DPOConfig, DPOTrainer
-
-    adapter = LoraConfig(r=2, target_modules=["q_proj"], **(of_adapter or {})) if is_adapter else None
-    given = {"processing_class": tokenizer(), "peft_config": adapter}
-    given["train_dataset"] = texts(prompt=3, chosen=5, rejected=4)
-    return DPOTrainer(tiny(), None if is_adapter else tiny(), DPOConfig(**options(folder, **more)), **given)
-
-
 @pytest.mark.parametrize("is_adapter", [False, True], ids=["whole", "adapter"])
 @pytest.mark.parametrize("more", [{"gradient_checkpointing": True}, {"loss_type": ["sigmoid", "sft"]}], ids=str)
 @hf_client("trl")
 def test_preferences_are_learned_the_same(rank: int, folder: Path, more: dict[str, Any], is_adapter: bool) -> Any:
-    return trained(dpo(folder, is_adapter=is_adapter, **more))
+    """The model runs on both texts, and so does a frozen one: a second sharded model, or the same without adapter,
+    whose gradients ``test_peft`` looks at."""
+    from peft import LoraConfig
+    from trl import DPOConfig, DPOTrainer
 
-
-@hf_client("trl")
-def test_preferences_without_a_second_model_are_learned_whether_units_reshard_or_not(rank: int, folder: Path) -> Any:
-    """The reference forward runs without the adapter, between the policy's forward and its backward."""
-
-    def losses(reshard: bool) -> list[float]:
-        wrap = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "reshard_after_forward": reshard}
-        torch.manual_seed(1)  # the adapter's values
-        of_adapter = {"init_lora_weights": False}
-        engine = dpo(folder, is_adapter=True, of_adapter=of_adapter, fsdp_config=wrap, max_steps=4)
-        engine.train()
-        return [entry["loss"] for entry in engine.state.log_history if "loss" in entry]
-
-    found = [losses(reshard) for reshard in (True, False)]
-    assert found[0] == found[1]
-    assert len(set(found[0])) == 4  # it learns
-    return found
+    adapter = LoraConfig(r=2, target_modules=["q_proj"]) if is_adapter else None
+    given = {"processing_class": tokenizer(), "peft_config": adapter}
+    given["train_dataset"] = texts(prompt=3, chosen=5, rejected=4)
+    return trained(DPOTrainer(tiny(), None if is_adapter else tiny(), DPOConfig(**options(folder, **more)), **given))
 
 
 @hf_client("trl")

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -102,15 +101,14 @@ def test_gradients_are_those_of_the_whole_model_with_types_checked(ctx: RankCont
 
 @distributed(4)
 def test_a_checkpoint_of_typed_parameters_is_that_of_the_whole_model(ctx: RankContext, tmp_path: Path) -> None:
-    mesh, folder = _mesh(ctx), [str(tmp_path) if ctx.rank == 0 else None]
-    dist.broadcast_object_list(folder)
+    mesh = _mesh(ctx)
     typed = fully_shard(TypedMlp(_seeded(), mesh, spmd.I), mesh=mesh, dp_mesh_dims=DIMS)
-    dcp.save(typed.state_dict(), checkpoint_id=folder[0])
+    dcp.save(typed.state_dict(), checkpoint_id=tmp_path)
     plain = Mlp()
-    dcp.load(plain.state_dict(), checkpoint_id=folder[0])
+    dcp.load(plain.state_dict(), checkpoint_id=tmp_path)
     other = fully_shard(TypedMlp(Mlp(), mesh, spmd.I), mesh=mesh, dp_mesh_dims=DIMS)
     state = other.state_dict()
-    dcp.load(state, checkpoint_id=folder[0])
+    dcp.load(state, checkpoint_id=tmp_path)
     other.load_state_dict(state)
     with fsdp2.unsharded(other):
         assert spmd.get_axis_local_type(other.up, mesh.get_group("tp")) is spmd.V
@@ -122,43 +120,33 @@ def test_a_checkpoint_of_typed_parameters_is_that_of_the_whole_model(ctx: RankCo
 # What is refused
 
 
-def _retyped(mesh: DeviceMesh, *, axes: dict[str, Any], is_alone: bool = False) -> nn.Module:
-    """A model whose ``inner.weight`` has the types ``axes``; ``is_alone``: only on the last rank."""
-    model = nn.Sequential()
-    model.inner = nn.Linear(DIM, DIM, bias=False)
-    types = axes if not is_alone or dist.get_rank() == dist.get_world_size() - 1 else {"dp": spmd.R, "tp": spmd.I}
-    spmd.assert_type(model.inner.weight, {mesh.get_group(name): each for name, each in types.items()})
-    return model
-
-
-def _call(options: Callable[[DeviceMesh], dict[str, Any]] | None = None, **given: Any) -> Callable[[DeviceMesh], Any]:
-    def case(mesh: DeviceMesh) -> tuple[nn.Module, Callable[[], Any]]:
-        model = _retyped(mesh, **given)
-        arguments = {"mesh": mesh, "dp_mesh_dims": DIMS} if options is None else options(mesh)
-        return model, lambda: fully_shard(model, **arguments)
-
-    return case
-
-
-CASES: dict[str, Callable[[DeviceMesh], Any]] = {
-    "cut on a data-parallel axis": _call(axes={"dp": spmd.S(0), "tp": spmd.I}),
-    "a pending sum": _call(axes={"dp": spmd.R, "tp": spmd.P}),
-    "varies along no dim": _call(axes={"dp": spmd.R, "tp": spmd.V}),
-    "no type on a model axis": _call(axes={"dp": spmd.R}),
-    "an axis that is not in the mesh": _call(
-        lambda mesh: {"mesh": mesh["dp"], "dp_mesh_dims": DIMS}, axes={"tp": spmd.I}
-    ),
-    "not all axes, and no current mesh": _call(axes={"tp": spmd.I}),
-    "no dp_mesh_dims": _call(lambda mesh: {"mesh": mesh["dp"]}, axes={"dp": spmd.R, "tp": spmd.I}),
-    "refused on one rank": _call(axes={"dp": spmd.V, "tp": spmd.I}, is_alone=True),
-    "other types on one rank": _call(axes={"dp": spmd.R, "tp": spmd.R}, is_alone=True),
+RIGHT = {"dp": spmd.R, "tp": spmd.I}
+# The types of a weight; "on one rank": those on the last rank only.
+CASES: dict[str, dict[str, Any]] = {
+    "cut on a data-parallel axis": {"dp": spmd.S(0), "tp": spmd.I},
+    "a pending sum": {"dp": spmd.R, "tp": spmd.P},
+    "varies along no dim": {"dp": spmd.R, "tp": spmd.V},
+    "no type on a model axis": {"dp": spmd.R},
+    "an axis that is not in the mesh": {"tp": spmd.I},
+    "not all axes, and no current mesh": {"tp": spmd.I},
+    "no dp_mesh_dims": RIGHT,
+    "refused on one rank": {"dp": spmd.V, "tp": spmd.I},
+    "other types on one rank": {"dp": spmd.R, "tp": spmd.R},
+}
+OPTIONS: dict[str, Callable[[DeviceMesh], dict[str, Any]]] = {
+    "an axis that is not in the mesh": lambda mesh: {"mesh": mesh["dp"], "dp_mesh_dims": DIMS},
+    "no dp_mesh_dims": lambda mesh: {"mesh": mesh["dp"]},
 }
 
 
 def _refusal(ctx: RankContext, case: str) -> str:
-    model, call = CASES[case](_mesh(ctx))
+    mesh, model = _mesh(ctx), nn.Sequential()
+    model.inner = nn.Linear(DIM, DIM, bias=False)
+    types = RIGHT if "on one rank" in case and ctx.rank < ctx.world_size - 1 else CASES[case]
+    spmd.assert_type(model.inner.weight, {mesh.get_group(name): each for name, each in types.items()})
+    options = OPTIONS.get(case, lambda mesh: {"mesh": mesh, "dp_mesh_dims": DIMS})(mesh)
     before = copy.copy(model.inner.weight.__dict__)
-    error = error_of(call)
+    error = error_of(lambda: fully_shard(model, **options))
     assert type(model) is nn.Sequential
     assert type(model.inner.weight) is nn.Parameter
     assert model.inner.weight.__dict__ == before

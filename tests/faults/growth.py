@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import fsdp2
 from tests.distributed.compile_support import BACKEND, start_compiling
-from tests.distributed.support import DIM, Stack, seeded
+from tests.distributed.support import InjectedError, Stack, batch, seeded, step
 from tests.harness.pool import WorkerPool
 from tests.harness.runtimes import Runtime, oracle, subject
 from tests.harness.worker import RankContext
@@ -67,17 +67,13 @@ def held() -> Counter[str]:
     return found
 
 
-def _inputs(index: int) -> Tensor:
-    return torch.randn(4, DIM, generator=torch.Generator().manual_seed(index))
-
-
 def _update(optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
     optimizer.zero_grad()
 
 
 def _one_backward(model: Any, optimizer: torch.optim.Optimizer, index: int) -> list[Any]:
-    model(_inputs(index)).square().mean().backward()
+    step(model, index)
     _update(optimizer)
     return []
 
@@ -85,7 +81,7 @@ def _one_backward(model: Any, optimizer: torch.optim.Optimizer, index: int) -> l
 def _accumulation(model: Any, optimizer: torch.optim.Optimizer, index: int) -> list[Any]:
     for micro in range(3):
         model.set_requires_gradient_sync(micro == 2)
-        model(_inputs(index + micro)).square().mean().backward()
+        step(model, index + micro)
     _update(optimizer)
     return []
 
@@ -93,15 +89,15 @@ def _accumulation(model: Any, optimizer: torch.optim.Optimizer, index: int) -> l
 def _evaluation(model: Any, optimizer: torch.optim.Optimizer, index: int) -> list[Any]:
     model.eval()
     with torch.no_grad():
-        model(_inputs(index))
+        model(batch(index))
     model.train()
     return _one_backward(model, optimizer, index)
 
 
 def _kept(model: Any, optimizer: torch.optim.Optimizer, index: int) -> list[Any]:
     """Outputs whose graphs nobody frees, gradients, and a loss."""
-    unused = model(_inputs(index + 1))
-    output = model(_inputs(index))
+    unused = model(batch(index + 1))
+    output = model(batch(index))
     loss = output.square().mean()
     loss.backward()
     gradients = [parameter.grad for parameter in model.parameters()]
@@ -128,25 +124,21 @@ def _scopes(model: Any, optimizer: torch.optim.Optimizer, index: int) -> list[An
 
 
 def _clipping(model: Any, optimizer: torch.optim.Optimizer, index: int) -> list[Any]:
-    model(_inputs(index)).square().mean().backward()
+    step(model, index)
     clip = fsdp2.clip_grad_norm_ if isinstance(model, fsdp2.FSDPModule) else nn.utils.clip_grad_norm_
     norm = clip(model.parameters(), 1.0)
     _update(optimizer)
     return [norm]
 
 
-class _FailedForwardError(Exception):
-    """Raised by ``_recovery``, and by nothing else."""
-
-
 def _recovery(model: Any, optimizer: torch.optim.Optimizer, index: int) -> list[Any]:
     def fail(*args: object) -> None:
-        raise _FailedForwardError
+        raise InjectedError
 
     hook = model.blocks[-1].register_forward_pre_hook(fail)
     try:
-        model(_inputs(index))
-    except _FailedForwardError:
+        model(batch(index))
+    except InjectedError:
         model.reset_iter_state()
     hook.remove()
     return _one_backward(model, optimizer, index)

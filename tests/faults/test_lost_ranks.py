@@ -124,8 +124,7 @@ def _lose_at(positions: Sequence[int], moments: Sequence[str], sent: signal.Sign
 def test_the_others_name_what_they_waited_for_when_a_rank_is_killed() -> None:
     """In the first forward, and in clipping."""
     moments = _all_moments()
-    chosen = ["begin", CLIP]
-    _lose_at([moments.index(name) for name in chosen], moments, signal.SIGKILL)
+    _lose_at([moments.index(name) for name in ("begin", CLIP)], moments, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("part", long(*range(_PARTS)))
@@ -211,16 +210,3 @@ def test_half_an_answer_is_none() -> None:
     (ended,) = World(_killed_while_it_answers, num_ranks=1).join()
     assert ended.exit_code == -signal.SIGKILL
     assert ended.value is None
-
-
-def test_folder_is_removed_when_an_answer_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(data: bytes) -> Any:
-        raise EOFError(data)
-
-    monkeypatch.setattr("tests.faults.ranks.pickle.loads", refuse)
-    world = World(_killed_while_it_answers, num_ranks=1)
-    (answer,) = world._answers
-    answer.write_bytes(b"no answer")
-    with pytest.raises(EOFError):
-        world.join()
-    assert not answer.parent.exists()

@@ -20,10 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh
 import fsdp2
 from fsdp2.extras import alike, rank_checks, stalls
 from fsdp2.types import Observer
-from tests.distributed.support import DIM, Block, Stack, batch, same_on_all_ranks, seeded, shard, sharded, step
+from tests.distributed.support import DIM, Block, Stack, batch, seeded, shard, shard_each, sharded, step
 from tests.faults.ranks import World
 from tests.harness.distributed import RankContext, distributed
-from tests.harness.golden import texts_beside
+from tests.harness.golden import same_on_all_ranks, texts_beside
 from tests.harness.messages import Heard, error_of, wrapped
 from tests.harness.selection import long
 
@@ -50,12 +50,11 @@ class _Slow(Observer):
     def __init__(self, rank: int) -> None:
         self._random = random.Random(rank)
 
-    def on_event(self, event: str, unit: str) -> None:
+    def on_event(self, *_: object) -> None:
         if self._random.random() < 0.1:
             time.sleep(0.02)
 
-    def on_action(self, action: str, unit: str, nbytes: int) -> None:
-        self.on_event(action, unit)
+    on_action = on_event
 
 
 @pytest.mark.ci
@@ -128,8 +127,7 @@ class _Routed(nn.Module):
 def _parts_in_the_second_step(ctx: RankContext, mesh: DeviceMesh, what: str) -> tuple[list[str], str]:
     """All messages have the same size on both ranks, so no backend notices anything."""
     model = seeded(_Routed)
-    for expert in model.experts:
-        fsdp2.fully_shard(expert, mesh=mesh)
+    shard_each(*model.experts, mesh=mesh)
     fsdp2.fully_shard(model, mesh=mesh, reshard_after_forward=True)
 
     def train() -> None:
@@ -165,9 +163,7 @@ def _waits_of_steps(ctx: RankContext) -> list[list[int]]:
     """How often ranks wait for each other's claims, and how many all-reduces each of three alike steps has, then each
     of two that use another part."""
     model = seeded(_Routed)
-    for expert in model.experts:
-        fsdp2.fully_shard(expert, mesh=ctx.mesh_1d())
-    fsdp2.fully_shard(model, mesh=ctx.mesh_1d())
+    shard_each(*model.experts, model, mesh=ctx.mesh_1d())
     found = []
     for number in range(5):
         other = int(number >= 3)
@@ -218,8 +214,7 @@ class _Experts(nn.Module):
 
 def _experts_on(ctx: RankContext, mesh: DeviceMesh, names: Sequence[str]) -> Any:
     model = _Experts(names)
-    for expert in model.experts.values():
-        fsdp2.fully_shard(expert, mesh=mesh)
+    shard_each(*model.experts.values(), mesh=mesh)
     return fsdp2.fully_shard(model, mesh=ctx.mesh_1d())
 
 

@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from typing import Any
 
-import torch
-
 from tests.fuzz.check import OneSidedRefusalError, Outcome, Verdict, check
 from tests.fuzz.program import Block, Micro, Program, Step
 from tests.harness.compare import oracle_records
@@ -21,18 +19,10 @@ MAX_RUNS = 150  # of one program that is being shrunk
 
 def check_on_device(ctx: RankContext, **given: Any) -> list[Verdict]:
     """``check`` on the simulated accelerator, whose gathers and reductions come late."""
-    from tests.accelerator import device  # needs a compiler
-    from tests.accelerator.other_suites import LATE
-    from tests.accelerator.support import prepare
+    from tests.accelerator.other_suites import arriving_late  # needs a compiler
 
-    prepare()
-    device.load().spoil_all_free()  # else values of an earlier run stand in for those that came too late
-    device.schedule(late=LATE)
-    try:
-        with torch.device(device.DEVICE):
-            return check(ctx, **given)
-    finally:
-        device.load().drain()  # what other ranks may wait for
+    with arriving_late():
+        return check(ctx, **given)
 
 
 class Runner:

@@ -48,18 +48,11 @@ def test_programs_on_two_ranks(ctx: RankContext) -> None:
 
 
 @pytest.mark.long
-@distributed(4)
-def test_programs_on_four_ranks(ctx: RankContext) -> None:
-    """Where a sum has more than two terms, and units rest on two of four ranks."""
-    programs = [draw(seed, 4) for seed in (0, 2, 3, 4)]  # torch hangs on 1
-    _assert_no_failure(programs, check(ctx, programs))
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("seeds", [range(i, i + 10) for i in range(0, 100, 10)], ids=str)
 def test_100_programs(seeds: range, world_size: int) -> None:
-    """Torch may hang on some: the runner then goes on without it."""
+    """On four ranks, a sum has more than two terms, and units rest on two of four ranks. Torch may hang on some: the
+    runner then goes on without it."""
     with closing(Runner(world_size)) as runner:
         programs = [draw(seed, world_size) for seed in seeds]
         _assert_no_failure(programs, [runner.verdict(program) for program in programs])
@@ -206,7 +199,8 @@ test_fuzz._lost_partial_sums(pytest.MonkeyPatch())
     ended = _run_alone(defect + source(found), tmp_path)
     assert "rank 0: DIFFERS" in ended.stdout, ended.stdout + ended.stderr
     assert ended.returncode != 0
-    assert _run_alone(source(found), tmp_path).returncode == 0
+    ended = _run_alone(source(found), tmp_path)
+    assert ("rank 0: equal" in ended.stdout, ended.returncode) == (True, 0), ended.stdout + ended.stderr
 
 
 def _run_alone(text: str, directory: Path) -> subprocess.CompletedProcess[str]:
@@ -216,14 +210,3 @@ def _run_alone(text: str, directory: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
-
-
-DIFFERENT = Program(blocks=(Block(checkpoint="reentrant"),), steps=(Step(micros=(Micro(forwards=2),)),))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("program", "said"), [(Program(), "equal"), (DIFFERENT, "DIFFERS")])
-def test_printed_program_runs_alone(program: Program, said: str, tmp_path: Path) -> None:
-    ended = _run_alone(source(program), tmp_path)
-    assert f"rank 0: {said}" in ended.stdout, ended.stdout + ended.stderr
-    assert (ended.returncode == 0) == (said == "equal")

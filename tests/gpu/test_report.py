@@ -1,7 +1,9 @@
-"""On CUDA: a report's times add up to the step, from events alone and with torch.profiler."""
+"""On CUDA: a report's times add up to the step, from events alone and with torch.profiler; and a rank whose device does
+not get on says what it did last, while this thread waits for the device."""
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -10,8 +12,13 @@ import torch
 from torch import nn
 
 import fsdp2
-from tests.gpu.support import BF16, Stack, batch, on_gpus
+from fsdp2.extras.stalls import StallWatch
+from fsdp2.runtime.unit_tree import tree_of
+from tests.gpu.support import BF16, Stack, batch, on_gpus, sharded
 from tests.harness.distributed import RankContext
+from tests.harness.messages import Heard
+
+TIMEOUT_S = 4
 
 
 class _LateHost(nn.Module):
@@ -48,3 +55,20 @@ def test_a_reports_times_add_up_and_the_profiler_sees_a_late_host(ctx: RankConte
         assert block["idle_ms"] >= 19  # 20, less what the clocks differ by
     else:
         assert block["forward_ms"] >= 19
+
+
+@on_gpus
+def test_device_that_does_not_get_on_is_told_of_before_the_timeout(ctx: RankContext) -> None:
+    model = sharded(ctx, num_blocks=2)
+    model(batch())
+    tree = tree_of(model._unit())  # type: ignore[attr-defined]
+    with Heard() as heard:
+        watch = StallWatch(ctx.rank, tree.executor.streams.is_idle, TIMEOUT_S)
+        watch.add(tree)
+        threading.Thread(target=watch.run, daemon=True).start()
+        with tree.executor.streams.on_gather:
+            torch.cuda._sleep(10_000_000_000)  # cycles: about 5 s, in the place of a collective that waits
+        torch.cuda.synchronize()
+    assert len(heard.messages) == 1
+    assert f"The timeout of the backend is {TIMEOUT_S} s." in heard.messages[0]
+    assert f"Last events on rank {ctx.rank}: {tree.story()}." in heard.messages[0]

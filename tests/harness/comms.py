@@ -23,13 +23,14 @@ from fsdp2.extras.peers import PeerComm
 @contextmanager
 def direct_from(nbytes: int) -> Iterator[None]:
     """In models that are sharded meanwhile, shards of at least ``nbytes`` travel on their own."""
-    patch = pytest.MonkeyPatch()
-    for comm in (PeerComm, CollectiveComm):
-        patch.setattr(comm, "routing", replace(comm.routing, direct_min_nbytes=nbytes))
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        for comm in (PeerComm, CollectiveComm):
+            patch.setattr(comm, "routing", replace(comm.routing, direct_min_nbytes=nbytes))
         yield
-    finally:
-        patch.undo()
+
+
+def _dtypes(tensors: list[Tensor]) -> list[str]:
+    return sorted(str(tensor.dtype) for tensor in tensors)
 
 
 @contextmanager
@@ -39,14 +40,12 @@ def reductions_noted() -> Iterator[list[list[str]]]:
     launch = PeerComm.reduce_scatter
 
     def noting(self: PeerComm, outputs: list[Tensor], inputs: list[Tensor], **options: bool) -> Any:
-        noted.append(sorted(str(tensor.dtype) for tensor in inputs))
+        noted.append(_dtypes(inputs))
         return launch(self, outputs, inputs, **options)
 
-    PeerComm.reduce_scatter = noting  # type: ignore[method-assign]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PeerComm, "reduce_scatter", noting)
         yield noted
-    finally:
-        PeerComm.reduce_scatter = launch  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -57,7 +56,7 @@ def gathers_noted() -> Iterator[list[list[str]]]:
 
     def noting(self: PeerComm, outputs: list[Tensor], inputs: list[Tensor]) -> Any:
         launch = prepare(self, outputs, inputs)
-        return lambda: (noted.append(sorted(str(tensor.dtype) for tensor in inputs)), launch())[1]
+        return lambda: (noted.append(_dtypes(inputs)), launch())[1]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PeerComm, "all_gather", noting)
@@ -77,12 +76,11 @@ class _Buffers:
         self.groups: list[dist.ProcessGroup] = []
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        if not self._persistent:
-            return torch.empty(*size, dtype=dtype, device=device)
+        kept = self._kept if self._persistent else {}
         key = (*size, dtype)
-        if key not in self._kept:
-            self._kept[key] = torch.empty(*size, dtype=dtype, device=device)
-        return self._kept[key]
+        if key not in kept:
+            kept[key] = torch.empty(*size, dtype=dtype, device=device)
+        return kept[key]
 
     def take(self) -> list[tuple[Any, ...]]:
         """The messages since the last call, sorted: runtimes prefetch at different times."""
@@ -95,18 +93,14 @@ class _Buffers:
 
 
 class CountingAllGather(_Buffers, fsdp2.AllGather):
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> dist.Work | None:
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
         self._note(output_tensor, input_tensor, group)
         is_async = async_op and not self._is_sync
         return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=is_async)
 
 
 class CountingReduceScatter(_Buffers, fsdp2.ReduceScatter):
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
-    ) -> dist.Work | None:
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
         self._note(output_tensor, input_tensor, group)
         is_async = async_op and not self._is_sync
         return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=is_async)

@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -207,14 +207,19 @@ def compare_losses_with_unsharded(case: Case, mesh: DeviceMesh) -> None:
 
 def compare_values(title: str, actual: Any, expected: Any, tolerance: Tolerance = EXACT) -> None:
     """Two trees of dicts, lists, tensors, snapshots and plain values are equal, tensors bit for bit by default."""
-    _raise_if_any(f"{title}: unequal", _values("", actual, expected, tolerance))
+    _raise_if_any(f"{title}: unequal", differences(actual, expected, tolerance))
+
+
+def differences(actual: Any, expected: Any, tolerance: Tolerance = EXACT) -> list[str]:
+    """What ``compare_values`` raises with."""
+    return list(_values("", actual, expected, tolerance))
 
 
 def tolerance_of_reduction(case: Case, mesh: DeviceMesh) -> Tolerance:
     return EXACT if (case.longest_axis or max(mesh.shape)) <= 2 else SUMMATION_ORDER[case.reduce_dtype]
 
 
-def _raise_if_any(title: str, differences: Iterator[str]) -> None:
+def _raise_if_any(title: str, differences: Iterable[str]) -> None:
     found = list(differences)
     if found:
         more = [f"... and {len(found) - MAX_LINES} more"] if len(found) > MAX_LINES else []
@@ -223,23 +228,17 @@ def _raise_if_any(title: str, differences: Iterator[str]) -> None:
 
 def _differences(actual: list[StepRecord], expected: list[StepRecord], tolerance: Tolerance) -> Iterator[str]:
     for index, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):
-        where = f"step {index}:"
-        yield from _values(f"{where} losses", ours.losses, theirs.losses, tolerance)
-        yield from _values(f"{where} notes", ours.notes, theirs.notes, tolerance)
-        yield from _values(f"{where} gradients", ours.gradients, theirs.gradients, tolerance)
-        yield from _values(f"{where} parameters", ours.parameters, theirs.parameters, tolerance)
-        yield from _values(f"{where} buffers", ours.buffers, theirs.buffers, tolerance)
+        for what in ("losses", "notes", "gradients", "parameters", "buffers"):
+            yield from _values(f"step {index}: {what}", getattr(ours, what), getattr(theirs, what), tolerance)
 
 
 def _differences_from_unsharded(
     actual: list[StepRecord], reference: list[StepRecord], tolerance: Tolerance
 ) -> Iterator[str]:
     for index, (ours, unsharded) in enumerate(zip(actual, reference, strict=True)):
-        where = f"step {index}:"
-        yield from _values(f"{where} losses", ours.losses, unsharded.losses, tolerance)
-        yield from _shards(f"{where} gradients", ours.gradients, unsharded.gradients, tolerance)
-        yield from _shards(f"{where} parameters", ours.parameters, unsharded.parameters, tolerance)
-        yield from _values(f"{where} buffers", ours.buffers, unsharded.buffers, tolerance)
+        for what in ("losses", "gradients", "parameters", "buffers"):
+            compared = _shards if what in ("gradients", "parameters") else _values
+            yield from compared(f"step {index}: {what}", getattr(ours, what), getattr(unsharded, what), tolerance)
 
 
 def _shards(

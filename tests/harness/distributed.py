@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -31,15 +31,18 @@ def distributed(
             __tracebackhide__ = True
             shared_pool(world_size, device_type).run(body, timeout_s, **kwargs)
 
-        keyword = inspect.Parameter.KEYWORD_ONLY
-        names = [WORLD_SIZE, *list(inspect.signature(body).parameters)[1:]]
-        test.__signature__ = inspect.Signature([inspect.Parameter(name, keyword) for name in names])  # type: ignore[attr-defined]
         test.body = body  # type: ignore[attr-defined]  # the ranks find it behind the test's name
         test.timeout_s = timeout_s  # type: ignore[attr-defined]
-        for name in ("__module__", "__name__", "__qualname__", "__doc__"):
-            setattr(test, name, getattr(body, name))
-        # Marks made below @distributed stay in force.
-        test.pytestmark = [*getattr(body, "pytestmark", []), *test.pytestmark]  # type: ignore[attr-defined]
-        return test
+        return as_test_of(body, test, [WORLD_SIZE, *list(inspect.signature(body).parameters)[1:]])
 
     return decorate
+
+
+def as_test_of(body: Callable[..., Any], test: Any, arguments: Iterable[str]) -> Any:
+    """``test`` by the name of ``body``, with the marks made below a decorator, and with ``arguments`` for pytest."""
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    test.__signature__ = inspect.Signature([inspect.Parameter(name, keyword) for name in arguments])
+    for name in ("__module__", "__name__", "__qualname__", "__doc__"):
+        setattr(test, name, getattr(body, name))
+    test.pytestmark = [*getattr(body, "pytestmark", []), *getattr(test, "pytestmark", [])]
+    return test

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.harness.alone import on_one_rank
+from tests.harness.distributed import as_test_of
 from tests.harness.pool import shared_pool
 
 Check = Callable[[str], None]  # what the fixture is
@@ -78,12 +79,7 @@ def golden_on_ranks(
             __tracebackhide__ = True
             golden(run(body, world_size, **kwargs))
 
-        keyword = inspect.Parameter.KEYWORD_ONLY
-        names = ["golden", *list(inspect.signature(body).parameters)[1:]]
-        test.__signature__ = inspect.Signature([inspect.Parameter(name, keyword) for name in names])  # type: ignore[attr-defined]
-        for name in ("__module__", "__name__", "__qualname__", "__doc__"):
-            setattr(test, name, getattr(body, name))
-        test.pytestmark = getattr(body, "pytestmark", [])  # type: ignore[attr-defined]
+        as_test_of(body, test, ["golden", *list(inspect.signature(body).parameters)[1:]])
         test.on_ranks = body  # type: ignore[attr-defined]
         body.__qualname__ += ".on_ranks"  # where the ranks find it
         return test

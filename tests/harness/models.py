@@ -45,8 +45,8 @@ class ParityModel(nn.Module):
         return torch.stack([(tensor.float() - 0.5).square().mean() for tensor in float_tensors(output)]).sum()
 
     def units(self) -> list[nn.Module]:
-        """The submodules that are sharded on their own when a test nests, innermost first."""
-        return []
+        """The submodules that are sharded on their own when a test nests, innermost first: ``blocks``, if any."""
+        return list(getattr(self, "blocks", ()))
 
 
 class Block(nn.Module):
@@ -77,9 +77,6 @@ class MLP(ParityModel):
         for block in self.blocks:
             x = block(x)
         return self.exit(x)
-
-    def units(self) -> list[nn.Module]:
-        return list(self.blocks)
 
 
 class Attention(nn.Module):
@@ -147,9 +144,6 @@ class Transformer(ParityModel):
     def loss(self, output: Any, batch: tuple[Any, ...]) -> Tensor:
         return F.cross_entropy(output[:, :-1].reshape(-1, self.VOCABULARY).float(), batch[0][:, 1:].reshape(-1))
 
-    def units(self) -> list[nn.Module]:
-        return list(self.blocks)
-
 
 class UnevenBlock(nn.Module):
     """Dims that no world size divides, dims smaller than the world."""
@@ -182,9 +176,6 @@ class Uneven(ParityModel):
         for block in self.blocks:
             x = block(x)
         return self.exit(x)
-
-    def units(self) -> list[nn.Module]:
-        return list(self.blocks)
 
 
 class Branches(MLP):
@@ -223,9 +214,6 @@ class PartlyUsed(ParityModel):
         for block in self.blocks:
             x = block(x, use_side=use_side)
         return x
-
-    def units(self) -> list[nn.Module]:
-        return list(self.blocks)
 
 
 Pair = namedtuple("Pair", ["left", "right"])
@@ -280,9 +268,6 @@ class Nested(ParityModel):
             value = block(value)
         return self.exit(value)
 
-    def units(self) -> list[nn.Module]:
-        return list(self.blocks)
-
 
 class SharedModules(ParityModel):
     """One block used at two depths, and one weight used by two layers of the root's own group."""
@@ -336,9 +321,6 @@ class Buffers(ParityModel):
         for block in self.blocks:
             x = block(x, mask=mask)
         return x
-
-    def units(self) -> list[nn.Module]:
-        return list(self.blocks)
 
 
 def freeze(model: nn.Module, *prefixes: str) -> None:

@@ -238,10 +238,6 @@ class SimulatedGroup(dist.ProcessGroup):
         return SimulatedGroup.simulation.collective(name, outputs, inputs, run, is_async=is_async)
 
 
-def _simulated_group(store: Any, rank: int, size: int, timeout: Any) -> SimulatedGroup:
-    return SimulatedGroup(rank, size)
-
-
 @contextmanager
 def simulated_accelerator(world_size: int = 4, *, shards_on_host: bool = False) -> Iterator[Simulation]:
     """Inside, this process is rank 0 of ``world_size`` ranks, each with an accelerator. Meshes are on ``"cpu"``.
@@ -249,7 +245,9 @@ def simulated_accelerator(world_size: int = 4, *, shards_on_host: bool = False) 
     ``shards_on_host``: all shards are offloaded, by ``StagedOffloadPolicy``.
     """
     if not hasattr(dist.Backend, "SIMULATED"):
-        dist.Backend.register_backend("simulated", _simulated_group, devices=["cpu"])
+        dist.Backend.register_backend(
+            "simulated", lambda store, rank, size, timeout: SimulatedGroup(rank, size), devices=["cpu"]
+        )
     simulation = SimulatedGroup.simulation = Simulation()
     patch = pytest.MonkeyPatch()
     try:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests.harness.distributed import RankContext
-from tests.harness.pool import WorkerError, shared_pool
+from tests.harness.pool import CALL_TIMEOUT_S, WorkerError, shared_pool
 
 pytestmark = pytest.mark.long
 
@@ -22,35 +22,27 @@ def _rank_sum(ctx: RankContext, addend: int) -> int:
     return int(value)
 
 
-def _raise_on_rank_1(ctx: RankContext) -> None:
+def _go_wrong(ctx: RankContext, how: str) -> None:
+    if how == "warns":
+        warnings.warn("unexpected", UserWarning, stacklevel=1)
     if ctx.rank == 1:
-        raise ValueError("only here")
-    dist.barrier()
-
-
-def _hang_on_rank_1(ctx: RankContext) -> None:
-    if ctx.rank == 1:
-        time.sleep(60)
-
-
-def _die_on_rank_0(ctx: RankContext) -> None:
-    if ctx.rank == 0:
-        os._exit(7)
-
-
-def _abort_on_rank_1(ctx: RankContext) -> None:
-    if ctx.rank == 1:
-        os.abort()
+        match how:
+            case "raises":
+                raise ValueError("only here")
+            case "hangs":
+                time.sleep(60)
+            case "exits":
+                os._exit(7)
+            case "aborts":
+                os.abort()
+    if how == "raises":
+        dist.barrier()
 
 
 def _make_groups(ctx: RankContext) -> int:
     for _ in range(30):
         dist.new_group()
     return os.getpid()
-
-
-def _warn(ctx: RankContext) -> None:
-    warnings.warn("unexpected", UserWarning, stacklevel=1)
 
 
 def _process_id(ctx: RankContext) -> int:
@@ -62,23 +54,19 @@ def test_ranks_stay_between_calls() -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "message"),
+    ("how", "message"),
     [
-        (_raise_on_rank_1, r"(?s)rank 1 of 2.*_raise_on_rank_1.*ValueError: only here.*waiting for the failed ones: 0"),
-        (_die_on_rank_0, r"(?s)rank 0 of 2.*died with exit code 7"),
-        (_abort_on_rank_1, r"(?s)rank 1 of 2.*died with exit code -6.*_abort_on_rank_1"),
-        (_warn, r"(?s)rank 0, 1 of 2.*UserWarning: unexpected"),
+        ("raises", r"rank 1 of 2.*_go_wrong.*ValueError: only here.*waiting for the failed ones: 0"),
+        ("exits", r"rank 1 of 2.*died with exit code 7"),
+        ("aborts", r"rank 1 of 2.*died with exit code -6.*_go_wrong"),
+        ("warns", r"rank 0, 1 of 2.*UserWarning: unexpected"),
+        ("hangs", r"rank 1 of 2: no answer within 1 s.*_go_wrong"),
     ],
 )
-def test_failure_names_rank_and_cause_and_the_pool_restarts(body, message: str) -> None:
-    with pytest.raises(WorkerError, match=message):
-        shared_pool(2).run(body)
-    assert shared_pool(2).run(_rank_sum, addend=0) == [1, 1]
-
-
-def test_hang_is_reported_with_the_stack_of_the_hanging_rank() -> None:
-    with pytest.raises(WorkerError, match=r"(?s)rank 1 of 2: no answer within 1 s.*_hang_on_rank_1"):
-        shared_pool(2).run(_hang_on_rank_1, timeout_s=1)
+def test_failure_names_rank_and_cause_and_the_pool_restarts(how: str, message: str) -> None:
+    timeout_s = 1 if how == "hangs" else CALL_TIMEOUT_S
+    with pytest.raises(WorkerError, match=f"(?s){message}"):
+        shared_pool(2).run(_go_wrong, timeout_s, how=how)
     assert shared_pool(2).run(_rank_sum, addend=0) == [1, 1]
 
 

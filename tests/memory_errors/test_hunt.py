@@ -20,13 +20,8 @@ pytestmark = pytest.mark.long  # a tool of the tests, not a part of the package
 OPTIONS = Namespace(work="programs", allocator="none", world_size=2, seed=7)
 
 
-def _die(ctx: RankContext, seeds: list[int]) -> None:
-    if ctx.rank == 1:
-        os.kill(os.getpid(), signal.SIGSEGV)
-    raise AssertionError("another rank is gone")
-
-
-def _wait(ctx: RankContext, seeds: list[int]) -> None:
+def _body(ctx: RankContext, seeds: list[int]) -> None:
+    """Programs that end well."""
     time.sleep(0.1)
 
 
@@ -34,27 +29,27 @@ def _fail(ctx: RankContext, seeds: list[int]) -> None:
     raise AssertionError("wrong numbers")
 
 
-def _totals_of(body: Callable[..., None]) -> Totals:
+def _die(ctx: RankContext, seeds: list[int]) -> None:
+    if ctx.rank == 1:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    _fail(ctx, seeds)
+
+
+@pytest.mark.parametrize(
+    ("body", "counts"), [(_body, (PROGRAMS_PER_CALL, 0, 0)), (_fail, (0, 0, 1)), (_die, (0, 1, 0))]
+)
+def test_programs_are_counted_with_their_time_and_those_of_a_rank_that_dies_are_named(
+    body: Callable[..., None], counts: tuple[int, int, int], capsys: pytest.CaptureFixture[str]
+) -> None:
     totals = Totals()
     hunt_programs(OPTIONS, time.monotonic() + 0.01, totals, body)
-    return totals
-
-
-def test_rank_that_dies_is_reported_with_its_seeds(capsys: pytest.CaptureFixture[str]) -> None:
-    totals = _totals_of(_die)
-    assert (totals.programs, totals.deaths, totals.failures, totals.rank_seconds) == (0, 1, 0, 0)
-    (report,) = totals.reports
-    assert report.startswith("programs [7, 8, 9, 10], Namespace(work='programs', allocator='none'")
-    assert "died with exit code -11" in report
-    assert report in capsys.readouterr().out
-
-
-def test_programs_that_ran_are_counted_with_their_time_and_failures_are_no_deaths() -> None:
-    totals = _totals_of(_wait)
-    assert (totals.programs, totals.deaths, totals.failures) == (PROGRAMS_PER_CALL, 0, 0)
-    assert totals.rank_seconds >= 2 * 0.1
-    totals = _totals_of(_fail)
-    assert (totals.deaths, totals.failures) == (0, 1)
+    assert (totals.programs, totals.deaths, totals.failures) == counts
+    assert (totals.rank_seconds >= 2 * 0.1) if body is _body else (totals.rank_seconds == 0)
+    if body is _die:
+        (report,) = totals.reports
+        assert report.startswith("programs [7, 8, 9, 10], Namespace(work='programs', allocator='none'")
+        assert "died with exit code -11" in report
+        assert report in capsys.readouterr().out
 
 
 def test_tests_run_in_a_drawn_order_until_the_time_is_over(
