@@ -19,7 +19,6 @@ OFFLOAD = "parity/test_offload.py::"
 PLACEMENT = "parity/test_placement.py::"
 POLICY = "parity/test_mixed_precision.py::test_policy"
 PUBLIC = "unit/test_public_api.py::test_policy_is_built_and_prints_as_that_of_torch"
-REFUSALS = "distributed/test_refusals.py::"
 RESHARDING = "parity/test_resharding.py::"
 TIED = (
     "distributed/test_ties.py::test_sharded_parameters_that_are_tied_before_the_first_forward_train_as_if_tied_before"
@@ -44,11 +43,7 @@ NAMES = {
 }
 
 ARGUMENTS = {
-    "module": [
-        "parity/test_training.py::test_trains_as_torchs",
-        PLACEMENT + "test_list_of_modules_makes_one_group",
-        REFUSALS + "test_call_is_refused",
-    ],
+    "module": ["parity/test_training.py::test_trains_as_torchs", PLACEMENT + "test_list_of_modules_makes_one_group"],
     "mesh": [
         PLACEMENT + "test_default_mesh_spans_all_ranks",
         PLACEMENT + "test_hsdp_replicates_on_axis_0_and_shards_on_axis_1",
@@ -60,10 +55,7 @@ ARGUMENTS = {
     **{f"MixedPrecisionPolicy.{which}_dtype": [POLICY] for which in ("param", "reduce", "output")},
     "MixedPrecisionPolicy.cast_forward_inputs": ["parity/test_mixed_precision.py::test_models_inputs_and_meshes"],
     "offload_policy": [OFFLOAD + "test_training"],
-    "CPUOffloadPolicy.pin_memory": [
-        OFFLOAD + "test_policy_on_a_cpu_mesh_trains_as_torchs",
-        OFFLOAD + "test_default_policy_on_a_cpu_mesh_pins_nothing",
-    ],
+    "CPUOffloadPolicy.pin_memory": [OFFLOAD + "test_default_policy_on_a_cpu_mesh_pins_nothing"],
     "ignored_params": [PLACEMENT + "test_ignored_parameters_stay_plain_and_local"],
     **{name: [FULL_MESH] for name in ("dp_mesh_dims", "DataParallelMeshDims.shard", "DataParallelMeshDims.replicate")},
 }
@@ -78,39 +70,20 @@ METHODS = {
     "set_is_last_backward": [ACCUMULATION + "test_without_gradient_sync_until_the_last_micro_batch"],
     "set_requires_gradient_sync": [ACCUMULATION + "test_without_gradient_sync_until_the_last_micro_batch"],
     "set_requires_all_reduce": [ACCUMULATION + "test_hsdp_without_all_reduce_until_the_last_micro_batch"],
-    "set_reshard_after_forward": [
-        RESHARDING + "test_set_reshard_after_forward_between_steps",
-        REFUSALS + "test_call_is_refused",
-    ],
+    "set_reshard_after_forward": [RESHARDING + "test_set_reshard_after_forward_between_steps"],
     "set_reshard_after_backward": [
-        ACCUMULATION + "test_without_gradient_sync_until_the_last_micro_batch",
-        ACTIONS + "parameters kept after backward are not gathered for the next microbatch]",
+        ACTIONS + "parameters kept after backward are not gathered for the next microbatch]"
     ],
-    "set_modules_to_forward_prefetch": [
-        RESHARDING + "test_explicit_forward_and_backward_prefetch",
-        ACTIONS + "forward prefetches what the user listed]",
-    ],
-    "set_modules_to_backward_prefetch": [
-        RESHARDING + "test_explicit_forward_and_backward_prefetch",
-        ACTIONS + "backward prefetches what the user listed]",
-    ],
+    "set_modules_to_forward_prefetch": [ACTIONS + "forward prefetches what the user listed]"],
+    "set_modules_to_backward_prefetch": [ACTIONS + "backward prefetches what the user listed]"],
     "set_custom_all_gather": [COMMUNICATION + "test_custom_collectives_carry_every_message"],
     "set_custom_reduce_scatter": [COMMUNICATION + "test_custom_collectives_carry_every_message"],
     "set_all_reduce_hook": [COMMUNICATION + "test_hook_sees_the_average_or_the_sum"],
     "set_post_optim_event": [CONTROL + "test_post_optim_event"],
     "set_gradient_divide_factor": [COMMUNICATION + "test_hooks_and_divide_factors"],
-    "set_reduce_scatter_unused_params": [
-        CONTROL + "test_ranks_that_use_other_parameters_get_zeros_not_none",
-        CONTROL + "test_ranks_that_use_other_units",
-    ],
-    "set_reduce_scatter_max_input_buffers": [
-        CONTROL + "test_any_number_of_reductions_in_flight",
-        BESIDE + "test_numbers_of_reductions_in_flight_that_are_none_are_errors_of_the_same_types",
-    ],
-    "set_unshard_in_backward": [
-        CONTROL + "test_embedding_that_backward_does_not_gather",
-        STEPS + "test_unit_is_not_gathered_for_backward_though_backward_reads_it",
-    ],
+    "set_reduce_scatter_unused_params": [CONTROL + "test_ranks_that_use_other_parameters_get_zeros_not_none"],
+    "set_reduce_scatter_max_input_buffers": [CONTROL + "test_any_number_of_reductions_in_flight"],
+    "set_unshard_in_backward": [CONTROL + "test_embedding_that_backward_does_not_gather"],
     "set_reduce_scatter_divide_factor": [COMMUNICATION + "test_settings_change_no_result"],
     "set_force_sum_reduction_for_comms": [COMMUNICATION + "test_settings_change_no_result"],
     "set_separate_reduce_scatter_group": [COMMUNICATION + "test_settings_change_no_result"],
@@ -144,8 +117,7 @@ ROWS: dict[str, dict[str, list[str]]] = {
             "distributed/test_grad_dtype.py::test_gradient_is_reduced_and_kept_in_grad_dtype"
         ],
         "without `reduce_dtype`, gradients are reduced in the dtype of the shards": [
-            "unit/test_precision.py::test_reduction_follows_torch_unless_told_otherwise",
-            COMMUNICATION + "test_hook_sees_reduce_dtype",
+            "unit/test_precision.py::test_reduction_follows_torch_unless_told_otherwise"
         ],
         "`reset_iter_state(keep_unreduced=)`": [
             "distributed/test_recovery.py::test_gradients_on_their_way_stay_after_a_forward_that_raises"
@@ -156,10 +128,7 @@ ROWS: dict[str, dict[str, list[str]]] = {
     },
     "What differs": {
         "first call refused": [BESIDE + "test_a_first_call_that_is_refused_leaves_the_model_as_it_was"],
-        "`copy.deepcopy` of a sharded module": [
-            BESIDE + "test_torch_refuses",
-            "distributed/test_copies.py::test_copy_and_original_train_alike_and_apart",
-        ],
+        "`copy.deepcopy` of a sharded module": [BESIDE + "test_torch_refuses"],
         "sharding along a dim other than 0": [BESIDE + "test_torch_refuses", UNUSUAL],
         "scalars, parameters that are not contiguous": [BESIDE + "test_torch_refuses", UNUSUAL],
         "weights tied across units": [BESIDE + "test_torch_refuses", TIED],
@@ -185,21 +154,12 @@ ROWS: dict[str, dict[str, list[str]]] = {
             "distributed/test_auto_shard.py::test_it_trains_as_if_sharded_by_hand",
         ],
         "`process_group=`, `device_mesh=`": [FSDP1],
-        "`sharding_strategy=SHARD_GRAD_OP`": [
-            FSDP1,
-            ACTIONS + "parameters kept after forward are not gathered in backward]",
-        ],
+        "`sharding_strategy=SHARD_GRAD_OP`": [FSDP1],
         "`sharding_strategy=HYBRID_SHARD`": [FSDP1],
         "`use_orig_params=False`, for optimizers that step one flat parameter per unit": [FSDP1],
         "`mixed_precision=MixedPrecision(param_dtype, reduce_dtype)`": [FSDP1],
-        "`backward_prefetch`, `forward_prefetch`, `limit_all_gathers`": [
-            FSDP1,
-            ACTIONS + "second step prefetches along the recorded order]",
-        ],
-        "`cpu_offload=CPUOffload(offload_params=True)`": [
-            OFFLOAD + "test_training",
-            OFFLOAD + "test_policy_on_a_cpu_mesh_trains_as_torchs",
-        ],
+        "`backward_prefetch`, `forward_prefetch`, `limit_all_gathers`": [FSDP1],
+        "`cpu_offload=CPUOffload(offload_params=True)`": [OFFLOAD + "test_training"],
         "`ignored_states=`, `ignored_modules=`": [
             PLACEMENT + "test_ignored_parameters_stay_plain_and_local",
             WRAPPER + "test_wrapping.py::test_ignored_states_stay_as_they_are",
@@ -264,16 +224,10 @@ ROWS: dict[str, dict[str, list[str]]] = {
     },
     "ZeRO's options": {
         '`"stage": 1`': METHODS["set_reshard_after_backward"],
-        '`"stage": 2`': [
-            ACTIONS + "parameters kept after forward are not gathered in backward]",
-            "distributed/test_memory.py::test_only_the_root_stays_unsharded_after_forward_and_nothing_after_backward",
-        ],
+        '`"stage": 2`': [ACTIONS + "parameters kept after forward are not gathered in backward]"],
         "`offload_optimizer`": ["parity/test_host_adamw.py::test_steps_as_adamw_on_the_shards"],
         "`offload_param`": [OFFLOAD + "test_training", OFFLOAD + "test_trains_offloaded_as_torchs"],
-        "`zero_hpz_partition_size`": [
-            RESHARDING + "test_reshard_after_forward_to_two_ranks",
-            ACTIONS + "parameters rest on the smaller mesh between forward and backward]",
-        ],
+        "`zero_hpz_partition_size`": [ACTIONS + "parameters rest on the smaller mesh between forward and backward]"],
         "`zero_quantized_weights`": [OLDER + "test_weights_that_travel_as_int8_train_nearly_alike"],
         "`set_z3_leaf_modules(model, [Block])`": [ACTIONS + "first step gathers each unit when it is needed]"],
     },
