@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp2
 from fsdp2.tools.trace import Trace
@@ -134,6 +136,26 @@ class UnshardedStorages:
         assert self._parameters, "no forward has run"
         storages = [parameter.untyped_storage() for parameter in self._parameters.values()]
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+class NewMemory(TorchDispatchMode):
+    """In the block, ``peak`` is the most memory of tensors that operations have made in it, and that live."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {each.untyped_storage()._cdata for each in args if isinstance(each, Tensor)}
+        for each in result if isinstance(result, (list, tuple)) else (result,):
+            if isinstance(each, Tensor) and each.untyped_storage()._cdata not in given:
+                storage = each.untyped_storage()
+                self._storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self._storages = {key: each for key, each in self._storages.items() if not each[0].expired()}
+        self.peak = max(self.peak, sum(nbytes for _, nbytes in self._storages.values()))
+        return result
 
 
 _EVENTS = {"pre_forward": "f", "post_forward": "/f", "pre_backward": "b", "post_backward": "/b", "end_backward": "/b"}

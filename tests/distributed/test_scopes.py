@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -17,38 +16,34 @@ from fsdp2.tensors import BFloat16AllGatherTensor, wrap_parameters
 from fsdp2.tools import trace
 from tests.distributed.changes import assert_gradients, whole
 from tests.distributed.support import Stack, batch, seeded, shard, shard_units, sharded, step
+from tests.harness.compare import compare_values
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.golden import golden_on_ranks
 from tests.harness.messages import error_of
 from tests.harness.models import MLP, Transformer, Uneven
-from tests.harness.selection import long
+from tests.harness.selection import in_ci, long
+from tests.harness.training import Step, one_backward
 from tests.parity.test_model_parallel import tensor_parallel
 
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+STEP = Step(0, 0, None)
 
-def _wrapped(model: nn.Module) -> nn.Module:
+
+def _wire_format() -> Any:
+    model = Transformer()
     wrap_parameters(model, BFloat16AllGatherTensor)
     return model
 
 
-def _last_dim(parameter: nn.Parameter) -> Shard:
-    return Shard(parameter.dim() - 1)
-
-
-BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 SETUPS: dict[str, Callable[[RankContext], Any]] = {
     "uneven": lambda ctx: shard_units(Uneven(), mesh=ctx.mesh_1d()),
     "last dim, resting": lambda ctx: shard_units(
-        Uneven(), mesh=ctx.mesh_1d(), shard_placement_fn=_last_dim, reshard_after_forward=2
+        Uneven(), mesh=ctx.mesh_1d(), shard_placement_fn=lambda p: Shard(p.dim() - 1), reshard_after_forward=2
     ),
     "tied, in bf16": lambda ctx: shard_units(Transformer(tied=True), mesh=ctx.mesh_1d(), mp_policy=BF16),
     "HSDP": lambda ctx: shard_units(Uneven(), mesh=ctx.mesh_2d(2, ctx.world_size // 2)),
-    "wire format": lambda ctx: shard_units(_wrapped(Transformer()), mesh=ctx.mesh_1d()),
+    "wire format": lambda ctx: shard_units(_wire_format(), mesh=ctx.mesh_1d()),
 }
-
-
-def _loss(model: Any) -> torch.Tensor:
-    inputs = model.batch(torch.Generator().manual_seed(0))
-    return model.loss(model(*inputs), inputs)
 
 
 @pytest.mark.parametrize("setup", [*list(SETUPS)[:2], *long(*list(SETUPS)[2:])])
@@ -56,7 +51,7 @@ def _loss(model: Any) -> torch.Tensor:
 @distributed(4)
 def test_whole_parameters_are_written_back(ctx: RankContext, setup: str, rank0_only: bool) -> None:
     model = seeded(lambda: SETUPS[setup](ctx))
-    _loss(model).backward()
+    one_backward(STEP, model)
     before, shards = whole(model), list(model.parameters())
     first = not rank0_only or ctx.rank == 0
     with fsdp2.unsharded(model, rank0_only=rank0_only, offload_to_cpu=True):
@@ -66,17 +61,15 @@ def test_whole_parameters_are_written_back(ctx: RankContext, setup: str, rank0_o
                 assert torch.equal(parameter, value), name
                 with torch.no_grad():
                     parameter.mul_(2)
-            assert {name: tuple(value.shape) for name, value in model.state_dict().items() if name in before} == {
-                name: tuple(value.shape) for name, value in before.items()
-            }
+            state = model.state_dict()
+            assert all(state[name].shape == value.shape for name, value in before.items())
     assert all(now is then for now, then in zip(model.parameters(), shards, strict=True))
-    for name, value in whole(model).items():
-        assert torch.equal(value, 2 * before[name]), name
+    compare_values("parameters", whole(model), {name: 2 * value for name, value in before.items()})
     reference = seeded(lambda: SETUPS[setup](ctx))
     with torch.no_grad():
         for parameter in reference.parameters():
             parameter.mul_(2)
-    assert torch.equal(_loss(model), _loss(reference))
+    assert torch.equal(STEP.loss(model), STEP.loss(reference))
 
 
 @distributed(4)
@@ -90,8 +83,7 @@ def test_what_tensor_parallelism_has_cut_stays_cut(ctx: RankContext) -> None:
         assert torch.equal(up.full_tensor(), reference.blocks[0].up.weight)
         for parameter in model.parameters():
             parameter.mul_(2)
-    for name, value in whole(model).items():
-        assert torch.equal(value, 2 * reference.get_parameter(name)), name
+    compare_values("parameters", whole(model), {name: 2 * value for name, value in whole(reference).items()})
 
 
 @distributed(2)
@@ -143,44 +135,40 @@ def test_forwards_without_gradients_run_on_whole_parameters(ctx: RankContext, se
     with torch.no_grad():
         for parameter in reference.parameters():
             parameter.mul_(2)
-    for name, value in whole(model).items():
-        assert torch.equal(value, reference.get_parameter(name)), name
+    compare_values("parameters", whole(model), whole(reference))
     torch.testing.assert_close(step(model).float(), step(reference), rtol=0.1, atol=0.1)
 
 
-@pytest.mark.parametrize("cause", ["another shape on the first rank", "exception on the last rank"])
+NOT_WRITTEN: dict[str, tuple[dict[str, bool], str | None]] = {
+    "not asked to": ({"writeback": False}, None),
+    "exception": ({}, "ZeroDivisionError: exception"),
+    "another shape on the first rank": ({"rank0_only": True}, "expected a parameter of shape (32,)"),
+    "exception on the last rank": ({"rank0_only": True}, "ZeroDivisionError: exception on the last rank"),
+}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("why", [*list(NOT_WRITTEN)[:3], *in_ci(*list(NOT_WRITTEN)[3:])])
 @distributed(2)
-def test_what_one_rank_must_not_write_no_rank_waits_for(ctx: RankContext, cause: str) -> None:
-    model = sharded(ctx)
+def test_what_one_rank_must_not_write_no_rank_writes_or_waits_for(ctx: RankContext, why: str) -> None:
+    model, (options, error) = sharded(ctx), NOT_WRITTEN[why]
     before = whole(model)
 
-    def replace() -> None:
-        with fsdp2.unsharded(model, rank0_only=True):
-            if ctx.rank == 0:
+    def write() -> None:
+        with fsdp2.unsharded(model, **options):
+            if ctx.rank == 0 or "rank0_only" not in options:
                 nn.init.zeros_(model.entry.weight)
-                if cause == "another shape on the first rank":
+                if "shape" in why:
                     model.exit.bias = nn.Parameter(torch.zeros(3))
-            if ctx.rank == 1 and cause == "exception on the last rank":
-                raise ZeroDivisionError(cause)
+            if "exception" in why and (ctx.rank == 1 or "rank" not in why):
+                raise ZeroDivisionError(why)
 
-    error = " ".join(error_of(replace).split())
-    assert ("expected a parameter of shape (32,)" if "shape" in cause else "ZeroDivisionError: " + cause) in error
-    for name, value in whole(model).items():
-        assert torch.equal(value, before[name]), name
+    if error is None:
+        write()
+    else:
+        assert error in " ".join(error_of(write).split())
+    compare_values("parameters", whole(model), before)
     step(model)
-
-
-@distributed(2)
-def test_nothing_is_written_if_not_asked_to_or_after_an_exception(ctx: RankContext) -> None:
-    model = sharded(ctx)
-    before = whole(model)
-    with fsdp2.unsharded(model, writeback=False):
-        nn.init.zeros_(model.exit.weight)
-    with suppress(ZeroDivisionError), fsdp2.unsharded(model):
-        nn.init.zeros_(model.exit.weight)
-        raise ZeroDivisionError
-    for name, value in whole(model).items():
-        assert torch.equal(value, before[name]), name
 
 
 @golden_on_ranks()

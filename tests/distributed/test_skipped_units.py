@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,20 +21,30 @@ from tests.distributed.support import DIM, Block, Stack, batch, compact, seeded,
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.golden import Check
 from tests.harness.pool import shared_pool
+from tests.harness.selection import in_ci
 
 Way = Sequence[int]
 Compute = Callable[[Any, Way, int], None]
+
+
+Run = Callable[[Any, Tensor], Tensor]
+
+
+class _Encoder(Block):
+    def encode(self, x: Tensor) -> Tensor:
+        return self.forward(x)
 
 
 class Routed(nn.Module):
     """Blocks, of which ``way`` names those that run, in that order, and a tower that runs if it names 4. No gradient
     reaches a block that is named by its complement."""
 
-    def __init__(self) -> None:
+    def __init__(self, run: Run = nn.Module.__call__) -> None:
         super().__init__()
         self.entry = nn.Linear(DIM, DIM)
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.blocks = nn.ModuleList(_Encoder() for _ in range(4))
         self.tower = Stack(2)
+        self.run = run
 
     def forward(self, x: Tensor, way: Way) -> Tensor:
         x = self.entry(x)
@@ -44,54 +55,31 @@ class Routed(nn.Module):
                 x = self.run(self.tower if each == 4 else self.blocks[each], x)
         return x
 
-    def run(self, module: nn.Module, x: Tensor) -> Tensor:
-        return module(x)
+
+def _checkpointed(module: Any, x: Tensor) -> Tensor:
+    return checkpoint(module, x, use_reentrant=False)
 
 
-def _sharded(ctx: RankContext, model_class: type[Routed] = Routed, **kwargs: Any) -> Any:
+def _checkpointed_method(module: Any, x: Tensor) -> Tensor:
+    """What checkpointing computes again ends with an exception inside of a registered method."""
+    if isinstance(module, fsdp2.FSDPModule) and isinstance(module, _Encoder):
+        fsdp2.register_fsdp_forward_method(module, "encode")
+    return checkpoint(getattr(module, "encode", module), x, use_reentrant=False)
+
+
+def _reentrant(module: Any, x: Tensor) -> Tensor:
+    return checkpoint(module, x, use_reentrant=True) if torch.is_grad_enabled() else module(x)
+
+
+def _sharded(ctx: RankContext, make: Callable[[], Any] = Routed, **kwargs: Any) -> Any:
     kwargs.setdefault("mesh", ctx.mesh_1d() if ctx.world_size == 2 else ctx.mesh_2d(2, 2))
-    model = seeded(model_class)
+    model = seeded(make)
     return _may_differ(shard_each(*model.blocks, *model.tower.blocks, model.tower, model, **kwargs))
 
 
 def _may_differ(model: Any) -> Any:
     model.set_ranks_may_differ(True)
     return model
-
-
-class Bare(Routed):
-    def __init__(self) -> None:
-        super().__init__()
-        self.entry = nn.Identity()  # type: ignore[assignment]
-
-
-class Checkpointed(Routed):
-    def run(self, module: nn.Module, x: Tensor) -> Tensor:
-        return checkpoint(module, x, use_reentrant=False)
-
-
-class _Encoder(Block):
-    def encode(self, x: Tensor) -> Tensor:
-        return self.forward(x)
-
-
-class CheckpointedMethods(Routed):
-    """What checkpointing computes again ends with an exception inside of a registered method."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for block in self.blocks:
-            block.__class__ = _Encoder
-
-    def run(self, module: nn.Module, x: Tensor) -> Tensor:
-        if isinstance(module, fsdp2.FSDPModule) and isinstance(module, _Encoder):
-            fsdp2.register_fsdp_forward_method(module, "encode")
-        return checkpoint(getattr(module, "encode", module), x, use_reentrant=False)
-
-
-class Reentrant(Routed):
-    def run(self, module: nn.Module, x: Tensor) -> Tensor:
-        return checkpoint(module, x, use_reentrant=True) if torch.is_grad_enabled() else module(x)
 
 
 def _loss(model: Any, way: Any, seed: int) -> Tensor:
@@ -103,12 +91,16 @@ def _step(model: Any, way: Way, seed: int) -> None:
 
 
 def _assert_steps(
-    ctx: RankContext, model: Any, ways: Sequence[Sequence[Way]], compute: Compute = _step, atol: float = 1e-6
+    ctx: RankContext,
+    model: Any,
+    ways: Sequence[Sequence[Way]],
+    compute: Compute = _step,
+    make: Callable[[], Any] = Routed,
+    atol: float = 1e-6,
 ) -> None:
     """``ways``: per step, one for each rank. ``compute(model, way, seed)`` computes gradients."""
-    model_class = type(model).__mro__[2]  # without the class that fully_shard has put in front
     for number, by_rank in enumerate(ways):
-        references = [seeded(model_class) for _ in range(ctx.world_size)]
+        references = [seeded(make) for _ in range(ctx.world_size)]
         for rank, reference in enumerate(references):
             for each in (reference, model) if rank == ctx.rank else (reference,):
                 compute(each, by_rank[rank], 10 * number + rank)
@@ -129,23 +121,24 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "mixed": {"mp_policy": MIXED},
     "offloaded": {"offload_policy": StagedOffloadPolicy()},
     "kept": {"reshard_after_forward": False},
-    "checkpointed": {"model_class": Checkpointed},
-    "checkpointed methods": {"model_class": CheckpointedMethods},
-    "reentrant": {"model_class": Reentrant},
+    "checkpointed": {"make": partial(Routed, _checkpointed)},
+    "checkpointed methods": {"make": partial(Routed, _checkpointed_method)},
+    "reentrant": {"make": partial(Routed, _reentrant)},
 }
+
+
+def _evaluate_and_step(model: Any, way: Way, seed: int) -> None:
+    with torch.no_grad():  # ranks part in evaluation, too
+        _loss(model, way[:1], 0)
+    _step(model, way, seed)
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
 @distributed(2, 4)
 def test_every_rank_ends_with_the_mean(ctx: RankContext, setting: str) -> None:
-    def compute(each: Any, way: Way, seed: int) -> None:
-        with torch.no_grad():  # ranks part in evaluation, too
-            _loss(each, way[:1], 0)
-        _step(each, way, seed)
-
     ways = WAYS if setting != "reentrant" else WAYS[:2]  # the tower is a checkpoint around several units
     atol = 4e-3 if setting == "mixed" else 1e-6
-    _assert_steps(ctx, _sharded(ctx, **SETTINGS[setting]), ways, compute, atol)
+    _assert_steps(ctx, _sharded(ctx, **SETTINGS[setting]), ways, _evaluate_and_step, atol=atol)
 
 
 @pytest.mark.long
@@ -170,17 +163,67 @@ def _two_backwards(model: Any, way: Way, seed: int) -> None:
     (2 * loss).backward()
 
 
-@pytest.mark.parametrize("step", [_micro_batches, _two_forwards, _two_backwards])
-@distributed(2)
-def test_steps_of_several_passes(ctx: RankContext, step: Compute) -> None:
-    _assert_steps(ctx, _sharded(ctx), [[[0, 2], [1]], [[1], [0, 1, 2]], [[0, 4], [1]], [[3], [1, 4]]], step)
+class Listed(nn.Module):
+    """Its first and last block are one unit. A unit lies between them, and one in each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry = nn.Linear(DIM, DIM)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, DIM)) for _ in "abc")
+
+    def forward(self, x: Tensor, way: Way) -> Tensor:
+        x = self.entry(x)
+        for index, block in enumerate(self.blocks):
+            x = block(x) if index in way else x
+        return x
 
 
+def _listed(ctx: RankContext) -> Any:
+    model = seeded(Listed)
+    first, second, third = model.blocks
+    shard_each(first[0], second[0], third[0], second, [first, third], model, mesh=ctx.mesh_1d())
+    return _may_differ(model)
+
+
+def _limited(ctx: RankContext) -> Any:
+    model = _sharded(ctx)
+    _step(model, [0, 1, 2, 3, 4], 0)
+    model.zero_grad()
+    model.set_temporary_memory_limit(fsdp2.memory_plan(model).at_least)
+    return model
+
+
+def _bare() -> Routed:
+    model = Routed()
+    model.entry = nn.Identity()  # type: ignore[assignment]
+    return model
+
+
+Case = tuple[Callable[[RankContext], Any], list[list[Way]], Compute, Callable[[], Any]]
+SEVERAL = [[[0, 2], [1]], [[1], [0, 1, 2]], [[0, 4], [1]], [[3], [1, 4]]]
+# Every rank computes with two blocks; the gradient of one rank reaches the first, that of the other the second.
+CROSSED = [[[~0, 1, 2], [0, ~1, 2]], [[0, 1, ~2], [~0, ~1, 2]], [[~0], [~0]]]
+NOT_IN_ORDER = [[[4, 2, 1, 0], [4, 2, 1, 0]], [[4, 0], [2, 1]], [[1], [4, 2]], [[3, 0], [1]]]
+AT_FIRST_ONE = [[[0, 1, 2], []], [[], [0, 2]], [[1], [0, 1, 2]], [[0, 1, 2], [0, 1, 2]]]
+CASES: dict[str, Case] = {
+    "micro-batches": (_sharded, SEVERAL, _micro_batches, Routed),
+    "gradients that reach other units": (_sharded, CROSSED, _step, Routed),
+    "order that is not that of registration": (_sharded, NOT_IN_ORDER, _step, Routed),
+    "units inside and between several modules of one unit": (_listed, AT_FIRST_ONE, _step, Listed),
+    "limit on memory": (_limited, WAYS, _step, Routed),  # ranks withhold the same prefetches
+    # A unit's hook on a tensor comes ahead of the root's on the same one.
+    "root without parameters": (partial(_sharded, make=_bare), [[[0, 2, 3], [1, 3]], [[1, 3], [2, 3]]], _step, _bare),
+    "two forwards": (_sharded, SEVERAL, _two_forwards, Routed),
+    "two backwards": (_sharded, SEVERAL, _two_backwards, Routed),
+}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("case", [*list(CASES)[:-2], *in_ci(*list(CASES)[-2:])])
 @distributed(2)
-def test_gradients_that_reach_other_units(ctx: RankContext) -> None:
-    """Every rank computes with both; the gradient of one rank reaches the first, that of the other the second."""
-    ways = [[[~0, 1, 2], [0, ~1, 2]], [[0, 1, ~2], [~0, ~1, 2]], [[~0], [~0]]]
-    _assert_steps(ctx, _sharded(ctx), ways)
+def test_other_ways_steps_and_models(ctx: RankContext, case: str) -> None:
+    make_sharded, *others = CASES[case]
+    _assert_steps(ctx, make_sharded(ctx), *others)
 
 
 class _Gated(Block):
@@ -227,45 +270,7 @@ def test_units_that_return_their_input_on_one_rank(ctx: RankContext) -> None:
         assert [gathered.count(f"blocks.{index}") for index in range(3)] == [2 * (each is model)] * 3
 
     ways = [[[0, 1, 2], [0, 1, 2]], [[1, 2], [0, 1, 2]], [[0], [1]], [[0, 1], [2]], [[], []]]
-    _assert_steps(ctx, model, ways, compute)
-
-
-@distributed(2)
-def test_order_that_is_not_that_of_registration(ctx: RankContext) -> None:
-    ways = [[[4, 2, 1, 0], [4, 2, 1, 0]], [[4, 0], [2, 1]], [[1], [4, 2]], [[3, 0], [1]]]
-    _assert_steps(ctx, _sharded(ctx), ways)
-
-
-class Listed(nn.Module):
-    """Its first and last block are one unit. A unit lies between them, and one in each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.entry = nn.Linear(DIM, DIM)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, DIM)) for _ in "abc")
-
-    def forward(self, x: Tensor, way: Way) -> Tensor:
-        x = self.entry(x)
-        for index, block in enumerate(self.blocks):
-            x = block(x) if index in way else x
-        return x
-
-
-@distributed(2)
-def test_units_inside_and_between_several_modules_of_one_unit(ctx: RankContext) -> None:
-    model = seeded(Listed)
-    first, second, third = model.blocks
-    shard_each(first[0], second[0], third[0], second, [first, third], model, mesh=ctx.mesh_1d())
-    _assert_steps(ctx, _may_differ(model), [[[0, 1, 2], []], [[], [0, 2]], [[1], [0, 1, 2]], [[0, 1, 2], [0, 1, 2]]])
-
-
-@distributed(2)
-def test_root_without_parameters(ctx: RankContext) -> None:
-    """A unit's hook on a tensor comes ahead of the root's on the same one."""
-    model = _sharded(ctx, Bare)
-    for ways in WAYS[:2]:
-        _step(model, [*ways[ctx.rank], 3], 0)
-    assert model.blocks[1].linear.weight.grad is not None
+    _assert_steps(ctx, model, ways, compute, Gated)
 
 
 @distributed(2)
@@ -280,16 +285,6 @@ def test_zeros_for_what_nobody_used(ctx: RankContext) -> None:
 
 
 @distributed(2)
-def test_limit_on_memory(ctx: RankContext) -> None:
-    """Ranks withhold the same prefetches."""
-    model = _sharded(ctx)
-    _step(model, [0, 1, 2, 3, 4], 0)
-    model.zero_grad()
-    model.set_temporary_memory_limit(fsdp2.memory_plan(model).at_least)
-    _assert_steps(ctx, model, WAYS)
-
-
-@distributed(2)
 def test_frozen_units_are_gathered_as_often_as_on_ranks_that_use_them(ctx: RankContext) -> None:
     """No gradient reaches the tower, which comes first."""
     model = _sharded(ctx)
@@ -299,10 +294,8 @@ def test_frozen_units_are_gathered_as_often_as_on_ranks_that_use_them(ctx: RankC
     for number, by_rank in enumerate(ways):
         with trace.record(model) as recorded:
             _step(model, by_rank[ctx.rank], number)
-        gathers = [
-            action for action in recorded.actions() if action.startswith(("unshard", "prefetch")) and "tower" in action
-        ]
-        assert len(gathers) == 3 + 1, gathers  # one of the tower's blocks is prefetched in vain
+        gathers = [each.unit for each in recorded.entries if each.name in ("unshard", "prefetch")]
+        assert sum("tower" in unit for unit in gathers) == 3 + 1, gathers  # one block is prefetched in vain
         model.zero_grad()
 
 
@@ -337,7 +330,7 @@ def test_parameters_that_one_rank_uses_get_the_mean_on_every_rank(ctx: RankConte
 
     ways = [[[(rank + index) % 4, index] for rank in range(4)] for index in range(2)]
     atol = 2e-3 if setting == "mixed" else 1e-6
-    _assert_steps(ctx, _choosing(ctx, **SETTINGS[setting]), ways, compute, atol)
+    _assert_steps(ctx, _choosing(ctx, **SETTINGS[setting]), ways, compute, Choosing, atol)
 
 
 @distributed(2)

@@ -13,17 +13,30 @@ import torch
 from torch import Tensor, nn
 
 import fsdp2
-from fsdp2 import FSDPModule, register_fsdp_forward_method, share_comm_ctx
+from fsdp2 import register_fsdp_forward_method, share_comm_ctx
 from fsdp2.group.all_gather import Gather
 from fsdp2.runtime.unit import unit_of
 from fsdp2.runtime.unit_tree import tree_of
 from fsdp2.tools import trace
-from tests.distributed.changes import assert_gradients, step_and_zero_all
-from tests.distributed.support import BLOCK_NBYTES, Stack, batch, compact, seeded, shard, shard_units, sharded, step
+from tests.distributed.changes import assert_gradients, evaluate, step_and_zero_all, whole
+from tests.distributed.support import (
+    BLOCK_NBYTES,
+    ROOT_NBYTES,
+    Stack,
+    UnshardedStorages,
+    batch,
+    compact,
+    seeded,
+    shard,
+    shard_units,
+    sharded,
+    step,
+)
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.golden import golden_on_ranks
 from tests.harness.messages import error_of
 from tests.harness.models import MLP
+from tests.harness.training import Step, one_backward
 
 # Reductions in flight
 
@@ -51,17 +64,6 @@ def test_one_reduction_is_in_flight_unless_told_otherwise(ctx: RankContext, num_
     return "\n".join(found)
 
 
-@golden_on_ranks()
-def test_backward_that_is_not_the_last_does_not_wait_for_its_reductions(ctx: RankContext) -> str:
-    model = sharded(ctx, num_blocks=1)
-    model.set_is_last_backward(False)
-    with trace.record(model) as recorded:
-        step(model)
-        model.set_is_last_backward(True)
-        step(model)
-    return "\n".join(action for action in recorded.actions() if action.split()[0] in ("reduce", "land"))
-
-
 # Unsharding in backward
 
 
@@ -79,74 +81,54 @@ def test_unit_is_not_gathered_for_backward_though_backward_reads_it(ctx: RankCon
 # Memory that is kept
 
 
-def _unsharded_places(model: Any, compute: Callable[[Any], object] = step) -> list[int]:
+def _places(model: Any) -> list[int]:
+    """Where the parameters of each block lie, whenever it runs."""
     places: list[int] = []
-    hooks = [
+    for block in model.blocks:
         block.register_forward_pre_hook(lambda module, args: places.append(next(module.parameters()).data_ptr()))
-        for block in model.blocks
-    ]
-    compute(model)
-    for hook in hooks:
-        hook.remove()
     return places
 
 
 @pytest.mark.parametrize("dim", [32, 1024])  # 4 MiB is beyond what the pool of freed memory takes
 @distributed(2)
 def test_kept_memory_stays_where_it_is(ctx: RankContext, dim: int) -> None:
-    def compute(model: Any) -> None:
-        model(*model.batch(torch.Generator().manual_seed(0))).square().mean().backward()
-
     model, reference = (seeded(lambda: MLP(dim=dim)) for _ in range(2))
     shard_units(model, mesh=ctx.mesh_1d())
     model.set_keep_unsharded_storage(True)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference)]
-    found = []
+    places = _places(model)
     for _ in range(3):
-        found.append(_unsharded_places(model, compute))
-        compute(reference)
+        for each in (model, reference):
+            one_backward(Step(0, 0, None), each)
         step_and_zero_all(optimizers)
-    assert found == [found[0]] * 3
-    assert len(set(found[0])) == 3
-    for (name, parameter), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
-        assert torch.allclose(parameter.full_tensor(), expected, atol=1e-5), name
-
-
-def _allocated(model: Any) -> list[int]:
-    sizes = []
-    for block in model.blocks:
-        unit = unit_of(block)
-        assert unit is not None
-        (group,) = unit.groups
-        (param, *_) = group.params
-        assert param.unsharded is not None
-        sizes.append(param.unsharded.untyped_storage().nbytes())
-    return sizes
+    assert places == places[:3] * 3
+    assert len(set(places)) == 3
+    torch.testing.assert_close(whole(model), whole(reference), rtol=1e-5, atol=1e-5)
 
 
 @distributed(2)
 def test_memory_is_freed_at_the_next_reshard_once_it_need_not_be_kept(ctx: RankContext) -> None:
     model = sharded(ctx, num_blocks=2)
+    storages = UnshardedStorages(model)
     model.blocks[0].set_keep_unsharded_storage(True)
     step(model)
-    assert _allocated(model) == [BLOCK_NBYTES, 0]
+    assert storages.nbytes == BLOCK_NBYTES
     model.set_keep_unsharded_storage(True, recurse=False)
     step(model)
-    assert _allocated(model) == [BLOCK_NBYTES, 0]
+    assert storages.nbytes == BLOCK_NBYTES + ROOT_NBYTES
     model.set_keep_unsharded_storage(False)
     step(model)
-    assert _allocated(model) == [0, 0]
+    assert storages.nbytes == 0
 
 
 @distributed(4)
 def test_kept_memory_with_resting_on_a_smaller_mesh(ctx: RankContext) -> None:
-    model = sharded(ctx, num_blocks=2, reshard_after_forward=2)
+    model, reference = sharded(ctx, num_blocks=2, reshard_after_forward=2), seeded(lambda: Stack(2))
     model.set_keep_unsharded_storage(True)
-    reference = seeded(lambda: Stack(2))
-    first = _unsharded_places(model)
-    step(reference)
-    assert _unsharded_places(model) == first
-    step(reference)
+    places = _places(model)
+    for each in (model, reference, model, reference):
+        step(each)
+    assert places[:2] == places[2:]
     assert_gradients(model, reference)
 
 
@@ -168,18 +150,14 @@ def test_shards_on_a_node_are_gathered_from_until_the_parameters_change(ctx: Ran
         inside = sum(gather in smaller for gather in issued)
         return len(issued) - inside, inside
 
-    def evaluate() -> None:
-        with torch.no_grad():
-            model(batch())
-
     num_units = len(groups)
     assert gathers_of(lambda: step(model)) == (num_units, num_units)
     assert gathers_of(lambda: step(model)) == (0, 2 * num_units)
-    assert gathers_of(evaluate) == (0, num_units)
+    assert gathers_of(lambda: evaluate(model)) == (0, num_units)
     optimizer.step()
     assert gathers_of(lambda: step(model)) == (num_units, num_units)
     model.load_state_dict(model.state_dict())
-    assert gathers_of(evaluate) == (num_units, 0)
+    assert gathers_of(lambda: evaluate(model)) == (num_units, 0)
     step(model)
     with torch.no_grad():
         model.entry.weight.zero_()  # in the root's group
@@ -221,13 +199,9 @@ class _WithMethods(Stack):
         raise ArithmeticError("as planned")
 
 
-def _sharded_with_methods(ctx: RankContext) -> Any:
-    return shard(ctx, seeded(_WithMethods))
-
-
 @golden_on_ranks()
 def test_registered_method_runs_like_a_forward(ctx: RankContext) -> str:
-    model = _sharded_with_methods(ctx)
+    model = shard(ctx, seeded(_WithMethods))
     for _ in range(2):  # the second call changes nothing
         register_fsdp_forward_method(model, "encode")
     assert model.encode.__doc__ == "Half of the forward."
@@ -237,69 +211,59 @@ def test_registered_method_runs_like_a_forward(ctx: RankContext) -> str:
 
 
 @distributed(2)
-def test_method_of_a_module_that_is_not_sharded_stays_as_it_is(ctx: RankContext) -> None:
-    model = _WithMethods()
-    register_fsdp_forward_method(model, "encode")
-    register_fsdp_forward_method(model, "no such method")
-    assert "encode" not in vars(model)
-
-
-@distributed(2)
 def test_model_recovers_from_a_registered_method_that_raised(ctx: RankContext) -> None:
-    model = _sharded_with_methods(ctx)
+    model = shard(ctx, seeded(_WithMethods))
     register_fsdp_forward_method(model, "encode")
     register_fsdp_forward_method(model, "failing")
     reference = seeded(_WithMethods)
     expected = reference.encode(batch())
-    for entry in (model.encode, model, model.encode):
+    for _ in range(2):
         with pytest.raises(ArithmeticError):
             model.failing(batch())
-        if entry is model:
-            step(model)
-            step(reference)
-        else:
-            assert torch.allclose(entry(batch()), expected, atol=1e-6)
+        assert torch.allclose(model.encode(batch()), expected, atol=1e-6)
+        with pytest.raises(ArithmeticError):
+            model.failing(batch())
+        for each in (model, reference):
+            step(each)
     model.reshard()  # a root keeps its parameters after forward
     assert_gradients(model, reference)
+
+
+class _Caller(nn.Module):
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model.encode(x)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("order", ["compiled first", "registered first", "called by a compiled module"])
 @distributed(2)
 def test_registered_method_and_compilation(ctx: RankContext, order: str) -> None:
-    model = _sharded_with_methods(ctx)
-
-    class Caller(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = model
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.model.encode(x * 2) * 3
-
-    encode: Any
+    model, reference = shard(ctx, seeded(_WithMethods)), seeded(_WithMethods)
     if order == "compiled first":
         model.encode = torch.compile(model.encode, backend="aot_eager")
-        register_fsdp_forward_method(model, "encode")
-        encode = model.encode
-    else:
-        register_fsdp_forward_method(model, "encode")
-        called = order == "called by a compiled module"
-        encode = torch.compile(Caller() if called else model.encode, backend="aot_eager")
-    reference = seeded(_WithMethods)
+    register_fsdp_forward_method(model, "encode")
+    encode: Any = _Caller(model) if order.startswith("called") else model.encode
+    if order != "compiled first":
+        encode = torch.compile(encode, backend="aot_eager")
     warnings.filterwarnings("ignore", message=".*is not a leaf Tensor.*")  # the compiler looks at .grad of inputs
     for seed in range(3):
-        x = batch(seed)
-        expected = reference.encode(x * 2) * 3 if order.startswith("called") else reference.encode(x)
-        actual = encode(x)
+        expected, actual = reference.encode(batch(seed)), encode(batch(seed))
         assert torch.allclose(actual, expected, atol=1e-5)
-        actual.square().mean().backward()
-        expected.square().mean().backward()
+        for output in (actual, expected):
+            output.square().mean().backward()
     assert_gradients(model, reference, atol=1e-4)
 
 
 @golden_on_ranks()
 def test_method_that_does_not_exist(ctx: RankContext) -> str:
-    model = _sharded_with_methods(ctx)
+    model = shard(ctx, seeded(_WithMethods))
+    plain = _WithMethods()
+    for name in ("encode", "no such method"):  # a module that is not sharded stays as it is
+        register_fsdp_forward_method(plain, name)
+        assert name not in vars(plain)
     names = ("encod", "label", "xyz")
     return "\n".join(error_of(partial(register_fsdp_forward_method, model, name)) for name in names)
 
@@ -309,9 +273,8 @@ def test_method_that_does_not_exist(ctx: RankContext) -> str:
 
 @distributed(2)
 def test_roots_share_streams_from_the_start(ctx: RankContext) -> None:
-    first, second = sharded(ctx), sharded(ctx)
-    streams = {id(tree_of(unit_of(module)).executor.streams) for module in (first, second)}  # type: ignore[arg-type]
-    assert len(streams) == 1
-    share_comm_ctx([])
-    share_comm_ctx([first, second])
-    assert all(isinstance(module, FSDPModule) for module in (first, second))
+    models = [sharded(ctx), sharded(ctx)]
+    first, second = (tree_of(unit_of(model)).executor.streams for model in models)  # type: ignore[arg-type]
+    assert first is second
+    for roots in ([], models):
+        share_comm_ctx(roots)

@@ -7,8 +7,7 @@ where they are handed to the process group.
 from __future__ import annotations
 
 import time
-import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,13 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp2
-from fsdp2 import fully_shard
 from fsdp2.extras import torch_names
 from fsdp2.tools import stream_weights
-from tests.distributed.support import seeded
+from tests.distributed.changes import whole
+from tests.distributed.support import NewMemory, seeded, shard_units
+from tests.harness.compare import compare_values
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.messages import error_of
 from tests.harness.models import MLP
@@ -39,16 +38,12 @@ class Layers(nn.Sequential):
     def __init__(self) -> None:
         super().__init__(*(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_LAYERS)))
 
-
-def _sharded(model: Any, mesh: Any) -> Any:
-    units = model.units() if hasattr(model, "units") else list(model)
-    for unit in (*units, model):
-        fully_shard(unit, mesh=mesh)
-    return model
+    def units(self) -> list[nn.Module]:
+        return list(self)
 
 
-def _values(model: nn.Module) -> dict[str, Tensor]:
-    return {name: param.detach() for name, param in model.named_parameters()}
+def _sharded(ctx: RankContext, make: Callable[[], Any] = MLP, mesh: DeviceMesh | None = None) -> Any:
+    return shard_units(seeded(make), mesh=mesh or ctx.mesh_1d())
 
 
 def _streamed(model: nn.Module, **options: Any) -> dict[str, Tensor]:
@@ -57,13 +52,6 @@ def _streamed(model: nn.Module, **options: Any) -> dict[str, Tensor]:
         for bucket in fsdp2.stream_full_params(model, **options).buckets()
         for name, tensor in bucket.tensors
     }
-
-
-def _assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert list(found) == list(expected)
-    for name, value in expected.items():
-        assert found[name].dtype is value.dtype, name
-        assert torch.equal(found[name], value), name
 
 
 # When
@@ -89,9 +77,10 @@ def _counted_gathers(key: str) -> Iterator[dist.Store]:
 @distributed(2)
 def test_no_rank_gathers_before_the_receiver_asks(ctx: RankContext, to_rank: int | None, ahead: int) -> None:
     """While rank 0 has a bucket, rank 1 has begun no other, or one if asked to."""
-    model = _sharded(seeded(MLP), ctx.mesh_1d())
+    model = _sharded(ctx)
     key = f"test_stream/{to_rank}/{ahead}"
-    stream = fsdp2.stream_full_params(model, bucket_nbytes=600, to_rank=to_rank, ahead=ahead)
+    options = {"ahead": ahead} if ahead else {}  # 0 is the default: callers may use collectives of their own meanwhile
+    stream = fsdp2.stream_full_params(model, bucket_nbytes=600, to_rank=to_rank, **options)
     num_buckets, found = len(stream.manifest), []
     assert num_buckets > 4
     with _counted_gathers(key) as store:
@@ -106,7 +95,7 @@ def test_no_rank_gathers_before_the_receiver_asks(ctx: RankContext, to_rank: int
 @distributed(2)
 def test_others_leave_the_loop_after_the_receiver(ctx: RankContext) -> None:
     """So also the last bucket is handed on while nobody gathers, for example for the next forward."""
-    model = _sharded(seeded(MLP), ctx.mesh_1d())
+    model = _sharded(ctx)
     store = torch_names.default_store()
     for _ in fsdp2.stream_full_params(model, to_rank=0).buckets():
         time.sleep(0.02)
@@ -116,25 +105,17 @@ def test_others_leave_the_loop_after_the_receiver(ctx: RankContext) -> None:
     dist.barrier()
 
 
-@distributed(2)
-def test_callers_may_use_collectives_of_their_own_while_they_have_a_bucket(ctx: RankContext) -> None:
-    """In the same process group, where a gather that ran ahead would take its messages."""
-    model = _sharded(seeded(Layers), ctx.mesh_1d())
-    for bucket in fsdp2.stream_full_params(model, bucket_nbytes="2MiB").buckets():
-        total = bucket.flat.view(torch.int32).sum()
-        dist.all_reduce(total, dist.ReduceOp.MAX)
-        assert total == bucket.flat.view(torch.int32).sum()
-
-
 # What
 
 
 @distributed(2)
 def test_the_manifest_says_what_comes_without_communication(ctx: RankContext) -> None:
-    model = _sharded(seeded(MLP), ctx.mesh_1d())
+    model = _sharded(ctx)
     if ctx.rank == 1:  # on one rank alone
         lone = fsdp2.stream_full_params(model, dtype=torch.bfloat16, bucket_nbytes=2000).manifest
-        assert [each.name for bucket in lone for each in bucket.tensors] == list(_values(model))
+        assert [each.name for bucket in lone for each in bucket.tensors] == [
+            name for name, _ in model.named_parameters()
+        ]
     stream = fsdp2.stream_full_params(model, dtype=torch.bfloat16, bucket_nbytes=2000)
     assert len(stream.manifest) > 2
     for bucket, manifest in zip(stream.buckets(), stream.manifest, strict=True):
@@ -152,7 +133,7 @@ def test_the_manifest_says_what_comes_without_communication(ctx: RankContext) ->
 @distributed(2)
 def test_a_transform_gets_whole_tensors_together_and_may_quantise_them(ctx: RankContext) -> None:
     plain = seeded(MLP)
-    model = _sharded(seeded(MLP), ctx.mesh_1d())
+    model = _sharded(ctx)
 
     def quantised(weight: Tensor, bias: Tensor) -> dict[str, Tensor]:
         scale = weight.abs().amax(1) / 127
@@ -162,14 +143,14 @@ def test_a_transform_gets_whole_tensors_together_and_may_quantise_them(ctx: Rank
     given = {"transform": transform, "rename": {"exit.scale": "s"}, "dtype": torch.bfloat16, "bucket_nbytes": 2000}
     stream = fsdp2.stream_full_params(model, **given)
     names = [each.name for bucket in stream.manifest for each in bucket.tensors]
-    expected = {name: value.bfloat16() for name, value in _values(plain).items() if "entry.bias" not in name}
+    expected = {name: value.bfloat16() for name, value in whole(plain).items() if "entry.bias" not in name}
     made = quantised(plain.exit.weight.detach(), plain.exit.bias.detach())
     del expected["exit.weight"], expected["exit.bias"]
     expected |= {"exit.q": made["exit.q"], "s": made["exit.scale"], "exit.bias": made["exit.bias"]}
-    _assert_same({name: tensor.clone() for name, tensor in stream}, expected)
+    compare_values("weights", {name: tensor.clone() for name, tensor in stream}, expected)
     assert names == list(expected)
     for to_rank in (0, 1):
-        _assert_same(_streamed(model, **given, to_rank=to_rank), expected if ctx.rank == to_rank else {})
+        compare_values("weights", _streamed(model, **given, to_rank=to_rank), expected if ctx.rank == to_rank else {})
 
 
 # How much
@@ -193,65 +174,40 @@ def _counted_messages() -> Iterator[list[tuple[str, int, int]]]:
 @distributed(4)
 def test_ranks_of_the_receivers_replica_send_their_shards_once_and_others_nothing(ctx: RankContext) -> None:
     """Large shards in messages of their own; all others of a bucket in one."""
-    mesh = ctx.mesh_2d(2, 2)
-    model = _sharded(seeded(Layers), mesh)
+    model = _sharded(ctx, Layers, ctx.mesh_2d(2, 2))
     with _counted_messages() as counted:
         found = _streamed(model, to_rank=2, bucket_nbytes="2200KiB")
     weights, biases = [WIDTH * WIDTH * 4 // 2] * NUM_LAYERS, [2 * WIDTH * 4 // 2] * (NUM_LAYERS // 2)
     expected = {2: ("irecv", 3), 3: ("isend", 2)}.get(ctx.rank)
     assert sorted(nbytes for *_, nbytes in counted) == (sorted(weights + biases) if expected else [])
     assert {each[:2] for each in counted} == ({expected} if expected else set())
-    _assert_same(found, _values(seeded(Layers)) if ctx.rank == 2 else {})
-
-
-class _Live(TorchDispatchMode):
-    """The most bytes of storages that were made in the block and were alive at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self._seen: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        known = {each.untyped_storage()._cdata for each in args if isinstance(each, Tensor)}
-        made = func(*args, **(kwargs or {}))
-        if isinstance(made, Tensor) and made.untyped_storage()._cdata not in known | self._seen:
-            storage = made.untyped_storage()
-            self._seen.add(storage._cdata)
-            self.now += storage.nbytes()
-            self.peak = max(self.peak, self.now)
-            weakref.finalize(storage, self._gone, storage._cdata, storage.nbytes())
-        return made
-
-    def _gone(self, key: int, nbytes: int) -> None:
-        self._seen.discard(key)
-        self.now -= nbytes
+    compare_values("weights", found, whole(seeded(Layers)) if ctx.rank == 2 else {})
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
 @distributed(2)
 def test_memory_is_that_of_few_buckets_however_many_there_are(ctx: RankContext, ahead: int) -> None:
     """The tensors of this model are gathered straight into the bucket, except for biases."""
-    model = _sharded(seeded(Layers), ctx.mesh_1d())
+    model = _sharded(ctx, Layers)
     bucket_nbytes = WIDTH * WIDTH * 4 + 4 * KIB
     small = 3 * 4 * KIB
     for to_rank in (None, 0):
         stream = fsdp2.stream_full_params(model, bucket_nbytes=bucket_nbytes, to_rank=to_rank, ahead=ahead)
         assert len(stream.manifest) == NUM_LAYERS
-        with _Live() as live:
+        with NewMemory() as new:
             for bucket in stream.buckets():
                 assert bucket.flat.nbytes <= bucket_nbytes
                 del bucket
         held = (1 + ahead) * bucket_nbytes if to_rank in (None, ctx.rank) else 0
-        assert held <= live.peak + 4 * KIB
-        assert live.peak <= held + (1 + ahead) * small
+        assert held <= new.peak + 4 * KIB
+        assert new.peak <= held + (1 + ahead) * small
 
 
 # How it ends
 
 
 def _is_as_before(model: nn.Module) -> None:
-    _assert_same(dict(fsdp2.stream_full_params(model)), _values(seeded(MLP)))
+    compare_values("weights", dict(fsdp2.stream_full_params(model)), whole(seeded(MLP)))
 
 
 @contextmanager
@@ -265,7 +221,7 @@ def _caught(found: list[str]) -> Iterator[None]:
 @pytest.mark.parametrize("to_rank", [0, None])
 @distributed(2)
 def test_a_consumer_that_raises_or_breaks_off_ends_all_loops(ctx: RankContext, to_rank: int | None) -> None:
-    model = _sharded(seeded(MLP), ctx.mesh_1d())
+    model = _sharded(ctx)
     for ahead in (0, 1):
         for ends in ("raise", "break", "late"):
             found: list[str] = []
@@ -290,7 +246,7 @@ def test_a_consumer_that_raises_or_breaks_off_ends_all_loops(ctx: RankContext, t
 @pytest.mark.parametrize("to_rank", [1, None])
 @distributed(2)
 def test_stop_ends_the_loops_of_all_ranks_at_the_same_bucket(ctx: RankContext, to_rank: int | None) -> None:
-    model = _sharded(seeded(MLP), ctx.mesh_1d())
+    model = _sharded(ctx)
     for ahead in (0, 1):
         for also_breaks in (False, True):
             stream, num = fsdp2.stream_full_params(model, bucket_nbytes=600, to_rank=to_rank, ahead=ahead), 0
@@ -307,7 +263,7 @@ def test_stop_ends_the_loops_of_all_ranks_at_the_same_bucket(ctx: RankContext, t
 @distributed(2)
 def test_all_ranks_raise_what_one_finds(ctx: RankContext) -> None:
     """Arguments that only one rank has wrong, other arguments, a transform that raises on one rank, and a reuse."""
-    model = _sharded(seeded(MLP), ctx.mesh_1d())
+    model = _sharded(ctx)
     is_first = ctx.rank == 0
 
     def moody(bias: Tensor) -> dict[str, Tensor]:
@@ -336,7 +292,7 @@ def test_all_ranks_raise_what_one_finds(ctx: RankContext) -> None:
         found = error(**others)
         assert any(f"rank {i} would stream other tensors than rank {1 - i}, or other" in found for i in (0, 1)), found
     stream = fsdp2.stream_full_params(model)
-    assert len(dict(stream)) == len(_values(model))
+    assert len(dict(stream)) == len(list(model.parameters()))
     text = "RuntimeError: stream_full_params: this stream was iterated already."
     assert error_of(lambda: iter(stream)).startswith(text)
     _is_as_before(model)
@@ -346,13 +302,13 @@ def test_all_ranks_raise_what_one_finds(ctx: RankContext) -> None:
 @distributed(2)
 def test_a_stream_has_new_values_or_refuses_to_go_on(ctx: RankContext, replace: str) -> None:
     """It was made before its model was trained, loaded in place, or given other tensors."""
-    model, other = (_sharded(seeded(MLP), ctx.mesh_1d()) for _ in range(2))
+    model, other = (_sharded(ctx) for _ in range(2))
     earlier, stream = fsdp2.stream_full_params(model), fsdp2.stream_full_params(model)
     one_backward(Step(0, ctx.rank, None), other)
     torch.optim.SGD(other.parameters(), lr=0.1).step()
     model.load_state_dict(other.state_dict())
-    expected = {name: param.full_tensor().detach() for name, param in other.named_parameters()}
-    _assert_same({name: tensor.clone() for name, tensor in earlier}, expected)
+    expected = whole(other)
+    compare_values("weights", {name: tensor.clone() for name, tensor in earlier}, expected)
     if replace == "another mesh":
         fsdp2.reshard_to(model, [], DeviceMesh(ctx.device_type, [0]))
         fsdp2.reshard_to(model, [], ctx.mesh_1d())
@@ -361,12 +317,12 @@ def test_a_stream_has_new_values_or_refuses_to_go_on(ctx: RankContext, replace: 
     text = "RuntimeError: stream_full_params: 'entry.weight' was replaced after this stream was made, so"
     found = error_of(lambda: dict(stream)).replace("\n", " ")
     assert text in found or f"because rank {1 - ctx.rank} raised {text}" in found, found
-    _assert_same(_streamed(model), expected)
+    compare_values("weights", _streamed(model), expected)
 
 
 @distributed(2)
 def test_a_stream_that_has_ended_leaves_nothing_in_the_store(ctx: RankContext) -> None:
-    model, store = _sharded(seeded(MLP), ctx.mesh_1d()), torch_names.default_store()
+    model, store = _sharded(ctx), torch_names.default_store()
     dist.barrier()
     before = store.num_keys()
     dist.barrier()
@@ -380,23 +336,3 @@ def test_a_stream_that_has_ended_leaves_nothing_in_the_store(ctx: RankContext) -
         dist.barrier()
         assert store.num_keys() == before
         dist.barrier()
-
-
-@distributed(2)
-def test_gradients_and_optimizer_states_stay(ctx: RankContext) -> None:
-    models = [_sharded(seeded(MLP), ctx.mesh_1d()) for _ in range(2)]
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in models]
-    for index in range(3):
-        for model in models:
-            one_backward(Step(index, ctx.rank, None), model)
-        stream = fsdp2.stream_full_params(models[0], bucket_nbytes=600, to_rank=0, ahead=1)
-        with _caught([]):
-            for bucket in stream.buckets():
-                bucket.flat.zero_()  # the caller's own
-                if index == 1:
-                    raise OSError
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    expected = {name: param.full_tensor() for name, param in models[1].named_parameters()}
-    _assert_same({name: param.full_tensor() for name, param in models[0].named_parameters()}, expected)

@@ -7,7 +7,6 @@ import warnings
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp2.tensors import Int8AllGatherTensor, wrap_parameters
@@ -19,7 +18,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore", ImportWarning)  # that a package for tests of its own is missing
     from torch.testing._internal.common_distributed import MultiThreadedTestCase
 
-MODEL: nn.Module = seeded(Stack)  # made once: threads share the random number generator
+MODEL: Stack = seeded(Stack)  # made once: threads share the random number generator
 
 
 class TestThreadedWorld(MultiThreadedTestCase):
@@ -31,25 +30,15 @@ class TestThreadedWorld(MultiThreadedTestCase):
         super().setUp()
         self._spawn_threads()
 
-    def _sharded(self, model: nn.Module) -> nn.Module:
-        return shard_each(*model.blocks, model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))  # type: ignore[misc]
-
     def test_gradients_are_those_of_the_unsharded_model(self) -> None:
-        reference = copy.deepcopy(MODEL)
-        model = self._sharded(copy.deepcopy(MODEL))
-        assert torch.allclose(step(model), step(reference), atol=1e-6)
-        self._compare_gradients(model, reference)
-
-    def test_hooks_decide_what_the_threads_send(self) -> None:
-        reference, model = copy.deepcopy(MODEL), copy.deepcopy(MODEL)
-        for name in wrap_parameters(model, Int8AllGatherTensor):
-            with torch.no_grad():
-                weight = reference.get_parameter(name)
-                dequantise(*quantise(weight, 256), 256, out=weight)
-        model = self._sharded(model)
-        assert torch.allclose(step(model), step(reference), atol=1e-6)
-        self._compare_gradients(model, reference)
-
-    def _compare_gradients(self, model: nn.Module, reference: nn.Module) -> None:
-        assert_gradients(model, reference)
-        assert model(batch()).isfinite().all()
+        """Also where hooks decide what the threads send."""
+        for has_hooks in (False, True):
+            reference, model = copy.deepcopy(MODEL), copy.deepcopy(MODEL)
+            for name in wrap_parameters(model, Int8AllGatherTensor) if has_hooks else ():
+                with torch.no_grad():
+                    weight = reference.get_parameter(name)
+                    dequantise(*quantise(weight, 256), 256, out=weight)
+            shard_each(*model.blocks, model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+            assert torch.allclose(step(model), step(reference), atol=1e-6)
+            assert_gradients(model, reference)
+            assert model(batch()).isfinite().all()

@@ -56,11 +56,8 @@ class _Tokens(nn.Module):
 def test_dtensors_of_tensor_parallelism_move_as_well(ctx: RankContext) -> None:
     mesh = ctx.mesh(dp=1, tp=2)
     model, reference = seeded(_Tokens), seeded(_Tokens)
-    plan = {
-        "embedding": RowwiseParallel(input_layouts=Replicate()),
-        "head": ColwiseParallel(output_layouts=Replicate()),
-    }
-    parallelize_module(model, mesh["tp"], plan)
+    rows, columns = RowwiseParallel(input_layouts=Replicate()), ColwiseParallel(output_layouts=Replicate())
+    parallelize_module(model, mesh["tp"], {"embedding": rows, "head": columns})
     model.head.weight = model.embedding.weight
     shard_each(model.embedding, model, mesh=mesh["dp"])
     for each in (model, reference):
@@ -193,16 +190,15 @@ def test_ties_of_sharded_parameters_that_cannot_move_are_kept_or_refused(ctx: Ra
         return model
 
     policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
-    across = made(mp_policy=policy)
-    _tie(across, ("blocks.0.linear", "blocks.2.linear"))
-    before = [parameter.to_local().data_ptr() for parameter in across.parameters()]  # type: ignore[attr-defined]
-    with pytest.raises(
-        ScheduleError, match=r"'blocks\.0\.linear\.weight' and 'blocks\.2\.linear\.weight' are in two units"
-    ):
+    across: Any = made(mp_policy=policy)
+    _tie(across, PLACES["two blocks"])
+    before = [parameter.to_local().data_ptr() for parameter in across.parameters()]
+    places = "'blocks.0.linear.weight' and 'blocks.2.linear.weight'"
+    with pytest.raises(ScheduleError, match=f"{places} are in two units"):
         step(across)
-    assert [parameter.to_local().data_ptr() for parameter in across.parameters()] == before  # type: ignore[attr-defined]
-    kept, reference = made(mp_policy=policy, reshard_after_forward=False), _tied(("entry", "blocks.2.linear"))
-    _tie(kept, ("entry", "blocks.2.linear"))
+    assert [parameter.to_local().data_ptr() for parameter in across.parameters()] == before
+    kept, reference = made(mp_policy=policy, reshard_after_forward=False), _tied(PLACES["root and block"])
+    _tie(kept, PLACES["root and block"])
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (kept, reference)]
     for seed in range(3):
         torch.testing.assert_close(step(kept, seed), step(reference, seed), atol=0.01, rtol=0.01)  # reduced in bf16
@@ -210,7 +206,7 @@ def test_ties_of_sharded_parameters_that_cannot_move_are_kept_or_refused(ctx: Ra
     assert kept.blocks[2].linear.weight is kept.entry.weight
     late = made()
     step(late)
-    _tie(late, ("entry", "exit"))
+    _tie(late, PLACES["one unit"])
     with pytest.raises(ScheduleError, match=r"'entry\.weight' and 'exit\.weight' were tied after the first use"):
         step(late)
     late = made()

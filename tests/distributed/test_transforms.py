@@ -41,16 +41,8 @@ class _Model(nn.Module):
         return self.pair(x, 2 * x)
 
 
-def _batch(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def _x() -> Tensor:
-    return _batch(3, DIM)
-
-
-def _tangent() -> Tensor:
-    return _batch(3, DIM, seed=1)
+def _x(seed: int = 0) -> Tensor:
+    return torch.randn(3, DIM, generator=torch.Generator().manual_seed(seed))
 
 
 def _energy(model: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -59,7 +51,7 @@ def _energy(model: nn.Module) -> Callable[[Tensor], Tensor]:
 
 def _forward_mode(model: nn.Module) -> Tensor:
     with forward_ad.dual_level():
-        tangent = forward_ad.unpack_dual(model(forward_ad.make_dual(_x(), _tangent()))).tangent
+        tangent = forward_ad.unpack_dual(model(forward_ad.make_dual(_x(), _x(1)))).tangent
         assert tangent is not None
         return tangent
 
@@ -72,10 +64,10 @@ def _backward_through_vmap(model: nn.Module) -> Tensor:
 
 
 TRANSFORMS: dict[str, Callable[[nn.Module], Tensor]] = {
-    "jvp": lambda model: jvp(model, (_x(),), (_tangent(),))[1],
+    "jvp": lambda model: jvp(model, (_x(),), (_x(1),))[1],
     "forward mode": _forward_mode,
     "grad": lambda model: grad(_energy(model))(_x()),
-    "vjp": lambda model: vjp(model, _x())[1](_tangent())[0],
+    "vjp": lambda model: vjp(model, _x())[1](_x(1))[0],
     "vmap": lambda model: vmap(model)(_x()),
     "vmap of grad": lambda model: vmap(grad(_energy(model)))(_x()),
     "grad of vmap": lambda model: grad(lambda x: vmap(model)(x).square().sum())(_x()),
@@ -94,7 +86,7 @@ def _sharded(ctx: RankContext, reshard: bool) -> Any:
 
 def _assert_step_is_that_of(model: Any, plain: nn.Module) -> None:
     for each in (model, plain):
-        each(_batch(2, DIM, seed=2)).square().sum().backward()
+        each(_x(2)).square().sum().backward()
     assert_gradients(model, plain, atol=1e-5)
 
 

@@ -55,20 +55,18 @@ def _whole_vectors(parameter: nn.Parameter) -> Replicate | None:
     return Replicate() if parameter.dim() == 1 else None
 
 
-def _sharded(mesh: DeviceMesh, **options: Any) -> Any:
+def _sharded(mesh: DeviceMesh, place: Any = None, **options: Any) -> Any:
     model = seeded(_Model)
-    return shard_each(*model.blocks, model, mesh=mesh, **options)
+    return shard_each(*model.blocks, model, mesh=mesh, shard_placement_fn=place, **options)
 
 
 SETUPS: dict[str, Callable[[RankContext], Any]] = {
     "dim 0": lambda ctx: _sharded(ctx.mesh_1d()),
-    "last dim": lambda ctx: _sharded(ctx.mesh_1d(), shard_placement_fn=_last_dim),
-    "last dim, resting on 2": lambda ctx: _sharded(
-        ctx.mesh_1d(), shard_placement_fn=_last_dim, reshard_after_forward=2
-    ),
-    "HSDP": lambda ctx: _sharded(ctx.mesh_2d(2, ctx.world_size // 2), shard_placement_fn=_last_dim),
-    "vectors whole": lambda ctx: _sharded(ctx.mesh_1d(), shard_placement_fn=_whole_vectors, reshard_after_forward=2),
-    "HSDP, vectors whole": lambda ctx: _sharded(ctx.mesh_2d(2, ctx.world_size // 2), shard_placement_fn=_whole_vectors),
+    "last dim": lambda ctx: _sharded(ctx.mesh_1d(), _last_dim),
+    "last dim, resting on 2": lambda ctx: _sharded(ctx.mesh_1d(), _last_dim, reshard_after_forward=2),
+    "HSDP": lambda ctx: _sharded(ctx.mesh_2d(2, ctx.world_size // 2), _last_dim),
+    "vectors whole": lambda ctx: _sharded(ctx.mesh_1d(), _whole_vectors, reshard_after_forward=2),
+    "HSDP, vectors whole": lambda ctx: _sharded(ctx.mesh_2d(2, ctx.world_size // 2), _whole_vectors),
 }
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "foreach": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, foreach=True),
@@ -124,10 +122,9 @@ def test_scalars_are_loaded_and_accumulate_without_communication(ctx: RankContex
     assert model.temperature.grad is None
     model(x).sum().backward()
     reference(x).sum().backward()
+    found, expected = model.temperature.grad.full_tensor(), 2 * reference.temperature.grad
     # A float64 scalar, but computed with in float32: CPUs round that in ways of their own.
-    torch.testing.assert_close(
-        model.temperature.grad.full_tensor(), 2 * reference.temperature.grad, rtol=1e-5, atol=1e-5
-    )
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     with fsdp2.unsharded(model), torch.no_grad():
         model.temperature.fill_(3.0)
     assert model.temperature.full_tensor() == 3
@@ -145,19 +142,15 @@ def test_on_a_shard_axis_of_one_parameters_are_views_of_the_shards(ctx: RankCont
     assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
-class _Table(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, DIM))
-
-    def forward(self) -> Tensor:
+class _Table(nn.Linear):
+    def forward(self) -> Tensor:  # type: ignore[override]
         return self.weight
 
 
 class _ReadsTable(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.table = _Table()
+        self.table = _Table(DIM, 4, bias=False)
         self.seen: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ import resource
 import signal
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +25,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp2
 from fsdp2 import DataParallelMeshDims, MixedPrecisionPolicy, ParamPlacement, fully_shard
 from fsdp2.comm.offload import StagedOffloadPolicy
 from fsdp2.tensors import BFloat16AllGatherTensor, NF4Tensor, wrap_parameters
 from fsdp2.tools import save_weights
-from tests.distributed.support import same_on_all_ranks, seeded
+from tests.distributed.changes import step_and_zero_all, whole
+from tests.distributed.support import seeded, shard_each, shard_units
 from tests.harness.compare import compare_values
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.extensions import KeptHalved
-from tests.harness.golden import texts_beside
+from tests.harness.golden import golden_on_ranks
 from tests.harness.messages import error_of, wrapped
 from tests.harness.models import MLP, Buffers, ParityModel, SharedModules, Transformer, Uneven
 from tests.harness.pool import WorkerError, WorkerPool
@@ -43,12 +44,7 @@ from tests.harness.selection import long
 from tests.harness.terminal import on_a_terminal
 from tests.harness.training import Step, one_backward
 from tests.harness.weight_files import INDEX, ONE, assert_same, bytes_of, read, safetensors
-
-
-def _units(model: Any, mesh: DeviceMesh, **options: Any) -> Any:
-    for unit in (*model.units(), model):
-        fully_shard(unit, mesh=mesh, **options)
-    return model
+from tests.parity.test_model_parallel import tensor_parallel
 
 
 def _last(param: nn.Parameter) -> Shard:
@@ -59,13 +55,12 @@ def _ignored(model: Any, ctx: RankContext) -> Any:
     """A plain parameter, and one that is a DTensor but none of ours."""
     mesh, weight = ctx.mesh_1d(), model.entry.weight
     model.entry.weight = nn.Parameter(distribute_tensor(weight.detach(), mesh, [Shard(1)]))
-    return _units(model, mesh, ignored_params={model.exit.weight, model.entry.weight})
+    return shard_units(model, mesh=mesh, ignored_params={model.exit.weight, model.entry.weight})
 
 
 def _tensor_parallel(model: Any, mesh: DeviceMesh, **options: Any) -> Any:
-    for block in model.blocks:
-        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    return _units(model, mesh["dp"], **options)
+    tensor_parallel(model, mesh["tp"])
+    return shard_units(model, mesh=mesh["dp"], **options)
 
 
 def _on_full_mesh(model: Any, ctx: RankContext) -> Any:
@@ -78,7 +73,7 @@ def _on_full_mesh(model: Any, ctx: RankContext) -> Any:
             module.register_parameter(key, nn.Parameter(distribute_tensor(param.detach(), of, placements)))
 
     distribute_module(model, mesh, place)
-    return _units(model, mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
+    return shard_units(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
 
 
 def _by_torch(model: Any, ctx: RankContext) -> Any:
@@ -95,11 +90,11 @@ def _experts(model: Any, ctx: RankContext) -> Any:
     def place(param: nn.Parameter) -> Any:
         return ParamPlacement(Shard(1), mesh["shard"]) if param in experts else None
 
-    return _units(model, mesh._flatten("everybody"), shard_placement_fn=place)
+    return shard_units(model, mesh=mesh._flatten("everybody"), shard_placement_fn=place)
 
 
 def _1d(model: Any, ctx: RankContext, **options: Any) -> Any:
-    return _units(model, ctx.mesh_1d(), **options)
+    return shard_units(model, mesh=ctx.mesh_1d(), **options)
 
 
 # The model, and how a rank shards it.
@@ -115,14 +110,14 @@ ON_2: _Ways = {
     "offloaded": (MLP, functools.partial(_1d, offload_policy=StagedOffloadPolicy())),
     "bf16 compute": (MLP, functools.partial(_1d, mp_policy=MixedPrecisionPolicy(torch.bfloat16))),
     "tp": (MLP, lambda model, ctx: _tensor_parallel(model, ctx.mesh(dp=1, tp=2))),
-    "replicated": (MLP, lambda model, ctx: _units(model, ctx.mesh_2d(2, 1))),
+    "replicated": (MLP, lambda model, ctx: shard_units(model, mesh=ctx.mesh_2d(2, 1))),
     "by torch": (Uneven, _by_torch),
     "unsharded": (Buffers, lambda model, ctx: model),
 }
 SHORT = ("uneven", "tied", "ignored", "offloaded", "bf16 compute", "tp", "replicated")
 _MLP_OF_5 = functools.partial(MLP, dim=5)
 ON_4: _Ways = {
-    "hsdp": (Uneven, lambda model, ctx: _units(model, ctx.mesh_2d(2, 2))),
+    "hsdp": (Uneven, lambda model, ctx: shard_units(model, mesh=ctx.mesh_2d(2, 2))),
     "tp x fsdp": (_MLP_OF_5, lambda model, ctx: _tensor_parallel(model, ctx.mesh(dp=2, tp=2))),
     "fsdp x tp": (_MLP_OF_5, lambda model, ctx: _tensor_parallel(model, ctx.mesh(tp=2, dp=2))),
     "tp on the dim of fsdp": (
@@ -136,8 +131,6 @@ ON_4: _Ways = {
 
 
 NO_FORWARD = {"ignored", "full mesh", "unsharded"}  # DTensors take no plain inputs, and no rank averages buffers
-
-
 WAYS = {**ON_2, **ON_4}
 
 
@@ -175,8 +168,7 @@ def _values(model: nn.Module) -> dict[str, Tensor]:
     return {key: value.clone() for key, value in _locals(model).items()}
 
 
-def _same(found: Any, expected: Any) -> None:
-    compare_values("weights", found, expected)
+_same = functools.partial(compare_values, "weights")
 
 
 def _batch(model: Any) -> Any:
@@ -201,14 +193,14 @@ class _Rotary(nn.Module):
         return self.linear(x) * self.inv_freq
 
 
-def _loads_beside_empty_buffers(ctx: RankContext, path: Path) -> list[list[str]]:
-    """What loading warns of: after to_empty, with one buffer written and one replaced, and without the meta device."""
-    file = path / f"model{ctx.rank}.safetensors"
+@golden_on_ranks()
+def test_buffers_that_no_file_has_are_warned_of_until_they_are_filled(ctx: RankContext, tmp_path: Path) -> str:
+    """After ``to_empty``; not with one buffer written and one replaced, nor without the meta device."""
+    file = tmp_path / f"model{ctx.rank}.safetensors"
     whole = seeded(lambda: nn.Sequential(_Rotary(), _Rotary()))
     safetensors.save_file(whole.state_dict(), file)
     model = nn.Sequential(_Rotary(), _Rotary()).to("meta")
-    for each in (*model, model):
-        fully_shard(each, mesh=ctx.mesh_1d())
+    shard_each(*model, model, mesh=ctx.mesh_1d())
     model.to_empty(device=ctx.device_type).double().float()  # a cast gives no values
 
     def warned(loaded: nn.Module) -> list[str]:
@@ -218,18 +210,12 @@ def _loads_beside_empty_buffers(ctx: RankContext, path: Path) -> list[list[str]]
         assert all(Path(each.filename) == Path(__file__) for each in caught)
         return [wrapped(str(each.message)) for each in caught]
 
-    first = warned(model)
+    (warning,) = warned(model)
     model[0].inv_freq.copy_(1 / torch.arange(1.0, 5))  # type: ignore[operator, union-attr]
     model[1].inv_freq = 1 / torch.arange(1.0, 5)
-    again, plain = warned(model), warned(nn.Sequential(_Rotary(), _Rotary()))
+    assert warned(model) == warned(nn.Sequential(_Rotary(), _Rotary())) == []
     assert torch.equal(model(torch.ones(4)), whole(torch.ones(4)))
-    return [first, again, plain]
-
-
-def test_buffers_that_no_file_has_are_warned_of_until_they_are_filled(tmp_path: Path) -> None:
-    (warning,), again, plain = same_on_all_ranks(_loads_beside_empty_buffers, path=tmp_path)
-    texts_beside(__file__).check("buffers that no file has", warning)
-    assert (again, plain) == ([], [])
+    return warning
 
 
 def _loads_saves_and_streams(ctx: RankContext, place: str, tmp_path: Path) -> None:
@@ -405,23 +391,26 @@ def test_parameters_that_the_user_has_replaced_count(ctx: RankContext, tmp_path:
 @distributed(2)
 def test_training_goes_on_as_if_nothing_was_streamed_saved_or_broken_off(ctx: RankContext, tmp_path: Path) -> None:
     models = [_1d(seeded(MLP), ctx, reshard_after_forward=False) for _ in range(2)]
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in models]
     for index in range(3):
-        losses = []
-        for model, optimizer in zip(models, optimizers, strict=True):
-            losses += one_backward(Step(index, ctx.rank, None), model)
-            optimizer.step()
-            optimizer.zero_grad()
-        assert torch.equal(*losses)
+        assert torch.equal(*(one_backward(Step(index, ctx.rank, None), model)[0] for model in models))
+        stream = fsdp2.stream_full_params(models[0], bucket_nbytes=600, to_rank=0, ahead=1)
+        with suppress(OSError, RuntimeError):  # gradients stay
+            for bucket in stream.buckets():
+                bucket.flat.zero_()  # the caller's own
+                if index == 1:
+                    raise OSError
+        step_and_zero_all(optimizers)
         with torch.no_grad():  # leaves the model unsharded
             models[0](*_batch(models[0]))
+        expected = whole(models[1])
         for name, value in fsdp2.stream_full_params(models[0]):
-            assert torch.equal(value, models[1].get_parameter(name).full_tensor())  # type: ignore[attr-defined]
+            assert torch.equal(value, expected[name])
             if index == 1 and name.startswith("blocks.1"):
                 break
             value.zero_()  # the caller's own
         fsdp2.save_safetensors(models[0], tmp_path)
-    assert_same(read(tmp_path), {name: p.full_tensor().cpu() for name, p in models[1].named_parameters()})
+    assert_same(read(tmp_path), {name: value.cpu() for name, value in expected.items()})
 
 
 @distributed(2)
@@ -467,24 +456,30 @@ def test_during_a_pass_all_three_are_refused(ctx: RankContext, tmp_path: Path) -
 
 @distributed(2)
 def test_all_ranks_raise_one_error_with_all_problems_and_nothing_is_loaded(ctx: RankContext, tmp_path: Path) -> None:
-    state = _unsharded("1d").state_dict()
-    state["entry.weight"] = state["entry.weight"][:, :5].contiguous()
-    state["exit.bias"] = state["exit.bias"].int()
+    good = {**_unsharded("1d").state_dict(), "expanded": torch.ones(3, device="cpu")}
+    state = {**good, "entry.weight": good["entry.weight"][:, :5].contiguous(), "exit.bias": good["exit.bias"].int()}
     state["more"] = state.pop("exit.weight")
     if ctx.rank == 0:
-        safetensors.save_file(state, str(tmp_path / ONE))
+        for file, saved in ((ONE, state), ("good.safetensors", good)):
+            safetensors.save_file(saved, str(tmp_path / file))
     dist.barrier()
     model = _make(ctx, "1d", seed=1)
+    model.register_buffer("expanded", torch.ones(1).expand(3))
     before = _values(model)
     with pytest.raises(ValueError, match="does not fit this MLP") as raised:
-        fsdp2.load_safetensors(model, tmp_path)
-    assert sorted(str(raised.value).splitlines()[1:]) == [
+        fsdp2.load_safetensors(model, tmp_path / ONE)
+    problems = sorted(str(raised.value).splitlines()[1:])
+    assert problems.pop(2).startswith("- 'expanded' of the model has elements that share memory")
+    assert problems == [
         "- 'entry.weight' has shape (16, 5) in model.safetensors, expected (16, 16).",
         "- 'exit.bias' is I32 in model.safetensors, which cannot be cast to torch.float32.",
         "- Missing in the files: 'exit.weight'. Pass rename=..., or strict=False to leave them out.",
         "- Not in the model: 'more'. Pass rename=..., or strict=False to leave them out.",
     ]
     _same(_values(model), before)
+    model.expanded = model.expanded.contiguous()
+    fsdp2.load_safetensors(model, tmp_path / "good.safetensors")
+    _same(_locals(model), {"expanded": good["expanded"], **_locals(_make(ctx, "1d"))})
 
 
 @distributed(2)
@@ -532,24 +527,6 @@ def test_a_reserved_key_is_refused_and_the_old_checkpoint_stays(ctx: RankContext
             fsdp2.save_safetensors(model, tmp_path, rename=rename)
     dist.barrier()
     assert bytes_of(tmp_path) == before
-
-
-@distributed(2)
-def test_buffers_whose_elements_share_memory_are_refused_first(ctx: RankContext, tmp_path: Path) -> None:
-    def make(seed: int) -> nn.Module:
-        model = seeded(MLP, seed)
-        model.register_buffer("expanded", torch.ones(1).expand(3))
-        return fully_shard(model, mesh=ctx.mesh_1d())
-
-    model = make(1)
-    before = _values(model)
-    fsdp2.save_safetensors(make(0), tmp_path)
-    with pytest.raises(ValueError, match=r"- 'expanded' of the model has elements that share memory"):
-        fsdp2.load_safetensors(model, tmp_path)
-    _same(_values(model), before)
-    model.expanded = model.expanded.contiguous()
-    fsdp2.load_safetensors(model, tmp_path)
-    _same(_locals(model), _locals(make(0)))
 
 
 @pytest.mark.parametrize(("size", "writer", "file"), [(3000, 1, "model-"), ("5GB", 0, ONE)])

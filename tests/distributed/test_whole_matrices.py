@@ -15,20 +15,19 @@ from torch import Tensor, nn, optim
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
-    get_state_dict,
     set_optimizer_state_dict,
-    set_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp2 import MatrixRule, Muon, fully_shard, muon_groups, reshard_to, whole_matrices
+from fsdp2 import MatrixRule, Muon, muon_groups, reshard_to, whole_matrices
 from fsdp2.tools.whole_matrices import Matrix
+from tests.distributed.changes import whole
+from tests.distributed.support import NewMemory, seeded, shard_units
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.messages import error_of
 from tests.harness.models import MLP
+from tests.parity.setups import load_states, states_of, train_steps
 
 SHAPES = {"a": (8, 6), "b": (7, 3), "c": (2, 9), "d": (5, 4, 3), "e": (1, 4)}
 
@@ -83,9 +82,7 @@ def check(ctx: RankContext, mesh: DeviceMesh, placements: list[Any], **options: 
         expected = values_of(name).cumsum(-2)
         torch.testing.assert_close(result.full_tensor().cpu(), expected, rtol=1e-6, atol=1e-6)
         assert result.placements == tensors[name].placements
-    assert seen == [name for name, owner in plan.owners.items() if owner == ctx.rank] or {*seen} == {
-        name for name, owner in plan.owners.items() if owner == ctx.rank
-    }
+    assert sorted(seen) == sorted(name for name, owner in plan.owners.items() if owner == ctx.rank)
 
 
 @pytest.mark.parametrize("bucket_nbytes", [1, 1 << 20], ids=["one by one", "together"])
@@ -135,33 +132,13 @@ def test_matrices_travel_in_the_dtype_that_is_asked_for(ctx: RankContext) -> Non
     assert torch.equal(result.full_tensor(), tensor.full_tensor().bfloat16())
 
 
-class _Held(TorchDispatchMode):
-    """The most memory of tensors that operations have made, and that live, beyond what is known at the start."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak = 0
-        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        given = {each.untyped_storage()._cdata for each in args if isinstance(each, Tensor)}
-        for each in result if isinstance(result, (list, tuple)) else (result,):
-            if isinstance(each, Tensor) and each.untyped_storage()._cdata not in given:
-                storage = each.untyped_storage()
-                self._storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self._storages = {key: each for key, each in self._storages.items() if not each[0].expired()}
-        self.peak = max(self.peak, sum(nbytes for _, nbytes in self._storages.values()))
-        return result
-
-
 @distributed(2)
 def test_a_run_takes_no_more_memory_than_the_plan_says(ctx: RankContext) -> None:
     shapes = [(64, 64), (64, 32), (48, 64), (64, 64), (16, 64), (64, 64), (80, 64)]
     tensors = [distribute_tensor(torch.randn(each, device="cpu"), ctx.mesh_1d(), [Shard(0)]) for each in shapes]
     for bucket_nbytes in (1, 1 << 15, 1 << 20):
         plan = whole_matrices(tensors, bucket_nbytes=bucket_nbytes)
-        with _Held() as held:
+        with NewMemory() as held:
             plan.run_batched(lambda batch, _: batch + 1, tensors)
         (domain,) = plan.domains
         # gloo's threads drop a message a moment after they have told that it was sent.
@@ -233,18 +210,6 @@ REFUSED: dict[str, tuple[Callable[[RankContext], Any], str]] = {
         lambda ctx: whole_matrices({"w": _whole(ctx, (4, 4))}).run(lambda whole, _: whole, []),
         "ValueError: whole_matrices: got 0 tensors, but 1 were planned.",
     ),
-    "a tensor that is placed otherwise": (
-        lambda ctx: whole_matrices({"w": _whole(ctx, (4, 4))}).run(
-            lambda whole, _: whole, [_whole(ctx, (4, 4), Shard(1))]
-        ),
-        "ValueError: whole_matrices: what is given for 'w' is not placed as planned: expected a DTensor of\n"
-        "shape (8, 4) with placements (Shard(dim=0),).",
-    ),
-    "Muon: a vector": (
-        lambda ctx: Muon([("bias", _whole(ctx, (4,)))]),
-        "ValueError: whole_matrices: 'bias' has shape (8,), so it is no matrix. Return a rule for it:\n"
-        "MatrixRule.batch() for experts [E, m, n], MatrixRule.flattened() for a convolution; or leave it out.",
-    ),
     "Muon: negative": (
         lambda ctx: Muon([_whole(ctx, (4, 4))], lr=-1.0),
         "ValueError: Muon: lr is -1.0, expected at least 0.",
@@ -311,50 +276,32 @@ def test_all_ranks_hear_of_a_failure_on_one(ctx: RankContext, case: str) -> None
 def test_all_ranks_hear_of_a_tensor_that_is_placed_otherwise_on_one(ctx: RankContext) -> None:
     plan = whole_matrices({"w": _whole(ctx, (4, 4))})
     given = _whole(ctx, (4, 4)) if ctx.rank == 0 else _whole(ctx, (8, 2), Shard(1))
-    found = error_of(lambda: plan.run(lambda whole, _: whole, [given]))
-    text = "whole_matrices: what is given for 'w' is not placed as planned"
+    found = error_of(lambda: plan.run(lambda whole, _: whole, [given])).replace("\n", " ")
+    text = "whole_matrices: what is given for 'w' is not placed as planned: expected a DTensor of shape (8, 4) with"
     assert found.startswith(f"RuntimeError: on rank 1: {text}" if ctx.rank == 0 else f"ValueError: {text}")
 
 
-def _on_axes(ctx: RankContext) -> dict[str, DTensor]:
-    """``a`` on ranks 0 and 2 and on the others, ``b`` across: each rank shares no mesh with one of the others."""
-    mesh = ctx.mesh_2d(2, 2)
-    rows, columns = (mesh[name] for name in mesh.mesh_dim_names or ())
-    return {"a": _ones(ctx, rows), "b": _ones(ctx, columns)}
-
-
-def _on_some_ranks(ctx: RankContext) -> dict[str, DTensor]:
-    """``b`` on all ranks, ``a`` on the first two."""
-    some, every = DeviceMesh(ctx.device_type, [0, 1]), ctx.mesh_1d()
-    return {**({"a": _ones(ctx, some)} if ctx.rank < 2 else {}), "b": _ones(ctx, every)}
-
-
-def _on_overlapping_ranks(ctx: RankContext) -> dict[str, DTensor]:
-    """``a`` on the last two ranks, ``b`` on the first three."""
-    meshes = {"a": DeviceMesh(ctx.device_type, [2, 3]), "b": DeviceMesh(ctx.device_type, [0, 1, 2])}
-    return {name: _ones(ctx, mesh) for name, mesh in meshes.items() if mesh.get_coordinate() is not None}
-
-
-def _replicated(ctx: RankContext) -> dict[str, DTensor]:
-    """Ranks 2 and 3 have copies, and owners of their own."""
-    mesh = ctx.mesh_2d(2, 2)
-    return {name: _ones(ctx, mesh, Replicate(), Shard(0)) for name in ("a", "b")}
-
-
-def _ones(ctx: RankContext, mesh: DeviceMesh, *placements: Any) -> DTensor:
-    return distribute_tensor(torch.ones(4, 4, device=ctx.device_type), mesh, placements or [Shard(0)])
+# Meshes of two tensors.
+OVERLAPPING: dict[str, Callable[[RankContext], dict[str, DeviceMesh]]] = {
+    # each rank shares no mesh with one of the others
+    "axes": lambda ctx: {"a": ctx.mesh_2d(2, 2)["replicate"], "b": ctx.mesh_2d(2, 2)["shard"]},
+    "some ranks": lambda ctx: {"a": DeviceMesh(ctx.device_type, [0, 1]), "b": ctx.mesh_1d()},
+    "three of four": lambda ctx: {n: DeviceMesh(ctx.device_type, r) for n, r in (("a", [2, 3]), ("b", [0, 1, 2]))},
+    # ranks 2 and 3 have copies, and owners of their own
+    "copies": lambda ctx: dict.fromkeys("ab", ctx.mesh_2d(2, 2)),
+}
 
 
 @pytest.mark.every_case
-@pytest.mark.parametrize(
-    ("tensors_of", "last"), [(_on_axes, 1), (_on_some_ranks, 1), (_on_overlapping_ranks, 2), (_replicated, 1)]
-)
+@pytest.mark.parametrize("case", OVERLAPPING)
 @distributed(4)
-def test_ranks_that_do_not_wait_for_the_one_that_fails_hear_of_it(
-    ctx: RankContext, tensors_of: Callable[[RankContext], dict[str, DTensor]], last: int
-) -> None:
+def test_ranks_that_do_not_wait_for_the_one_that_fails_hear_of_it(ctx: RankContext, case: str) -> None:
     """Owners up to rank ``last`` fail."""
-    tensors = tensors_of(ctx)
+    last, tensors = 2 if case == "three of four" else 1, {}
+    for name, mesh in OVERLAPPING[case](ctx).items():
+        if mesh.get_coordinate() is not None:
+            placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
+            tensors[name] = distribute_tensor(torch.ones(4, 4, device=ctx.device_type), mesh, placements)
     plan = whole_matrices(tensors, copies="each")
 
     for name in ("a", "b"):
@@ -370,30 +317,16 @@ def test_ranks_that_do_not_wait_for_the_one_that_fails_hear_of_it(
 # Muon
 
 
-def _mlp(ctx: RankContext, mesh: DeviceMesh | None = None) -> MLP:
-    torch.manual_seed(0)
-    with torch.device("cpu"):
-        model = MLP()
-    model.to(ctx.device_type)
-    for unit in (*model.units(), model):
-        fully_shard(unit, mesh=mesh or ctx.mesh_1d())
-    return model
+def _mlp(ctx: RankContext, mesh: DeviceMesh | None = None) -> Any:
+    return shard_units(seeded(MLP), mesh=mesh or ctx.mesh_1d())
 
 
 def _muon(model: nn.Module, **options: Any) -> Muon:
     return Muon(muon_groups(model, verbose=False), lr=0.05, **options)
 
 
-def _step(ctx: RankContext, model: MLP, optimizer: Muon, seeds: Any = range(2)) -> list[Tensor]:
-    losses = []
-    for seed in seeds:
-        (x,) = model.batch(torch.Generator().manual_seed(seed))
-        loss = model(x.to(ctx.device_type)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    return losses
+def _step(ctx: RankContext, model: Any, optimizer: Any, seeds: Any = range(2)) -> list[Tensor]:
+    return train_steps(ctx, model, optimizer, seeds, alike=True)
 
 
 def _values(model: nn.Module, optimizer: optim.Optimizer) -> list[Tensor]:
@@ -421,32 +354,22 @@ def test_a_step_that_fails_on_one_rank_changes_nothing(ctx: RankContext) -> None
 
 
 @distributed(2)
-def test_parameters_without_gradients_are_left_alone(ctx: RankContext) -> None:
-    model = _mlp(ctx)
-    optimizer = _muon(model)
-    params = [param for param in model.parameters() if param.ndim == 2]
-    before = [param.full_tensor().clone() for param in params]
-    params[0].grad = torch.ones_like(params[0])
-    optimizer.step()
-    changed = [not torch.equal(param.full_tensor(), old) for param, old in zip(params, before, strict=True)]
-    assert changed == [True, *[False] * (len(params) - 1)]
-    assert {*optimizer.state} == {params[0]}
-
-
-@distributed(2)
-def test_a_gradient_on_one_rank_only_is_zero_on_the_other(ctx: RankContext) -> None:
-    """The messages are the same; all ranks step the parameter."""
+def test_a_gradient_on_one_rank_only_is_zero_on_the_other_and_none_leaves_parameters_alone(ctx: RankContext) -> None:
+    """The messages are the same; all ranks step the parameter that has one, and no other."""
     values = []
     for is_missing in (True, False):
         model = _mlp(ctx)
         optimizer = _muon(model)
-        param = next(param for param in model.parameters() if param.ndim == 2)
+        before = whole(model)
+        name, param = next((name, param) for name, param in model.named_parameters() if param.ndim == 2)
         grad = torch.ones_like(param)
         if ctx.rank == 1:
             grad.to_local().zero_()
         param.grad = None if is_missing and ctx.rank == 1 else grad
         optimizer.step()
         values.append(_values(model, optimizer))
+        assert [each for each, value in whole(model).items() if not torch.equal(value, before[each])] == [name]
+        assert {*optimizer.state} == {param}
     assert all(map(torch.equal, *values))
 
 
@@ -516,18 +439,6 @@ def test_a_model_that_moves_to_another_mesh_is_planned_anew(ctx: RankContext) ->
 # Checkpoints
 
 
-def _saved_by_dcp(ctx: RankContext, model: nn.Module, optimizer: Muon, path: Path) -> None:
-    states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-    dcp.save(states, checkpoint_id=path)
-
-
-def _load(model: nn.Module, optimizer: optim.Optimizer, path: Path) -> None:
-    of_model, of_optimizer = get_state_dict(model, optimizer)
-    states = {"model": of_model, "optimizer": of_optimizer}
-    dcp.load(states, checkpoint_id=path)
-    set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
-
-
 @pytest.mark.ci
 @pytest.mark.every_case
 @pytest.mark.parametrize("ranks", [(2, 4), (4, 2)], ids=["2 to 4", "4 to 2"])
@@ -541,13 +452,13 @@ def test_training_goes_on_from_a_checkpoint_of_another_number_of_ranks(
     model = _mlp(ctx, first)
     optimizer = _muon(model)
     _step(ctx, model, optimizer)
-    _saved_by_dcp(ctx, model, optimizer, tmp_path)
+    dcp.save(states_of(model, optimizer), checkpoint_id=tmp_path)
     other = _mlp(ctx, second)
     with torch.no_grad():
         for param in other.parameters():
             param.zero_()
     other_optimizer = _muon(other)
-    _load(other, other_optimizer, tmp_path)
+    load_states(other, other_optimizer, tmp_path)
     for mine, expected in zip(
         _step(ctx, other, other_optimizer, range(2, 4)), _step(ctx, model, optimizer, range(2, 4)), strict=True
     ):
@@ -555,37 +466,32 @@ def test_training_goes_on_from_a_checkpoint_of_another_number_of_ranks(
 
 
 @distributed(2)
-def test_states_are_those_of_a_sharded_optimizer(ctx: RankContext) -> None:
+def test_states_are_those_of_a_sharded_optimizer_and_go_to_another_one(ctx: RankContext) -> None:
     model = _mlp(ctx)
     optimizer = _muon(model)
     _step(ctx, model, optimizer)
-    states = get_optimizer_state_dict(model, optimizer)
+    as_whole = StateDictOptions(full_state_dict=True)
+    values, own = map(copy.deepcopy, (model.state_dict(), optimizer.state_dict()))
+    states = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
+    full = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=as_whole))
     for name, param in model.named_parameters():
         state: Any = states["state"][name]
         if param.ndim == 2 and not name.startswith("exit"):
             assert {*state} == {"momentum_buffer"}, name
         for value in state.values():
             assert not isinstance(value, DTensor) or value.placements == param.placements
-    other = _mlp(ctx)
-    loaded = _muon(other)
-    set_optimizer_state_dict(other, loaded, states)
-    for a, b in zip(optimizer.state.values(), loaded.state.values(), strict=True):
-        assert {*a} == {*b}
-    full = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
-    set_optimizer_state_dict(other, loaded, full, options=StateDictOptions(full_state_dict=True))
-    assert all(map(torch.equal, _values(other, loaded)[-4:], _values(model, optimizer)[-4:]))
-
-
-@distributed(2)
-def test_state_dict_goes_to_another_optimizer_of_the_same_groups(ctx: RankContext) -> None:
-    model, other = _mlp(ctx), _mlp(ctx)
-    optimizer = _muon(model)
-    _step(ctx, model, optimizer)
-    loaded = _muon(other)
-    loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    other.load_state_dict(model.state_dict())
-    expected, found = _step(ctx, model, optimizer, range(2, 4)), _step(ctx, other, loaded, range(2, 4))
-    assert all(map(torch.equal, expected, found))
+    expected = _step(ctx, model, optimizer, range(2, 4))
+    loads: list[Callable[[Any, Muon], Any]] = [
+        lambda other, loaded: set_optimizer_state_dict(other, loaded, states),
+        lambda other, loaded: set_optimizer_state_dict(other, loaded, full, options=as_whole),
+        lambda other, loaded: loaded.load_state_dict(own),
+    ]
+    for load in loads:
+        other = _mlp(ctx)
+        loaded = _muon(other)
+        other.load_state_dict(values)
+        load(other, loaded)
+        assert all(map(torch.equal, _step(ctx, other, loaded, range(2, 4)), expected))
 
 
 @distributed(2)
@@ -597,7 +503,7 @@ def test_state_dict_of_another_optimizer_is_refused(ctx: RankContext) -> None:
     before = _values(model, optimizer)
     for make in (optim.AdamW, partial(optim.SGD, lr=0.1, momentum=0.9)):
         other = make(matrices)
-        _step(ctx, model, other)  # type: ignore[arg-type]
+        _step(ctx, model, other)
         text = error_of(lambda other=other: optimizer.load_state_dict(other.state_dict()))  # type: ignore[misc]
         assert text.startswith("ValueError: Muon: the state dict is of another optimizer. Param group 0 has"), text
     states = [value.to_local() for state in optimizer.state.values() for value in state.values()]
@@ -610,7 +516,7 @@ def test_state_dict_of_torchs_muon_is_taken(ctx: RankContext) -> None:
     model = _mlp(ctx)
     matrices = [param for param in model.parameters() if param.ndim == 2]
     theirs = optim.Muon(matrices, lr=0.3)
-    _step(ctx, model, theirs)  # type: ignore[arg-type]
+    _step(ctx, model, theirs)
     ours = Muon(matrices)
     ours.load_state_dict(theirs.state_dict())
     assert ours.param_groups[0]["lr"] == 0.3

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import _fully_shard  # without the wrapper class and
 import fsdp2
 from tests.docs.markdown import ROOT, read, table
 from tests.docs.migrating.shown_by import ARGUMENTS, METHODS, NAMES, ROWS
+from tests.harness.golden import texts_beside
 
 PAGE = ROOT / "docs" / "migrating.md"
 TABLES = [*ROWS.values(), NAMES, ARGUMENTS, METHODS]
@@ -30,13 +31,11 @@ def _methods(cls: type) -> set[str]:
     return {name for name, _ in inspect.getmembers(cls, callable) if not name.startswith("_")}
 
 
-def _arguments(package: object) -> set[str]:
-    return set(inspect.signature(package.fully_shard).parameters)  # type: ignore[attr-defined]
-
-
-def _policy_fields(package: object) -> set[str]:
+def _arguments(package: Any) -> set[str]:
+    """Of ``fully_shard``, and the fields of policies."""
     policies = ("MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy", "DataParallelMeshDims")
-    return {f"{policy}.{field.name}" for policy in policies for field in fields(getattr(package, policy))}
+    found = {f"{policy}.{field.name}" for policy in policies for field in fields(getattr(package, policy))}
+    return found | set(inspect.signature(package.fully_shard).parameters)
 
 
 def _leaves_out(mark: pytest.Mark) -> bool:
@@ -44,12 +43,14 @@ def _leaves_out(mark: pytest.Mark) -> bool:
     return mark.name in ("skip", "skipif", "xfail") and bool(condition)
 
 
-@pytest.mark.parametrize("name", TESTS)
+@pytest.mark.parametrize("name", TESTS)  # with [a case] that has a golden text, where a test has a table of them
 def test_what_shows_a_row_is_a_test_that_runs_and_must_pass(name: str) -> None:
     file, _, function = name.partition("::")
     module: Any = importlib.import_module("tests." + file.removesuffix(".py").replace("/", "."))
+    function, is_case, _ = function.partition("[")
     test = getattr(module, function)
     assert function.startswith("test_")
+    assert not is_case or name.partition("::")[2] in texts_beside(module.__file__).names()
     marks = [*getattr(test, "pytestmark", []), *getattr(module, "pytestmark", [])]
     assert not any(_leaves_out(mark) for mark in marks), marks
 
@@ -62,21 +63,14 @@ def test_every_row_is_shown() -> None:
 
 
 @of_the_checked_torch
-def test_every_name_is_shown_and_is_there() -> None:
+def test_every_name_argument_field_and_method_is_shown_and_is_there() -> None:
+    added = {"_set_unshard_async_op"}
     assert set(NAMES) == set(_fully_shard.__all__) | {"Comm", "AllGather", "ReduceScatter"}
     assert set(NAMES) <= set(fsdp2.__all__)
-
-
-@of_the_checked_torch
-def test_every_argument_and_field_is_shown_and_is_there() -> None:
-    assert set(ARGUMENTS) == _arguments(theirs) | _policy_fields(theirs)
-    assert set(ARGUMENTS) <= _arguments(fsdp2) | _policy_fields(fsdp2)
-
-
-@of_the_checked_torch
-def test_every_method_is_shown_and_is_there() -> None:
-    assert set(METHODS) == _methods(theirs.FSDPModule) | {"_set_unshard_async_op"}
-    assert set(METHODS) <= _methods(fsdp2.FSDPModule) | {"_set_unshard_async_op"}
+    assert set(ARGUMENTS) == _arguments(theirs)
+    assert set(ARGUMENTS) <= _arguments(fsdp2)
+    assert set(METHODS) == _methods(theirs.FSDPModule) | added
+    assert set(METHODS) <= _methods(fsdp2.FSDPModule) | added
 
 
 @of_the_checked_torch

@@ -1,13 +1,17 @@
-"""What an index and a user of the package get: a README whose links work, an sdist that runs the README's commands."""
+"""What an index and a user of the package get: a README whose links work, an sdist that runs the README's commands.
+
+And what the ``Makefile`` and the workflow say.
+"""
 
 from __future__ import annotations
 
 import email
 import re
+import shutil
+import subprocess
 import tarfile
 import zipfile
 from email.message import Message
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,16 +55,9 @@ def test_on_an_index_links_and_pictures_of_the_readme_lead_to_the_repository(bui
         start = raw if target in pictures else f"{REPOSITORY}/blob/main/"
         assert target.startswith(start), target
         assert target.removeprefix(start).partition("#")[0] in files
-    assert all(url.startswith(REPOSITORY) for url in _urls(metadata).values())
-    assert {"Homepage", "Documentation", "Issues", "Changelog"} <= _urls(metadata).keys()
-
-
-def _urls(metadata: Message) -> dict[str, str]:
-    found = {}
-    for line in metadata.get_all("Project-URL", []):
-        name, _, url = line.partition(", ")
-        found[name] = url
-    return found
+    urls = dict(line.split(", ", 1) for line in metadata.get_all("Project-URL", []))
+    assert all(url.startswith(REPOSITORY) for url in urls.values())
+    assert {"Homepage", "Documentation", "Issues", "Changelog"} <= urls.keys()
 
 
 def test_an_sdist_has_what_the_commands_of_the_readme_run(built: tuple[Message, set[str]]) -> None:
@@ -74,13 +71,22 @@ def test_an_sdist_has_what_the_commands_of_the_readme_run(built: tuple[Message, 
 def test_no_extra_asks_an_index_for_this_package(built: tuple[Message, set[str]]) -> None:
     required = built[0].get_all("Requires-Dist", [])
     assert not [each for each in required if each.startswith("fsdp2")]
-    extras = {
-        extra: {each.partition(";")[0] for each in required if f"'{extra}'" in each} for extra in ("plan", "weights")
-    }
-    assert extras == {"plan": {"tqdm", "transformers"}, "weights": {"safetensors", "tqdm"}}
+    for extra, names in (("plan", {"tqdm", "transformers"}), ("weights", {"safetensors", "tqdm"})):
+        assert {each.partition(";")[0] for each in required if f"'{extra}'" in each} == names
 
 
 def test_the_workflow_runs_what_a_laptop_runs() -> None:
     steps = re.findall(r"^      - run: (.*)$", (ROOT / ".github/workflows/ci.yml").read_text(), re.MULTILINE)
     assert steps == [".ci/run"]
-    assert (Path(ROOT) / ".ci/run").stat().st_mode & 0o111
+    assert (ROOT / ".ci/run").stat().st_mode & 0o111
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_make_without_a_target_lists_every_target() -> None:
+    rules = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    shown = subprocess.run(
+        ["make", "-C", str(ROOT), "--no-print-directory"], capture_output=True, text=True, check=True
+    )
+    listed = re.findall(r"^  make ([a-z-]+) +\S", shown.stdout, re.MULTILINE)
+    assert set(listed) == set(rules)
+    assert {"train", "test", "lint", "bench", "bench-check", "docs"} <= set(listed)

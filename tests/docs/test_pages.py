@@ -1,27 +1,30 @@
-"""The Python in the pages runs, section by section, and prints what the pages say.
+"""The Python in the pages runs, section by section, and prints what the pages say. Links and citations lead somewhere.
 
 Each section is a program of its own behind the guide's "Setup"; all ranks run it, and rank 0's output is compared. The
-quickstart has a script of its own; see ``test_quickstart``. For clients, see ``tests/clients/test_page.py``.
+quickstart has a script of its own; see ``test_first_pages``. For clients, see ``tests/clients/test_page.py``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import re
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.docs.markdown import ROOT, Block, programs
+from tests.docs.markdown import PAGES, ROOT, Block, anchor, programs, read
 from tests.harness.distributed import RankContext, distributed
 
 DOCS = ROOT / "docs"
 SETUP_PAGE, SETUP = DOCS / "guide" / "wrapping.md", "Setup"
 ELSEWHERE = {"quickstart.md", "clients.md"}
-PAGES = sorted(path for path in DOCS.rglob("*.md") if path.name not in ELSEWHERE and programs(path))
-SECTIONS = [(str(path.relative_to(DOCS)), title) for path in PAGES for title, _ in programs(path) if title != SETUP]
+WITH_EXAMPLES = sorted(path for path in DOCS.rglob("*.md") if path.name not in ELSEWHERE and programs(path))
+SECTIONS = [
+    (str(path.relative_to(DOCS)), title) for path in WITH_EXAMPLES for title, _ in programs(path) if title != SETUP
+]
 
 
 def _run(block: Block, page: Path, namespace: dict[str, Any]) -> str:
@@ -53,6 +56,68 @@ def test_section_runs_and_prints_what_it_shows(ctx: RankContext, page: str, titl
 
 
 def test_every_page_with_examples_links_to_their_setup() -> None:
-    for path in PAGES:
+    for path in WITH_EXAMPLES:
         if path != SETUP_PAGE:
             assert "wrapping.md#setup)" in path.read_text(), path.name
+
+
+# Links
+
+_CITATION = re.compile(r"\b(docs/)?([\w/]+\.md)(?:#([\w-]+))?")
+
+
+def _name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", PAGES, ids=_name)
+def test_relative_links_resolve(path: Path) -> None:
+    broken = []
+    for line, target in read(path).links():
+        if re.match(r"[a-z]+:", target):  # the network is not asked
+            continue
+        name, _, fragment = target.partition("#")
+        found = (path.parent / name).resolve() if name else path
+        if not found.exists() or not found.is_relative_to(ROOT) or (fragment and fragment not in read(found).anchors):
+            broken.append(f"{_name(path)}:{line}: {target}")
+    assert not broken
+
+
+CODE = [path for folder in ("fsdp2", "benchmarks", "tests", "docs") for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def _cited(path: Path) -> list[tuple[str, str]]:
+    """Pages below ``docs`` and their headings that the code at ``path`` cites. Elsewhere than in the package and in the
+    benchmarks, a bare file name is data."""
+    counts_bare = path.is_relative_to(ROOT / "fsdp2") or path.is_relative_to(ROOT / "benchmarks")
+    found = _CITATION.findall(path.read_text())
+    return [(name, heading) for prefix, name, heading in found if prefix or counts_bare]
+
+
+@pytest.mark.parametrize("path", [path for path in CODE if _cited(path)], ids=_name)
+def test_pages_cited_in_code_exist(path: Path) -> None:
+    for name, fragment in _cited(path):
+        assert not fragment or fragment in read(ROOT / "docs" / name).anchors, f"{name}#{fragment}"
+        assert (ROOT / "docs" / name).exists(), name
+
+
+def test_a_message_that_users_see_cites_a_page() -> None:
+    """Else the test above might look for nothing."""
+    assert ("guide/wrapping.md", "roots") in {cited for path in CODE for cited in _cited(path)}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=_name)
+def test_no_two_headings_of_a_page_share_an_anchor(path: Path) -> None:
+    # Changelogs repeat "Added" per version, so only the levels above count there.
+    anchors = [anchor(title) for level, title in read(path).headings if level <= 2 or path.name != "CHANGELOG.md"]
+    assert len(anchors) == len(set(anchors))
+
+
+def test_every_page_is_reached_from_the_readme() -> None:
+    reached, pending = set(), {ROOT / "README.md"}
+    while pending:
+        path = pending.pop()
+        reached.add(path)
+        targets = {(path.parent / target.partition("#")[0]).resolve() for _, target in read(path).links()}
+        pending |= targets & set(PAGES) - reached
+    assert reached == set(PAGES)

@@ -64,41 +64,26 @@ def test_a_run_writes_its_losses_its_outcome_and_its_last_checkpoint(uninterrupt
 
 
 @pytest.mark.long  # nor do the others of this fixture: `make docs` runs them
-def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(uninterrupted: Path, tmp_path: Path) -> None:
-    stopped = _train(tmp_path, "--stop-after", "3", "--no-report")
-    assert "stopped after step 3 of 6" in stopped.stdout
-    assert not (tmp_path / "step.html").exists()
-    assert not (tmp_path / "result.json").exists()
-    resumed = _train(tmp_path, "--resume")
-    assert _records(tmp_path) == _records(uninterrupted)
-    assert f"a page about one step: {tmp_path / 'step.html'}" in resumed.stdout
-
-
-@pytest.mark.long
-def test_a_run_with_int8_weights_resumes_and_knows_that_they_shape_its_losses(
-    uninterrupted: Path, tmp_path: Path
+@pytest.mark.parametrize("options", [(), ("--weights", "int8"), ("--optimizer", "muon")], ids=" ".join)
+def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(
+    uninterrupted: Path, tmp_path: Path, options: tuple[str, ...]
 ) -> None:
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    _train(whole, "--weights", "int8")
-    assert json.loads((whole / "config.json").read_text())["weights"] == "int8"
-    assert _records(whole) != _records(uninterrupted)
-    assert _records(whole)[-1]["validation_loss"] == pytest.approx(
-        _records(uninterrupted)[-1]["validation_loss"], rel=0.01
-    )
-    _train(stopped, "--weights", "int8", "--stop-after", "3")
-    resumed = _train(stopped, "--weights", "int8", "--resume")
-    assert "note:" not in resumed.stdout
+    whole, stopped = tmp_path / "whole" if options else uninterrupted, tmp_path / "stopped"
+    if options:
+        printed = _train(whole, *options).stdout
+        assert printed.count("Muon: 14 parameters") == ("muon" in options)
+    assert "stopped after step 3 of 6" in _train(stopped, *options, "--stop-after", "3", "--no-report").stdout
+    assert not (stopped / "step.html").exists()
+    assert not (stopped / "result.json").exists()
+    resumed = _train(stopped, *options, "--resume").stdout
     assert _records(stopped) == _records(whole)
-
-
-@pytest.mark.long
-def test_a_run_with_muon_resumes_and_says_what_went_where(tmp_path: Path) -> None:
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    printed = _train(whole, "--optimizer", "muon").stdout
-    assert printed.count("Muon: 14 parameters") == 1
-    _train(stopped, "--optimizer", "muon", "--stop-after", "3")
-    _train(stopped, "--optimizer", "muon", "--resume")
-    assert _records(stopped) == _records(whole)
+    assert f"a page about one step: {stopped / 'step.html'}" in resumed
+    assert "note:" not in resumed
+    if "int8" in options:  # it shapes the losses
+        assert json.loads((whole / "config.json").read_text())["weights"] == "int8"
+        expected, found = (_records(folder)[-1]["validation_loss"] for folder in (uninterrupted, whole))
+        assert found != expected
+        assert found == pytest.approx(expected, rel=0.01)
 
 
 @pytest.mark.long

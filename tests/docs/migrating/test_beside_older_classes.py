@@ -9,6 +9,8 @@ import inspect
 import re
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -27,16 +29,16 @@ from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import MLP, Block
 
 
-def _accumulate_old(ctx: RankContext, old: Any, index: int) -> Tensor:
-    with old.no_sync():
-        backward(ctx, old, 10 * index)
-    return backward(ctx, old, 10 * index + 1)
+def _accumulate_with(no_sync: Callable[[Any], Any]) -> Step:
+    def step(ctx: RankContext, module: nn.Module, index: int) -> Tensor:
+        with no_sync(module):
+            backward(ctx, module, 10 * index)
+        return backward(ctx, module, 10 * index + 1)
+
+    return step
 
 
-def _accumulate(ctx: RankContext, new: Any, index: int) -> Tensor:
-    with fsdp2.no_sync(new):
-        backward(ctx, new, 10 * index)
-    return backward(ctx, new, 10 * index + 1)
+ACCUMULATE = (_accumulate_with(lambda old: old.no_sync()), _accumulate_with(fsdp2.no_sync))
 
 
 def _clip_with(clip: Callable[[Any], Tensor]) -> Step:
@@ -52,11 +54,35 @@ def _clip_with(clip: Callable[[Any], Tensor]) -> Step:
 _clip = _clip_with(lambda module: fsdp2.clip_grad_norm_(module.parameters(), 0.1))
 
 
+def _by_fsdp2(ctx: RankContext) -> Any:
+    return wrap(fsdp2, ctx.mesh_1d())
+
+
+def _adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01, eps=1e-3)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Ways to make the old model and the new one, and to train them."""
+
+    old: Callable[[RankContext], Any]
+    new: Callable[[RankContext], Any] = _by_fsdp2
+    steps: tuple[Step, Step] = (backward, backward)
+    optimizers: tuple[Callable[[Any], torch.optim.Optimizer], ...] = (sgd, sgd)
+    tolerance: dict[str, float] = field(default_factory=dict)
+
+    def assert_alike(self, ctx: RankContext) -> None:
+        programs = zip((self.old, self.new), self.steps, self.optimizers, strict=True)
+        expected, found = (train(ctx, make(ctx), step, optimizer) for make, step, optimizer in programs)
+        close(found, expected, **self.tolerance)
+
+
 # DDP
 
 
-def _ddp(**options: Any) -> Callable[[RankContext], Any]:
-    return lambda ctx: DistributedDataParallel(model(), **options)
+def _ddp(ctx: RankContext, **options: Any) -> Any:
+    return DistributedDataParallel(model(), **options)
 
 
 def _ddp_with_hook(ctx: RankContext) -> Any:
@@ -64,9 +90,16 @@ def _ddp_with_hook(ctx: RankContext) -> Any:
         work = dist.all_reduce(bucket.buffer().div_(2 * ctx.world_size), async_op=True)
         return work.get_future().then(lambda future: future.value()[0])
 
-    old = DistributedDataParallel(model())
+    old = _ddp(ctx)
     old.register_comm_hook(None, halve)
     return old
+
+
+def _hooked(ctx: RankContext) -> Any:
+    new = _by_fsdp2(ctx)
+    for unit in (new, *new.blocks):
+        unit.set_all_reduce_hook(lambda reduced: reduced.mul_(0.5))
+    return new
 
 
 def _zero_redundancy(parameters: Any) -> torch.optim.Optimizer:
@@ -76,58 +109,26 @@ def _zero_redundancy(parameters: Any) -> torch.optim.Optimizer:
     return ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, lr=0.01, eps=1e-3)
 
 
-def _adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.01, eps=1e-3)
-
-
-def _hooked(ctx: RankContext) -> Any:
-    new = wrap(fsdp2, ctx.mesh_1d())
-    for unit in (new, *new.blocks):
-        unit.set_all_reduce_hook(lambda reduced: reduced.mul_(0.5))
-    return new
-
-
-def _by_fsdp2(ctx: RankContext) -> Any:
-    return wrap(fsdp2, ctx.mesh_1d())
-
-
-# For DDP: a way to wrap, a step and an optimizer. Then the same for fsdp2.
-Program = tuple[Callable[[RankContext], Any], Step, Callable[[Any], torch.optim.Optimizer]]
-
-
-BESIDE_DDP: dict[str, tuple[Program, Program]] = {
-    "plain": ((_ddp(), backward, sgd), (_by_fsdp2, backward, sgd)),
-    "group": (
-        (lambda ctx: DistributedDataParallel(model(), process_group=ctx.mesh_1d().get_group()), backward, sgd),
-        (_by_fsdp2, backward, sgd),
+BESIDE_DDP = {
+    "plain": Pair(_ddp),
+    "group": Pair(lambda ctx: _ddp(ctx, process_group=ctx.mesh_1d().get_group())),
+    "mesh": Pair(lambda ctx: _ddp(ctx, device_mesh=ctx.mesh_1d())),
+    "nothing to set": Pair(
+        partial(_ddp, static_graph=True, gradient_as_bucket_view=True),
+        lambda ctx: wrap(fsdp2, ctx.mesh_2d(ctx.world_size, 1)),
     ),
-    "mesh": (
-        (lambda ctx: DistributedDataParallel(model(), device_mesh=ctx.mesh_1d()), backward, sgd),
-        (_by_fsdp2, backward, sgd),
-    ),
-    "nothing to set": (
-        (_ddp(static_graph=True, gradient_as_bucket_view=True), backward, sgd),
-        (lambda ctx: wrap(fsdp2, ctx.mesh_2d(ctx.world_size, 1)), backward, sgd),
-    ),
-    "buckets": (
-        (_ddp(bucket_cap_mb=0.001), backward, sgd),
-        (lambda ctx: fsdp2.fully_shard(model(), mesh=ctx.mesh_1d()), backward, sgd),
-    ),
-    "accumulation": ((_ddp(), _accumulate_old, sgd), (_by_fsdp2, _accumulate, sgd)),
-    "clipping": (
-        (_ddp(), _clip_with(lambda old: nn.utils.clip_grad_norm_(old.parameters(), 0.1)), sgd),
-        (_by_fsdp2, _clip, sgd),
-    ),
-    "hook": ((_ddp_with_hook, backward, sgd), (_hooked, backward, sgd)),
-    "ZeroRedundancyOptimizer": ((_ddp(), backward, _zero_redundancy), (_by_fsdp2, backward, _adamw)),
+    "buckets": Pair(partial(_ddp, bucket_cap_mb=0.001), lambda ctx: fsdp2.fully_shard(model(), mesh=ctx.mesh_1d())),
+    "accumulation": Pair(_ddp, steps=ACCUMULATE),
+    "clipping": Pair(_ddp, steps=(_clip_with(lambda old: nn.utils.clip_grad_norm_(old.parameters(), 0.1)), _clip)),
+    "hook": Pair(_ddp_with_hook, _hooked),
+    "ZeroRedundancyOptimizer": Pair(_ddp, optimizers=(_zero_redundancy, _adamw)),
 }
 
 
 @pytest.mark.parametrize("name", BESIDE_DDP)
 @distributed(2)
 def test_trains_as_ddp(ctx: RankContext, name: str) -> None:
-    expected, found = (train(ctx, make(ctx), step, optimizer) for make, step, optimizer in BESIDE_DDP[name])
-    close(found, expected)
+    BESIDE_DDP[name].assert_alike(ctx)
 
 
 class _WithBuffer(MLP):
@@ -175,60 +176,43 @@ def _checkpointed(whole: Any) -> Any:
 
 BF16 = (torch.bfloat16, torch.float32)
 PREFETCH = {"backward_prefetch": BackwardPrefetch.BACKWARD_POST, "forward_prefetch": True, "limit_all_gathers": False}
-# Ways to make the old model and the new one.
-BESIDE_FSDP1: dict[str, tuple[Callable[[RankContext], Any], Callable[[RankContext], Any]]] = {
-    "group": (lambda ctx: _old(ctx, process_group=ctx.mesh_1d().get_group()), _by_fsdp2),
-    "mesh": (lambda ctx: _old(ctx, device_mesh=ctx.mesh_1d()), _by_fsdp2),
-    "SHARD_GRAD_OP": (
-        lambda ctx: _old(ctx, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP),
+BESIDE_FSDP1 = {
+    "group": Pair(lambda ctx: _old(ctx, process_group=ctx.mesh_1d().get_group())),
+    "mesh": Pair(lambda ctx: _old(ctx, device_mesh=ctx.mesh_1d())),
+    "SHARD_GRAD_OP": Pair(
+        partial(_old, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP),
         lambda ctx: wrap(fsdp2, ctx.mesh_1d(), reshard_after_forward=False),
     ),
-    "NO_SHARD": (
-        lambda ctx: _old(ctx, sharding_strategy=ShardingStrategy.NO_SHARD),
-        lambda ctx: wrap(fsdp2, ctx.mesh_2d(2, 1)),
+    "NO_SHARD": Pair(
+        partial(_old, sharding_strategy=ShardingStrategy.NO_SHARD), lambda ctx: wrap(fsdp2, ctx.mesh_2d(2, 1))
     ),
-    "prefetching": (lambda ctx: _old(ctx, **PREFETCH), _by_fsdp2),
-    "checkpointing": (
-        lambda ctx: _checkpointed(_old(ctx)),
-        lambda ctx: wrap(fsdp2, ctx.mesh_1d(), _checkpointed(model())),
+    "prefetching": Pair(partial(_old, **PREFETCH)),
+    "checkpointing": Pair(
+        lambda ctx: _checkpointed(_old(ctx)), lambda ctx: wrap(fsdp2, ctx.mesh_1d(), _checkpointed(model()))
     ),
+    "mixed precision": Pair(
+        partial(_old, mixed_precision=MixedPrecision(*BF16)),
+        lambda ctx: wrap(fsdp2, ctx.mesh_1d(), mp_policy=fsdp2.MixedPrecisionPolicy(*BF16)),
+        tolerance={"rtol": 2e-2, "atol": 2e-3},
+    ),
+    "one flat parameter per unit": Pair(
+        partial(_old, use_orig_params=False), optimizers=(sgd, lambda params: fsdp2.flatten_optimizer(sgd(params)))
+    ),
+    "accumulation": Pair(_old, steps=ACCUMULATE),
+    "clipping": Pair(_old, steps=(_clip_with(lambda old: old.clip_grad_norm_(0.1)), _clip)),
 }
 
 
 @pytest.mark.parametrize("name", BESIDE_FSDP1)
 @distributed(2)
 def test_trains_as_fsdp1(ctx: RankContext, name: str) -> None:
-    old, new = (make(ctx) for make in BESIDE_FSDP1[name])
-    close(train(ctx, new), train(ctx, old))
+    BESIDE_FSDP1[name].assert_alike(ctx)
 
 
 @distributed(4)
 def test_trains_as_fsdp1_with_replicas(ctx: RankContext) -> None:
-    mesh = ctx.mesh_2d(2, 2)
-    old = _old(ctx, sharding_strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=mesh)
-    close(train(ctx, wrap(fsdp2, mesh)), train(ctx, old))
-
-
-@distributed(2)
-def test_steps_of_fsdp1_are_taken_over(ctx: RankContext) -> None:
-    old_clip = _clip_with(lambda old: old.clip_grad_norm_(0.1))
-    for old_step, new_step in ((_accumulate_old, _accumulate), (old_clip, _clip)):
-        close(train(ctx, _by_fsdp2(ctx), new_step), train(ctx, _old(ctx), old_step))
-
-
-@distributed(2)
-def test_mixed_precision_of_fsdp1(ctx: RankContext) -> None:
-    old = _old(ctx, mixed_precision=MixedPrecision(*BF16))
-    new = wrap(fsdp2, ctx.mesh_1d(), mp_policy=fsdp2.MixedPrecisionPolicy(*BF16))
-    torch.testing.assert_close(train(ctx, new), train(ctx, old), rtol=2e-2, atol=2e-3)
-
-
-@distributed(2)
-def test_optimizer_steps_one_flat_parameter_per_unit(ctx: RankContext) -> None:
-    old = _old(ctx, use_orig_params=False)
-    assert len(list(old.parameters())) == 3  # of two blocks and the root
-    found = train(ctx, _by_fsdp2(ctx), make_optimizer=lambda params: fsdp2.flatten_optimizer(sgd(params)))
-    close(found, train(ctx, old))
+    hybrid = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "device_mesh": ctx.mesh_2d(2, 2)}
+    Pair(partial(_old, **hybrid), lambda ctx: wrap(fsdp2, ctx.mesh_2d(2, 2))).assert_alike(ctx)
 
 
 # DeepSpeed
@@ -238,5 +222,5 @@ def test_optimizer_steps_one_flat_parameter_per_unit(ctx: RankContext) -> None:
 def test_weights_that_travel_as_int8_train_nearly_alike(ctx: RankContext) -> None:
     whole = model()
     assert "blocks.0.up.weight" in wrap_parameters(whole, Int8AllGatherTensor)
-    found = train(ctx, wrap(fsdp2, ctx.mesh_1d(), whole))
-    torch.testing.assert_close(found, train(ctx, _by_fsdp2(ctx)), rtol=2e-2, atol=2e-3)
+    with_int8 = Pair(_by_fsdp2, lambda ctx: wrap(fsdp2, ctx.mesh_1d(), whole), tolerance={"rtol": 2e-2, "atol": 2e-3})
+    with_int8.assert_alike(ctx)
