@@ -15,10 +15,10 @@ from fsdp2 import MixedPrecisionPolicy, fully_shard
 from tests.distributed.support import seeded
 from tests.harness.comms import reductions_noted
 from tests.harness.distributed import RankContext, distributed
+from tests.harness.models import DIM, Block
 from tests.harness.selection import in_ci
 
 BF16, FP32 = torch.bfloat16, torch.float32
-DIM = 16
 
 
 class _Widened(torch.autograd.Function):
@@ -77,15 +77,9 @@ def _assert_gradients(model: nn.Module, expected: dict[str, Tensor], dtypes: dic
         torch.testing.assert_close(grad.full_tensor(), expected[name].to(dtypes[name]), rtol=0, atol=0, msg=name)
 
 
-def _set(model: Net, grad_dtypes: dict[str, torch.dtype | None]) -> None:
+def _set(model: Net, grad_dtypes: dict[str, torch.dtype | None]) -> Any:
     for name, dtype in grad_dtypes.items():
         model.get_parameter(name).grad_dtype = dtype
-
-
-def _own(**grad_dtypes: torch.dtype | None) -> Net:
-    """A ``Net`` whose parameters have these."""
-    model = seeded(Net)
-    _set(model, grad_dtypes)
     return model
 
 
@@ -112,12 +106,12 @@ CASES: dict[str, tuple[dict[str, Any], torch.dtype | None, dict[str, torch.dtype
 def test_gradient_is_reduced_and_kept_in_grad_dtype(ctx: RankContext, case: str, shards_first: bool) -> None:
     """It may be set on the shards before the first forward, too."""
     own, reduce_dtype, reduced, kept = CASES[case]
-    model = seeded(Net) if shards_first else _own(**own)
+    model = seeded(Net) if shards_first else _set(seeded(Net), own)
     fully_shard(model, mesh=ctx.mesh_1d(), mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
     if shards_first:
         _set(model, own)
     _loss(model, ctx.rank).backward()
-    reference = _own(scale=None) if "scale" in own else seeded(Net)  # keeps what autograd computes
+    reference = _set(seeded(Net), {"scale": None}) if "scale" in own else seeded(Net)  # keeps what autograd computes
     expected = _expected(ctx, reference, reduced)
     _assert_gradients(model, expected, kept)
     if case == "wider":
@@ -132,22 +126,14 @@ def test_gradient_is_reduced_and_kept_in_grad_dtype(ctx: RankContext, case: str,
 @pytest.mark.parametrize("alone", [False, True])
 @distributed(2)
 def test_microbatches_accumulate_in_it_from_the_first_on(ctx: RankContext, alone: bool) -> None:
-    model = fully_shard(_own(**WEIGHT), mesh=ctx.mesh_of_one() if alone else ctx.mesh_1d())
-    for micro in range(3):
-        model.set_requires_gradient_sync(micro == 2)
+    """Several backwards add up in it, too."""
+    model = fully_shard(_set(seeded(Net), WEIGHT), mesh=ctx.mesh_of_one() if alone else ctx.mesh_1d())
+    for micro in range(4):
+        model.set_requires_gradient_sync(micro >= 2)
         _loss(model, ctx.rank, micro).backward()
-    expected = _expected(ctx, seeded(Net), IN_FP32, range(3), alone)["linear.weight"]
+    first, last = (_expected(ctx, seeded(Net), IN_FP32, m, alone)["linear.weight"] for m in (range(3), [3]))
     assert model.linear.weight.grad.dtype is FP32
-    assert torch.equal(model.linear.weight.grad.full_tensor(), expected)
-
-
-@distributed(2)
-def test_gradients_of_several_backwards_add_up_in_it(ctx: RankContext) -> None:
-    model = fully_shard(_own(**WEIGHT), mesh=ctx.mesh_1d())
-    for micro in range(2):
-        _loss(model, ctx.rank, micro).backward()
-    first, second = (_expected(ctx, seeded(Net), IN_FP32, [micro])["linear.weight"] for micro in range(2))
-    assert torch.equal(model.linear.weight.grad.full_tensor(), first + second)
+    assert torch.equal(model.linear.weight.grad.full_tensor(), first + last)
 
 
 @distributed(2)
@@ -172,7 +158,7 @@ def test_it_survives_conversions_and_loading(ctx: RankContext) -> None:
 
 @distributed(2)
 def test_gradients_of_all_dtypes_travel_in_one_launch(ctx: RankContext) -> None:
-    model = fully_shard(_own(**WEIGHT), mesh=ctx.mesh_1d())
+    model = fully_shard(_set(seeded(Net), WEIGHT), mesh=ctx.mesh_1d())
     with reductions_noted() as launched:
         _loss(model, ctx.rank).backward()
     assert launched == [["torch.bfloat16", "torch.float32", "torch.float32"]]  # the norm's, the weight's
@@ -196,17 +182,15 @@ def test_override_is_asked_once_for_each_parameter(ctx: RankContext) -> None:
     assert all(any(param is other for other in asked) for param in given)
 
 
-class TensorParallel(nn.Module):
-    """fp32 around a norm in float64; the linear layers are cut over the model axis."""
+class TensorParallel(Block):
+    """fp32 behind a norm in float64; the linear layers are cut over the model axis."""
 
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(DIM, dtype=torch.float64)
-        self.up = nn.Linear(DIM, 2 * DIM)
-        self.down = nn.Linear(2 * DIM, DIM)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(torch.tanh(self.up(self.norm(x.double()).float())))
+        return super().forward(self.norm(x.double()).float())
 
 
 @distributed(4)
