@@ -1,4 +1,5 @@
-"""``grad_dtype``, which torch reads from 2.15 on, against gradients of an unsharded copy, cast and summed by hand."""
+"""Gradients in dtypes of their own: ``grad_dtype``, which torch reads from 2.15 on, against gradients of an unsharded
+copy, cast and summed by hand; and those of casts that torch.autocast keeps until its region ends."""
 
 from __future__ import annotations
 
@@ -10,9 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard
-from tests.distributed.support import seeded
+from tests.distributed.changes import assert_step_is_that_of
+from tests.distributed.support import Block as StackBlock, Stack, batch, seeded, shard
 from tests.harness.comms import reductions_noted
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import DIM, Block
@@ -214,3 +217,49 @@ def test_parameter_of_a_tensor_parallel_module(ctx: RankContext) -> None:
         assert param.grad.placements == other.grad.placements, name
         assert param.grad.to_local().abs().max() > 0
         torch.testing.assert_close(param.grad.to_local().to(other.dtype), other.grad.to_local(), rtol=1e-5, atol=1e-6)
+
+
+class _Casting(Stack):
+    """Blocks of two layers. ``checkpoints``: they run again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(StackBlock(), StackBlock()) for _ in range(3))
+        self.checkpoints = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.entry(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True) if self.checkpoints else block(x)
+        return self.exit(x)
+
+
+def _backward_under_autocast(model: Any, kind: str) -> None:
+    """``evaluation first``: as models that condition on their own output, or recycle it."""
+    model.checkpoints = kind == "checkpointed"
+    with torch.autocast("cpu", torch.bfloat16):
+        with torch.no_grad():
+            earlier = model(batch(1)) if kind == "evaluation first" else 0.0
+        for seed in range(2 if kind == "two micro-batches" else 1):
+            loss = model(batch(seed)).float().square().mean()
+            if kind == "evaluation first":
+                loss = loss + (model(batch(2)) - earlier).float().square().mean()
+            loss.backward()
+    model.checkpoints = False
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("kind", ["evaluation first", "two micro-batches", "checkpointed"])
+@distributed(2)
+def test_no_gradient_is_lost_in_one_autocast_region(ctx: RankContext, kind: str, reshard: bool) -> None:
+    """As torch's loses some, through a cast that autocast keeps until its region ends."""
+    model, reference = shard(ctx, seeded(_Casting), reshard_after_forward=reshard), seeded(_Casting)
+    for _ in range(2):
+        for each in (model, reference):
+            _backward_under_autocast(each, kind)
+        for (name, param), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
+            assert param.grad is not None, name
+            assert torch.allclose(param.grad.full_tensor(), expected.grad, rtol=0.02, atol=1e-3), name
+        for each in (model, reference):
+            each.zero_grad()
+    assert_step_is_that_of(model, reference)  # nothing is left for a later step
