@@ -78,7 +78,7 @@ def _files() -> dict[str, Tensor]:
             gate, up = of["gate_up"][e].chunk(2)
             tensors = {"gate": gate, "up": up, "down": of["down"][e].t()}
             found |= {f"layers.{b}.experts.{e}.{name}": value for name, value in tensors.items()}
-    return {key: value.contiguous() for key, value in found.items()}
+    return found
 
 
 def _plain() -> Fused:
@@ -88,7 +88,8 @@ def _plain() -> Fused:
 
 def _write(folder: Path, rank: int, files: dict[str, Tensor]) -> None:
     if rank == 0:
-        safetensors.save_file(files, str(folder / ONE))
+        folder.mkdir(exist_ok=True)
+        safetensors.save_file({key: value.contiguous() for key, value in files.items()}, str(folder / ONE))
     dist.barrier()
 
 
@@ -236,12 +237,13 @@ class Quantised(nn.Module):
 
 @distributed(2)
 def test_a_subclass_takes_its_parts_at_once(ctx: RankContext, tmp_path: Path) -> None:
-    """Quantised from all values of the shard, as if they came from one tensor; the parts are in two files."""
+    """Quantised from all values of the shard, as if they came from one tensor."""
     whole = seeded(Quantised).codes.dequantise()
     left, right = whole.chunk(2, dim=1)
     rule = [WeightRule("codes", Concat(["left", "right"], dim=1))]
     plain, parts = tmp_path / "plain", tmp_path / "parts"
-    _write_folders(ctx.rank, {plain: {"codes": whole}, parts: {"left": left, "right": right}})
+    _write(plain, ctx.rank, {"codes": whole})
+    _write(parts, ctx.rank, {"left": left, "right": right})
     models = [fully_shard(seeded(Quantised, seed), mesh=ctx.mesh_1d()) for seed in (1, 2)]
     fsdp2.load_safetensors(models[0], plain)
     fsdp2.load_safetensors(models[1], parts, mapping=rule)
@@ -250,18 +252,6 @@ def test_a_subclass_takes_its_parts_at_once(ctx: RankContext, tmp_path: Path) ->
     assert type(models[1].codes.to_local()) is NF4Tensor
     fsdp2.save_safetensors(models[1], tmp_path / "saved", mapping=rule)
     assert_same(read(tmp_path / "saved"), {"left": left, "right": right})
-
-
-def _write_folders(rank: int, folders: dict[Path, dict[str, Tensor]]) -> None:
-    """Each with a file for each tensor."""
-    for folder, tensors in folders.items():
-        if rank == 0:
-            folder.mkdir()
-            for key, value in tensors.items():
-                safetensors.save_file({key: value.contiguous()}, str(folder / f"{key}.safetensors"))
-            text = ", ".join(f'"{key}": "{key}.safetensors"' for key in tensors)
-            (folder / INDEX).write_text(f'{{"weight_map": {{{text}}}}}')
-    dist.barrier()
 
 
 # What is refused
