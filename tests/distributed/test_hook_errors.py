@@ -112,10 +112,6 @@ def _pre_raises(self: Faulty, mesh: DeviceMesh) -> Any:
     raise ValueError("this shard is not to my liking")
 
 
-def _wants_a_rank(self: Faulty, mesh: DeviceMesh, rank: int) -> Any:
-    raise NotImplementedError
-
-
 _sends_halves = _sends(lambda plain: (plain.half(),))
 _sends_fewer_columns = _sends(lambda plain: (plain[:, 1:].contiguous(),))
 
@@ -169,7 +165,7 @@ FAULTS = {
     "another dtype on one rank": Fault(PRE, _sends_halves, on_rank=2, world_size=4),
     "shape on one rank that does not fit": Fault(PRE, _sends_fewer_columns, on_rank=2, world_size=4),
     "other payload on one replica": Fault(PRE, _sends_halves, on_rank=3, world_size=4, replicas=2),
-    "pre-hook with another signature": Fault(PRE, _wants_a_rank),
+    "pre-hook with another signature": Fault(PRE, lambda self, mesh, rank: None),
     "missing pre-hook": Fault(PRE, None),
     "payload that changes in a later step": Fault(LATER_PRE, _sends_fewer_columns, after=2),
     "missing post-hook": Fault(POST, None),
