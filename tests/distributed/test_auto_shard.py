@@ -178,15 +178,6 @@ def test_tied_embedding_and_head_stay_with_the_model_and_a_cache_is_switched_off
     assert "use_cache of the model's config is False now" in said
 
 
-@distributed(2)
-def test_selective_checkpointing_trains_alike(ctx: RankContext) -> None:
-    model: Any = language_model()
-    for block in model.layers:
-        recompute(block, "selective")
-        fsdp2.fully_shard(block, mesh=ctx.mesh_1d())
-    assert trains_alike(fsdp2.fully_shard(model, mesh=ctx.mesh_1d()))
-
-
 @pytest.mark.ci
 @distributed(2)
 def test_what_cannot_fit_is_refused_with_what_would_and_nothing_is_sharded(ctx: RankContext) -> None:
