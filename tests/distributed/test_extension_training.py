@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -34,13 +34,7 @@ from tests.harness.extensions import Aliasing, AliasingHalved, Halved, Packed4, 
 from tests.harness.selection import in_ci, long
 
 CLASSES: dict[str, Callable[[Tensor], Tensor]] = {
-    "halved": Halved,
-    "scaled": Scaled,
-    "packed4": Packed4,
-    "ragged": Ragged,
-    "padded": Padded,
-    "aliasing": Aliasing,
-    "silent": Silent,
+    each.__name__.lower(): each for each in (Halved, Scaled, Packed4, Ragged, Padded, Aliasing, Silent)
 }
 REDUCED = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
 ON_TWO: dict[str, dict[str, Any]] = {
@@ -144,34 +138,8 @@ def test_classes_and_plain_parameters_travel_in_one_launch(ctx: RankContext) -> 
                 assert [kinds <= set(dtypes) for dtypes in noted] == [True] * 3, noted
 
 
-# Pairs whose unsharded form, activations and gradients are pairs, too: each half is one plain model by hand
-
-
-def _sends_what_is_computed_with(
-    self: TwoTensor, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
-) -> Any:
-    dtype = mp_policy.param_dtype or self.dtype
-    return (self.a.to(dtype), self.b.to(dtype)), None
-
-
-def _copies(self: TwoTensor, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
-    if out is not None:
-        out.a.copy_(outputs[0])
-        out.b.copy_(outputs[1])
-        return None
-    made = TwoTensor(*(output.to(param_dtype, copy=True) for output in outputs))
-    return made, (made,)
-
-
-@contextmanager
-def _hooks(kind: str) -> Iterator[None]:
-    """Hooks of pairs that always compute on what arrived, or always on a copy."""
-    with pytest.MonkeyPatch.context() as patch:
-        if kind == "aliased":
-            patch.setattr(TwoTensor, "fsdp_pre_all_gather", _sends_what_is_computed_with)
-        else:
-            patch.setattr(TwoTensor, "fsdp_post_all_gather", _copies)
-        yield
+# Pairs whose unsharded form, activations and gradients are pairs, too: each half is one plain model by hand. Where the
+# policy names a dtype, they compute on a copy of what arrived, and else on what arrived.
 
 
 def _half(which: str, dim: int) -> Net:
@@ -237,28 +205,37 @@ class _Pairs:
             self.step()
 
 
-@pytest.mark.parametrize("kind", ["aliased", "copied"])
 @pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), MIXED])
 @distributed(2, 4)
-def test_both_halves_train_as_by_hand(ctx: RankContext, policy: MixedPrecisionPolicy, kind: str) -> None:
-    with _hooks(kind):
-        for dim in (EVEN, UNEVEN) if ctx.world_size == 2 else (UNEVEN,):
-            _Pairs(ctx.mesh_1d(), ctx.rank, dim, adam, mp_policy=policy).train()
+def test_both_halves_train_as_by_hand(ctx: RankContext, policy: MixedPrecisionPolicy) -> None:
+    for dim in (EVEN, UNEVEN) if ctx.world_size == 2 else (UNEVEN,):
+        _Pairs(ctx.mesh_1d(), ctx.rank, dim, adam, mp_policy=policy).train()
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["aliased", *long("copied")])
+@pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), *long(MIXED)])
 @distributed(4)
-def test_both_halves_train_on_hsdp_and_resting_on_two_ranks(ctx: RankContext, kind: str) -> None:
-    with _hooks(kind):
-        _Pairs(ctx.mesh_2d(2, 2), ctx.rank, UNEVEN, sgd).train()
-        _Pairs(ctx.mesh_1d(), ctx.rank, UNEVEN, sgd, reshard_after_forward=2).train()
+def test_both_halves_train_on_hsdp_and_resting_on_two_ranks(ctx: RankContext, policy: MixedPrecisionPolicy) -> None:
+    _Pairs(ctx.mesh_2d(2, 2), ctx.rank, UNEVEN, sgd, mp_policy=policy).train()
+    _Pairs(ctx.mesh_1d(), ctx.rank, UNEVEN, sgd, mp_policy=policy, reshard_after_forward=2).train()
+
+
+def _copies(self: TwoTensor, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
+    """Lists the pair itself to be freed."""
+    if out is not None:
+        out.a.copy_(outputs[0])
+        out.b.copy_(outputs[1])
+        return None
+    made = TwoTensor(*(output.clone() for output in outputs))
+    return made, (made,)
 
 
 @pytest.mark.parametrize("kind", ["aliased", "copied"])
 @distributed(2)
 def test_inner_tensors_are_the_same_objects_and_empty_while_resharded(ctx: RankContext, kind: str) -> None:
-    with _hooks(kind):
+    with pytest.MonkeyPatch.context() as patch:
+        if kind == "copied":
+            patch.setattr(TwoTensor, "fsdp_post_all_gather", _copies)
         model, seen = sharded(_paired(EVEN), ctx.mesh_1d()), []
         for _ in range(3):
             model.unshard()
