@@ -53,10 +53,14 @@ def test_reducing_is_an_action_of_its_own(ctx: RankContext) -> str:
     return "\n".join([*first.actions()[-6:], compact(recorded)])
 
 
+@pytest.mark.every_case
+@pytest.mark.parametrize("is_one_unit", [False, True])
 @distributed(2)
-def test_handle_waits_once_and_gradients_are_there_then(ctx: RankContext) -> None:
-    model = _by_hand(ctx)
+def test_handle_waits_once_and_gradients_are_there_then(ctx: RankContext, is_one_unit: bool) -> None:
+    model = fully_shard(seeded(lambda: Stack(2)), mesh=ctx.mesh_1d()) if is_one_unit else sharded(ctx, num_blocks=2)
+    model.set_manual_backward_finalization(True)
     step(model)
+    assert not is_one_unit or all(parameter.grad is None for parameter in model.parameters())
     handle = model.finalize_backward(async_op=True)
     assert isinstance(handle, GradientReductionHandle)
     handle.wait()
@@ -156,16 +160,6 @@ def test_finalization_at_the_wrong_time(ctx: RankContext) -> str:
     model.finalize_backward()
     _assert_gradients_are_those_of(model, (1,))
     return "\n".join(errors)
-
-
-@distributed(2)
-def test_model_of_one_unit(ctx: RankContext) -> None:
-    model: Any = fully_shard(seeded(Stack), mesh=ctx.mesh_1d())
-    model.set_manual_backward_finalization(True)
-    step(model)
-    assert all(parameter.grad is None for parameter in model.parameters())
-    model.finalize_backward()
-    _assert_gradients_are_those_of(model, (0,), num_blocks=3)
 
 
 def _in_two_halves(model: Any, seed: int) -> None:
