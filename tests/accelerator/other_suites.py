@@ -58,7 +58,6 @@ EXCLUDED: dict[str, dict[str, str]] = {
         "test_tools_that_watch.test_comm_debug_mode_counts_what_a_feature_adds_to_every_step": _IN_PYTHON,
     },
     "distributed": {
-        "test_autocast": _AUTOCAST,
         "test_compiled_blocks": "torch.compile has no backend for the device",
         "test_comm": "is about the channels of gloo",
         "test_custom_comm.test_hook_gets_one_buffer_with_zeros_between_the_gradients": (
@@ -79,7 +78,8 @@ EXCLUDED: dict[str, dict[str, str]] = {
         "test_flat_optimizer.test_same_values_however_the_model_is_sharded[ignored]": (
             "torch's optimizers take foreach on a device, and DTensor's does not mix with plain tensors"
         ),
-        "test_grad_dtype.test_gradients_of_all_dtypes_travel_in_one_launch": "counts the launches of gloo's channel",
+        "test_dtypes.test_gradients_of_all_dtypes_travel_in_one_launch": "counts the launches of gloo's channel",
+        "test_dtypes.test_no_gradient_is_lost_in_one_autocast_region": _AUTOCAST,
         "test_inner_losses.test_compiled_block": "torch.compile has no backend for the device",
         "test_step_control.test_registered_method_and_compilation": "torch.compile has no backend for the device",
         "test_install.test_torchs_checkpoint_helpers_take_our_wrappers": "wraps models on the CPU",

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp2 import MixedPrecisionPolicy, fully_shard
+from fsdp2 import MixedPrecisionPolicy
+from tests.distributed.support import shard_each
 from tests.harness.distributed import RankContext
 from tests.harness.extension_reference import (
     Loss,
@@ -74,9 +75,7 @@ def linear(make: Callable[[Tensor], Tensor] | None, rows: int = EVEN, bias: bool
 
 
 def sharded(model: Any, mesh: DeviceMesh, **kwargs: Any) -> Any:
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, **kwargs)
-    return fully_shard(model, mesh=mesh, **kwargs)
+    return shard_each(*model.blocks, model, mesh=mesh, **kwargs)
 
 
 def batch(rank: int, index: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -139,16 +139,6 @@ def test_a_roomy_budget_shards_blocks_and_large_modules_and_computes_nothing_aga
 
 
 @distributed(2)
-def test_with_a_budget_the_mesh_may_be_the_second_argument(ctx: RankContext) -> None:
-    mesh = ctx.mesh_1d()
-    assert fsdp2.auto_shard(language_model(), mesh, budget="1GiB", workload=WORKLOAD).plan.num_gpus == 2
-    with pytest.raises(TypeError, match="mesh is given twice, by position and by name"):
-        fsdp2.auto_shard(language_model(), mesh, mesh=mesh, budget="1GiB", workload=WORKLOAD)
-    with pytest.raises(TypeError, match="pass either policy or budget"):
-        fsdp2.auto_shard(language_model(), mesh)
-
-
-@distributed(2)
 def test_a_tight_budget_computes_again_trains_alike_and_says_why(ctx: RankContext) -> None:
     least = min(each.result.reserved_nbytes for each in planned(ctx).plan.choices)
     done = planned(ctx, budget=int(least) + 1)
@@ -188,15 +178,6 @@ def test_tied_embedding_and_head_stay_with_the_model_and_a_cache_is_switched_off
     assert "use_cache of the model's config is False now" in said
 
 
-@distributed(2)
-def test_selective_checkpointing_trains_alike(ctx: RankContext) -> None:
-    model: Any = language_model()
-    for block in model.layers:
-        recompute(block, "selective")
-        fsdp2.fully_shard(block, mesh=ctx.mesh_1d())
-    assert trains_alike(fsdp2.fully_shard(model, mesh=ctx.mesh_1d()))
-
-
 @pytest.mark.ci
 @distributed(2)
 def test_what_cannot_fit_is_refused_with_what_would_and_nothing_is_sharded(ctx: RankContext) -> None:
@@ -229,12 +210,17 @@ def test_wrong_options_are_refused_before_anything_changes(ctx: RankContext) -> 
         "budget chooses reshard_after_forward. Drop one": {"reshard_after_forward": True},
         "mesh is 2, expected a DeviceMesh": {"mesh": 2},
     }
-    model = language_model()
+    model, mesh = language_model(), ctx.mesh_1d()
     for said, options in wrong.items():
         with pytest.raises(TypeError, match=f"auto_shard: {said}"):
             planned(ctx, model, **options)
+    with pytest.raises(TypeError, match="mesh is given twice, by position and by name"):
+        fsdp2.auto_shard(model, mesh, mesh=mesh, budget="1GiB", workload=WORKLOAD)
+    with pytest.raises(TypeError, match="pass either policy or budget"):
+        fsdp2.auto_shard(model, mesh)
     assert not any("forward" in vars(module) for module in model.modules())
     planned(ctx, model, mesh=None)
+    assert fsdp2.auto_shard(language_model(), mesh, budget="1GiB", workload=WORKLOAD).plan.num_gpus == 2
     with pytest.raises(ValueError, match="this FSDPLanguageModel is sharded already"):
         planned(ctx, model)
     with pytest.raises(ValueError, match=r"master_dtype is 'bf16', but the model is in float32\. Cast it first"):

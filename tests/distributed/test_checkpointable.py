@@ -7,7 +7,7 @@ The oracle is the model that is not cut at all. A torch without ``Checkpointable
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +103,13 @@ def _states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any
     return {"model": model_state, "optimizer": optimizer_state}
 
 
+def _parts(states: dict[str, Any]) -> dict[str, dict[str, Tensor]]:
+    """The tensors of the model, and those of the optimizer by their kind."""
+    of_optimizer = states["optimizer"]["state"].items()
+    moments = {key: {name: each[key] for name, each in of_optimizer} for key in ("exp_avg", "exp_avg_sq")}
+    return {"model": states["model"], **moments}
+
+
 def _readable(state: dict[str, Any]) -> dict[str, Any]:
     """``state`` for this torch's checkpoints."""
     if not HAS_PROTOCOL:
@@ -164,13 +171,9 @@ def test_training_is_that_of_the_whole_model_and_each_entry_lies_on_one_rank(ctx
     for _ in range(2):
         _step(model, optimizer)
         _step(whole, its)
-    found, expected = to_checkpointable(model, _states(model, optimizer)), _states(whole, its)
-    torch.testing.assert_close(
-        _gathered(found["model"]), {name: t for name, t in expected["model"].items() if name in CUT}
-    )
-    for key in ("exp_avg", "exp_avg_sq"):
-        of_key = [{name: each[key] for name, each in of["optimizer"]["state"].items()} for of in (found, expected)]
-        torch.testing.assert_close(_gathered(of_key[0]), {name: t for name, t in of_key[1].items() if name in CUT})
+    expected = _parts(_states(whole, its))
+    for key, found in _parts(to_checkpointable(model, _states(model, optimizer))).items():
+        torch.testing.assert_close(_gathered(found), {name: expected[key][name] for name in CUT})
 
 
 @distributed(4)
@@ -199,7 +202,7 @@ def _save(ctx: RankContext, layout: str, path: Path) -> dict[str, Any]:
     dcp.save(_readable(to_checkpointable(model, _states(model, optimizer))), checkpoint_id=path)
     whole, its = _sharded(ctx, "whole")
     _step(whole, its)
-    return _states(whole, its)
+    return _parts(_states(whole, its))
 
 
 def _load(ctx: RankContext, layout: str, path: Path) -> dict[str, Any]:
@@ -215,11 +218,9 @@ def _load(ctx: RankContext, layout: str, path: Path) -> dict[str, Any]:
     state = from_checkpointable(model, state)
     set_states(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     assert optimizer.param_groups[0]["lr"] == 0.1
-    found = to_checkpointable(model, _states(model, optimizer))
-    found["optimizer"] = {name: each["exp_avg"] for name, each in found["optimizer"]["state"].items()}
     return {
         key: {**{name: _full(tensor) for name, tensor in each.items()}, **_gathered(each, once=layout == "tp")}
-        for key, each in found.items()
+        for key, each in _parts(to_checkpointable(model, _states(model, optimizer))).items()
     }
 
 
@@ -235,7 +236,6 @@ ELSEWHERE = [("fsdp", "tp"), ("tp", "fsdp"), ("tp", "tp"), ("local", "tp"), ("tp
 )
 def test_checkpoint_is_loaded_in_another_layout(saver: str, loader: str, tmp_path: Path) -> None:
     expected = shared_pool(4).run(_save, layout=saver, path=tmp_path)[0]
-    expected["optimizer"] = {name: each["exp_avg"] for name, each in expected["optimizer"]["state"].items()}
     loaded = shared_pool(2 if loader == "fsdp" else 4).run(_load, layout=loader, path=tmp_path)
     for found in loaded:
         torch.testing.assert_close(found, expected)
@@ -271,22 +271,6 @@ def test_torch_without_the_protocol_refuses_to_save_on_all_ranks(ctx: RankContex
         dcp.save(state, checkpoint_id=tmp_path / "out")
 
 
-def _outside(model: Any) -> None:
-    model.rows.global_offsets = ((4, 0),)
-
-
-def _too_few(model: Any) -> None:
-    model.rows.local_sizes = ()
-
-
-def _other_dims(model: Any) -> None:
-    model.rows.global_shape = (7,)
-
-
-def _no_numbers(model: Any) -> None:
-    model.rows.local_offsets = 0
-
-
 def _of_a_class(model: Any) -> None:
     before = model.rows
     model.rows = nn.Parameter(BFloat16AllGatherTensor(before.detach()))
@@ -294,13 +278,20 @@ def _of_a_class(model: Any) -> None:
         setattr(model.rows, name, getattr(before, name))
 
 
-@pytest.mark.parametrize(
-    "change", [_outside, _too_few, _other_dims, _no_numbers, _of_a_class], ids=lambda change: change.__name__
-)
+GEOMETRIES: dict[str, Callable[[Any], object]] = {
+    "outside": lambda model: setattr(model.rows, "global_offsets", ((4, 0),)),
+    "too few": lambda model: setattr(model.rows, "local_sizes", ()),
+    "other dims": lambda model: setattr(model.rows, "global_shape", (7,)),
+    "no numbers": lambda model: setattr(model.rows, "local_offsets", 0),
+    "of a class": _of_a_class,
+}
+
+
+@pytest.mark.parametrize("change", GEOMETRIES)
 @golden_on_ranks(2)
-def test_geometry_that_does_not_fit_is_refused(ctx: RankContext, change: Any) -> str:
+def test_geometry_that_does_not_fit_is_refused(ctx: RankContext, change: str) -> str:
     model = Part(0)
-    change(model)
+    GEOMETRIES[change](model)
     before = dict(model.named_parameters())
     found = error_of(lambda: fully_shard(model, mesh=init_device_mesh("cpu", (2,))))
     assert type(model) is Part
@@ -308,24 +299,20 @@ def test_geometry_that_does_not_fit_is_refused(ctx: RankContext, change: Any) ->
     return found
 
 
-def _full_state(model: Any) -> Any:
-    return {"model": get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))}
+FULL = StateDictOptions(full_state_dict=True)
+STATES: dict[str, Callable[[Any], Any]] = {
+    "full state": lambda model: {"model": get_model_state_dict(model, options=FULL)},
+    "other shape": lambda model: {"state": {"rows": {"row_factor": model.rows.detach()[:, :1]}}},
+    "of a part": lambda model: {"inner": {f"its_{name}": value for name, value in model.state_dict().items()}},
+}
 
 
-def _other_shape(model: Any) -> Any:
-    return {"state": {"rows": {"row_factor": model.rows.detach()[:, :1]}}}
-
-
-def _of_a_part(model: Any) -> Any:
-    return {"inner": {f"its_{name}": value for name, value in model.state_dict().items()}}
-
-
-@pytest.mark.parametrize("state", [_full_state, _other_shape, _of_a_part], ids=lambda state: state.__name__)
+@pytest.mark.parametrize("state", STATES)
 @golden_on_ranks(2)
-def test_states_without_a_known_place_are_refused(ctx: RankContext, state: Any) -> str:
+def test_states_without_a_known_place_are_refused(ctx: RankContext, state: str) -> str:
     model: Any = Part(0)
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-    found = state(model)
+    found = STATES[state](model)
     return error_of(lambda: to_checkpointable(model, found))
 
 

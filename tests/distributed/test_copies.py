@@ -24,6 +24,7 @@ from tests.harness.golden import golden_on_ranks
 from tests.harness.messages import error_of
 from tests.harness.models import MLP, Transformer
 from tests.harness.selection import long
+from tests.parity.setups import train_steps
 
 
 def _wire(ctx: RankContext) -> Any:
@@ -63,15 +64,6 @@ SETUPS: dict[str, Callable[[RankContext], Any]] = {
 SHORT = ("bf16, resting", "several modules", "options", "wire format")
 
 
-def _train(ctx: RankContext, model: Any, optimizer: torch.optim.Optimizer, seed: int) -> Tensor:
-    inputs = model.batch(torch.Generator().manual_seed(10 * seed + ctx.rank))
-    loss = model.loss(model(*inputs), inputs)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()
-
-
 def _values(model: nn.Module) -> list[Tensor]:
     return list(whole(model).values())
 
@@ -81,14 +73,14 @@ def _values(model: nn.Module) -> list[Tensor]:
 def test_copy_and_original_train_alike_and_apart(ctx: RankContext, setup: str) -> None:
     model = seeded(lambda: SETUPS[setup](ctx))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    _train(ctx, model, optimizer, 0)
+    train_steps(ctx, model, optimizer, [0])
     copied, optimizer_of_copy = copy.deepcopy((model, optimizer))
     assert type(copied) is type(model)
     before, start = _values(model), [p.to_local().data_ptr() for p in model.parameters()]
     assert all(map(torch.equal, _values(copied), before))
-    losses = [_train(ctx, copied, optimizer_of_copy, seed) for seed in (1, 2)]
+    losses = train_steps(ctx, copied, optimizer_of_copy, (1, 2))
     assert all(map(torch.equal, _values(model), before))
-    assert losses == [_train(ctx, model, optimizer, seed) for seed in (1, 2)]
+    assert losses == train_steps(ctx, model, optimizer, (1, 2))
     assert all(map(torch.equal, _values(copied), _values(model)))
     assert [p.to_local().data_ptr() for p in model.parameters()] == start
     assert not {address for address in start if address} & {p.to_local().data_ptr() for p in copied.parameters()}
@@ -187,16 +179,13 @@ def test_averaged_model_of_torch_averages_the_shards(ctx: RankContext) -> None:
     model = sharded(ctx, offload_policy=CPUOffloadPolicy())
     averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.75))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    expected = _values(model)
+    expected: list[Tensor] = []
     for seed in range(3):
         step(model, seed)
         optimizer.step()
         averaged.update_parameters(model)
-        if seed > 0:
-            expected = [torch.lerp(new, old, 0.75) for old, new in zip(expected, _values(model), strict=True)]
-        else:
-            expected = _values(model)
-    for found, value in zip(_values(averaged), expected, strict=True):
-        torch.testing.assert_close(found, value)
+        new = _values(model)
+        expected = [torch.lerp(after, before, 0.75) for before, after in zip(expected or new, new, strict=True)]
+    torch.testing.assert_close(_values(averaged), expected)
     with torch.no_grad():
         assert averaged(batch()).shape == batch().shape

@@ -13,14 +13,12 @@ from torch import Tensor, nn
 import fsdp2
 from fsdp2 import fully_shard
 from fsdp2.runtime.unit import unit_of
-from tests.distributed.support import Scaled, Stack, batch, same_on_all_ranks, seeded, sharded, step
+from tests.distributed.support import Scaled, Stack, batch, seeded, shard, sharded, step
 from tests.harness.comms import CountingAllGather, CountingReduceScatter, direct_from
 from tests.harness.compare import compare_values
 from tests.harness.distributed import RankContext, distributed
-from tests.harness.golden import texts_beside
+from tests.harness.golden import golden_on_ranks
 from tests.harness.messages import error_of
-
-TEXTS = texts_beside(__file__)
 
 
 def _trained(model: Any, num_steps: int = 3) -> list[Tensor]:
@@ -33,6 +31,10 @@ def _trained(model: Any, num_steps: int = 3) -> list[Tensor]:
         optimizer.step()
     seen += [parameter.to_local().clone() for parameter in model.parameters()]
     return seen + [parameter.grad.to_local().clone() for parameter in model.parameters()]
+
+
+def _uneven() -> Any:
+    return seeded(lambda: nn.Sequential(nn.Linear(32, 7), nn.Linear(7, 5), nn.Linear(5, 3)))
 
 
 def _set_comms(model: Any, gather: Any, reduce: Any) -> None:
@@ -128,8 +130,7 @@ def test_switching_the_reduction_while_hsdp_accumulates_keeps_every_gradient(ctx
     """Sums that wait for the all-reduce lie as the plan says that made them; a custom comm has another plan."""
 
     def model_and_step(custom: bool) -> list[Tensor]:
-        model = seeded(Uneven)
-        fsdp2.fully_shard(model, mesh=ctx.mesh_2d(1, 2))
+        model = fully_shard(_uneven(), mesh=ctx.mesh_2d(1, 2))
         model.set_requires_all_reduce(False)
         step(model)
         if custom:
@@ -139,17 +140,7 @@ def test_switching_the_reduction_while_hsdp_accumulates_keeps_every_gradient(ctx
         step(model)
         return [parameter.grad.to_local().clone() for parameter in model.parameters()]
 
-    for found, value in zip(model_and_step(True), model_and_step(False), strict=True):
-        assert torch.allclose(found, value)
-
-
-class Uneven(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(32, 7), nn.Linear(7, 5), nn.Linear(5, 3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x)
+    torch.testing.assert_close(model_and_step(True), model_and_step(False))
 
 
 @distributed(2)
@@ -158,8 +149,7 @@ def test_hook_gets_one_buffer_with_zeros_between_the_gradients(ctx: RankContext)
     torch.use_deterministic_algorithms(True)  # new memory is full of NaN
     try:
         with direct_from(0):  # what travels on its own is aligned
-            model = seeded(Uneven)
-            fsdp2.fully_shard(model, mesh=ctx.mesh_1d())
+            model = fully_shard(_uneven(), mesh=ctx.mesh_1d())
             model.set_all_reduce_hook(lambda reduced: seen.append(reduced.clone()))
             step(model)
     finally:
@@ -211,8 +201,9 @@ CASES = {
 }
 
 
-def _refused(ctx: RankContext, case: str) -> str:
-    """The error of a setter; the model trains as before."""
+@pytest.mark.parametrize("case", CASES)
+@golden_on_ranks()
+def test_setting_is_refused_and_the_model_trains_as_before(ctx: RankContext, case: str) -> str:
     setter = CASES[case]
     mesh = ctx.mesh_2d(2, 1)
 
@@ -234,29 +225,15 @@ def _refused(ctx: RankContext, case: str) -> str:
     return error
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_setting_is_refused_and_the_model_trains_as_before(case: str) -> None:
-    TEXTS.check(case, same_on_all_ranks(_refused, case=case))
-
-
-def test_every_text_has_a_case() -> None:
-    TEXTS.check_names([*CASES, "allocate that returns another tensor"])
-
-
 @pytest.mark.parametrize("replicas", [1, 2])
 @distributed(2)
 def test_unit_with_scalars_takes_comms_and_a_hook(ctx: RankContext, replicas: int) -> None:
-    def scaled() -> Any:
-        model = seeded(Scaled)
-        for unit in (*model.blocks, model):
-            fsdp2.fully_shard(unit, mesh=ctx.mesh_2d(replicas, ctx.world_size // replicas))
-        return model
-
-    model, shapes = scaled(), []
+    mesh = ctx.mesh_2d(replicas, ctx.world_size // replicas)
+    (model, expected), shapes = (shard(ctx, seeded(Scaled), mesh=mesh) for _ in range(2)), []
     gather, reduce = CountingAllGather(), CountingReduceScatter()
     _set_comms(model, gather, reduce)
     model.set_all_reduce_hook(lambda reduced: shapes.append(tuple(reduced.shape)))
-    compare_values("with a scalar", _trained(model, num_steps=1), _trained(scaled(), num_steps=1))
+    compare_values("with a scalar", _trained(model, num_steps=1), _trained(expected, num_steps=1))
     assert len(shapes) == 2
     assert min(shapes) == (1,)
     assert bool(gather.messages) is bool(reduce.messages) is (replicas == 1)
@@ -267,7 +244,8 @@ class _TooSmall(CountingAllGather):
         return torch.empty(7, dtype=torch.float64)
 
 
-def _too_small(ctx: RankContext) -> str:
+@golden_on_ranks()
+def test_allocate_that_returns_another_tensor(ctx: RankContext) -> str:
     model = sharded(ctx)
     _set_comms(model, _TooSmall(), CountingReduceScatter())
     error = error_of(lambda: step(model))
@@ -275,7 +253,3 @@ def _too_small(ctx: RankContext) -> str:
     _set_comms(model, CountingAllGather(), CountingReduceScatter())
     step(model)
     return error
-
-
-def test_allocate_that_returns_another_tensor() -> None:
-    TEXTS.check("allocate that returns another tensor", same_on_all_ranks(_too_small))

@@ -33,9 +33,12 @@ def _assert_gradients_are_those_of(model: Any, seeds: tuple[int, ...], num_block
 
 @golden_on_ranks()
 def test_reducing_is_an_action_of_its_own(ctx: RankContext) -> str:
+    """A backward with sync reduces at once what it can."""
     model = _by_hand(ctx, num_blocks=1)
-    step(model)
-    model.finalize_backward()
+    with trace.record(model) as first:
+        step(model)
+        model.finalize_backward()
+    _assert_gradients_are_those_of(model, (0,), num_blocks=1)
     model.zero_grad()
     with trace.record(model) as recorded:
         model.set_requires_gradient_sync(False)
@@ -47,23 +50,17 @@ def test_reducing_is_an_action_of_its_own(ctx: RankContext) -> str:
         handle = model.finalize_backward(async_op=True)
         handle.wait()
     _assert_gradients_are_those_of(model, (1, 2), num_blocks=1)
-    return compact(recorded)
+    return "\n".join([*first.actions()[-6:], compact(recorded)])
 
 
-@golden_on_ranks()
-def test_backward_with_sync_reduces_at_once_what_it_can(ctx: RankContext) -> str:
-    model = _by_hand(ctx, num_blocks=1)
-    with trace.record(model) as recorded:
-        step(model)
-        model.finalize_backward()
-    _assert_gradients_are_those_of(model, (0,), num_blocks=1)
-    return "\n".join(recorded.actions()[-6:])
-
-
+@pytest.mark.every_case
+@pytest.mark.parametrize("is_one_unit", [False, True])
 @distributed(2)
-def test_handle_waits_once_and_gradients_are_there_then(ctx: RankContext) -> None:
-    model = _by_hand(ctx)
+def test_handle_waits_once_and_gradients_are_there_then(ctx: RankContext, is_one_unit: bool) -> None:
+    model = fully_shard(seeded(lambda: Stack(2)), mesh=ctx.mesh_1d()) if is_one_unit else sharded(ctx, num_blocks=2)
+    model.set_manual_backward_finalization(True)
     step(model)
+    assert not is_one_unit or all(parameter.grad is None for parameter in model.parameters())
     handle = model.finalize_backward(async_op=True)
     assert isinstance(handle, GradientReductionHandle)
     handle.wait()
@@ -72,39 +69,27 @@ def test_handle_waits_once_and_gradients_are_there_then(ctx: RankContext) -> Non
     step(model, 1)
     assert model.finalize_backward() is None
     _assert_gradients_are_those_of(model, (0, 1))
-
-
-@distributed(2)
-def test_finalization_without_a_backward_does_nothing(ctx: RankContext) -> None:
-    model = _by_hand(ctx)
-    assert model.finalize_backward() is None
-    model.finalize_backward(async_op=True).wait()
-    model(batch())
-    model.finalize_backward()
-    model.finalize_backward()
-    assert all(parameter.grad is None for parameter in model.parameters())
+    model.set_manual_backward_finalization(False)
+    step(model, 2)  # ends by itself
+    _assert_gradients_are_those_of(model, (0, 1, 2))
 
 
 @pytest.mark.parametrize("with_unused", [False, True])
 @distributed(2)
-def test_backward_that_reaches_no_sharded_parameter(ctx: RankContext, with_unused: bool) -> None:
+def test_finalization_without_a_backward_that_reaches_a_sharded_parameter_does_nothing(
+    ctx: RankContext, with_unused: bool
+) -> None:
     model = _by_hand(ctx)
     model.set_reduce_scatter_unused_params(with_unused)
+    assert model.finalize_backward() is None
+    model.finalize_backward(async_op=True).wait()
     with torch.no_grad():
         y = model(batch())
     y.requires_grad_().square().sum().backward()
     model.finalize_backward()
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
-@distributed(2)
-def test_switched_off_again_backward_ends_by_itself(ctx: RankContext) -> None:
-    model = _by_hand(ctx)
-    step(model)
+    model(batch())
     model.finalize_backward()
-    model.set_manual_backward_finalization(False)
-    step(model, 1)
-    _assert_gradients_are_those_of(model, (0, 1))
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 @distributed(2)
@@ -136,21 +121,15 @@ def test_unused_parameters_of_several_backwards_are_reduced_once(ctx: RankContex
 
 @golden_on_ranks()
 def test_finalization_is_for_roots_that_asked_for_it(ctx: RankContext) -> str:
-    model = sharded(ctx)
+    model, other = sharded(ctx), sharded(ctx)
+    other.blocks[0].set_manual_backward_finalization(True)
     step(model)
     block = model.blocks[0]
     calls = [partial(block.set_manual_backward_finalization, True), block.finalize_backward, model.finalize_backward]
-    return "\n".join(map(error_of, calls))
-
-
-@golden_on_ranks()
-def test_finalization_of_a_unit_that_turns_out_to_be_no_root(ctx: RankContext) -> str:
-    model = sharded(ctx)
-    model.blocks[0].set_manual_backward_finalization(True)
-    error = error_of(lambda: model(batch()))
-    model.blocks[0].set_manual_backward_finalization(False)
-    assert_step_is_that_of(model, seeded(Stack))
-    return error
+    errors = [*map(error_of, calls), error_of(lambda: other(batch()))]
+    other.blocks[0].set_manual_backward_finalization(False)
+    assert_step_is_that_of(other, seeded(Stack))
+    return "\n".join(errors)
 
 
 @golden_on_ranks()
@@ -171,32 +150,16 @@ def test_finalization_at_the_wrong_time(ctx: RankContext) -> str:
     errors.append(error_of(lambda: model(batch())))
     handle.wait()
     _assert_gradients_are_those_of(model, (0,))
-    return "\n".join(errors)
-
-
-@golden_on_ranks()
-def test_handle_of_a_model_that_was_reset(ctx: RankContext) -> str:
-    model = _by_hand(ctx)
     step(model)
     handle = model.finalize_backward(async_op=True)
     model.reset_iter_state()
-    error = error_of(handle.wait)
-    assert error_of(handle.wait) == error
+    errors.append(error_of(handle.wait))
+    assert error_of(handle.wait) == errors[-1]
     model.zero_grad()
     step(model, 1)
     model.finalize_backward()
     _assert_gradients_are_those_of(model, (1,))
-    return error
-
-
-@distributed(2)
-def test_model_of_one_unit(ctx: RankContext) -> None:
-    model: Any = fully_shard(seeded(lambda: Stack(1)), mesh=ctx.mesh_1d())
-    model.set_manual_backward_finalization(True)
-    step(model)
-    assert all(parameter.grad is None for parameter in model.parameters())
-    model.finalize_backward()
-    _assert_gradients_are_those_of(model, (0,), num_blocks=1)
+    return "\n".join(errors)
 
 
 def _in_two_halves(model: Any, seed: int) -> None:

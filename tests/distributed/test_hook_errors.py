@@ -16,15 +16,14 @@ from torch.distributed.tensor import DTensor
 from fsdp2 import fully_shard
 from fsdp2.tensors.wrapper import WrapperTensor
 from tests.distributed.changes import assert_step_is_that_of
-from tests.distributed.support import Stack, same_on_all_ranks, seeded, shard, step
+from tests.distributed.support import Stack, seeded, shard, step
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.extensions import Travelling
-from tests.harness.golden import texts_beside
+from tests.harness.golden import Check, golden_on_ranks
 from tests.harness.messages import error_of, wrapped
 from tests.harness.pool import shared_pool
 from tests.unit.test_check_all_gather_extension import BROKEN, Subclass
 
-TEXTS = texts_beside(__file__)
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 LATER_PRE, LATER_POST = "later_pre", "later_post"
 RELEASE = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
@@ -113,10 +112,6 @@ def _pre_raises(self: Faulty, mesh: DeviceMesh) -> Any:
     raise ValueError("this shard is not to my liking")
 
 
-def _wants_a_rank(self: Faulty, mesh: DeviceMesh, rank: int) -> Any:
-    raise NotImplementedError
-
-
 _sends_halves = _sends(lambda plain: (plain.half(),))
 _sends_fewer_columns = _sends(lambda plain: (plain[:, 1:].contiguous(),))
 
@@ -170,7 +165,7 @@ FAULTS = {
     "another dtype on one rank": Fault(PRE, _sends_halves, on_rank=2, world_size=4),
     "shape on one rank that does not fit": Fault(PRE, _sends_fewer_columns, on_rank=2, world_size=4),
     "other payload on one replica": Fault(PRE, _sends_halves, on_rank=3, world_size=4, replicas=2),
-    "pre-hook with another signature": Fault(PRE, _wants_a_rank),
+    "pre-hook with another signature": Fault(PRE, lambda self, mesh, rank: None),
     "missing pre-hook": Fault(PRE, None),
     "payload that changes in a later step": Fault(LATER_PRE, _sends_fewer_columns, after=2),
     "missing post-hook": Fault(POST, None),
@@ -204,7 +199,7 @@ def _error_of_step(ctx: RankContext, name: str) -> str:
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_fault_in_a_hook_is_an_error_on_all_ranks_and_the_model_works_without_it(name: str) -> None:
+def test_fault_in_a_hook_is_an_error_on_all_ranks_and_the_model_works_without_it(name: str, golden: Check) -> None:
     fault = FAULTS[name]
     errors = shared_pool(fault.world_size).run(_error_of_step, name=name)
     mine = errors[fault.on_rank or 0]
@@ -214,7 +209,7 @@ def test_fault_in_a_hook_is_an_error_on_all_ranks_and_the_model_works_without_it
     else:
         expected = [mine] * fault.world_size
     assert [error.split() for error in errors] == [error.split() for error in expected]
-    TEXTS.check(name, mine)
+    golden(mine)
 
 
 @distributed(2)
@@ -261,7 +256,9 @@ class HookedParameter(nn.Parameter):
         raise NotImplementedError
 
 
-def _refused_by_fully_shard(ctx: RankContext, cls: type) -> str:
+@pytest.mark.parametrize("cls", [BROKEN["CannotBeCut"], HasNoSplit, HookedParameter, Subclass])
+@golden_on_ranks()
+def test_class_is_refused_by_fully_shard(ctx: RankContext, cls: type) -> str:
     """Nothing has changed then: the same parameters are bound, and with a plain one in its place the model works."""
     model = seeded(Stack)
     linear = model.blocks[1].linear
@@ -276,49 +273,35 @@ def _refused_by_fully_shard(ctx: RankContext, cls: type) -> str:
     return error
 
 
-REFUSED_CLASSES: list[Any] = [BROKEN["CannotBeCut"], HasNoSplit, HookedParameter, Subclass]
-
-
-@pytest.mark.parametrize("cls", REFUSED_CLASSES)
-def test_class_is_refused_by_fully_shard(cls: type) -> None:
-    TEXTS.check(cls.__name__, same_on_all_ranks(_refused_by_fully_shard, cls=cls))
-
-
 class WithoutHooks(Right):
     fsdp_pre_all_gather = fsdp_post_all_gather = property()  # type: ignore[assignment]
 
 
-def _without_hooks(ctx: RankContext) -> str:
-    model = shard(ctx, stack_of(WithoutHooks))
-    error = error_of(lambda: step(model))
-    model.reset_iter_state()
-    model.blocks[1].linear.weight._local_tensor.__class__ = Right
-    assert_trains_like_a_plain_one(model)
-    return error
-
-
-def _gradient_of_a_class(ctx: RankContext) -> str:
-    return error_of(lambda: step(shard(ctx, stack_of(BROKEN["SpreadsToItsGradient"]))))
-
-
 IN_A_STEP = {
-    "subclass without hooks": _without_hooks,
-    "gradient that nothing says how to reduce": _gradient_of_a_class,
+    "subclass without hooks": WithoutHooks,
+    "gradient that nothing says how to reduce": BROKEN["SpreadsToItsGradient"],
 }
 
 
 @pytest.mark.parametrize("name", IN_A_STEP)
-def test_class_is_refused_in_a_step(name: str) -> None:
-    TEXTS.check(name, same_on_all_ranks(IN_A_STEP[name]))
+@golden_on_ranks()
+def test_class_is_refused_in_a_step(ctx: RankContext, name: str) -> str:
+    model = shard(ctx, stack_of(IN_A_STEP[name]))
+    error = error_of(lambda: step(model))
+    if IN_A_STEP[name] is WithoutHooks:
+        model.reset_iter_state()
+        model.blocks[1].linear.weight._local_tensor.__class__ = Right
+        assert_trains_like_a_plain_one(model)
+    return error
 
 
-BOUND_AGAIN = {
-    "pre-hook that raises on one rank when hooks are bound again": _pre_raises,
-    "another dtype on one rank when hooks are bound again": _sends_halves,
-}
+BOUND_AGAIN = {"raises": _pre_raises, "another dtype": _sends_halves}
 
 
-def _on_one_rank_when_bound_again(ctx: RankContext, name: str) -> str:
+@pytest.mark.parametrize("name", BOUND_AGAIN)
+@golden_on_ranks()
+def test_what_one_rank_alone_does_when_hooks_are_bound_again_is_an_error_on_all(ctx: RankContext, name: str) -> str:
+    """No rank goes on to the gather: what is exchanged does not depend on what one rank alone has found."""
     model = shard(ctx, stack_of(Faulty))
     step(model)
     model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
@@ -327,14 +310,3 @@ def _on_one_rank_when_bound_again(ctx: RankContext, name: str) -> str:
     model.reset_iter_state()
     assert_trains_like_a_plain_one(model)
     return wrapped(" ".join(error.split()).replace("on rank 1: ", ""))
-
-
-@pytest.mark.parametrize("name", BOUND_AGAIN)
-def test_what_one_rank_alone_does_when_hooks_are_bound_again_is_an_error_on_all(name: str) -> None:
-    """No rank goes on to the gather: what is exchanged does not depend on what one rank alone has found."""
-    TEXTS.check(name, same_on_all_ranks(_on_one_rank_when_bound_again, name=name))
-
-
-def test_every_text_has_a_case() -> None:
-    classes = [cls.__name__ for cls in REFUSED_CLASSES]
-    TEXTS.check_names([*FAULTS, *classes, *IN_A_STEP, *BOUND_AGAIN])

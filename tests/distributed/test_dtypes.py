@@ -1,4 +1,5 @@
-"""``grad_dtype``, which torch reads from 2.15 on, against gradients of an unsharded copy, cast and summed by hand."""
+"""Gradients in dtypes of their own: ``grad_dtype``, which torch reads from 2.15 on, against gradients of an unsharded
+copy, cast and summed by hand; and those of casts that torch.autocast keeps until its region ends."""
 
 from __future__ import annotations
 
@@ -10,15 +11,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard
-from tests.distributed.support import seeded
+from tests.distributed.changes import assert_step_is_that_of
+from tests.distributed.support import Block as StackBlock, Stack, batch, seeded, shard
 from tests.harness.comms import reductions_noted
 from tests.harness.distributed import RankContext, distributed
+from tests.harness.models import DIM, Block
 from tests.harness.selection import in_ci
 
 BF16, FP32 = torch.bfloat16, torch.float32
-DIM = 16
 
 
 class _Widened(torch.autograd.Function):
@@ -77,15 +80,9 @@ def _assert_gradients(model: nn.Module, expected: dict[str, Tensor], dtypes: dic
         torch.testing.assert_close(grad.full_tensor(), expected[name].to(dtypes[name]), rtol=0, atol=0, msg=name)
 
 
-def _set(model: Net, grad_dtypes: dict[str, torch.dtype | None]) -> None:
+def _set(model: Net, grad_dtypes: dict[str, torch.dtype | None]) -> Any:
     for name, dtype in grad_dtypes.items():
         model.get_parameter(name).grad_dtype = dtype
-
-
-def _own(**grad_dtypes: torch.dtype | None) -> Net:
-    """A ``Net`` whose parameters have these."""
-    model = seeded(Net)
-    _set(model, grad_dtypes)
     return model
 
 
@@ -112,12 +109,12 @@ CASES: dict[str, tuple[dict[str, Any], torch.dtype | None, dict[str, torch.dtype
 def test_gradient_is_reduced_and_kept_in_grad_dtype(ctx: RankContext, case: str, shards_first: bool) -> None:
     """It may be set on the shards before the first forward, too."""
     own, reduce_dtype, reduced, kept = CASES[case]
-    model = seeded(Net) if shards_first else _own(**own)
+    model = seeded(Net) if shards_first else _set(seeded(Net), own)
     fully_shard(model, mesh=ctx.mesh_1d(), mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
     if shards_first:
         _set(model, own)
     _loss(model, ctx.rank).backward()
-    reference = _own(scale=None) if "scale" in own else seeded(Net)  # keeps what autograd computes
+    reference = _set(seeded(Net), {"scale": None}) if "scale" in own else seeded(Net)  # keeps what autograd computes
     expected = _expected(ctx, reference, reduced)
     _assert_gradients(model, expected, kept)
     if case == "wider":
@@ -132,22 +129,14 @@ def test_gradient_is_reduced_and_kept_in_grad_dtype(ctx: RankContext, case: str,
 @pytest.mark.parametrize("alone", [False, True])
 @distributed(2)
 def test_microbatches_accumulate_in_it_from_the_first_on(ctx: RankContext, alone: bool) -> None:
-    model = fully_shard(_own(**WEIGHT), mesh=ctx.mesh_of_one() if alone else ctx.mesh_1d())
-    for micro in range(3):
-        model.set_requires_gradient_sync(micro == 2)
+    """Several backwards add up in it, too."""
+    model = fully_shard(_set(seeded(Net), WEIGHT), mesh=ctx.mesh_of_one() if alone else ctx.mesh_1d())
+    for micro in range(4):
+        model.set_requires_gradient_sync(micro >= 2)
         _loss(model, ctx.rank, micro).backward()
-    expected = _expected(ctx, seeded(Net), IN_FP32, range(3), alone)["linear.weight"]
+    first, last = (_expected(ctx, seeded(Net), IN_FP32, m, alone)["linear.weight"] for m in (range(3), [3]))
     assert model.linear.weight.grad.dtype is FP32
-    assert torch.equal(model.linear.weight.grad.full_tensor(), expected)
-
-
-@distributed(2)
-def test_gradients_of_several_backwards_add_up_in_it(ctx: RankContext) -> None:
-    model = fully_shard(_own(**WEIGHT), mesh=ctx.mesh_1d())
-    for micro in range(2):
-        _loss(model, ctx.rank, micro).backward()
-    first, second = (_expected(ctx, seeded(Net), IN_FP32, [micro])["linear.weight"] for micro in range(2))
-    assert torch.equal(model.linear.weight.grad.full_tensor(), first + second)
+    assert torch.equal(model.linear.weight.grad.full_tensor(), first + last)
 
 
 @distributed(2)
@@ -172,7 +161,7 @@ def test_it_survives_conversions_and_loading(ctx: RankContext) -> None:
 
 @distributed(2)
 def test_gradients_of_all_dtypes_travel_in_one_launch(ctx: RankContext) -> None:
-    model = fully_shard(_own(**WEIGHT), mesh=ctx.mesh_1d())
+    model = fully_shard(_set(seeded(Net), WEIGHT), mesh=ctx.mesh_1d())
     with reductions_noted() as launched:
         _loss(model, ctx.rank).backward()
     assert launched == [["torch.bfloat16", "torch.float32", "torch.float32"]]  # the norm's, the weight's
@@ -196,17 +185,15 @@ def test_override_is_asked_once_for_each_parameter(ctx: RankContext) -> None:
     assert all(any(param is other for other in asked) for param in given)
 
 
-class TensorParallel(nn.Module):
-    """fp32 around a norm in float64; the linear layers are cut over the model axis."""
+class TensorParallel(Block):
+    """fp32 behind a norm in float64; the linear layers are cut over the model axis."""
 
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(DIM, dtype=torch.float64)
-        self.up = nn.Linear(DIM, 2 * DIM)
-        self.down = nn.Linear(2 * DIM, DIM)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(torch.tanh(self.up(self.norm(x.double()).float())))
+        return super().forward(self.norm(x.double()).float())
 
 
 @distributed(4)
@@ -230,3 +217,49 @@ def test_parameter_of_a_tensor_parallel_module(ctx: RankContext) -> None:
         assert param.grad.placements == other.grad.placements, name
         assert param.grad.to_local().abs().max() > 0
         torch.testing.assert_close(param.grad.to_local().to(other.dtype), other.grad.to_local(), rtol=1e-5, atol=1e-6)
+
+
+class _Casting(Stack):
+    """Blocks of two layers. ``checkpoints``: they run again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(StackBlock(), StackBlock()) for _ in range(3))
+        self.checkpoints = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.entry(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True) if self.checkpoints else block(x)
+        return self.exit(x)
+
+
+def _backward_under_autocast(model: Any, kind: str) -> None:
+    """``evaluation first``: as models that condition on their own output, or recycle it."""
+    model.checkpoints = kind == "checkpointed"
+    with torch.autocast("cpu", torch.bfloat16):
+        with torch.no_grad():
+            earlier = model(batch(1)) if kind == "evaluation first" else 0.0
+        for seed in range(2 if kind == "two micro-batches" else 1):
+            loss = model(batch(seed)).float().square().mean()
+            if kind == "evaluation first":
+                loss = loss + (model(batch(2)) - earlier).float().square().mean()
+            loss.backward()
+    model.checkpoints = False
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("kind", ["evaluation first", "two micro-batches", "checkpointed"])
+@distributed(2)
+def test_no_gradient_is_lost_in_one_autocast_region(ctx: RankContext, kind: str, reshard: bool) -> None:
+    """As torch's loses some, through a cast that autocast keeps until its region ends."""
+    model, reference = shard(ctx, seeded(_Casting), reshard_after_forward=reshard), seeded(_Casting)
+    for _ in range(2):
+        for each in (model, reference):
+            _backward_under_autocast(each, kind)
+        for (name, param), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
+            assert param.grad is not None, name
+            assert torch.allclose(param.grad.full_tensor(), expected.grad, rtol=0.02, atol=1e-3), name
+        for each in (model, reference):
+            each.zero_grad()
+    assert_step_is_that_of(model, reference)  # nothing is left for a later step
