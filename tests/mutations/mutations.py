@@ -92,7 +92,7 @@ _LISTED: dict[tuple[str, ...], dict[int, tuple[str, str, str]]] = {
         "distributed/test_agreement.py",
         "distributed/test_skipped_units.py",
         "distributed/test_own_groups.py",
-        "distributed/test_lost_collectives.py",
+        "distributed/test_messages_in_flight.py",
     ): {
         22: ("_new_channels", "_next_channel[_identity(group)] = first + 2", "pass"),
     },
@@ -208,7 +208,6 @@ _LISTED: dict[tuple[str, ...], dict[int, tuple[str, str, str]]] = {
         57: ("Gather.issue#1", "self._forget_memory()\nraise", "raise"),
     },
     ("distributed/test_recovery.py",): {
-        58: ("Executor.drop", "reduction.drop()", "pass"),
         63: ("UnitTree._recover", "passes.in_backward", "False"),
         117: ("PassStack.has_left_behind", "inner == unit", "self.root == unit"),
         132: ("PassStack.pop_raised", "phase is Phase.FORWARD and unit == self.root", "False"),
@@ -217,7 +216,7 @@ _LISTED: dict[tuple[str, ...], dict[int, tuple[str, str, str]]] = {
     ("distributed/test_finalization.py", "parity/test_step_control.py", "parity/test_pipeline_roots.py"): {
         59: ("Executor.reduce_partial", "group.gradients.awaits_all_reduce", "False"),
     },
-    ("distributed/test_lost_collectives.py",): {
+    ("distributed/test_messages_in_flight.py",): {
         60: ("_run", 'raise group.lost("reduction", error) from error.__cause__', "raise"),
     },
     ("distributed/test_changed_parameters.py",): {
@@ -371,6 +370,7 @@ _LISTED: dict[tuple[str, ...], dict[int, tuple[str, str, str]]] = {
         135: ("_check_reduced", "param.unsharded_grad is not None", "False"),
     },
     ("unit/test_executor.py", "accelerator/test_left_out_waits.py"): {
+        58: ("Executor.drop", "reduction.drop()", "pass"),
         71: ("Executor._or_drop", "self.drop()", "pass"),
         137: ("Executor.wait_for_landed", "self.streams.compute_after_reduce()", "pass"),
     },
