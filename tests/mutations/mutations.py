@@ -101,6 +101,7 @@ _LISTED: dict[tuple[str, ...], dict[int, tuple[str, str, str]]] = {
         54: ("Gather._wait_for_works", "self.gathered.is_lost, self._works = True, ()", "self._works = ()"),
         55: ("Gather.issue", "self.gathered.is_lost = True\nraise", "raise"),
         56: ("PostForwardShards.release", "self.gather.gathered.is_lost", "False"),
+        60: ("_run", 'raise group.lost("reduction", error) from error.__cause__', "raise"),
         107: (
             "Gather.issue",
             "self.gathered.is_lost = True\nraise CommunicationError(str(error)) from error",
@@ -215,9 +216,6 @@ _LISTED: dict[tuple[str, ...], dict[int, tuple[str, str, str]]] = {
     },
     ("distributed/test_finalization.py", "parity/test_step_control.py", "parity/test_pipeline_roots.py"): {
         59: ("Executor.reduce_partial", "group.gradients.awaits_all_reduce", "False"),
-    },
-    ("distributed/test_messages_in_flight.py",): {
-        60: ("_run", 'raise group.lost("reduction", error) from error.__cause__', "raise"),
     },
     ("distributed/test_changed_parameters.py",): {
         64: ("UnitTree._take_changes", "self._seen_version != ModuleTrees.version", "self._seen_version is None"),
