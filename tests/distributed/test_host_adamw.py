@@ -18,7 +18,9 @@ from fsdp2 import HostAdamW
 from fsdp2.comm.offload import StagedOffloadPolicy
 from fsdp2.tools.host_adamw import jobs
 from tests.distributed.support import (
+    BLOCK_NBYTES,
     DIM,
+    ROOT_NBYTES,
     InjectedError,
     RaiseInBackward,
     Stack,
@@ -39,6 +41,7 @@ from tests.harness.selection import in_ci
 from tests.parity.setups import load_states, states_of
 
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "eps": 1e-3}
+STAGED = StagedOffloadPolicy()
 BF16 = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
@@ -46,8 +49,13 @@ def _made(ctx: RankContext, kind: str = "plain", seed: int = 0, **options: Any) 
     if kind == "bf16":
         model = shard(ctx, seeded(Stack, seed).bfloat16(), mp_policy=BF16)
     else:
-        policy = StagedOffloadPolicy() if kind == "offloaded" else fsdp2.OffloadPolicy()
+        policy = STAGED if kind == "offloaded" else fsdp2.OffloadPolicy()
         model = shard(ctx, seeded(Stack, seed), offload_policy=policy)
+    if kind == "budget":  # parameters of one unit on the host, states of some, and the rest on the device
+        most = fsdp2.offload_by_budget(model, 1 << 30).nbytes
+        choice = fsdp2.offload_by_budget(model, most - 3 * BLOCK_NBYTES - ROOT_NBYTES - 64, offload_policy=STAGED)
+        assert choice.params_on_host
+        assert choice.on_device
     return model, HostAdamW(model.parameters(), **{**OPTIONS, **options})
 
 
@@ -157,8 +165,8 @@ def test_shards_in_bf16_have_masters_in_fp32(ctx: RankContext) -> None:
 # Checkpoints
 
 
-@pytest.mark.parametrize("loader", ["host", "host, offloaded", "plain"])
-@pytest.mark.parametrize("saver", ["host", "plain"])
+@pytest.mark.parametrize("loader", ["plain", "host", "host, offloaded", "host, budget"])
+@pytest.mark.parametrize("saver", ["host, budget", "host", "plain"])
 @distributed(2)
 def test_checkpoints_go_from_and_to_any_adamw(ctx: RankContext, saver: str, loader: str, tmp_path: Path) -> None:
     def made(kind: str, seed: int) -> tuple[Any, optim.Optimizer]:

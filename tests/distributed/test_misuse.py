@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn.parallel import DistributedDataParallel
 
@@ -99,22 +98,6 @@ def test_data_parallel_around_shards(ctx: RankContext, with_root: bool) -> str:
         fully_shard(model, mesh=ctx.mesh_1d())
     _assert_trains_like_new(model)
     return error
-
-
-@distributed(2)
-def test_data_parallel_that_ignores_shards_reduces_the_others(ctx: RankContext) -> None:
-    model, reference = seeded(Stack), seeded(Stack)
-    shard_each(*model.blocks, mesh=ctx.mesh_1d())
-    ignored = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
-    parallel = DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    parallel(batch(ctx.rank)).sum().backward()
-    optimizer.step()  # warns of nothing
-    (sum(reference(batch(rank)).sum() for rank in range(ctx.world_size)) / ctx.world_size).backward()
-    for found, expected in zip(model.parameters(), reference.parameters(), strict=True):
-        grad = found.grad.full_tensor() if isinstance(found.grad, DTensor) else found.grad
-        torch.testing.assert_close(grad, expected.grad)
 
 
 class _Encodes(Stack):

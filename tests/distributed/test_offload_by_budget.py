@@ -1,4 +1,4 @@
-"""``offload_by_budget``: what it chooses, what it moves, and that values and checkpoints stay those of the plain model.
+"""``offload_by_budget``: what it chooses, what it moves, and that values stay those of the plain model.
 
 On the CPU, shards "on the host" are copied at both ends of a plan, as on a device; the simulated device runs this file
 again.
@@ -7,12 +7,10 @@ again.
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn, optim
 
 import fsdp2
@@ -25,7 +23,6 @@ from tests.harness.distributed import RankContext, distributed
 from tests.harness.golden import golden_on_ranks
 from tests.harness.messages import error_of
 from tests.harness.selection import long
-from tests.parity.setups import load_states, states_of
 
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "eps": 1e-3}
 POLICY = StagedOffloadPolicy()
@@ -197,9 +194,7 @@ def mesh_device(param: Any) -> torch.device:
 @distributed(2)
 def test_model_on_the_meta_device_is_materialised_on_the_host_first(ctx: RankContext) -> None:
     other = sharded(ctx)
-    with torch.device("meta"):
-        model = Stack()
-    shard(ctx, model, offload_policy=POLICY)
+    model = shard(ctx, Stack().to("meta"), offload_policy=POLICY)
     model.to_empty(device="cpu")
     with torch.no_grad():
         for param, value in zip(model.parameters(), shards(other), strict=True):
@@ -207,29 +202,6 @@ def test_model_on_the_meta_device_is_materialised_on_the_host_first(ctx: RankCon
     choice = chosen(model, chosen(other, PLENTY).nbytes - BLOCK_NBYTES)
     assert choice.params_on_host == ()
     compare_values("shards", train(model, *optimizers(choice)), train(other, plain_adamw(other.parameters())))
-
-
-# Checkpoints
-
-
-@pytest.mark.parametrize("saver", ["budget", *long("plain")])
-@distributed(2)
-def test_checkpoints_go_from_and_to_models_that_fit_without(ctx: RankContext, saver: str, tmp_path: Path) -> None:
-    def made(kind: str, seed: int) -> tuple[Any, optim.Optimizer]:
-        if kind == "budget":
-            model, _ = mixed(ctx, seed)
-            return model, HostAdamW(model.parameters(), **OPTIONS)
-        model = five_blocks(ctx, seed)
-        return model, plain_adamw(model.parameters())
-
-    model, optimizer = made(saver, 0)
-    train(model, optimizer, steps=range(2))
-    dcp.save(states_of(model, optimizer), checkpoint_id=tmp_path)
-    expected = train(model, optimizer, steps=range(2, 4))
-    model, optimizer = made("plain" if saver == "budget" else "budget", 1)
-    train(model, optimizer, steps=range(1))
-    load_states(model, optimizer, tmp_path)
-    compare_values("shards", train(model, optimizer, steps=range(2, 4)), expected)
 
 
 # What is refused
