@@ -94,14 +94,11 @@ class _Model(nn.Module):
         return self.exit(x)
 
 
-def _default(ctx: RankContext, **options: Any) -> Any:
+def _sharded(ctx: RankContext, *, allows: bool = True, **options: Any) -> Any:
     model = seeded(_Model)
-    return shard_each(model.blocks[0], model.blocks[1][0], *model.blocks[1:], model, mesh=ctx.mesh_1d(), **options)
-
-
-def _sharded(ctx: RankContext, **options: Any) -> Any:
-    model = _default(ctx, **options)
-    fsdp2.allow_inner_losses(model)
+    shard_each(model.blocks[0], model.blocks[1][0], *model.blocks[1:], model, mesh=ctx.mesh_1d(), **options)
+    if allows:
+        fsdp2.allow_inner_losses(model)
     return model
 
 
@@ -270,7 +267,7 @@ def test_a_loss_that_has_the_units_output_too_needs_nothing(ctx: RankContext) ->
     def run(model: Any, x: Tensor) -> None:
         (_loss(model(x)) + _of(model, 1, "hidden") + _of(model, 2, "value")).backward()
 
-    _assert_trains_like_unsharded(ctx, _default(ctx), run)
+    _assert_trains_like_unsharded(ctx, _sharded(ctx, allows=False), run)
 
 
 @pytest.mark.parametrize("kept", [False, True])
@@ -278,7 +275,7 @@ def test_a_loss_that_has_the_units_output_too_needs_nothing(ctx: RankContext) ->
 def test_what_nobody_unshards_or_reduces_is_an_error(ctx: RankContext, kept: bool) -> str:
     """Freed parameters are not read, which is torch's own error: debugging.md explains it. And no gradient is lost in
     silence."""
-    model = _default(ctx, reshard_after_forward=not kept)
+    model = _sharded(ctx, allows=False, reshard_after_forward=not kept)
     run = _alone(2, "hidden") if not kept else _hook_of_the_root
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     error = error_of(lambda: [(run(model, batch()), optimizer.step()) for _ in range(2)])
@@ -290,7 +287,7 @@ def test_what_nobody_unshards_or_reduces_is_an_error(ctx: RankContext, kept: boo
 
 @distributed(2)
 def test_a_lost_gradient_is_an_error_too_after_kept_ones_were_dropped(ctx: RankContext) -> None:
-    model = _default(ctx, reshard_after_forward=False)
+    model = _sharded(ctx, allows=False, reshard_after_forward=False)
     with fsdp2.no_sync(model):
         _loss(model(batch())).backward()
     model.reset_iter_state()

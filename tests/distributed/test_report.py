@@ -22,7 +22,7 @@ from fsdp2 import _torch
 from fsdp2.comm import streams
 from fsdp2.comm.offload import StagedOffloadPolicy
 from fsdp2.extras.peers import PeerComm
-from tests.distributed.support import DIM, InjectedError, Stack, batch, seeded, shard, shard_each, sharded, step
+from tests.distributed.support import DIM, InjectedError, Stack, batch, seeded, shard, shard_each, sharded, step, train
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.pool import WorkerPool
 
@@ -45,12 +45,7 @@ def _order(data: dict[str, Any]) -> list[str]:
 
 
 def _trained(model: Any, num_steps: int) -> None:
-    for seed in range(num_steps):
-        step(model, seed)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter -= 0.1 * parameter.grad
-                parameter.grad = None
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=range(num_steps))
 
 
 def _is_watched(model: Any) -> bool:
@@ -227,10 +222,7 @@ def test_memory_counts_activations_and_optimizer_states(ctx: RankContext) -> Non
     model = sharded(ctx)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     with fsdp2.report(model, steps=2) as report:
-        for seed in range(2):
-            model(batch(seed)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        train(model, optimizer, steps=range(2))
     without = _reported(sharded(ctx), activations=False)
     plain = seeded(Stack)
     data = _told(report)
