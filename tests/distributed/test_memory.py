@@ -28,6 +28,7 @@ from tests.distributed.support import (
     shard,
     sharded,
     step,
+    train,
 )
 from tests.harness.distributed import RankContext, distributed
 
@@ -138,14 +139,10 @@ def test_gathers_by_hand_start_once_and_their_handles_wait_for_no_later_one(ctx:
 def test_parameter_objects_are_the_same_in_every_step(ctx: RankContext, reshard_after_forward: bool) -> None:
     """The unsharded ones also after a load that replaces the shards (I1): autograd's are what is gathered into."""
     model = sharded(ctx, reshard_after_forward=reshard_after_forward)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     weights = list(model.parameters())
     computed: list[nn.Parameter] = []
     model.blocks[1].linear.register_forward_pre_hook(lambda module, args: computed.append(module.weight))
-    for _ in range(3):
-        step(model)
-        optimizer.step()
-        optimizer.zero_grad()
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1))
     assert all(before is now for before, now in zip(weights, model.parameters(), strict=True))
     before = model.blocks[1].linear.weight
     model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
