@@ -31,7 +31,6 @@ _AUTOCAST = "asks for autocast of the CPU, and the device has none"
 _PREFETCH = "on streams, hooks fill outputs as soon as a gather is enqueued, used or not"
 _IN_PYTHON = "the device's process group is written in Python: torch's calls pass by the dispatcher"
 _TO_ALL = "with a backend other than NCCL, all ranks gather on a device, although one receives"
-_NO_WORK = "on a device, a stream waits for a reduction: there is no work that the host could wait for"
 
 # What does not run there: modules, tests, or cases with a value of a parameter, each with the reason.
 EXCLUDED: dict[str, dict[str, str]] = {
@@ -82,8 +81,7 @@ EXCLUDED: dict[str, dict[str, str]] = {
         "test_dtypes.test_no_gradient_is_lost_in_one_autocast_region": _AUTOCAST,
         "test_inner_losses.test_compiled_block": "torch.compile has no backend for the device",
         "test_step_control.test_registered_method_and_compilation": "torch.compile has no backend for the device",
-        "test_install.test_torchs_checkpoint_helpers_take_our_wrappers": "wraps models on the CPU",
-        "test_lost_collectives": "collectives of the device do not time out",
+        "test_install.test_torchs_checkpoint_helpers_take_our_wrappers_of_flat_parameters": "wraps models on the CPU",
         "test_memory_limit": "measures the allocator of the CPU",
         "test_messages_in_flight": "is about messages of gloo",
         "test_report.test_rank_0_has_the_collectives_bytes_and_memory_of_a_step": (
@@ -98,11 +96,8 @@ EXCLUDED: dict[str, dict[str, str]] = {
         "test_report.test_memory_counts_activations_and_optimizer_states": (
             "counts what autograd saves; tests/accelerator/test_report.py asks for what the device's allocator says"
         ),
-        "test_offload.test_policy_on_a_cpu_mesh_copies_nothing": "is about meshes on the CPU",
         "test_stream.test_memory_is_that_of_few_buckets_however_many_there_are": _TO_ALL,
         "test_stream.test_ranks_of_the_receivers_replica_send_their_shards_once_and_others_nothing": _TO_ALL,
-        "test_recovery.test_reset_waits_for_reductions_in_flight": _NO_WORK,
-        "test_recovery.test_reset_brings_all_units_to_rest_though_a_reduction_is_lost": _NO_WORK,
         "test_recovery.test_sharded_model_that_is_dropped_is_freed": (
             "autograd's thread for the device keeps the graph for a moment after backward has returned"
         ),

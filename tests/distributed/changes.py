@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp2 import FSDPModule
-from tests.distributed.support import batch, step
+from tests.distributed.support import Stack, batch, seeded, step
 
 
 def evaluate(model: Any) -> None:
@@ -73,6 +73,12 @@ def assert_step_is_that_of(model: nn.Module, reference: nn.Module, *, seed: int 
     assert_gradients(model, reference)
     for each in (model, reference):
         each.zero_grad()
+
+
+def assert_trains_as_stack(model: nn.Module) -> None:
+    """As an unsharded ``Stack`` with seed 0. The second step prefetches along the order that the first has recorded."""
+    for seed in (1, 2):
+        assert_step_is_that_of(model, seeded(Stack), seed=seed)
 
 
 GATHERS: dict[str, Callable[[Any], Any]] = {

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -100,6 +101,24 @@ def step(model: nn.Module, seed: int = 0) -> Tensor:
     return loss.detach()
 
 
+def shards(model: nn.Module) -> list[Tensor]:
+    """Copies, on the host, of what this rank has of the parameters."""
+    return [param.to_local().detach().cpu().clone() for param in model.parameters()]  # type: ignore[operator]
+
+
+def train(model: nn.Module, *optimizers: torch.optim.Optimizer, steps: range = range(3)) -> list[Tensor]:
+    """Steps on batches number ``steps``, of all ``optimizers`` each; returns the shards."""
+    for seed in steps:
+        step(model, seed)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for optimizer in optimizers:
+        if isinstance(optimizer, fsdp2.HostAdamW):
+            optimizer.wait()
+    return shards(model)
+
+
 class InjectedError(Exception):
     """Raised by what tests put into a step, and by nothing else."""
 
@@ -114,6 +133,33 @@ class RaiseInBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
         raise InjectedError
+
+
+class Faulty(Stack):
+    """Raises behind its first block, in the pass that ``fault`` names."""
+
+    fault: str | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](self.entry(x))
+        if self.fault == "forward":
+            raise InjectedError
+        if self.fault == "backward":
+            x = RaiseInBackward.apply(x)
+        return self.exit(self.blocks[2](self.blocks[1](x)))
+
+
+def fail(model: Any, fault: str) -> None:
+    """A step of ``Faulty`` that raises."""
+    model.fault = fault
+    with pytest.raises(InjectedError):
+        step(model, seed=5)
+    model.fault = None
+
+
+def fail_now(*_: object) -> None:
+    """A hook."""
+    raise InjectedError
 
 
 class UnshardedStorages:

@@ -76,23 +76,12 @@ class _Block(nn.Module):
         return x + y * self.scale
 
 
-class _Outer(nn.Module):
-    """A unit around a unit."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = _Block()
-        self.norm = nn.LayerNorm(DIM)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.inner(x))
-
-
 class _Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.entry = nn.Linear(DIM, DIM)
-        self.blocks = nn.ModuleList([_Block(), _Outer(), _Block()])
+        # One is a unit inside of a unit.
+        self.blocks = nn.ModuleList([_Block(), nn.Sequential(_Block(), nn.LayerNorm(DIM)), _Block()])
         self.exit = nn.Linear(DIM, DIM)
         self.checkpoints = False
         self.entered: list[Tensor] = []
@@ -105,14 +94,11 @@ class _Model(nn.Module):
         return self.exit(x)
 
 
-def _default(ctx: RankContext, **options: Any) -> Any:
+def _sharded(ctx: RankContext, *, allows: bool = True, **options: Any) -> Any:
     model = seeded(_Model)
-    return shard_each(model.blocks[0], model.blocks[1].inner, *model.blocks[1:], model, mesh=ctx.mesh_1d(), **options)
-
-
-def _sharded(ctx: RankContext, **options: Any) -> Any:
-    model = _default(ctx, **options)
-    fsdp2.allow_inner_losses(model)
+    shard_each(model.blocks[0], model.blocks[1][0], *model.blocks[1:], model, mesh=ctx.mesh_1d(), **options)
+    if allows:
+        fsdp2.allow_inner_losses(model)
     return model
 
 
@@ -122,7 +108,7 @@ def _loss(tensor: Tensor) -> Tensor:
 
 def _of(model: Any, index: int, name: str) -> Tensor:
     block = model.blocks[index]
-    return _loss(getattr(block, "inner", block).kept[name])
+    return _loss((block[0] if index == 1 else block).kept[name])
 
 
 def _alone(index: int, name: str) -> Callable[[Any, Tensor], None]:
@@ -182,8 +168,10 @@ LOSSES: dict[str, Callable[[Any, Tensor], None]] = {
 }
 
 
-def _assert_trains_like_unsharded(ctx: RankContext, model: Any, run: Callable[[Any, Tensor], None]) -> None:
-    references = [seeded(_Model) for _ in range(ctx.world_size)]
+def _assert_trains_like_unsharded(
+    ctx: RankContext, model: Any, run: Callable[[Any, Tensor], None], make: Callable[[], nn.Module] = _Model
+) -> None:
+    references = [seeded(make) for _ in range(ctx.world_size)]
     for _ in range(2):  # the second shows what the first has left behind
         run(model, batch(seed=ctx.rank))
         for rank, reference in enumerate(references):
@@ -219,8 +207,8 @@ def test_mixed_precision(ctx: RankContext) -> None:
     model, reference = _sharded(ctx, mp_policy=policy), seeded(_Model)
     for each in (model, reference):
         _alone(1, "hidden")(each, batch())
-    found = model.blocks[1].inner.up.weight.grad.full_tensor()
-    assert torch.allclose(found, reference.blocks[1].inner.up.weight.grad, atol=1e-3)
+    found = model.blocks[1][0].up.weight.grad.full_tensor()
+    assert torch.allclose(found, reference.blocks[1][0].up.weight.grad, atol=1e-3)
     assert found.abs().max() > 1e-2
 
 
@@ -260,14 +248,15 @@ class _Scaled(nn.Module):
 @distributed(2)
 def test_parameter_that_the_root_itself_used_is_reduced_if_the_loss_reaches_nothing_else(ctx: RankContext) -> None:
     """Neither an output nor an input that needs a gradient tells of this backward."""
-    model, references = fsdp2.fully_shard(seeded(_Scaled), mesh=ctx.mesh_1d()), [seeded(_Scaled) for _ in range(2)]
+
+    def run(model: Any, x: Tensor) -> None:
+        model(x)
+        _loss(model.kept).backward()
+
+    model = fsdp2.fully_shard(seeded(_Scaled), mesh=ctx.mesh_1d())
     for _ in range(2):  # the second call changes nothing
         fsdp2.allow_inner_losses(model)
-    for _ in range(2):
-        for rank, each in [*enumerate(references), (ctx.rank, model)]:
-            each(batch(seed=rank))
-            _loss(each.kept).backward()
-    assert_gradients(model, *references)
+    _assert_trains_like_unsharded(ctx, model, run, _Scaled)
 
 
 # Without allow_inner_losses
@@ -278,7 +267,7 @@ def test_a_loss_that_has_the_units_output_too_needs_nothing(ctx: RankContext) ->
     def run(model: Any, x: Tensor) -> None:
         (_loss(model(x)) + _of(model, 1, "hidden") + _of(model, 2, "value")).backward()
 
-    _assert_trains_like_unsharded(ctx, _default(ctx), run)
+    _assert_trains_like_unsharded(ctx, _sharded(ctx, allows=False), run)
 
 
 @pytest.mark.parametrize("kept", [False, True])
@@ -286,7 +275,7 @@ def test_a_loss_that_has_the_units_output_too_needs_nothing(ctx: RankContext) ->
 def test_what_nobody_unshards_or_reduces_is_an_error(ctx: RankContext, kept: bool) -> str:
     """Freed parameters are not read, which is torch's own error: debugging.md explains it. And no gradient is lost in
     silence."""
-    model = _default(ctx, reshard_after_forward=not kept)
+    model = _sharded(ctx, allows=False, reshard_after_forward=not kept)
     run = _alone(2, "hidden") if not kept else _hook_of_the_root
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     error = error_of(lambda: [(run(model, batch()), optimizer.step()) for _ in range(2)])
@@ -298,7 +287,7 @@ def test_what_nobody_unshards_or_reduces_is_an_error(ctx: RankContext, kept: boo
 
 @distributed(2)
 def test_a_lost_gradient_is_an_error_too_after_kept_ones_were_dropped(ctx: RankContext) -> None:
-    model = _default(ctx, reshard_after_forward=False)
+    model = _sharded(ctx, allows=False, reshard_after_forward=False)
     with fsdp2.no_sync(model):
         _loss(model(batch())).backward()
     model.reset_iter_state()
@@ -322,14 +311,12 @@ class _Forces(nn.Module):
 
 @distributed(2)
 def test_forward_that_takes_gradients(ctx: RankContext) -> None:
-    def model() -> nn.Sequential:
+    def make() -> nn.Sequential:
         return nn.Sequential(nn.Linear(DIM, DIM), _Forces())
 
-    sharded, reference = seeded(model), seeded(model)
-    shard_each(sharded[1], sharded, mesh=ctx.mesh_1d())
-    for each in (sharded, reference):
-        _loss(each(batch())).backward()
-    assert_gradients(sharded, reference)
+    model = seeded(make)
+    shard_each(model[1], model, mesh=ctx.mesh_1d())
+    _assert_trains_like_unsharded(ctx, model, lambda model, x: _loss(model(x)).backward(), make)
 
 
 @distributed(2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import weakref
 from typing import Any
@@ -27,8 +28,8 @@ from tests.distributed.support import (
     shard,
     sharded,
     step,
+    train,
 )
-from tests.harness.alone import on_one_rank
 from tests.harness.distributed import RankContext, distributed
 
 
@@ -138,14 +139,10 @@ def test_gathers_by_hand_start_once_and_their_handles_wait_for_no_later_one(ctx:
 def test_parameter_objects_are_the_same_in_every_step(ctx: RankContext, reshard_after_forward: bool) -> None:
     """The unsharded ones also after a load that replaces the shards (I1): autograd's are what is gathered into."""
     model = sharded(ctx, reshard_after_forward=reshard_after_forward)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     weights = list(model.parameters())
     computed: list[nn.Parameter] = []
     model.blocks[1].linear.register_forward_pre_hook(lambda module, args: computed.append(module.weight))
-    for _ in range(3):
-        step(model)
-        optimizer.step()
-        optimizer.zero_grad()
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1))
     assert all(before is now for before, now in zip(weights, model.parameters(), strict=True))
     before = model.blocks[1].linear.weight
     model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
@@ -155,23 +152,11 @@ def test_parameter_objects_are_the_same_in_every_step(ctx: RankContext, reshard_
     assert all(weight is computed[0] is not before for weight in computed)
 
 
-class _TwoLinears(nn.Module):
-    """Two parameters of one group, large beside what a file needs around them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(256, 256, bias=False)
-        self.second = nn.Linear(256, 256, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x))
-
-
-def _saved(value: Any, nbytes: int) -> Any:
-    """``value``, once saved and loaded; its file is little larger than ``nbytes``."""
+def _saved(values: list[Tensor]) -> Any:
+    """``values``, once saved and loaded; their file is little larger than they are."""
     file = io.BytesIO()
-    torch.save(value, file)
-    assert nbytes <= file.tell() < 1.1 * nbytes
+    torch.save(values, file)
+    assert 1 <= file.tell() / sum(value.nbytes for value in values) < 1.1
     file.seek(0)
     return torch.load(file)
 
@@ -179,12 +164,12 @@ def _saved(value: Any, nbytes: int) -> Any:
 @distributed(2)
 def test_what_is_saved_or_copied_of_a_shard_is_as_large_as_the_shard(ctx: RankContext) -> None:
     """A copy has values and memory of its own."""
-    model = fully_shard(seeded(_TwoLinears), mesh=ctx.mesh_1d())
+    make = functools.partial(nn.Linear, 256, 256, bias=False)  # large beside what a file needs around it
+    model: Any = fully_shard(seeded(lambda: nn.Sequential(make(), make())), mesh=ctx.mesh_1d())
     model(torch.ones(2, 256)).sum().backward()
-    locals_ = {name: value.to_local() for name, value in model.state_dict().items()}
-    for local in locals_.values():
-        assert torch.equal(_saved(local, local.nbytes), local)
-    _saved(locals_, sum(local.nbytes for local in locals_.values()))
+    values = [value.to_local() for value in model.state_dict().values()]
+    for some in (values[:1], values[1:], values):
+        assert all(map(torch.equal, _saved(some), some))
     model.zero_grad()  # as in torch, deepcopy refuses gradients
     for parameter in model.parameters():
         copied, before = copy.deepcopy(parameter), parameter.to_local().detach().clone()
@@ -196,24 +181,12 @@ def test_what_is_saved_or_copied_of_a_shard_is_as_large_as_the_shard(ctx: RankCo
         assert torch.equal(parameter.to_local(), before)
 
 
-@distributed(2)
-def test_on_one_rank_the_unsharded_parameters_are_the_shards(ctx: RankContext) -> None:
-    """No collective and no copy."""
-    model = seeded(Stack)
-    fully_shard(model, mesh=ctx.mesh_of_one())
-    sharded_at = model.exit.weight.to_local().data_ptr()
-    model.unshard()
-    assert not isinstance(model.exit.weight, DTensor)
-    assert model.exit.weight.data_ptr() == sharded_at
-
-
 def _most_sums_alive(ctx: RankContext, num_blocks: int) -> int:
     """The most flat buffers of reduce dtype that exist when a further reduction starts. Gradients are of another dtype,
     so they lie elsewhere."""
     model = seeded(lambda: Stack(num_blocks)).to(torch.bfloat16)
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
-    for unit in (*model.blocks, model):
-        fully_shard(unit, mesh=ctx.mesh_2d(2, ctx.world_size // 2), mp_policy=policy)
+    shard(ctx, model, mesh=ctx.mesh_2d(2, ctx.world_size // 2), mp_policy=policy)
     made: list[weakref.ref[Tensor]] = []
     most = 0
 
@@ -237,11 +210,8 @@ def test_buffers_of_hsdp_do_not_grow_with_the_number_of_layers(ctx: RankContext)
     assert max(found) <= 2, found  # of one reduce-scatter, and of the all-reduce beside it
 
 
-def test_a_gather_that_cannot_start_keeps_no_memory() -> None:
-    on_one_rank(_starts_no_gather)
-
-
-def _starts_no_gather(ctx: RankContext) -> None:
+@distributed(2)
+def test_a_gather_that_cannot_start_keeps_no_memory(ctx: RankContext) -> None:
     model = sharded(ctx)
     step(model)
     model.reshard()
@@ -257,16 +227,11 @@ def _starts_no_gather(ctx: RankContext) -> None:
     assert [storage.nbytes() for storage in storages] == [0] * len(storages) != []
 
 
-def test_to_empty_puts_shards_where_they_stay() -> None:
+@distributed(2)
+def test_to_empty_puts_shards_where_they_stay(ctx: RankContext) -> None:
     """Else each unit's first use would need memory for its shards a second time."""
-    on_one_rank(_materialised)
-
-
-def _materialised(ctx: RankContext) -> None:
-    with torch.device("meta"):
-        model = Stack()
-    shard(ctx, model)
-    model.to_empty(device="cpu")
+    model = shard(ctx, Stack().to("meta"))
+    model.to_empty(device=ctx.device_type)
     places = [parameter.to_local().data_ptr() for parameter in model.parameters()]
     model(batch())
     model.reshard()  # the root

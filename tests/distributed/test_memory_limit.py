@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import fsdp2
@@ -22,38 +22,16 @@ from tests.harness.alone import on_one_rank
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.golden import texts_beside
 from tests.harness.messages import error_of
+from tests.harness.models import MLP
 
 TEXTS = texts_beside(__file__)
 PLANS = "plan", "plan that keeps", "plan that rests"
-WIDTH = 512  # weights of 1 MiB: on two ranks of gloo, shards that travel without a bucket
+WIDTH = 384  # weights of 1.1 MiB: on two ranks of gloo, shards that travel without a bucket; biases do not
 SLACK_NBYTES = 256 * 1024  # activations, and what autograd needs for itself
 
 
-class _Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.wide = nn.Linear(WIDTH, WIDTH)
-        self.narrow = nn.Linear(WIDTH, 32)
-        self.back = nn.Linear(32, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.back(self.narrow(torch.tanh(self.wide(x))))
-
-
-class _Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(_Block() for _ in range(4))
-        self.exit = nn.Linear(WIDTH, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.exit(x)
-
-
 def _sharded(ctx: RankContext, **options: Any) -> Any:
-    return shard(ctx, seeded(_Model), **options)
+    return shard(ctx, seeded(lambda: MLP(num_blocks=4, dim=WIDTH)), **options)
 
 
 def _step(model: Any) -> None:
@@ -156,19 +134,10 @@ def test_smallest_limit_is_exact_and_one_byte_less_is_refused_at_the_first_use(c
     TEXTS.check(case, same_on_all_ranks(_smallest_limit, 4 if "stays" in case else 2, **SMALLEST[case]))
 
 
-class _Recurrent(Stack):
-    """Runs its first block again behind the others."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.entry(x)
-        for block in (*self.blocks, self.blocks[0]):
-            x = block(x)
-        return self.exit(x)
-
-
 @distributed(2)
 def test_smallest_limit_counts_gradients_that_wait_for_another_use_of_their_unit(ctx: RankContext) -> None:
-    model = shard(ctx, seeded(_Recurrent))
+    model = sharded(ctx)
+    model.exit.register_forward_pre_hook(lambda _, inputs: model.blocks[0](*inputs))  # again behind the others
     step(model)
     step(model)  # the order that the ranks compare in the first step has each unit once
     at_least = fsdp2.memory_plan(model).at_least

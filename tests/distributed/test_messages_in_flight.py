@@ -1,4 +1,4 @@
-"""Messages that are in flight when a step ends in an error, or when their model goes away.
+"""Collectives that fail, and messages that are in flight when a step ends in an error or when their model goes away.
 
 gloo's threads write into memory by its address. So memory is freed only when no message can arrive in it any more.
 """
@@ -6,8 +6,6 @@ gloo's threads write into memory by its address. So memory is freed only when no
 from __future__ import annotations
 
 import gc
-import signal
-from types import FrameType
 from typing import Any, NoReturn
 from unittest import mock
 
@@ -18,10 +16,10 @@ from torch import Tensor
 
 import fsdp2
 from fsdp2.extras import peers
-from tests.distributed.support import InjectedError, UnshardedStorages, batch, sharded, step
-from tests.harness.comms import CountingAllGather
+from tests.distributed.changes import assert_trains_as_stack, step_and_zero
+from tests.distributed.support import Faulty, UnshardedStorages, batch, fail, seeded, shard, sharded, step
 from tests.harness.distributed import RankContext, distributed
-from tests.harness.selection import in_ci
+from tests.harness.selection import in_ci, long
 
 
 def _gathering_nbytes(model: Any) -> int:
@@ -30,8 +28,12 @@ def _gathering_nbytes(model: Any) -> int:
     return sum(storage.nbytes() for storage, _ in gather._at_issue)
 
 
-def _fail_to_wait(messages: Any) -> NoReturn:
+def _fail(*_: object, **__: object) -> NoReturn:
     raise RuntimeError("connection closed")
+
+
+def _lack_memory(*_: object, **__: object) -> Tensor:
+    return torch.empty(1 << 60)
 
 
 @distributed(2)
@@ -57,7 +59,7 @@ def test_memory_stays_when_a_gather_is_lost(ctx: RankContext) -> None:
     step(model)
     assert _gathering_nbytes(model) == 0
     dist.barrier()
-    with mock.patch.object(peers._Messages, "wait", _fail_to_wait):
+    with mock.patch.object(peers._Messages, "wait", _fail):
         with pytest.raises(fsdp2.CommunicationError) as raised:
             model(batch())
         model.reset_iter_state()  # while the error, and so its traceback, still knows the messages
@@ -73,11 +75,7 @@ _start = peers._Messages.start
 
 def _start_one(messages: Any, call: Any, *args: Any) -> None:
     """A connection that fails: one message is in flight then."""
-
-    def fail(*args: Any) -> NoReturn:
-        raise RuntimeError("connection closed")
-
-    _start(messages, fail if messages._works else call, *args)
+    _start(messages, _fail if messages._works else call, *args)
 
 
 def _interrupt_second(messages: Any, *args: Any) -> None:
@@ -87,7 +85,7 @@ def _interrupt_second(messages: Any, *args: Any) -> None:
     _start(messages, *args)
 
 
-FAULTS = {"wait": {"wait": _fail_to_wait}, "launch": {"start": _start_one}, "Ctrl-C": {"start": _interrupt_second}}
+FAULTS = {"wait": {"wait": _fail}, "launch": {"start": _start_one}, "Ctrl-C": {"start": _interrupt_second}}
 
 
 @pytest.mark.parametrize("fault", ["wait", *in_ci("launch", "Ctrl-C")])
@@ -111,30 +109,48 @@ def test_memory_stays_when_a_gather_from_the_post_forward_mesh_is_lost(ctx: Rank
             messages.wait()
 
 
-class _Broken(CountingAllGather):
-    """Starts one message, and then fails, as a backend does that loses a connection at a launch."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        super().__call__(*args, **kwargs)
-        raise RuntimeError("connection closed")
-
-
 @distributed(2)
-def test_memory_stays_when_a_collective_fails_at_its_launch(ctx: RankContext) -> None:
+def test_all_gather_that_fails_at_its_launch_names_the_unit_and_keeps_its_memory(ctx: RankContext) -> None:
+    """Others of its messages might be in flight."""
     model = sharded(ctx)
-    step(model)
-    model.set_custom_all_gather(_Broken())
-    with pytest.raises(fsdp2.CommunicationError, match="connection closed"):
+    with (
+        mock.patch.object(peers.PeerComm, "all_gather", return_value=_fail),
+        pytest.raises(fsdp2.CommunicationError) as raised,
+    ):
         model(batch())
+    found = str(raised.value)
+    assert found.startswith(f"all-gather of unit '(root)' failed on rank {ctx.rank}: connection closed"), found
+    assert isinstance(raised.value.__cause__, RuntimeError)
     assert model._unit().groups[0].unsharded.gather.gathered.is_lost
 
 
-class _Interrupted(BaseException):
-    """What the signal raises, as Ctrl-C raises ``KeyboardInterrupt``."""
+@distributed(2)
+def test_reduction_that_is_lost_names_the_unit_and_its_last_events(ctx: RankContext) -> None:
+    model = sharded(ctx)
+    step(model)
+    with (
+        mock.patch.object(peers.PeerComm, "reduce_scatter", return_value=[mock.Mock(wait=_fail)]),
+        pytest.raises(fsdp2.CommunicationError) as raised,
+    ):
+        step(model)
+    found = str(raised.value)
+    assert found.startswith(f"reduction of unit 'blocks.2' failed on rank {ctx.rank}: connection closed"), found
+    assert found.endswith(
+        "pre_backward blocks.2, post_backward blocks.2, pre_backward blocks.1, post_backward blocks.1.\n"
+        "Compare the last events of all ranks: the ranks diverged at the first difference."
+    )
+    model.reset_iter_state()
 
 
-def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    raise _Interrupted
+@pytest.mark.parametrize("collective", ["all_gather", *long("reduce_scatter")])
+@distributed(2)
+def test_memory_that_a_launch_lacks_is_no_lost_collective(ctx: RankContext, collective: str) -> None:
+    model = sharded(ctx)
+    fault = {"return_value" if collective == "all_gather" else "side_effect": _lack_memory}
+    with mock.patch.object(peers.PeerComm, collective, **fault), pytest.raises(RuntimeError, match="memory") as raised:
+        step(model)
+    assert type(raised.value) is RuntimeError, raised.value
+    model.reset_iter_state()
 
 
 @distributed(2)
@@ -142,25 +158,17 @@ def test_reset_after_an_interrupt_waits_for_the_messages_that_are_left(ctx: Rank
     """Python raises when the wait for one message returns; others are still in flight."""
     model = sharded(ctx)
     unsharded = UnshardedStorages(model)
-    step(model)
-    model.zero_grad()
+    step_and_zero(model)
     earlier = set(peers._in_flight)
     dist.barrier()
-    before = signal.signal(signal.SIGALRM, _interrupt)
-    waits: list[int] = []
-    original = peers._Messages.wait
 
-    def wait(messages: Any) -> None:
+    def interrupted(messages: Any) -> NoReturn:
         """Python runs signal handlers when the call returns that was running."""
-        waits.append(len(messages._works))
-        if len(waits) == 1:
-            messages._works.popleft().wait()
-            signal.raise_signal(signal.SIGALRM)
-        original(messages)
+        messages._works.popleft().wait()
+        raise KeyboardInterrupt
 
-    with mock.patch.object(peers._Messages, "wait", wait), pytest.raises(_Interrupted):
+    with mock.patch.object(peers._Messages, "wait", interrupted), pytest.raises(KeyboardInterrupt):
         model(batch())
-    signal.signal(signal.SIGALRM, before)
     assert peers._in_flight > earlier
     model.reset_iter_state()
     assert peers._in_flight == earlier
@@ -188,18 +196,29 @@ def test_ranks_go_on_when_a_model_is_collected_whose_gather_is_in_flight(ctx: Ra
 def test_reset_waits_for_a_reduction_that_started_before_a_hook_raised(ctx: RankContext) -> None:
     """On HSDP, gradients of one block land, and its hooks run, when the reduction of the next one has been launched."""
     model = sharded(ctx, mesh=ctx.mesh_2d(2, 2))
-    step(model)
-    model.zero_grad()
-
-    def fail(parameter: Tensor) -> None:
-        raise InjectedError
-
+    step_and_zero(model)
     earlier = set(peers._in_flight)
-    handle = next(model.blocks[2].parameters()).register_post_accumulate_grad_hook(fail)
-    with pytest.raises(InjectedError):
+    handle = next(model.blocks[2].parameters()).register_post_accumulate_grad_hook(_fail)
+    with pytest.raises(RuntimeError, match="connection closed"):
         step(model)
     handle.remove()
     assert peers._in_flight > earlier
     model.reset_iter_state()
     assert peers._in_flight == earlier
     step(model)
+
+
+@distributed(2)
+def test_reset_brings_all_units_to_rest_though_a_reduction_is_lost(ctx: RankContext) -> None:
+    model = shard(ctx, seeded(Faulty))
+    unsharded = UnshardedStorages(model)
+    step_and_zero(model)
+    fail(model, "backward")
+    lost = r"reduction of unit 'blocks\.1' failed.*connection closed"
+    with mock.patch.object(peers._PeerSum, "wait", _fail), pytest.raises(fsdp2.CommunicationError, match=lost):
+        model.reset_iter_state()
+    assert unsharded.nbytes == 0
+    for messages in list(peers._in_flight):
+        messages.wait()
+    model.zero_grad()
+    assert_trains_as_stack(model)

@@ -1,7 +1,8 @@
-"""What a sharded model refuses: each error as text, and that the model works as before, or once repaired."""
+"""What a sharded model refuses or warns of: each text, and that the model works as before, or once repaired."""
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -11,14 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn.parallel import DistributedDataParallel
 
 import fsdp2
 from fsdp2 import fully_shard
 from tests.distributed.changes import alike, assert_gradients, assert_step_is_that_of
-from tests.distributed.support import DIM, Stack, batch, same_on_all_ranks, seeded, shard, shard_each, sharded, step
+from tests.distributed.support import DIM, Stack, batch, seeded, shard, shard_each, sharded, step
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.golden import golden_on_ranks
 from tests.harness.messages import error_of, wrapped
@@ -51,9 +51,7 @@ def test_forward_on_the_meta_device(ctx: RankContext) -> str:
     model = shard(ctx, Stack().to("meta"))
     error = error_of(lambda: model(batch()))
     model.to_empty(device="cpu")
-    for parameter, value in zip(model.parameters(), seeded(Stack).parameters(), strict=True):
-        with torch.no_grad():
-            parameter.copy_(alike(parameter, value.detach()))
+    model.load_state_dict(sharded(ctx).state_dict())
     _assert_trains_like_new(model)
     return error
 
@@ -71,14 +69,15 @@ def test_state_dict_of_plain_tensors(ctx: RankContext, options: dict[str, Any]) 
     return _refused(model, lambda: model.load_state_dict(state, **options))
 
 
-def _plain_values_that_hooks_cut(ctx: RankContext) -> None:
+@distributed(2)
+def test_plain_tensors_that_somebody_cuts_on_the_way_are_loaded(ctx: RankContext) -> None:
     """A hook of the user makes shards of plain values; torch takes plain values in a context of its own."""
     model = sharded(ctx)
     whole = seeded(Stack).state_dict()
 
     def cut(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         for name, parameter in module.named_parameters():
-            state[prefix + name] = distribute_tensor(whole[prefix + name], ctx.mesh_1d(), parameter.placements)
+            state[prefix + name] = alike(parameter, whole[prefix + name]).detach()
 
     with implicit_replication():
         model.load_state_dict(seeded(Stack, 1).state_dict())
@@ -86,10 +85,6 @@ def _plain_values_that_hooks_cut(ctx: RankContext) -> None:
     model.load_state_dict(seeded(Stack, 1).state_dict())
     handle.remove()
     _assert_trains_like_new(model)
-
-
-def test_plain_tensors_that_somebody_cuts_on_the_way_are_loaded() -> None:
-    same_on_all_ranks(_plain_values_that_hooks_cut)
 
 
 @pytest.mark.parametrize("with_root", [True, False])
@@ -103,26 +98,6 @@ def test_data_parallel_around_shards(ctx: RankContext, with_root: bool) -> str:
         fully_shard(model, mesh=ctx.mesh_1d())
     _assert_trains_like_new(model)
     return error
-
-
-def _data_parallel_beside_shards(ctx: RankContext) -> None:
-    """It reduces what no unit has, and is told to ignore the rest."""
-    model, reference = seeded(Stack), seeded(Stack)
-    shard_each(*model.blocks, mesh=ctx.mesh_1d())
-    ignored = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
-    parallel = DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    parallel(batch(ctx.rank)).sum().backward()
-    optimizer.step()  # warns of nothing
-    (sum(reference(batch(rank)).sum() for rank in range(ctx.world_size)) / ctx.world_size).backward()
-    for found, expected in zip(model.parameters(), reference.parameters(), strict=True):
-        grad = found.grad.full_tensor() if isinstance(found.grad, DTensor) else found.grad
-        torch.testing.assert_close(grad, expected.grad)
-
-
-def test_data_parallel_that_ignores_shards_reduces_the_others() -> None:
-    same_on_all_ranks(_data_parallel_beside_shards)
 
 
 class _Encodes(Stack):
@@ -233,38 +208,69 @@ def test_two_inputs_changed_in_place(ctx: RankContext, copies: bool) -> None:
         module.reset_iter_state()
 
 
-# Optimizers that are warned of
+# Optimizers, and hooks for gradients that nothing would call, are warned of
+
+Steps = tuple[torch.optim.Optimizer, Callable[[], Tensor], int]  # on the gradients of what, and how many
 
 
-def _warned_of(optimizer: torch.optim.Optimizer, compute: Callable[[], Tensor], steps: int = 2) -> str:
-    """What the steps of ``optimizer`` warn of, on the gradients of what ``compute`` returns."""
+def _stale(ctx: RankContext) -> Steps:
+    model = seeded(Stack)
+    optimizer = torch.optim.AdamW(model.parameters())
+    shard(ctx, model)
+    return optimizer, lambda: model(batch()), 1
+
+
+def _beside_shards(ctx: RankContext, *, ignored: bool = False) -> Steps:
+    model = seeded(Stack)
+    plain = {*model.entry.parameters(), *model.exit.parameters()} if ignored else None
+    shard_each(*model.blocks, mesh=ctx.mesh_1d(), ignored_params=plain)
+    return torch.optim.AdamW(model.parameters()), lambda: model(batch(ctx.rank)), 2
+
+
+def _of_no_module(ctx: RankContext) -> Steps:
+    model, scale = sharded(ctx), nn.Parameter(torch.ones(()))
+    return torch.optim.SGD([*model.parameters(), scale]), lambda: model(batch()) * scale, 2
+
+
+def _nothing_is_reduced(ctx: RankContext) -> Steps:
+    model, mesh = seeded(Stack), init_device_mesh("cpu", (2, 1), mesh_dim_names=("tp", "dp"))
+    shard_each(*model.blocks, mesh=mesh["dp"])
+    return torch.optim.SGD(model.parameters()), lambda: model(batch()), 2
+
+
+def _one_of_a_tie(ctx: RankContext) -> Steps:
+    model = nn.Sequential(nn.Embedding(DIM, DIM), nn.Linear(DIM, DIM, bias=False))
+    model[1].weight = model[0].weight
+    fully_shard(model[0], mesh=ctx.mesh_1d())
+    return torch.optim.AdamW(model.parameters()), lambda: model(torch.arange(4)), 2
+
+
+WARNED: dict[str, Callable[[RankContext], Steps]] = {
+    "built before fully_shard": _stale,
+    "plain parameters beside shards": _beside_shards,
+    "ignored parameters beside shards": functools.partial(_beside_shards, ignored=True),
+    "plain parameter that no module has": _of_no_module,
+    "plain parameters where nothing is reduced": _nothing_is_reduced,
+    "one of two tied modules is sharded": _one_of_a_tie,
+}
+
+
+@pytest.mark.parametrize("name", WARNED)
+@golden_on_ranks()
+def test_optimizer_is_warned_of_once(ctx: RankContext, name: str) -> str:
+    optimizer, compute, num_steps = WARNED[name](ctx)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for _ in range(steps):
+        for _ in range(num_steps):
             compute().square().mean().backward()
             optimizer.step()
     return "\n".join(wrapped(str(each.message)) for each in caught if issubclass(each.category, UserWarning))
 
 
-@golden_on_ranks()
-def test_an_optimizer_built_before_fully_shard_is_warned_of(ctx: RankContext) -> str:
-    model = seeded(Stack)
-    stale = torch.optim.AdamW(model.parameters())
-    shard(ctx, model)
-    optimizer = torch.optim.AdamW(model.parameters())
-    found = _warned_of(stale, lambda: model(batch()), steps=1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        optimizer.step()
-        optimizer.zero_grad()
-        optimizer.step()
-    return found
-
-
 @distributed(2)
 def test_an_original_that_somebody_else_trains_is_not_warned_of(ctx: RankContext) -> None:
-    model = seeded(Stack)
-    other = nn.Linear(DIM, DIM)
+    """Nor is an optimizer of shards, beside one that was built before them."""
+    model, other = seeded(Stack), nn.Linear(DIM, DIM)
     other.weight = model.entry.weight
     shard(ctx, model)
     optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
@@ -275,41 +281,33 @@ def test_an_original_that_somebody_else_trains_is_not_warned_of(ctx: RankContext
         value.backward()
         return value
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        loss()
+    loss()
+    optimizer.step()  # a warning would be an error
+    optimizer.zero_grad()
+    optimizer.step(loss)
+    torch.optim.SGD(nn.Linear(2, 2).parameters()).step()  # nobody has sharded these
+    step(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
         optimizer.step()
         optimizer.zero_grad()
-        optimizer.step(loss)
-        torch.optim.SGD(nn.Linear(2, 2).parameters()).step()  # nobody has sharded these
 
 
-@pytest.mark.parametrize("ignored", [False, True])
-@golden_on_ranks()
-def test_plain_parameters_beside_shards_are_warned_of_once_unless_ignored(ctx: RankContext, ignored: bool) -> str:
+@pytest.mark.parametrize("method", ["register_hook", "register_post_accumulate_grad_hook"])
+@distributed(2)
+def test_hooks_that_sharding_loses_are_named(ctx: RankContext, method: str) -> None:
     model = seeded(Stack)
-    plain = {*model.entry.parameters(), *model.exit.parameters()} if ignored else None
-    shard_each(*model.blocks, mesh=ctx.mesh_1d(), ignored_params=plain)
-    return _warned_of(torch.optim.AdamW(model.parameters()), lambda: model(batch(ctx.rank)))
+    getattr(model.blocks[1].linear.weight, method)(lambda _: None)
+    with pytest.warns(UserWarning, match=f"'linear.weight' has hooks of {method}, which are lost"):
+        shard(ctx, model)
 
 
-@golden_on_ranks()
-def test_plain_parameter_that_no_module_has_is_warned_of_by_its_shape(ctx: RankContext) -> str:
-    model, scale = sharded(ctx), nn.Parameter(torch.ones(()))
-    optimizer = torch.optim.SGD([*model.parameters(), scale])
-    return _warned_of(optimizer, lambda: model(batch()) * scale)
-
-
-@golden_on_ranks()
-def test_plain_parameters_are_not_warned_of_where_nothing_is_reduced(ctx: RankContext) -> str:
-    model, mesh = seeded(Stack), init_device_mesh("cpu", (2, 1), mesh_dim_names=("tp", "dp"))
-    shard_each(*model.blocks, mesh=mesh["dp"])
-    return _warned_of(torch.optim.SGD(model.parameters()), lambda: model(batch()))
-
-
-@golden_on_ranks()
-def test_one_of_two_tied_modules_sharded_is_warned_of_once(ctx: RankContext) -> str:
-    model = nn.Sequential(nn.Embedding(DIM, DIM), nn.Linear(DIM, DIM, bias=False))
-    model[1].weight = model[0].weight
-    fully_shard(model[0], mesh=ctx.mesh_1d())
-    return _warned_of(torch.optim.AdamW(model.parameters()), lambda: model(torch.arange(4)))
+@distributed(2)
+def test_a_hook_that_autograd_would_call_on_a_shard_is_named_and_the_other_kind_is_called(ctx: RankContext) -> None:
+    model, seen = sharded(ctx), list[Tensor]()
+    weight = model.blocks[1].linear.weight
+    weight.register_hook(lambda _: pytest.fail("it was called"))
+    weight.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad.to_local().clone()))
+    with pytest.warns(UserWarning, match="'blocks.1.linear.weight': hooks of register_hook are never called"):
+        step(model)
+    assert torch.equal(seen[0], weight.grad.to_local())

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp2 import CPUOffloadPolicy, fully_shard
+from fsdp2 import fully_shard
 from fsdp2._torch import leaves
 from fsdp2.comm.offload import StagedOffloadPolicy
 from fsdp2.tensors import (
@@ -21,13 +21,27 @@ from fsdp2.tensors import (
     TwoTensor,
     wrap_parameters,
 )
-from tests.distributed.changes import assert_gradients
+from tests.distributed.changes import assert_gradients, assert_trains_as_stack, step_and_zero
 from tests.distributed.extension_support import UNEVEN, Twins, sgd
-from tests.distributed.support import InjectedError, Stack, batch, seeded, shard, sharded, step
+from tests.distributed.support import (
+    Faulty,
+    InjectedError,
+    Stack,
+    batch,
+    fail,
+    fail_now,
+    seeded,
+    shard,
+    shard_each,
+    sharded,
+    step,
+)
+from tests.harness.compare import compare_values
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.extensions import Halved, KeptAliasing, KeptHalved, Packed4, Ragged, Scaled, count, recorded
 from tests.harness.golden import golden_on_ranks
 from tests.harness.messages import error_of
+from tests.harness.selection import long
 
 STAGED = StagedOffloadPolicy()
 UNPINNED = StagedOffloadPolicy(pin_memory=False)  # for shards of classes that support no pinned memory
@@ -42,13 +56,8 @@ def test_gradients_are_handed_over_when_backward_ends(ctx: RankContext) -> None:
     model = sharded(ctx, offload_policy=STAGED)
     parameters = list(model.parameters())
     seen: list[str] = []
-
-    def landed(parameter: Tensor) -> None:
-        seen.append("gradient")
-        assert parameter.grad is not None
-
     for parameter in parameters:
-        parameter.register_post_accumulate_grad_hook(landed)
+        parameter.register_post_accumulate_grad_hook(lambda p: seen.append("none" if p.grad is None else "gradient"))
     x = batch().requires_grad_()
     x.register_hook(lambda _: seen.append(f"inputs, {sum(p.grad is not None for p in parameters)} there"))
     model(x).square().mean().backward()
@@ -86,38 +95,13 @@ def test_on_one_rank_unsharded_parameters_are_copies_that_are_freed(ctx: RankCon
 
 
 @distributed(2)
-def test_policy_on_a_cpu_mesh_copies_nothing(ctx: RankContext) -> None:
-    model = seeded(Stack)
-    fully_shard(model, mesh=ctx.mesh_of_one(), offload_policy=CPUOffloadPolicy())
-    shard = model.entry.weight.to_local()
-    model.unshard()
-    assert model.entry.weight.data_ptr() == shard.data_ptr()
-    assert not shard.is_pinned()
-
-
-@distributed(2)
 def test_units_may_be_offloaded_one_by_one(ctx: RankContext) -> None:
     model = seeded(Stack)
-    for index, block in enumerate(model.blocks):
-        fully_shard(block, mesh=ctx.mesh_1d(), **({"offload_policy": STAGED} if index % 2 else {}))
-    fully_shard(model, mesh=ctx.mesh_1d())
-    _assert_steps_are_right(model, list(model.parameters()))
+    fully_shard(model.blocks[1], mesh=ctx.mesh_1d(), offload_policy=STAGED)
+    assert_trains_as_stack(shard_each(model.blocks[0], model.blocks[2], model, mesh=ctx.mesh_1d()))
 
 
 # Exceptions
-
-
-def _assert_steps_are_right(model: Any, parameters: list[nn.Parameter]) -> None:
-    """``parameters``: the sharded ones, which need not be bound after an exception."""
-    for seed in (1, 2):
-        reference = seeded(Stack)
-        assert torch.allclose(step(model, seed), step(reference, seed), atol=1e-6)
-        assert_gradients(parameters, reference)
-        model.zero_grad()
-
-
-def _raise(*_: Any) -> None:
-    raise InjectedError
 
 
 @pytest.mark.parametrize("reset", [True, False])
@@ -125,41 +109,26 @@ def _raise(*_: Any) -> None:
 @distributed(2)
 def test_gradients_on_their_way_are_dropped_when_backward_raises(ctx: RankContext, warm: bool, reset: bool) -> None:
     """The units behind the fault have been reduced by then."""
-
-    class Faulty(Stack):
-        fails = False
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.blocks[0](self.entry(x))
-            if self.fails:
-                x.register_hook(_raise)
-            return self.exit(self.blocks[2](self.blocks[1](x)))
-
     model = shard(ctx, seeded(Faulty), offload_policy=STAGED)
-    parameters = list(model.parameters())
+    parameters = list(model.parameters())  # they need not be bound after an exception
     if warm:
-        step(model)
-        model.zero_grad()
-    model.fails = True
-    with pytest.raises(InjectedError):
-        step(model, seed=5)
-    model.fails = False
+        step_and_zero(model)
+    fail(model, "backward")
     if reset:
         model.reset_iter_state()
         assert all(parameter.grad is None for parameter in parameters)
-    _assert_steps_are_right(model, parameters)
+    assert_trains_as_stack(model)
 
 
 @distributed(2)
 def test_gradients_on_their_way_are_dropped_when_a_hook_on_a_gradient_raises(ctx: RankContext) -> None:
     model = sharded(ctx, offload_policy=STAGED)
-    parameters = list(model.parameters())
-    handle = model.exit.weight.register_post_accumulate_grad_hook(_raise)
+    handle = model.exit.weight.register_post_accumulate_grad_hook(fail_now)
     with pytest.raises(InjectedError):
         step(model, seed=5)
     handle.remove()
     model.zero_grad()
-    _assert_steps_are_right(model, parameters)
+    assert_trains_as_stack(model)
 
 
 # Tensor subclasses
@@ -177,16 +146,14 @@ def test_hooks_send_what_they_make_of_a_copy_of_the_shard(ctx: RankContext, make
     assert all(type(copy) is make and all(copy is not shard for shard in shards) for copy in copies)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("reshard", [False, 2])
+@pytest.mark.parametrize("reshard", [None, *long(False, 2)])
 @distributed(4)
-def test_hooks_under_reshard_after_forward(ctx: RankContext, reshard: bool | int) -> None:
-    Twins(Scaled, ctx.mesh_1d(), ctx.rank, offload_policy=UNPINNED, reshard_after_forward=reshard).train(3)
-
-
-@distributed(4)
-def test_hooks_on_hsdp(ctx: RankContext) -> None:
-    Twins(Halved, ctx.mesh_2d(2, 2), ctx.rank, offload_policy=UNPINNED, optimizer=sgd).train(3)
+def test_hooks_on_four_ranks(ctx: RankContext, reshard: bool | int | None) -> None:
+    """On HSDP, and under ``reshard_after_forward``."""
+    if reshard is None:
+        Twins(Halved, ctx.mesh_2d(2, 2), ctx.rank, offload_policy=UNPINNED, optimizer=sgd).train(3)
+    else:
+        Twins(Scaled, ctx.mesh_1d(), ctx.rank, offload_policy=UNPINNED, reshard_after_forward=reshard).train(3)
 
 
 @distributed(2)
@@ -225,13 +192,8 @@ def test_wire_formats_compute_the_same_offloaded(ctx: RankContext, name: str) ->
         shard(ctx, model, **policy)
         parameters = list(model.parameters())
         losses = [step(model, seed) for seed in (1, 2)]
-        found.append((losses, [None if p.grad is None else p.grad.to_local() for p in parameters]))
-    (losses, gradients), (expected_losses, expected) = found
-    assert losses == expected_losses
-    assert [grad is None for grad in gradients] == [grad is None for grad in expected]
-    for grad, other in zip(gradients, expected, strict=True):
-        if grad is not None:
-            assert all(torch.equal(a, b) for a, b in zip(leaves(grad), leaves(other), strict=True))
+        found.append([losses, [None if p.grad is None else list(leaves(p.grad.to_local())) for p in parameters]])
+    compare_values("offloaded", *found)
 
 
 class _Unmovable(Halved):

@@ -1,4 +1,4 @@
-"""``offload_by_budget``: what it chooses, what it moves, and that values and checkpoints stay those of the plain model.
+"""``offload_by_budget``: what it chooses, what it moves, and that values stay those of the plain model.
 
 On the CPU, shards "on the host" are copied at both ends of a plan, as on a device; the simulated device runs this file
 again.
@@ -6,24 +6,23 @@ again.
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn, optim
+from torch import nn, optim
 
 import fsdp2
 from fsdp2 import HostAdamW, OffloadChoice
 from fsdp2.comm.offload import StagedOffloadPolicy
 from fsdp2.runtime.unit import units_under
-from tests.distributed.support import BLOCK_NBYTES, DIM, ROOT_NBYTES, Stack, seeded, shard, sharded, step
+from tests.distributed.support import BLOCK_NBYTES, DIM, ROOT_NBYTES, Stack, seeded, shard, sharded, shards, step, train
+from tests.harness.compare import compare_values
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.golden import golden_on_ranks
 from tests.harness.messages import error_of
 from tests.harness.selection import long
-from tests.parity.setups import load_states, states_of
 
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "eps": 1e-3}
 POLICY = StagedOffloadPolicy()
@@ -31,22 +30,14 @@ PLENTY = 1 << 30
 LAST = ("blocks.1", "blocks.2")
 
 
-def chosen(model: nn.Module, device_nbytes: int, host_nbytes: int | None = None) -> OffloadChoice:
-    return fsdp2.offload_by_budget(model, device_nbytes, host_nbytes, offload_policy=POLICY)
+def chosen(model: nn.Module, device_nbytes: int, host_nbytes: Any = None, policy: Any = POLICY) -> OffloadChoice:
+    return fsdp2.offload_by_budget(model, device_nbytes, host_nbytes, offload_policy=policy)
 
 
 def least(ctx: RankContext) -> int:
-    """The smallest budget of ``Stack``, by asking for less and less."""
-    model = sharded(ctx)
-    low, high = 0, chosen(model, PLENTY).nbytes
-    while high - low > 1:
-        middle = (low + high) // 2
-        try:
-            chosen(sharded(ctx), middle)
-            high = middle
-        except fsdp2.MemoryLimitError:
-            low = middle
-    return high
+    """The smallest budget of ``Stack``, as the refusal of less says."""
+    said = error_of(lambda: chosen(sharded(ctx), 1)).replace("\n", " ")
+    return int(said.partition(" takes ")[2].partition(" bytes")[0])
 
 
 def on_host(model: nn.Module) -> tuple[str, ...]:
@@ -54,43 +45,27 @@ def on_host(model: nn.Module) -> tuple[str, ...]:
     return tuple(name or "(root)" for name, unit in units_under(model) if all(g.home.is_staged for g in unit.groups))
 
 
+def five_blocks(ctx: RankContext, seed: int = 0) -> Any:
+    return shard(ctx, seeded(lambda: Stack(5), seed))
+
+
 def mixed(ctx: RankContext, seed: int = 0) -> tuple[Any, OffloadChoice]:
-    """A model with some parameters on the host, some states, and the rest on the device."""
-    model = shard(ctx, seeded(lambda: Stack(5), seed))
-    return model, chosen(model, _mixed_nbytes(ctx))
+    """A model with some parameters on the host, some states, and the rest on the device: the parameters of one unit
+    have to leave, which makes room for the states of some units."""
+    model = five_blocks(ctx, seed)
+    nbytes = chosen(five_blocks(ctx), PLENTY).nbytes - (5 * BLOCK_NBYTES + ROOT_NBYTES) - 64
+    choice = chosen(model, nbytes)
+    assert choice.nbytes <= nbytes
+    return model, choice
 
 
-def _mixed_nbytes(ctx: RankContext) -> int:
-    """One unit's parameters have to leave, which makes room for the states of some units."""
-    model = shard(ctx, seeded(lambda: Stack(5)))
-    everything = chosen(model, PLENTY)
-    return everything.nbytes - (5 * BLOCK_NBYTES + ROOT_NBYTES) - 64
+def plain_adamw(params: Any) -> optim.Optimizer:
+    return optim.AdamW(params, fused=True, **OPTIONS)
 
 
 def optimizers(choice: OffloadChoice, **options: Any) -> list[optim.Optimizer]:
-    plain = [optim.AdamW(choice.device_params, fused=True, **OPTIONS)] if choice.device_params else []
+    plain = [plain_adamw(choice.device_params)] if choice.device_params else []
     return [HostAdamW(choice.host_params, **OPTIONS, **options), *plain]
-
-
-def train(model: nn.Module, made: list[optim.Optimizer], steps: range = range(3)) -> list[Tensor]:
-    for seed in steps:
-        step(model, seed)
-        for optimizer in made:
-            optimizer.step()
-            optimizer.zero_grad()
-    for optimizer in made:
-        if isinstance(optimizer, HostAdamW):
-            optimizer.wait()
-    return shards(model)
-
-
-def shards(model: nn.Module) -> list[Tensor]:
-    return [param.to_local().detach().cpu().clone() for param in model.parameters()]  # type: ignore[operator]
-
-
-def assert_equal(found: list[Tensor], expected: list[Tensor]) -> None:
-    for index, (a, b) in enumerate(zip(found, expected, strict=True)):
-        assert torch.equal(a, b), index
 
 
 # What is chosen
@@ -119,7 +94,6 @@ def test_parameters_leave_where_the_link_costs_least_and_states_come_back(ctx: R
     """The root stays unsharded between the passes: it is gathered once, and copies what its states would copy."""
     model, choice = mixed(ctx)
     assert choice.params_on_host == ("(root)",) == on_host(model)
-    assert choice.nbytes <= _mixed_nbytes(ctx)
     by_name = {unit.name: unit for unit in choice.units}
     assert by_name["(root)"].link == ROOT_NBYTES
     assert 0 < len(choice.on_device) < 5
@@ -156,18 +130,18 @@ def test_frozen_parameters_leave_last(ctx: RankContext) -> None:
 
 @distributed(2)
 def test_steps_are_those_of_adamw_wherever_things_live(ctx: RankContext) -> None:
-    other = shard(ctx, seeded(lambda: Stack(5)))
-    expected = train(other, [optim.AdamW(other.parameters(), fused=True, **OPTIONS)])
+    other = five_blocks(ctx)
+    expected = train(other, plain_adamw(other.parameters()))
     for overlaps in (False, True):
         model, choice = mixed(ctx)
         assert choice.on_device
-        assert_equal(train(model, optimizers(choice, overlap_forward=overlaps)), expected)
+        compare_values("shards", train(model, *optimizers(choice, overlap_forward=overlaps)), expected)
 
 
 @distributed(2)
 def test_one_optimizer_clips_parameters_on_both_sides(ctx: RankContext) -> None:
-    other = shard(ctx, seeded(lambda: Stack(5)))
-    plain = optim.AdamW(other.parameters(), fused=True, **OPTIONS)
+    other = five_blocks(ctx)
+    plain = plain_adamw(other.parameters())
     norms = []
     for seed in range(3):
         step(other, seed)
@@ -181,10 +155,9 @@ def test_one_optimizer_clips_parameters_on_both_sides(ctx: RankContext) -> None:
         host.step()
         assert host.grad_norm is not None
         torch.testing.assert_close(host.grad_norm.cpu(), norms[0])
-        train(model, [host], range(1, 3))
+        train(model, host, steps=range(1, 3))
         if clip_by == "this step":
-            for a, b in zip(shards(model), shards(other), strict=True):
-                torch.testing.assert_close(a, b)
+            torch.testing.assert_close(shards(model), shards(other))
 
 
 @pytest.mark.parametrize("num_ranks", [2, *long(1)])
@@ -208,10 +181,9 @@ def test_what_was_all_on_the_host_moves_to_the_device_where_it_fits(ctx: RankCon
     assert all(a is b for a, b in zip(model.parameters(), before, strict=True))
     assert all(param.device == mesh_device(param) for param in before)
     assert model.exit.weight.decays
-    assert_equal(shards(model), values)
-    made = [optim.AdamW(choice.device_params, fused=True, **OPTIONS)]
-    expected = [optim.AdamW([p for p in other.parameters() if p.requires_grad], fused=True, **OPTIONS)]
-    assert_equal(train(model, made), train(other, expected))
+    compare_values("values", shards(model), values)
+    expected = train(other, plain_adamw([param for param in other.parameters() if param.requires_grad]))
+    compare_values("shards", train(model, plain_adamw(choice.device_params)), expected)
     assert dict(units_under(model))["blocks.1"].config.after_forward is not None
 
 
@@ -221,75 +193,32 @@ def mesh_device(param: Any) -> torch.device:
 
 @distributed(2)
 def test_model_on_the_meta_device_is_materialised_on_the_host_first(ctx: RankContext) -> None:
-    expected = shards(sharded(ctx))
-    with torch.device("meta"):
-        model = Stack()
-    shard(ctx, model, offload_policy=POLICY)
+    other = sharded(ctx)
+    model = shard(ctx, Stack().to("meta"), offload_policy=POLICY)
     model.to_empty(device="cpu")
     with torch.no_grad():
-        for param, value in zip(model.parameters(), expected, strict=True):
+        for param, value in zip(model.parameters(), shards(other), strict=True):
             param.to_local().copy_(value)  # type: ignore[operator]
-    choice = chosen(model, chosen(sharded(ctx), PLENTY).nbytes - BLOCK_NBYTES)
+    choice = chosen(model, chosen(other, PLENTY).nbytes - BLOCK_NBYTES)
     assert choice.params_on_host == ()
-    other = sharded(ctx)
-    plain = optim.AdamW(other.parameters(), fused=True, **OPTIONS)
-    assert_equal(train(model, optimizers(choice)), train(other, [plain]))
-
-
-# Checkpoints
-
-
-@pytest.mark.parametrize("saver", ["budget", *long("plain")])
-@distributed(2)
-def test_checkpoints_go_from_and_to_models_that_fit_without(ctx: RankContext, saver: str, tmp_path: Path) -> None:
-    def made(kind: str, seed: int) -> tuple[Any, optim.Optimizer]:
-        if kind == "budget":
-            model, _ = mixed(ctx, seed)
-            return model, HostAdamW(model.parameters(), **OPTIONS)
-        model = shard(ctx, seeded(lambda: Stack(5), seed))
-        return model, optim.AdamW(model.parameters(), fused=True, **OPTIONS)
-
-    model, optimizer = made(saver, 0)
-    train(model, [optimizer], range(2))
-    dcp.save(states_of(model, optimizer), checkpoint_id=tmp_path)
-    expected = train(model, [optimizer], range(2, 4))
-    model, optimizer = made("plain" if saver == "budget" else "budget", 1)
-    train(model, [optimizer], range(1))
-    load_states(model, optimizer, tmp_path)
-    assert_equal(train(model, [optimizer], range(2, 4)), expected)
+    compare_values("shards", train(model, *optimizers(choice)), train(other, plain_adamw(other.parameters())))
 
 
 # What is refused
 
 
-def _stepped(ctx: RankContext, model: Any) -> None:
-    train(model, [optim.AdamW(model.parameters(), **OPTIONS)], range(1))
+def _stepped(model: Any) -> None:
+    train(model, optim.AdamW(model.parameters(), **OPTIONS), steps=range(1))
     model.reshard()
 
 
-def _owned(ctx: RankContext, model: Any) -> None:
-    model.optimizer = HostAdamW(model.parameters(), **OPTIONS)
-
-
-def _meta(ctx: RankContext, model: Any) -> None:
-    model.to("meta")
-
-
-def _hooked(ctx: RankContext, model: Any) -> None:
-    model.exit.weight.register_post_accumulate_grad_hook(lambda _: None)
-
-
-def _unsharded(ctx: RankContext, model: Any) -> None:
-    model.unshard()
-
-
-NOT_MOVABLE: dict[str, Any] = {
+NOT_MOVABLE: dict[str, Callable[[Any], object]] = {
     "stepped": _stepped,
-    "stepped by a HostAdamW": _owned,
-    "meta device": _meta,
-    "gradients": lambda ctx, model: step(model),
-    "hooks": _hooked,
-    "unsharded": _unsharded,
+    "stepped by a HostAdamW": lambda model: setattr(model, "optimizer", HostAdamW(model.parameters(), **OPTIONS)),
+    "meta device": lambda model: model.to("meta"),
+    "gradients": step,
+    "hooks": lambda model: model.exit.weight.register_post_accumulate_grad_hook(lambda _: None),
+    "unsharded": lambda model: model.unshard(),
 }
 
 
@@ -297,7 +226,7 @@ NOT_MOVABLE: dict[str, Any] = {
 @golden_on_ranks()
 def test_shards_that_cannot_move_are_refused(ctx: RankContext, name: str) -> str:
     model = sharded(ctx)
-    NOT_MOVABLE[name](ctx, model)
+    NOT_MOVABLE[name](model)
     before = list(model.parameters())
     found = error_of(lambda: chosen(model, least(ctx)))
     assert on_host(model) == ()
@@ -310,12 +239,8 @@ REFUSED: dict[str, Any] = {
     "too little for the device": lambda ctx: chosen(sharded(ctx), least(ctx) - 1),
     "too little for the host": lambda ctx: chosen(sharded(ctx), least(ctx), 1000),
     "device_nbytes as a float": lambda ctx: chosen(sharded(ctx), 1e9),  # type: ignore[arg-type]
-    "host_nbytes as text": lambda ctx: chosen(sharded(ctx), PLENTY, "1GiB"),  # type: ignore[arg-type]
-    "no policy of offloading": lambda ctx: fsdp2.offload_by_budget(
-        sharded(ctx),
-        PLENTY,
-        offload_policy=fsdp2.OffloadPolicy(),  # type: ignore[arg-type]
-    ),
+    "host_nbytes as text": lambda ctx: chosen(sharded(ctx), PLENTY, "1GiB"),
+    "no policy of offloading": lambda ctx: chosen(sharded(ctx), PLENTY, policy=fsdp2.OffloadPolicy()),
     "not sharded": lambda ctx: chosen(nn.Linear(2, 2), 1),
 }
 

@@ -19,12 +19,8 @@ from fsdp2.tools import trace
 from tests.distributed.changes import assert_step_is_that_of
 from tests.distributed.refusals import Case, refused
 from tests.distributed.support import DIM, Block, Stack, same_on_all_ranks, seeded, sharded
-from tests.harness.distributed import RankContext
+from tests.harness.distributed import RankContext, distributed
 from tests.harness.golden import texts_beside
-
-
-def _refusal(ctx: RankContext, case: str) -> str:
-    return refused(CASES[case](ctx))
 
 
 def _call(**kwargs: Any) -> Callable[[RankContext], Case]:
@@ -104,12 +100,6 @@ def _log(model: Stack) -> None:
     model.blocks[1].linear.weight = nn.Parameter(model.blocks[1].linear.weight.detach().as_subclass(_Logging))
 
 
-def _sparse(ctx: RankContext) -> Case:
-    model = seeded(Stack)
-    model.blocks[1].linear.weight = nn.Parameter(torch.eye(DIM).to_sparse())
-    return Case(model, lambda: fully_shard(model, mesh=ctx.mesh_1d()), runs=False)
-
-
 def _second_weight(model: Stack) -> dict[str, Any]:
     return {"ignored_params": {model.blocks[1].linear.weight}}
 
@@ -118,13 +108,6 @@ def _final(ctx: RankContext) -> Case:
     model = Stack()
     model.exit = nn.Sequential(_Final(num_blocks=1))
     return Case(model, lambda: fully_shard([model.entry, model.exit[0]], mesh=ctx.mesh_1d()))
-
-
-def _distribute(ctx: RankContext) -> Case:
-    model = seeded(Stack)
-    weight = distribute_tensor(model.exit.weight.detach(), ctx.mesh_1d(), [Replicate()])
-    model.exit.weight = nn.Parameter(weight)
-    return Case(model, lambda: fully_shard(model, mesh=ctx.mesh_1d()), runs=False)
 
 
 def _overridden(override: Any) -> fsdp2.MixedPrecisionPolicy:
@@ -171,9 +154,27 @@ def _module_list(ctx: RankContext) -> Case:
 DP = DataParallelMeshDims(shard="dp")
 
 
-def _place_exit(model: Stack, mesh: DeviceMesh, placements: list[Any]) -> None:
-    local = model.exit.weight.detach()
-    model.exit.weight = nn.Parameter(DTensor.from_local(local, mesh, placements, run_check=False))
+Mesh = Callable[[RankContext], DeviceMesh]
+
+
+def _axis(name: str) -> Mesh:
+    return lambda ctx: ctx.mesh(dp=1, tp=2)[name]
+
+
+def _last_weight(make: Callable[[RankContext, Tensor], Tensor], mesh: Mesh = RankContext.mesh_1d) -> Any:
+    """A ``Stack`` whose last weight is what ``make`` makes of it."""
+
+    def case(ctx: RankContext) -> Case:
+        model = seeded(Stack)
+        model.exit.weight = nn.Parameter(make(ctx, model.exit.weight.detach()))
+        return Case(model, lambda: fully_shard(model, mesh=mesh(ctx)), runs=False)
+
+    return case
+
+
+def _placed(on: Mesh, placement: Any, mesh: Mesh) -> Any:
+    """The last weight is a DTensor on another mesh than that of the call, or on that one."""
+    return _last_weight(lambda ctx, weight: DTensor.from_local(weight, on(ctx), [placement], run_check=False), mesh)
 
 
 def _on_named_mesh(**kwargs: Any) -> Callable[[RankContext], Case]:
@@ -192,24 +193,6 @@ def _other_mesh(ctx: RankContext) -> Case:
     model = seeded(Stack)
     distribute_module(model, ctx.mesh(other=2))
     return Case(model, lambda: fully_shard(model, mesh=ctx.mesh(dp=2), dp_mesh_dims=DP), runs=False)
-
-
-def _pending_sum(ctx: RankContext) -> Case:
-    model, mesh = seeded(Stack), ctx.mesh(dp=1, tp=2)
-    _place_exit(model, mesh["tp"], [Partial()])
-    return Case(model, lambda: fully_shard(model, mesh=mesh["dp"]), runs=False)
-
-
-def _model_mesh_without_names(ctx: RankContext) -> Case:
-    model = seeded(Stack)
-    _place_exit(model, init_device_mesh("cpu", (2,)), [Replicate()])
-    return Case(model, lambda: fully_shard(model, mesh=ctx.mesh(dp=1, tp=2)["dp"]), runs=False)
-
-
-def _same_axis(ctx: RankContext) -> Case:
-    model, mesh = seeded(Stack), ctx.mesh(dp=2)
-    _place_exit(model, mesh, [Replicate()])
-    return Case(model, lambda: fully_shard(model, mesh=mesh), runs=False)
 
 
 CASES: dict[str, Callable[[RankContext], Case]] = {
@@ -237,9 +220,9 @@ CASES: dict[str, Callable[[RankContext], Case]] = {
     "placement that is a sum": _call(shard_placement_fn=lambda parameter: Partial()),
     "class of parameter that would be lost": _changed(_mark, _second_weight),
     "tensor class that would be lost": _changed(_log, _second_weight),
-    "sparse parameter": _sparse,
+    "sparse parameter": _last_weight(lambda ctx, weight: weight.to_sparse()),
     "module class that cannot be derived from": _final,
-    "DTensor parameter": _distribute,
+    "DTensor parameter": _placed(RankContext.mesh_1d, Replicate(), RankContext.mesh_1d),
     "override is no function": _call(mp_policy=_overridden(torch.float32)),
     "override returns no dtype": _call(mp_policy=_overridden(lambda parameter: "float32")),
     "override to a third dtype": _call(mp_policy=_overridden(lambda parameter: torch.float16)),
@@ -254,9 +237,9 @@ CASES: dict[str, Callable[[RankContext], Case]] = {
     "plain parameters with names of axes": _on_named_mesh(dp_mesh_dims=DP),
     "parameter that the user has sharded": _sharded_by_the_user,
     "DTensors on another mesh": _other_mesh,
-    "sum that is pending": _pending_sum,
-    "DTensor on a mesh without names": _model_mesh_without_names,
-    "DTensor on the axis to shard over": _same_axis,
+    "sum that is pending": _placed(_axis("tp"), Partial(), _axis("dp")),
+    "DTensor on a mesh without names": _placed(lambda ctx: init_device_mesh("cpu", (2,)), Replicate(), _axis("dp")),
+    "DTensor on the axis to shard over": _placed(lambda ctx: ctx.mesh(dp=2), Replicate(), lambda ctx: ctx.mesh(dp=2)),
     "dtype of parameters that nothing is computed in": _dtypes(param_dtype=torch.int8),
     "dtype of outputs that nothing is computed in": _dtypes(output_dtype=torch.bool),
     "dtype that nothing is added in": _dtypes(reduce_dtype=torch.float8_e5m2),
@@ -280,6 +263,10 @@ CASES: dict[str, Callable[[RankContext], Case]] = {
 TEXTS = texts_beside(__file__)
 
 
+def _refusal(ctx: RankContext, case: str) -> str:
+    return refused(CASES[case](ctx))
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_call_is_refused(case: str) -> None:
     TEXTS.check(case, same_on_all_ranks(_refusal, case=case))
@@ -289,11 +276,12 @@ def test_every_text_has_a_case() -> None:
     TEXTS.check_names(CASES)
 
 
-def _values_beside_meta(ctx: RankContext) -> None:
+@distributed(2)
+def test_meta_parameter_does_not_cost_the_real_ones_of_its_group_their_values(ctx: RankContext) -> None:
     model, reference = seeded(Stack), seeded(Stack)
     model.blocks[1] = Block().to("meta")
     fully_shard(model, mesh=ctx.mesh_1d())
-    model.blocks[1].to_empty(device="cpu")
+    model.blocks[1].to_empty(device=ctx.device_type)
     for name, value in reference.named_parameters():
         found = model.get_parameter(name)
         assert isinstance(found, DTensor)
@@ -301,15 +289,8 @@ def _values_beside_meta(ctx: RankContext) -> None:
         assert "blocks.1" in name or torch.equal(found.full_tensor(), value)
 
 
-def test_meta_parameter_does_not_cost_the_real_ones_of_its_group_their_values() -> None:
-    same_on_all_ranks(_values_beside_meta)
-
-
-def _place_of_warning(ctx: RankContext) -> str:
+@distributed(2)
+def test_warning_about_one_rank_per_shard_shows_the_line_of_the_call(ctx: RankContext) -> None:
     with pytest.warns(UserWarning, match="reshard_after_forward=1 means one rank per shard") as warned:
         fully_shard(seeded(Stack), mesh=ctx.mesh_1d(), reshard_after_forward=1)
-    return Path(warned[0].filename).name
-
-
-def test_warning_about_one_rank_per_shard_shows_the_line_of_the_call() -> None:
-    assert same_on_all_ranks(_place_of_warning) == Path(__file__).name
+    assert Path(warned[0].filename).name == Path(__file__).name

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,21 +22,25 @@ BLOCKS = ("blocks.0", "blocks.1")
 
 
 class TwoBlocks(Stack):
+    """Runs the blocks ``num_times`` times. ``cuts``: a gradient reaches the last time only."""
+
+    num_times, cuts = 1, False
+
     def __init__(self) -> None:
         super().__init__(num_blocks=2)
 
-
-class Repeated(TwoBlocks):
-    """Runs the blocks three times."""
-
     def forward(self, x: Tensor) -> Tensor:
         x = self.entry(x)
-        for _ in range(3):
-            x = self.blocks[1](self.blocks[0](x))
+        for _ in range(self.num_times):
+            x = self.blocks[1](self.blocks[0](x.detach() if self.cuts else x))
         return self.exit(x)
 
 
-class Recycled(Repeated):
+class Repeated(TwoBlocks):
+    num_times = 3
+
+
+class Recycled(TwoBlocks):
     """The last time only with gradients."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -48,13 +53,7 @@ class Recycled(Repeated):
 
 
 class CutOff(Repeated):
-    """Of three times, no gradient reaches the first two."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.entry(x)
-        for _ in range(3):
-            x = self.blocks[1](self.blocks[0](x.detach()))
-        return self.exit(x)
+    cuts = True
 
 
 class Nested(Block):
@@ -142,8 +141,8 @@ def test_unit_is_reduced_once_behind_its_last_use(
     found = counts.actions
     assert (found["reduce"], found["gather"], counts.reduced_at_the_end) == (2, num_gathers, 0), found
     reference = seeded(make)
-    step(reference)
-    step(reference)
+    for _ in range(2):
+        step(reference)
     assert_gradients(model, reference, atol=1e-5)
 
 
@@ -151,10 +150,8 @@ def test_unit_is_reduced_once_behind_its_last_use(
 def test_a_unit_that_calls_itself_keeps_its_parameters_until_the_outermost_call_returns(ctx: RankContext) -> None:
     """Also where a KeyboardInterrupt has ended an earlier forward: that one does not count as running."""
     model, reference = shard(ctx, seeded(SelfConditioned)), seeded(SelfConditioned)
-    hook = model.blocks[0].register_forward_pre_hook(_interrupt)
-    with pytest.raises(KeyboardInterrupt):
+    with mock.patch.object(model.blocks[0], "forward", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         model(batch())
-    hook.remove()
     counts = _counts(model, _one_forward)
     assert (counts.actions["reduce"], counts.reduced_at_the_end) == (2, 0)
     for _ in range(2):
@@ -167,40 +164,22 @@ def test_a_unit_that_calls_itself_keeps_its_parameters_until_the_outermost_call_
     assert torch.allclose(model(batch()), reference(batch()), atol=1e-5)
 
 
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
-
-
 @distributed(2)
 def test_uses_that_no_gradient_reaches_are_joined_at_the_end(ctx: RankContext) -> None:
     """Other ranks may have a gradient there."""
     model, reference = shard(ctx, seeded(CutOff)), seeded(CutOff)
     assert _counts(model, _one_forward).actions["reduce"] == 2
-    _one_forward(reference)
-    _one_forward(reference)
+    for _ in range(2):
+        _one_forward(reference)
     assert_gradients(model, reference, atol=1e-5)
-
-
-class OnOneRank(Repeated):
-    """On rank 0, a gradient reaches all uses of the blocks; on rank 1, the last one."""
-
-    rank = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.entry(x)
-        for _ in range(3):
-            x = x.detach() if self.rank else x
-            x = self.blocks[1](self.blocks[0](x))
-        return self.exit(x)
 
 
 @distributed(2)
 def test_ranks_may_differ_in_which_uses_a_gradient_reaches(ctx: RankContext) -> None:
-    model = shard(ctx, seeded(OnOneRank))
+    """On rank 0, a gradient reaches all uses of the blocks; on rank 1, the last one."""
+    model, *references = shard(ctx, seeded(CutOff)), seeded(CutOff), seeded(CutOff)
     model.set_ranks_may_differ(True)
-    model.rank = ctx.rank
-    references = [seeded(OnOneRank) for _ in range(2)]
-    references[1].rank = 1
+    model.cuts, references[0].cuts = ctx.rank == 1, False
     for _ in range(3):
         for each in (model, *references):
             each.zero_grad()

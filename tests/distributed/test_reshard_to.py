@@ -14,24 +14,25 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn, optim
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp2
-from fsdp2 import MixedPrecisionPolicy, fully_shard, reshard_to
+from fsdp2 import MixedPrecisionPolicy, reshard_to
 from fsdp2.comm.offload import StagedOffloadPolicy
 from fsdp2.plan.trees import find_tensors
 from fsdp2.tensors import BFloat16AllGatherTensor, wrap_parameters
 from fsdp2.tools import trace
+from tests.distributed.support import seeded, shard_each, shard_units
 from tests.harness.compare import compare_values
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.messages import error_of
 from tests.harness.models import MLP, Transformer
 from tests.harness.selection import long
 from tests.harness.training import Step, one_backward
+from tests.parity.setups import load_states, states_of, train_steps
 
 Ranks = list[int] | list[list[int]]
 
@@ -80,27 +81,23 @@ MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.floa
 
 def _parts(mesh: DeviceMesh) -> Any:
     model = Parts()
-    ignored = {model.ignored}
-    fully_shard(model.entry, mesh=mesh)
-    return fully_shard(model, mesh=mesh, ignored_params=ignored)
+    return shard_each(model.entry, model, mesh=mesh, ignored_params={model.ignored})
 
 
-def _units(model: Any, wrapper: Any = None, **options: Any) -> Any:
-    if wrapper is not None:
-        wrap_parameters(model, wrapper)
-    for unit in (*model.units(), model):
-        fully_shard(unit, **options)
-    return model
+def _wired(mesh: DeviceMesh) -> Any:
+    model = Transformer()
+    wrap_parameters(model, BFloat16AllGatherTensor)
+    return shard_units(model, mesh=mesh)
 
 
 MODELS: dict[str, Callable[[DeviceMesh], Any]] = {
     "parts": _parts,
-    "untied": lambda mesh: _units(Transformer(), mesh=mesh),
-    "transformer": lambda mesh: _units(Transformer(tied=True), mesh=mesh),
-    "wire format": lambda mesh: _units(Transformer(), BFloat16AllGatherTensor, mesh=mesh),
-    "mixed precision": lambda mesh: _units(MLP(), mesh=mesh, mp_policy=MIXED),
-    "dim 1": lambda mesh: _units(MLP(), mesh=mesh, shard_placement_fn=lambda param: Shard(param.dim() - 1)),
-    "offloaded": lambda mesh: _units(MLP(), mesh=mesh, offload_policy=StagedOffloadPolicy()),
+    "untied": lambda mesh: shard_units(Transformer(), mesh=mesh),
+    "transformer": lambda mesh: shard_units(Transformer(tied=True), mesh=mesh),
+    "wire format": _wired,
+    "mixed precision": lambda mesh: shard_units(MLP(), mesh=mesh, mp_policy=MIXED),
+    "dim 1": lambda mesh: shard_units(MLP(), mesh=mesh, shard_placement_fn=lambda param: Shard(param.dim() - 1)),
+    "offloaded": lambda mesh: shard_units(MLP(), mesh=mesh, offload_policy=StagedOffloadPolicy()),
 }
 
 
@@ -134,13 +131,7 @@ class Job:
     optimizer: optim.Optimizer
 
     def train(self, ctx: RankContext, steps: range) -> list[Tensor]:
-        return [self.step(ctx, index) for index in steps]
-
-    def step(self, ctx: RankContext, index: int) -> Tensor:
-        (loss,) = one_backward(Step(index, ctx.rank, None), self.model)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss.detach()
+        return train_steps(ctx, self.model, self.optimizer, steps)
 
     def tensors(self) -> dict[str, Tensor]:
         """What this rank has of everything that training changes."""
@@ -161,8 +152,7 @@ def _local(value: Tensor) -> Tensor:
 
 
 def _job(ctx: RankContext, ranks: Ranks, build: str, optimizer: str, seed: int = 0) -> Job:
-    torch.manual_seed(seed)
-    model = MODELS[build](DeviceMesh(ctx.device_type, ranks))
+    model = seeded(lambda: MODELS[build](DeviceMesh(ctx.device_type, ranks)), seed)
     return Job(model, OPTIMIZERS[optimizer](model))
 
 
@@ -176,15 +166,11 @@ def _loaded_from_checkpoint(
     """``job``, which is on ``old``, saved and loaded into another model on ``new``."""
     groups = [dist.new_group(sorted(_flattened(ranks))) for ranks in (old, new)]
     if ctx.rank in _flattened(old):
-        state = dict(zip(("model", "optimizer"), get_state_dict(job.model, job.optimizer), strict=True))
-        dcp.save(state, checkpoint_id=folder, process_group=groups[0])
+        dcp.save(states_of(job.model, job.optimizer), checkpoint_id=folder, process_group=groups[0])
     dist.barrier()
     other = _job(ctx, new, build, optimizer, seed=7)
     if ctx.rank in _flattened(new):
-        state = dict(zip(("model", "optimizer"), get_state_dict(other.model, other.optimizer), strict=True))
-        dcp.load(state, checkpoint_id=folder, process_group=groups[1])
-        loaded = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
-        set_state_dict(other.model, other.optimizer, **loaded)
+        load_states(other.model, other.optimizer, folder, process_group=groups[1])
     return other
 
 
@@ -305,7 +291,7 @@ def test_joining_rank_may_have_built_its_model_on_the_meta_device(ctx: RankConte
     with torch.device("cpu" if ctx.rank < 2 else "meta"):
         model = Transformer()
         model.register_buffer("table", torch.full((3,), 2.0), persistent=False)
-    _units(model, mesh=DeviceMesh(ctx.device_type, [0, 1]))
+    shard_units(model, mesh=DeviceMesh(ctx.device_type, [0, 1]))
     job, alike = Job(model, _adamw(model)), _job(ctx, [0, 1, 2, 3], "untied", "AdamW")
     reshard_to(job.model, job.optimizer, DeviceMesh(ctx.device_type, [0, 1, 2, 3]))
     assert torch.equal(job.model.table.cpu(), torch.full((3,), 2.0))
@@ -315,9 +301,9 @@ def test_joining_rank_may_have_built_its_model_on_the_meta_device(ctx: RankConte
 @pytest.mark.long
 @distributed(4)
 def test_settings_stay(ctx: RankContext) -> None:
-    def made(ranks: Ranks) -> Job:
-        torch.manual_seed(0)
-        model = _units(MLP(4), mesh=DeviceMesh(ctx.device_type, ranks), reshard_after_forward=2)
+    def made() -> Job:
+        mesh = DeviceMesh(ctx.device_type, [0, 1, 2, 3])
+        model = shard_units(seeded(lambda: MLP(4)), mesh=mesh, reshard_after_forward=2)
         model.blocks[0].set_modules_to_forward_prefetch([model.blocks[2], model.blocks[3]])
         model.blocks[1].set_gradient_divide_factor(3.0)
         model.blocks[2].set_reshard_after_backward(False)
@@ -336,7 +322,7 @@ def test_settings_stay(ctx: RankContext) -> None:
                 job.optimizer.zero_grad()
         return str(recorded), [loss.detach() for loss in losses]
 
-    job, alike = made([0, 1, 2, 3]), made([0, 1, 2, 3])
+    job, alike = made(), made()
     for each in (job, alike):
         run(each)
         each.model.blocks[2].reshard()
@@ -381,10 +367,7 @@ class _Memory(TorchDispatchMode):
 @distributed(4)
 def test_a_rank_holds_shards_and_states_of_one_unit_twice_at_most(ctx: RankContext, move: str) -> None:
     old, new = MOVES[move]
-    torch.manual_seed(0)
-    model = MLP(num_blocks=6, dim=64)
-    blocks = [fully_shard(block, mesh=DeviceMesh(ctx.device_type, old)) for block in model.blocks]
-    fully_shard(model, mesh=DeviceMesh(ctx.device_type, old))
+    model = shard_units(seeded(lambda: MLP(num_blocks=6, dim=64)), mesh=DeviceMesh(ctx.device_type, old))
     job = Job(model, _adamw(model))
     if ctx.rank in _flattened(old):
         job.train(ctx, range(1))
@@ -399,6 +382,6 @@ def test_a_rank_holds_shards_and_states_of_one_unit_twice_at_most(ctx: RankConte
         reshard_to(model, job.optimizer, DeviceMesh(ctx.device_type, new))
     after = held()
     # With 2 ranks, a block has half of its parameters here, and two states of the same size.
-    unit_nbytes = 3 * sum(param.numel() for param in blocks[0].parameters()) * 4 // 2
+    unit_nbytes = 3 * sum(param.numel() for param in model.blocks[0].parameters()) * 4 // 2
     slack = 16 * 1024  # the steps of optimizers, and the ends of pieces
     assert max(before, after) < memory.peak <= max(before, after) + 2 * unit_nbytes + slack

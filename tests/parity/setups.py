@@ -120,7 +120,7 @@ def states_of(model: Any, optimizer: Any) -> dict[str, Any]:
     return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
 
 
-def load_states(model: Any, optimizer: Any, path: Path) -> None:
+def load_states(model: Any, optimizer: Any, path: Path, **options: Any) -> None:
     states = states_of(model, optimizer)
-    dcp.load(states, checkpoint_id=path)
+    dcp.load(states, checkpoint_id=path, **options)
     set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
