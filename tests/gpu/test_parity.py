@@ -16,7 +16,7 @@ from tests.harness.distributed import RankContext
 from tests.harness.models import MLP, ParityModel, Uneven
 from tests.harness.runtimes import Runtime, oracle, subject
 from tests.harness.training import Case, accumulate, sgd, shard_units_and_root, train
-from tests.parity.test_mixed_dtypes import Mixed, shard_and_keep_fp32
+from tests.parity.test_mixed_precision import Mixed, shard_and_keep_fp32
 
 
 def _assert_close(case: Case, mesh: DeviceMesh, rtol: float = 1e-5, atol: float = 1e-6) -> None:

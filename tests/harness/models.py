@@ -45,8 +45,8 @@ class ParityModel(nn.Module):
         return torch.stack([(tensor.float() - 0.5).square().mean() for tensor in float_tensors(output)]).sum()
 
     def units(self) -> list[nn.Module]:
-        """The submodules that are sharded on their own when a test nests, innermost first."""
-        return []
+        """The submodules that are sharded on their own when a test nests, innermost first; unless told, the blocks."""
+        return list(getattr(self, "blocks", ()))
 
 
 class Block(nn.Module):
@@ -77,9 +77,6 @@ class MLP(ParityModel):
         for block in self.blocks:
             x = block(x)
         return self.exit(x)
-
-    def units(self) -> list[nn.Module]:
-        return list(self.blocks)
 
 
 class Attention(nn.Module):
@@ -147,9 +144,6 @@ class Transformer(ParityModel):
     def loss(self, output: Any, batch: tuple[Any, ...]) -> Tensor:
         return F.cross_entropy(output[:, :-1].reshape(-1, self.VOCABULARY).float(), batch[0][:, 1:].reshape(-1))
 
-    def units(self) -> list[nn.Module]:
-        return list(self.blocks)
-
 
 class UnevenBlock(nn.Module):
     """Dims that no world size divides, dims smaller than the world."""
@@ -182,9 +176,6 @@ class Uneven(ParityModel):
         for block in self.blocks:
             x = block(x)
         return self.exit(x)
-
-    def units(self) -> list[nn.Module]:
-        return list(self.blocks)
 
 
 class Branches(MLP):
@@ -224,9 +215,6 @@ class PartlyUsed(ParityModel):
             x = block(x, use_side=use_side)
         return x
 
-    def units(self) -> list[nn.Module]:
-        return list(self.blocks)
-
 
 Pair = namedtuple("Pair", ["left", "right"])
 
@@ -254,6 +242,9 @@ def as_dataclass(x: Tensor) -> Any:
     return Outputs(x, "label", {"y": [x * 2, x + 1]})
 
 
+STRUCTURES = (as_tuple, as_dict, as_namedtuple, as_dataclass)
+
+
 class NestedBlock(nn.Module):
     """A block that takes and returns a structure of tensors."""
 
@@ -267,7 +258,7 @@ class NestedBlock(nn.Module):
 
 
 class Nested(ParityModel):
-    """Blocks and root return ``structure(x)``, one of the ``as_*`` functions."""
+    """Blocks and root return ``structure(x)``, one of ``STRUCTURES``."""
 
     def __init__(self, structure: Any) -> None:
         super().__init__()
@@ -279,9 +270,6 @@ class Nested(ParityModel):
         for block in self.blocks:
             value = block(value)
         return self.exit(value)
-
-    def units(self) -> list[nn.Module]:
-        return list(self.blocks)
 
 
 class SharedModules(ParityModel):
@@ -336,9 +324,6 @@ class Buffers(ParityModel):
         for block in self.blocks:
             x = block(x, mask=mask)
         return x
-
-    def units(self) -> list[nn.Module]:
-        return list(self.blocks)
 
 
 def freeze(model: nn.Module, *prefixes: str) -> None:

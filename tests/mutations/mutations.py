@@ -162,7 +162,7 @@ _LISTED: dict[tuple[str, ...], dict[int, tuple[str, str, str]]] = {
         47: ("GroupGradients.reduce", "self._mesh.replicate.group is not None", "False"),
         51: ("ShardedParam.keep_grad", "grad.to(dtype)", "grad"),
     },
-    (*_TRACES, *_RANDOM, "parity/test_gradients.py", "parity/test_passes.py"): {
+    (*_TRACES, *_RANDOM, "parity/test_training.py", "parity/test_passes.py"): {
         39: ("GroupGradients.reduce", "not jointly and True not in present", "False"),
     },
     (*_STREAMS, "distributed/test_offload.py", "unit/test_offload.py"): {
@@ -183,13 +183,13 @@ _LISTED: dict[tuple[str, ...], dict[int, tuple[str, str, str]]] = {
         45: ("ParamGroup._transition", "self.on_transition(before, after)", "pass"),
         131: ("ModuleHooks._handed_out", "_torch.before_in_place(view, num_writes, self._on_input_gradient)", "pass"),
     },
-    ("parity/test_extensions.py", "distributed/test_extension_protocol.py"): {
+    ("parity/test_communication.py", "distributed/test_extension_protocol.py"): {
         49: ("HookedParams._arrive_checked.act", "hooked.fill_first()", "pass"),
     },
     (*_RANDOM, "parity/test_training.py"): {
         50: ("GroupGradients._landing_stages", "self._mesh.replicate.size > 1", "False"),
     },
-    ("parity/fsdp1/test_behaviour.py", "parity/fsdp1/test_training.py"): {
+    ("parity/fsdp1/test_training.py", "parity/fsdp1/test_training.py"): {
         52: ("GroupGradients.reduce", "(self.options.fills_beside_others and True in present)", "False"),
     },
     ("distributed/test_skipped_units.py",): {
@@ -214,7 +214,7 @@ _LISTED: dict[tuple[str, ...], dict[int, tuple[str, str, str]]] = {
         132: ("PassStack.pop_raised", "phase is Phase.FORWARD and unit == self.root", "False"),
         134: ("RunningBackward.was_left", "thread == its_thread and depth <= its_depth", "False"),
     },
-    ("distributed/test_finalization.py", "parity/test_step_control.py", "parity/test_pipeline_roots.py"): {
+    ("distributed/test_finalization.py", "parity/test_step_control.py", "parity/test_accumulation.py"): {
         59: ("Executor.reduce_partial", "group.gradients.awaits_all_reduce", "False"),
     },
     ("distributed/test_lost_collectives.py",): {
@@ -226,7 +226,7 @@ _LISTED: dict[tuple[str, ...], dict[int, tuple[str, str, str]]] = {
     ("parity/test_offload.py", "distributed/test_offload.py"): {
         66: ("UnitTree.land", "self.executor.finish_copies()", "pass"),
     },
-    (*_TRACES, *_RANDOM, "distributed/test_skipped_units.py", "parity/test_gradients.py", "parity/test_training.py"): {
+    (*_TRACES, *_RANDOM, "distributed/test_skipped_units.py", "parity/test_training.py", "parity/test_training.py"): {
         67: ("UnitTree.rules_of", "config.ranks_may_differ and has_others", "config.ranks_may_differ"),
     },
     (*_TRACES, "distributed/test_memory.py", "parity/test_step_control.py"): {
@@ -244,7 +244,7 @@ _LISTED: dict[tuple[str, ...], dict[int, tuple[str, str, str]]] = {
         ),
         73: ("reduce", "wait_for(launched(all_reduce, axis, values, op))", "pass"),
     },
-    ("parity/test_pipeline_roots.py", "distributed/test_finalization.py", "distributed/test_misuse.py"): {
+    ("parity/test_accumulation.py", "distributed/test_finalization.py", "distributed/test_misuse.py"): {
         74: ("SplitBackwards.check", "len(losers) > may_compute_shapes", "False"),
     },
     ("unit/test_split_backward.py",): {
@@ -273,12 +273,12 @@ _LISTED: dict[tuple[str, ...], dict[int, tuple[str, str, str]]] = {
     ("accelerator/test_findings.py",): {
         85: ("PreparedUnit.commit", "setattr(module, name, buffer.to(self.parallel.device))", "pass"),
     },
-    ("parity/test_clipping_on_mixed_meshes.py", "parity/test_clipping.py"): {
+    ("parity/test_clipping.py",): {
         87: ("_groups_of", "mesh.size(axis) > 1", "False"),
         88: ("clip_grad_norm_", "error_if_nonfinite and not torch.isfinite(total)", "False"),
     },
     (
-        "parity/test_clipping_on_mixed_meshes.py",
+        "parity/test_clipping.py",
         "unit/test_buffers.py",
         "distributed/test_flat_optimizer.py",
         "unit/test_layers.py",
@@ -318,7 +318,7 @@ _LISTED: dict[tuple[str, ...], dict[int, tuple[str, str, str]]] = {
         ),
         101: ("BFloat16AllGatherTensor.fsdp_pre_all_gather", "padded[: self.size(0)].copy_(self._data)", "pass"),
     },
-    ("parity/fsdp1/test_optim_state_dicts.py", "parity/fsdp1/test_optim_checkpoints.py", "unit/fsdp1"): {
+    ("parity/fsdp1/test_optim_state_dicts.py", "parity/fsdp1/test_checkpoints.py", "unit/fsdp1"): {
         102: ("rekeyed", "not kinds <= {str} and not kinds <= {int}", "False"),
         103: ("_check_alike", "theirs != ways[0]", "False"),
         104: ("to_load", "rank0_only and ways", "False"),
@@ -337,7 +337,7 @@ _LISTED: dict[tuple[str, ...], dict[int, tuple[str, str, str]]] = {
     ("distributed/test_compiled_blocks.py",): {
         116: ("watch_calls.watched", "is_traced()", "False"),
     },
-    ("parity/fsdp1/test_optim_checkpoints.py",): {
+    ("parity/fsdp1/test_checkpoints.py",): {
         119: ("saved_name", 'name.replace(f"{_CHECKPOINT}.", "").removesuffix(f".{_CHECKPOINT}")', "name"),
     },
     ("parity/fsdp1/test_training.py",): {

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from tests.harness.compare import Cases, compare, each_compared, hsdp, trains_alike
+from tests.harness.compare import Cases, compare, each_compared, trains_alike
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import MLP, Block, ParityModel, Transformer
-from tests.harness.selection import long
 from tests.harness.training import Case, Step, accumulate, sgd, sharded
 from tests.parity.test_mixed_precision import BF16, BFLOAT16_ARITHMETIC, FP32
-
-REENTRANT = pytest.mark.parametrize("reentrant", [False, True], ids=["non_reentrant", "reentrant"])
 
 
 def _saves_matmuls(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -28,12 +24,10 @@ def _saves_matmuls(context: Any, op: Any, *args: Any, **kwargs: Any) -> Checkpoi
 
 
 RECOMPUTE = {
-    False: functools.partial(checkpoint, use_reentrant=False),
-    True: functools.partial(checkpoint, use_reentrant=True),
-    "selective": functools.partial(
-        checkpoint,
-        use_reentrant=False,
-        context_fn=functools.partial(create_selective_checkpoint_contexts, _saves_matmuls),
+    False: partial(checkpoint, use_reentrant=False),
+    True: partial(checkpoint, use_reentrant=True),
+    "selective": partial(
+        checkpoint, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, _saves_matmuls)
     ),
 }
 
@@ -73,19 +67,19 @@ def _around(kind: bool | str) -> MLP:
     return model
 
 
-@REENTRANT
-@pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize("model", [_inside, _around])
-@distributed(2, 4)
-def test_checkpoint_function(ctx: RankContext, model, reshard: bool, reentrant: bool) -> None:
-    compare(Case(functools.partial(model, reentrant), sharded(reshard_after_forward=reshard)), ctx.mesh_1d())
+MODELS = {"around": _around, "inside": _inside}
+KINDS = {
+    f"{where}, {kind}, {reshard}": Case(partial(build, kind), sharded(reshard_after_forward=reshard))
+    for where, build in MODELS.items()
+    for kind in RECOMPUTE
+    for reshard in (True, False, 2)
+}
+IN_SHORT = ("inside, False, True", "inside, selective, True")
 
 
-@pytest.mark.parametrize("reshard", [True, False, 2])
-@pytest.mark.parametrize("model", [_inside, _around])
-@distributed(2, 4)
-def test_selective_checkpointing(ctx: RankContext, model, reshard: bool | int) -> None:
-    compare(Case(functools.partial(model, "selective"), sharded(reshard_after_forward=reshard)), ctx.mesh_1d())
+@each_compared(2, 4, ci=[name for name in KINDS if name not in IN_SHORT])
+def test_checkpoint_function() -> Cases:
+    return KINDS
 
 
 class AroundSeveral(MLP):
@@ -122,9 +116,8 @@ def _submodules_wrapped() -> Transformer:
     return model
 
 
-_mixed = functools.partial(Case, optimizer=sgd, reduce_dtype=BF16, unsharded=BFLOAT16_ARITHMETIC)
-MODELS = {"around": _around, "inside": _inside}
-CI = [f"{name}, {kind}" for name in ("several units", "accumulation") for kind in ("reentrant",)]
+_mixed = partial(Case, optimizer=sgd, reduce_dtype=BF16, unsharded=BFLOAT16_ARITHMETIC)
+CI = ["several units, reentrant", "accumulation, reentrant"]
 CI += [f"dropout {where}, {kind}" for where in MODELS for kind in ("non-reentrant", "reentrant")][1:]
 
 
@@ -134,14 +127,14 @@ def test_recomputation() -> Cases:
     rows: dict[str, Any] = {
         "checkpoint_wrapper inside units": Case(_wrapped_inside),
         "checkpoint_wrapper around submodules of units": Case(_submodules_wrapped),
-        "mixed precision": tuple(_mixed(functools.partial(model, False), mixed) for model in MODELS.values()),
+        "mixed precision": tuple(_mixed(partial(model, False), mixed) for model in MODELS.values()),
     }
     for kind, reentrant in (("non-reentrant", False), ("reentrant", True)):
-        around = functools.partial(_around, reentrant)
-        rows[f"several units, {kind}"] = Case(functools.partial(AroundSeveral, reentrant))
+        around = partial(_around, reentrant)
+        rows[f"several units, {kind}"] = Case(partial(AroundSeveral, reentrant))
         rows[f"accumulation, {kind}"] = Case(around, step=accumulate)
         for where, build in MODELS.items():
-            rows[f"dropout {where}, {kind}"] = Case(functools.partial(_dropping_out, build, reentrant))
+            rows[f"dropout {where}, {kind}"] = Case(partial(_dropping_out, build, reentrant))
     return rows
 
 
@@ -162,13 +155,3 @@ def test_checkpoint_wrapper_around_units(ctx: RankContext) -> None:
 
     # The unsharded model has no wrappers and so other names.
     compare(Case(Transformer, shard, unsharded=None), ctx.mesh_1d())
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize("reentrant", [False, *long(True)], ids=["non_reentrant", "reentrant"])
-@pytest.mark.parametrize("reshard", [2, *long(True)])
-@distributed(4)
-def test_recomputation_on_other_meshes(ctx: RankContext, reshard: bool | int, reentrant: bool) -> None:
-    mesh = hsdp(ctx) if reshard is True else ctx.mesh_1d()
-    for build in MODELS.values():
-        compare(Case(functools.partial(build, reentrant), sharded(reshard_after_forward=reshard)), mesh)

@@ -1,26 +1,40 @@
-"""State: what is saved, loaded and initialised has the same keys, layouts and values as torch's."""
+"""State: what is saved and loaded has torch's keys, layouts and values, and goes to other meshes and ranks."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor
 
-from tests.harness.compare import Cases, as_torchs, compare, compare_values, each_compared
+from tests.harness.compare import Cases, as_torchs, compare_values, each_compared
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import MLP, Buffers, ParityModel, SharedModules, Transformer, Uneven, frozen
 from tests.harness.offload import shard_offloaded
+from tests.harness.pool import shared_pool
 from tests.harness.runtimes import Runtime, oracle, subject
+from tests.harness.selection import long
 from tests.harness.training import Case, Step, dtensor_adamw, one_backward, shard_units_and_root
-from tests.parity.setups import SETUPS, Setup, cut_like, load_states, recorded, states_of, train_steps
+from tests.parity.setups import (
+    SETUPS,
+    Setup,
+    cut_like,
+    evaluate,
+    load_states,
+    recorded,
+    setups,
+    states_of,
+    train_steps,
+    whole,
+)
 
-tied = functools.partial(Transformer, tied=True)
+tied = partial(Transformer, tied=True)
 
 
 @pytest.mark.parametrize("build", [MLP, Uneven, tied, SharedModules, Buffers, frozen(MLP, "blocks.1", "entry.bias")])
@@ -56,7 +70,7 @@ def _loaded(runtime: Runtime, model: Any, mesh: Any, after: str, assign: bool, s
 
 LOADED = {
     f"{model.__name__}, {after}{', assigned' * assign}{', offloaded' * (shard is shard_offloaded)}": Case(
-        model, functools.partial(_loaded, after=after, assign=assign, shard=shard), unsharded=None
+        model, partial(_loaded, after=after, assign=assign, shard=shard), unsharded=None
     )
     for model, after, shard in (
         (MLP, "at first", shard_units_and_root),
@@ -97,7 +111,7 @@ def _materialised(runtime: Runtime, model: ParityModel, mesh: Any, shard: Any, b
 
 
 def _from_meta(model: Any, shard: Any = shard_units_and_root, by: str = "copy") -> Case:
-    return Case(model, functools.partial(_materialised, shard=shard, by=by))
+    return Case(model, partial(_materialised, shard=shard, by=by))
 
 
 OTHERS = {"Uneven": Uneven, "tied": tied, "Buffers": Buffers}
@@ -111,20 +125,6 @@ def test_meta_model_is_sharded_then_materialised() -> Cases:
         **{f"{name}, offloaded": _from_meta(models[name], shard_offloaded) for name in ("MLP", "Uneven", "tied")},
         "by load with assign": _from_meta(MLP, by="assign"),
     }
-
-
-@distributed(2)
-def test_meta_model_is_initialised_by_reset_parameters(ctx: RankContext) -> None:
-    def shard(runtime, model: ParityModel, mesh) -> None:
-        model.to("meta")
-        shard_units_and_root(runtime, model, mesh)
-        model.to_empty(device=mesh.device_type)
-        torch.manual_seed(3)
-        for module in model.modules():
-            if isinstance(module, nn.Linear):
-                module.reset_parameters()
-
-    compare(Case(MLP, shard, unsharded=None), ctx.mesh_1d())
 
 
 WAYS: dict[str, Setup] = {"kept on the device": SETUPS["fsdp"], "offloaded": Setup(Transformer, shard=shard_offloaded)}
@@ -158,3 +158,100 @@ def test_distributed_checkpoint_travels(
     expected, actual = (train_steps(ctx, m, o, range(2, 4)) for m, o in ((model, optimizer), (other, other_optimizer)))
     if ctx.world_size == 2:
         compare_values("losses after loading", actual, expected)
+
+
+Saved = tuple[dict[str, Any], list[Tensor]]  # what a run held when it was saved, and the losses of the steps after
+
+
+def _trained(ctx: RankContext, setup: str) -> tuple[Any, Any]:
+    """All ranks see the same data, so that any number of them computes the same."""
+    model = SETUPS[setup].sharded(subject(), ctx)
+    optimizer = dtensor_adamw(model.parameters())
+    train_steps(ctx, model, optimizer, range(2), alike=True)
+    evaluate(ctx, model)  # leaves the root unsharded
+    return model, optimizer
+
+
+def _save(ctx: RankContext, setup: str, path: Path) -> Saved:
+    model, optimizer = _trained(ctx, setup)
+    states = states_of(model, optimizer)
+    dcp.save(states, checkpoint_id=path)
+    return whole(states), train_steps(ctx, model, optimizer, range(2, 4), alike=True)
+
+
+def _load(ctx: RankContext, setup: str, path: Path) -> Saved:
+    """Into a model of other values, which has gathered them for a forward already."""
+    model = SETUPS[setup].sharded(subject(), ctx, seed=1)
+    optimizer = dtensor_adamw(model.parameters())
+    train_steps(ctx, model, optimizer, [7])
+    evaluate(ctx, model)
+    model.reshard()
+    load_states(model, optimizer, path)
+    found = whole(states_of(model, optimizer))
+    return found, train_steps(ctx, model, optimizer, range(2, 4), alike=True)
+
+
+def _check(saved: Saved, loaded: list[Saved]) -> None:
+    for states, losses in loaded:
+        compare_values("states", states, saved[0])
+        torch.testing.assert_close(losses, saved[1], rtol=1e-4, atol=1e-5)
+
+
+ELSEWHERE = {
+    "from HSDP": ("hsdp", 4, "uneven", 2),
+    "onto tensor parallelism": ("kept", 2, "tp", 4),
+    "more ranks, tied": ("tied", 2, "tied", 4),
+    "from a smaller mesh between passes": ("resting", 4, "kept", 4),
+    "more ranks": ("uneven", 2, "uneven", 4),
+    "fewer ranks": ("uneven", 4, "uneven", 2),
+    "fewer ranks, tied": ("tied", 4, "tied", 2),
+    "onto HSDP": ("uneven", 2, "hsdp", 4),
+    "from HSDP onto FSDP of the same ranks": ("hsdp", 4, "uneven", 4),
+    "onto a smaller mesh between passes": ("kept", 2, "resting", 4),
+    "from tensor parallelism": ("tp", 4, "kept", 2),
+}
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("way", ["from HSDP", *long(*[*ELSEWHERE][1:])])
+def test_checkpoint_is_loaded_elsewhere(way: str, tmp_path: Path) -> None:
+    saver, savers, loader, loaders = ELSEWHERE[way]
+    saved = shared_pool(savers).run(_save, setup=saver, path=tmp_path)
+    _check(saved[0], shared_pool(loaders).run(_load, setup=loader, path=tmp_path))
+
+
+def _save_asynchronously(ctx: RankContext, setup: str, path: Path) -> Saved:
+    """Training goes on while the checkpoint is written."""
+    model, optimizer = _trained(ctx, setup)
+    states = states_of(model, optimizer)
+    expected = whole(states)
+    group = dist.new_group(backend="gloo")  # the writing thread's, beside the training's collectives
+    future = dcp.async_save(states, checkpoint_id=path, process_group=group)
+    losses = train_steps(ctx, model, optimizer, range(2, 4), alike=True)
+    future.result()
+    dist.destroy_process_group(group)
+    return expected, losses
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("setup", ["hsdp", *long("uneven", "resting", "tied")])
+def test_asynchronous_save_writes_what_was_there_when_it_was_called(setup: str, tmp_path: Path) -> None:
+    saved = shared_pool(4).run(_save_asynchronously, setup=setup, path=tmp_path)
+    _check(saved[0], shared_pool(2).run(_load, setup=setup, path=tmp_path))
+
+
+@setups("uneven", "tied")
+@distributed(2)
+def test_shards_of_each_rank_are_saved_and_loaded_by_torch_save(ctx: RankContext, setup: str, tmp_path: Path) -> None:
+    model, optimizer = _trained(ctx, setup)
+    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    file = tmp_path / f"rank{ctx.rank}.pt"
+    torch.save(saved, file)
+    other = SETUPS[setup].sharded(subject(), ctx, seed=1)
+    other_optimizer = dtensor_adamw(other.parameters())
+    loaded = torch.load(file, weights_only=False)
+    other.load_state_dict(loaded["model"])
+    other_optimizer.load_state_dict(loaded["optimizer"])
+    compare_values("model", whole(other.state_dict()), whole(model.state_dict()))
+    expected, found = (train_steps(ctx, m, o, range(2, 4)) for m, o in ((model, optimizer), (other, other_optimizer)))
+    compare_values("losses", found, expected)

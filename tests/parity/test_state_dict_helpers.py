@@ -6,7 +6,7 @@ The helpers look for torch's first FSDP class only, which neither runtime has.
 from __future__ import annotations
 
 import copy
-import functools
+from functools import partial
 from typing import Any
 
 import pytest
@@ -66,7 +66,7 @@ def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 # All ranks draw the same data, so that they agree on buffers and ignored parameters, too.
-_train = functools.partial(train_steps, alike=True)
+_train = partial(train_steps, alike=True)
 
 
 def _trained(setup: Setup, runtime: Runtime, ctx: RankContext, seed: int = 0) -> tuple[Any, torch.optim.Optimizer]:
@@ -131,38 +131,12 @@ def test_whole_states_are_those_of_the_unsharded_model(ctx: RankContext) -> None
 # Loading
 
 
-# Rank 0 has a checkpoint, the others have nothing. ``set_state_dict`` would take that for "optimizer only" on them.
-def _load_model_from_rank_0(ctx: RankContext, model: Any, state: Any) -> None:
-    given = copy.deepcopy(state) if ctx.rank == 0 else {}  # it is written to
-    set_model_state_dict(model, given, options=copy.copy(FROM_RANK_0))
-
-
-def _load_optimizer_from_rank_0(ctx: RankContext, model: Any, optimizer: Any, state: Any) -> None:
-    given = copy.deepcopy(state) if ctx.rank == 0 else {}
-    set_optimizer_state_dict(model, optimizer, given, options=copy.copy(FROM_RANK_0))
-
-
-def _round_trip(setup: Setup, runtime: Runtime, ctx: RankContext, options: StateDictOptions) -> Any:
-    """States of a trained model, set on another one; then one more step."""
-    model, optimizer = _trained(setup, runtime, ctx)
-    how = {key: getattr(options, key) for key in ("full_state_dict", "flatten_optimizer_state_dict")}
-    saved = copy.deepcopy(get_state_dict(model, optimizer, options=StateDictOptions(**how)))
-    expected = [recorded(get_state_dict(model, optimizer)), _train(ctx, model, optimizer, [5])]
-    model, optimizer = _trained(setup, runtime, ctx, seed=1)
-    evaluate(ctx, model)
-    model.reshard()
-    if options.broadcast_from_rank0:
-        _load_model_from_rank_0(ctx, model, saved[0])
-        _load_optimizer_from_rank_0(ctx, model, optimizer, saved[1])
-    else:
-        model_state, optimizer_state = saved
-        options = copy.copy(options)
-        set_state_dict(
-            model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state, options=options
-        )
-    found = [recorded(get_state_dict(model, optimizer)), _train(ctx, model, optimizer, [5])]
-    compare_values("round trip", found, expected)
-    return found
+def _load_from_rank_0(ctx: RankContext, states: tuple[Any, ...], model: Any, optimizer: Any = None) -> None:
+    """Rank 0 has a checkpoint, the others have nothing. ``set_state_dict`` would take that for "optimizer only"."""
+    given = copy.deepcopy(states) if ctx.rank == 0 else ({}, {})  # it is written to
+    set_model_state_dict(model, given[0], options=copy.copy(FROM_RANK_0))
+    if optimizer is not None:
+        set_optimizer_state_dict(model, optimizer, given[1], options=copy.copy(FROM_RANK_0))
 
 
 SETTERS = {
@@ -177,7 +151,23 @@ SETTERS = {
 @here
 @as_torchs(2)
 def test_states_make_a_round_trip(ctx: RankContext, runtime: Runtime, setup: str, options: str) -> Any:
-    return _round_trip(HERE[setup], runtime, ctx, SETTERS[options])
+    """States of a trained model, set on another one; then one more step."""
+    how, where = SETTERS[options], HERE[setup]
+    model, optimizer = _trained(where, runtime, ctx)
+    read = {key: getattr(how, key) for key in ("full_state_dict", "flatten_optimizer_state_dict")}
+    saved = copy.deepcopy(get_state_dict(model, optimizer, options=StateDictOptions(**read)))
+    expected = [recorded(get_state_dict(model, optimizer)), _train(ctx, model, optimizer, [5])]
+    model, optimizer = _trained(where, runtime, ctx, seed=1)
+    evaluate(ctx, model)
+    model.reshard()
+    if how.broadcast_from_rank0:
+        _load_from_rank_0(ctx, saved, model, optimizer)
+    else:
+        given = dict(zip(("model_state_dict", "optim_state_dict"), saved, strict=True))
+        set_state_dict(model, optimizer, **given, options=copy.copy(how))
+    found = [recorded(get_state_dict(model, optimizer)), _train(ctx, model, optimizer, [5])]
+    compare_values("round trip", found, expected)
+    return found
 
 
 def _empty(setup: Setup, runtime: Runtime, ctx: RankContext) -> Any:
@@ -199,11 +189,12 @@ def test_meta_model_is_loaded_from_rank_0(ctx: RankContext, runtime: Runtime, se
     states = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
     states, losses = copy.deepcopy(states), _train(ctx, model, optimizer, [5])
     empty = _empty(where, runtime, ctx)
-    _load_model_from_rank_0(ctx, empty, states[0])
+    _load_from_rank_0(ctx, states, empty)
     if setup == "tied":
         empty.output.weight = empty.embedding.weight  # meta parameters are replaced, each of a tie by its own
     empty_optimizer = _optimizer(empty)
-    _load_optimizer_from_rank_0(ctx, empty, empty_optimizer, states[1])
+    given = copy.deepcopy(states[1]) if ctx.rank == 0 else {}
+    set_optimizer_state_dict(empty, empty_optimizer, given, options=copy.copy(FROM_RANK_0))
     after = get_state_dict(empty, empty_optimizer, options=StateDictOptions(full_state_dict=True))
     compare_values("loaded", after, states)
     compare_values("losses", _train(ctx, empty, empty_optimizer, [5]), losses)
@@ -221,7 +212,7 @@ def test_checkpoint_with_other_keys_is_loaded_if_not_strict(ctx: RankContext, ru
     for from_rank_0 in (False, True):
         options = StateDictOptions(full_state_dict=True, strict=True, broadcast_from_rank0=from_rank_0)
         given = copy.deepcopy(full) if ctx.rank == 0 or not from_rank_0 else {}
-        found.append(error_of(functools.partial(set_model_state_dict, model, dict(given), options=options)))
+        found.append(error_of(partial(set_model_state_dict, model, dict(given), options=options)))
         options.strict = False
         keys = set_model_state_dict(model, dict(given), options=options)
         found.append([list(keys.missing_keys), list(keys.unexpected_keys), recorded(model.state_dict())])
@@ -252,6 +243,6 @@ def test_helpers_find_the_shards_after_an_evaluation_and_reshard(ctx: RankContex
             if isinstance(unit, subject().FSDPModule):
                 unit.reshard()
         compare_values("optimizer", recorded(get_optimizer_state_dict(model, optimizer)), expected[1])
-        _load_model_from_rank_0(ctx, model, full)
+        _load_from_rank_0(ctx, (full,), model)
         compare_values("model", recorded(get_model_state_dict(model)), expected[0])
     dist.barrier()

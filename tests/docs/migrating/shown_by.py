@@ -17,7 +17,7 @@ OFFLOAD = "parity/test_offload.py::"
 PLACEMENT = "parity/test_placement.py::"
 POLICY = "parity/test_mixed_precision.py::test_policy"
 REFUSALS = "distributed/test_refusals.py::"
-RESHARDING = "parity/test_resharding.py::"
+RESHARDING = "parity/test_step_control.py::"
 VARIANTS = "distributed/test_traces.py::"
 WRAPPER = "parity/fsdp1/"
 
@@ -38,8 +38,8 @@ NAMES = {
         BESIDE + "test_offload_policies_of_torch_are_refused",
     ],
     "DataParallelMeshDims": [FULL_MESH, BESIDE + "test_names_of_axes_in_torchs_class_are_taken"],
-    "register_fsdp_forward_method": ["parity/test_forward_methods.py::test_training_through_methods_alone"],
-    "share_comm_ctx": ["parity/test_pipeline_roots.py::test_stages_that_reduce_in_their_last_backward"],
+    "register_fsdp_forward_method": ["parity/test_passes.py::test_training_through_methods_alone"],
+    "share_comm_ctx": ["parity/test_accumulation.py::test_stages_that_reduce_in_their_last_backward"],
     "Comm": [BESIDE + "test_collectives_of_torchs_classes_are_taken"],
     "AllGather": [BESIDE + "test_collectives_of_torchs_classes_are_taken"],
     "ReduceScatter": [BESIDE + "test_collectives_of_torchs_classes_are_taken"],
@@ -147,12 +147,14 @@ ROWS: dict[str, dict[str, list[str]]] = {
     },
     "What torch 2.15 adds": {
         "`set_manual_backward_finalization(bool)`, `finalize_backward(async_op)`": [
-            "parity/test_pipeline_roots.py::test_finalized_backwards_are_those_that_reduce_in_the_last_one"
+            "parity/test_accumulation.py::test_finalized_backwards_are_those_that_reduce_in_the_last_one"
         ],
         "`set_keep_unsharded_storage(bool, recurse)`": [
             "distributed/test_step_control.py::test_kept_memory_stays_where_it_is"
         ],
-        "`MixedPrecisionPolicy.param_dtype_override_fn`": ["parity/test_mixed_dtypes.py::test_unit_of_several_dtypes"],
+        "`MixedPrecisionPolicy.param_dtype_override_fn`": [
+            "parity/test_mixed_precision.py::test_unit_of_several_dtypes"
+        ],
         "`grad_dtype` of a parameter": [
             "distributed/test_grad_dtype.py::test_gradient_is_reduced_and_kept_in_grad_dtype"
         ],
@@ -190,10 +192,10 @@ ROWS: dict[str, dict[str, list[str]]] = {
         ],
         "forward prefetch": ["distributed/test_traces.py::test_second_step_prefetches_along_the_recorded_order"],
         "parameters that are sharded over other ranks": [
-            "parity/test_expert_meshes.py::test_experts_are_sharded_over_a_mesh_of_their_own"
+            "parity/test_placement.py::test_experts_are_sharded_over_a_mesh_of_their_own"
         ],
         "a model that the other's `fully_shard` was given": [
-            "parity/test_composable.py::test_a_model_of_one_runtime_is_refused_by_the_other"
+            "parity/test_torchs_tools.py::test_a_model_of_one_runtime_is_refused_by_the_other"
         ],
     },
     "What differs in control of steps and communication": {
@@ -226,7 +228,7 @@ ROWS: dict[str, dict[str, list[str]]] = {
         ],
         "`ignored_states=`, `ignored_modules=`": [
             PLACEMENT + "test_ignored_parameters_stay_plain_and_local",
-            WRAPPER + "test_wrapping.py::test_ignored_states_stay_as_they_are",
+            WRAPPER + "test_construction.py::test_ignored_states_stay_as_they_are",
         ],
         "`with model.no_sync():`": [FSDP1],
         "`with FSDP.summon_full_params(model):`": [
@@ -236,9 +238,12 @@ ROWS: dict[str, dict[str, list[str]]] = {
         "`model.clip_grad_norm_(max_norm)`": [FSDP1],
         "`sync_module_states=True`": [
             *_FROM_RANK_0,
-            WRAPPER + "test_wrapping.py::test_states_are_those_of_the_first_rank",
+            WRAPPER + "test_construction.py::test_states_are_those_of_the_first_rank",
         ],
-        "`param_init_fn`, meta device": [*_META_DEVICE, WRAPPER + "test_wrapping.py::test_models_on_the_meta_device"],
+        "`param_init_fn`, meta device": [
+            *_META_DEVICE,
+            WRAPPER + "test_construction.py::test_models_on_the_meta_device",
+        ],
         "`FSDP.state_dict_type(model, FULL_STATE_DICT)`": [
             *_WHOLE_STATE_DICT,
             WRAPPER + "test_state_dicts.py::test_full_state_dict_is_one_of_the_model_without_wrappers",
@@ -253,7 +258,7 @@ ROWS: dict[str, dict[str, list[str]]] = {
         ],
         "`apply_activation_checkpointing(model, ...)`": [
             "parity/test_activation_checkpointing.py::test_checkpoint_wrapper_around_units",
-            WRAPPER + "test_behaviour.py::test_activation_checkpointing",
+            WRAPPER + "test_training.py::test_models_of_many_kinds",
         ],
     },
     "From DDP": {
@@ -280,9 +285,9 @@ ROWS: dict[str, dict[str, list[str]]] = {
         "`zero.Init()`": _META_DEVICE,
         "`GatheredParameters(params)`": METHODS["unshard"],
         "`bf16.enabled`": ["parity/test_mixed_precision.py::test_transformer_in_bf16_reduced_in_fp32"],
-        "`fp16.enabled`, `loss_scale`": ["parity/test_grad_scaler.py::test_overflow_on_one_rank_skips_the_step_on_all"],
+        "`fp16.enabled`, `loss_scale`": ["parity/test_optimizers.py::test_overflow_on_one_rank_skips_the_step_on_all"],
         "`engine.save_checkpoint`, `engine.load_checkpoint`": [
-            "parity/test_checkpoints.py::test_checkpoint_is_loaded_elsewhere"
+            "parity/test_state.py::test_checkpoint_is_loaded_elsewhere"
         ],
         "`zero_to_fp32.py`, `stage3_gather_16bit_weights_on_model_save`": _WHOLE_STATE_DICT,
     },
@@ -292,7 +297,7 @@ ROWS: dict[str, dict[str, list[str]]] = {
             "distributed/test_traces.py::test_parameters_kept_after_forward_are_not_gathered_in_backward",
             "distributed/test_memory.py::test_only_the_root_stays_unsharded_after_forward_and_nothing_after_backward",
         ],
-        "`offload_optimizer`": ["parity/test_host_adamw.py::test_steps_as_adamw_on_the_shards"],
+        "`offload_optimizer`": ["parity/test_optimizers.py::test_steps_as_adamw_on_the_shards"],
         "`offload_param`": [
             OFFLOAD + "test_training",
             OFFLOAD + "test_trains_offloaded_as_torchs",
