@@ -41,7 +41,7 @@ from tests.harness.training import (
     snapshot,
     train,
 )
-from tests.parity.test_mixed_precision import BF16, FP32
+from tests.parity.test_mixed_precision import BF16, BFLOAT16_ARITHMETIC, FP32
 
 _no_sync = partial(accumulate, note=gradients_of)
 _no_all_reduce = partial(accumulate, switch="set_requires_all_reduce", note=gradients_of)
@@ -107,6 +107,12 @@ def test_without_gradient_sync_until_the_last_micro_batch() -> Cases:
         "parameters kept": Case(MLP, step=partial(noted, switch=KEEP)),
         "kept without sync": Case(MLP, step=partial(noted, switch=(KEEP, SYNC))),
     }
+
+
+@each_compared(2, 4, ci=[*POLICIES][1:])
+def test_without_gradient_sync_accumulates_in_reduce_dtype() -> Cases:
+    low = partial(Case, MLP, step=_no_sync, optimizer=sgd, reduce_dtype=BF16, unsharded=BFLOAT16_ARITHMETIC)
+    return {name: low(sharded(policy=policy)) for name, policy in POLICIES.items()}
 
 
 TORCH_ADDS_OTHERWISE = ("bf16 reduced in fp32", "bf16") if torch_is_at_least(2, 15) else ()
