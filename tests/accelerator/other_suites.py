@@ -43,7 +43,7 @@ EXCLUDED: dict[str, dict[str, str]] = {
         ),
         "test_offload.test_default_policy_on_a_cpu_mesh_pins_nothing": "is about meshes on the CPU",
         "test_offload.test_policy_on_a_cpu_mesh_trains_as_torchs": "is about meshes on the CPU",
-        "test_state_dict_helpers.test_meta_model_is_loaded_from_rank_0[buffers]": (
+        "test_state.test_meta_model_is_loaded_from_rank_0[buffers]": (
             "torch loads buffers of a meta model onto the CPU, where a process group has one for both devices"
         ),
         "test_torchs_tools.test_a_replicated_module_stays_whole_under_fully_shard": (

@@ -75,7 +75,7 @@ _LISTED: dict[tuple[str, ...], dict[int, tuple[str, str, str]]] = {
     (*_SCHEDULE, *_RANDOM): {
         16: ("Schedule.end_backward", "actions.append((Action.LAND, 0))", "pass"),
     },
-    (*_SCHEDULE, "parity/test_activation_checkpointing.py"): {
+    (*_SCHEDULE, "parity/test_passes.py"): {
         17: ("Schedule.pre_forward", "passes.phases[unit] is Phase.BACKWARD", "False"),
     },
     ("unit/test_skipped.py", "distributed/test_skipped_units.py"): {

@@ -109,7 +109,6 @@ def whole(state: Any) -> Any:
 
 
 def cut_like(full: Tensor, like: Tensor) -> Tensor:
-    """``full`` laid out as ``like`` is."""
     if not isinstance(like, DTensor):
         return full
     return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)

@@ -305,8 +305,6 @@ class Careful(Travelling):
 
 
 class ShortHook(Careful, Halved):
-    """The short signature."""
-
     def fsdp_pre_all_gather(self, mesh: Any) -> Any:  # type: ignore[override]
         size = torch.Size((self.size(0) * mesh.size(), *self.shape[1:]))
         return super().fsdp_pre_all_gather(mesh, size, (), None, None)

@@ -337,8 +337,6 @@ ANY_DTYPE = Tolerance(rtol=5e-2, atol=5e-2)
 
 
 class AnyDtype(Uneven):
-    """Takes its inputs in the dtype that its parameters have."""
-
     def batch(self, generator: torch.Generator) -> tuple[Any, ...]:
         return (super().batch(generator)[0].to(self.exit.weight.dtype),)
 

@@ -88,8 +88,6 @@ def newton_schulz_in_fp32() -> Iterator[None]:
 
 
 class Reference:
-    """torch's optimizers on the unsharded model."""
-
     def __init__(self, model: nn.Module, groups: Any, dtype: torch.dtype, **options: Any) -> None:
         self.optimizers = [
             optim.Muon([p for _, p in group["params"]], **{**OPTIONS, **options})

@@ -12,7 +12,7 @@ CONTROL = "parity/test_step_control.py::"
 DDP = "docs/migrating/test_beside_older_classes.py::test_trains_as_ddp"
 FSDP1 = "docs/migrating/test_beside_older_classes.py::test_trains_as_fsdp1"
 FULL_MESH = "parity/test_model_parallel.py::test_full_mesh_with_named_axes_on_four_ranks"
-HELPERS = "parity/test_state_dict_helpers.py::"
+HELPERS = "parity/test_state.py::"
 OFFLOAD = "parity/test_offload.py::"
 PLACEMENT = "parity/test_placement.py::"
 POLICY = "parity/test_mixed_precision.py::test_policy"
@@ -257,7 +257,7 @@ ROWS: dict[str, dict[str, list[str]]] = {
             WRAPPER + "test_optim_state_dicts.py::test_every_kind_of_every_optimizer_is_torchs",
         ],
         "`apply_activation_checkpointing(model, ...)`": [
-            "parity/test_activation_checkpointing.py::test_checkpoint_wrapper_around_units",
+            "parity/test_passes.py::test_checkpoint_wrapper_around_units",
             WRAPPER + "test_training.py::test_models_of_many_kinds",
         ],
     },

@@ -388,7 +388,6 @@ class Residual(nn.Module):
 
 
 def by_size(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
-    """A user's own policy."""
     return nonwrapped_numel >= 100
 
 

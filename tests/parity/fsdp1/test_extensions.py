@@ -67,8 +67,6 @@ def extension_set(extensions: Any) -> Iterator[Counter]:
 
 
 class Plain(nn.Module):
-    """The same layer without the tensor type."""
-
     def __init__(self, num_inputs: int, num_outputs: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(num_outputs, num_inputs))
@@ -314,8 +312,6 @@ def test_tensor_parallelism_needs_no_extension(ctx: RankContext, use_orig_params
 
 
 class Reading(nn.Module):
-    """Recomputes its only layer in backward."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer = example().PositiveLinear(4, 4)

@@ -221,8 +221,6 @@ class Tied(nn.Module):
 
 
 class Extra(nn.Linear):
-    """With a state of its own."""
-
     extra = 3
 
     def get_extra_state(self) -> dict[str, int]:
