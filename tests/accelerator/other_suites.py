@@ -35,8 +35,7 @@ _TO_ALL = "with a backend other than NCCL, all ranks gather on a device, althoug
 # What does not run there: modules, tests, or cases with a value of a parameter, each with the reason.
 EXCLUDED: dict[str, dict[str, str]] = {
     "parity": {
-        "test_compile": "torch.compile has no backend for the device",
-        "test_extensions.test_payload_that_is_a_wrapper_tensor": (
+        "test_communication.test_payload_that_is_a_wrapper_tensor": (
             f"{_IN_PYTHON}, where wrapper tensors come apart; fsdp2 gathers what they hold"
         ),
         "test_optimizers.test_optimizer_that_steps_in_backward_has_stepped_before_the_next_forward": (
@@ -44,17 +43,18 @@ EXCLUDED: dict[str, dict[str, str]] = {
         ),
         "test_offload.test_default_policy_on_a_cpu_mesh_pins_nothing": "is about meshes on the CPU",
         "test_offload.test_policy_on_a_cpu_mesh_trains_as_torchs": "is about meshes on the CPU",
-        "test_state.test_meta_model_is_initialised_by_reset_parameters": (
-            "DTensor moves the offset of the device's random generator, and the device draws by the host's"
-        ),
-        "test_state_dict_helpers.test_meta_model_is_loaded_from_rank_0[buffers]": (
+        "test_state.test_meta_model_is_loaded_from_rank_0[buffers]": (
             "torch loads buffers of a meta model onto the CPU, where a process group has one for both devices"
         ),
-        "test_composable.test_a_replicated_module_stays_whole_under_fully_shard": (
+        "test_torchs_tools.test_a_replicated_module_stays_whole_under_fully_shard": (
             "torch's DDP gives NaN on the device, beside torch's fully_shard, too"
         ),
-        "test_tools_that_watch.test_comm_debug_mode_counts_the_same": _IN_PYTHON,
-        "test_tools_that_watch.test_comm_debug_mode_counts_what_a_feature_adds_to_every_step": _IN_PYTHON,
+        "test_optimizers.test_compiled_step_of_an_optimizer_is_that_of_torch": (
+            "torch.compile has no backend for the device"
+        ),
+        "test_optimizers.test_gradients_lie_in_their_memory_as_under_torch": "is about fake tensors of the CPU",
+        "test_torchs_tools.test_comm_debug_mode_counts_the_same": _IN_PYTHON,
+        "test_torchs_tools.test_comm_debug_mode_counts_what_a_feature_adds_to_every_step": _IN_PYTHON,
     },
     "distributed": {
         "test_compiled_blocks": "torch.compile has no backend for the device",

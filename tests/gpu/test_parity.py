@@ -18,7 +18,7 @@ from tests.harness.distributed import RankContext
 from tests.harness.models import MLP, Uneven
 from tests.harness.runtimes import oracle, subject
 from tests.harness.training import Case, accumulate, sgd, sharded, train
-from tests.parity.test_mixed_dtypes import Mixed, shard_and_keep_fp32
+from tests.parity.test_mixed_precision import Mixed, shard_and_keep_fp32
 
 FP32, LOW = {"rtol": 1e-5, "atol": 1e-6}, {"rtol": 2e-2, "atol": 2e-3}
 WIDE, MIXED = functools.partial(MLP, num_blocks=4, dim=512), functools.partial(Mixed, dim=512)

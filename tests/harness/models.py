@@ -242,6 +242,9 @@ def as_dataclass(x: Tensor) -> Any:
     return Outputs(x, "label", {"y": [x * 2, x + 1]})
 
 
+STRUCTURES = (as_tuple, as_dict, as_namedtuple, as_dataclass)
+
+
 class NestedBlock(nn.Module):
     """A block that takes and returns a structure of tensors."""
 
@@ -255,7 +258,7 @@ class NestedBlock(nn.Module):
 
 
 class Nested(ParityModel):
-    """Blocks and root return ``structure(x)``, one of the ``as_*`` functions."""
+    """Blocks and root return ``structure(x)``, one of ``STRUCTURES``."""
 
     def __init__(self, structure: Any) -> None:
         super().__init__()

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils import _pytree as pytree
 
-from tests.harness.models import ParityModel
+from tests.harness.models import MLP, Branches, ParityModel, PartlyUsed
 from tests.harness.runtimes import Runtime
 
 
@@ -81,15 +81,19 @@ def one_backward(step: Step, model: ParityModel) -> list[Tensor]:
 
 def accumulate(
     step: Step,
-    model: ParityModel,
+    model: Any,
     switch: str | tuple[str, ...] = "set_requires_gradient_sync",
-    note: Callable[[ParityModel], Any] | None = None,
+    note: Callable[[Any], Any] | None = None,
+    num: int = 3,
+    before: Callable[[int], Any] = lambda micro: None,
 ) -> list[Tensor]:
-    """Three micro-batches; what ``switch`` sets is on in the last one only. ``note``: what to record after each."""
+    """``num`` micro-batches, each behind ``before``; what ``switch`` sets is on in the last one only. ``note``: what to
+    record after each."""
     losses = []
-    for micro in range(3):
+    for micro in range(num):
         for each in (switch,) if isinstance(switch, str) else switch:
-            getattr(step.control(model), each)(micro == 2)
+            getattr(step.control(model), each)(micro == num - 1)
+        before(micro)
         losses.append(step.loss(model, micro))
         losses[-1].backward()
         if note is not None and step.runtime is not None:
@@ -220,6 +224,14 @@ class Case:
     reduce_dtype: torch.dtype = torch.float32
     unsharded: Tolerance | None = Tolerance(rtol=1e-4, atol=1e-5)
     longest_axis: int | None = None  # ranks that one reduction sums over, where that is no axis of the mesh
+
+
+# Each step trains other parameters.
+BY_TURNS: dict[str, Callable[..., Case]] = {
+    "frozen by turns": functools.partial(Case, MLP, step=frozen_by_turns, num_steps=4),
+    "other units": functools.partial(Case, Branches, step=other_units_by_turns, num_steps=4),
+    "other parameters": functools.partial(Case, PartlyUsed, step=other_parameters_by_turns, num_steps=4),
+}
 
 
 @dataclass(frozen=True)

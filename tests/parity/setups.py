@@ -6,9 +6,9 @@ of model is one more entry.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,7 @@ SETUPS = {
     "hsdp": Setup(Uneven, hsdp),
     "resting": Setup(MLP, shard=sharded(reshard_after_forward=2)),
     "kept": Setup(MLP, shard=sharded(reshard_after_forward=False)),
-    "tied": Setup(functools.partial(Transformer, tied=True)),
+    "tied": Setup(partial(Transformer, tied=True)),
     "tp": Setup(MLP, model_parallel_mesh, tensor_parallel_and_sharded),
 }
 
@@ -95,7 +95,7 @@ def evaluate(ctx: RankContext, model: Any) -> Tensor:
 
 def recorded(state: Any) -> Any:
     """``state`` with tensors replaced by copies that can be compared; all ranks must call it."""
-    return pytree.tree_map_only(Tensor, functools.partial(snapshot, with_full=True), state)
+    return pytree.tree_map_only(Tensor, partial(snapshot, with_full=True), state)
 
 
 def whole(state: Any) -> Any:
@@ -109,7 +109,6 @@ def whole(state: Any) -> Any:
 
 
 def cut_like(full: Tensor, like: Tensor) -> Tensor:
-    """``full`` laid out as ``like`` is."""
     if not isinstance(like, DTensor):
         return full
     return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)

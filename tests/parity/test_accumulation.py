@@ -1,27 +1,56 @@
-"""Gradient accumulation: with and without communication, and what else may wait for the last micro-batch."""
+"""Gradient accumulation: with and without communication; and several roots in one process, as the stages of a pipeline.
+
+Each stage is a root of its own. Activations and their gradients cross between stages as plain detached tensors.
+Under torch the stages share nothing: with ``share_comm_ctx``, the last backward of one stage makes the next backward of
+another raise an ``IndexError``.
+"""
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2._torch import torch_is_at_least
-from tests.harness.compare import Cases, compare, each_compared, hsdp, one_replica, trains_alike
+from tests.harness.compare import (
+    Cases,
+    compare,
+    compare_losses_with_unsharded,
+    each_compared,
+    hsdp,
+    one_replica,
+    trains_alike,
+)
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import MLP, Branches, ParityModel, SharedModules, Transformer, Uneven
-from tests.harness.runtimes import oracle, subject
-from tests.harness.training import Case, Step, accumulate, gradients_of, one_backward, sgd, sharded, snapshot, train
+from tests.harness.runtimes import Runtime, beyond_torch, oracle, subject
+from tests.harness.training import (
+    Case,
+    Step,
+    accumulate,
+    gradients_of,
+    one_backward,
+    sgd,
+    shard_units_and_root,
+    sharded,
+    snapshot,
+    train,
+)
 from tests.parity.test_mixed_precision import BF16, BFLOAT16_ARITHMETIC, FP32
 
-_no_sync = functools.partial(accumulate, note=gradients_of)
-_no_all_reduce = functools.partial(accumulate, switch="set_requires_all_reduce", note=gradients_of)
+_no_sync = partial(accumulate, note=gradients_of)
+_no_all_reduce = partial(accumulate, switch="set_requires_all_reduce", note=gradients_of)
 LAST, KEEP, SYNC = "set_is_last_backward", "set_reshard_after_backward", "set_requires_gradient_sync"
-POLICIES: list[dict[str, Any]] = [{"param_dtype": BF16, "reduce_dtype": FP32}, {"param_dtype": BF16}]
-POLICIES.append({"reduce_dtype": BF16})
+POLICIES: dict[str, dict[str, Any]] = {
+    "bf16 reduced in fp32": {"param_dtype": BF16, "reduce_dtype": FP32},
+    "bf16": {"param_dtype": BF16},
+    "reduced in bf16": {"reduce_dtype": BF16},
+}
 
 
 def _registered(model: ParityModel) -> list[Any]:
@@ -30,14 +59,12 @@ def _registered(model: ParityModel) -> list[Any]:
 
 def _in_one_unit(step: Step, model: MLP) -> list[Tensor]:
     """And in the root, but not in the other units."""
-    losses = []
-    for micro in range(3):
+
+    def before(micro: int) -> None:
         step.control(model.blocks[0]).set_requires_gradient_sync(micro == 2)
         step.control(model).set_requires_gradient_sync(micro == 2, recurse=False)
-        losses.append(step.loss(model, micro))
-        losses[-1].backward()
-        step.note(f"gradients after micro-batch {micro}", step.runtime and gradients_of(model))
-    return losses
+
+    return accumulate(step, model, (), gradients_of, before=before)
 
 
 def _other_units(step: Step, model: Branches) -> list[Tensor]:
@@ -63,11 +90,8 @@ IN_CI = ("uneven", "transformer", "without reshard_after_forward", "gradients ze
 
 @each_compared(2, 4, ci=IN_CI)
 def test_without_gradient_sync_until_the_last_micro_batch() -> Cases:
-    kept, kept_unsynced = (
-        functools.partial(accumulate, switch=switch, note=_registered) for switch in (KEEP, (KEEP, SYNC))
-    )
-    at_the_end = functools.partial(accumulate, switch=LAST, note=_registered)
-    with_sync = functools.partial(accumulate, switch=(), note=gradients_of)
+    noted = partial(accumulate, note=_registered)
+    with_sync = partial(accumulate, switch=(), note=gradients_of)
     return {
         "MLP": Case(MLP, step=_no_sync),
         "uneven": Case(Uneven, step=_no_sync),
@@ -78,48 +102,43 @@ def test_without_gradient_sync_until_the_last_micro_batch() -> Cases:
         "gradients zeroed in place": Case(MLP, step=with_sync, set_to_none=False),
         "one unit only": Case(MLP, step=_in_one_unit),
         "the last has no gradient": Case(Branches, step=_other_units),
-        "is_last_backward defers the end of backward": Case(MLP, step=at_the_end),
+        "is_last_backward defers the end of backward": Case(MLP, step=partial(noted, switch=LAST)),
         "as in a pipeline schedule": Case(MLP, sharded(reshard_after_forward=False), _pipeline),
-        "parameters kept": Case(MLP, step=kept),
-        "kept without sync": Case(MLP, step=kept_unsynced),
+        "parameters kept": Case(MLP, step=partial(noted, switch=KEEP)),
+        "kept without sync": Case(MLP, step=partial(noted, switch=(KEEP, SYNC))),
     }
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@distributed(2, 4)
-def test_without_gradient_sync_accumulates_in_reduce_dtype(ctx: RankContext, policy) -> None:
-    case = Case(MLP, sharded(policy=policy), _no_sync, sgd, reduce_dtype=BF16, unsharded=BFLOAT16_ARITHMETIC)
-    compare(case, ctx.mesh_1d())
+@each_compared(2, 4, ci=[*POLICIES][1:])
+def test_without_gradient_sync_accumulates_in_reduce_dtype() -> Cases:
+    low = partial(Case, MLP, step=_no_sync, optimizer=sgd, reduce_dtype=BF16, unsharded=BFLOAT16_ARITHMETIC)
+    return {name: low(sharded(policy=policy)) for name, policy in POLICIES.items()}
 
 
-_ADDS_IN_FP32 = pytest.mark.skipif(
-    torch_is_at_least(2, 15),
-    reason="torch 2.15 adds up the uses of a block in fp32 where nothing is reduced, and in bf16 otherwise",
-)
+TORCH_ADDS_OTHERWISE = ("bf16 reduced in fp32", "bf16") if torch_is_at_least(2, 15) else ()
 
 
-@pytest.mark.parametrize("policy", [{}, *(pytest.param(p, marks=_ADDS_IN_FP32) for p in POLICIES[:2]), POLICIES[2]])
-@distributed(2)
-def test_without_gradient_sync_of_a_block_that_is_used_twice(ctx: RankContext, policy) -> None:
-    compare(Case(SharedModules, sharded(policy=policy), _no_sync, sgd, unsharded=None), ctx.mesh_1d())
+@each_compared(2, ci=[*POLICIES])
+def test_without_gradient_sync_of_a_block_that_is_used_twice() -> Cases:
+    """torch 2.15 adds up the uses of a block in fp32 where nothing is reduced, and in bf16 otherwise."""
+    policies = {"fp32": {}, **{name: POLICIES[name] for name in POLICIES if name not in TORCH_ADDS_OTHERWISE}}
+    twice = partial(Case, SharedModules, step=_no_sync, optimizer=sgd, unsharded=None)
+    return {name: twice(sharded(policy=policy)) for name, policy in policies.items()}
 
 
-@distributed(2)
-def test_what_is_frozen_before_its_gradient_is_reduced(ctx: RankContext) -> None:
+def _frozen_meanwhile(step: Step, model: MLP) -> list[Tensor]:
+    def freeze(micro: int) -> None:
+        for part in (model.blocks[0], model.blocks[1].up):
+            part.requires_grad_(micro == 0)
+
+    return accumulate(step, model, num=2, before=freeze)
+
+
+@each_compared(2)
+def test_what_is_frozen_before_its_gradient_is_reduced() -> Cases:
     """The gradient of the first micro-batch is reduced, and nothing of it is left for later steps."""
-
-    def step(step: Step, model: MLP) -> list[Tensor]:
-        losses = []
-        for micro in range(2):
-            step.control(model).set_requires_gradient_sync(micro == 1)
-            model.blocks[0].requires_grad_(micro == 0)
-            model.blocks[1].up.requires_grad_(micro == 0)
-            losses.append(step.loss(model, micro))
-            losses[-1].backward()
-        return losses
-
-    compare(Case(MLP, step=step), ctx.mesh_1d())
-    compare(Case(MLP, sharded(policy={"param_dtype": BF16}), step, unsharded=None), ctx.mesh_1d())
+    in_bf16 = Case(MLP, sharded(policy={"param_dtype": BF16}), _frozen_meanwhile, unsharded=None)
+    return {"fp32 and bf16": (Case(MLP, step=_frozen_meanwhile), in_bf16)}
 
 
 @distributed(2)
@@ -144,43 +163,189 @@ def test_what_is_unfrozen_while_it_is_unsharded(ctx: RankContext) -> None:
         assert mine.gradients["exit.weight"] is not None
 
 
-@pytest.mark.xfail(
-    reason="after the backward of the second use, when no gradient is there yet, torch 2.15 reduces zeros and the "
-    "partial sum of the earlier micro-batches: the same sum, rounded in another order",
-    condition=torch_is_at_least(2, 15),
-    strict=False,
-)
-@trains_alike(2, model=SharedModules, mesh=lambda ctx: ctx.mesh_2d(2, 1))
-def test_without_all_reduce_of_a_block_that_is_used_twice(step: Step, model: ParityModel) -> list[Tensor]:
-    return _no_all_reduce(step, model)
+def _replicas(ctx: RankContext) -> list[DeviceMesh]:
+    return [hsdp(ctx), one_replica(ctx)][: 2 if ctx.world_size == 2 else 1]
 
 
-@distributed(2, 4)
-def test_hsdp_without_all_reduce_until_the_last_micro_batch(ctx: RankContext) -> None:
-    for mesh in (hsdp, one_replica)[: 2 if ctx.world_size == 2 else 1]:
-        compare(Case(MLP, step=_no_all_reduce), mesh(ctx))
-        compare(Case(Uneven, step=_no_all_reduce), mesh(ctx))
+@each_compared(2, 4, mesh=_replicas)
+def test_hsdp_without_all_reduce_until_the_last_micro_batch() -> Cases:
+    return {"MLP and uneven": (Case(MLP, step=_no_all_reduce), Case(Uneven, step=_no_all_reduce))}
 
 
-@distributed(2, 4)
-def test_hsdp_without_gradient_sync_until_the_last_micro_batch(ctx: RankContext) -> None:
-    for mesh in (hsdp, one_replica)[: 2 if ctx.world_size == 2 else 1]:
-        compare(Case(MLP, step=_no_sync), mesh(ctx))
-
-
-@pytest.mark.long
-@trains_alike(4, model=MLP, mesh=hsdp)
-def test_hsdp_mixes_no_sync_and_no_all_reduce(step: Step, model: ParityModel) -> list[Tensor]:
-    losses = []
-    for micro, (sync, all_reduce) in enumerate([(False, False), (True, False), (True, False), (True, True)]):
-        step.control(model).set_requires_gradient_sync(sync)
-        step.control(model).set_requires_all_reduce(all_reduce)
-        losses.append(step.loss(model, micro))
-        losses[-1].backward()
-    return losses
+@each_compared(2, 4, mesh=_replicas)
+def test_hsdp_without_gradient_sync_until_the_last_micro_batch() -> Cases:
+    return {"MLP": Case(MLP, step=_no_sync)}
 
 
 @trains_alike(2, model=MLP, unsharded=None)
 def test_an_unsynced_backward_alone_leaves_no_gradient_on_the_shards(step: Step, model: ParityModel) -> list[Tensor]:
     step.control(model).set_requires_gradient_sync(step.index == 2)
     return one_backward(step, model)
+
+
+NUM_MICRO = 4
+
+
+class _Stage(MLP):
+    def __init__(self) -> None:
+        super().__init__(num_blocks=2)
+        self.exit = nn.Identity()  # type: ignore[assignment]
+
+
+class _Pipeline(ParityModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(_Stage() for _ in range(2))
+
+
+# (stage, forward or backward, micro-batch): both stages in one process, in an order that 1F1B may lead to
+ONE_F_ONE_B: tuple[tuple[int, str, int], ...] = (
+    *((0, "F", 0), (1, "F", 0), (0, "F", 1)),
+    *((1, "B", 0), (0, "B", 0), (1, "F", 1), (0, "F", 2)),
+    *((1, "B", 1), (0, "B", 1), (1, "F", 2), (0, "F", 3)),
+    *((1, "B", 2), (0, "B", 2), (1, "F", 3), (1, "B", 3), (0, "B", 3)),
+)
+GPIPE: tuple[tuple[int, str, int], ...] = (
+    *((stage, "F", micro) for micro in range(NUM_MICRO) for stage in (0, 1)),
+    *((stage, "B", micro) for micro in reversed(range(NUM_MICRO)) for stage in (1, 0)),
+)
+
+
+def _shard_stages(runtime: Runtime, model: Any, mesh: DeviceMesh, **kwargs: Any) -> None:
+    for stage in model.stages:
+        shard_units_and_root(runtime, stage, mesh, **kwargs)
+    if runtime is not oracle():
+        runtime.share_comm_ctx(list(model.stages))
+
+
+class _Run:
+    """One step of a pipeline: what the stages have computed and not yet used."""
+
+    def __init__(self, step: Step, model: _Pipeline) -> None:
+        self._step, self._model = step, model
+        self._inputs: dict[tuple[int, int], Tensor] = {}
+        self._outputs: dict[tuple[int, int], Tensor] = {}
+        self._gradients: dict[tuple[int, int], Tensor] = {}
+        self.losses: list[Tensor] = []
+
+    def forward(self, stage: int, micro: int) -> None:
+        if stage == 0:
+            (x,) = self._step.batch(self._model, micro)
+        else:
+            x = self._outputs[stage - 1, micro].detach().requires_grad_()
+        self._inputs[stage, micro] = x
+        output = self._model.stages[stage](x)
+        if stage == 1:
+            output = self._model.loss(output, (x,)) / NUM_MICRO
+            self.losses.append(output)
+        self._outputs[stage, micro] = output
+
+    def backward(self, stage: int, micro: int) -> None:
+        self._outputs.pop((stage, micro)).backward(self._gradients.pop((stage, micro), None))
+        gradient = self._inputs.pop((stage, micro)).grad
+        if gradient is not None:
+            self._gradients[stage - 1, micro] = gradient
+
+    def follow(self, order: Sequence[tuple[int, str, int]], before_backward: Any = lambda stage: None) -> None:
+        for stage, kind, micro in order:
+            if kind == "F":
+                self.forward(stage, micro)
+            else:
+                before_backward(stage)
+                self.backward(stage, micro)
+
+
+def _actions(step: Step, model: _Pipeline, order: Sequence[tuple[int, str, int]]) -> list[Tensor]:
+    """Unshard all, no communication but in the last backward of each stage, then reshard."""
+    run, num_backwards = _Run(step, model), [0, 0]
+    modules = [step.control(module) for stage in model.stages for module in (stage, *stage.blocks)]  # type: ignore[misc]
+    for module in modules:
+        module.unshard(async_op=True)
+
+    def configure(stage: int) -> None:
+        num_backwards[stage] += 1
+        control, is_last = step.control(model.stages[stage]), num_backwards[stage] == NUM_MICRO
+        control.set_is_last_backward(is_last)
+        control.set_reshard_after_backward(is_last)
+        control.set_requires_gradient_sync(is_last)
+
+    run.follow(order, configure)
+    for module in modules:
+        module.reshard()
+    return run.losses
+
+
+@pytest.mark.parametrize("order", [ONE_F_ONE_B, GPIPE], ids=["1f1b", "gpipe"])
+@pytest.mark.parametrize("reshard", [False, None])
+@distributed(2, 4)
+def test_stages_that_reduce_in_their_last_backward(ctx: RankContext, order, reshard: bool | None) -> None:
+    shard = partial(_shard_stages, reshard_after_forward=reshard)
+    compare(Case(_Pipeline, shard, partial(_actions, order=order)), ctx.mesh_1d())
+
+
+@trains_alike(2, model=_Pipeline, shard=_shard_stages)
+def test_stages_that_reduce_in_every_backward(step: Step, model: _Pipeline) -> list[Tensor]:
+    run = _Run(step, model)
+    run.follow(ONE_F_ONE_B)
+    return run.losses
+
+
+def _finalized(
+    step: Step, model: _Pipeline, *, async_op: bool = True, sync: bool = False, order: Any = ONE_F_ONE_B
+) -> list[Tensor]:
+    """Reducing is an action of its own, after all backwards of a stage."""
+    run = _Run(step, model)
+    controls = [step.control(stage) for stage in model.stages]
+    for control in controls:
+        control.set_manual_backward_finalization(True)
+        control.set_reshard_after_backward(False)
+        control.set_requires_gradient_sync(sync)
+    run.follow(order)
+    handles = []
+    for control in controls:
+        control.set_reshard_after_backward(True)
+        control.set_requires_gradient_sync(True)
+        handles.append(control.finalize_backward(async_op=async_op))
+    if async_op and step.runtime is not None:
+        for handle in handles:
+            handle.wait()
+    return run.losses
+
+
+def _partly_reduced(step: Step, model: _Pipeline) -> list[Tensor]:
+    controls = [step.control(stage) for stage in model.stages]
+    for control in controls:
+        control.set_requires_all_reduce(False)
+        control.set_manual_backward_finalization(True)
+    run = _Run(step, model)
+    run.follow(ONE_F_ONE_B)
+    for control in controls:
+        control.set_requires_all_reduce(True)
+        control.finalize_backward()
+    return run.losses
+
+
+@beyond_torch("manual finalization came with torch 2.15")
+@pytest.mark.parametrize("order", [ONE_F_ONE_B, GPIPE], ids=["1f1b", "gpipe"])
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("sync", [False, True])
+@distributed(2)
+def test_stages_whose_backwards_are_finalized(ctx: RankContext, order, async_op: bool, sync: bool) -> None:
+    step = partial(_finalized, async_op=async_op, sync=sync, order=order)
+    compare_losses_with_unsharded(Case(_Pipeline, _shard_stages, step), ctx.mesh_1d())
+
+
+@beyond_torch("manual finalization came with torch 2.15")
+@distributed(2)
+def test_finalized_backwards_are_those_that_reduce_in_the_last_one(ctx: RankContext) -> None:
+    """Bit for bit what automatic finalization gives, which is torch's by the tests above."""
+    automatic = partial(_actions, order=ONE_F_ONE_B)
+    case = Case(_Pipeline, _shard_stages, _finalized, unsharded=None)
+    compare(case, ctx.mesh_1d(), Case(_Pipeline, _shard_stages, automatic))
+
+
+@beyond_torch("manual finalization came with torch 2.15")
+@distributed(4)
+def test_stages_on_hsdp_whose_backwards_are_finalized(ctx: RankContext) -> None:
+    for step in (_partly_reduced, _finalized):
+        compare_losses_with_unsharded(Case(_Pipeline, _shard_stages, step), ctx.mesh_2d(2, 2))

@@ -1,21 +1,30 @@
-"""Gradient clipping: the norms and the clipped gradients are torch's, and those of the unsharded model."""
+"""Gradient clipping by torch's function and by ours: the norm is that of the unsharded model."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial
 
-from tests.harness.compare import SUMMATION_ORDER, as_torchs, compare_values
+from fsdp2 import ParamPlacement, clip_grad_norm_
+from fsdp2.tools import torch_names
+from fsdp2.tools.clip import joined_neighbours
+from tests.distributed.support import same_on_all_ranks
+from tests.harness.compare import SUMMATION_ORDER, compare_values, hsdp
 from tests.harness.distributed import RankContext, distributed
+from tests.harness.golden import texts_beside
+from tests.harness.messages import error_of
 from tests.harness.models import MLP, Uneven
 from tests.harness.runtimes import Runtime, oracle, subject
+from tests.harness.selection import long
 from tests.harness.training import EXACT, Step, Tolerance, one_backward, shard_units_and_root
-from tests.parity.setups import SETUPS, Setup, recorded, setups, whole
+from tests.parity.setups import SETUPS, Setup, cut_like, recorded, setups, whole
 
 FINITE = (1.0, 2.0, 3.5, 0.0)
 INFINITE = (float("inf"), float("-inf"))  # torch has none of an empty tensor: every rank needs a row of each parameter
@@ -76,70 +85,172 @@ def test_gradients_are_clipped_as_torch_clips_them(ctx: RankContext, setup: str)
         _assert_close(whole(found), _clip(reference, **options), Tolerance(rtol=1e-4, atol=1e-6))
 
 
-@setups("fsdp", "hsdp")
-@as_torchs(2)
-def test_norm_and_clipping_in_two_calls(ctx: RankContext, runtime: Runtime, setup: str) -> Any:
-    """``get_total_norm`` and ``clip_grads_with_norm_``, as pipelines use them to sum over their stages."""
-    parameters = list(_model_with_gradients(SETUPS[setup], runtime, ctx).parameters())
-    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    nn.utils.clip_grads_with_norm_(parameters, MAX_NORM, norm)
-    once, again = whole([norm, [parameter.grad for parameter in parameters]])
-    assert once > MAX_NORM
-    squares = torch.stack([grad.square().sum() for grad in again])
-    assert torch.allclose(squares.sum().sqrt(), torch.tensor(MAX_NORM), rtol=1e-4)
-    return [once, again]
+ORDERS = [1.0, 2, 3.5, float("inf")]
+TEXTS = texts_beside(__file__)
 
 
-@setups("uneven", "hsdp")
+def _with_experts(runtime: Runtime, model: Any, mesh: Any) -> None:
+    experts = {block.down.weight: ParamPlacement(None, mesh) for block in model.blocks}
+    everybody = mesh._flatten("everybody")
+    shard_units_and_root(runtime, model, everybody, shard_placement_fn=experts.get)
+
+
+def _ignoring(runtime: Runtime, model: Any, mesh: Any) -> None:
+    shard_units_and_root(runtime, model, mesh, ignored_params={model.exit.weight, model.exit.bias})
+
+
+WAYS: dict[str, Setup] = {
+    "plain": Setup(MLP),
+    "hsdp": Setup(MLP, hsdp),
+    "tp": SETUPS["tp"],
+    "experts": Setup(MLP, hsdp, _with_experts),
+    "ignored": Setup(MLP, shard=_ignoring),
+}
+
+
+def _sharded(ctx: RankContext, way: str = "plain") -> Any:
+    return WAYS[way].sharded(subject(), ctx)
+
+
+def _gradients(model: nn.Module, without: str = "") -> None:
+    """The same gradients as the unsharded model has, cut like the parameters."""
+    for index, (name, param) in enumerate(model.named_parameters()):
+        grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(index))
+        if name != without:
+            param.grad = cut_like(grad, param)
+
+
+def _clips(ctx: RankContext, setup: Setup, order: float, without: str = "") -> None:
+    reference, model = setup.build(), setup.sharded(subject(), ctx)
+    for max_norm in (0.5, 1e6):
+        _gradients(reference, without)
+        _gradients(model, without)
+        expected = nn.utils.clip_grad_norm_(reference.parameters(), max_norm, norm_type=order)
+        found = clip_grad_norm_(model.parameters(), max_norm, norm_type=order)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+        ours, theirs = (whole([p.grad for p in each.parameters() if p.grad is not None]) for each in (model, reference))
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("way", WAYS)
+@distributed(4)
+def test_norm_is_that_of_the_unsharded_model(ctx: RankContext, way: str, order: float) -> None:
+    _clips(ctx, WAYS[way], order)
+
+
+@pytest.mark.parametrize("order", [*ORDERS[:1], *long(*ORDERS[1:])])
+@distributed(4)
+def test_empty_shards_and_missing_gradients_count_nothing(ctx: RankContext, order: float) -> None:
+    _clips(ctx, Setup(Uneven), order)
+    _clips(ctx, WAYS["tp"], order, without="blocks.1.down.weight")
+
+
 @distributed(2)
-def test_a_gradient_that_is_not_finite_in_one_shard_is_refused_on_all_ranks(ctx: RankContext, setup: str) -> None:
-    model = _model_with_gradients(SETUPS[setup], subject(), ctx)
-    grad = model.exit.weight.grad  # 7 rows: each shard has some
-    axis = grad.device_mesh.ndim - 1
-    if grad.device_mesh.get_local_rank(axis) == grad.device_mesh.size(axis) - 1:
-        grad.to_local()[-1, 0] = float("nan")
-    before = [p.grad.to_local().clone() for p in model.parameters()]
-    for foreach in (True, False):
-        with pytest.raises(RuntimeError, match=r"total norm of order 2.* is non-finite"):
-            nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM, error_if_nonfinite=True, foreach=foreach)
-    for kept, p in zip(before, model.parameters(), strict=True):
-        assert torch.equal(kept.nan_to_num(7.0), p.grad.to_local().nan_to_num(7.0))
-    assert nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).full_tensor().isnan()
+def test_ranks_may_have_different_gradients(ctx: RankContext) -> None:
+    """A rank without any gradient takes part all the same."""
+    model = _sharded(ctx)
+    if ctx.rank == 0:
+        _gradients(model)
+    mine = [param.grad.to_local() for param in model.parameters() if param.grad is not None]
+    expected = torch.tensor(0.0) if ctx.rank else nn.utils.get_total_norm(mine)
+    torch.distributed.all_reduce(expected)
+    torch.testing.assert_close(clip_grad_norm_(model.parameters(), 1.0), expected, rtol=1e-6, atol=0)
 
 
-@as_torchs(2)
-def test_clipping_by_value(ctx: RankContext, runtime: Runtime) -> Any:
-    model = _model_with_gradients(SETUPS["uneven"], runtime, ctx)
-    nn.utils.clip_grad_value_(model.parameters(), 0.01)
-    clipped = whole([parameter.grad for parameter in model.parameters()])
-    assert max(grad.abs().max() for grad in clipped) == torch.tensor(0.01)
-    return clipped
+@distributed(2)
+def test_gradients_may_come_and_go_and_be_large_in_half_precision(ctx: RankContext) -> None:
+    for make, value in ((MLP, 1.0), (lambda: MLP().half(), 3000.0)):
+        model = Setup(make).sharded(subject(), ctx)
+        for present in (("blocks", "exit"), (), ("exit",), ("blocks", "exit"), ("",)):
+            for name, parameter in model.named_parameters():
+                parameter.grad = torch.full_like(parameter, value) if name.startswith(present) else None
+            numel = sum(parameter.numel() for parameter in model.parameters() if parameter.grad is not None)
+            found = clip_grad_norm_(model.parameters(), 1e6)
+            torch.testing.assert_close(found, torch.tensor(value * numel**0.5), rtol=1e-3, atol=0)
+    assert clip_grad_norm_([], 1.0).item() == 0.0
 
 
-def _with_ignored(runtime: Runtime, model: MLP, mesh: Any) -> None:
-    ignored = {model.entry.weight, model.blocks[1].up.bias}
-    shard_units_and_root(runtime, model, mesh, ignored_params=ignored)
+def _nonfinite(ctx: RankContext) -> str:
+    model = _sharded(ctx)
+    _gradients(model)
+    if ctx.rank == 1:
+        model.exit.bias.grad.to_local().fill_(float("inf"))
+    before = [param.grad.to_local().clone() for param in model.parameters()]
+    error = error_of(lambda: clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True))
+    assert all(map(torch.equal, before, [param.grad.to_local() for param in model.parameters()]))
+    return error
 
 
-IGNORED = Setup(MLP, shard=_with_ignored)
+def test_nonfinite_norm_is_refused_on_all_ranks() -> None:
+    TEXTS.check("not finite", same_on_all_ranks(_nonfinite))
 
 
-def _total_norm_of_both_kinds(parameters: list[nn.Parameter]) -> Tensor:
-    """The norm over sharded gradients and over plain ones, which torch does not take in one list."""
-    grads = [parameter.grad for parameter in parameters]
-    sharded = [grad for grad in grads if isinstance(grad, DTensor)]
-    plain = [grad for grad in grads if not isinstance(grad, DTensor)]
-    norms = [nn.utils.get_total_norm(sharded).full_tensor(), nn.utils.get_total_norm(plain)]
-    return torch.linalg.vector_norm(torch.stack(norms))
+@distributed(2)
+def test_nan_on_one_rank_is_the_norm_of_any_order_on_all(ctx: RankContext) -> None:
+    """The maximum of gloo and NCCL may be a number although a rank has NaN."""
+    for order, rank in itertools.product(ORDERS, range(ctx.world_size)):
+        model = _sharded(ctx)
+        _gradients(model)
+        if ctx.rank == rank:
+            model.exit.bias.grad.to_local().fill_(float("nan"))
+        assert clip_grad_norm_(model.parameters(), 1.0, order).isnan(), (order, rank)
 
 
-@as_torchs(2)
-def test_ignored_parameters_are_clipped_in_a_call_of_their_own(ctx: RankContext, runtime: Runtime) -> Any:
-    parameters = list(_model_with_gradients(IGNORED, runtime, ctx).parameters())
-    norm = _total_norm_of_both_kinds(parameters)
-    for kind in (True, False):
-        nn.utils.clip_grads_with_norm_([p for p in parameters if isinstance(p, DTensor) is kind], MAX_NORM, norm)
-    clipped = whole([norm, [parameter.grad for parameter in parameters]])
-    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor") as refusal:
-        nn.utils.clip_grad_norm_(parameters, MAX_NORM)
-    return [clipped, str(refusal.value)]
+def _pending(ctx: RankContext) -> str:
+    param = nn.Parameter(DTensor.from_local(torch.ones(4), ctx.mesh_1d()))
+    param.grad = DTensor.from_local(torch.ones(4), ctx.mesh_1d(), [Partial()])
+    return error_of(lambda: clip_grad_norm_(param, 1.0))
+
+
+def test_pending_sum_and_order_that_is_none_are_refused() -> None:
+    TEXTS.check("pending sum", same_on_all_ranks(_pending))
+    TEXTS.check("no order", error_of(lambda: clip_grad_norm_([], 1.0, norm_type=0)))
+
+
+@pytest.mark.ci
+@distributed(4)
+def test_one_norm_per_group_and_one_all_reduce_per_mesh_axis(ctx: RankContext) -> None:
+    """A unit of one dtype lands its gradients behind each other; axes are summed over once for all that they cut."""
+    model = _sharded(ctx, "tp")
+    inputs = model.batch(torch.Generator().manual_seed(0))
+    model.loss(model(*inputs), inputs).backward()
+    normed, summed = [], []
+    with (
+        mock.patch.object(torch_names, "foreach_norm", side_effect=_noting(torch_names.foreach_norm, normed)),
+        mock.patch.object(torch.distributed, "all_reduce", side_effect=_noting(torch.distributed.all_reduce, summed)),
+    ):
+        clip_grad_norm_(model.parameters(), 1.0)
+    of_units = len(model.blocks) + 1
+    assert sum(map(len, normed)) == of_units + len(model.blocks)  # what TP has cut, and what it has not, in each block
+    assert len(summed) == 2  # dp for all of them, tp for what it has cut
+
+
+def _noting(function: Callable[..., Any], noted: list[Any]) -> Callable[..., Any]:
+    def call(first: Any, *args: Any, **kwargs: Any) -> Any:
+        noted.append(first)
+        return function(first, *args, **kwargs)
+
+    return call
+
+
+def test_gradients_that_touch_in_one_storage_are_joined() -> None:
+    flat = torch.arange(16.0)
+    a, b, c, d = flat[0:3], flat[3:7].view(2, 2), flat[9:12], flat[12:16].view(2, 2).t()
+    alone, half = torch.ones(2), torch.ones(4, dtype=torch.bfloat16)
+    found = joined_neighbours([c, b, d, torch.empty(0), a, half[:2], alone, half[2:]])
+    assert {(str(tensor.dtype), tuple(tensor.flatten().tolist())) for tensor in found} == {
+        ("torch.float32", tuple(range(7))),
+        ("torch.float32", (9, 10, 11)),
+        ("torch.float32", (12, 14, 13, 15)),
+        ("torch.float32", (1, 1)),
+        ("torch.bfloat16", (1, 1, 1, 1)),
+    }
+    for tensor in found:
+        tensor.zero_()
+    assert flat.tolist() == [0.0] * 7 + [7.0, 8.0] + [0.0] * 7  # views
+    # An allocator may place two storages behind each other; a view of one ends where that one ends.
+    memory = bytearray(32)
+    first, second = (torch.frombuffer(memory, dtype=torch.float32, count=4, offset=offset) for offset in (0, 16))
+    assert second.data_ptr() == first.data_ptr() + first.nbytes
+    assert [each.numel() for each in joined_neighbours([first, second])] == [4, 4]

@@ -1,23 +1,32 @@
-"""Communication of the user's own: custom collectives, all-reduce hooks, where sums are divided, further groups."""
+"""What the user sends: all-gather hooks, custom collectives, all-reduce hooks; where sums are divided, further groups.
+
+torch asks more of all-gather hooks: shards and payloads padded alike on all ranks, and an ``out`` that they write
+without autograd noticing. So the classes here do. What hooks do beside other features is compared with a model by
+hand, bit for bit: ``tests/distributed/test_extension_*.py``.
+"""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.testing._internal.two_tensor import TwoTensor
 
 from tests.harness.comms import CountingAllGather, CountingReduceScatter
 from tests.harness.compare import Cases, compare, each_compared, hsdp, one_replica, trains_alike
 from tests.harness.distributed import RankContext, distributed
+from tests.harness.extensions import AliasingHalved, Halved, Packed4, Padded, Scaled, Travelling, wrap
 from tests.harness.models import MLP, ParityModel, Transformer, Uneven
-from tests.harness.training import Case, Step, Tolerance, accumulate, one_backward, sgd, sharded
-from tests.parity.test_expert_meshes import same_data_for_all, with_experts
-from tests.parity.test_model_parallel import case as case_with_model_axes, shard as shard_tensor_parallel
+from tests.harness.runtimes import Runtime, oracle, subject
+from tests.harness.training import Case, Step, Tolerance, accumulate, adamw, one_backward, sgd, sharded
+from tests.parity.test_model_parallel import by_data, on, shard as shard_tensor_parallel
+from tests.parity.test_placement import same_data_for_all, with_experts
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 LOW_PRECISION = Tolerance(rtol=5e-2, atol=5e-2)
@@ -48,20 +57,16 @@ def _counting(
     return losses
 
 
-_messages = functools.partial(_counting, may_be_none=True)
+_messages = partial(_counting, may_be_none=True)
 
 
 def _case(model: Any, comms: dict[str, Any] | None = None, inner: Any = one_backward, **options: Any) -> Case:
     kwargs = {name: options.pop(name) for name in ("reshard_after_forward", "policy") if name in options}
-    shard = sharded(then=functools.partial(_set_comms, comms=comms or {}), **kwargs)
-    return Case(model, shard, functools.partial(_counting, inner=inner), **options)
+    shard = sharded(then=partial(_set_comms, comms=comms or {}), **kwargs)
+    return Case(model, shard, partial(_counting, inner=inner), **options)
 
 
-KINDS = {
-    "new_memory": {},
-    "persistent": {"persistent": True},
-    "persistent_and_sync": {"persistent": True, "is_sync": True},
-}
+KINDS = {"new": {}, "persistent": {"persistent": True}, "sync": {"persistent": True, "is_sync": True}}
 
 
 @pytest.mark.parametrize("comms", KINDS.values(), ids=KINDS.keys())
@@ -92,7 +97,7 @@ def _gathering_bytes(step: Step, model: Any) -> list[Tensor]:
 @each_compared(2, 4, ci=("reshard_after_forward=2",))
 def test_custom_collectives() -> Cases:
     kept, policy = {"persistent": True}, {"param_dtype": BF16, "reduce_dtype": FP32}
-    on_one_rank = Case(MLP, sharded(then=functools.partial(_set_comms, comms={})), _messages)
+    on_one_rank = Case(MLP, sharded(then=partial(_set_comms, comms={})), _messages)
     return {
         "reshard_after_forward=False": _case(MLP, kept, reshard_after_forward=False),
         "reshard_after_forward=2": _case(MLP, kept, reshard_after_forward=2),
@@ -104,19 +109,23 @@ def test_custom_collectives() -> Cases:
     }
 
 
-@pytest.mark.parametrize("reshard", [True, False])
-@distributed(2)
-def test_custom_collectives_set_between_forward_and_backward(ctx: RankContext, reshard: bool) -> None:
-    def step(step: Step, model: ParityModel) -> list[Tensor]:
-        loss = step.loss(model)
-        if step.runtime is not None:
-            _set_comms(model, {})
-        loss.backward()
-        assert step.runtime is None or any(gather.messages for gather, _ in model.comms) == reshard
-        return [loss]
+def _set_between(step: Step, model: Any, *, gathers: bool) -> list[Tensor]:
+    loss = step.loss(model)
+    if step.runtime is not None:
+        _set_comms(model, {})
+    loss.backward()
+    assert step.runtime is None or any(gather.messages for gather, _ in model.comms) == gathers
+    return [loss]
 
-    shard = sharded(reshard_after_forward=reshard)
-    compare(Case(MLP, shard, functools.partial(_messages, inner=step)), ctx.mesh_1d())
+
+@each_compared(2, ci=("kept",))
+def test_custom_collectives_set_between_forward_and_backward() -> Cases:
+    return {
+        name: Case(
+            MLP, sharded(reshard_after_forward=is_one), partial(_messages, inner=partial(_set_between, gathers=is_one))
+        )
+        for name, is_one in (("resharded", True), ("kept", False))
+    }
 
 
 # All-reduce hooks
@@ -159,17 +168,17 @@ def _meshes(ctx: RankContext) -> list[DeviceMesh]:
     return [ctx.mesh_1d(), hsdp(ctx), one_replica(ctx)]
 
 
-@pytest.mark.every_case
-@pytest.mark.parametrize("force_sum", [False, True])
-@distributed(2)
-def test_hook_sees_the_average_or_the_sum(ctx: RankContext, force_sum: bool) -> None:
-    for mesh in _meshes(ctx):
-        compare(Case(MLP, _shard(force_sum), functools.partial(_hooked, scale=1.0)), mesh)
-        compare(Case(Uneven, _shard(force_sum), functools.partial(_hooked, scale=0.5), unsharded=None), mesh)
+@each_compared(2, mesh=_meshes)
+def test_hook_sees_the_average_or_the_sum() -> Cases:
+    once, half = partial(_hooked, scale=1.0), partial(_hooked, scale=0.5)
+    return {
+        name: (Case(MLP, _shard(is_sum), once), Case(Uneven, _shard(is_sum), half, unsharded=None))
+        for name, is_sum in (("average", False), ("sum", True))
+    }
 
 
-_hooked_case = functools.partial(Case, MLP, unsharded=None)
-HALF, TWICE = functools.partial(_hooked, scale=0.5), functools.partial(_hooked, scale=2.0)
+_hooked_case = partial(Case, MLP, unsharded=None)
+HALF, TWICE = partial(_hooked, scale=0.5), partial(_hooked, scale=2.0)
 LOW: dict[str, dict[str, Any]] = {
     "bf16": {"param_dtype": BF16},
     "bf16 reduced in fp32": {"param_dtype": BF16, "reduce_dtype": FP32},
@@ -187,7 +196,7 @@ def test_hook_sees_reduce_dtype() -> Cases:
 
 
 def _when_complete(switch: str) -> Any:
-    return functools.partial(_hooked, scale=0.5, inner=functools.partial(accumulate, switch=switch))
+    return partial(_hooked, scale=0.5, inner=partial(accumulate, switch=switch))
 
 
 @each_compared(2, ci=("one rank, summing",), long=("called when reduced",))
@@ -233,23 +242,23 @@ def _deprecated(model: ParityModel) -> None:
 
 @each_compared(2, mesh=_meshes, long=("no forced sum", "no forced sum, fp16", "separate group of the root"))
 def test_settings_change_no_result() -> Cases:
-    low = functools.partial(Case, MLP, optimizer=sgd, reduce_dtype=FP16, unsharded=LOW_PRECISION)
-    separate = functools.partial(_set_in_units, setter="set_separate_reduce_scatter_group")
-    memory = functools.partial(_set_in_units, setter="set_allocate_memory_from_process_group_for_comm")
+    low = partial(Case, MLP, optimizer=sgd, reduce_dtype=FP16, unsharded=LOW_PRECISION)
+    separate = partial(_set_in_units, setter="set_separate_reduce_scatter_group")
+    memory = partial(_set_in_units, setter="set_allocate_memory_from_process_group_for_comm")
     in_fp16 = {"param_dtype": FP16}
     return {
         "forced sum": Case(MLP, _shard(True)),
         "forced sum, fp16": (RankContext.mesh_1d, low(_shard(True, policy=in_fp16))),
         "no forced sum": Case(MLP, _shard(False)),
         "no forced sum, fp16": (RankContext.mesh_1d, low(_shard(False, policy=in_fp16))),
-        "separate group": Case(MLP, step=functools.partial(separate, recurse=True), num_steps=4),
-        "separate group of the root": Case(MLP, step=functools.partial(separate, recurse=False), num_steps=4),
+        "separate group": Case(MLP, step=partial(separate, recurse=True), num_steps=4),
+        "separate group of the root": Case(MLP, step=partial(separate, recurse=False), num_steps=4),
         "memory from the process group": Case(Uneven, step=memory),
         "deprecated divide factor": (RankContext.mesh_1d, Case(MLP, sharded(then=_deprecated))),
     }
 
 
-@trains_alike(2, model=MLP, shard=sharded(then=functools.partial(_set_comms, comms={})), mesh=one_replica)
+@trains_alike(2, model=MLP, shard=sharded(then=partial(_set_comms, comms={})), mesh=one_replica)
 def test_separate_reduce_scatter_group_carries_the_reductions(step: Step, model: ParityModel) -> list[Tensor]:
     step.control(model).set_separate_reduce_scatter_group(step.index != 1)
     losses = one_backward(step, model)
@@ -264,27 +273,153 @@ def test_separate_reduce_scatter_group_carries_the_reductions(step: Step, model:
     return losses
 
 
-@pytest.mark.ci
+def _tensor_parallel_with_comms(runtime: Runtime, model: MLP, mesh: DeviceMesh) -> None:
+    shard_tensor_parallel(runtime, model, mesh)
+    _set_comms(model, {"persistent": True})
+
+
+def _experts_with_settings(runtime: Runtime, model: MLP, mesh: DeviceMesh) -> None:
+    with_experts(runtime, model, mesh, kind="hsdp")
+    model.set_separate_reduce_scatter_group()  # type: ignore[operator]
+    for module in _fsdp_modules(model):
+        module.set_allocate_memory_from_process_group_for_comm(True)
+        module.set_force_sum_reduction_for_comms(True)
+
+
+@each_compared(4, by=by_data, ci=("tensor parallelism",), long=("experts",))
+def test_communication_of_ones_own_where_parameters_have_several_meshes() -> Cases:
+    hooked = partial(_hooked, scale=0.5, inner=_counting)
+    experts = Case(MLP, _experts_with_settings, same_data_for_all, longest_axis=4)
+    return {
+        "tensor parallelism": on(Case(MLP, _tensor_parallel_with_comms, hooked, unsharded=None), dp=2, tp=2),
+        "experts": (lambda ctx: ctx.mesh_2d(2, 2), experts),
+    }
+
+
+class Careful(Travelling):
+    """Writes ``out`` as torch wants it."""
+
+    def write(self, out: Tensor, made: Tensor) -> None:
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
+            super().write(out, made)
+
+
+class ShortHook(Careful, Halved):
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:  # type: ignore[override]
+        size = torch.Size((self.size(0) * mesh.size(), *self.shape[1:]))
+        return super().fsdp_pre_all_gather(mesh, size, (), None, None)
+
+
+class FillsEvenOnly(Careful, Padded):
+    """Copies all rows that were gathered into ``out``. That fails where ``out`` has no rows of padding."""
+
+    def write(self, out: Tensor, made: Tensor) -> None:
+        out.copy_(made)
+
+
+def _careful(cls: type[Travelling]) -> Any:
+    return type(f"Careful{cls.__name__}", (Careful, cls), {})
+
+
+def _wrapped(make: Any, model: Any = MLP, param_dtype: torch.dtype | None = None, **options: Any) -> Case:
+    """``model`` with its matrices in a class."""
+    policy = {"param_dtype": param_dtype, "reduce_dtype": torch.float32}
+    optimizer = sgd if param_dtype else adamw
+    return Case(lambda: wrap(model(), make), sharded(policy=policy, **options), optimizer=optimizer, unsharded=None)
+
+
+HALVED, PADDED, OTHERS = _careful(Halved), _careful(Padded), (_careful(Scaled), _careful(Packed4), ShortHook)
+UNEVEN = (Uneven, partial(Transformer, tied=True))
+WRAPPED: dict[str, Any] = {
+    "halved": _wrapped(HALVED),
+    "padded": tuple(_wrapped(PADDED, model) for model in UNEVEN),
+    "what arrived is the parameter": _wrapped(_careful(AliasingHalved), MLP, BF16),
+    "first gather without out": replace(_wrapped(FillsEvenOnly, Uneven, reshard_after_forward=False), num_steps=1),
+    "halved, bf16": _wrapped(HALVED, MLP, BF16),
+    "padded, bf16": tuple(_wrapped(PADDED, model, BF16) for model in UNEVEN),
+    **{f"{make.__name__}, {dtype}": _wrapped(make, MLP, dtype) for make in OTHERS for dtype in (None, BF16)},
+}
+
+
+@each_compared(2, ci=[*WRAPPED][4:])
+def test_training_with_hooks() -> Cases:
+    return WRAPPED
+
+
+def _patched(model: nn.Module, pre: Any, post: Any) -> None:
+    """Give the shards of all matrices hooks of their own; the class has none."""
+    for param in model.parameters():
+        local = param._local_tensor  # to_local() makes another object
+        if param.dim() == 2:
+            local.fsdp_pre_all_gather = pre.__get__(local)
+            local.fsdp_post_all_gather = post.__get__(local)
+
+
+def _two_tensor_losses(ctx: RankContext, mesh: Any, hooks: Any, num_forwards: int) -> Any:
+    """Pairs of losses: of the oracle, and of the subject."""
+    results = []
+    for runtime in (oracle(), subject()):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3)))
+        for layer in model:
+            layer.weight = nn.Parameter(TwoTensor(layer.weight.detach(), layer.weight.detach().clone()))
+        for module in (*model, model):
+            runtime.fully_shard(module, mesh=mesh)
+        _patched(model, *hooks)
+        torch.manual_seed(ctx.rank)
+        results.append([model(torch.randn(2, 8)).square().sum() for _ in range(num_forwards)])
+    return zip(*results, strict=True)
+
+
+@torch.no_grad()
+def _from_bfloat16(self: Any, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
+    (gathered,) = outputs
+    assert gathered.dtype is torch.bfloat16
+    if out is None:
+        made = gathered.to(param_dtype)
+        return made, (gathered, made)
+    with torch.autograd._unsafe_preserve_version_counter(out):
+        out.copy_(gathered)
+    return None
+
+
+@torch.no_grad()
+def _as_it_came(self: Any, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
+    assert metadata == 2
+    return None if out is not None else (outputs[0], outputs)
+
+
+HOOKS: dict[str, Any] = {
+    "in bf16": (lambda self, mesh, size, stride, module, policy: ((self.to(torch.bfloat16),), None), _from_bfloat16),
+    "itself": (lambda self, mesh, size, stride, module, policy: ((self,), mesh.size()), _as_it_came),
+}
+
+
+@pytest.mark.parametrize("axes", [1, 2])
+@pytest.mark.parametrize("hooks", HOOKS)
 @distributed(4)
-def test_communication_of_ones_own_beside_tensor_parallelism(ctx: RankContext) -> None:
-    mesh = ctx.mesh(dp=2, tp=2)
-
-    def shard(runtime, model: MLP, mesh: DeviceMesh) -> None:
-        shard_tensor_parallel(runtime, model, mesh)
-        _set_comms(model, {"persistent": True})
-
-    step = functools.partial(_hooked, scale=0.5, inner=_counting)
-    compare(case_with_model_axes(mesh, shard=shard, step=step, unsharded=None), mesh)
+def test_payload_that_is_a_wrapper_tensor(ctx: RankContext, hooks: str, axes: int) -> None:
+    """torch writes all inner tensors of the payload to one place, so that the last one arrives. Here they are equal."""
+    mesh = ctx.mesh_2d(2, 2) if axes == 2 else ctx.mesh_2d(2, 2)["shard"]
+    for theirs, ours in _two_tensor_losses(ctx, mesh, HOOKS[hooks], 2):
+        assert isinstance(ours, TwoTensor)
+        assert torch.equal(ours.a, theirs)
+        assert torch.equal(ours.b, theirs)
 
 
-@pytest.mark.long
-@distributed(4)
-def test_units_whose_parameters_have_several_meshes(ctx: RankContext) -> None:
-    def shard(runtime, model: MLP, mesh: DeviceMesh) -> None:
-        with_experts(runtime, model, mesh, kind="hsdp")
-        model.set_separate_reduce_scatter_group()
-        for module in _fsdp_modules(model):
-            module.set_allocate_memory_from_process_group_for_comm(True)
-            module.set_force_sum_reduction_for_comms(True)
+def _first_half(self: Any, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
+    return (self.a,), torch.full((8, 8), 2.0)
 
-    compare(Case(MLP, shard=shard, step=same_data_for_all, longest_axis=4), ctx.mesh_2d(2, 2))
+
+def _with_metadata(self: Any, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
+    if out is None:
+        return TwoTensor(outputs[0], metadata), outputs
+    out.b = metadata  # torchao's float8 replaces the scale of a weight so
+    return None
+
+
+@distributed(2)
+def test_a_post_hook_may_replace_what_was_not_gathered(ctx: RankContext) -> None:
+    for theirs, ours in _two_tensor_losses(ctx, ctx.mesh_1d(), (_first_half, _with_metadata), 3):
+        assert torch.equal(ours.a, theirs.a)
+        assert torch.equal(ours.b, theirs.b)

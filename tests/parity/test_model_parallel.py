@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,12 +15,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_modul
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 from fsdp2.tensors import wrap_parameters
-from tests.harness.compare import compare
+from tests.harness.compare import Cases, compare, each_compared
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.extensions import Travelling
 from tests.harness.models import MLP, ParityModel
 from tests.harness.runtimes import Runtime, beyond_torch
-from tests.harness.selection import in_ci, long
+from tests.harness.selection import long
 from tests.harness.training import Case, Step, accumulate, one_backward, sgd, shard_units_and_root
 
 
@@ -31,69 +31,31 @@ def tensor_parallel(model: MLP, mesh: DeviceMesh) -> None:
 
 
 def shard(
-    runtime: Runtime,
-    model: MLP,
-    mesh: DeviceMesh,
-    data_parallel: str | tuple[str, ...] = "dp",
-    **kwargs: Any,
+    runtime: Runtime, model: MLP, mesh: DeviceMesh, data_parallel: str | tuple[str, ...] = "dp", **kwargs: Any
 ) -> None:
     tensor_parallel(model, mesh["tp"])
     shard_units_and_root(runtime, model, mesh[data_parallel], **kwargs)
 
 
-def with_data_of(axes: tuple[str, ...], mesh: DeviceMesh, step: Callable[..., list[Tensor]]) -> Any:
-    """``step`` with the same data for all ranks that differ on model axes only."""
+def by_data(case: Case, mesh: DeviceMesh, oracle_case: Case | None = None) -> None:
+    """``compare``, with the same data for all ranks that differ on model axes only."""
     rank = 0
-    for axis in axes:
-        rank = rank * mesh[axis].size() + mesh.get_local_rank(axis)
+    for axis in mesh.mesh_dim_names or ():
+        if axis not in ("tp", "pp"):
+            rank = rank * mesh[axis].size() + mesh.get_local_rank(axis)
 
-    def stepped(given: Step, model: ParityModel) -> list[Tensor]:
-        return step(replace(given, rank=rank), model)
+    def with_data(given: Case) -> Case:
+        return replace(given, step=lambda step, model: given.step(replace(step, rank=rank), model))
 
-    return stepped
+    compare(with_data(case), mesh, oracle_case and with_data(oracle_case))
 
 
-def case(mesh: DeviceMesh, axes: tuple[str, ...] = ("dp",), **kwargs: Any) -> Case:
-    step = with_data_of(axes, mesh, kwargs.pop("step", one_backward))
-    return replace(Case(MLP, shard=shard, step=step), **kwargs)
+def on(*cases: Case, **sizes: int) -> Any:
+    """A row of ``each_compared``: ``cases`` on a mesh of these sizes."""
+    return (lambda ctx: ctx.mesh(**sizes), *cases)
 
 
 MIXED = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-EITHER_ORDER = [{"dp": 2, "tp": 2}, {"tp": 2, "dp": 2}]
-HSDP = ("replicate", "shard")
-
-
-@pytest.mark.parametrize("sizes", [{"dp": 2, "tp": 1}, {"dp": 1, "tp": 2}], ids=str)
-@distributed(2)
-def test_tensor_parallel_on_two_ranks(ctx: RankContext, sizes: dict[str, int]) -> None:
-    mesh = ctx.mesh(**sizes)
-    compare(case(mesh), mesh)
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize("sizes", [EITHER_ORDER[0], *long(EITHER_ORDER[1])], ids=str)
-@pytest.mark.parametrize("reshard", [True, *long(False)])
-@distributed(4)
-def test_tensor_parallel_with_the_axes_in_either_order(ctx: RankContext, sizes: dict[str, int], reshard: bool) -> None:
-    mesh = ctx.mesh(**sizes)
-    compare(case(mesh, shard=functools.partial(shard, reshard_after_forward=reshard), gather_full=True), mesh)
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize(
-    "sizes", [{"replicate": 2, "shard": 1, "tp": 2}, *long({"replicate": 1, "shard": 2, "tp": 2})], ids=str
-)
-@distributed(4)
-def test_tensor_parallel_with_hsdp(ctx: RankContext, sizes: dict[str, int]) -> None:
-    mesh = ctx.mesh(**sizes)
-    compare(case(mesh, HSDP, shard=functools.partial(shard, data_parallel=HSDP)), mesh)
-
-
-@pytest.mark.long
-@distributed(8)
-def test_tensor_parallel_with_hsdp_on_eight_ranks(ctx: RankContext) -> None:
-    mesh = ctx.mesh(replicate=2, shard=2, tp=2)
-    compare(case(mesh, HSDP, shard=functools.partial(shard, data_parallel=HSDP)), mesh)
 
 
 class Odd(MLP):
@@ -115,27 +77,44 @@ def _clipped(step: Step, model: Any, norm_type: float) -> list[Tensor]:
     return losses
 
 
-_mixed = functools.partial(shard, policy=MIXED)
-_last_dim = functools.partial(shard, shard_placement_fn=lambda param: Shard(param.ndim - 1))
-WAYS: dict[str, dict[str, Any]] = {
+_tp = partial(Case, MLP, shard)
+_mixed = partial(Case, MLP, partial(shard, policy=MIXED), unsharded=None)
+_clip = partial(_tp, optimizer=sgd, unsharded=None)
+_last_dim = partial(shard, shard_placement_fn=lambda param: Shard(param.ndim - 1))
+_kept = partial(shard, reshard_after_forward=False)
+HSDP = Case(MLP, partial(shard, data_parallel=("replicate", "shard")))
+ON_FOUR: dict[str, Any] = {
     # ``down`` is cut on dim 1 by both, ``up`` on dim 0 by one and dim 1 by the other.
-    "the dim that tensor parallelism has cut": {"shard": _last_dim},
-    "uneven shards": {"model": Odd, "unsharded": None},
-    "accumulated": {"step": accumulate},
-    "mixed precision": {"shard": _mixed, "unsharded": None},
-    "accumulated in mixed precision": {"shard": _mixed, "step": accumulate, "unsharded": None},
+    "the dim that tensor parallelism has cut": on(Case(MLP, _last_dim), dp=2, tp=2),
+    "uneven shards": on(Case(Odd, shard, unsharded=None), dp=2, tp=2),
+    "accumulated": on(_tp(step=accumulate), dp=2, tp=2),
+    "whole parameters": on(_tp(gather_full=True), dp=2, tp=2),
+    "on hsdp without shards": on(HSDP, replicate=2, shard=1, tp=2),
+    "on hsdp without replicas": on(HSDP, replicate=1, shard=2, tp=2),
+    "the other order": on(_tp(gather_full=True), tp=2, dp=2),
+    "kept": on(Case(MLP, _kept, gather_full=True), dp=2, tp=2),
+    "kept, the other order": on(Case(MLP, _kept, gather_full=True), tp=2, dp=2),
+    "mixed precision": on(_mixed(), dp=2, tp=2),
+    "accumulated in mixed precision": on(_mixed(step=accumulate), dp=2, tp=2),
+    "clipped by 2": on(_clip(step=partial(_clipped, norm_type=2.0)), dp=2, tp=2),
+    "clipped by inf": on(_clip(step=partial(_clipped, norm_type=float("inf"))), dp=2, tp=2),
 }
-for _norm_type in (2.0, float("inf")):
-    _step = functools.partial(_clipped, norm_type=_norm_type)
-    WAYS[f"clipped by {_norm_type}"] = {"step": _step, "optimizer": sgd, "unsharded": None}
 
 
-@pytest.mark.every_case
-@pytest.mark.parametrize("name", [*[*WAYS][:2], *in_ci("accumulated"), *long(*[*WAYS][3:])])
-@distributed(4)
-def test_tensor_parallel(ctx: RankContext, name: str) -> None:
-    mesh = ctx.mesh(dp=2, tp=2)
-    compare(case(mesh, **WAYS[name]), mesh)
+@each_compared(2, by=by_data, ci=("tp",))
+def test_tensor_parallel_on_two_ranks() -> Cases:
+    return {"dp": on(_tp(), dp=2, tp=1), "tp": on(_tp(), dp=1, tp=2)}
+
+
+@each_compared(4, by=by_data, ci=[*ON_FOUR][2:5], long=[*ON_FOUR][5:])
+def test_tensor_parallel() -> Cases:
+    return ON_FOUR
+
+
+@pytest.mark.long
+@each_compared(8, by=by_data)
+def test_tensor_parallel_with_hsdp_on_eight_ranks() -> Cases:
+    return {"hsdp": on(HSDP, replicate=2, shard=2, tp=2)}
 
 
 class Normed(MLP):
@@ -151,19 +130,16 @@ def two_forwards(step: Step, model: ParityModel) -> list[Tensor]:
     return [loss]
 
 
-@pytest.mark.parametrize("step", [accumulate, two_forwards])
-@distributed(2)
-def test_sums_that_are_pending_on_the_model_axis_accumulate_in_reduce_dtype(
-    ctx: RankContext, step: Callable[[Step, Any], list[Tensor]]
-) -> None:
+def _norm_in_mixed_precision(runtime: Runtime, model: Normed, mesh: DeviceMesh) -> None:
+    parallelize_module(model, mesh["tp"], {"norm": SequenceParallel(sequence_dim=0, use_local_output=True)})
+    runtime.fully_shard(model, mesh=mesh["dp"], mp_policy=runtime.MixedPrecisionPolicy(**MIXED))
+
+
+@each_compared(2, mesh=lambda ctx: ctx.mesh(dp=1, tp=2), ci=("two forwards",))
+def test_sums_that_are_pending_on_the_model_axis_accumulate_in_reduce_dtype() -> Cases:
     """The gradients of a norm, whose input is cut along the sequence. Each rank has its own part of that."""
-
-    def mixed(runtime: Runtime, model: Normed, mesh: DeviceMesh) -> None:
-        parallelize_module(model, mesh["tp"], {"norm": SequenceParallel(sequence_dim=0, use_local_output=True)})
-        runtime.fully_shard(model, mesh=mesh["dp"], mp_policy=runtime.MixedPrecisionPolicy(**MIXED))
-
-    mesh = ctx.mesh(dp=1, tp=2)
-    compare(Case(Normed, shard=mixed, step=step, unsharded=None), mesh)
+    normed = partial(Case, Normed, _norm_in_mixed_precision, unsharded=None)
+    return {"accumulated": normed(accumulate), "two forwards": normed(two_forwards)}
 
 
 # A full mesh, of which axes are named
@@ -200,63 +176,43 @@ def full_mesh(
     shard_units_and_root(runtime, model, mesh, dp_mesh_dims=dims, **kwargs)
 
 
-FULL_MESHES: list[tuple[int, dict[str, int], dict[str, Any]]] = [
-    (2, {"dp": 2}, {"shards": "dp"}),
-    (2, {"dp": 2}, {"replicates": "dp"}),
-    (4, {"dp": 2, "tp": 2}, {"shards": "dp"}),
-    (4, {"tp": 2, "dp": 2}, {"shards": "dp"}),
-    (4, {"dp": 2, "tp": 2}, {"replicates": "dp"}),
-    (4, {"dp": 2, "cp": 2}, {"shards": ("dp", "cp")}),
-    (4, {"replicate": 2, "dp": 2}, {"shards": "dp", "replicates": "replicate"}),
-    (4, {"replicate": 2, "dp": 2}, {"replicates": ("replicate", "dp")}),
-    (8, {"replicate": 2, "dp": 2, "tp": 2}, {"shards": "dp", "replicates": "replicate"}),
-    (8, {"dp": 2, "cp": 2, "tp": 2}, {"shards": ("dp", "cp")}),
-    (8, {"replicate": 2, "dp": 2, "cp": 2}, {"shards": ("dp", "cp"), "replicates": "replicate"}),
-]
+def _full(shards: Any = None, replicates: Any = None, **sizes: int) -> Any:
+    """Named axes of a mesh of these sizes."""
+    flattened = [math.prod(sizes[name] for name in names) for names in (shards, replicates) if isinstance(names, tuple)]
+    small = partial(MLP, num_blocks=1)  # DTensor takes long to dispatch
+    shard = partial(full_mesh, shards=shards, replicates=replicates)
+    num_steps = 2 if math.prod(sizes.values()) <= 4 else 1
+    return on(Case(small, shard, num_steps=num_steps, longest_axis=max([2, *flattened])), **sizes)
 
 
-def _full_meshes(num_ranks: int, num_short: int = 99) -> pytest.MarkDecorator:
-    """All but the first ones are long."""
-    found = [entry[1:] for entry in FULL_MESHES if entry[0] == num_ranks]
-    marked = [pytest.param(*case, marks=[pytest.mark.long] if i >= num_short else []) for i, case in enumerate(found)]
-    return pytest.mark.parametrize(("sizes", "dims"), marked, ids=str)
+@each_compared(2, by=by_data, ci=("replicated",))
+def test_full_mesh_with_named_axes_on_two_ranks() -> Cases:
+    return {"sharded": _full("dp", dp=2), "replicated": _full(None, "dp", dp=2)}
 
 
-def _full_mesh_trains(ctx: RankContext, sizes: dict[str, int], dims: dict[str, Any]) -> None:
-    mesh = ctx.mesh(**sizes)
-    axes = tuple(name for name in sizes if name != "tp")
-    flattened = [mesh[names].size() for names in dims.values() if isinstance(names, tuple)]
-    compare(
-        case(
-            mesh,
-            axes,
-            model=functools.partial(MLP, num_blocks=1),  # DTensor takes long to dispatch
-            shard=functools.partial(full_mesh, **dims),
-            longest_axis=max([2, *flattened]),
-            num_steps=2 if mesh.size() <= 4 else 1,
-        ),
-        mesh,
-    )
+FULL_MESHES = {
+    "tp": _full("dp", dp=2, tp=2),
+    "tp first": _full("dp", tp=2, dp=2),
+    "tp, replicated": _full(None, "dp", dp=2, tp=2),
+    "cp": _full(("dp", "cp"), dp=2, cp=2),
+    "hsdp": _full("dp", "replicate", replicate=2, dp=2),
+    "two axes replicated": _full(None, ("replicate", "dp"), replicate=2, dp=2),
+}
 
 
-@_full_meshes(2)
-@distributed(2)
-def test_full_mesh_with_named_axes_on_two_ranks(ctx: RankContext, sizes: dict[str, int], dims: dict[str, Any]) -> None:
-    _full_mesh_trains(ctx, sizes, dims)
+@each_compared(4, by=by_data, ci=("tp",), long=[*FULL_MESHES][1:])
+def test_full_mesh_with_named_axes_on_four_ranks() -> Cases:
+    return FULL_MESHES
 
 
-@pytest.mark.ci
-@_full_meshes(4, num_short=1)
-@distributed(4)
-def test_full_mesh_with_named_axes_on_four_ranks(ctx: RankContext, sizes: dict[str, int], dims: dict[str, Any]) -> None:
-    _full_mesh_trains(ctx, sizes, dims)
-
-
-@_full_meshes(8)
 @pytest.mark.long
-@distributed(8)
-def test_full_mesh_with_named_axes_on_8_ranks(ctx: RankContext, sizes: dict[str, int], dims: dict[str, Any]) -> None:
-    _full_mesh_trains(ctx, sizes, dims)
+@each_compared(8, by=by_data)
+def test_full_mesh_with_named_axes_on_8_ranks() -> Cases:
+    return {
+        "hsdp and tp": _full("dp", "replicate", replicate=2, dp=2, tp=2),
+        "cp and tp": _full(("dp", "cp"), dp=2, cp=2, tp=2),
+        "hsdp and cp": _full(("dp", "cp"), "replicate", replicate=2, dp=2, cp=2),
+    }
 
 
 @pytest.mark.long
@@ -268,8 +224,7 @@ def test_part_of_the_world_rests_on_a_smaller_mesh(ctx: RankContext) -> None:
     def plain(reshard: bool | int) -> Any:
         return lambda *args: shard_units_and_root(*args[:2], args[2]["dp"], reshard_after_forward=reshard)
 
-    mesh = ctx.mesh(pp=2, dp=4)
-    compare(case(mesh, shard=plain(2)), mesh, oracle_case=case(mesh, shard=plain(True)))
+    by_data(Case(MLP, plain(2)), ctx.mesh(pp=2, dp=4), Case(MLP, plain(True)))
 
 
 # Tensor subclasses with all-gather hooks
@@ -292,17 +247,15 @@ def hooked(runtime: Runtime, model: MLP, mesh: DeviceMesh, make: Any, **kwargs: 
 
 @pytest.mark.ci
 @beyond_torch("has no such subclasses")
-@distributed(4)
-def test_hooks_decide_what_travels_under_tensor_parallelism(ctx: RankContext) -> None:
-    mesh = ctx.mesh(dp=2, tp=2)
-    compare(case(mesh, shard=functools.partial(hooked, make=Sent)), mesh)
+@each_compared(4, by=by_data)
+def test_hooks_decide_what_travels_under_tensor_parallelism() -> Cases:
+    return {"sent": on(Case(MLP, partial(hooked, make=Sent)), dp=2, tp=2)}
 
 
 @pytest.mark.ci
 @beyond_torch("refuses an int with DTensor parameters, and has no such subclasses")
-@pytest.mark.parametrize("way", [shard, *long(functools.partial(hooked, make=Sent))], ids=["plain", "with hooks"])
+@pytest.mark.parametrize("way", [shard, *long(partial(hooked, make=Sent))], ids=["plain", "with hooks"])
 @distributed(4, 8)
 def test_tensor_parallel_rests_on_a_smaller_mesh(ctx: RankContext, way: Any) -> None:
     mesh = ctx.mesh(dp=4, tp=ctx.world_size // 4)
-    resting = case(mesh, shard=functools.partial(way, reshard_after_forward=2))
-    compare(resting, mesh, oracle_case=case(mesh, shard=way))
+    by_data(Case(MLP, partial(way, reshard_after_forward=2)), mesh, Case(MLP, way))

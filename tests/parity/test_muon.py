@@ -21,6 +21,7 @@ from fsdp2 import CPUOffloadPolicy, MatrixRule, MixedPrecisionPolicy, Muon, clip
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.extensions import Halved, wrap
 from tests.harness.runtimes import oracle
+from tests.harness.selection import in_ci
 
 OPTIONS: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.2, "momentum": 0.9}
 ADAMW: dict[str, Any] = {"lr": 0.01, "eps": 1e-3}
@@ -65,12 +66,16 @@ def seeded(cls: type[nn.Module]) -> Any:
         return cls()
 
 
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
 def tokens(step: int) -> Tensor:
-    return torch.randint(0, 13, (30,), generator=torch.Generator().manual_seed(step), device="cpu")
+    return torch.randint(0, 13, (30,), generator=generator(step), device="cpu")
 
 
 def floats(step: int) -> Tensor:
-    return torch.randn(6, 8, generator=torch.Generator().manual_seed(step), device="cpu")
+    return torch.randn(6, 8, generator=generator(step), device="cpu")
 
 
 @contextmanager
@@ -83,8 +88,6 @@ def newton_schulz_in_fp32() -> Iterator[None]:
 
 
 class Reference:
-    """torch's optimizers on the unsharded model."""
-
     def __init__(self, model: nn.Module, groups: Any, dtype: torch.dtype, **options: Any) -> None:
         self.optimizers = [
             optim.Muon([p for _, p in group["params"]], **{**OPTIONS, **options})
@@ -152,7 +155,9 @@ def compare(
     return model, optimizer
 
 
-def sharded(model: nn.Module, runtime: Any = fully_shard, **options: Any) -> None:
+def sharded(model: nn.Module, runtime: Any = fully_shard, make: Any = None, **options: Any) -> None:
+    """``make``: the class of the matrices."""
+    model = model if make is None else wrap(model, make)
     for unit in [*model.children(), model]:
         if isinstance(unit, nn.Linear) or unit is model:
             runtime(unit, **options)
@@ -164,20 +169,36 @@ def test_steps_as_torch_on_the_unsharded_model(ctx: RankContext, dtype: torch.dt
     compare(ctx, partial(sharded, mesh=ctx.mesh_1d()), dtype=dtype)
 
 
-OPTION_CASES: dict[str, dict[str, Any]] = {
-    "no nesterov": {"nesterov": False},
-    "as AdamW": {"adjust_lr_fn": "match_rms_adamw"},
-    "original": {"adjust_lr_fn": "original"},
-    "few steps": {"ns_steps": 2, "ns_coefficients": (2.0, -1.5, 0.5), "eps": 1e-3},
-    "lr is a tensor": {"lr": torch.tensor(0.02)},
-    "no momentum": {"momentum": 0.0, "weight_decay": 0.0},
+LOW: dict[str, Any] = {"tolerance": {"rtol": 0.0, "atol": 0.05}}
+MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+# How it is sharded, and what else ``compare`` takes.
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "no nesterov": ({}, {"nesterov": False}),
+    "as AdamW": ({}, {"adjust_lr_fn": "match_rms_adamw"}),
+    "original": ({}, {"adjust_lr_fn": "original"}),
+    "few steps": ({}, {"ns_steps": 2, "ns_coefficients": (2.0, -1.5, 0.5), "eps": 1e-3}),
+    "lr is a tensor": ({}, {"lr": torch.tensor(0.02)}),
+    "no momentum": ({}, {"momentum": 0.0, "weight_decay": 0.0}),
+    "Shard(1)": ({"shard_placement_fn": lambda p: Shard(1) if p.ndim == 2 else None}, {}),
+    "offloaded": ({"offload_policy": CPUOffloadPolicy(pin_memory=False)}, {}),
+    "stays unsharded": ({"reshard_after_forward": False}, {}),
+    "mixed precision": ({"mp_policy": MIXED}, LOW),
+    "all-gather hooks": ({"make": Halved}, LOW),  # they travel in bf16, and Muon writes the shards of a wrapper
+    "torch's own fully_shard": ({"runtime": oracle().fully_shard}, {}),
+    "accumulation": ({}, {"how": {"micro_batches": 3}}),
+    "clipping": ({}, {"how": {"max_norm": 1e-3}}),
+    "one bucket": ({}, {"settings": {"bucket_nbytes": 1 << 30}}),
+    "a bucket for each matrix": ({}, {"settings": {"bucket_nbytes": 1}}),
 }
+IN_SHORT = ("no nesterov", "Shard(1)", "mixed precision", "all-gather hooks", "torch's own fully_shard", "accumulation")
 
 
-@pytest.mark.parametrize("options", OPTION_CASES)
+@pytest.mark.every_case
+@pytest.mark.parametrize("case", [*IN_SHORT, *in_ci(*(name for name in CASES if name not in IN_SHORT))])
 @distributed(2)
-def test_options_are_torchs(ctx: RankContext, options: str) -> None:
-    compare(ctx, partial(sharded, mesh=ctx.mesh_1d()), **OPTION_CASES[options])
+def test_steps_as_torch_with_each_option_and_however_it_is_sharded(ctx: RankContext, case: str) -> None:
+    sharding, options = CASES[case]
+    compare(ctx, partial(sharded, mesh=ctx.mesh_1d(), **sharding), **options)
 
 
 @pytest.mark.parametrize("copies", ["share", "each", "cheaper"])
@@ -193,53 +214,13 @@ def test_hsdp(ctx: RankContext, copies: str) -> None:
 @pytest.mark.parametrize("copies", ["share", "each"])
 @distributed(4)
 def test_tensor_parallelism_and_fsdp(ctx: RankContext, copies: str) -> None:
+    mesh = ctx.mesh(dp=2, tp=2)
+
     def shard(model: Any) -> None:
-        mesh = ctx.mesh(dp=2, tp=2)
-        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-        parallelize_module(model, mesh["tp"], plan)
+        parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         sharded(model, mesh=mesh["dp"])
 
     compare(ctx, shard, Even, settings={"copies": copies})
-
-
-SHARDINGS: dict[str, Callable[[RankContext], dict[str, Any]]] = {
-    "Shard(1)": lambda ctx: {"shard_placement_fn": lambda p: Shard(1) if p.ndim == 2 else None},
-    "offloaded": lambda ctx: {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
-    "stays unsharded": lambda ctx: {"reshard_after_forward": False},
-}
-
-
-@pytest.mark.parametrize("case", SHARDINGS)
-@distributed(2)
-def test_storage_stays_as_it_is(ctx: RankContext, case: str) -> None:
-    compare(ctx, partial(sharded, mesh=ctx.mesh_1d(), **SHARDINGS[case](ctx)))
-
-
-@distributed(2)
-def test_mixed_precision(ctx: RankContext) -> None:
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    compare(ctx, partial(sharded, mesh=ctx.mesh_1d(), mp_policy=policy), tolerance={"rtol": 0.0, "atol": 0.05})
-
-
-@distributed(2)
-def test_parameters_with_all_gather_hooks(ctx: RankContext) -> None:
-    """They travel in bf16, and the shards that Muon writes are those of a wrapper."""
-
-    def shard(model: Any) -> None:
-        sharded(wrap(model, Halved), mesh=ctx.mesh_1d())
-
-    compare(ctx, shard, tolerance={"rtol": 0.0, "atol": 0.05})
-
-
-@distributed(2)
-def test_shards_of_torchs_own_fully_shard(ctx: RankContext) -> None:
-    compare(ctx, partial(sharded, runtime=oracle().fully_shard, mesh=ctx.mesh_1d()))
-
-
-@pytest.mark.parametrize("how", [{"micro_batches": 3}, {"max_norm": 1e-3}], ids=["accumulation", "clipping"])
-@distributed(2)
-def test_gradients_of_several_batches_and_clipped_ones(ctx: RankContext, how: dict[str, Any]) -> None:
-    compare(ctx, partial(sharded, mesh=ctx.mesh_1d()), how=how)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
@@ -285,16 +266,6 @@ def test_a_backward_that_fails_takes_back_what_it_has_sent(ctx: RankContext) -> 
         assert torch.equal(mine.full_tensor(), other.full_tensor())
 
 
-@distributed(2)
-def test_one_matrix_per_bucket_gives_the_same_bits(ctx: RankContext) -> None:
-    models = [
-        compare(ctx, partial(sharded, mesh=ctx.mesh_1d()), settings={"bucket_nbytes": nbytes})[0]
-        for nbytes in (1, 1 << 30)
-    ]
-    for mine, other in zip(*(model.parameters() for model in models), strict=True):
-        torch.testing.assert_close(mine.full_tensor(), other.full_tensor(), rtol=0.0, atol=1e-6)
-
-
 class Fused(nn.Module):
     """A fused QKV weight, experts and a convolution, as parameters; ``parts`` are what Muon is to see of them."""
 
@@ -337,7 +308,7 @@ def parts_of(name: str, value: Tensor) -> list[Tensor]:
 @distributed(2, 3, short=2)
 def test_parts_of_a_tensor_are_stepped_as_matrices_of_their_own(ctx: RankContext) -> None:
     reference = seeded(Fused)
-    batches = [torch.randn(6, generator=torch.Generator().manual_seed(seed), device="cpu") for seed in range(2)]
+    batches = [torch.randn(6, generator=generator(seed), device="cpu") for seed in range(2)]
     parts = {name: [each.detach().clone() for each in parts_of(name, p)] for name, p in reference.named_parameters()}
     theirs = optim.Muon([each for of_param in parts.values() for each in of_param], **OPTIONS)
     model = seeded(Fused).to(ctx.device_type)

@@ -1,23 +1,45 @@
-"""Optimizers of torch, each way they are implemented, on the shards: the same parameters as with torch's shards."""
+"""Optimizers on the shards: each of torch's, gradient scalers, and ``HostAdamW``: the same values as torch's."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.amp import GradScaler
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer, lr_scheduler
 
-from fsdp2._torch import torch_is_at_least
+import fsdp2
+from tests.distributed.compile_support import start_compiling
 from tests.harness.compare import Cases, as_torchs, compare, compare_values, each_compared, hsdp
 from tests.harness.distributed import RankContext, distributed
-from tests.harness.messages import error_of
-from tests.harness.models import MLP, Branches, Uneven
+from tests.harness.models import MLP, Branches, Transformer, Uneven
+from tests.harness.offload import shard_offloaded
 from tests.harness.runtimes import Runtime, beyond_torch, oracle, subject
-from tests.harness.selection import long
-from tests.harness.training import Case, Step, Tolerance, dtensor_adamw, one_backward
+from tests.harness.selection import in_ci, long
+from tests.harness.training import (
+    BY_TURNS,
+    Case,
+    OnShards,
+    Step,
+    Tolerance,
+    accumulate,
+    dtensor_adamw,
+    one_backward,
+    sgd,
+    shard_units_and_root,
+    sharded,
+    sharded as shard_with,
+    train,
+)
 from tests.parity.setups import SETUPS, Setup, setups, train_steps, whole
 
 # eps is well above the rounding noise of a gradient, so that noise stays noise in the update
@@ -33,7 +55,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 
 
 def _optimizer(name: str, **options: Any) -> Any:
-    return functools.partial(getattr(torch.optim, name), **OPTIMIZERS[name], **options)
+    return partial(getattr(torch.optim, name), **OPTIMIZERS[name], **options)
 
 
 @pytest.mark.parametrize("foreach", [True, False], ids=["foreach", "for_loop"])
@@ -66,7 +88,7 @@ def _two_groups(parameters: Any) -> Optimizer:
 @each_compared(2, 4, ci=("fused AdamW", "in place", "in place, not foreach", "in place, fused", "Muon"))
 def test_optimizers_and_what_is_around_them() -> Cases:
     """DTensor has no rule for the fused kernels of SGD and Adagrad."""
-    in_place = functools.partial(Case, MLP, set_to_none=False)
+    in_place = partial(Case, MLP, set_to_none=False)
     return {
         "fused Adam": Case(Uneven, optimizer=_optimizer("Adam", fused=True)),
         "fused AdamW": Case(Uneven, optimizer=_optimizer("AdamW", fused=True)),
@@ -77,18 +99,6 @@ def test_optimizers_and_what_is_around_them() -> Cases:
         "schedule of learning rates": Case(MLP, optimizer=_scheduled, num_steps=5),
         "groups with options of their own": Case(MLP, optimizer=_two_groups),
     }
-
-
-@pytest.mark.parametrize("name", ["Adafactor", "fused SGD", *([] if torch_is_at_least(2, 15) else ["Rprop"])])
-@as_torchs(2)
-def test_optimizer_that_has_no_rule_for_dtensors_is_refused_as_under_torch(
-    ctx: RankContext, runtime: Runtime, name: str
-) -> str:
-    model = SETUPS["uneven"].sharded(runtime, ctx)
-    options = {"fused": True} if name == "fused SGD" else {}
-    optimizer = getattr(torch.optim, name.removeprefix("fused "))(model.parameters(), lr=0.1, **options)
-    one_backward(Step(0, ctx.rank, runtime), model)
-    return error_of(optimizer.step)
 
 
 # Optimizers that step in backward
@@ -129,14 +139,18 @@ def _trained_as_usual(setup: Setup, ctx: RankContext) -> Any:
     return whole([losses, parameters])
 
 
-@setups("hsdp", "kept", long=("uneven", "resting", "tied"))
+IN_BACKWARD = {**SETUPS, "used three times": Setup(partial(Branches, (0, 0, 0)))}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("setup", ["hsdp", "used three times", *in_ci("kept"), *long("uneven", "resting", "tied")])
 @distributed(2)
 def test_optimizer_that_steps_in_backward(ctx: RankContext, setup: str) -> None:
-    where = SETUPS[setup]
+    """A unit that runs several times is reduced after each of its backwards; the gradient is there after the last."""
+    where = IN_BACKWARD[setup]
     found = _trained_in_backward(where, subject(), ctx)
     compare_values("against stepping after backward", found, _trained_as_usual(where, ctx))
-    if ctx.world_size == 2:
-        compare_values("against torch", found, _trained_in_backward(where, oracle(), ctx))
+    compare_values("against torch", found, _trained_in_backward(where, oracle(), ctx))
 
 
 @setups("kept", long=("uneven", "hsdp"))
@@ -156,10 +170,248 @@ def test_optimizer_that_steps_in_backward_outdates_parameters_kept_after_it(ctx:
     compare_values("against stepping after backward", found, _trained_as_usual(SETUPS[setup], ctx))
 
 
+NUM_STEPS = 4
+OVERFLOWS_AT = 1
+
+
+def _scaler(sharded: bool) -> Any:
+    if sharded:
+        return ShardedGradScaler("cpu", init_scale=1024.0, growth_interval=2, process_group=dist.group.WORLD)
+    return GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+
+
+def _overflow_in_one_shard(model: Any) -> None:
+    """The other ranks have nothing but finite gradients. Replicas agree, as after a reduction."""
+    grad = model.exit.weight.grad
+    if grad.device_mesh.get_local_rank(grad.device_mesh.ndim - 1) == 0:
+        grad.to_local()[0, 0] = float("inf")
+
+
+def _train(
+    ctx: RankContext, runtime: Runtime, setup: Setup, sharded: bool, where: str, clip: bool = False, fused: bool = False
+) -> list[Any]:
+    """Per step: the scale, and the parameters. In step 1 the loss of one rank overflows, or one shard's gradient."""
+    model = setup.sharded(runtime, ctx)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True) if fused else sgd(model.parameters())
+    parameters, scaler = list(model.parameters()), _scaler(sharded)
+    records = []
+    for index in range(NUM_STEPS):
+        overflows = index == OVERFLOWS_AT
+        scale = float("inf") if overflows and where == "loss" and ctx.rank == ctx.world_size - 1 else 1.0
+        scaler.scale(Step(index, ctx.rank, runtime).loss(model) * scale).backward()
+        if overflows and where == "shard":
+            _overflow_in_one_shard(model)
+        if clip:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(parameters, 0.1)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Found a non-scalar tensor")  # ShardedGradScaler's own flag
+            scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        records.append([scaler.get_scale(), whole(parameters)])
+    return records
+
+
+def _check_skips(records: list[Any]) -> None:
+    before, skipped, after = records[OVERFLOWS_AT - 1 : OVERFLOWS_AT + 2]
+    assert skipped[0] == before[0] / 2
+    compare_values("parameters of the step that overflowed", skipped[1], before[1])
+    assert not any(torch.equal(a, b) for a, b in zip(after[1], skipped[1], strict=True))
+
+
+def _check(ctx: RankContext, *args: Any, **options: Any) -> None:
+    found = _train(ctx, subject(), *args, **options)
+    _check_skips(found)
+    if ctx.world_size == 2:
+        compare_values("against torch", found, _train(ctx, oracle(), *args, **options))
+
+
+@pytest.mark.parametrize("where", ["loss", "shard"])
+@pytest.mark.parametrize("sharded", [False, True], ids=["GradScaler", "ShardedGradScaler"])
+@setups("uneven", "hsdp")
+@distributed(2, 4)
+def test_overflow_on_one_rank_skips_the_step_on_all(ctx: RankContext, setup: str, sharded: bool, where: str) -> None:
+    _check(ctx, SETUPS[setup], sharded, where)
+
+
+FP16 = {"param_dtype": torch.float16, "reduce_dtype": torch.float32}
+WAYS: dict[str, tuple[Setup, bool, str, dict[str, bool]]] = {
+    "unscaled before they are clipped": (SETUPS["uneven"], False, "shard", {"clip": True}),
+    "fused, which unscales by itself": (SETUPS["uneven"], False, "shard", {"fused": True}),
+    "in float16": (Setup(MLP, shard=shard_with(policy=FP16)), False, "loss", {}),
+}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("way", WAYS)
 @distributed(2)
-def test_optimizer_that_steps_in_backward_of_a_unit_that_runs_several_times(ctx: RankContext) -> None:
-    """The unit is reduced after each of its backwards; the gradient is there after the last one only."""
-    where = Setup(functools.partial(Branches, (0, 0, 0)))
-    found = _trained_in_backward(where, subject(), ctx)
-    compare_values("against stepping after backward", found, _trained_as_usual(where, ctx))
-    compare_values("against torch", found, _trained_in_backward(where, oracle(), ctx))
+def test_scaled_gradients_are_unscaled(ctx: RankContext, way: str) -> None:
+    *args, options = WAYS[way]
+    _check(ctx, *args, **options)
+
+
+COMPILED = {
+    "AdamW": partial(torch.optim.AdamW, lr=1e-2, eps=1e-3),
+    "AdamW, foreach": partial(torch.optim.AdamW, lr=1e-2, eps=1e-3, foreach=True),
+    "AdamW, fused": partial(torch.optim.AdamW, lr=1e-2, eps=1e-3, fused=True),
+    "Adam, amsgrad": partial(torch.optim.Adam, lr=1e-2, eps=1e-3, amsgrad=True),
+    "SGD": partial(torch.optim.SGD, lr=0.02, momentum=0.9),
+    "SGD, foreach": partial(torch.optim.SGD, lr=0.02, momentum=0.9, foreach=True),
+}
+
+
+@as_torchs(2)
+def test_gradients_lie_in_their_memory_as_under_torch(ctx: RankContext, runtime: Runtime) -> Any:
+    """A compiled step of an optimizer makes fake tensors of them."""
+    model = MLP()
+    shard_units_and_root(runtime, model, ctx.mesh_1d())
+    one_backward(Step(0, ctx.rank, runtime), model)
+    fakes: list[Any] = [FakeTensorMode().from_tensor(parameter.grad) for parameter in model.parameters()]
+    return [(fake.storage_offset(), fake._local_tensor.storage_offset(), fake.stride()) for fake in fakes]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("make", COMPILED)
+@distributed(2)
+def test_compiled_step_of_an_optimizer_is_that_of_torch(ctx: RankContext, make: str) -> None:
+    start_compiling()
+
+    def compiled(parameters: Any) -> torch.optim.Optimizer:
+        torch.compiler.reset()
+        optimizer = COMPILED[make](parameters)
+        optimizer.step = torch.compile(optimizer.step, backend="aot_eager")  # type: ignore[method-assign]
+        return optimizer
+
+    compare(Case(Uneven, optimizer=compiled, num_steps=4), ctx.mesh_1d())
+
+
+HOST_OPTIONS: dict[str, Any] = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-3, "weight_decay": 0.1}
+
+
+class Clipped(OnShards):
+    """Clips, then steps: what ``max_norm`` stands for."""
+
+    def __init__(self, parameters: Any, max_norm: float | None, **options: Any) -> None:
+        super().__init__(parameters, partial(torch.optim.AdamW, fused=True, **options))
+        self._max_norm = max_norm
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if self._max_norm is not None:
+            params = [param for group in self.param_groups for param in group["params"]]
+            fsdp2.clip_grad_norm_(params, self._max_norm)
+        super().step(closure)
+
+
+def two_groups(parameters: Iterable[Tensor]) -> list[dict[str, Any]]:
+    """Matrices, and the rest: with another rate and no decay."""
+    parameters = list(parameters)
+    matrices = [each for each in parameters if each.dim() > 1]
+    return [{"params": matrices}, {"params": [p for p in parameters if p.dim() < 2], "lr": 3e-2, "weight_decay": 0.0}]
+
+
+# Every backward reduces, and adds to ``.grad``. The last one is announced.
+accumulated_with_reductions = partial(accumulate, switch="set_is_last_backward")
+partial_sums = partial(accumulate, switch="set_requires_all_reduce")
+
+
+def backwards_of_one_forward(step: Step, model: Any) -> list[Tensor]:
+    """Reductions of the first backward are in flight when the second one begins."""
+    loss = step.loss(model)
+    step.control(model).set_is_last_backward(False)
+    loss.backward(retain_graph=True)
+    step.control(model).set_is_last_backward(True)
+    loss.backward()
+    return [loss]
+
+
+def evaluated_before_the_step(step: Step, model: Any) -> list[Tensor]:
+    """The gathers of the evaluation wait for what backward has begun."""
+    losses = one_backward(step, model)
+    with torch.no_grad():
+        step.loss(model)
+    for unit in (*model.units(), model):
+        step.control(unit).reshard()
+    return losses
+
+
+def finalized_by_hand(step: Step, model: Any) -> list[Tensor]:
+    root = step.control(model)
+    root.set_manual_backward_finalization(True)
+    losses = accumulate(step, model)
+    root.finalize_backward()
+    return losses
+
+
+mixed = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+CASES: dict[str, Case] = {
+    "plain": Case(Transformer),
+    "uneven": Case(Uneven),
+    "bf16 compute": Case(MLP, sharded(policy=mixed)),
+    "kept after forward": Case(MLP, sharded(reshard_after_forward=False), step=evaluated_before_the_step),
+    "accumulated without reductions": Case(MLP, step=accumulate),
+    "accumulated with reductions": Case(MLP, step=accumulated_with_reductions),
+    "several backwards": Case(MLP, step=backwards_of_one_forward),
+    "finalized by hand": Case(MLP, step=finalized_by_hand),
+    "offloaded": Case(MLP, shard_offloaded),
+    "offloaded, accumulated": Case(MLP, shard_offloaded, step=accumulated_with_reductions),
+    **{name: make() for name, make in BY_TURNS.items()},
+    "ranks may differ": BY_TURNS["other parameters"](sharded(then=lambda m: m.set_ranks_may_differ(True))),
+}
+OVERLAPPED = "clipped, forward overlaps"
+FAST = ("plain", "accumulated with reductions", "several backwards", "offloaded", "frozen by turns")
+CHOICES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # what the reference is told, and what only we are
+    "plain": ({}, {}),
+    "forward overlaps": ({}, {"overlap_forward": True}),
+    "clipped": ({"max_norm": 0.1}, {}),
+    "clipped, forward overlaps": ({"max_norm": 0.1}, {"overlap_forward": True}),
+    "not clipped": ({"max_norm": 1e6}, {}),
+    "amsgrad": ({"amsgrad": True}, {}),
+    "maximised": ({"maximize": True}, {}),
+}
+
+
+class _Read(fsdp2.HostAdamW):
+    """Waits before the harness reads parameters."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.wait()
+        super().zero_grad(set_to_none)
+
+
+def assert_same(case: Case, mesh: Any, told: dict[str, Any], ours: dict[str, Any]) -> None:
+    reference = {"max_norm": None, **HOST_OPTIONS, **told}
+    expected = train(replace(case, optimizer=lambda p: Clipped(two_groups(p), **reference)), mesh, subject())
+    found = train(
+        replace(case, optimizer=lambda p: _Read(two_groups(p), **HOST_OPTIONS, **told, **ours)), mesh, subject()
+    )
+    for index, (a, b) in enumerate(zip(found, expected, strict=True)):
+        assert all(map(torch.equal, a.losses, b.losses)), index
+        for name, snapshot in b.parameters.items():
+            assert torch.equal(a.parameters[name].local, snapshot.local), (index, name)
+
+
+@pytest.mark.parametrize("name", [*FAST, *long(*(name for name in CASES if name not in FAST))])
+@distributed(2, 4)
+def test_steps_as_adamw_on_the_shards(ctx: RankContext, name: str) -> None:
+    assert_same(CASES[name], ctx.mesh_1d(), {}, {})
+
+
+@pytest.mark.parametrize("choice", [OVERLAPPED, *long(*(each for each in CHOICES if each != OVERLAPPED))])
+@distributed(2)
+def test_steps_as_adamw_with_its_options(ctx: RankContext, choice: str) -> None:
+    for name in ("plain", "offloaded", "accumulated with reductions", "other parameters"):
+        assert_same(CASES[name], ctx.mesh_1d(), *CHOICES[choice])
+
+
+@pytest.mark.ci
+@distributed(4)
+def test_steps_as_adamw_on_replicas(ctx: RankContext) -> None:
+    for step in (one_backward, accumulate, partial_sums):
+        assert_same(Case(MLP, step=step), ctx.mesh_2d(2, 2), {"max_norm": 0.1}, {})
+
+
+@distributed(2)
+def test_steps_as_adamw_on_each_rank_alone(ctx: RankContext) -> None:
+    """Nothing is gathered: compute reads the memory that the host steps."""
+    assert_same(Case(MLP), ctx.mesh_of_one(), {}, {"overlap_forward": True})

@@ -1,48 +1,54 @@
-"""Passes other than one forward and one backward of the root, and what they may return."""
+"""Passes other than one forward and one backward of the root: what they return, methods as entry points, modules of one
+unit that are called on their own (chunked loss), and recomputation, inside and around sharded modules.
+"""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tests.harness.compare import Cases, compare, compare_losses_with_unsharded, each_compared, trains_alike
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import (
+    DIM,
     MLP,
+    STRUCTURES,
+    Block,
     Branches,
     Buffers,
     Nested,
     ParityModel,
     Transformer,
-    as_dataclass,
-    as_dict,
-    as_namedtuple,
-    as_tuple,
     frozen,
 )
-from tests.harness.runtimes import beyond_torch
-from tests.harness.training import Case, Step, one_backward, shard_units_and_root, sharded
+from tests.harness.runtimes import Runtime, beyond_torch
+from tests.harness.training import Case, Step, accumulate, one_backward, sgd, shard_units_and_root, sharded
+from tests.parity.test_mixed_precision import BF16, BFLOAT16_ARITHMETIC, FP32
 
 KEPT = sharded(reshard_after_forward=False)
 
 
-@pytest.mark.parametrize("structure", [as_tuple, as_dict, as_namedtuple, as_dataclass])
-@distributed(2, 4)
-def test_nested_outputs_are_returned_and_differentiated(ctx: RankContext, structure) -> None:
-    def step(step: Step, model: Nested) -> list[Tensor]:
-        batch = step.batch(model)
-        output = model(*batch)
-        step.note("type", type(output).__name__)
-        loss = model.loss(output, batch)
-        loss.backward()
-        return [loss]
+def _noting_the_type(step: Step, model: Nested) -> list[Tensor]:
+    batch = step.batch(model)
+    output = model(*batch)
+    step.note("type", type(output).__name__)
+    loss = model.loss(output, batch)
+    loss.backward()
+    return [loss]
 
-    compare(Case(functools.partial(Nested, structure), step=step), ctx.mesh_1d())
+
+@each_compared(2, 4, ci=[make.__name__ for make in STRUCTURES[1:]])
+def test_nested_outputs_are_returned_and_differentiated() -> Cases:
+    return {make.__name__: Case(partial(Nested, make), step=_noting_the_type) for make in STRUCTURES}
 
 
 class Chain(MLP):
@@ -63,8 +69,6 @@ class Chain(MLP):
 
 
 class TwoExits(MLP):
-    """A forward uses one of two exits."""
-
     def __init__(self) -> None:
         super().__init__()
         self.other_exit = nn.Linear(self.dim, 8)
@@ -80,16 +84,18 @@ def _four_forwards(step: Step, model: ParityModel) -> list[Tensor]:
     return losses  # nobody asks for the gradients of the last one
 
 
+def _four_of(model: Any, units: Any = None) -> Case:
+    return Case(model, sharded(units=units), _four_forwards)
+
+
 SHARED_OUTPUTS = {
-    "root alone": Case(MLP, step=_four_forwards),
-    "root without parameters": Case(MLP, sharded(units=lambda m: [m.entry, *m.blocks, m.exit, m]), _four_forwards),
-    "as torchtitan": Case(
-        MLP, sharded(units=lambda m: [m.entry, *m.blocks[:2], [m.blocks[2], m.exit], m]), _four_forwards
-    ),
-    "all but the entry": Case(MLP, sharded(units=lambda m: [*m.blocks, m.exit, m]), _four_forwards),
-    "frozen entry": Case(frozen(MLP, "entry"), sharded(units=lambda m: [*m.blocks, m.exit, m]), _four_forwards),
-    "chain": Case(Chain, step=_four_forwards),
-    "two exits": Case(TwoExits, step=_four_forwards),
+    "root alone": _four_of(MLP),
+    "root without parameters": _four_of(MLP, lambda m: [m.entry, *m.blocks, m.exit, m]),
+    "as torchtitan": _four_of(MLP, lambda m: [m.entry, *m.blocks[:2], [m.blocks[2], m.exit], m]),
+    "all but the entry": _four_of(MLP, lambda m: [*m.blocks, m.exit, m]),
+    "frozen entry": _four_of(frozen(MLP, "entry"), lambda m: [*m.blocks, m.exit, m]),
+    "chain": _four_of(Chain),
+    "two exits": _four_of(TwoExits),
 }
 
 
@@ -107,20 +113,7 @@ def _backward_three_times(step: Step, model: ParityModel) -> list[Tensor]:
     return [loss]
 
 
-@each_compared(2, 4, ci=("three times, kept",))
-def test_several_forwards_and_backwards() -> Cases:
-    reshards = sharded(reshard_after_forward=True)
-    return {
-        "in no order, kept": Case(MLP, KEPT, _four_forwards),
-        "three times": Case(MLP, reshards, _backward_three_times),
-        "three times, kept": Case(MLP, KEPT, _backward_three_times),
-        "a unit that runs several times": Case(functools.partial(Branches, (0, 1, 0, 1, 0, 1, 2))),
-    }
-
-
 class CallsItself(nn.Module):
-    """Each call computes, then makes the next one."""
-
     def __init__(self, dim: int) -> None:
         super().__init__()
         self.linear = nn.Linear(dim, dim)
@@ -137,18 +130,20 @@ class CallThemselves(MLP):
 
 
 class Twice(MLP):
-    """The root calls itself on each half of the batch."""
-
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) if len(x) == 1 else torch.cat([self(x[:1]), self(x[1:])])
 
 
-@each_compared(2, 4, ci=("blocks",))
-def test_units_that_call_themselves() -> Cases:
+@each_compared(2, 4, ci=("three times, kept", "blocks call themselves"))
+def test_several_forwards_and_backwards() -> Cases:
     return {
-        "blocks": Case(CallThemselves),
-        "blocks, kept": Case(CallThemselves, KEPT),
-        "root": Case(Twice),
+        "in no order, kept": Case(MLP, KEPT, _four_forwards),
+        "three times": Case(MLP, sharded(reshard_after_forward=True), _backward_three_times),
+        "three times, kept": Case(MLP, KEPT, _backward_three_times),
+        "a unit that runs several times": Case(partial(Branches, (0, 1, 0, 1, 0, 1, 2))),
+        "blocks call themselves": Case(CallThemselves),
+        "blocks call themselves, kept": Case(CallThemselves, KEPT),
+        "root calls itself": Case(Twice),
     }
 
 
@@ -176,7 +171,7 @@ def _train_then_evaluate_and_reshard(step: Step, model: ParityModel) -> list[Ten
     return losses
 
 
-_infer_then_train = functools.partial(_evaluate_then_train, guard=torch.inference_mode)
+_infer_then_train = partial(_evaluate_then_train, guard=torch.inference_mode)
 INFERENCE = ("inference, MLP", "no_grad, Transformer", "inference, Transformer", "first, kept")
 
 
@@ -184,13 +179,13 @@ INFERENCE = ("inference, MLP", "no_grad, Transformer", "inference, Transformer",
 def test_evaluation_between_training_steps() -> Cases:
     steps = {"no_grad": _evaluate_then_train, "inference": _infer_then_train}
     later = {
-        f"{name}, {model.__name__}": Case(model, step=functools.partial(step, first_step=1))
+        f"{name}, {model.__name__}": Case(model, step=partial(step, first_step=1))
         for model in (MLP, Transformer)
         for name, step in steps.items()
     }
     return {
         **later,
-        "running buffers": Case(Buffers, step=functools.partial(_evaluate_then_train, first_step=1)),
+        "running buffers": Case(Buffers, step=partial(_evaluate_then_train, first_step=1)),
         "first": Case(MLP, sharded(reshard_after_forward=True), _evaluate_then_train),
         "first, kept": Case(MLP, KEPT, _evaluate_then_train),
         "before the optimizer's step, resharded by hand": Case(MLP, step=_train_then_evaluate_and_reshard),
@@ -212,29 +207,15 @@ def test_evaluation_before_the_optimizer_step_leaves_nothing_stale(ctx: RankCont
     compare_losses_with_unsharded(Case(MLP, step=_train_then_evaluate), ctx.mesh_1d())
 
 
-@trains_alike(2, model=MLP)
-def test_evaluation_between_forward_and_backward(step: Step, model: ParityModel) -> list[Tensor]:
-    loss = step.loss(model)
-    with torch.no_grad():
-        other = step.loss(model, micro=7)
-    loss.backward()
-    return [loss, other]
-
-
-@trains_alike(2, model=MLP)
-def test_a_unit_alone_evaluates_after_the_root_has_run(step: Step, model: MLP) -> list[Tensor]:
-    losses = one_backward(step, model)
-    with torch.no_grad():
-        encoded = model.blocks[1](step.batch(model, micro=7)[0])
-    return [*losses, encoded]
-
-
 @trains_alike(2, 4, model=MLP)
-def test_a_unit_alone_trains_after_the_root_has_run(step: Step, model: MLP) -> list[Tensor]:
+def test_a_unit_alone_evaluates_and_trains_after_the_root_has_run(step: Step, model: MLP) -> list[Tensor]:
     losses = one_backward(step, model)
-    alone = model.blocks[1](step.batch(model, micro=7)[0]).square().mean()
+    (x,) = step.batch(model, micro=7)
+    with torch.no_grad():
+        encoded = model.blocks[1](x)
+    alone = model.blocks[1](x).square().mean()
     alone.backward()
-    return [*losses, alone]
+    return [*losses, encoded, alone]
 
 
 class Tower(ParityModel):
@@ -246,19 +227,370 @@ class Tower(ParityModel):
         return self.left(x) * self.right(x)
 
 
+_each_tower = sharded(units=lambda model: [*model.left.units(), model.left, *model.right.units(), model.right])
+
+
+@trains_alike(2, model=Tower, shard=_each_tower)
+def test_two_roots_in_one_loss(step: Step, model: Tower) -> list[Tensor]:
+    return one_backward(step, model)
+
+
+RESHARD: dict[str, bool | None] = {"resharded": True, "kept": False, "by default": None}
+IN_CI = [*RESHARD][1:]
+
+
+class _Coder(MLP):
+    """An autoencoder whose halves are methods, as in image models."""
+
+    def __init__(self) -> None:
+        super().__init__(num_blocks=2)
+        self.exit = nn.Linear(DIM, DIM)
+
+    def encode(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+        return self.blocks[0](self.entry(x * scale))
+
+    def decode(self, x: Tensor) -> dict[str, Tensor]:
+        return {"y": self.exit(self.blocks[1](x))}
+
+    def forward(self, x: Tensor) -> Any:
+        return self.decode(self.encode(x))
+
+
+METHODS = ("encode", "decode")
+
+
+def _shard_with_methods(runtime: Runtime, model: Any, mesh: DeviceMesh, **kwargs: Any) -> None:
+    for name in METHODS:
+        runtime.register_fsdp_forward_method(model, name)  # not sharded yet: nothing happens
+    shard_units_and_root(runtime, model, mesh, **kwargs)
+    for name in METHODS:
+        runtime.register_fsdp_forward_method(model, name)
+
+
+WITH_METHODS = {name: partial(_shard_with_methods, reshard_after_forward=value) for name, value in RESHARD.items()}
+
+
+def _methods_only(step: Step, model: _Coder) -> list[Tensor]:
+    (x,) = batch = step.batch(model)
+    latent = model.encode(x, scale=0.5)
+    loss = model.loss(model.decode(latent), batch)
+    loss.backward()
+    return [latent, loss]
+
+
+def _one_method(step: Step, model: _Coder) -> list[Tensor]:
+    (x,) = step.batch(model)
+    loss = model.loss(model.encode(x), (x,))
+    loss.backward()
+    return [loss]
+
+
+def _evaluate(step: Step, model: _Coder) -> list[Tensor]:
+    with torch.no_grad():
+        latent = model.encode(*step.batch(model))
+    return [latent, *_methods_only(step, model)]
+
+
+class _Inner(ParityModel):
+    """A registered method of an inner unit, called from the root's forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.coder, self.exit = _Coder(), nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.exit(self.coder.decode(self.coder.encode(x))["y"])
+
+    def units(self) -> list[nn.Module]:
+        return [*self.coder.blocks, self.coder]
+
+
+def _register(runtime: Runtime, model: Any, mesh: DeviceMesh) -> None:
+    shard_units_and_root(runtime, model, mesh)
+    for name in METHODS:
+        runtime.register_fsdp_forward_method(model.coder, name)
+
+
+@each_compared(2, 4, ci=IN_CI)
+def test_training_through_methods_alone() -> Cases:
+    return {
+        **{name: Case(_Coder, shard, _methods_only) for name, shard in WITH_METHODS.items()},
+        "one method": Case(_Coder, _shard_with_methods, _one_method),
+        "evaluation first": Case(_Coder, _shard_with_methods, _evaluate),
+        "methods of an inner unit": Case(_Inner, _register),
+    }
+
+
+class _Recurrent(_Coder):
+    """A method that calls ``forward`` of its own module, and goes on with the module's parameters."""
+
+    def encode(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+        return self.exit(self.generate(x, scale))
+
+    def generate(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        for _ in range(2):
+            x = self(x * scale)["y"]
+        return x
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"y": self.blocks[1](self.blocks[0](self.entry(x)))}
+
+
+@each_compared(2, by=compare_losses_with_unsharded, ci=IN_CI)
+def test_methods_and_forward_of_one_module_may_call_each_other() -> Cases:
+    forward_calls = {name: Case(_Coder, shard) for name, shard in WITH_METHODS.items()}
+    return {**forward_calls, "method calls forward": Case(_Recurrent, _shard_with_methods, _one_method)}
+
+
+@beyond_torch("it reshards when the inner call returns, so that the rest of the method meets shards")
+@each_compared(2, by=compare_losses_with_unsharded)
+def test_method_may_call_forward_of_its_own_module_that_reshards() -> Cases:
+    return {"resharded": Case(_Recurrent, WITH_METHODS["resharded"], _one_method)}
+
+
+# Modules of one unit that are called on their own
+
+
+class _Chunked(MLP):
+    """``forward`` ends with the norm; the head is called per chunk by the loss."""
+
+    def __init__(self) -> None:
+        super().__init__(num_blocks=2)
+        self.norm, self.head = nn.LayerNorm(DIM), self.exit
+        del self.exit
+
+    def batch(self, generator: torch.Generator) -> tuple[Any, ...]:
+        return (torch.randn(6, DIM, generator=generator),)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.entry(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
+
+
+class _ChunkedInside(_Chunked):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.head(chunk) for chunk in super().forward(x).chunk(NUM_CHUNKS)])
+
+
+def _shard_norm_and_head(runtime: Runtime, model: _Chunked, mesh: DeviceMesh, **kwargs: Any) -> None:
+    runtime.fully_shard([model.norm, model.head], mesh=mesh, **kwargs)
+    shard_units_and_root(runtime, model, mesh, **kwargs)
+
+
+NUM_CHUNKS = 3
+
+
+def _chunk_by_chunk(step: Step, model: _Chunked, reduces_once: bool = False, evaluates: bool = False) -> list[Tensor]:
+    """Backward through the head per chunk, then through the rest."""
+    losses = []
+    if evaluates:
+        with torch.no_grad():
+            losses.append(model.head(model(*step.batch(model, 1))))
+    hidden = model(*step.batch(model))
+    detached = hidden.detach().requires_grad_()
+    step.control(model).set_is_last_backward(False)
+    step.control(model).set_requires_gradient_sync(not reduces_once)
+    for chunk in detached.chunk(NUM_CHUNKS):
+        losses.append(model.head(chunk).square().mean())
+        losses[-1].backward()
+    step.control(model).set_is_last_backward(True)
+    step.control(model).set_requires_gradient_sync(True)
+    hidden.backward(detached.grad)
+    return losses
+
+
+def _all_chunks_at_once(step: Step, model: _Chunked) -> list[Tensor]:
+    hidden = model(*step.batch(model))
+    loss = torch.stack([model.head(chunk).square().mean() for chunk in hidden.chunk(NUM_CHUNKS)]).sum()
+    loss.backward()
+    return [loss]
+
+
+WITH_HEAD = {name: partial(_shard_norm_and_head, reshard_after_forward=value) for name, value in RESHARD.items()}
+
+
+@each_compared(2, ci=IN_CI)
+def test_head_called_per_chunk_with_its_own_backward() -> Cases:
+    return {
+        **{name: Case(_Chunked, shard, _chunk_by_chunk) for name, shard in WITH_HEAD.items()},
+        "reduced once": Case(_Chunked, _shard_norm_and_head, partial(_chunk_by_chunk, reduces_once=True)),
+        "called without grad between steps": Case(
+            _Chunked, _shard_norm_and_head, partial(_chunk_by_chunk, evaluates=True)
+        ),
+    }
+
+
+@each_compared(
+    2, by=compare_losses_with_unsharded, ci=[f"{name}, {where}" for name in IN_CI for where in ("loss", "root")]
+)
+def test_chunks_in_one_backward() -> Cases:
+    """The head is called by the loss, or inside the forward of the root."""
+    return {
+        **{f"{name}, loss": Case(_Chunked, shard, _all_chunks_at_once) for name, shard in WITH_HEAD.items()},
+        **{f"{name}, root": Case(_ChunkedInside, shard) for name, shard in WITH_HEAD.items()},
+    }
+
+
+@pytest.mark.parametrize("grad_enabled", [False, True])
+@pytest.mark.parametrize("reshard", [None, False])
 @distributed(2)
-def test_two_roots_in_one_loss(ctx: RankContext) -> None:
-    def shard(runtime, model: Tower, mesh) -> None:
-        shard_units_and_root(runtime, model.left, mesh)
-        shard_units_and_root(runtime, model.right, mesh)
+def test_parameters_are_shards_after_a_method_that_calls_forward(
+    ctx: RankContext, reshard: bool | None, grad_enabled: bool
+) -> None:
+    """An optimizer that is built then trains; with whole parameters it would train nothing, and say nothing."""
 
-    compare(Case(Tower, shard), ctx.mesh_1d())
+    def shard(runtime: Runtime, model: Any, mesh: DeviceMesh) -> None:
+        shard_units_and_root(runtime, model, mesh, reshard_after_forward=reshard)
+        runtime.register_fsdp_forward_method(model, "generate")
+
+    def step(step: Step, model: _Recurrent) -> list[Tensor]:
+        batch = step.batch(model)
+        with torch.set_grad_enabled(grad_enabled):
+            generated = model.generate(*batch)
+        step.note("kinds", [type(parameter).__name__ for parameter in model.parameters()])
+        # Blocks may be kept unsharded; torch would train nothing of them then, and fsdp2 refuses the step.
+        sharded = [parameter for parameter in model.parameters() if isinstance(parameter, DTensor)]
+        optimizer = torch.optim.SGD(sharded, lr=0.1)
+        loss = model.loss(model.generate(*batch) if grad_enabled else model(*batch), batch)
+        loss.backward()
+        optimizer.step()
+        return [generated, loss]
+
+    compare(Case(_Recurrent, shard=shard, step=step, unsharded=None), ctx.mesh_1d())
 
 
-@trains_alike(2, model=MLP, unsharded=None)
-def test_gradients_by_autograd_grad_of_the_inputs(step: Step, model: ParityModel) -> list[Tensor]:
-    losses = one_backward(step, model)
-    (x,) = step.batch(model, micro=1)
-    x.requires_grad_()
-    (gradient,) = torch.autograd.grad(model.loss(model(x), (x,)), [x])
-    return [*losses, gradient]
+def _saves_matmuls(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    is_matmul = op in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
+    return CheckpointPolicy.MUST_SAVE if is_matmul else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+RECOMPUTE = {
+    False: partial(checkpoint, use_reentrant=False),
+    True: partial(checkpoint, use_reentrant=True),
+    "selective": partial(
+        checkpoint, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, _saves_matmuls)
+    ),
+}
+
+
+class CheckpointsInside(Block):
+    kind: bool | str = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + RECOMPUTE[self.kind](super().forward, x)
+
+
+class CheckpointsAround(MLP):
+    kind: bool | str = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.entry(x)
+        for block in self.blocks:
+            x = RECOMPUTE[self.kind](block, x)
+        return self.exit(x)
+
+
+def _inside(kind: bool | str) -> MLP:
+    model = MLP()
+    for block in model.blocks:
+        block.__class__ = CheckpointsInside
+        block.kind = kind
+    return model
+
+
+def _around(kind: bool | str) -> MLP:
+    model = CheckpointsAround()
+    model.kind = kind
+    return model
+
+
+MODELS = {"around": _around, "inside": _inside}
+KINDS = {
+    f"{where}, {kind}, {reshard}": Case(partial(build, kind), sharded(reshard_after_forward=reshard))
+    for where, build in MODELS.items()
+    for kind in RECOMPUTE
+    for reshard in (True, False, 2)
+}
+NOT_IN_CI = ("inside, False, True", "inside, selective, True")
+
+
+@each_compared(2, 4, ci=[name for name in KINDS if name not in NOT_IN_CI])
+def test_checkpoint_function() -> Cases:
+    return KINDS
+
+
+class AroundSeveral(MLP):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.recompute = RECOMPUTE[reentrant]
+
+    def forward(self, x: Tensor) -> Tensor:
+        def several(x: Tensor) -> Tensor:
+            return self.blocks[1](self.blocks[0](x))
+
+        return self.exit(self.blocks[2](self.recompute(several, self.entry(x))))
+
+
+def _dropping_out(build: Callable[[bool], MLP], reentrant: bool) -> MLP:
+    """The generator's state is put back: else the gradients would not be those of the loss."""
+    model = build(reentrant)
+    for block in model.blocks:
+        block.down = nn.Sequential(nn.Dropout(0.5), block.down)
+    return model
+
+
+def _wrapped_inside() -> Transformer:
+    model = Transformer()
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = checkpoint_wrapper(block)
+    return model
+
+
+def _submodules_wrapped() -> Transformer:
+    model = Transformer()
+    for block in model.blocks:
+        block.attention, block.mlp = checkpoint_wrapper(block.attention), checkpoint_wrapper(block.mlp)
+    return model
+
+
+_mixed = partial(Case, optimizer=sgd, reduce_dtype=BF16, unsharded=BFLOAT16_ARITHMETIC)
+CI = ["several units, reentrant", "accumulation, reentrant"]
+CI += [f"dropout {where}, {kind}" for where in MODELS for kind in ("non-reentrant", "reentrant")][1:]
+
+
+@each_compared(2, 4, ci=CI)
+def test_recomputation() -> Cases:
+    mixed = sharded(policy={"param_dtype": BF16, "reduce_dtype": FP32})
+    rows: dict[str, Any] = {
+        "checkpoint_wrapper inside units": Case(_wrapped_inside),
+        "checkpoint_wrapper around submodules of units": Case(_submodules_wrapped),
+        "mixed precision": tuple(_mixed(partial(model, False), mixed) for model in MODELS.values()),
+    }
+    for kind, reentrant in (("non-reentrant", False), ("reentrant", True)):
+        around = partial(_around, reentrant)
+        rows[f"several units, {kind}"] = Case(partial(AroundSeveral, reentrant))
+        rows[f"accumulation, {kind}"] = Case(around, step=accumulate)
+        for where, build in MODELS.items():
+            rows[f"dropout {where}, {kind}"] = Case(partial(_dropping_out, build, reentrant))
+    return rows
+
+
+@trains_alike(2, model=MLP)
+def test_checkpoint_around_the_root(step: Step, model: ParityModel) -> list[Tensor]:
+    batch = step.batch(model)
+    loss = model.loss(checkpoint(model, *batch, use_reentrant=False), batch)
+    loss.backward()
+    return [loss]
+
+
+@distributed(2)
+def test_checkpoint_wrapper_around_units(ctx: RankContext) -> None:
+    def shard(runtime, model: Transformer, mesh) -> None:
+        for index, block in enumerate(model.blocks):
+            model.blocks[index] = checkpoint_wrapper(runtime.fully_shard(block, mesh=mesh))
+        runtime.fully_shard(model, mesh=mesh)
+
+    # The unsharded model has no wrappers and so other names.
+    compare(Case(Transformer, shard, unsharded=None), ctx.mesh_1d())

@@ -1,14 +1,15 @@
-"""The setters that control a step: what backward gathers and reduces, how much is in flight, when a forward starts."""
+"""The setters that control a step: when parameters are unsharded, what backward reduces, how much is in flight."""
 
 from __future__ import annotations
 
-import functools
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from tests.harness.compare import (
     Cases,
@@ -20,9 +21,161 @@ from tests.harness.compare import (
     trains_alike,
 )
 from tests.harness.distributed import RankContext, distributed
-from tests.harness.models import MLP, Branches, ParityModel, PartlyUsed, Transformer, frozen
+from tests.harness.models import MLP, Branches, ParityModel, PartlyUsed, Transformer, Uneven, frozen
 from tests.harness.runtimes import Runtime, beyond_torch
-from tests.harness.training import Case, Step, accumulate, one_backward, shard_units_and_root, sharded, snapshot
+from tests.harness.training import (
+    BY_TURNS,
+    Case,
+    Step,
+    accumulate,
+    one_backward,
+    sgd,
+    shard_units_and_root,
+    sharded,
+    snapshot,
+)
+
+
+def _registered(model: nn.Module) -> dict[str, object]:
+    """What the modules hold now: sharded, unsharded, or sharded on the post-forward mesh."""
+    held: dict[str, object] = {}
+    for name, parameter in model.named_parameters():
+        placements = str(parameter.placements) if isinstance(parameter, DTensor) else None
+        held[name] = (placements, snapshot(parameter).spec.local_shape)
+    return held
+
+
+def _step_with_notes(step: Step, model: MLP) -> list[Tensor]:
+    loss = step.loss(model)
+    step.note("after forward", _registered(model))
+    loss.backward()
+    step.note("after backward", _registered(model))
+    return [loss]
+
+
+@each_compared(2, 4, ci=("False", "None"))
+def test_reshard_after_forward() -> Cases:
+    return {str(to): Case(MLP, sharded(reshard_after_forward=to), _step_with_notes) for to in (True, False, None)}
+
+
+@each_compared(4, ci=("Uneven",), long=("MLP", "Transformer"))
+def test_reshard_after_forward_to_two_ranks() -> Cases:
+    to_two = sharded(reshard_after_forward=2)
+    return {model.__name__: Case(model, to_two, _step_with_notes) for model in (Uneven, MLP, Transformer)}
+
+
+def _stays(model: Any) -> None:
+    """With torch's runtime, any number means True."""
+    model.set_reshard_after_backward(2)
+
+
+def _micro_batches(step: Step, model: Any) -> list[Tensor]:
+    """Also a forward without gradients, and parameters that are written by hand behind the step before."""
+    if step.index == 2:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
+    with torch.no_grad():
+        step.note("evaluated", step.loss(model))
+    return accumulate(step, model)
+
+
+def _written_between_micro_batches(step: Step, model: Any) -> list[Tensor]:
+    def write(micro: int) -> None:
+        with torch.no_grad():
+            next(model.parameters()).add_(0.01)
+
+    return accumulate(step, model, (), num=2, before=write)
+
+
+@each_compared(4, ci=("written", "frozen by turns", "mixed precision"))
+def test_shards_on_two_ranks_stay_until_the_parameters_change() -> Cases:
+    shard = sharded(reshard_after_forward=2, then=_stays)
+    in_bf16 = sharded(reshard_after_forward=2, then=_stays, policy={"param_dtype": torch.bfloat16})
+    return {
+        "micro-batches": Case(Uneven, shard, _micro_batches, num_steps=3),
+        "written": Case(MLP, shard, _written_between_micro_batches),
+        "frozen by turns": BY_TURNS["frozen by turns"](shard, num_steps=2),
+        "mixed precision": Case(MLP, in_bf16, _micro_batches, sgd, reduce_dtype=torch.bfloat16, unsharded=None),
+    }
+
+
+@trains_alike(2, model=MLP, num_steps=4)
+def test_set_reshard_after_forward_between_steps(step: Step, model: MLP) -> list[Tensor]:
+    step.control(model).set_reshard_after_forward(step.index % 2 == 0)
+    step.control(model.blocks[1]).set_reshard_after_forward(step.index % 2 == 1, recurse=False)
+    return _step_with_notes(step, model)
+
+
+@trains_alike(2, model=MLP)
+def test_unshard_by_hand_before_forward(step: Step, model: MLP) -> list[Tensor]:
+    step.note("returns", step.control(model.blocks[0]).unshard() is None)
+    step.control(model).unshard()
+    step.note("unsharded", _registered(model))
+    step.note("values", next(model.blocks[0].parameters()))
+    return _step_with_notes(step, model)
+
+
+@trains_alike(2, 4, model=MLP)
+def test_unshard_async_hands_out_a_handle(step: Step, model: MLP) -> list[Tensor]:
+    first = step.control(model.blocks[0]).unshard(async_op=True)
+    second = step.control(model.blocks[1]).unshard(async_op=True)
+    step.note("is handle", step.runtime and isinstance(first, step.runtime.UnshardHandle))
+    second.wait()
+    step.note("second is unsharded", _registered(model.blocks[1]))
+    first.wait()
+    first.wait()
+    step.note("values", {name: parameter.clone() for name, parameter in model.blocks[0].named_parameters()})
+    step.control(model.blocks[2]).unshard(async_op=True)  # waited on by the forward
+    return _step_with_notes(step, model)
+
+
+@trains_alike(2, model=MLP, shard=sharded(reshard_after_forward=False))
+def test_reshard_by_hand_before_and_after_forward(step: Step, model: MLP) -> list[Tensor]:
+    step.control(model.blocks[0]).unshard()
+    step.control(model.blocks[0]).reshard()
+    step.note("resharded", _registered(model))
+    loss = step.loss(model)
+    for module in (model, *model.units()):
+        step.control(module).reshard()
+    step.note("after forward", _registered(model))
+    loss.backward()
+    step.control(model).reshard()  # of a sharded module: nothing to do
+    return [loss]
+
+
+@trains_alike(2, model=MLP, unsharded=None)
+def test_parameters_can_be_changed_while_unsharded_only_for_one_use(step: Step, model: MLP) -> list[Tensor]:
+    step.control(model.blocks[0]).unshard()
+    with torch.no_grad():
+        model.blocks[0].up.bias.add_(1.0)  # the shards do not follow
+    with torch.no_grad():
+        changed = step.loss(model)
+    step.note("loss of changed", changed)
+    step.control(model.blocks[0]).reshard()
+    return _step_with_notes(step, model)
+
+
+def _prefetching(model: Transformer, distance: int) -> None:
+    blocks: list[Any] = list(model.blocks)
+    for index, block in enumerate(blocks):
+        block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + distance])
+        block.set_modules_to_backward_prefetch(blocks[max(0, index - distance) : index][::-1])
+    model.set_modules_to_forward_prefetch(blocks[:distance])  # type: ignore[operator]
+
+
+def _prefetching_in_vain(model: Any) -> None:
+    """In an order that does not come."""
+    model.blocks[0].set_modules_to_forward_prefetch([model.blocks[2]])
+    model.blocks[2].set_modules_to_backward_prefetch([model.blocks[0]])
+
+
+@each_compared(2, 4, ci=("2",))
+def test_explicit_forward_and_backward_prefetch() -> Cases:
+    deep = partial(Transformer, num_blocks=3)
+    rows = {str(distance): Case(deep, sharded(then=partial(_prefetching, distance=distance))) for distance in (1, 2)}
+    return {**rows, "in vain": Case(MLP, sharded(then=_prefetching_in_vain), _step_with_notes)}
+
 
 # unshard_in_backward
 
@@ -40,9 +193,9 @@ def _embedding(model: Any) -> str:
 @each_compared(2, 4, ci=("kept",))
 def test_embedding_that_backward_does_not_gather() -> Cases:
     return {
-        "resharded": Case(Transformer, functools.partial(_shard_embedding_alone, reshard_after_forward=True)),
-        "kept": Case(Transformer, functools.partial(_shard_embedding_alone, reshard_after_forward=False)),
-        "accumulation": Case(Transformer, _shard_embedding_alone, functools.partial(accumulate, note=_embedding)),
+        "resharded": Case(Transformer, partial(_shard_embedding_alone, reshard_after_forward=True)),
+        "kept": Case(Transformer, partial(_shard_embedding_alone, reshard_after_forward=False)),
+        "accumulation": Case(Transformer, _shard_embedding_alone, partial(accumulate, note=_embedding)),
     }
 
 
@@ -53,14 +206,14 @@ def _with_buffers(num: int) -> Any:
     return sharded(then=lambda model: model.set_reduce_scatter_max_input_buffers(num))
 
 
-_used_twice = functools.partial(Branches, (0, 1, 0, 2))  # two reductions of one group in one backward
+_used_twice = partial(Branches, (0, 1, 0, 2))  # two reductions of one group in one backward
 
 
 @each_compared(2, ci=("2", "3", "99"))
 def test_any_number_of_reductions_in_flight() -> Cases:
     """Also if it differs between units. Backwards that are not the last leave reductions in flight for the next."""
     differ = sharded(then=lambda model: model.blocks[1].set_reduce_scatter_max_input_buffers(3, recurse=False))
-    step = functools.partial(accumulate, switch="set_is_last_backward")
+    step = partial(accumulate, switch="set_is_last_backward")
     return {
         **{str(num): Case(lambda: MLP(num_blocks=5), _with_buffers(num)) for num in (1, 2, 3, 99)},
         "differs between units": Case(MLP, differ),
@@ -72,7 +225,7 @@ def test_any_number_of_reductions_in_flight() -> Cases:
 @pytest.mark.long
 @distributed(2)
 def test_reductions_in_flight_on_hsdp_without_all_reduce_until_the_last_micro_batch(ctx: RankContext) -> None:
-    step = functools.partial(accumulate, switch="set_requires_all_reduce")
+    step = partial(accumulate, switch="set_requires_all_reduce")
     for mesh in (hsdp(ctx), one_replica(ctx)):
         compare(Case(MLP, _with_buffers(4), step), mesh)
         # torch sums the two uses in another order where the replicate axis is longer than 1, so only to rounding
@@ -104,12 +257,11 @@ def _other_parameters_on_each_rank(step: Step, model: PartlyUsed) -> list[Tensor
     return [loss]
 
 
-@distributed(2)
-def test_ranks_that_use_other_parameters_get_zeros_not_none(ctx: RankContext) -> None:
-    for mesh in (ctx.mesh_1d(), hsdp(ctx)):
-        compare(Case(PartlyUsed, WITH_UNUSED, _other_parameters_on_each_rank), mesh)
-    with_frozen = Case(frozen(PartlyUsed, "blocks.1.side"), WITH_UNUSED, _other_parameters_on_each_rank)
-    compare(with_frozen, ctx.mesh_1d())
+@each_compared(2)
+def test_ranks_that_use_other_parameters_get_zeros_not_none() -> Cases:
+    other = partial(Case, shard=WITH_UNUSED, step=_other_parameters_on_each_rank)
+    with_frozen = other(frozen(PartlyUsed, "blocks.1.side"))
+    return {"fsdp": (other(PartlyUsed), with_frozen), "hsdp": (hsdp, other(PartlyUsed))}
 
 
 @pytest.mark.every_case
@@ -163,18 +315,19 @@ def _may_differ(num_buffers: int = 1) -> Any:
     return sharded(then=configure, reshard_after_forward=False)  # backwards must gather the same
 
 
-@beyond_torch("it reduces whole units in the order of each rank's own backward, so that other units meet")
-@pytest.mark.parametrize("num_buffers", [1, 3])
-@distributed(2)
-def test_ranks_that_use_other_units(ctx: RankContext, num_buffers: int) -> None:
-    case = Case(_Dropped, _may_differ(num_buffers), _other_units_on_each_rank)
-    compare_losses_with_unsharded(case, ctx.mesh_1d())
+BY_ORDER = beyond_torch("it reduces whole units in the order of each rank's own backward, so that other units meet")
 
 
-@beyond_torch("it reduces whole units in the order of each rank's own backward, so that other units meet")
-@distributed(4)
-def test_ranks_that_use_other_units_on_hsdp(ctx: RankContext) -> None:
-    compare_losses_with_unsharded(Case(_Dropped, _may_differ(), _other_units_on_each_rank), ctx.mesh_2d(2, 2))
+@BY_ORDER
+@each_compared(2, by=compare_losses_with_unsharded, ci=("3",))
+def test_ranks_that_use_other_units() -> Cases:
+    return {str(num): Case(_Dropped, _may_differ(num), _other_units_on_each_rank) for num in (1, 3)}
+
+
+@BY_ORDER
+@each_compared(4, mesh=hsdp, by=compare_losses_with_unsharded)
+def test_ranks_that_use_other_units_on_hsdp() -> Cases:
+    return {"1": Case(_Dropped, _may_differ(), _other_units_on_each_rank)}
 
 
 # How a forward begins, and on which stream it gathers

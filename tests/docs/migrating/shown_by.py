@@ -13,13 +13,13 @@ CONTROL = "parity/test_step_control.py::"
 DDP = "docs/migrating/test_beside_older_classes.py::test_trains_as_ddp"
 FSDP1 = "docs/migrating/test_beside_older_classes.py::test_trains_as_fsdp1"
 FULL_MESH = "parity/test_model_parallel.py::test_full_mesh_with_named_axes_on_four_ranks"
-HELPERS = "parity/test_state_dict_helpers.py::"
+HELPERS = "parity/test_state.py::"
 OLDER = "docs/migrating/test_beside_older_classes.py::"
 OFFLOAD = "parity/test_offload.py::"
 PLACEMENT = "parity/test_placement.py::"
 POLICY = "parity/test_mixed_precision.py::test_policy"
 PUBLIC = "unit/test_public_api.py::test_policy_is_built_and_prints_as_that_of_torch"
-RESHARDING = "parity/test_resharding.py::"
+RESHARDING = "parity/test_step_control.py::"
 TIED = (
     "distributed/test_ties.py::test_sharded_parameters_that_are_tied_before_the_first_forward_train_as_if_tied_before"
 )
@@ -35,8 +35,8 @@ NAMES = {
     "OffloadPolicy": [PUBLIC, BESIDE + "test_offload_policies_of_torch_are_refused"],
     "CPUOffloadPolicy": [PUBLIC, BESIDE + "test_offload_policies_of_torch_are_refused"],
     "DataParallelMeshDims": [FULL_MESH, BESIDE + "test_names_of_axes_in_torchs_class_are_taken"],
-    "register_fsdp_forward_method": ["parity/test_forward_methods.py::test_training_through_methods_alone"],
-    "share_comm_ctx": ["parity/test_pipeline_roots.py::test_stages_that_reduce_in_their_last_backward"],
+    "register_fsdp_forward_method": ["parity/test_passes.py::test_training_through_methods_alone"],
+    "share_comm_ctx": ["parity/test_accumulation.py::test_stages_that_reduce_in_their_last_backward"],
     "Comm": [BESIDE + "test_collectives_of_torchs_classes_are_taken"],
     "AllGather": [BESIDE + "test_collectives_of_torchs_classes_are_taken"],
     "ReduceScatter": [BESIDE + "test_collectives_of_torchs_classes_are_taken"],
@@ -109,10 +109,10 @@ ROWS: dict[str, dict[str, list[str]]] = {
     },
     "What torch 2.15 adds": {
         "`set_manual_backward_finalization(bool)`, `finalize_backward(async_op)`": [
-            "parity/test_pipeline_roots.py::test_finalized_backwards_are_those_that_reduce_in_the_last_one"
+            "parity/test_accumulation.py::test_finalized_backwards_are_those_that_reduce_in_the_last_one"
         ],
         "`set_keep_unsharded_storage(bool, recurse)`": [STEPS + "test_kept_memory_stays_where_it_is"],
-        "`MixedPrecisionPolicy.param_dtype_override_fn`": ["parity/test_mixed_dtypes.py::test_unit_of_several_dtypes"],
+        "`MixedPrecisionPolicy.param_dtype_override_fn`": ["parity/test_mixed_precision.py::test_unit_of_several_dtypes"],
         "`grad_dtype` of a parameter": ["distributed/test_dtypes.py::test_gradient_is_reduced_and_kept_in_grad_dtype"],
         "without `reduce_dtype`, gradients are reduced in the dtype of the shards": [
             "unit/test_precision.py::test_reduction_follows_torch_unless_told_otherwise"
@@ -135,10 +135,10 @@ ROWS: dict[str, dict[str, list[str]]] = {
         ],
         "forward prefetch": [ACTIONS + "second step prefetches along the recorded order]"],
         "parameters that are sharded over other ranks": [
-            "parity/test_expert_meshes.py::test_experts_are_sharded_over_a_mesh_of_their_own"
+            "parity/test_placement.py::test_experts_are_sharded_over_a_mesh_of_their_own"
         ],
         "a model that the other's `fully_shard` was given": [
-            "parity/test_composable.py::test_a_model_of_one_runtime_is_refused_by_the_other"
+            "parity/test_torchs_tools.py::test_a_model_of_one_runtime_is_refused_by_the_other"
         ],
     },
     "What differs in control of steps and communication": {
@@ -160,7 +160,7 @@ ROWS: dict[str, dict[str, list[str]]] = {
         "`cpu_offload=CPUOffload(offload_params=True)`": [OFFLOAD + "test_training"],
         "`ignored_states=`, `ignored_modules=`": [
             PLACEMENT + "test_ignored_parameters_stay_plain_and_local",
-            WRAPPER + "test_wrapping.py::test_ignored_states_stay_as_they_are",
+            WRAPPER + "test_construction.py::test_ignored_states_stay_as_they_are",
         ],
         "`with model.no_sync():`": [FSDP1],
         "`with FSDP.summon_full_params(model):`": [
@@ -170,9 +170,12 @@ ROWS: dict[str, dict[str, list[str]]] = {
         "`model.clip_grad_norm_(max_norm)`": [FSDP1],
         "`sync_module_states=True`": [
             *_FROM_RANK_0,
-            WRAPPER + "test_wrapping.py::test_states_are_those_of_the_first_rank",
+            WRAPPER + "test_construction.py::test_states_are_those_of_the_first_rank",
         ],
-        "`param_init_fn`, meta device": [*_META_DEVICE, WRAPPER + "test_wrapping.py::test_models_on_the_meta_device"],
+        "`param_init_fn`, meta device": [
+            *_META_DEVICE,
+            WRAPPER + "test_construction.py::test_models_on_the_meta_device",
+        ],
         "`FSDP.state_dict_type(model, FULL_STATE_DICT)`": [
             *_WHOLE_STATE_DICT,
             WRAPPER + "test_state_dicts.py::test_full_state_dict_is_one_of_the_model_without_wrappers",
@@ -186,8 +189,8 @@ ROWS: dict[str, dict[str, list[str]]] = {
             WRAPPER + "test_optim_state_dicts.py::test_every_kind_of_every_optimizer_is_torchs",
         ],
         "`apply_activation_checkpointing(model, ...)`": [
-            "parity/test_activation_checkpointing.py::test_checkpoint_wrapper_around_units",
-            WRAPPER + "test_behaviour.py::test_activation_checkpointing",
+            "parity/test_passes.py::test_checkpoint_wrapper_around_units",
+            WRAPPER + "test_training.py::test_models_of_many_kinds",
         ],
     },
     "From DDP": {
@@ -214,16 +217,16 @@ ROWS: dict[str, dict[str, list[str]]] = {
         "`zero.Init()`": _META_DEVICE,
         "`GatheredParameters(params)`": METHODS["unshard"],
         "`bf16.enabled`": ["parity/test_mixed_precision.py::test_transformer_in_bf16_reduced_in_fp32"],
-        "`fp16.enabled`, `loss_scale`": ["parity/test_grad_scaler.py::test_overflow_on_one_rank_skips_the_step_on_all"],
+        "`fp16.enabled`, `loss_scale`": ["parity/test_optimizers.py::test_overflow_on_one_rank_skips_the_step_on_all"],
         "`engine.save_checkpoint`, `engine.load_checkpoint`": [
-            "parity/test_checkpoints.py::test_checkpoint_is_loaded_elsewhere"
+            "parity/test_state.py::test_checkpoint_is_loaded_elsewhere"
         ],
         "`zero_to_fp32.py`, `stage3_gather_16bit_weights_on_model_save`": _WHOLE_STATE_DICT,
     },
     "ZeRO's options": {
         '`"stage": 1`': METHODS["set_reshard_after_backward"],
         '`"stage": 2`': [ACTIONS + "parameters kept after forward are not gathered in backward]"],
-        "`offload_optimizer`": ["parity/test_host_adamw.py::test_steps_as_adamw_on_the_shards"],
+        "`offload_optimizer`": ["parity/test_optimizers.py::test_steps_as_adamw_on_the_shards"],
         "`offload_param`": [OFFLOAD + "test_training", OFFLOAD + "test_trains_offloaded_as_torchs"],
         "`zero_hpz_partition_size`": [ACTIONS + "parameters rest on the smaller mesh between forward and backward]"],
         "`zero_quantized_weights`": [OLDER + "test_weights_that_travel_as_int8_train_nearly_alike"],

@@ -24,17 +24,8 @@ import fsdp2.fsdp1
 from tests.harness.distributed import RankContext, distributed
 
 CPU = torch.device("cpu")
-FULL_SHARD, GRAD_OP, NO_SHARD, HYBRID = (
-    ShardingStrategy.FULL_SHARD,
-    ShardingStrategy.SHARD_GRAD_OP,
-    ShardingStrategy.NO_SHARD,
-    ShardingStrategy.HYBRID_SHARD,
-)
-FULL, SHARDED, LOCAL = (
-    StateDictType.FULL_STATE_DICT,
-    StateDictType.SHARDED_STATE_DICT,
-    StateDictType.LOCAL_STATE_DICT,
-)
+FULL_SHARD, GRAD_OP, NO_SHARD, HYBRID, HYBRID_ZERO2 = ShardingStrategy
+FULL, LOCAL, SHARDED = StateDictType
 
 
 @dataclass(frozen=True)
@@ -67,10 +58,35 @@ class Front:
         return self.ctx.mesh_1d()
 
     def batch(self, *shape: int, seed: int = 0) -> Tensor:
-        return batch(self.ctx, *shape, seed=seed)
+        """Another batch on each rank."""
+        return torch.randn(*shape, generator=torch.Generator().manual_seed(1000 * seed + self.ctx.rank))
 
-    def train(self, model: nn.Module, *args: Any, **options: Any) -> list[Tensor]:
-        return train(self.ctx, model, *args, **options)
+    def train(
+        self,
+        model: nn.Module,
+        optimizer: Any = torch.optim.AdamW,
+        *,
+        num_steps: int | range = 3,
+        shape: Sequence[int] = (3, 8),
+        lr: float = 1e-2,
+        dtype: torch.dtype = torch.float32,
+        choices: Sequence[Any] = (),
+        before_step: Callable[[int], Any] = lambda step: None,
+    ) -> list[Any]:
+        """The losses of some steps, and what ``before_step`` returns between backward and step.
+
+        ``optimizer``: a class, or one that is made already. ``choices``: what the model gets beside the batch.
+        """
+        made = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer(model.parameters(), lr=lr)
+        found = []
+        for step in range(len(choices) or num_steps) if isinstance(num_steps, int) else num_steps:
+            output = model(self.batch(*shape, seed=step).to(dtype), *choices[step : step + 1])
+            loss = output.to(torch.promote_types(output.dtype, torch.float32)).square().mean()
+            loss.backward()
+            found += [loss.detach(), *(before_step(step) or ())]
+            made.step()
+            made.zero_grad()
+        return found
 
     @contextmanager
     def of_kind(self, model: nn.Module, kind: StateDictType, *configs: Any) -> Iterator[None]:
@@ -141,12 +157,7 @@ def _as_test(world_sizes: Sequence[int], run: Callable[..., Any], both_modes: bo
 
 
 def assert_same(
-    theirs: Any,
-    ours: Any,
-    where: str = "result",
-    *,
-    exact: bool = True,
-    tolerance: Mapping[str, float] | None = None,
+    theirs: Any, ours: Any, where: str = "result", *, exact: bool = True, tolerance: Mapping[str, float] | None = None
 ) -> None:
     """Compare nested lists, mappings, tensors and plain values. ``tolerance``: of values that are not ``exact``;
     default: that of their dtype."""
@@ -168,39 +179,6 @@ def assert_same(
             assert_same(a, b, f"{where}[{i}]", exact=exact, tolerance=tolerance)
     else:
         assert theirs == ours, f"{where}: {theirs} and {ours}"
-
-
-def batch(ctx: RankContext, *shape: int, seed: int = 0) -> Tensor:
-    """Another batch on each rank."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(1000 * seed + ctx.rank))
-
-
-def train(
-    ctx: RankContext,
-    model: nn.Module,
-    optimizer: Any = torch.optim.AdamW,
-    *,
-    num_steps: int | range = 3,
-    shape: Sequence[int] = (3, 8),
-    lr: float = 1e-2,
-    dtype: torch.dtype = torch.float32,
-    choices: Sequence[Any] = (),
-    before_step: Callable[[int], Any] = lambda step: None,
-) -> list[Any]:
-    """The losses of some steps, and what ``before_step`` returns between backward and step.
-
-    ``optimizer``: a class, or one that is made already. ``choices``: what the model gets beside the batch, by steps.
-    """
-    made = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer(model.parameters(), lr=lr)
-    found = []
-    for step in range(len(choices) or num_steps) if isinstance(num_steps, int) else num_steps:
-        output = model(batch(ctx, *shape, seed=step).to(dtype), *choices[step : step + 1])
-        loss = output.to(torch.promote_types(output.dtype, torch.float32)).square().mean()
-        loss.backward()
-        found += [loss.detach(), *(before_step(step) or ())]
-        made.step()
-        made.zero_grad()
-    return found
 
 
 def wrapped_mlp(front: Front, **options: Any) -> Any:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import functools
 import importlib
 import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache, partial
 from typing import Any
 from unittest import mock
 
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, ShardingStrategy, StateDictType
+from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
@@ -27,14 +27,21 @@ import fsdp2.fsdp1
 from tests.docs.markdown import ROOT
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.selection import long
-from tests.parity.fsdp1.fronts import Front, assert_same, batch, same, train
+from tests.parity.fsdp1.fronts import (
+    FULL,
+    FULL_SHARD,
+    GRAD_OP,
+    SHARDED,
+    Front,
+    as_torchs,
+    assert_same,
+    ours,
+    same,
+    with_ours,
+)
 
-OURS = functools.partial(Front, names=fsdp2.fsdp1)
-both_modes = pytest.mark.parametrize("use_orig_params", [True, False])
-FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
 
-
-@functools.cache
+@cache
 def example() -> Any:
     with mock.patch.object(sys, "path", [str(ROOT / "docs" / "examples"), *sys.path]):
         return importlib.import_module("log_weights")
@@ -60,8 +67,6 @@ def extension_set(extensions: Any) -> Iterator[Counter]:
 
 
 class Plain(nn.Module):
-    """The same layer without the tensor type."""
-
     def __init__(self, num_inputs: int, num_outputs: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(num_outputs, num_inputs))
@@ -71,37 +76,30 @@ class Plain(nn.Module):
         return nn.functional.linear(x, self.weight.exp(), self.bias)
 
 
-def model_of(layer: Any, ctx: RankContext, **options: Any) -> Any:
+def model_of(layer: Any, front: Front, **options: Any) -> Any:
     torch.manual_seed(0)
-    wrap = OURS(ctx).wrap
-    model = nn.Sequential(wrap(layer(8, 5), **options), nn.ReLU(), layer(5, 3))
-    return wrap(model, **options)
+    return front.wrap(nn.Sequential(front.wrap(layer(8, 5), **options), nn.ReLU(), layer(5, 3)), **options)
 
 
-@both_modes
-@distributed(2)
-def test_a_users_type_trains_as_plain_parameters_do(ctx: RankContext, use_orig_params) -> None:
-    expected = train(ctx, model_of(Plain, ctx, use_orig_params=use_orig_params), num_steps=4)
+@with_ours(2, both_modes=True)
+def test_a_users_type_trains_as_plain_parameters_do(front: Front) -> None:
+    expected = front.train(model_of(Plain, front), num_steps=4)
     with extension_set(example().LogExtensions()) as calls:
-        model = model_of(example().PositiveLinear, ctx, use_orig_params=use_orig_params)
+        model = model_of(example().PositiveLinear, front)
     assert calls == {"pre_flatten_transform": 4, "post_unflatten_transform": 2}  # the latter to check it
-    assert_same(expected, train(ctx, model, num_steps=4))
+    assert_same(expected, front.train(model, num_steps=4))
     assert calls["post_unflatten_transform"] <= 2 + 4 * 2 * 2
     other = copy.deepcopy(model)
-    assert_same(train(ctx, model), train(ctx, other))
+    assert_same(front.train(model), front.train(other))
 
 
-@both_modes
 @pytest.mark.parametrize("with_mesh", [True, False])
-@distributed(2)
-def test_a_users_type_is_shown_whole_saved_and_loaded(ctx: RankContext, with_mesh, use_orig_params) -> None:
-    log = example()
-    options: dict[str, Any] = {"use_orig_params": use_orig_params}
-    if with_mesh:
-        options["device_mesh"] = init_device_mesh("cpu", (2,))
+@with_ours(2, both_modes=True)
+def test_a_users_type_is_shown_whole_saved_and_loaded(front: Front, with_mesh) -> None:
+    log, options = example(), {"device_mesh": init_device_mesh("cpu", (2,))} if with_mesh else {}
     with extension_set(log.LogExtensions()) as calls:
-        model, other = (model_of(log.PositiveLinear, ctx, **options) for _ in range(2))
-    train(ctx, model)
+        model, other = (model_of(log.PositiveLinear, front, **options) for _ in range(2))
+    front.train(model)
     with model.summon_full_params(model), torch.no_grad():
         weights = {name: param.detach().clone() for name, param in model.named_parameters()}
         assert isinstance(model.module[0].weight, log.LogTensor)
@@ -110,7 +108,7 @@ def test_a_users_type_is_shown_whole_saved_and_loaded(ctx: RankContext, with_mes
         model.module[2].weight.add_(1)
     for kind in (FULL, SHARDED):
         calls.clear()
-        with model.state_dict_type(model, kind), other.state_dict_type(other, kind):
+        with front.of_kind(model, kind), front.of_kind(other, kind):
             saved = model.state_dict()
             for param in other.parameters():
                 param.detach().zero_()
@@ -123,10 +121,9 @@ def test_a_users_type_is_shown_whole_saved_and_loaded(ctx: RankContext, with_mes
             assert torch.equal(inside["2.weight"], weights["2.weight"])
             assert_same(*({k: v.as_subclass(torch.Tensor) for k, v in each.items()} for each in (saved, again)))
         else:
-            chunk, load = CUTTING[with_mesh], LOADING[with_mesh]
             assert isinstance(saved["0.weight"], DTensor) == with_mesh
-            assert (calls[chunk], calls[load]) == (8, 4)  # two models were saved, one was loaded
-    assert_same(train(ctx, model), train(ctx, other))
+            assert (calls[CUTTING[with_mesh]], calls[LOADING[with_mesh]]) == (8, 4)  # two were saved, one was loaded
+    assert_same(front.train(model), front.train(other))
 
 
 CUTTING, LOADING = ("chunk_tensor", "chunk_dtensor"), ("pre_load_state_dict_transform", "all_gather_dtensor")
@@ -177,42 +174,37 @@ def plain_states(value: Any) -> Any:
 @pytest.mark.parametrize("with_mesh", [True, *long(False)])
 @pytest.mark.parametrize("kind", [SHARDED, *long(FULL)])
 @pytest.mark.parametrize("use_orig_params", [False, *long(True)])
-@distributed(2)
+@as_torchs(2)
 def test_optimizer_states_go_through_the_extension_as_with_torchs_class(
-    ctx: RankContext, kind, with_mesh, use_orig_params
-) -> None:
-    def scenario(front: Front):
-        mesh = init_device_mesh("cpu", (2,)) if with_mesh else None
-        with recording() as calls:
-            torch.manual_seed(0)
-            model, other = (
-                front.wrap(example().PositiveLinear(8, 6), use_orig_params=use_orig_params, device_mesh=mesh)
-                for _ in range(2)
-            )
-        made, fresh = (torch.optim.Adam(each.parameters(), lr=1e-2) for each in (model, other))
-        for param in model.parameters():  # torch's class does not train parameters that an extension has transformed
-            param.grad = param.detach().clone()
-        made.step()
-        calls.clear()
-        # Torch's class saves wrong values on the CPU when it offloads: see test_optim_state_dicts.py.
-        configs = (FullStateDictConfig(), FullOptimStateDictConfig(offload_to_cpu=False)) if kind is FULL else ()
-        with front.cls.state_dict_type(model, kind, *configs), front.cls.state_dict_type(other, kind, *configs):
-            saved = front.cls.optim_state_dict(model, made)
-            while_saving, while_loading = list(calls), []
-            calls.clear()
-            if front.is_ours or kind is SHARDED:  # torch's class cannot load what it has saved
-                fresh.load_state_dict(front.cls.optim_state_dict_to_load(other, fresh, saved))
-                while_loading = [call for call in calls if call[0] in LOADING]
-                assert_same(plain_states(saved), plain_states(front.cls.optim_state_dict(other, fresh)))
-        return [sorted(map(str, while_saving)), while_loading, plain_states(saved)]
-
-    with warnings.catch_warnings():
+    front: Front, kind, with_mesh, use_orig_params
+) -> Any:
+    mesh = init_device_mesh("cpu", (2,)) if with_mesh else None
+    with recording() as calls:
+        model, other = (
+            front.wrap(example().PositiveLinear(8, 6), use_orig_params=use_orig_params, device_mesh=mesh)
+            for _ in range(2)
+        )
+    made, fresh = (torch.optim.Adam(each.parameters(), lr=1e-2) for each in (model, other))
+    for param in model.parameters():  # torch's class does not train parameters that an extension has transformed
+        param.grad = param.detach().clone()
+    made.step()
+    calls.clear()
+    # Torch's class saves wrong values on the CPU when it offloads: see test_optim_state_dicts.py.
+    configs = (FullStateDictConfig(), FullOptimStateDictConfig(offload_to_cpu=False)) if kind is FULL else ()
+    with front.of_kind(model, kind, *configs), front.of_kind(other, kind, *configs), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
-        same(ctx, scenario)
+        saved = front.cls.optim_state_dict(model, made)
+        while_saving, while_loading = list(calls), []
+        calls.clear()
+        if front.is_ours or kind is SHARDED:  # torch's class cannot load what it has saved
+            fresh.load_state_dict(front.cls.optim_state_dict_to_load(other, fresh, saved))
+            while_loading = [call for call in calls if call[0] in LOADING]
+            assert_same(plain_states(saved), plain_states(front.cls.optim_state_dict(other, fresh)))
+    return [sorted(map(str, while_saving)), while_loading, plain_states(saved)]
 
 
-@distributed(2)
-def test_wrong_results_at_construction_change_nothing(ctx: RankContext) -> None:
+@with_ours(2)
+def test_wrong_results_at_construction_change_nothing(front: Front) -> None:
     log = example()
     for method, wrong in [
         ("pre_flatten_transform", lambda tensor: tensor),
@@ -220,21 +212,19 @@ def test_wrong_results_at_construction_change_nothing(ctx: RankContext) -> None:
         ("post_unflatten_transform", lambda tensor, extension: None),
         ("post_unflatten_transform", lambda tensor, extension: tensor[1:]),
     ]:
-        extensions = log.LogExtensions()
+        extensions, layer = log.LogExtensions(), log.PositiveLinear(4, 4)
         setattr(extensions, method, wrong)
-        layer = log.PositiveLinear(4, 4)
         before = dict(layer.named_parameters())
         with extension_set(extensions), pytest.raises(fsdp2.ExtensionError, match=f"{method}.*'weight'"):
-            OURS(ctx).wrap(layer)
+            front.wrap(layer)
         assert all(param is before[name] for name, param in layer.named_parameters())
         with extension_set(log.LogExtensions()):  # nothing has been left behind
-            train(ctx, OURS(ctx).wrap(layer, use_orig_params=True), shape=(3, 4))
+            front.train(front.wrap(layer, use_orig_params=True), shape=(3, 4))
 
 
-@distributed(2)
-def test_wrong_results_in_states_name_method_and_parameter(ctx: RankContext) -> None:
-    log = example()
-    mesh = init_device_mesh("cpu", (2,))
+@with_ours(2)
+def test_wrong_results_in_states_name_method_and_parameter(front: Front) -> None:
+    mesh, log = init_device_mesh("cpu", (2,)), example()
     for device_mesh, what, method, wrong in [
         (mesh, "save", "chunk_dtensor", lambda tensor, rank, mesh: torch.zeros(4, 4)),
         (None, "save", "chunk_tensor", lambda tensor, *rest: torch.zeros(3)),
@@ -244,28 +234,25 @@ def test_wrong_results_in_states_name_method_and_parameter(ctx: RankContext) -> 
     ]:
         extensions = log.LogExtensions()
         with extension_set(extensions):
-            model = OURS(ctx).wrap(log.PositiveLinear(4, 4), use_orig_params=True, device_mesh=device_mesh)
+            model = front.wrap(log.PositiveLinear(4, 4), use_orig_params=True, device_mesh=device_mesh)
         made = torch.optim.Adam(model.parameters())
-        model(batch(ctx, 3, 4)).sum().backward()
-        made.step()
+        front.train(model, made, num_steps=1, shape=(3, 4))
         before = [param.to_local().clone() for param in model.parameters()]
-        with model.state_dict_type(model, SHARDED):
+        with front.of_kind(model, SHARDED):
             saved = model.state_dict()
             setattr(extensions, method, wrong)
             calls = {
                 "save": model.state_dict,
-                "save optimizer": functools.partial(model.optim_state_dict, model, made),
-                "load": functools.partial(model.load_state_dict, saved),
+                "save optimizer": partial(model.optim_state_dict, model, made),
+                "load": partial(model.load_state_dict, saved),
             }
             with pytest.raises((fsdp2.ExtensionError, RuntimeError), match=f"{method}.*'weight'"):
                 calls[what]()
-        for value, param in zip(before, model.parameters(), strict=True):
-            assert torch.equal(value, param.to_local())
-        train(ctx, model, shape=(3, 4))
+        assert all(map(torch.equal, before, (param.to_local() for param in model.parameters())))
+        front.train(model, shape=(3, 4))
 
 
-@distributed(2)
-def test_what_is_no_extension_is_refused(ctx: RankContext) -> None:
+def test_what_is_no_extension_is_refused() -> None:
     with pytest.raises(TypeError, match="chunk_dtensor"):
         fsdp2.set_fsdp_extensions(object())  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="a class"):
@@ -307,28 +294,24 @@ def test_tensor_parallelism_needs_no_extension(ctx: RankContext, use_orig_params
             made.zero_grad()
             results.append(loss.detach())
         for kind in (FULL, SHARDED):
-            with front.cls.state_dict_type(model, kind):
+            with front.of_kind(model, kind):
                 saved.append(model.state_dict())
                 results.append(whole(saved[-1]))
                 model.load_state_dict(saved[-1])
         return [*results, model(data(9)).detach()]
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # torch's state_dict_type is deprecated
-        same(ctx, scenario, exact=False)
-    theirs, ours = saved[1]["0.weight"], saved[3]["0.weight"]  # both cut it along dim 0: see docs/migrating.md
+    same(ctx, scenario, exact=False)
+    theirs, mine = saved[1]["0.weight"], saved[3]["0.weight"]  # both cut it along dim 0: see docs/migrating.md
     assert theirs.placements == (Shard(0), Shard(0))
-    assert type(ours.placements[0]).__name__ == "_StridedShard"
+    assert type(mine.placements[0]).__name__ == "_StridedShard"
     for kind, theirs in zip((FULL, SHARDED), saved, strict=False):  # the first two are those of torch's class
-        model = tensor_parallel(OURS(ctx), use_orig_params)
-        with model.state_dict_type(model, kind):
+        model = tensor_parallel(ours(ctx), use_orig_params)
+        with ours(ctx).of_kind(model, kind):
             model.load_state_dict(theirs)
             assert_same(whole(theirs), whole(model.state_dict()))
 
 
 class Reading(nn.Module):
-    """Recomputes its only layer in backward."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer = example().PositiveLinear(4, 4)
@@ -337,22 +320,21 @@ class Reading(nn.Module):
         return checkpoint(self.layer, x, use_reentrant=False)
 
 
-@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP])
-@distributed(2)
-def test_a_users_type_is_there_when_a_forward_is_repeated_or_recomputed(ctx: RankContext, strategy) -> None:
+@pytest.mark.parametrize("strategy", [FULL_SHARD, GRAD_OP])
+@with_ours(2)
+def test_a_users_type_is_there_when_a_forward_is_repeated_or_recomputed(front: Front, strategy) -> None:
     losses = []
     for log in (False, True):
         torch.manual_seed(0)
         with extension_set(example().LogExtensions()) as calls:
-            inner = Reading() if log else Plain(4, 4)
-            model = nn.Sequential(OURS(ctx).wrap(inner, sharding_strategy=strategy), nn.Linear(4, 2))
-            model = OURS(ctx).wrap(model, sharding_strategy=strategy)
+            inner = front.wrap(Reading() if log else Plain(4, 4), sharding_strategy=strategy)
+            model = front.wrap(nn.Sequential(inner, nn.Linear(4, 2)), sharding_strategy=strategy)
         made = torch.optim.SGD(model.parameters(), lr=0.1)
         with torch.no_grad():
-            model(batch(ctx, 3, 4))
+            model(front.batch(3, 4))
         calls.clear()
         for step in range(3):
-            both = model(batch(ctx, 3, 4, seed=step)).sum() + model(batch(ctx, 3, 4, seed=step + 5)).square().sum()
+            both = model(front.batch(3, 4, seed=step)).sum() + model(front.batch(3, 4, seed=step + 5)).square().sum()
             both.backward()
             made.step()
             made.zero_grad()

@@ -28,6 +28,10 @@ class Normed(nn.Module):
         return self.again(self.head(self.body(x))) * self.scale.sum()
 
 
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def values(module: nn.Module, *, grads: bool = False) -> dict[str, object]:
     found = {name: param.detach().clone() for name, param in module.named_parameters()}
     assert not any(isinstance(value, DTensor) for value in found.values())
@@ -162,36 +166,32 @@ def test_refused_arguments_and_moments(front: Front) -> Any:
     return [*found, *front.train(model)]
 
 
+def zero_and_raise(model: Any, *, with_grads: bool) -> None:
+    with model.summon_full_params(model, with_grads=with_grads), torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+            if with_grads:
+                param.grad.zero_()
+        raise KeyError
+
+
 @with_ours(2, both_modes=True)
-def test_offloaded_whole_parameters_are_on_the_cpu_and_written_back(front: Front) -> None:
-    # Torch's class reads freed memory in this case on the CPU, and refuses it with NO_SHARD.
+def test_offloaded_whole_parameters_are_written_back_and_nothing_is_if_the_block_raises(front: Front) -> None:
+    """Torch's class reads freed memory where it offloads on the CPU, and writes what a block that raises has left."""
     for strategy in (None, NO_SHARD):
         model = wrapped_mlp(front, sharding_strategy=strategy)
+        model(front.batch(3, 8)).sum().backward()
+        grads = [None if p.grad is None else local(p.grad).clone() for p in model.parameters()]
         with model.summon_full_params(model, offload_to_cpu=True), torch.no_grad():
             for param in model.parameters():
                 assert param.device.type == "cpu"
                 param.fill_(1.5)
+        with pytest.raises(KeyError):
+            zero_and_raise(model, with_grads=front.use_orig_params)
         with model.summon_full_params(model, writeback=False):
             assert all(value.eq(1.5).all() for value in values(model).values())
-
-
-@with_ours(2)
-def test_nothing_is_written_if_the_block_raises(front: Front) -> None:
-    # Torch's class writes what the block has left behind.
-    model = wrapped_mlp(front, use_orig_params=True)
-    model(front.batch(3, 8)).sum().backward()
-    before = [t.to_local().clone() for p in model.parameters() for t in (p, p.grad)]
-
-    def block() -> None:
-        with model.summon_full_params(model, with_grads=True), torch.no_grad():
-            for param in model.parameters():
-                param.zero_()
-                param.grad.zero_()
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        block()
-    assert all(map(torch.equal, before, [t.to_local() for p in model.parameters() for t in (p, p.grad)]))
+        for before, param in zip(grads, model.parameters(), strict=True):
+            assert before is None or torch.equal(before, local(param.grad))
 
 
 @with_ours(2, both_modes=True)
@@ -223,22 +223,17 @@ def test_unshard_ahead_of_forward(front: Front) -> Any:
     return losses
 
 
-@pytest.mark.parametrize("has_policy", [True, False])
 @as_torchs(2)
-def test_attributes_that_the_user_has_set_on_parameters_stay(front: Front, has_policy: bool) -> Any:
-    inner = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
-    for name, param in inner.named_parameters():
-        param.tag, param._no_weight_decay = name, name.endswith("bias")
-    options = {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear})} if has_policy else {}
-    model = front.wrap(inner, use_orig_params=True, **options)
-
-    def attributes() -> list[Any]:
-        return [(param.tag, param._no_weight_decay) for param in model.parameters()]
-
-    found = attributes()
-    front.train(model)
-    found += attributes()
-    with front.cls.summon_full_params(model):
-        found += attributes()
-    model.to(torch.float64)
-    return found + attributes()
+def test_attributes_that_the_user_has_set_on_parameters_stay(front: Front) -> Any:
+    found = []
+    for options in ({"auto_wrap_policy": ModuleWrapPolicy({nn.Linear})}, {}):
+        inner = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+        for name, param in inner.named_parameters():
+            param.tag, param._no_weight_decay = name, name.endswith("bias")
+        model = front.wrap(inner, use_orig_params=True, **options)
+        with front.cls.summon_full_params(model):
+            found += [(param.tag, param._no_weight_decay) for param in model.parameters()]
+        for change in (nn.Module.train, front.train, nn.Module.double):
+            change(model)
+            found += [(param.tag, param._no_weight_decay) for param in model.parameters()]
+    return found

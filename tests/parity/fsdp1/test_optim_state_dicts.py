@@ -208,17 +208,6 @@ def test_a_frozen_wrapper_and_an_unused_parameter_have_no_states(front: Front) -
     assert_same(normal(found), normal(saved(front, model, optim)))
 
 
-@with_ours(2, both_modes=True)
-def test_saved_values_are_copies_and_loading_leaves_them_alone(front: Front) -> None:
-    model, optim = trained(front)
-    found = [saved(front, model, optim, kind) for kind in (FULL, SHARDED)]
-    before = [copy.deepcopy(normal(each)) for each in found]
-    for each in found:
-        loadable(front, model, optim, each, load_directly=True)
-        front.train(model, optim, shape=(3, 4), num_steps=2)
-    assert_same(before, [normal(each) for each in found])
-
-
 @with_ours(2)
 def test_states_are_gathered_in_one_launch_per_unit_and_only_empty_shards_may_lack_them(front: Front) -> None:
     """An optimizer may skip empty shards. The same collectives run on all ranks."""
@@ -233,15 +222,6 @@ def test_states_are_gathered_in_one_launch_per_unit_and_only_empty_shards_may_la
         del optim.state[next(iter(optim.state))]
     with pytest.raises(RuntimeError, match=r"ranks lack optimizer states.*'first.weight' \(ranks 0\)"):
         saved(front, model, optim)
-
-
-@as_torchs(2)
-def test_states_of_no_parameter_are_saved_and_loaded_as_they_are(front: Front) -> Any:
-    model, optim = trained(front, OPTIMIZERS["SGD"], use_orig_params=True)
-    given = optim.state_dict()
-    given["state"]["mine"] = {"calls": 3}
-    found = quiet(front.cls.optim_state_dict, model, optim, given)
-    return found["state"]["mine"], loadable(front, model, optim, found)["state"]["mine"]
 
 
 @as_torchs(2)
@@ -266,17 +246,22 @@ def test_rekeying_is_torchs_and_plain_optimizers_load_and_save_for_us(front: Fro
         results += [normal(found), by_id["state"]]
         plain_optim.load_state_dict(by_id)
         results.append(plain_optim.state_dict()["state"])
+    model, optim = trained(front, OPTIMIZERS["SGD"], use_orig_params=True)
+    given = optim.state_dict()
+    given["state"]["mine"] = {"calls": 3}  # of no parameter: saved and loaded as it is
+    found = quiet(front.cls.optim_state_dict, model, optim, given)
+    results += [found["state"]["mine"], loadable(front, model, optim, found)["state"]["mine"]]
     return [dict(sorted(each.items(), key=lambda item: str(item[0]))) for each in results]
 
 
 @with_ours(2)
-def test_rekeying_before_the_first_step_also_changes_the_groups(front: Front) -> None:
+def test_before_the_first_step_names_are_saved_and_rekeyed_all_the_same(front: Front) -> None:
     """Torch's class gives back numbers when there are no states."""
     plain, other = Net(), nn.Linear(1, 1)
     optim, other_optim = adamw(plain.parameters()), adamw(other.parameters())
-    rekey = front.cls.rekey_optim_state_dict
+    rekey, names = front.cls.rekey_optim_state_dict, sorted(name for name, _ in plain.named_parameters())
     found = rekey(optim.state_dict(), fsdp.OptimStateKeyType.PARAM_NAME, plain, optim=optim)
-    assert found["param_groups"][0]["params"] == sorted(name for name, _ in plain.named_parameters())
+    assert found["param_groups"][0]["params"] == names
     with pytest.raises(ValueError, match=r"no parameters 'first.bias', 'first.weight'"):
         rekey(found, fsdp.OptimStateKeyType.PARAM_ID, other, optim=other_optim)
     mixed = {"state": {0: {}, "a": {}}, "param_groups": []}
@@ -284,11 +269,22 @@ def test_rekeying_before_the_first_step_also_changes_the_groups(front: Front) ->
         rekey(mixed, fsdp.OptimStateKeyType.PARAM_ID, plain)
     with pytest.raises(TypeError, match="rekey_optim_state_dict: expected an OptimStateKeyType, not 'names'"):
         rekey(found, "names", plain, optim=optim)
+    model, optim = trained(front, OPTIMIZERS["SGD"], 0, use_orig_params=True)
+    named = {**optim.state_dict()["param_groups"][0], "params": [name for name, _ in model.named_parameters()]}
+    saved_ones = front.cls.optim_state_dict(model, optim, {"state": {}, "param_groups": [named]})
+    assert saved_ones["state"] == {}
+    assert sorted(saved_ones["param_groups"][0]["params"]) == names
 
 
 @with_ours(2, both_modes=True)
-def test_what_does_not_fit_raises_on_all_ranks_and_loads_nothing(front: Front) -> None:
+def test_saved_values_are_copies_and_what_does_not_fit_raises_on_all_ranks_and_loads_nothing(front: Front) -> None:
     model, optim = trained(front)
+    kept = [saved(front, model, optim, kind) for kind in (FULL, SHARDED)]
+    copies = [copy.deepcopy(normal(each)) for each in kept]
+    for each in kept:  # what was saved is a copy, and loading leaves it alone
+        loadable(front, model, optim, each, load_directly=True)
+        front.train(model, optim, shape=(3, 4), num_steps=2)
+    assert_same(copies, [normal(each) for each in kept])
     good = saved(front, model, optim)
     before = normal(good)
 
@@ -338,13 +334,3 @@ def test_sharded_states_of_one_rank_only_or_where_whole_ones_are_due_raise_on_al
     unlike = r"ranks 0 and 1 have different sharded states of inner\.0\.weight"
     with front.of_kind(model, SHARDED), pytest.raises(ValueError, match=unlike):
         front.cls.optim_state_dict_to_load(model, optim, given)
-
-
-@with_ours(2)
-def test_a_named_optimizer_without_states_is_saved(front: Front) -> None:
-    model, optim = trained(front, OPTIMIZERS["SGD"], 0, use_orig_params=True)
-    names = [name for name, _ in model.named_parameters()]
-    given = {"state": {}, "param_groups": [{**optim.state_dict()["param_groups"][0], "params": names}]}
-    found = front.cls.optim_state_dict(model, optim, given)
-    assert found["state"] == {}
-    assert sorted(found["param_groups"][0]["params"]) == sorted(name for name, _ in Net().named_parameters())

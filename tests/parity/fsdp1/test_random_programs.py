@@ -6,11 +6,11 @@ give the same. A seed that fails is a program that can be run again: its text is
 
 from __future__ import annotations
 
-import functools
 import random
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -53,7 +53,7 @@ POLICIES: dict[str, Callable[..., Any] | Any | None] = {
     "none": None,
     "blocks": fsdp.wrap.ModuleWrapPolicy({Block}),
     "blocks and linears": fsdp.wrap.ModuleWrapPolicy({Block, nn.Linear}),
-    "size": functools.partial(fsdp.wrap.size_based_auto_wrap_policy, min_num_params=60),
+    "size": partial(fsdp.wrap.size_based_auto_wrap_policy, min_num_params=60),
     "always": fsdp.wrap.always_wrap_policy,
 }
 PRECISIONS: dict[str, fsdp.MixedPrecision | None] = {
@@ -64,9 +64,9 @@ PRECISIONS: dict[str, fsdp.MixedPrecision | None] = {
     "bf16, all inputs cast": fsdp.MixedPrecision(torch.bfloat16, torch.bfloat16, cast_forward_inputs=True),
 }
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "adamw": functools.partial(torch.optim.AdamW, lr=1e-2),
-    "momentum": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
-    "sgd, not foreach": functools.partial(torch.optim.SGD, lr=0.1, foreach=False),
+    "adamw": partial(torch.optim.AdamW, lr=1e-2),
+    "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "sgd, not foreach": partial(torch.optim.SGD, lr=0.1, foreach=False),
 }
 
 

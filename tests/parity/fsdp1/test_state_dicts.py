@@ -131,19 +131,14 @@ def test_every_kind_is_torchs(front: Front) -> list[Any]:
 
 
 @as_torchs(2)
-def test_local_with_original_parameters_has_torchs_layout_and_nothing_else(front: Front) -> list[Any]:
-    """Torch aligns parameters to 16 bytes. It also returns pieces of parameters, and cannot load the result."""
-    model = front.wrap(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3)), use_orig_params=True)
-    found = state_of(front, model, LOCAL)
+def test_local_values_lie_as_torchs_do_and_as_parameters_lay_in_memory(front: Front) -> list[Any]:
+    """Torch aligns original parameters to 16 bytes; it also returns pieces of them, and cannot load the result. A
+    convolution may lie in ``channels_last``, a weight may be transposed; either class loads what the other saves."""
+    original = front.wrap(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3)), use_orig_params=True)
+    found = state_of(front, original, LOCAL)
     kind, metadata, ((place, requires_grad, values),) = found["_flat_param"]
     values[values == 42] = 0  # torch's filling
     assert not front.is_ours or list(found) == ["_flat_param"]
-    return [kind, metadata, place, requires_grad, values]
-
-
-@as_torchs(2)
-def test_local_values_lie_as_parameters_lay_in_memory(front: Front) -> list[Any]:
-    """Such as a convolution in ``channels_last``, or a transposed weight. Either class loads what the other saves."""
 
     def wrapped(seed: int) -> Any:
         torch.manual_seed(seed)
@@ -155,7 +150,7 @@ def test_local_values_lie_as_parameters_lay_in_memory(front: Front) -> list[Any]
     with front.of_kind(model, LOCAL), front.of_kind(other, LOCAL):
         saved = model.state_dict()
         other.load_state_dict(saved)
-    return [described(saved), state_of(front, other, FULL)]
+    return [kind, metadata, place, requires_grad, values, described(saved), state_of(front, other, FULL)]
 
 
 @as_torchs(2)
@@ -178,23 +173,14 @@ def test_no_shard_is_always_full_and_says_so(front: Front) -> list[Any]:
     return [state_of(front, model, kind) for kind in (FULL, SHARDED, LOCAL)]
 
 
-@with_ours(2)
-def test_offloaded_full_state_dict_is_whole_where_torchs_crashes(front: Front) -> None:
-    """On the CPU, torch 2.13 reads freed memory here. So ours is compared with its own without offloading."""
-    model = wrapped_model(front)
-    expected = state_of(front, model, FULL)
-    assert_same(state_of(front, model, FULL, fsdp.FullStateDictConfig(offload_to_cpu=True)), expected)
-    found = state_of(front, model, FULL, on_rank_0(offload_to_cpu=True))
-    assert_same(found, expected if front.ctx.rank == 0 else {})
-
-
 # Settings
 
 
 @as_torchs(2)
 def test_settings_come_and_go_as_with_torchs(front: Front) -> list[Any]:
+    """After an exception, torch's class keeps them, and without wrappers it fails at the end of a block."""
     model = nn.Sequential(front.wrap(nn.Linear(3, 3)), front.wrap(nn.Linear(3, 3)))
-    get = front.cls.get_state_dict_type
+    get, change = front.cls.get_state_dict_type, front.cls.set_state_dict_type
     result = [get(model)]
     with front.of_kind(model, SHARDED, fsdp.ShardedStateDictConfig(offload_to_cpu=True)):
         result.append(get(model))
@@ -204,30 +190,24 @@ def test_settings_come_and_go_as_with_torchs(front: Front) -> list[Any]:
     result.append(get(model))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        result.append(front.cls.set_state_dict_type(model, LOCAL))
-        optim_config = fsdp.FullOptimStateDictConfig(rank0_only=True)
-        result.append(front.cls.set_state_dict_type(model, FULL, fsdp.FullStateDictConfig(), optim_config))
+        result.append(change(model, LOCAL))
+        result.append(change(model, FULL, fsdp.FullStateDictConfig(), fsdp.FullOptimStateDictConfig(rank0_only=True)))
         for wrong in ([fsdp.FullStateDictConfig()], [None, fsdp.FullOptimStateDictConfig()]):
             with pytest.raises(RuntimeError, match=r"[Ee]xpected"):
-                front.cls.set_state_dict_type(model, SHARDED, *wrong)
-    return [*result, get(model), get(nn.Linear(2, 2))]
-
-
-@with_ours(2)
-def test_settings_come_back_after_an_exception_and_unlike_ones_are_refused(front: Front) -> None:
-    """Torch's class keeps the settings after an exception, and fails at the end of a block without wrappers."""
-    model = nn.Sequential(front.wrap(nn.Linear(3, 3)), front.wrap(nn.Linear(3, 3)))
-    before = front.cls.get_state_dict_type(model)
-    with pytest.raises(KeyError), front.of_kind(model, SHARDED):
-        raise KeyError
-    assert front.cls.get_state_dict_type(model) == before
-    with front.of_kind(nn.Linear(2, 2), SHARDED):
-        pass
-    with front.of_kind(model[0], SHARDED):
-        for call in (lambda: front.cls.get_state_dict_type(model), lambda: front.cls.set_state_dict_type(model, LOCAL)):
-            with pytest.raises(RuntimeError, match="outermost one has"):
-                call()
-        assert front.cls.get_state_dict_type(model[1]) == before
+                change(model, SHARDED, *wrong)
+    result += [get(model), get(nn.Linear(2, 2))]
+    if front.is_ours:
+        with pytest.raises(KeyError), front.of_kind(model, SHARDED):
+            raise KeyError
+        with front.of_kind(nn.Linear(2, 2), SHARDED):
+            pass
+        assert get(model) == result[-2]
+        with front.of_kind(model[0], SHARDED):  # unlike ones
+            for call in (lambda: get(model), lambda: change(model, LOCAL)):
+                with pytest.raises(RuntimeError, match="outermost one has"):
+                    call()
+            assert get(model[1]) == result[-2]
+    return result
 
 
 # What else is in a model
@@ -241,8 +221,6 @@ class Tied(nn.Module):
 
 
 class Extra(nn.Linear):
-    """With a state of its own."""
-
     extra = 3
 
     def get_extra_state(self) -> dict[str, int]:
@@ -304,6 +282,7 @@ def test_a_parameter_tied_across_wrappers_is_saved_under_both_names(front: Front
 
 @with_ours(2)
 def test_wrappers_inside_modules_and_modules_inside_wrappers_have_state_dicts(front: Front) -> None:
+    """Inside of ``unsharded``, they have what was written, as torch's class inside of ``summon_full_params``."""
     whole = {name: value.clone() for name, value in Model().state_dict().items()}
     torch.manual_seed(0)
     model = wrapped_model(front)
@@ -313,6 +292,13 @@ def test_wrappers_inside_modules_and_modules_inside_wrappers_have_state_dicts(fr
     inner.load_state_dict({name: whole[f"head.{name}"] for name in ("weight", "bias")})
     model.module.load_state_dict(whole)
     assert_same(dict(model.state_dict()), whole)
+    model = front.wrap(nn.Linear(3, 5))
+    with fsdp2.unsharded(model), torch.no_grad():
+        model.module.weight.fill_(2.0)
+        full, sharded = model.state_dict(), state_of(front, model, SHARDED)
+        model.module.weight.fill_(3.0)
+    assert_same(full["weight"], torch.full((5, 3), 2.0))
+    assert (sharded["weight"][2][0][2] == 2).all()
 
 
 @with_ours(2)
@@ -337,18 +323,22 @@ def test_values_stay_when_the_model_is_trained_on(front: Front) -> None:
 
 @with_ours(2)
 def test_full_state_dict_is_one_of_the_model_without_wrappers(front: Front) -> None:
-    """Its values have memory of their own and no more."""
+    """Its values have memory of their own and no more. On the CPU, torch 2.13 reads freed memory where it offloads."""
     for strategy in (FULL_SHARD, NO_SHARD):
-        state, plain = wrapped_model(front, sharding_strategy=strategy).state_dict(), Model()
+        model, plain = wrapped_model(front, sharding_strategy=strategy), Model()
+        state, expected = model.state_dict(), state_of(front, model, FULL)
         assert all(value.untyped_storage().nbytes() == value.nbytes for value in state.values())
         assert list(state) == list(plain.state_dict())
         assert state._metadata["norm"] == {"version": 2}
         plain.load_state_dict(state)
         assert_same(dict(plain.state_dict()), dict(state))
+        assert_same(state_of(front, model, FULL, fsdp.FullStateDictConfig(offload_to_cpu=True)), expected)
+        found = state_of(front, model, FULL, on_rank_0(offload_to_cpu=True))
+        assert_same(found, expected if front.ctx.rank == 0 or strategy is NO_SHARD else {})
 
 
 @with_ours(2)
-def test_ranks_that_save_nothing_hold_one_unit_at_a_time(front: Front) -> None:
+def test_full_gathers_once_per_unit_and_holds_one_where_nothing_is_saved_and_sharded_not_at_all(front: Front) -> None:
     seen: list[Any] = []
     counts = []
 
@@ -366,27 +356,10 @@ def test_ranks_that_save_nothing_hold_one_unit_at_a_time(front: Front) -> None:
     assert len(counts) == 4
     assert front.ctx.rank == 0 or not any(counts)
     assert len(state) == (0 if front.ctx.rank else 17)
-
-
-@with_ours(2)
-def test_full_gathers_once_per_unit_and_sharded_not_at_all(front: Front) -> None:
-    model = wrapped_model(front)
     for kind, expected in ((FULL, 4), (SHARDED, 0)):
         with front.of_kind(model, kind), CommDebugMode() as mode:
             model.state_dict()
         assert mode.get_total_counts() == expected
-
-
-@with_ours(2)
-def test_state_dict_of_whole_parameters_has_what_was_written(front: Front) -> None:
-    """Inside of ``unsharded``, as torch's class inside of ``summon_full_params``."""
-    model = front.wrap(nn.Linear(3, 5))
-    with fsdp2.unsharded(model), torch.no_grad():
-        model.module.weight.fill_(2.0)
-        full, sharded = model.state_dict(), state_of(front, model, SHARDED)
-        model.module.weight.fill_(3.0)
-    assert_same(full["weight"], torch.full((5, 3), 2.0))
-    assert (sharded["weight"][2][0][2] == 2).all()
 
 
 class Scaled(nn.Linear):

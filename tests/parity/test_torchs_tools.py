@@ -1,9 +1,10 @@
-"""torch's composable APIs beside ``fully_shard``: each finds the other in torch's registry, and leaves it alone."""
+"""torch's other APIs beside ``fully_shard``: they leave each other alone, and tools that watch see the same."""
 
 from __future__ import annotations
 
 import copy
 import warnings
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -11,12 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed._composable import replicate
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.profiler import ProfilerActivity, profile
 
 import fsdp2
 from fsdp2.extras.state import FSDPState
-from tests.harness.compare import as_torchs
+from tests.harness.compare import as_torchs, hsdp
 from tests.harness.distributed import RankContext, distributed
-from tests.harness.runtimes import Runtime, beyond_torch, oracle
+from tests.harness.models import MLP, ParityModel
+from tests.harness.runtimes import Runtime, beyond_torch, oracle, subject
+from tests.harness.training import Step, one_backward, shard_units_and_root
 
 
 def _model() -> nn.Sequential:
@@ -105,3 +110,56 @@ def test_the_state_of_a_module_is_found_by_torchs_name(ctx: RankContext) -> None
     assert state.all_states == [state, state_of(model[0])]
     assert state_of(model[1]) is None
     assert state_of(copy.deepcopy(model)) != state
+
+
+c10d = torch.ops.c10d
+
+
+def _sharded_mlp(runtime: Runtime, mesh: Any) -> ParityModel:
+    torch.manual_seed(0)
+    model = MLP()
+    shard_units_and_root(runtime, model, mesh)
+    return model
+
+
+@pytest.mark.parametrize("axes", [1, 2])
+@as_torchs(2, 4)
+def test_comm_debug_mode_counts_the_same(ctx: RankContext, runtime: Runtime, axes: int) -> Any:
+    if axes == 2 and ctx.world_size == 2:
+        return None  # a shard axis of one rank: nothing is gathered
+    model = _sharded_mlp(runtime, ctx.mesh_1d() if axes == 1 else hsdp(ctx))
+    counts: list[Any] = []
+    for index in range(2):
+        with CommDebugMode() as mode, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the views and hooks that the mode makes
+            one_backward(Step(index, ctx.rank, runtime), model)
+        counts.append(sorted((str(op), count) for op, count in mode.get_comm_counts().items()))
+    assert mode.get_comm_counts()[c10d._allgather_base_] > 0
+    return counts
+
+
+@pytest.mark.parametrize("adds", [0, 1])
+@distributed(2)
+def test_comm_debug_mode_counts_what_a_feature_adds_to_every_step(ctx: RankContext, adds: int) -> None:
+    model: Any = _sharded_mlp(subject(), ctx.mesh_1d())
+    if adds:
+        model.set_ranks_may_differ(True)
+    for index in range(2):
+        with CommDebugMode() as mode, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            one_backward(Step(index, ctx.rank, None), model)
+        assert mode.get_comm_counts()[c10d.allreduce_] == adds
+
+
+RANGES = ("FSDP::all_gather", "FSDP::all_gather_copy_out", "FSDP::post_backward_reduce")
+
+
+@pytest.mark.ci
+@as_torchs(2)
+def test_profiler_shows_the_same_ranges(ctx: RankContext, runtime: Runtime) -> Any:
+    model = _sharded_mlp(runtime, ctx.mesh_1d())
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        one_backward(Step(0, ctx.rank, runtime), model)
+    found = Counter(event.name for event in profiler.events() if event.name.split(" ")[0] in RANGES)
+    assert found["FSDP::all_gather (blocks.1)"] == 2  # in forward and in backward
+    return sorted(found.items())
