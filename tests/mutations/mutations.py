@@ -10,14 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-_SCHEDULE = (
-    "unit/test_schedule_rules.py",
-    "unit/test_schedule_order.py",
-    "unit/test_schedule_table.py",
-    "unit/test_skipped.py",
-)
+_SCHEDULE = ("unit/test_schedule.py", "unit/test_skipped.py")
 _TRACES = ("distributed/test_traces.py",)
-_PLAN = ("unit/test_plan.py", "unit/test_layout.py", "unit/test_extension_plans.py")
+_PLAN = ("unit/test_plan.py", "unit/test_layout.py")
 _STREAMS = ("distributed/test_stream_order.py", "unit/test_streams.py")
 _RANDOM = ("fuzz/test_fuzz.py",)
 
@@ -247,7 +242,7 @@ _LISTED: dict[tuple[str, ...], dict[int, tuple[str, str, str]]] = {
     ("parity/test_pipeline_roots.py", "distributed/test_finalization.py", "distributed/test_misuse.py"): {
         74: ("SplitBackwards.check", "len(losers) > may_compute_shapes", "False"),
     },
-    ("unit/test_split_backward.py",): {
+    ("unit/test_runtime.py",): {
         75: ("SplitBackwards.check", "losers, self._losers = self._losers, []", "losers = self._losers"),
     },
     ("distributed/test_ties.py",): {
@@ -318,7 +313,7 @@ _LISTED: dict[tuple[str, ...], dict[int, tuple[str, str, str]]] = {
         ),
         101: ("BFloat16AllGatherTensor.fsdp_pre_all_gather", "padded[: self.size(0)].copy_(self._data)", "pass"),
     },
-    ("parity/fsdp1/test_optim_state_dicts.py", "parity/fsdp1/test_optim_checkpoints.py", "unit/fsdp1"): {
+    ("parity/fsdp1/test_optim_state_dicts.py", "parity/fsdp1/test_optim_checkpoints.py"): {
         102: ("rekeyed", "not kinds <= {str} and not kinds <= {int}", "False"),
         103: ("_check_alike", "theirs != ways[0]", "False"),
         104: ("to_load", "rank0_only and ways", "False"),
@@ -370,7 +365,7 @@ _LISTED: dict[tuple[str, ...], dict[int, tuple[str, str, str]]] = {
     ("distributed/test_inner_losses.py",): {
         135: ("_check_reduced", "param.unsharded_grad is not None", "False"),
     },
-    ("unit/test_executor.py", "accelerator/test_left_out_waits.py"): {
+    ("unit/test_runtime.py", "accelerator/test_left_out_waits.py"): {
         71: ("Executor._or_drop", "self.drop()", "pass"),
         137: ("Executor.wait_for_landed", "self.streams.compute_after_reduce()", "pass"),
     },
