@@ -367,7 +367,7 @@ def test_what_is_wrong_is_reported(name: str) -> None:
     """On one shape, and on two ranks."""
     make, options = REPORTED[name]
     given = {"shapes": [(5, 3)], "world_sizes": (2,), **options}
-    TEXTS.check(name, error_of(lambda: check_all_gather_extension(make, **given)))
+    TEXTS.check(name, error_of(lambda: check_all_gather_extension(make, **given)), among=REPORTED)
 
 
 def test_class_that_checkpoints_cannot_write_is_reported() -> None:
@@ -378,7 +378,3 @@ def test_class_that_checkpoints_cannot_write_is_reported() -> None:
     report = error_of(checked).replace("\n", " ")
     assert "- save: torch.save cannot write a OfAFunction: AttributeError: " in report  # then the text of this Python
     assert "Define the class, and those of its attributes, at the top of a module." in report
-
-
-def test_every_text_has_a_case() -> None:
-    TEXTS.check_names(REPORTED)

@@ -1,10 +1,9 @@
-"""Where shards live, and the two stages: what is copied when, whose memory that takes, and who waits. No device needed.
-
-Streams are stand-ins that note what they are asked for.
-"""
+"""Where shards live, and the two stages: what is copied when, whose memory that takes, and who waits. No device needed:
+streams are stand-ins that note what they are asked for. Refusals are in ``golden/offload.txt``."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -51,10 +50,53 @@ def test_home_of_the_shards(policy: OffloadPolicy, device: torch.device, home: H
     assert home_for(policy, device) == home
 
 
-def test_shard_on_the_device_is_refused_where_shards_are_offloaded() -> None:
-    TEXTS.check("on the device", error_of(lambda: check_device("blocks.0.weight", CUDA, PINNED)))
-    check_device("weight", HOST, PINNED)
-    check_device("weight", torch.device("meta"), PINNED)
+# Tensor subclasses in pinned memory. Here is none, so copies stand in for it.
+
+
+class _Pinned(Halved):
+    """Notes that it was pinned."""
+
+    is_pinned_copy = False
+
+    def pin_memory(self, device: Any = None) -> Tensor:  # type: ignore[override]
+        copy = type(self)(self.plain.clone())
+        copy.is_pinned_copy = True
+        return copy
+
+
+class _LosesItsClass(Halved):
+    def pin_memory(self, device: Any = None) -> Tensor:  # type: ignore[override]
+        return self.plain.clone()
+
+
+class _RaisesWhenPinned(Halved):
+    def pin_memory(self, device: Any = None) -> Tensor:  # type: ignore[override]
+        raise NotImplementedError("aten._pin_memory.default")
+
+
+REFUSED: dict[str, Callable[[], object]] = {
+    "on the device where shards are offloaded": lambda: check_device("blocks.0.weight", CUDA, PINNED),
+    "on another device": lambda: check_device("blocks.0.weight", HOST, Home(CUDA)),
+    "on another device of the same type": lambda: check_device("weight", torch.device("cuda", 0), Home(CUDA)),
+    "loses its class": lambda: pinned("blocks.0.weight", _LosesItsClass(torch.ones(2)), PINNED),
+    "raises when pinned": lambda: pinned("blocks.0.weight", _RaisesWhenPinned(torch.ones(2)), PINNED),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_shard_is_refused(case: str) -> None:
+    TEXTS.check(case, error_of(REFUSED[case]), among=REFUSED)
+
+
+def test_shard_is_accepted_and_pinned_where_that_is_asked_for() -> None:
+    for device, home in ((HOST, PINNED), (torch.device("meta"), PINNED), (HOST, Home(HOST)), (CUDA, Home(CUDA))):
+        check_device("weight", device, home)
+    shard, plain = _Pinned(torch.ones(2)), torch.ones(2)
+    found = pinned("weight", shard, PINNED)
+    assert isinstance(found, _Pinned)
+    assert found.is_pinned_copy
+    assert pinned("weight", shard, STAGED) is shard
+    assert pinned("weight", plain, PINNED) is plain
 
 
 # To the device
@@ -157,42 +199,3 @@ def test_cpu_waits_for_events_of_an_accelerator(monkeypatch: pytest.MonkeyPatch)
     streams.wait_on_cpu(None)
     streams.wait_on_cpu(event)
     event.synchronize.assert_called_once_with()
-
-
-# Tensor subclasses in pinned memory. Here is none, so copies stand in for it.
-
-
-class _Pinned(Halved):
-    """Notes that it was pinned."""
-
-    is_pinned_copy = False
-
-    def pin_memory(self, device: Any = None) -> Tensor:  # type: ignore[override]
-        copy = type(self)(self.plain.clone())
-        copy.is_pinned_copy = True
-        return copy
-
-
-class _LosesItsClass(Halved):
-    def pin_memory(self, device: Any = None) -> Tensor:  # type: ignore[override]
-        return self.plain.clone()
-
-
-class _RaisesWhenPinned(Halved):
-    def pin_memory(self, device: Any = None) -> Tensor:  # type: ignore[override]
-        raise NotImplementedError("aten._pin_memory.default")
-
-
-def test_shard_of_a_subclass_is_pinned_where_that_is_asked_for() -> None:
-    shard, plain = _Pinned(torch.ones(2)), torch.ones(2)
-    found = pinned("weight", shard, PINNED)
-    assert isinstance(found, _Pinned)
-    assert found.is_pinned_copy
-    assert pinned("weight", shard, STAGED) is shard
-    assert pinned("weight", plain, PINNED) is plain
-
-
-def test_subclass_that_cannot_be_pinned_is_refused() -> None:
-    for make in (_LosesItsClass, _RaisesWhenPinned):
-        TEXTS.check(make.__name__, error_of(lambda make=make: pinned("blocks.0.weight", make(torch.ones(2)), PINNED)))  # type: ignore[misc]
-    TEXTS.check_names(["on the device", "_LosesItsClass", "_RaisesWhenPinned"])
