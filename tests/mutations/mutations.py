@@ -298,7 +298,7 @@ _LISTED: dict[tuple[str, ...], dict[int, tuple[str, str, str]]] = {
     ("unit/test_install.py", "distributed/test_install.py"): {
         98: ("_refuse_our_modules", "unit_of(module) is not None", "False"),
     },
-    ("unit/test_int8_tensor.py",): {
+    ("unit/test_wire_tensors.py",): {
         99: (
             "_blocks",
             "yield floats[:, end:].unsqueeze(1), values[:, end:].unsqueeze(1), scales[:, num_full:]",

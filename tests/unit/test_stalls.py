@@ -46,10 +46,15 @@ def _watched(*roots: Any, is_idle: bool = False, timeout_s: float = 100) -> Stal
 
 
 def test_message_has_the_last_events_of_all_roots() -> None:
-    message = _watched(_Root("pre_forward (root)"), _Root("pre_backward blocks.1", identity="1")).look(now=50)
-    assert_expected_inline(
-        str(message),
-        """None""",
+    roots = _Root("pre_forward (root)"), _Root("pre_backward blocks.1", identity="1")
+    first, *stories, last = str(_watched(*roots).look(now=50)).splitlines()
+    assert sorted(stories) == [f"Last events on rank 3: {root.told}." for root in roots[::-1]]
+    assert first == (
+        "rank 3: no progress for 50 s. A collective waits for other ranks. The timeout of the backend is 100 s."
+    )
+    assert last == (
+        "Compare the last events of all ranks. The ranks diverged at the first difference. If they are meant to use "
+        "different units or parameters, call set_ranks_may_differ(True) on the root."
     )
 
 

@@ -22,10 +22,9 @@ from fsdp2.tensors import (
 )
 from tests.harness.golden import texts_beside
 from tests.harness.messages import error_of
-from tests.unit.test_float8_tensor import unsharded
 from tests.unit.test_nf4_tensor import nf4_of
 from tests.unit.test_two_tensor import two_of
-from tests.unit.test_wire_tensors import MAKERS, Tied, pre
+from tests.unit.test_wire_tensors import MAKERS, Tied, pre, unsharded
 
 TEXTS = texts_beside(__file__)
 ROWS = Float8Scaling.PER_ROW
