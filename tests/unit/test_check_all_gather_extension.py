@@ -86,14 +86,12 @@ def _share_a_scale(shards: list[Any]) -> None:
         shard.precomputed(scale)
 
 
-def _float8(full: Tensor, dtype: torch.dtype) -> Tensor:
-    scale = scale_from(magnitude(full))
+def _float8(full: Tensor, dtype: torch.dtype, magnitudes: Any = magnitude) -> Tensor:
+    scale = scale_from(magnitudes(full))
     return Float8Tensor(quantise_float8(full, scale), scale, dtype)
 
 
-def float8_rows(full: Tensor, dtype: torch.dtype) -> Tensor:
-    scale = scale_from(row_magnitudes(full))
-    return Float8Tensor(quantise_float8(full, scale), scale, dtype)
+float8_rows = partial(_float8, magnitudes=row_magnitudes)
 
 
 def _nf4(full: Tensor, dtype: torch.dtype) -> Tensor:
@@ -340,10 +338,7 @@ class Subclass(torch.Tensor):
         return (self.as_subclass(Tensor).bfloat16(),), None
 
     def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None) -> Any:
-        if out is not None:
-            return out.copy_(outputs[0])
-        made = outputs[0].to(param_dtype, copy=True)
-        return made, (made,)
+        return Wrapper.fsdp_post_all_gather(self, outputs, 1, param_dtype, out=out)  # type: ignore[arg-type]
 
 
 REPORTED: dict[str, tuple[Callable[[Tensor], Tensor], dict[str, Any]]] = {

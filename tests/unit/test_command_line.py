@@ -115,7 +115,8 @@ REFUSALS = {
 
 
 @pytest.fixture
-def builders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def builders(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path = tmp_path_factory.mktemp("builders")
     (tmp_path / "my_builders.py").write_text(MODULE)
     (tmp_path / "my_broken.py").write_text("1 / 0")
     (tmp_path / "my_exit.py").write_text("raise SystemExit(3)")
@@ -135,8 +136,8 @@ Command = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def command(capsys: pytest.CaptureFixture[str]) -> Command:
-    """Runs a command; returns its code, and what it has printed and said."""
+def command(capsys: pytest.CaptureFixture[str], builders: None) -> Command:
+    """Runs a command beside modules with builders; returns its code, and what it has printed and said."""
 
     def run(words: str, *arguments: str) -> tuple[int, str, str]:
         code: Any = 0
@@ -153,7 +154,6 @@ PLAN = "plan --sequence 64 my_builders:build_model"
 
 
 @pytest.mark.parametrize("arguments", REFUSALS)
-@pytest.mark.usefixtures("builders")
 def test_bad_input_gets_one_line_that_says_what_to_write(arguments: str, command: Command) -> None:
     code, _, said = command("plan --gpus 8", *arguments.split())
     (line,) = said.splitlines()
@@ -164,7 +164,6 @@ def test_bad_input_gets_one_line_that_says_what_to_write(arguments: str, command
         assert line.endswith(f"{does} no values.")
 
 
-@pytest.mark.usefixtures("builders")
 def test_an_interrupted_plan_ends_without_a_traceback_and_a_script_as_it_does(
     monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
@@ -176,7 +175,6 @@ def test_an_interrupted_plan_ends_without_a_traceback_and_a_script_as_it_does(
         main(["run", "script.py"])
 
 
-@pytest.mark.usefixtures("builders")
 def test_torch_logs_no_traceback_above_the_line(monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
     logged: list[logging.LogRecord] = []
     log = logging.getLogger("torch._subclasses.fake_tensor")
@@ -193,7 +191,6 @@ def test_the_extra_for_configs_of_hugging_face_is_named(monkeypatch: pytest.Monk
     assert command("plan --gpus 8 --hf config.json") == (2, "", f"python -m fsdp2 plan: error: {says}")
 
 
-@pytest.mark.usefixtures("builders")
 def test_the_command_prints_a_table_and_python_to_paste(command: Command) -> None:
     """With a budget in bytes, and the precision."""
     printed = command(f"{PLAN} --gpus 8 --batch 2")[1]
@@ -262,7 +259,6 @@ def test_a_full_disk_leaves_the_old_measurement(
     assert [each.read_text() for each in tmp_path.iterdir()] == ["old"]
 
 
-@pytest.mark.usefixtures("builders")
 def test_a_machine_with_one_rate_for_both_links_is_warned_about(command: Command) -> None:
     Path("flat.json").write_text(json.dumps(fields_of(replace(H100, network=H100.in_node))))
     said = f"warning: '{H100.name}' has one rate for links in a node and between nodes. Measure on two nodes: torchrun "
@@ -270,7 +266,6 @@ def test_a_machine_with_one_rate_for_both_links_is_warned_about(command: Command
         assert (said in command(f"{PLAN} --gpu flat.json --gpus {num_gpus}")[1]) is (num_gpus == 16)
 
 
-@pytest.mark.usefixtures("builders")
 def test_nodes_of_another_size_and_a_host_with_other_memory_are_planned_for(command: Command) -> None:
     printed = command(f"{PLAN} --gpus 12 --node-size 4 --host-memory 1TiB")[1]
     assert "12 x H100 SXM, 8 per node, 400 Gb/s each, but 4 per node; " in printed
@@ -279,7 +274,6 @@ def test_nodes_of_another_size_and_a_host_with_other_memory_are_planned_for(comm
     assert "warning: 12 GPUs are no whole number of nodes of 8: " in command(f"{PLAN} --gpus 12")[1]
 
 
-@pytest.mark.usefixtures("builders")
 def test_json_is_all_that_is_printed_and_has_all_choices(command: Command) -> None:
     found = json.loads(command(f"{PLAN} --gpus 8 --json")[1])
     chosen = next(each for each in found["choices"] if each["name"] == found["recommended"])
@@ -295,7 +289,6 @@ def test_json_is_all_that_is_printed_and_has_all_choices(command: Command) -> No
     assert nothing["why_nothing_fits"].startswith("nothing fits into 1.0 MiB")
 
 
-@pytest.mark.usefixtures("builders")
 def test_a_model_in_bf16_is_sized_with_masters_in_fp32_unless_asked_otherwise(command: Command) -> None:
     of_bf16 = "plan --sequence 64 my_builders:in_bf16 --gpus 8"
     fp32, bf16, model = (command(f"{of_bf16} --master-dtype {name}")[1] for name in ("fp32", "bf16", "model"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -40,11 +39,8 @@ def _dequantised(packed: torch.Tensor, scales: torch.Tensor, cols: int) -> torch
     return out
 
 
-def test_codebook_is_the_published_one() -> None:
+def test_codebook_is_the_published_one_cut_at_even_steps_of_probability_on_either_side_of_zero() -> None:
     assert list(normal_float.CODEBOOK) == pytest.approx(PUBLISHED, abs=6e-6)
-
-
-def test_codebook_is_cut_at_even_steps_of_probability_on_either_side_of_zero() -> None:
     normal = torch.distributions.Normal(0.0, 1.0)
     values = torch.tensor(normal_float.CODEBOOK, dtype=torch.float64)
     outermost = torch.tensor(1 - (1 / 32 + 1 / 30) / 2, dtype=torch.float64)
@@ -94,12 +90,6 @@ def test_zeros_and_the_largest_weight_of_a_block_are_exact() -> None:
     assert dense[2, 5] == weight[2, 5]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_quantising_again_changes_nothing(dtype: torch.dtype) -> None:
-    once = nf4_of(6, 20, dtype=dtype)
-    assert _same(NF4Tensor.quantise(once.dequantise(), block_size=8), once)
-
-
 def test_long_weights_are_treated_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = nf4_of(50, 20)
     monkeypatch.setattr(wrapper, "_CPU_PIECE_NUMEL", 130)
@@ -111,6 +101,9 @@ def test_long_weights_are_treated_in_pieces(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_shape_and_dtype_are_the_weights_and_it_takes_4_bits_and_its_share_of_a_scale() -> None:
     weight = nf4_of(6, 4, 5, dtype=torch.bfloat16)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):  # quantising again changes nothing
+        once = nf4_of(6, 20, dtype=dtype)
+        assert _same(NF4Tensor.quantise(once.dequantise(), block_size=8), once)
     assert weight.shape == weight.dequantise().shape == (6, 4, 5)
     assert weight.dtype == weight.dequantise().dtype == torch.bfloat16
     assert weight._row_numel == 20
@@ -142,12 +135,12 @@ def test_flattened_view_keeps_the_rows_for_the_way_back() -> None:
     assert _same(weight.as_strided((7, 20), (20, 1)), weight)
 
 
-@pytest.mark.parametrize("make", [lambda w: w.new_zeros(3, 20), lambda w: torch.zeros_like(w[:3])])
-def test_new_zeros_are_packed_and_positive(make: Callable[[NF4Tensor], torch.Tensor]) -> None:
-    zeros = make(nf4_of(7, 20))
-    assert isinstance(zeros, NF4Tensor)
-    assert torch.equal(zeros.dequantise(), torch.zeros(3, 20))
-    assert not zeros.dequantise().signbit().any()
+def test_new_zeros_are_packed_and_positive() -> None:
+    weight = nf4_of(7, 20)
+    for zeros in (weight.new_zeros(3, 20), torch.zeros_like(weight[:3])):
+        assert isinstance(zeros, NF4Tensor)
+        assert torch.equal(zeros.dequantise(), torch.zeros(3, 20))
+        assert not zeros.dequantise().signbit().any()
 
 
 def test_copies_move_codes_quantise_and_dequantise() -> None:
@@ -174,13 +167,12 @@ def test_cast_changes_what_it_dequantises_to_and_nothing_else() -> None:
     assert {type(result) for result in results} == {torch.Tensor}
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, torch.clone, lambda w: w.to(torch.float32, copy=True)])
-def test_copies_share_no_memory(copied: Callable[[NF4Tensor], NF4Tensor]) -> None:
+def test_copies_share_no_memory() -> None:
     weight = nn.Parameter(nf4_of(7, 20), requires_grad=False)
-    made = copied(weight)
-    assert _same(made, weight)
-    made.copy_(torch.zeros(7, 20))
-    assert _same(weight, nf4_of(7, 20))
+    for made in (copy.deepcopy(weight), torch.clone(weight), weight.to(torch.float32, copy=True)):
+        assert _same(made, weight)
+        made.copy_(torch.zeros(7, 20))
+        assert _same(weight, nf4_of(7, 20))
 
 
 @pytest.mark.parametrize("compiled", [False, *in_ci(True)])

@@ -138,8 +138,10 @@ def _nbytes(gather: Gather) -> list[int]:
     return [storage.nbytes() for storage, _ in gather.stage.storages]
 
 
-def test_gather_reads_copies_of_what_the_shards_hold_at_issue() -> None:
-    gather, flats, _ = _staged_gather()
+def test_gather_reads_copies_of_what_the_shards_hold_at_issue_and_the_cpu_waits_once_for_the_last_ones() -> None:
+    gather, flats, streams = _staged_gather()
+    assert gather.stage is not None
+    gather.stage.wait()
     for _ in range(2):
         shards = {step.index: shard_slice(flats, step, step.layout.shape) for step in gather.plan.steps}
         expected = {index: shard.to(gather.outputs[index].dtype, copy=True) for index, shard in shards.items()}
@@ -149,6 +151,9 @@ def test_gather_reads_copies_of_what_the_shards_hold_at_issue() -> None:
         gather.wait()
         assert all(torch.equal(gather.outputs[index], shard) for index, shard in expected.items())
         gather.release()
+    gather.stage.wait()
+    gather.stage.wait()
+    assert streams.log == ["no wait", "record 1", "record 2", "CPU waits for 2", "no wait"]
 
 
 def test_copies_take_memory_from_issue_to_arrival_only() -> None:
@@ -164,19 +169,6 @@ def test_copies_take_memory_from_issue_to_arrival_only() -> None:
     gather.issue()
     gather.drop()
     assert _nbytes(gather) == [0, 0]
-
-
-def test_cpu_waits_once_for_the_last_copies_from_the_shards() -> None:
-    gather, _, streams = _staged_gather()
-    assert gather.stage is not None
-    gather.stage.wait()
-    for _ in range(2):
-        gather.issue()
-        gather.wait()
-        gather.release()
-    gather.stage.wait()
-    gather.stage.wait()
-    assert streams.log == ["no wait", "record 1", "record 2", "CPU waits for 2", "no wait"]
 
 
 # To the host

@@ -62,6 +62,15 @@ class Rank:
                 self.end_backward_of(unit)
         self.end_backward()
 
+    def begin_step(self, program: Program, num_forwards: int, num_ranks: int = 1) -> None:
+        """Forwards over ``program``, as all ranks run them, up to the backward."""
+        self.log.clear()
+        for _ in range(num_forwards):
+            used = self.forward(program)
+            if used is not None:
+                self.agree([used] * num_ranks)
+        self.skipped.begin_backward()
+
     def begin_backward_of(self, unit: int) -> None:
         if self.schedule.passes.phases[unit] is not Phase.BACKWARD:
             self._join_backward(self.skipped.backward.begin(unit))
@@ -161,15 +170,13 @@ def test_no_rank_that_uses_all_units_does_more_than_without_others() -> None:
 
 
 def test_first_forward_takes_another_order_than_registration_and_later_ones_may_skip() -> None:
+    """A unit that an order of its own left out keeps its place behind its sibling."""
     ranks = ranks_of()
     order = [0, 4, 2, 3, 1]
     step(ranks, order, order)
     found = step(ranks, order, order)
     for _ in range(2):
         assert sorted(step(ranks, [0, 4, 3], [0, 2, 1])) == sorted(found)
-
-
-def test_unit_that_an_order_of_its_own_left_out_keeps_its_place_behind_its_sibling() -> None:
     ranks = ranks_of()
     step(ranks, [0, 4, 2], [0, 4, 2])
     step(ranks, [0, 4, 3], [0, 1, 2])
@@ -251,15 +258,12 @@ def test_skipped_unit_whose_child_runs_outside_it_ends_all_the_same() -> None:
     assert skipped.forward.begin(3) == [Event(1, begins=False, is_used=False)]
 
 
-def test_units_unsharded_by_hand_are_left_alone() -> None:
+def test_units_that_ranks_skip_alike_or_unshard_by_hand_are_left_out() -> None:
     ranks = ranks_of()
     for rank in ranks:
         rank.skipped.by_hand.add(2)
         rank.forward([0, 1, 3, 4])
     assert "all-gather 2" not in ranks[0].log
-
-
-def test_units_that_ranks_skip_alike_are_left_out() -> None:
     ranks = ranks_of()
     for rank in ranks:
         rank.skipped.may_skip(2, enabled=False)
@@ -350,11 +354,7 @@ def test_units_that_all_ranks_use_several_times_are_reduced_once_and_alike(seed:
     ranks = ranks_of((None, *[0] * len(units)), num_ranks=2)
     for index in range(3):
         for rank in ranks:
-            rank.log.clear()
-            used = [rank.forward([0, *program]) for _ in range(num_forwards)]
-            if used[0] is not None:
-                rank.agree([used[0]] * 2)
-            rank.skipped.begin_backward()
+            rank.begin_step([0, *program], num_forwards, num_ranks=2)
             seen: set[int] = set()
             for unit in list(reversed(program)) * num_forwards:
                 rank.begin_backward_of(0)
@@ -390,12 +390,7 @@ def _step_of_several(
     unreported: Collection[int],
     num_forwards: int,
 ) -> list[str]:
-    rank.log.clear()
-    for _ in range(num_forwards):
-        used = rank.forward(order)
-        if used is not None:
-            rank.agree([used])
-    rank.skipped.begin_backward()
+    rank.begin_step(order, num_forwards)
     for unit, begins in backward * num_forwards:
         if not begins:
             rank.begin_backward_of(unit)
