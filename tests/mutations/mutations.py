@@ -105,7 +105,7 @@ _LISTED: dict[tuple[str, ...], dict[int, tuple[str, str, str]]] = {
     ("distributed/test_custom_comm.py",): {
         25: ("_allocated", "found != (numel, dtype, device.type, True)", "False"),
     },
-    ("unit/test_offload.py", "distributed/test_offload.py", "parity/test_offload.py"): {
+    ("unit/test_memory.py", "distributed/test_offload.py", "parity/test_offload.py"): {
         26: ("home_for", "is_elsewhere or isinstance(policy, StagedOffloadPolicy)", "is_elsewhere"),
     },
     ("parity/test_communication.py", "distributed/test_custom_comm.py"): {
@@ -160,7 +160,7 @@ _LISTED: dict[tuple[str, ...], dict[int, tuple[str, str, str]]] = {
     (*_TRACES, *_RANDOM, "parity/test_gradients.py", "parity/test_passes.py"): {
         39: ("GroupGradients.reduce", "not jointly and True not in present", "False"),
     },
-    (*_STREAMS, "distributed/test_offload.py", "unit/test_offload.py"): {
+    (*_STREAMS, "distributed/test_offload.py", "unit/test_memory.py"): {
         40: ("GroupGradients.finish_copies", "copies.wait()", "pass"),
     },
     ("parity/test_optimizers.py", "parity/test_offload.py"): {
@@ -274,7 +274,7 @@ _LISTED: dict[tuple[str, ...], dict[int, tuple[str, str, str]]] = {
     },
     (
         "parity/test_clipping_on_mixed_meshes.py",
-        "unit/test_buffers.py",
+        "unit/test_memory.py",
         "distributed/test_flat_optimizer.py",
         "unit/test_layers.py",
     ): {

@@ -113,13 +113,6 @@ def test_policy_prints_its_override(golden: Check) -> None:
     assert policy != fsdp2.MixedPrecisionPolicy(torch.bfloat16)
 
 
-def test_observer_that_overrides_nothing_takes_every_report() -> None:
-    observer = fsdp2.Observer()
-    observer.on_event("pre_forward", "unit")
-    observer.on_action("unshard", "unit", 0)
-    observer.on_transition("unit", "SHARDED", "UNSHARDING")
-
-
 def test_trace_lays_actions_out_under_their_event(golden: Check) -> None:
     trace = fsdp2.trace.Trace()
     trace.on_event("pre_forward", "blocks.0")
