@@ -92,16 +92,15 @@ def test_install_twice_installs_once_and_uninstalls_after_an_exception() -> None
     assert theirs.fully_shard is BEFORE["fully_shard"]
 
 
-def test_modules_that_hold_torchs_names_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_that_hold_torchs_names_are_named_and_an_error_instead_leaves_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     client = ModuleType("client_of_torch")
     client.shard = BEFORE["fully_shard"]  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "client_of_torch", client)
     with quietly_installed(r"client_of_torch \(shard\)") as warned:
         assert "fsdp2.fsdp1" not in str(warned[0].message)
     assert client.shard is BEFORE["fully_shard"]
-
-
-def test_a_warning_that_is_an_error_leaves_torchs_names() -> None:
     with pytest.raises(UserWarning, match="still hold them"):
         fsdp2.install()
     assert theirs.fully_shard is held_by_this_file

@@ -44,13 +44,7 @@ Shape = tuple[int, ...]
 
 
 def _input(
-    name: str,
-    shape: Shape,
-    *,
-    dim: int = 0,
-    orig: torch.dtype = F32,
-    grad: GradDtype | None = None,
-    **policy: Any,
+    name: str, shape: Shape, *, dim: int = 0, orig: torch.dtype = F32, grad: GradDtype | None = None, **policy: Any
 ) -> PlanInput:
     dtypes = param_dtypes(orig, MixedPrecisionPolicy(**policy), grad)
     return PlanInput(name, shard_layout(shape, dim, WORLD_SIZE), dtypes)
@@ -193,29 +187,23 @@ AVERAGED, SUMMED = DivideFactors(1.0, 1.0, averages=True), DivideFactors(1.0, 4.
 @pytest.mark.parametrize(
     ("reduce_dtypes", "factor", "options", "expected"),
     [
-        ([None], None, {"averages": True}, AVERAGED),
-        ([None, BF16], None, {"averages": True}, AVERAGED),
-        ([None], 4.0, {"averages": True}, AVERAGED),
-        ([None], None, {}, SUMMED),
-        ([None], 3.0, {"averages": True}, DivideFactors(1.0, 3.0)),
-        ([None], 3.0, {}, DivideFactors(1.0, 3.0)),
-        ([None], None, {"behind_hook": True, "averages": True}, replace(SUMMED, behind_hook=True)),
+        ([None], None, {"averages": True}, {AVERAGED}),
+        ([None, BF16], None, {"averages": True}, {AVERAGED}),
+        ([None], 4.0, {"averages": True}, {AVERAGED}),
+        ([None], None, {}, {SUMMED}),
+        ([None], 3.0, {"averages": True}, {DivideFactors(1.0, 3.0)}),
+        ([None], 3.0, {}, {DivideFactors(1.0, 3.0)}),
+        ([None], None, {"behind_hook": True, "averages": True}, {replace(SUMMED, behind_hook=True)}),
+        # one gradient that cannot be averaged makes all sums: one launch, one operation
+        ([None, F16], None, {"averages": True}, {SUMMED, DivideFactors(2.0, 2.0, behind_hook=True)}),
     ],
 )
 def test_collectives_average_where_they_can_and_the_mean_over_all_ranks_is_asked_for(
-    reduce_dtypes: list[torch.dtype | None], factor: float | None, options: dict[str, bool], expected: DivideFactors
+    reduce_dtypes: list[Any], factor: float | None, options: dict[str, bool], expected: set[DivideFactors]
 ) -> None:
-    assert _factors(reduce_dtypes, factor, **options) == {expected}
-
-
-def _factors(reduce_dtypes: Sequence[torch.dtype | None], factor: float | None, **options: bool) -> set[DivideFactors]:
     inputs = [_input("weight", (4, 2), reduce_dtype=dtype) for dtype in reduce_dtypes]
-    return {plan.factors for plan in compile_reduces(inputs, ROUTING, WORLD_SIZE, factor, **options)}
-
-
-def test_one_gradient_that_cannot_be_averaged_makes_all_sums() -> None:
-    """One launch, one operation."""
-    assert not any(each.averages for each in _factors([None, F16], None, averages=True))
+    plans = compile_reduces(inputs, ROUTING, WORLD_SIZE, factor, **options)
+    assert {plan.factors for plan in plans} == expected
 
 
 # What holds for every plan

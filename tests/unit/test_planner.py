@@ -135,16 +135,14 @@ def test_activations_are_what_autograd_saves_and_operations_are_counted_with_tho
     assert forward.fused_nbytes == 2 * size  # one kernel reads the product and the mask
 
 
-def test_half_of_causal_attention_is_counted() -> None:
-    block = _observed(_model()).kinds[0][Checkpointing.NONE]
-    pairs = 2 * 4 * 128 * 128  # sequences, heads, tokens
+@pytest.mark.parametrize("by_name", [True, False])
+def test_half_of_causal_attention_is_counted_and_its_dropout_keeps_no_scores(
+    by_name: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, attend = _observed(_model()).kinds, F.scaled_dot_product_attention
+    block, pairs = plain[0][Checkpointing.NONE], 2 * 4 * 128 * 128  # sequences, heads, tokens
     assert block.forward.other == pairs * 2 * (16 + 16) / 2
     assert block.backward.other == 2.5 * block.forward.other
-
-
-@pytest.mark.parametrize("by_name", [True, False])
-def test_dropout_of_attention_keeps_no_scores(by_name: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, attend = _observed(_model()).kinds, F.scaled_dot_product_attention
 
     def with_dropout(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> Tensor:
         if by_name:
@@ -338,12 +336,19 @@ def test_optimizer_precision_and_what_is_frozen_change_what_is_held() -> None:
     assert in_bf16.params_nbytes < mixed.params_nbytes < in_fp32.params_nbytes
 
 
-def test_the_code_keeps_large_modules_unsharded_where_the_choice_keeps_all() -> None:
+def test_the_code_keeps_large_modules_unsharded_where_the_choice_keeps_all_and_says_how_many_ranks_it_needs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     found = _plan()
     for name, argument in (("keep", "reshard_after_forward=False, "), ("reshard", "")):
         code = replace(found, recommended=_named(found, f"FSDP, {name}")).code
         assert f"fsdp2.fully_shard(block, {argument}**options)" in code
         assert f"fsdp2.fully_shard(model.head, {argument}**options)" in code
+    names: dict[str, Any] = {}
+    exec(replace(found, recommended=_named(found, "HSDP 8, reshard")).code, names)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    with pytest.raises(ValueError, match="expected a multiple of 8 ranks: each replica is on 8"):
+        names["shard"](LanguageModel())
 
 
 def test_the_table_marks_the_recommended_choice_and_its_units_are_those_of_the_model() -> None:
@@ -441,12 +446,3 @@ def test_what_offloading_puts_into_the_hosts_memory_is_counted_and_limited() -> 
     unknown = fsdp2.plan(LanguageModel, replace(H100, host_memory_nbytes=None), WORKLOAD, num_gpus=16, budget=tight)
     assert unknown.recommended is not None
     assert str(unknown).endswith("whose size is not known: pass --host-memory, or Machine(host_memory_nbytes=...)")
-
-
-def test_the_code_for_replicas_says_how_many_ranks_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    code = replace(_plan(), recommended=_named(_plan(), "HSDP 8, reshard")).code
-    names: dict[str, Any] = {}
-    exec(code, names)
-    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
-    with pytest.raises(ValueError, match="expected a multiple of 8 ranks: each replica is on 8"):
-        names["shard"](LanguageModel())

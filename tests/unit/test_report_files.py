@@ -127,7 +127,7 @@ def test_what_was_predicted_stands_beside_what_the_longest_and_the_fullest_rank_
 # Files
 
 
-def test_page_json_and_chrome_trace_have_the_same_numbers(tmp_path: Path) -> None:
+def test_page_json_and_chrome_trace_have_the_same_numbers_and_the_page_asks_no_network(tmp_path: Path) -> None:
     data = _data()
     for name in ("step.html", "step.json", "step.trace.json"):
         files.write(tmp_path / name, data)
@@ -137,13 +137,9 @@ def test_page_json_and_chrome_trace_have_the_same_numbers(tmp_path: Path) -> Non
     for timeline in data["timelines"]:
         mine = [event for event in events if event["pid"] == timeline["rank"] and event["ph"] == "X"]
         assert [[each["ts"], each["dur"]] for each in mine if each["tid"] == 0] == [s[2:4] for s in timeline["spans"]]
-        assert {each["name"] for each in mine if each["name"].startswith("all-gather")} == {
-            f"all-gather {name}" for name in (ROOT, *UNITS)
-        }
-
-
-def test_page_is_whole_and_asks_no_network() -> None:
-    page = files.page(_data())
+        gathers = {each["name"] for each in mine if each["name"].startswith("all-gather")}
+        assert gathers == {f"all-gather {name}" for name in (ROOT, *UNITS)}
+    page = files.page(data)
     assert "{{" not in page
     assert re.findall(r'(?:src|href)="(?!data:)', page) == []
     assert not re.search(r"fetch\(|XMLHttpRequest|import\(|https?://(?!www\.w3\.org/2000/svg)", page)

@@ -384,11 +384,7 @@ def _with_shared_outputs(forward: Sequence[tuple[int, bool]], chance: random.Ran
 
 
 def _step_of_several(
-    rank: Rank,
-    order: Program,
-    backward: Sequence[tuple[int, bool]],
-    unreported: Collection[int],
-    num_forwards: int,
+    rank: Rank, order: Program, backward: Sequence[tuple[int, bool]], unreported: Collection[int], num_forwards: int
 ) -> list[str]:
     rank.begin_step(order, num_forwards)
     for unit, begins in backward * num_forwards:
