@@ -4,15 +4,16 @@ out of a profiler's trace. Traces are made by hand, in torch's format."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -263,44 +264,25 @@ def test_direct_travel_may_cost_a_bucket(monkeypatch: pytest.MonkeyPatch, ours_m
 # The contract of a device
 
 
-class LazyDevice:
-    """The host waits for it where a kernel is launched for the first time, as CUDA's lazy loading may make it do."""
+def lazy_device(*, always_waits: bool) -> Any:
+    """The host waits for it where a kernel is launched for the first time, as CUDA's lazy loading may make it do. It is
+    torch's module of a device, a stream, an event and a work, too."""
+    device, loaded = mock.MagicMock(type="cpu", is_busy=False), set()
 
-    type = "cpu"
-
-    def __init__(self, *, always_waits: bool = False) -> None:
-        self._is_busy = False
-        self._always_waits = always_waits
-        self._loaded: set[object] = set()
-
-    def keep_busy(self) -> None:
-        self._is_busy = True
-
-    def finish(self) -> None:
-        self._is_busy = False
-
-    def launch(self, _group: object, outputs: list[Tensor], inputs: list[Tensor], *, on_stream: bool) -> LazyDevice:
-        if self._always_waits or on_stream not in self._loaded:
-            self.finish()
-        self._loaded.add(on_stream)
+    def launch(_group: object, outputs: list[Tensor], inputs: list[Tensor], *, on_stream: bool) -> Any:
+        if always_waits or on_stream not in loaded:
+            device.finish()
+        loaded.add(on_stream)
         outputs[0].copy_(inputs[0])
-        return self
+        return device
 
-    def wait(self) -> None:
-        """What ``launch`` returns is a work."""
-
-    # As torch's module of a device, and as its streams and events
-
-    Stream = current_stream = record_event = lambda self: self
-
-    def stream(self, _: object) -> Any:
-        return nullcontext()
-
-    def wait_stream(self, _: object) -> None:
-        """There is one stream."""
-
-    def query(self) -> bool:
-        return not self._is_busy
+    for name in ("Stream", "current_stream", "record_event"):
+        getattr(device, name).return_value = device
+    device.keep_busy = functools.partial(setattr, device, "is_busy", True)
+    device.finish = functools.partial(setattr, device, "is_busy", False)
+    device.query = lambda: not device.is_busy
+    device.launch = launch
+    return device
 
 
 @pytest.mark.parametrize("always_waits", [False, True])
@@ -311,11 +293,10 @@ def test_only_a_launch_that_makes_the_host_wait_every_time_is_a_failure(
     check: Any, always_waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not one whose kernel is loaded when first launched."""
-    device = LazyDevice(always_waits=always_waits)
+    device = lazy_device(always_waits=always_waits)
     monkeypatch.setattr(torch, "get_device_module", lambda _: device)
     for name in ("_gather", "_reduce"):
-        launch = lambda *args, **kwargs: device.launch(*args, **kwargs)  # noqa: E731  # with a __name__
-        monkeypatch.setattr(gpu_contract, name, launch)
+        monkeypatch.setattr(gpu_contract, name, device.launch)
     if always_waits:
         with pytest.raises(AssertionError, match="the host has waited"):
             check(device, None)

@@ -1,4 +1,4 @@
-"""What the runtime does with reductions, on groups and reductions that only take notes; backwards in two halves whose
+"""What the runtime does with reductions, on groups and reductions that are stand-ins; backwards in two halves whose
 gradients of parameters are lost; and the hook for gradients of what the calls of a submodule return."""
 
 from __future__ import annotations
@@ -21,20 +21,9 @@ from fsdp2.runtime.split_backward import SplitBackwards
 from fsdp2.types import ScheduleError
 
 
-class NotedReduction:
-    """Notes what is done with it. ``raises``: what is raised then."""
-
-    def __init__(self, **raises: Exception) -> None:
-        self.log: list[str] = []
-        self._raises = raises
-
-    def __getattr__(self, name: str) -> Any:
-        def note() -> None:
-            self.log.append(name)
-            if name in self._raises:
-                raise self._raises[name]
-
-        return note
+def _log(reduction: mock.Mock) -> list[str]:
+    """What was done with it."""
+    return [name for name, *_ in reduction.method_calls]
 
 
 def _unit(reduce: Callable[[], object]) -> Any:
@@ -57,7 +46,7 @@ def _unit(reduce: Callable[[], object]) -> Any:
     return SimpleNamespace(groups=(group,), watches=[])
 
 
-def _executor(*reductions: NotedReduction) -> Executor:
+def _executor(*reductions: mock.Mock) -> Executor:
     """With all ``reductions`` in flight."""
     executor = Executor(torch.device("cpu"))
     executor.max_in_flight = len(reductions)
@@ -68,10 +57,10 @@ def _executor(*reductions: NotedReduction) -> Executor:
 
 def test_landed_gradients_are_waited_for_when_the_rest_is_dropped() -> None:
     """They are in ``.grad``, which the user reads after an exception."""
-    executor = _executor(reduction := NotedReduction())
+    executor = _executor(reduction := mock.Mock())
     executor.streams = mock.Mock()
     executor.land_down_to(0)
-    assert reduction.log == ["finish", "land"]
+    assert _log(reduction) == ["finish", "land"]
     executor.drop()
     executor.drop()
     executor.streams.compute_after_reduce.assert_called_once_with()
@@ -80,25 +69,27 @@ def test_landed_gradients_are_waited_for_when_the_rest_is_dropped() -> None:
 LOST = CommunicationError("no peer")
 
 
-@pytest.mark.parametrize("raises", [{}, {"drop": LOST}], ids=["", "though the first is lost"])
-def test_reductions_in_flight_are_dropped_once_and_do_not_land(raises: dict[str, Exception]) -> None:
-    reductions = [NotedReduction(**raises), NotedReduction(), NotedReduction()]
+@pytest.mark.parametrize("is_lost", [False, True], ids=["", "though the first is lost"])
+def test_reductions_in_flight_are_dropped_once_and_do_not_land(is_lost: bool) -> None:
+    reductions = [mock.Mock(), mock.Mock(), mock.Mock()]
     executor = _executor(*reductions)
-    if raises:
+    if is_lost:
+        reductions[0].drop.side_effect = LOST
         with pytest.raises(CommunicationError, match="reduction of unit 'layer': no peer"):
             executor.drop()
     executor.drop()
     executor.land()
-    assert [reduction.log for reduction in reductions] == [["drop"]] * 3
+    assert [*map(_log, reductions)] == [["drop"]] * 3
 
 
 def test_reductions_behind_one_that_cannot_land_are_dropped_and_its_error_is_raised_though_others_are_lost() -> None:
     """A user's hook raises there."""
-    reductions = [NotedReduction(land=ValueError("by a hook")), NotedReduction(), NotedReduction(drop=LOST)]
+    reductions = [mock.Mock(), mock.Mock(), mock.Mock()]
+    reductions[0].land.side_effect, reductions[2].drop.side_effect = ValueError("by a hook"), LOST
     executor = _executor(*reductions)
     with pytest.raises(ValueError, match="by a hook"):
         executor.land()
-    assert [reduction.log for reduction in reductions] == [["finish", "land"], ["drop"], ["drop"]]
+    assert [*map(_log, reductions)] == [["finish", "land"], ["drop"], ["drop"]]
     assert executor.num_reductions == 0
 
 
