@@ -62,7 +62,7 @@ MESHES_OF_4: dict[str, Callable[[RankContext], tuple[DeviceMesh, list[Any]]]] = 
     "copies of rows": lambda ctx: (ctx.mesh_2d(2, 2), [Replicate(), Shard(0)]),
     "rows of copies": lambda ctx: (ctx.mesh_2d(2, 2), [Shard(0), Replicate()]),
     "rows and columns": lambda ctx: (ctx.mesh_2d(2, 2), [Shard(0), Shard(1)]),
-    "rows twice": lambda ctx: (ctx.mesh_2d(2, 2), [Shard(0), Shard(0)]),
+    "rows twice": lambda ctx: (ctx.mesh(rows=2, rows_of_rows=2), [Shard(0), Shard(0)]),
 }
 
 

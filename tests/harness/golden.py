@@ -36,8 +36,8 @@ class GoldenTexts:
         """The text of the section ``name``."""
         return self._texts[name]
 
-    def check(self, name: str, found: str) -> None:
-        """``found`` is the text of the section ``name``."""
+    def check(self, name: str, found: str, among: Iterable[str] = ()) -> None:
+        """``found`` is the text of the section ``name``. ``among``: there are sections for these, and no others."""
         __tracebackhide__ = True
         if os.environ.get("EXPECTTEST_ACCEPT") and self._texts.get(name) != found:
             self._texts[name] = found
@@ -45,6 +45,8 @@ class GoldenTexts:
             self._path.write_text("\n\n".join(f"== {each}\n{text}" for each, text in self._texts.items()) + "\n")
         expected = self._texts.get(name)
         assert found == expected, f"{name}:\n{found}\n\nexpected:\n{expected}"
+        if among and not os.environ.get("EXPECTTEST_ACCEPT"):
+            self.check_names(among)
 
     def names(self) -> list[str]:
         return list(self._texts)

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-SCHEDULE = "unit/schedule_rules unit/schedule_order unit/schedule_table unit/skipped"
+SCHEDULE = "unit/schedule unit/skipped"
 TRACES = "distributed/traces"
-PLAN = "unit/plan unit/layout unit/extension_plans"
+PLAN = "unit/plan unit/layout"
 STREAMS = "distributed/stream_order unit/streams"
 CHANNELS = "distributed/comm distributed/recovery distributed/agreement distributed/skipped_units "
-CHANNELS += "distributed/own_groups distributed/lost_collectives"
+CHANNELS += "distributed/own_groups distributed/messages_in_flight"
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Mutation:
     tests: tuple[str, ...]
 
 
-# By the tests, "unit/plan" for "unit/test_plan.py"; "unit/fsdp1/" is a folder.
+# By the tests, "unit/plan" for "unit/test_plan.py".
 _LISTED: dict[str, dict[int, tuple[str, str, str]]] = {
     "fuzz/fuzz unit/precision parity/step_control": {
         4: ("divide_factors", "float(world_size) if factor is None else factor", "float(world_size)"),
@@ -68,9 +68,7 @@ _LISTED: dict[str, dict[int, tuple[str, str, str]]] = {
         15: ("Schedule.pre_backward", "rules.unshard_in_backward", "True"),
     },
     f"{SCHEDULE} fuzz/fuzz": {16: ("Schedule.end_backward", "actions.append((Action.LAND, 0))", "pass")},
-    f"{SCHEDULE} parity/activation_checkpointing": {
-        17: ("Schedule.pre_forward", "passes.phases[unit] is Phase.BACKWARD", "False")
-    },
+    f"{SCHEDULE} parity/passes": {17: ("Schedule.pre_forward", "passes.phases[unit] is Phase.BACKWARD", "False")},
     "unit/skipped distributed/skipped_units": {
         18: ("SkippedUnits.agree", "not present.issuperset(registered)", "False"),
         108: ("Backward._reach", "each.unit not in self._reachable", "False"),
@@ -84,6 +82,7 @@ _LISTED: dict[str, dict[int, tuple[str, str, str]]] = {
         24: ("_Messages.__init__", "_in_flight.add(self)", "pass"),
         54: ("Gather._wait_for_works", "self.gathered.is_lost, self._works = True, ()", "self._works = ()"),
         55: ("Gather.issue", "self.gathered.is_lost = True\nraise", "raise"),
+        60: ("_run", 'raise group.lost("reduction", error) from error.__cause__', "raise"),
         56: ("PostForwardShards.release", "self.gather.gathered.is_lost", "False"),
         107: (
             "Gather.issue",
@@ -92,7 +91,7 @@ _LISTED: dict[str, dict[int, tuple[str, str, str]]] = {
         ),
     },
     "distributed/custom_comm": {25: ("_allocated", "found != (numel, dtype, device.type, True)", "False")},
-    "unit/offload distributed/offload parity/offload": {
+    "unit/memory distributed/offload parity/offload": {
         26: ("home_for", "is_elsewhere or isinstance(policy, StagedOffloadPolicy)", "is_elsewhere")
     },
     "parity/communication distributed/custom_comm": {
@@ -126,10 +125,10 @@ _LISTED: dict[str, dict[int, tuple[str, str, str]]] = {
         47: ("GroupGradients.reduce", "self._mesh.replicate.group is not None", "False"),
         51: ("ShardedParam.keep_grad", "grad.to(dtype)", "grad"),
     },
-    f"{TRACES} fuzz/fuzz parity/gradients parity/passes": {
+    f"{TRACES} fuzz/fuzz parity/training parity/passes": {
         39: ("GroupGradients.reduce", "not jointly and True not in present", "False")
     },
-    f"{STREAMS} distributed/offload unit/offload": {40: ("GroupGradients.finish_copies", "copies.wait()", "pass")},
+    f"{STREAMS} distributed/offload unit/memory": {40: ("GroupGradients.finish_copies", "copies.wait()", "pass")},
     "parity/optimizers parity/offload": {
         41: ("land_in_grad", "_torch.post_accumulate_grad_hooks(param)", "()"),
         136: ("UnitTree.order_gathers", "self.executor.land_down_to(0)\nself.executor.wait_for_landed()", "pass"),
@@ -145,13 +144,10 @@ _LISTED: dict[str, dict[int, tuple[str, str, str]]] = {
         45: ("ParamGroup._transition", "self.on_transition(before, after)", "pass"),
         131: ("ModuleHooks._handed_out", "_torch.before_in_place(view, num_writes, self._on_input_gradient)", "pass"),
     },
-    "parity/extensions distributed/extension_protocol": {
+    "parity/communication distributed/extension_protocol": {
         49: ("HookedParams._arrive_checked.act", "hooked.fill_first()", "pass")
     },
     "fuzz/fuzz parity/training": {50: ("GroupGradients._landing_stages", "self._mesh.replicate.size > 1", "False")},
-    "parity/fsdp1/behaviour parity/fsdp1/training": {
-        52: ("GroupGradients.reduce", "(self.options.fills_beside_others and True in present)", "False")
-    },
     "distributed/skipped_units": {
         53: ("UsedParams.land_kept", "param in anywhere", "True"),
         65: (
@@ -168,23 +164,19 @@ _LISTED: dict[str, dict[int, tuple[str, str, str]]] = {
         57: ("Gather.issue#1", "self._forget_memory()\nraise", "raise")
     },
     "distributed/recovery": {
-        58: ("Executor.drop", "reduction.drop()", "pass"),
         63: ("UnitTree._recover", "passes.in_backward", "False"),
         117: ("PassStack.has_left_behind", "inner == unit", "self.root == unit"),
         132: ("PassStack.pop_raised", "phase is Phase.FORWARD and unit == self.root", "False"),
         134: ("RunningBackward.was_left", "thread == its_thread and depth <= its_depth", "False"),
     },
-    "distributed/finalization parity/step_control parity/pipeline_roots": {
+    "distributed/finalization parity/step_control parity/accumulation": {
         59: ("Executor.reduce_partial", "group.gradients.awaits_all_reduce", "False")
-    },
-    "distributed/lost_collectives": {
-        60: ("_run", 'raise group.lost("reduction", error) from error.__cause__', "raise")
     },
     "distributed/changed_parameters": {
         64: ("UnitTree._take_changes", "self._seen_version != ModuleTrees.version", "self._seen_version is None")
     },
     "parity/offload distributed/offload": {66: ("UnitTree.land", "self.executor.finish_copies()", "pass")},
-    f"{TRACES} fuzz/fuzz distributed/skipped_units parity/gradients parity/training": {
+    f"{TRACES} fuzz/fuzz distributed/skipped_units parity/training": {
         67: ("UnitTree.rules_of", "config.ranks_may_differ and has_others", "config.ranks_may_differ")
     },
     f"{TRACES} distributed/memory parity/step_control": {69: ("Executor._reduce", "self._make_room(group)", "pass")},
@@ -198,12 +190,10 @@ _LISTED: dict[str, dict[int, tuple[str, str, str]]] = {
         ),
         73: ("reduce", "wait_for(launched(all_reduce, axis, values, op))", "pass"),
     },
-    "parity/pipeline_roots distributed/finalization distributed/misuse": {
+    "parity/accumulation distributed/finalization distributed/misuse": {
         74: ("SplitBackwards.check", "len(losers) > may_compute_shapes", "False")
     },
-    "unit/split_backward": {
-        75: ("SplitBackwards.check", "losers, self._losers = self._losers, []", "losers = self._losers")
-    },
+    "unit/runtime": {75: ("SplitBackwards.check", "losers, self._losers = self._losers, []", "losers = self._losers")},
     "distributed/ties": {
         76: ("Tie.join", "self.unit.hooks.hold([slot.module for slot in moved])", "pass"),
         77: ("movable_ties", "not all(keeps(member.unit) for member in members)", "False"),
@@ -225,11 +215,11 @@ _LISTED: dict[str, dict[int, tuple[str, str, str]]] = {
     "accelerator/findings": {
         85: ("PreparedUnit.commit", "setattr(module, name, buffer.to(self.parallel.device))", "pass")
     },
-    "parity/clipping_on_mixed_meshes parity/clipping": {
+    "parity/clipping": {
         87: ("_groups_of", "mesh.size(axis) > 1", "False"),
         88: ("clip_grad_norm_", "error_if_nonfinite and not torch.isfinite(total)", "False"),
     },
-    "parity/clipping_on_mixed_meshes unit/buffers distributed/flat_optimizer unit/layers": {
+    "parity/clipping unit/memory distributed/flat_optimizer unit/layers": {
         89: ("joined_neighbours", "nbytes <= left", "True")
     },
     "distributed/flat_optimizer": {
@@ -248,7 +238,7 @@ _LISTED: dict[str, dict[int, tuple[str, str, str]]] = {
         97: ("_check_alike#1", "others", "False"),
     },
     "unit/install distributed/install": {98: ("_refuse_our_modules", "unit_of(module) is not None", "False")},
-    "unit/int8_tensor": {
+    "unit/wire_tensors": {
         99: (
             "_blocks",
             "yield floats[:, end:].unsqueeze(1), values[:, end:].unsqueeze(1), scales[:, num_full:]",
@@ -263,7 +253,7 @@ _LISTED: dict[str, dict[int, tuple[str, str, str]]] = {
         ),
         101: ("BFloat16AllGatherTensor.fsdp_pre_all_gather", "padded[: self.size(0)].copy_(self._data)", "pass"),
     },
-    "parity/fsdp1/optim_state_dicts parity/fsdp1/optim_checkpoints unit/fsdp1/": {
+    "parity/fsdp1/optim_state_dicts parity/fsdp1/checkpoints": {
         102: ("rekeyed", "not kinds <= {str} and not kinds <= {int}", "False"),
         103: ("_check_alike", "theirs != ways[0]", "False"),
         104: ("to_load", "rank0_only and ways", "False"),
@@ -280,15 +270,16 @@ _LISTED: dict[str, dict[int, tuple[str, str, str]]] = {
         114: ("Backward.__init__", "units.num_passed.get(len(forwards), 1)", "len(forwards)"),
     },
     "distributed/compiled_blocks": {116: ("watch_calls.watched", "is_traced()", "False")},
-    "parity/fsdp1/optim_checkpoints": {
+    "parity/fsdp1/checkpoints": {
         119: ("saved_name", 'name.replace(f"{_CHECKPOINT}.", "").removesuffix(f".{_CHECKPOINT}")', "name")
     },
     "parity/fsdp1/training": {
+        52: ("GroupGradients.reduce", "(self.options.fills_beside_others and True in present)", "False"),
         120: (
             "FullyShardedDataParallel._flat_owner",
             "inside_checkpoint(self._unit.modules[0])",
             "self._unit.modules[0]",
-        )
+        ),
     },
     "parity/model_parallel": {
         121: ("ShardedParam.keep_grad", "self._take_unsharded_grad(dtype)", "self._take_unsharded_grad()")
@@ -303,7 +294,8 @@ _LISTED: dict[str, dict[int, tuple[str, str, str]]] = {
     "faults/endings": {128: ("_wait_for_lent", "_lent and time.monotonic() < until", "False")},
     "distributed/misuse": {133: ("Bindings.rebind", "attributes.get(_torch.CALL) is expected", "False")},
     "distributed/inner_losses": {135: ("_check_reduced", "param.unsharded_grad is not None", "False")},
-    "unit/executor accelerator/left_out_waits": {
+    "unit/runtime accelerator/left_out_waits": {
+        58: ("Executor.drop", "reduction.drop()", "pass"),
         71: ("Executor._or_drop", "self.drop()", "pass"),
         137: ("Executor.wait_for_landed", "self.streams.compute_after_reduce()", "pass"),
     },

@@ -24,6 +24,7 @@ from render import PARTS, Part, digest, markers, part, pictures, read_results, r
 from run import benchmarks, run
 
 from tests.harness.golden import texts_beside
+from tests.harness.selection import long
 
 TEXTS = texts_beside(__file__)
 ROWS = [["plain", "12.5", 25.0, 0.5], ["mixed", "3.0", None, math.nan]]
@@ -138,21 +139,12 @@ class TestCheck:
 class TestRun:
     @pytest.mark.ci
     @pytest.mark.parametrize(
-        ("arguments", "variable", "written"),
-        [
-            ([], None, "committed"),
-            pytest.param(["--", "--case", "7"], None, None, marks=pytest.mark.long),
-            pytest.param([], "elsewhere", "elsewhere", marks=pytest.mark.long),
-        ],
+        "case", [([], "", ["committed"]), *long((["--", "--case"], "", []), ([], "other", ["other"]))]
     )
     def test_it_writes_the_committed_results_where_no_argument_and_no_folder_is_given(
-        self,
-        tmp_path: Path,
-        monkeypatch: pytest.MonkeyPatch,
-        arguments: list[str],
-        variable: str | None,
-        written: str | None,
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: tuple[list[str], str, list[str]]
     ) -> None:
+        arguments, variable, written = case
         script = tmp_path / "example.py"
         script.write_text(
             f"import sys; sys.path.insert(0, {str(ROOT / 'benchmarks')!r})\n"
@@ -162,10 +154,10 @@ class TestRun:
         monkeypatch.setattr(sys, "argv", ["benchmarks/run.py", str(script), *arguments])
         monkeypatch.setattr(run_module, "RESULTS", tmp_path / "committed")
         monkeypatch.delenv("FSDP2_BENCH_RESULTS", raising=False)
-        if variable is not None:
+        if variable:
             monkeypatch.setenv("FSDP2_BENCH_RESULTS", str(tmp_path / variable))
         assert run_module.main() == 0
-        assert [path.parent.name for path in tmp_path.rglob("example.json")] == ([written] if written else [])
+        assert [path.parent.name for path in tmp_path.rglob("example.json")] == written
 
 
 class TestPages:
@@ -248,9 +240,10 @@ def test_the_table_of_python_calls_is_that_of_this_commit(tmp_path: Path) -> Non
     """It was two days old once, and twenty calls too low."""
     found = _tables_of_this_commit("call_counts", tmp_path)
     published = RESULTS["call_counts"]["tables"][: len(found)]  # without transformers, there is no Llama
-    assert [_counts(table) for table in found] == [
-        {name: pytest.approx(counts, abs=1) for name, counts in _counts(table).items()} for table in published
-    ]
+    for table, expected in zip(found, published, strict=True):
+        # a call more or less in a whole step changes the last digits of a ratio only
+        counts, wanted = ({name: [*map(float, each)] for name, *each, _ in of["rows"]} for of in (table, expected))
+        assert counts == {name: pytest.approx(each, abs=1) for name, each in wanted.items()}
 
 
 @pytest.mark.ci
@@ -264,8 +257,3 @@ def test_the_tables_of_the_scale_model_are_those_of_this_commit(tmp_path: Path) 
         for row in table["rows"]:
             shown = dict(zip(table["columns"], row, strict=True))
             assert all(abs(int(shown[column].rstrip("%") if "%" in shown[column] else 0)) <= 10 for column in columns)
-
-
-def _counts(table: dict[str, Any]) -> dict[str, list[float]]:
-    """What is counted -> per runtime; a call more or less in a whole step changes the last digits of a ratio only."""
-    return {name: [float(count) for count in counts] for name, *counts, _ in table["rows"]}

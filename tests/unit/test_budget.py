@@ -61,8 +61,4 @@ def test_ledger_holds_what_the_steps_take(case: str) -> None:
     for does in CASES[case]:
         does(ledger)
         said.append(_said(ledger))
-    TEXTS.check(case, "\n".join(said))
-
-
-def test_every_text_has_a_case() -> None:
-    TEXTS.check_names(CASES)
+    TEXTS.check(case, "\n".join(said), among=CASES)

@@ -86,14 +86,12 @@ def _share_a_scale(shards: list[Any]) -> None:
         shard.precomputed(scale)
 
 
-def _float8(full: Tensor, dtype: torch.dtype) -> Tensor:
-    scale = scale_from(magnitude(full))
+def _float8(full: Tensor, dtype: torch.dtype, magnitudes: Any = magnitude) -> Tensor:
+    scale = scale_from(magnitudes(full))
     return Float8Tensor(quantise_float8(full, scale), scale, dtype)
 
 
-def float8_rows(full: Tensor, dtype: torch.dtype) -> Tensor:
-    scale = scale_from(row_magnitudes(full))
-    return Float8Tensor(quantise_float8(full, scale), scale, dtype)
+float8_rows = partial(_float8, magnitudes=row_magnitudes)
 
 
 def _nf4(full: Tensor, dtype: torch.dtype) -> Tensor:
@@ -340,10 +338,7 @@ class Subclass(torch.Tensor):
         return (self.as_subclass(Tensor).bfloat16(),), None
 
     def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None) -> Any:
-        if out is not None:
-            return out.copy_(outputs[0])
-        made = outputs[0].to(param_dtype, copy=True)
-        return made, (made,)
+        return Wrapper.fsdp_post_all_gather(self, outputs, 1, param_dtype, out=out)  # type: ignore[arg-type]
 
 
 REPORTED: dict[str, tuple[Callable[[Tensor], Tensor], dict[str, Any]]] = {
@@ -367,7 +362,7 @@ def test_what_is_wrong_is_reported(name: str) -> None:
     """On one shape, and on two ranks."""
     make, options = REPORTED[name]
     given = {"shapes": [(5, 3)], "world_sizes": (2,), **options}
-    TEXTS.check(name, error_of(lambda: check_all_gather_extension(make, **given)))
+    TEXTS.check(name, error_of(lambda: check_all_gather_extension(make, **given)), among=REPORTED)
 
 
 def test_class_that_checkpoints_cannot_write_is_reported() -> None:
@@ -378,7 +373,3 @@ def test_class_that_checkpoints_cannot_write_is_reported() -> None:
     report = error_of(checked).replace("\n", " ")
     assert "- save: torch.save cannot write a OfAFunction: AttributeError: " in report  # then the text of this Python
     assert "Define the class, and those of its attributes, at the top of a module." in report
-
-
-def test_every_text_has_a_case() -> None:
-    TEXTS.check_names(REPORTED)

@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -104,6 +106,7 @@ REFUSALS = {
     "my_builders:build_model --gpu fp32_flops.json --precision fp32": "'fp32_flops.json' describes no machine (",
     "my_builders:build_model --gpu bandwidth_efficiency.json": "'bandwidth_efficiency.json' describes no machine (",
     "my_builders:build_model --gpu channels.json": "'channels.json' describes no machine (",
+    "my_builders:build_model --gpu half.json": "'half.json' describes no machine (",
     "my_builders:build_model --gpu MI300X --precision fp32": "'MI300X, 8 per node, 400 Gb/s each' has no figure for "
     "products in fp32. Use precision bf16, or a machine that `python -m fsdp2 measure` measured.",
     "my_builders:build_model --gpu alone.json": "machine 'H100 SXM, 8 per node, 400 Gb/s each' has no figures for "
@@ -112,13 +115,15 @@ REFUSALS = {
 
 
 @pytest.fixture
-def builders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def builders(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path = tmp_path_factory.mktemp("builders")
     (tmp_path / "my_builders.py").write_text(MODULE)
     (tmp_path / "my_broken.py").write_text("1 / 0")
     (tmp_path / "my_exit.py").write_text("raise SystemExit(3)")
     (tmp_path / "my_syntax.py").write_text("def f(:")
     for name in ("bf16_flops", "fp32_flops", "bandwidth_efficiency", "channels"):
         (tmp_path / f"{name}.json").write_text(json.dumps({**fields_of(H100), name: 0}))
+    (tmp_path / "half.json").write_text('{"name": "half"}')
     (tmp_path / "alone.json").write_text(json.dumps(fields_of(replace(H100, in_node=None, network=None))))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -127,32 +132,30 @@ def builders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "my_builders", raising=False)
 
 
-def run(command: str) -> None:
-    """``plan`` of a short sequence, with the words of ``command``."""
-    main(["plan", "--sequence", "64", *command.split()])
-
-
-Fails = Callable[..., tuple[int, str]]
+Command = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def fails(capsys: pytest.CaptureFixture[str]) -> Fails:
-    """Runs a command that ends, and returns with which code and what it has said."""
+def command(capsys: pytest.CaptureFixture[str], builders: None) -> Command:
+    """Runs a command beside modules with builders; returns its code, and what it has printed and said."""
 
-    def run(command: str, *arguments: str) -> tuple[int, str]:
-        with pytest.raises(SystemExit) as ended:
-            main([*command.split(), *arguments])
-        code = ended.value.code
-        assert isinstance(code, int)
-        return code, capsys.readouterr().err
+    def run(words: str, *arguments: str) -> tuple[int, str, str]:
+        code: Any = 0
+        try:
+            main([*words.split(), *arguments])
+        except SystemExit as ended:
+            code = ended.code
+        return code, *capsys.readouterr()
 
     return run
 
 
+PLAN = "plan --sequence 64 my_builders:build_model"
+
+
 @pytest.mark.parametrize("arguments", REFUSALS)
-@pytest.mark.usefixtures("builders")
-def test_bad_input_gets_one_line_that_says_what_to_write(arguments: str, fails: Fails) -> None:
-    code, said = fails("plan --gpus 8", *arguments.split())
+def test_bad_input_gets_one_line_that_says_what_to_write(arguments: str, command: Command) -> None:
+    code, _, said = command("plan --gpus 8", *arguments.split())
     (line,) = said.splitlines()
     assert line.startswith("python -m fsdp2 plan: error: " + REFUSALS[arguments])
     assert code == 2
@@ -161,13 +164,10 @@ def test_bad_input_gets_one_line_that_says_what_to_write(arguments: str, fails: 
         assert line.endswith(f"{does} no values.")
 
 
-@pytest.mark.usefixtures("builders")
-def test_an_interrupted_plan_ends_without_a_traceback(fails: Fails) -> None:
-    assert fails("plan --gpus 8 my_builders:is_stopped") == (130, "\npython -m fsdp2 plan: interrupted\n")
-
-
-@pytest.mark.usefixtures("builders")
-def test_an_interrupted_script_is_the_scripts_own_affair(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_plan_ends_without_a_traceback_and_a_script_as_it_does(
+    monkeypatch: pytest.MonkeyPatch, command: Command
+) -> None:
+    assert command("plan --gpus 8 my_builders:is_stopped") == (130, "", "\npython -m fsdp2 plan: interrupted\n")
     Path("script.py").write_text("raise KeyboardInterrupt")
     monkeypatch.setattr(sys, "argv", sys.argv)
     monkeypatch.setattr(fsdp2, "install", lambda: None)
@@ -175,47 +175,41 @@ def test_an_interrupted_script_is_the_scripts_own_affair(monkeypatch: pytest.Mon
         main(["run", "script.py"])
 
 
-@pytest.mark.usefixtures("builders")
-def test_torch_logs_no_traceback_above_the_line(monkeypatch: pytest.MonkeyPatch, fails: Fails) -> None:
+def test_torch_logs_no_traceback_above_the_line(monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
     logged: list[logging.LogRecord] = []
     log = logging.getLogger("torch._subclasses.fake_tensor")
     monkeypatch.setattr(log, "handlers", [logging.Handler()])
     monkeypatch.setattr(log.handlers[0], "emit", logged.append)
-    fails("plan --gpus 8 my_builders:of_floats")
+    command("plan --gpus 8 my_builders:of_floats")
     assert not logged
     assert not log.disabled
 
 
-def test_the_extra_for_configs_of_hugging_face_is_named(monkeypatch: pytest.MonkeyPatch, fails: Fails) -> None:
+def test_the_extra_for_configs_of_hugging_face_is_named(monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     says = "--hf needs transformers. Run: pip install transformers, or pass module:function.\n"
-    assert fails("plan --gpus 8 --hf config.json") == (2, f"python -m fsdp2 plan: error: {says}")
+    assert command("plan --gpus 8 --hf config.json") == (2, "", f"python -m fsdp2 plan: error: {says}")
 
 
-@pytest.mark.usefixtures("builders")
-def test_the_command_prints_a_table_and_python_to_paste(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_a_table_and_python_to_paste(command: Command) -> None:
     """With a budget in bytes, and the precision."""
-    main(["plan", "my_builders:build_model", "--gpus", "8", "--batch", "2", "--sequence", "128"])
-    printed = capsys.readouterr().out
+    printed = command(f"{PLAN} --gpus 8 --batch 2")[1]
     assert "* FSDP" in printed
     compile(printed[printed.index("import torch") :], "pasted", "exec")
-    main(["plan", "my_builders:build_model", "--gpus", "8", "--budget", "75161927680", "--precision", "fp32"])
-    printed = capsys.readouterr().out
+    printed = command(f"{PLAN} --gpus 8 --budget 75161927680 --precision fp32")[1]
     assert "budget: 70.0 GiB of 74.5 GiB" in printed
     assert " fp32 " in printed
     assert " bf16 " not in printed
-    with pytest.raises(SystemExit) as ended:
-        main(["plan", "my_builders:build_model", "--gpus", "1", "--sequence", "8", "--budget", "1MiB"])
-    assert ended.value.code == 1
-    assert "nothing fits into 1.0 MiB" in capsys.readouterr().out.splitlines()[-1]
+    code, printed, _ = command(f"{PLAN} --gpus 1 --budget 1MiB")
+    assert code == 1
+    assert "nothing fits into 1.0 MiB" in printed.splitlines()[-1]
 
 
 @pytest.mark.ci
-def test_a_measured_machine_is_written_and_planned_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_measured_machine_is_written_and_planned_for(tmp_path: Path, command: Command) -> None:
     """On one rank, links are not measured, so several GPUs are refused."""
     file = tmp_path / "machine.json"
-    main(["measure", str(file), "--width", "32"])
-    printed = capsys.readouterr().out
+    printed = command("measure --width 32", str(file))[1]
     assert "products: " in printed
     assert "links were not measured: to plan for several GPUs, run this under torchrun" in printed
     found = fsdp2.plan(LanguageModel, str(file), WORKLOAD, num_gpus=1)
@@ -227,18 +221,18 @@ def test_a_measured_machine_is_written_and_planned_for(tmp_path: Path, capsys: p
     assert fsdp2.plan(LanguageModel, str(file), WORKLOAD, num_gpus=1, budget="1MiB").enough_gpus is None
 
 
-@pytest.mark.parametrize("sizes", ["64", "64,1", "4,4", "0,1", "one", "1,inf"])
-def test_sizes_that_make_no_line_are_refused(sizes: str, tmp_path: Path, fails: Fails) -> None:
-    said = f"python -m fsdp2 measure: error: --sizes is '{sizes}', expected at least two sizes in MiB, ascending"
-    assert fails("measure", str(tmp_path / "machine.json"), "--sizes", sizes)[1].startswith(said)
-
-
 @pytest.mark.parametrize(
-    "arguments", ["{0} --width 4", "{0}/no/m.json --width 4", "{0}/m.json --width 0", "/dev/null --width 4"]
+    "arguments",
+    [
+        *("{0} --width 4", "{0}/no/m.json --width 4", "{0}/m.json --width 0", "/dev/null --width 4"),
+        *(f"{{0}}/m.json --sizes {sizes}" for sizes in ("64", "64,1", "4,4", "0,1", "one", "1,inf")),
+    ],
 )
-def test_measure_checks_its_arguments_first(arguments: str, tmp_path: Path, fails: Fails) -> None:
-    code, said = fails(f"measure {arguments.format(tmp_path)}")
+def test_measure_checks_its_arguments_first(arguments: str, tmp_path: Path, command: Command) -> None:
+    code, _, said = command(f"measure {arguments.format(tmp_path)}")
     assert (code, len(said.splitlines())) == (2, 1)
+    sizes = f"--sizes is '{arguments.split()[-1]}', expected at least two sizes in MiB, ascending"
+    assert said.startswith(f"python -m fsdp2 measure: error: {sizes if '--sizes' in arguments else ''}")
     assert not list(tmp_path.iterdir())
 
 
@@ -255,49 +249,33 @@ def test_load_that_comes_and_goes_is_not_taken_for_a_cost_of_collectives(monkeyp
     assert extra == pytest.approx(0.5)
 
 
-def test_a_full_disk_leaves_the_old_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: Fails) -> None:
-    def full(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
+def test_a_full_disk_leaves_the_old_measurement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
+) -> None:
     file = tmp_path / "machine.json"
     file.write_text("old")
-    monkeypatch.setattr(os, "fsync", full)
-    assert f"cannot write '{file}' (No space left on device)" in fails("measure --width 32", str(file))[1]
+    monkeypatch.setattr(os, "fsync", mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    assert f"cannot write '{file}' (No space left on device)" in command("measure --width 32", str(file))[2]
     assert [each.read_text() for each in tmp_path.iterdir()] == ["old"]
 
 
-def test_run_of_a_module_that_is_not_there_is_one_line(fails: Fails) -> None:
-    assert fails("run -m nowhere.at_all")[1] == (
-        "python -m fsdp2: error: found no module 'nowhere.at_all'. Write it as in an import statement.\n"
-    )
-
-
-@pytest.mark.usefixtures("builders")
-def test_a_machine_with_one_rate_for_both_links_is_warned_about(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_machine_with_one_rate_for_both_links_is_warned_about(command: Command) -> None:
     Path("flat.json").write_text(json.dumps(fields_of(replace(H100, network=H100.in_node))))
     said = f"warning: '{H100.name}' has one rate for links in a node and between nodes. Measure on two nodes: torchrun "
     for num_gpus in (8, 16):
-        main(["plan", "my_builders:build_model", "--gpus", str(num_gpus), "--gpu", "flat.json", "--sequence", "64"])
-        assert (said in capsys.readouterr().out) is (num_gpus == 16)
+        assert (said in command(f"{PLAN} --gpu flat.json --gpus {num_gpus}")[1]) is (num_gpus == 16)
 
 
-@pytest.mark.usefixtures("builders")
-def test_nodes_of_another_size_and_a_host_with_other_memory_are_planned_for(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    run("my_builders:build_model --gpus 12 --node-size 4 --host-memory 1TiB")
-    printed = capsys.readouterr().out
+def test_nodes_of_another_size_and_a_host_with_other_memory_are_planned_for(command: Command) -> None:
+    printed = command(f"{PLAN} --gpus 12 --node-size 4 --host-memory 1TiB")[1]
     assert "12 x H100 SXM, 8 per node, 400 Gb/s each, but 4 per node; " in printed
     assert "972.8 GiB of a node's host" in printed
     assert "warning" not in printed
-    run("my_builders:build_model --gpus 12")
-    assert "warning: 12 GPUs are no whole number of nodes of 8: " in capsys.readouterr().out
+    assert "warning: 12 GPUs are no whole number of nodes of 8: " in command(f"{PLAN} --gpus 12")[1]
 
 
-@pytest.mark.usefixtures("builders")
-def test_json_is_all_that_is_printed_and_has_all_choices(capsys: pytest.CaptureFixture[str]) -> None:
-    run("my_builders:build_model --gpus 8 --json")
-    found = json.loads(capsys.readouterr().out)
+def test_json_is_all_that_is_printed_and_has_all_choices(command: Command) -> None:
+    found = json.loads(command(f"{PLAN} --gpus 8 --json")[1])
     chosen = next(each for each in found["choices"] if each["name"] == found["recommended"])
     assert chosen["fits"]
     assert chosen["step_s"] > chosen["exposed_s"] > 0
@@ -305,36 +283,26 @@ def test_json_is_all_that_is_printed_and_has_all_choices(capsys: pytest.CaptureF
     assert chosen["host_nbytes"] == 0
     assert (found["workload"]["master_dtype"], found["sharded_in"]) == ("fp32", "fp32")
     compile(found["code"], "pasted", "exec")
-    with pytest.raises(SystemExit) as ended:
-        run("my_builders:build_model --gpus 1 --budget 1MiB --json")
-    assert ended.value.code == 1
-    nothing = json.loads(capsys.readouterr().out)
-    assert (nothing["recommended"], nothing["code"]) == (None, None)
+    code, printed, _ = command(f"{PLAN} --gpus 1 --budget 1MiB --json")
+    nothing = json.loads(printed)
+    assert (code, nothing["recommended"], nothing["code"]) == (1, None, None)
     assert nothing["why_nothing_fits"].startswith("nothing fits into 1.0 MiB")
 
 
-@pytest.mark.usefixtures("builders")
-def test_a_model_in_bf16_is_sized_with_masters_in_fp32_unless_asked_otherwise(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    printed = {}
-    for master in ("fp32", "bf16", "model"):
-        run(f"my_builders:in_bf16 --gpus 8 --master-dtype {master}")
-        printed[master] = capsys.readouterr().out
-    run("my_builders:in_bf16 --gpus 8")
-    assert capsys.readouterr().out == printed["fp32"]
-    assert "shards, gradients and optimizer in fp32; the model is built in bf16\n" in printed["fp32"]
-    assert "param.data = param.data.float()  # master weights" in printed["fp32"]
-    assert printed["bf16"] == printed["model"]
-    assert "shards, gradients and optimizer in bf16\n" in printed["bf16"]
-    assert "warning: shards, gradients and the optimizer's states are in bf16" in printed["bf16"]
-    assert "param.data" not in printed["bf16"]
+def test_a_model_in_bf16_is_sized_with_masters_in_fp32_unless_asked_otherwise(command: Command) -> None:
+    of_bf16 = "plan --sequence 64 my_builders:in_bf16 --gpus 8"
+    fp32, bf16, model = (command(f"{of_bf16} --master-dtype {name}")[1] for name in ("fp32", "bf16", "model"))
+    assert command(of_bf16)[1] == fp32
+    assert "shards, gradients and optimizer in fp32; the model is built in bf16\n" in fp32
+    assert "param.data = param.data.float()  # master weights" in fp32
+    assert bf16 == model
+    assert "shards, gradients and optimizer in bf16\n" in bf16
+    assert "warning: shards, gradients and the optimizer's states are in bf16" in bf16
+    assert "param.data" not in bf16
 
 
-def test_help_says_all_defaults(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ("plan", "measure"):
-        with pytest.raises(SystemExit):
-            main([command, "--help"])
-        options = re.split(r"\n  (?=-)", capsys.readouterr().out.partition("options:")[2])
-        silent = [each.split()[0] for each in options[1:] if "default: " not in " ".join(each.split())]
-        assert set(silent) <= {"-h,", "--hf", "--gpus", "--json"}
+@pytest.mark.parametrize("name", ["plan", "measure"])
+def test_help_says_all_defaults(name: str, command: Command) -> None:
+    options = re.split(r"\n  (?=-)", command(f"{name} --help")[1].partition("options:")[2])
+    silent = [each.split()[0] for each in options[1:] if "default: " not in " ".join(each.split())]
+    assert set(silent) <= {"-h,", "--hf", "--gpus", "--json"}

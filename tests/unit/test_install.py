@@ -7,7 +7,6 @@ import logging
 import pickle
 import subprocess
 import sys
-import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -65,23 +64,19 @@ def test_importers_get_our_names_while_installed_and_torchs_after(home: str) -> 
     assert type(module) is ModuleType
 
 
-def test_every_name_of_torchs_fully_shard_is_replaced_also_in_loaded_modules_of_torch() -> None:
+def test_names_are_replaced_in_loaded_modules_of_torch_but_torchs_internals_keep_their_own() -> None:
+    inner = importlib.import_module("torch.distributed._composable.replicate_with_fsdp")
     assert "FSDPModule" in HELD_BY_STAGE
     with quietly_installed():
         for module, names in ((theirs, NAMES), (stage, HELD_BY_STAGE)):
             assert {name: getattr(module, name) for name in names} == {name: getattr(fsdp2, name) for name in names}
         assert theirs.FullyShardedDataParallel is fsdp1.FullyShardedDataParallel
-    assert {name: getattr(stage, name) for name in HELD_BY_STAGE} == HELD_BY_STAGE
-
-
-def test_torchs_internals_keep_their_own_classes() -> None:
-    inner = importlib.import_module("torch.distributed._composable.replicate_with_fsdp")
-    with quietly_installed():
         assert inner.FSDPModule is BEFORE["FSDPModule"]
         assert issubclass(inner.ReplicateModule, BEFORE["FSDPModule"])
         assert not issubclass(inner.ReplicateModule, theirs.FSDPModule)  # docs/clients.md says so
         # torch's function still reads torch's class from its own globals
         assert BEFORE["fully_shard"].__wrapped__.__globals__["FSDPModule"] is BEFORE["FSDPModule"]
+    assert {name: getattr(stage, name) for name in HELD_BY_STAGE} == HELD_BY_STAGE
 
 
 def test_install_twice_installs_once_and_uninstalls_after_an_exception() -> None:
@@ -97,16 +92,15 @@ def test_install_twice_installs_once_and_uninstalls_after_an_exception() -> None
     assert theirs.fully_shard is BEFORE["fully_shard"]
 
 
-def test_modules_that_hold_torchs_names_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_that_hold_torchs_names_are_named_and_an_error_instead_leaves_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     client = ModuleType("client_of_torch")
     client.shard = BEFORE["fully_shard"]  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "client_of_torch", client)
     with quietly_installed(r"client_of_torch \(shard\)") as warned:
         assert "fsdp2.fsdp1" not in str(warned[0].message)
     assert client.shard is BEFORE["fully_shard"]
-
-
-def test_a_warning_that_is_an_error_leaves_torchs_names() -> None:
     with pytest.raises(UserWarning, match="still hold them"):
         fsdp2.install()
     assert theirs.fully_shard is held_by_this_file
@@ -137,9 +131,9 @@ def test_rank_0_says_what_was_replaced(caplog: pytest.LogCaptureFixture, monkeyp
 
 def test_policies_of_torch_are_refused_by_name() -> None:
     """And ours are pickled by ours."""
-    with quietly_installed(), pytest.raises(TypeError, match=r"mp_policy must be an fsdp2\.MixedPrecisionPolicy"):
-        theirs.fully_shard(nn.Linear(2, 2), mp_policy=BEFORE["MixedPrecisionPolicy"]())
     with quietly_installed():
+        with pytest.raises(TypeError, match=r"mp_policy must be an fsdp2\.MixedPrecisionPolicy"):
+            theirs.fully_shard(nn.Linear(2, 2), mp_policy=BEFORE["MixedPrecisionPolicy"]())
         policy = theirs.MixedPrecisionPolicy()
         assert pickle.loads(pickle.dumps(policy)) == policy
 
@@ -155,32 +149,28 @@ if __name__ == "__main__":
 """
 
 
-@pytest.fixture
-def script(tmp_path: Path) -> Path:
-    (tmp_path / "neighbour.py").write_text("from torch.distributed.fsdp import FSDPModule")
-    (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
-    return tmp_path / "script.py"
-
-
 @pytest.mark.ci
-@pytest.mark.parametrize("as_module", [False, *long(True)])
-def test_run_runs_a_script_with_our_names(script: Path, as_module: bool) -> None:
-    command = ["-m", "script"] if as_module else [str(script)]
-    ran = subprocess.run(
-        [sys.executable, "-m", "fsdp2", "run", *command, "--steps", "3", "-m"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=script.parent,
-    )
+@pytest.mark.parametrize("script", [["script.py"], *long(["-m", "script"])], ids=["script", "module"])
+def test_run_runs_a_script_with_our_names(tmp_path: Path, script: list[str]) -> None:
+    (tmp_path / "neighbour.py").write_text("from torch.distributed.fsdp import FSDPModule")
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "fsdp2", "run", *script, "--steps", "3", "-m"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout == "argv: ['--steps', '3', '-m'] by: fsdp2.api.fully_shard fsdp2.api.module\n"
     assert "fsdp2.install: in torch.distributed.fsdp" in ran.stderr
     assert "still hold" not in ran.stderr
 
 
-def test_run_refuses_a_script_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["not_there.py"], "found no script 'not_there.py'"),
+        (["-m", "nowhere.at_all"], "found no module 'nowhere.at_all'. Write it as in an import statement.\n"),
+    ],
+)
+def test_run_refuses_what_is_not_there(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["run", "not_there.py"])
-    assert "found no script 'not_there.py'" in capsys.readouterr().err
+        main(["run", *arguments])
+    assert f"error: {said}" in capsys.readouterr().err
     assert theirs.fully_shard is BEFORE["fully_shard"]

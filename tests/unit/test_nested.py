@@ -31,20 +31,18 @@ class Counting:
         type(self).constructed += 1
 
 
-class Noted(dict):  # type: ignore[type-arg]
+class _WithNote:
+    def __init__(self, note: str, **values: Any) -> None:
+        super().__init__(**values)
+        self.note = note
+
+
+class Noted(_WithNote, dict):  # type: ignore[type-arg]
     """A dict subclass with an attribute and an ``__init__`` of its own."""
 
-    def __init__(self, note: str, **values: Any) -> None:
-        super().__init__(**values)
-        self.note = note
 
-
-class OrderedNoted(OrderedDict):  # type: ignore[type-arg]
+class OrderedNoted(_WithNote, OrderedDict):  # type: ignore[type-arg]
     """The same on an ``OrderedDict``, which ``copy.copy`` rebuilds by calling the class."""
-
-    def __init__(self, note: str, **values: Any) -> None:
-        super().__init__(**values)
-        self.note = note
 
 
 class ModelOutput(OrderedDict):  # type: ignore[type-arg]
@@ -87,12 +85,7 @@ STRUCTURES: dict[str, Any] = {
 def test_map_visits_the_tensors_that_find_finds_and_puts_others_in_their_place(structure: str) -> None:
     value: Any = STRUCTURES[structure]()
     visited: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        visited.append(tensor)
-        return tensor
-
-    assert map_tensors(note, value) is value
+    assert map_tensors(lambda tensor: visited.append(tensor) or tensor, value) is value  # type: ignore[func-returns-value]
     before, first = find_tensors(value, []), [_t(7)]
     assert list(map(id, visited)) == list(map(id, before))
     mapped = map_tensors(lambda tensor: tensor + 10, value)

@@ -1,7 +1,7 @@
-"""Plans as text, and what holds for every plan: regions are apart, bucketed shards touch.
+"""Plans as text, with what hooks send beside parameters, and what holds for every plan.
 
-The comm is a stub: what it prefers is all that a plan is compiled for. Sizes in the texts follow from shapes, dtypes
-and alignment alone. ``EXPECTTEST_ACCEPT=1`` rewrites the texts.
+The comm is a stub: what it prefers is all that a plan is compiled for. Sizes in the texts, which are in
+``golden/plan.txt``, follow from shapes, dtypes and alignment alone.
 """
 
 from __future__ import annotations
@@ -16,10 +16,15 @@ import pytest
 import torch
 
 from fsdp2._torch import GradDtype
+from fsdp2.group.all_gather import piece_pairs
 from fsdp2.plan.dtypes import DivideFactors, param_dtypes
-from fsdp2.plan.layout import ALIGNMENT_NBYTES, shard_layout
+from fsdp2.plan.layout import ALIGNMENT_NBYTES, Layout, join, shard_layout
 from fsdp2.plan.plan import (
+    GatherInput,
     GatherPlan,
+    HookInput,
+    Lifetime,
+    Origin,
     PlanInput,
     ReducePlan,
     Route,
@@ -30,131 +35,175 @@ from fsdp2.plan.plan import (
 )
 from fsdp2.types import MixedPrecisionPolicy
 from tests.harness.golden import Check
-from tests.unit.plan_text import text_of_gather, text_of_reduce
 
-F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+F32, BF16, F16, I8, U8 = torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.uint8
+ARRIVAL, UNSHARDED = Lifetime.ARRIVAL, Lifetime.UNSHARDED
 WORLD_SIZE = 4
-
-
 ROUTING = Routing(direct_min_nbytes=1024, reduces_uneven=False)
+Shape = tuple[int, ...]
 
 
 def _input(
-    name: str,
-    shape: tuple[int, ...],
-    *,
-    dim: int = 0,
-    num_shards: int = WORLD_SIZE,
-    orig: torch.dtype = F32,
-    grad: GradDtype | None = None,
-    **policy: Any,
+    name: str, shape: Shape, *, dim: int = 0, orig: torch.dtype = F32, grad: GradDtype | None = None, **policy: Any
 ) -> PlanInput:
-    layout = shard_layout(shape, dim, num_shards)
-    return PlanInput(name, layout, param_dtypes(orig, MixedPrecisionPolicy(**policy), grad))
+    dtypes = param_dtypes(orig, MixedPrecisionPolicy(**policy), grad)
+    return PlanInput(name, shard_layout(shape, dim, WORLD_SIZE), dtypes)
 
 
-def _gather(inputs: Sequence[PlanInput], **changes: Any) -> GatherPlan:
-    return compile_gather(dict(enumerate(inputs)), replace(ROUTING, **changes))
+def _hook(name: str, shapes: list[Shape], dtype: torch.dtype, lifetime: Lifetime, dim: int = 0) -> HookInput:
+    return HookInput(name, join(shapes, dim), dtype, lifetime)
 
 
-def _reduce(inputs: Sequence[PlanInput], *, factor: float | None = None, **changes: Any) -> ReducePlan:
-    (plan,) = compile_reduces(inputs, replace(ROUTING, **changes), WORLD_SIZE, factor)
+def _gather(inputs: Sequence[GatherInput]) -> GatherPlan:
+    return compile_gather(dict(enumerate(inputs)), ROUTING)
+
+
+def _reduce(inputs: Sequence[PlanInput], **changes: Any) -> ReducePlan:
+    (plan,) = compile_reduces(inputs, replace(ROUTING, **changes), WORLD_SIZE)
     return plan
 
 
-# Gathers
+def _arrow(*dtypes: torch.dtype) -> str:
+    return " -> ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
-def test_gather_sends_large_parameters_directly_and_small_ones_in_a_bucket(golden: Check) -> None:
-    inputs = [_input("up.weight", (64, 32)), _input("up.bias", (64,)), _input("norm", (32,))]
-    golden(text_of_gather(_gather(inputs)))
+def _text(plan: GatherPlan | ReducePlan) -> str:
+    if isinstance(plan, GatherPlan):
+        rows = [f"all-gather into {plan.unsharded_nbytes} bytes"]
+        for step in plan.steps:
+            dtypes = _arrow(step.dtype) if step.source is step.dtype else _arrow(step.source, step.dtype)
+            sent = f"{step.route.value}, {dtypes}, {step.layout.num_shards} x {step.chunk_nbytes} bytes"
+            is_param = step.origin is Origin.SHARD
+            place = f"at {step.offset_nbytes}" if is_param else f"for a hook, {step.lifetime.value}"
+            rows.append(f"  {step.name}: {sent} {place}")
+        return "\n".join(rows)
+    divide = f"divide by {plan.factors.before:g} before, {plan.factors.after:g} after"
+    sent = [plan.dtypes.param] if plan.dtypes.param is plan.dtypes.reduce else [plan.dtypes.param, plan.dtypes.reduce]
+    rows = [f"reduce-scatter {_arrow(*sent, plan.dtypes.grad)}, {divide}"]
+    for each in plan.steps:
+        rows.append(f"  {each.name}: {each.route.value}, {each.layout.num_shards} x {each.layout.chunk_numel} elements")
+    return "\n".join(rows)
 
 
-def test_gather_scatters_shards_of_other_dims(golden: Check) -> None:
-    inputs = [_input("weight", (8, 64), dim=1), _input("bias", (8,)), _input("table", (3, 5, 16), dim=2)]
-    golden(text_of_gather(_gather(inputs)))
+# Texts
 
-
-def test_gather_casts_to_the_compute_dtype(golden: Check) -> None:
-    inputs = [
+GATHERS: dict[str, list[GatherInput]] = {
+    "large ones direct": [_input("up.weight", (64, 32)), _input("up.bias", (64,)), _input("norm", (32,))],
+    "other dims": [_input("weight", (8, 64), dim=1), _input("bias", (8,)), _input("table", (3, 5, 16), dim=2)],
+    "casts": [
         _input("weight", (64, 32), param_dtype=BF16),
         _input("bias", (64,), param_dtype=BF16),
         _input("half", (64, 32), orig=BF16, param_dtype=BF16),
         _input("index", (64,), orig=torch.int64, param_dtype=BF16),
-    ]
-    golden(text_of_gather(_gather(inputs)))
+    ],
+    "uneven": [_input("large", (33, 32)), _input("small", (5, 3)), _input("one", (1,)), _input("empty", (0, 4))],
+    "hooks beside a parameter": [
+        _input("bias", (64,)),
+        _hook("weight[0]", [(64, 32)] * 4, I8, ARRIVAL),
+        _hook("weight[1]", [(64, 1)] * 4, F32, ARRIVAL),
+        _hook("columns[0]", [(4, 8)] * 4, F32, UNSHARDED, dim=1),
+        _hook("ragged[0]", [(3,), (0,), (7,), (1,)], U8, UNSHARDED),
+        _hook("short[0]", [(7,), (7,), (2,), (0,)], U8, UNSHARDED),
+        _hook("large[0]", [(600,), (600,), (600,), (5,)], BF16, UNSHARDED),
+    ],
+    "casts beside a hook": [
+        _input("bias", (64,), param_dtype=BF16),
+        _hook("weight[0]", [(5, 3), (5, 3), (3, 3), (0, 3)], BF16, ARRIVAL),
+        _input("norm", (6,), param_dtype=BF16),
+    ],
+    "a hook that sends nothing": [_hook("w[0]", [(0, 3)] * 4, F32, UNSHARDED)],
+    "nothing": [],
+}
 
 
-def test_gather_pads_uneven_parameters(golden: Check) -> None:
-    inputs = [_input("large", (33, 32)), _input("small", (5, 3)), _input("one", (1,)), _input("empty", (0, 4))]
-    golden(text_of_gather(_gather(inputs)))
+@pytest.mark.parametrize("case", GATHERS)
+def test_gather(case: str, golden: Check) -> None:
+    plan = _gather(GATHERS[case])
+    golden(_text(plan))
+    if case == "casts beside a hook":  # flat shards in front, in one run
+        assert [[step.name for step in bucket.steps] for bucket in plan.buckets] == [["bias", "norm", "weight[0]"]]
+    assert plan.steps or (plan.buckets, plan.staging_nbytes) == ((), 0)
 
 
 def test_gather_back_from_a_smaller_mesh_lands_where_the_parameters_came_from(golden: Check) -> None:
-    inputs = [_input("weight", (33, 32), param_dtype=BF16), _input("bias", (33,), param_dtype=BF16)]
-    whole = _gather(inputs)
+    whole = _gather([_input("weight", (33, 32), param_dtype=BF16), _input("bias", (33,), param_dtype=BF16)])
     resting = {step.index: cut_after_forward(step, 2) for step in whole.steps}
     plan = compile_gather(resting, ROUTING, back_into=whole)
     assert plan.unsharded_nbytes == whole.unsharded_nbytes
-    golden(text_of_gather(plan))
+    golden(_text(plan))
 
 
-# Reductions
+def test_hooks_add_nothing_to_the_flat_shards_nor_to_the_shared_storage() -> None:
+    plain = [_input("a", (64, 32)), _input("b", (7,))]
+    hooked = [_hook("c[0]", [(3, 4)] * 4, F32, UNSHARDED), _hook("d[0]", [(1000,)] * 4, F32, ARRIVAL)]
+    alone, together = _gather(plain), _gather([*plain, *hooked])
+    assert (together.shard_numels, together.shared_nbytes) == (alone.shard_numels, alone.shared_nbytes)
+    assert together.unsharded_nbytes == alone.unsharded_nbytes + 4 * 3 * 4 * 4  # what is consumed does not count
+    assert [step.name for step in together.hooked] == ["c[0]", "d[0]"]
 
 
-def test_reduce_sends_large_gradients_directly_and_small_ones_in_a_bucket(golden: Check) -> None:
-    inputs = [_input("up.weight", (64, 32)), _input("up.bias", (64,)), _input("table", (3, 16), dim=1)]
-    golden(text_of_reduce(_reduce(inputs)))
+UNEVEN = [_input("large", (33, 32)), _input("small", (5, 3))]
+REDUCES: dict[str, tuple[list[Any], dict[str, Any]]] = {
+    "large ones direct": ([*GATHERS["large ones direct"][:2], _input("table", (3, 16), dim=1)], {}),
+    "a cast": ([_input("weight", (64, 32), param_dtype=BF16, reduce_dtype=F32)], {}),
+    "fp16 divides before and after": ([_input("weight", (64, 32), param_dtype=F16, reduce_dtype=F16)], {}),
+    "uneven": (UNEVEN, {}),
+    "uneven, which the comm takes": (UNEVEN, {"reduces_uneven": True}),
+    "a plan per combination of dtypes": (
+        [
+            _input("norm", (64,)),
+            _input("up", (64, 32), orig=BF16),
+            _input("bias", (64,), orig=BF16),
+            _input("down", (32, 64), orig=BF16, grad=GradDtype(F32)),
+            _input("gate", (64, 8), orig=F16),
+        ],
+        {},
+    ),
+}
 
 
-def test_reduce_casts_to_the_reduce_dtype(golden: Check) -> None:
-    inputs = [_input("weight", (64, 32), param_dtype=BF16, reduce_dtype=F32)]
-    golden(text_of_reduce(_reduce(inputs)))
+@pytest.mark.parametrize("case", REDUCES)
+def test_reduce(case: str, golden: Check) -> None:
+    inputs, routing = REDUCES[case]
+    plans = compile_reduces(inputs, replace(ROUTING, **routing), WORLD_SIZE)
+    golden("\n\n".join(map(_text, plans)))
+    by_index = {input.name: index for index, input in enumerate(inputs)}
+    assert all(step.index == by_index[step.name] for plan in plans for step in plan.steps)
 
 
-def test_reduce_in_fp16_divides_before_and_after(golden: Check) -> None:
-    inputs = [_input("weight", (64, 32), param_dtype=F16, reduce_dtype=F16)]
-    golden(text_of_reduce(_reduce(inputs)))
+def test_gradients_that_are_cast_share_a_bucket_where_launches_count() -> None:
+    inputs = [_input(f"weight{i}", (64, 64), param_dtype=BF16, reduce_dtype=F32) for i in range(3)]
+    alone, together = _reduce(inputs), _reduce(inputs, buckets_casts=True)
+    assert [step.route for step in alone.steps] == [Route.DIRECT] * 3
+    assert [step.route for step in together.steps] == [Route.ROWS] * 3
+    assert (len(alone.calls), len(together.calls)) == (3, 1)
+    uncast = _reduce([_input("weight", (64, 64))], buckets_casts=True)
+    assert [step.route for step in uncast.steps] == [Route.DIRECT]
 
 
-def test_reduce_divides_by_the_factor_of_the_user(golden: Check) -> None:
-    golden(text_of_reduce(_reduce([_input("bias", (64,))], factor=3)))
+AVERAGED, SUMMED = DivideFactors(1.0, 1.0, averages=True), DivideFactors(1.0, 4.0)
 
 
-def test_reduce_pads_uneven_gradients_in_the_bucket_unless_the_comm_takes_them(golden: Check) -> None:
-    inputs = [_input("large", (33, 32)), _input("small", (5, 3))]
-    padded, as_they_are = _reduce(inputs, reduces_uneven=False), _reduce(inputs, reduces_uneven=True)
-    golden(f"{text_of_reduce(padded)}\n\n{text_of_reduce(as_they_are)}")
-
-
-def test_reduce_has_a_plan_per_combination_of_dtypes(golden: Check) -> None:
-    inputs = [
-        _input("norm", (64,)),
-        _input("up", (64, 32), orig=BF16),
-        _input("bias", (64,), orig=BF16),
-        _input("down", (32, 64), orig=BF16, grad=GradDtype(F32)),
-        _input("gate", (64, 8), orig=F16),
-    ]
-    plans = compile_reduces(inputs, ROUTING, WORLD_SIZE)
-    golden("\n\n".join(map(text_of_reduce, plans)))
-    assert [step.index for plan in plans for step in plan.steps] == [0, 2, 1, 3, 4]
-
-
-def test_shards_of_one_bucket_touch_though_others_of_their_dtype_travel_in_another() -> None:
-    inputs = [
-        _input("norm", (8,)),
-        _input("up", (8, 4), param_dtype=BF16),
-        _input("scale", (8,)),
-        _input("down", (3, 8), dim=1, param_dtype=BF16),
-        _input("table", (3, 8), dim=1),
-    ]
-    plan = _gather(inputs)
-    places = [(step.name, step.shard_offset, step.layout.chunk_numel) for step in plan.steps]
-    assert places == [("norm", 0, 2), ("scale", 2, 2), ("table", 4, 6), ("up", 10, 8), ("down", 18, 6)]
-    assert [[step.name for step in bucket.steps] for bucket in plan.buckets] == [
-        ["norm", "scale", "table"],
-        ["up", "down"],
-    ]
+@pytest.mark.parametrize(
+    ("reduce_dtypes", "factor", "options", "expected"),
+    [
+        ([None], None, {"averages": True}, {AVERAGED}),
+        ([None, BF16], None, {"averages": True}, {AVERAGED}),
+        ([None], 4.0, {"averages": True}, {AVERAGED}),
+        ([None], None, {}, {SUMMED}),
+        ([None], 3.0, {"averages": True}, {DivideFactors(1.0, 3.0)}),
+        ([None], 3.0, {}, {DivideFactors(1.0, 3.0)}),
+        ([None], None, {"behind_hook": True, "averages": True}, {replace(SUMMED, behind_hook=True)}),
+        # one gradient that cannot be averaged makes all sums: one launch, one operation
+        ([None, F16], None, {"averages": True}, {SUMMED, DivideFactors(2.0, 2.0, behind_hook=True)}),
+    ],
+)
+def test_collectives_average_where_they_can_and_the_mean_over_all_ranks_is_asked_for(
+    reduce_dtypes: list[Any], factor: float | None, options: dict[str, bool], expected: set[DivideFactors]
+) -> None:
+    inputs = [_input("weight", (4, 2), reduce_dtype=dtype) for dtype in reduce_dtypes]
+    plans = compile_reduces(inputs, ROUTING, WORLD_SIZE, factor, **options)
+    assert {plan.factors for plan in plans} == expected
 
 
 # What holds for every plan
@@ -162,12 +211,13 @@ def test_shards_of_one_bucket_touch_though_others_of_their_dtype_travel_in_anoth
 _POLICIES = [{}, {"param_dtype": BF16}, {"param_dtype": BF16, "reduce_dtype": F32}, {"param_dtype": F16}]
 
 
-def _random_inputs(draw: random.Random, *, one_dtype: bool) -> list[PlanInput]:
+def _random_inputs(seed: int, *, one_dtype: bool) -> list[PlanInput]:
+    draw = random.Random(seed)
     policy = draw.choice(_POLICIES)
     inputs = []
     for index in range(draw.randint(1, 7)):
         shape = tuple(draw.choice((0, 1, 2, 3, 5, 8, 33, 64)) for _ in range(draw.randint(1, 3)))
-        orig = F32 if one_dtype else draw.choice((F32, BF16, torch.int64, torch.uint8))
+        orig = F32 if one_dtype else draw.choice((F32, BF16, torch.int64, U8))
         own = policy if one_dtype or draw.random() < 0.7 else {}  # its dtype is kept
         inputs.append(_input(f"p{index}", shape, dim=draw.randrange(len(shape)), orig=orig, **own))
     return inputs
@@ -181,25 +231,17 @@ def _assert_apart(intervals: Sequence[tuple[int, int]], total: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_gathered_regions_are_aligned_and_apart(seed: int) -> None:
-    plan = _gather(_random_inputs(random.Random(seed), one_dtype=False))
-    assert all(step.offset_nbytes % ALIGNMENT_NBYTES == 0 for step in plan.steps)
-    regions = [
-        (step.offset_nbytes, step.offset_nbytes + step.layout.padded_numel * step.dtype.itemsize) for step in plan.steps
-    ]
-    _assert_apart(regions, plan.unsharded_nbytes)
-
-
-@pytest.mark.parametrize("seed", range(60))
-def test_shards_lie_apart_in_their_flat_buffer_bucketed_ones_touch_and_direct_ones_are_aligned(seed: int) -> None:
-    inputs = _random_inputs(random.Random(seed), one_dtype=False)
+def test_gathered_regions_and_shards_lie_apart_bucketed_shards_touch_and_all_else_is_aligned(seed: int) -> None:
+    inputs = _random_inputs(seed, one_dtype=False)
     plan = _gather(inputs)
     assert sorted(step.index for step in plan.steps) == list(range(len(inputs)))
-    numels = dict(plan.shard_numels)
+    assert all(step.offset_nbytes % ALIGNMENT_NBYTES == 0 for step in plan.steps)
+    starts = [(step.offset_nbytes, step.layout.padded_numel * step.dtype.itemsize) for step in plan.steps]
+    _assert_apart([(start, start + nbytes) for start, nbytes in starts], plan.unsharded_nbytes)
     for source in {step.source for step in plan.steps}:
         steps = [step for step in plan.steps if step.source is source]
         shards = [(step.shard_offset, step.shard_offset + step.layout.chunk_numel) for step in steps]
-        _assert_apart(shards, numels[source])
+        _assert_apart(shards, dict(plan.shard_numels)[source])
         direct = [step.shard_offset * source.itemsize for step in steps if step.route is Route.DIRECT]
         assert all(offset_nbytes % ALIGNMENT_NBYTES == 0 for offset_nbytes in direct)
         for dtype in {step.dtype for step in steps}:
@@ -209,57 +251,81 @@ def test_shards_lie_apart_in_their_flat_buffer_bucketed_ones_touch_and_direct_on
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_reduced_gradients_lie_apart_in_their_flat_buffer(seed: int) -> None:
-    inputs = _random_inputs(random.Random(seed), one_dtype=True)
-    plan = _reduce(inputs)
-    assert sorted(step.index for step in plan.steps) == list(range(len(inputs)))
-    _assert_apart([(step.offset, step.offset + step.layout.chunk_numel) for step in plan.steps], plan.flat_numel)
+def test_reduced_gradients_lie_apart_and_only_even_ones_cut_on_their_first_dim_travel_directly(seed: int) -> None:
+    inputs = _random_inputs(seed, one_dtype=True)
+    for plan in (_reduce(inputs), _reduce(inputs, direct_min_nbytes=0)):
+        assert sorted(step.index for step in plan.steps) == list(range(len(inputs)))
+        _assert_apart([(step.offset, step.offset + step.layout.chunk_numel) for step in plan.steps], plan.flat_numel)
+        assert all(step.layout.is_even for step in plan.steps if step.route is Route.DIRECT)
+        assert all((step.route is Route.STRIDED) == (step.layout.dim != 0) for step in plan.steps)
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_only_even_gradients_cut_on_their_first_dim_travel_directly(seed: int) -> None:
-    for step in _reduce(_random_inputs(random.Random(seed), one_dtype=True), direct_min_nbytes=0).steps:
-        if step.route is Route.DIRECT:
-            assert step.layout.dim == 0
-            assert step.layout.is_even
-        assert (step.route is Route.STRIDED) == (step.layout.dim != 0)
+# Pieces of sizes that the ranks chose, joined
 
 
-def test_plan_is_the_same_for_every_rank_and_call() -> None:
-    inputs = _random_inputs(random.Random(3), one_dtype=False)
-    assert _gather(inputs) == _gather(list(inputs))
+def _random_pieces(draw: random.Random) -> tuple[list[torch.Tensor], int]:
+    """One piece per rank that differ along one dim only; some of size 0."""
+    num_dims = draw.randint(1, 4)
+    dim = draw.randrange(num_dims)
+    rest = [draw.choice((1, 2, 3, 5)) for _ in range(num_dims)]
+    sizes = [draw.choice((0, 1, 1, 2, 4, 7)) for _ in range(draw.randint(1, 5))]
+    return [torch.randn(*rest[:dim], size, *rest[dim + 1 :]) for size in sizes], dim
 
 
-def _factors(*policies: dict[str, Any], factor: float | None = None, **options: bool) -> set[DivideFactors]:
-    inputs = [_input("weight", (4, 2), **policy) for policy in policies]
-    plans = compile_reduces(inputs, ROUTING, WORLD_SIZE, factor, **options)
-    return {plan.factors for plan in plans}
+@pytest.mark.parametrize("seed", range(100))
+def test_joined_pieces_are_their_concatenation_and_cut_back_into_them(seed: int) -> None:
+    """Contiguous: padding lies behind the last piece only."""
+    parts, dim = _random_pieces(random.Random(seed))
+    layout = join([tuple(part.shape) for part in parts], dim)
+    full = torch.cat(parts, dim)
+    assert layout.numel == full.numel()
+    padded = [torch.cat([part.flatten(), torch.full((layout.chunk_numel - part.numel(),), -1.0)]) for part in parts]
+    assert torch.equal(torch.cat(padded)[: layout.numel], full.flatten()) or not layout.is_contiguous
+    if full.numel():
+        assert (layout.shape, layout.dim) == (tuple(full.shape), dim)
+        assert [layout.shard_shape(rank) for rank in range(len(parts))] == [tuple(part.shape) for part in parts]
+        rows, back = torch.full((len(parts), layout.chunk_numel), -1.0), torch.zeros_like(full)
+        for piece, place in zip(*piece_pairs(full, rows, layout), strict=True):
+            place.copy_(piece)
+        assert torch.equal(rows, torch.stack(padded))
+        for piece, place in zip(*piece_pairs(back, rows, layout), strict=True):
+            piece.copy_(place)
+        assert torch.equal(back, full)
 
 
-AVERAGED = {DivideFactors(1.0, 1.0, averages=True)}
+@pytest.mark.parametrize("seed", range(100))
+def test_joined_layout_counts_as_a_shard_layout_of_the_same_pieces_does(seed: int) -> None:
+    draw = random.Random(seed)
+    shape = tuple(draw.choice((1, 2, 3, 5, 8)) for _ in range(draw.randint(1, 3)))
+    cut = shard_layout(shape, draw.randrange(len(shape)), draw.choice((1, 2, 3, 4, 7)))
+    joined = join([cut.shard_shape(rank) for rank in range(cut.num_shards)], cut.dim)
+    for name in ("shape", "dim", "num_shards", "numel", "chunk_numel", "padded_numel", "is_even", "is_contiguous"):
+        assert getattr(joined, name) == getattr(cut, name), (name, cut)
+    for rank in range(cut.num_shards):
+        start, stop = cut.interval(rank)
+        assert joined.interval(rank) == (start, stop) or start == stop == joined.interval(rank)[1]
 
 
-def test_collectives_that_can_average_leave_nothing_to_divide() -> None:
-    bf16 = {"reduce_dtype": torch.bfloat16}
-    assert _factors({}, averages=True) == AVERAGED
-    assert _factors({}, bf16, averages=True) == AVERAGED
-    assert _factors({}, factor=float(WORLD_SIZE), averages=True) == AVERAGED
-
-
-def test_collectives_sum_where_they_cannot_average_or_where_no_mean_over_all_ranks_is_asked_for() -> None:
-    summed = DivideFactors(1.0, float(WORLD_SIZE))
-    fp16 = {"reduce_dtype": torch.float16}
-    assert _factors({}) == {summed}
-    assert _factors({}, factor=3.0, averages=True) == {DivideFactors(1.0, 3.0)}
-    assert _factors({}, behind_hook=True, averages=True) == {replace(summed, behind_hook=True)}
-    assert not any(each.averages for each in _factors({}, fp16, averages=True))  # one launch, one operation
-
-
-def test_gradients_that_are_cast_share_a_bucket_where_launches_count() -> None:
-    inputs = [_input(f"weight{i}", (64, 64), param_dtype=torch.bfloat16, reduce_dtype=F32) for i in range(3)]
-    alone, together = _reduce(inputs), _reduce(inputs, buckets_casts=True)
-    assert [step.route for step in alone.steps] == [Route.DIRECT] * 3
-    assert [step.route for step in together.steps] == [Route.ROWS] * 3
-    assert (len(alone.calls), len(together.calls)) == (3, 1)
-    uncast = _reduce([_input("weight", (64, 64))], buckets_casts=True)
-    assert [step.route for step in uncast.steps] == [Route.DIRECT]
+@pytest.mark.parametrize(
+    ("shapes", "dim", "expected"),
+    [
+        ([(), (), ()], 0, Layout((3,), 0, (1, 1, 1))),
+        ([(), ()], 1, Layout((2,), 0, (1, 1))),
+        ([(4,), (9,)], 1, Layout((13,), 0, (4, 9))),  # no such dim: joined along the first
+        ([(2, 3), (0,)], 0, Layout((2, 3), 0, (2, 0))),  # empty pieces fit to any shape
+        ([(0, 7), (2, 3)], 0, Layout((2, 3), 0, (0, 2))),
+        ([(0,), (0, 5)], 0, Layout((0,), 0, (0, 0))),
+        ([(2, 3), (2, 4)], 0, None),
+        ([(2, 3), (3, 3)], 1, None),
+        ([(2, 3), (6,)], 0, None),
+        ([(), (2, 2)], 0, None),
+    ],
+)
+def test_pieces_that_differ_along_one_dim_only_are_joined(
+    shapes: list[Shape], dim: int, expected: Layout | None
+) -> None:
+    if expected is not None:
+        assert join(shapes, dim) == expected
+    else:
+        with pytest.raises(ValueError, match="differ in more than dim"):
+            join(shapes, dim)

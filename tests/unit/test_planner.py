@@ -8,7 +8,6 @@ import re
 import types
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,8 +66,8 @@ def _dict(**modules: nn.Module) -> nn.Module:
     return nn.ModuleDict(modules)
 
 
-def _blocks(count: int = 2) -> nn.ModuleList:
-    return nn.ModuleList(Block(32) for _ in range(count))
+def _blocks() -> nn.ModuleList:
+    return nn.ModuleList([Block(32), Block(32)])
 
 
 MAPPING = Stack("layers", ("a", "b"), is_mapping=True)
@@ -98,26 +97,22 @@ def test_units_are_repeated_blocks_and_large_modules(build: Callable[[], nn.Modu
 # What is observed
 
 
-class Chain(nn.Module):
+class Square(nn.Linear):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
+        return torch.sigmoid(super().forward(x)) * mask
+
+
+class Chain(nn.ModuleList):
     """Activations that can be counted by hand: the sigmoid saves its output, the product its input."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Square() for _ in range(3))
-
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        for layer in self.layers:
+        for layer in self:
             x = layer(x, mask)
         return x
 
 
-class Square(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.product = nn.Linear(32, 32, bias=False)
-
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        return torch.sigmoid(self.product(x)) * mask
+def _chain() -> nn.Module:
+    return Chain(Square(32, 32, bias=False) for _ in range(3))
 
 
 CHAIN = Workload(
@@ -127,7 +122,7 @@ CHAIN = Workload(
 
 def test_activations_are_what_autograd_saves_and_operations_are_counted_with_those_that_run_again() -> None:
     """Each storage once, without what all blocks share."""
-    block = _observed(_model(Chain), CHAIN).kinds[0]
+    block = _observed(_model(_chain), CHAIN).kinds[0]
     size, product = 8 * 32 * 4, 2.0 * 8 * 32 * 32
     found = {kind: (work.saved_nbytes, work.forward.linear, work.backward.linear) for kind, work in block.items()}
     assert found == {
@@ -140,16 +135,14 @@ def test_activations_are_what_autograd_saves_and_operations_are_counted_with_tho
     assert forward.fused_nbytes == 2 * size  # one kernel reads the product and the mask
 
 
-def test_half_of_causal_attention_is_counted() -> None:
-    block = _observed(_model()).kinds[0][Checkpointing.NONE]
-    pairs = 2 * 4 * 128 * 128  # sequences, heads, tokens
+@pytest.mark.parametrize("by_name", [True, False])
+def test_half_of_causal_attention_is_counted_and_its_dropout_keeps_no_scores(
+    by_name: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, attend = _observed(_model()).kinds, F.scaled_dot_product_attention
+    block, pairs = plain[0][Checkpointing.NONE], 2 * 4 * 128 * 128  # sequences, heads, tokens
     assert block.forward.other == pairs * 2 * (16 + 16) / 2
     assert block.backward.other == 2.5 * block.forward.other
-
-
-@pytest.mark.parametrize("by_name", [True, False])
-def test_dropout_of_attention_keeps_no_scores(by_name: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, attend = _observed(_model()).kinds, F.scaled_dot_product_attention
 
     def with_dropout(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> Tensor:
         if by_name:
@@ -178,18 +171,6 @@ def test_the_order_is_that_of_forward_and_the_rest_counts_with_the_head() -> Non
     assert sum(numels) == sum(param.numel() for param in model.parameters())
 
 
-def test_frozen_parameters_get_no_gradients_and_no_optimizer() -> None:
-    def frozen() -> nn.Module:
-        model = LanguageModel()
-        model.layers.requires_grad_(False)
-        return model
-
-    plans = (fsdp2.plan(each, "H100", WORKLOAD, num_gpus=8) for each in (LanguageModel, frozen))
-    trained, part = (_named(found, "FSDP, reshard") for found in plans)
-    assert part.result.params_nbytes == trained.result.params_nbytes
-    assert part.result.optimizer_nbytes < trained.result.optimizer_nbytes / 1.5
-
-
 # Choices
 
 
@@ -199,7 +180,10 @@ def test_choices_cover_what_can_be_set() -> None:
     assert {choice.after_forward for choice in choices} == set(AfterForward)
     assert {choice.checkpointing for choice in choices} == set(Checkpointing)
     assert {choice.wire for choice in choices} == set(Wire)
-    assert {choice.offloads for choice in choices} == {True, False}
+    # Rows whose time is not known are behind those whose time is.
+    fitting = [each.choice.offloads for each in _plan().choices if each.fits]
+    assert fitting == sorted(fitting)
+    assert set(fitting) == {True, False}
 
 
 def test_shards_of_no_whole_nodes_are_not_resharded_to_a_node() -> None:
@@ -242,11 +226,10 @@ def test_prefetch_lists_of_two_units_would_gain_little(num_tokens: int, monkeypa
     def two_ahead(given: Scenario) -> list[UnitRules]:
         rules = usual(given)
         after, before = range(1, len(rules)), range(len(rules) - 1, 0, -1)
-        lists = {unit: (tuple(after[unit : unit + 2]), tuple(before[len(rules) - unit :][:2])) for unit in after}
-        return rules[:1] + [
-            replace(rules[unit], forward_prefetch=forward, backward_prefetch=backward)
-            for unit, (forward, backward) in lists.items()
-        ]
+        for unit in after:
+            lists = tuple(after[unit : unit + 2]), tuple(before[len(rules) - unit :][:2])
+            rules[unit] = replace(rules[unit], forward_prefetch=lists[0], backward_prefetch=lists[1])
+        return rules
 
     large = _model(functools.partial(LanguageModel, width=4096, num_blocks=16, vocabulary=32768))
     steps = []
@@ -262,12 +245,15 @@ def test_prefetch_lists_of_two_units_would_gain_little(num_tokens: int, monkeypa
 def test_two_blocks_per_unit_would_not_be_faster(num_gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
     usual = ModelWork.units
 
+    def both(one: UnitWork, other: UnitWork) -> UnitWork:
+        names = ("params", "forward", "backward", "saved_nbytes")
+        return replace(one, **{name: getattr(one, name) + getattr(other, name) for name in names})
+
     def in_pairs(self: ModelWork, checkpointing: Checkpointing) -> tuple[UnitWork, ...]:
         units = usual(self, checkpointing)
         blocks = [unit for unit in units if unit.is_block]
-        pairs = [_both(*pair) for pair in zip(blocks[::2], blocks[1::2], strict=True)]
         first = units.index(blocks[0])
-        return (*units[:first], *pairs, *units[first + len(blocks) :])
+        return (*units[:first], *map(both, blocks[::2], blocks[1::2]), *units[first + len(blocks) :])
 
     found = []
     for units in (usual, in_pairs):
@@ -276,11 +262,6 @@ def test_two_blocks_per_unit_would_not_be_faster(num_gpus: int, monkeypatch: pyt
         found.append(compared.choices[0].result)  # the fastest
     assert found[0].time.compute == pytest.approx(found[1].time.compute, rel=0.01)
     assert found[0].time.step < found[1].time.step
-
-
-def _both(first: UnitWork, second: UnitWork) -> UnitWork:
-    names = ("params", "forward", "backward", "saved_nbytes")
-    return replace(first, **{name: getattr(first, name) + getattr(second, name) for name in names})
 
 
 @pytest.mark.ci
@@ -331,45 +312,43 @@ def test_what_is_said_to_fit_fits(pattern: str) -> None:
     assert better.recommended is not None
 
 
-def test_optimizer_and_precision_change_what_is_held() -> None:
-    adamw, sgd, fp32 = (
-        _plan(**options).choices[0].result for options in ({}, {"optimizer": "sgd"}, {"precision": "fp32"})
-    )
-    assert (adamw.optimizer_nbytes, sgd.optimizer_nbytes) == (2 * adamw.params_nbytes, 0)
-    assert fp32.params_nbytes == adamw.params_nbytes  # shards are in fp32 either way
+def test_optimizer_precision_and_what_is_frozen_change_what_is_held() -> None:
+    """Master weights are of what is trained; a frozen base stays as it is, without optimizer."""
 
-
-def test_master_weights_are_of_what_is_trained_and_a_frozen_base_stays_as_it_is() -> None:
-    def part_frozen() -> nn.Module:
-        model = LanguageModel().bfloat16()
+    def frozen(dtype: torch.dtype) -> nn.Module:
+        model = LanguageModel().to(dtype)
         model.layers.requires_grad_(False)
         return model
 
-    def nbytes(build: Callable[[], nn.Module], master: str | None) -> float:
-        workload = replace(WORKLOAD, master_dtype=master)
-        return _named(fsdp2.plan(build, "H100", workload, num_gpus=8), "FSDP, reshard").result.params_nbytes
+    def held(build: Callable[[], nn.Module], **options: Any) -> Any:
+        plan = fsdp2.plan(build, "H100", replace(WORKLOAD, **options), num_gpus=8)
+        return _named(plan, "FSDP, reshard").result
 
-    in_bf16, in_fp32, mixed = (
-        nbytes(LanguageModel, "bf16"),
-        nbytes(lambda: LanguageModel().bfloat16(), "fp32"),
-        nbytes(part_frozen, "fp32"),
-    )
-    assert in_fp32 == 2 * in_bf16
-    assert in_bf16 < mixed < in_fp32
-    with pytest.raises(ValueError, match=r"master_dtype is 'fp8', expected one of \['fp32', 'bf16'\], or None"):
-        Workload(1, 1, master_dtype="fp8")
-
-
-def test_stacked_experts_are_cut_where_they_are_long_enough() -> None:
-    assert [shard_dim(shape, 64) for shape in [(8, 4096, 128), (4096, 8), (8, 8), (8,), ()]] == [1, 0, 0, 0, 0]
+    adamw, sgd, fp32 = (held(LanguageModel, **each) for each in ({}, {"optimizer": "sgd"}, {"precision": "fp32"}))
+    assert (adamw.optimizer_nbytes, sgd.optimizer_nbytes) == (2 * adamw.params_nbytes, 0)
+    part = held(lambda: frozen(torch.float32))
+    assert fp32.params_nbytes == part.params_nbytes == adamw.params_nbytes  # shards are in fp32 in any case
+    assert part.optimizer_nbytes < adamw.optimizer_nbytes / 1.5
+    in_bf16 = held(LanguageModel, master_dtype="bf16")
+    in_fp32 = held(lambda: LanguageModel().bfloat16(), master_dtype="fp32")
+    mixed = held(lambda: frozen(torch.bfloat16), master_dtype="fp32")
+    assert in_fp32.params_nbytes == 2 * in_bf16.params_nbytes
+    assert in_bf16.params_nbytes < mixed.params_nbytes < in_fp32.params_nbytes
 
 
-def test_the_code_keeps_large_modules_unsharded_where_the_choice_keeps_all() -> None:
+def test_the_code_keeps_large_modules_unsharded_where_the_choice_keeps_all_and_says_how_many_ranks_it_needs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     found = _plan()
     for name, argument in (("keep", "reshard_after_forward=False, "), ("reshard", "")):
         code = replace(found, recommended=_named(found, f"FSDP, {name}")).code
         assert f"fsdp2.fully_shard(block, {argument}**options)" in code
         assert f"fsdp2.fully_shard(model.head, {argument}**options)" in code
+    names: dict[str, Any] = {}
+    exec(replace(found, recommended=_named(found, "HSDP 8, reshard")).code, names)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    with pytest.raises(ValueError, match="expected a multiple of 8 ranks: each replica is on 8"):
+        names["shard"](LanguageModel())
 
 
 def test_the_table_marks_the_recommended_choice_and_its_units_are_those_of_the_model() -> None:
@@ -403,8 +382,11 @@ def test_machines_have_sources_and_are_found_by_name(name: str) -> None:
     assert machine_from(fields_of(machine)) == machine
 
 
-def test_sizes_are_read_and_shown_in_units_that_fit() -> None:
+def test_numbers_are_read_shown_and_divided() -> None:
     assert H100.peak_fp8() > H100.bf16_flops
+    # stacked experts are cut where they are long enough, and a node that is filled in part is a node
+    assert [shard_dim(shape, 64) for shape in [(8, 4096, 128), (4096, 8), (8, 8), (8,), ()]] == [1, 0, 0, 0, 0]
+    assert [ranks_of(size, 1, 8).num_nodes for size in (1, 8, 12, 16)] == [1, 1, 2, 2]
     for size, expected in (("70GiB", 70 * 2**30), ("80 gb", 80 * 10**9), (5, 5), ("1.5KiB", 1536)):
         assert nbytes_of(size, "budget", "70GiB") == expected
     for nbytes, shown in ((70.8 * 2**30, "70.8 GiB"), (2**20, "1.0 MiB"), (1024, "1.0 KiB")):
@@ -431,6 +413,7 @@ WRONG: dict[str, Callable[[], object]] = {
     "latency below zero": lambda: Link(1, -1),
     "contention of all": lambda: Contention(1),
     "figure that is not known": lambda: MACHINES["A100-80"].peak_fp8(),
+    "master weights in fp8": lambda: Workload(1, 1, master_dtype="fp8"),
     "inputs that are no function": lambda: replace(WORKLOAD, inputs=torch.ones(2)),  # type: ignore[arg-type]
     "loss that is no function": lambda: replace(WORKLOAD, loss=torch.ones(2)),  # type: ignore[arg-type]
     "loss of what there is not": _loss(lambda output: output.logits),
@@ -440,11 +423,7 @@ WRONG: dict[str, Callable[[], object]] = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_arguments_are_named_with_what_is_expected(case: str) -> None:
-    TEXTS.check(case, error_of(WRONG[case]))
-
-
-def test_every_text_has_a_case() -> None:
-    TEXTS.check_names(WRONG)
+    TEXTS.check(case, error_of(WRONG[case]), among=WRONG)
 
 
 def test_what_offloading_puts_into_the_hosts_memory_is_counted_and_limited() -> None:
@@ -467,28 +446,3 @@ def test_what_offloading_puts_into_the_hosts_memory_is_counted_and_limited() -> 
     unknown = fsdp2.plan(LanguageModel, replace(H100, host_memory_nbytes=None), WORKLOAD, num_gpus=16, budget=tight)
     assert unknown.recommended is not None
     assert str(unknown).endswith("whose size is not known: pass --host-memory, or Machine(host_memory_nbytes=...)")
-
-
-def test_rows_whose_time_is_not_known_are_behind_those_whose_time_is() -> None:
-    order = [each.choice.offloads for each in _plan().choices if each.fits]
-    assert order == sorted(order)
-    assert set(order) == {True, False}
-
-
-def test_the_code_for_replicas_says_how_many_ranks_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    code = replace(_plan(), recommended=_named(_plan(), "HSDP 8, reshard")).code
-    names: dict[str, Any] = {}
-    exec(code, names)
-    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
-    with pytest.raises(ValueError, match="expected a multiple of 8 ranks: each replica is on 8"):
-        names["shard"](LanguageModel())
-
-
-def test_a_node_that_is_filled_in_part_is_a_node() -> None:
-    assert [ranks_of(size, 1, 8).num_nodes for size in (1, 8, 12, 16)] == [1, 1, 2, 2]
-
-
-def test_a_file_that_describes_no_machine_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "machine.json").write_text('{"name": "half"}')
-    with pytest.raises(ValueError, match="describes no machine"):
-        machine_by_name(str(tmp_path / "machine.json"))

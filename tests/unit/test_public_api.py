@@ -1,8 +1,10 @@
-"""Drop-in: the names, arguments and defaults of torch's fully_shard, but for what is listed here as still to come."""
+"""Drop-in: the names, arguments and defaults of torch's fully_shard."""
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import operator
 import subprocess
 import sys
 from typing import Any
@@ -16,22 +18,10 @@ from fsdp2 import fsdp1
 from tests.harness.golden import Check
 from tests.harness.messages import error_of
 
-# What torch 2.13 has and fsdp2 does not have yet. A name that arrives is taken off this list, or a test fails.
-ARGUMENTS_TO_COME: set[str] = set()
 # What torch does not have; keyword-only, and the default does what torch's users expect.
-OWN_ARGUMENTS = {"tied_weights"}
-OWN_ARGUMENTS_OF_METHODS = {"keep_unreduced"}
-METHODS_TO_COME: set[str] = set()
+OWN_ARGUMENTS = {"tied_weights", "keep_unreduced"}
 # What later versions of torch added behind all other arguments, with these defaults.
 NEWER_ARGUMENTS = {("param_dtype_override_fn", inspect.Parameter.KEYWORD_ONLY, "None")}  # 2.15
-NAMES_TO_COME: set[str] = set()
-# What belongs to FullyShardedDataParallel is in fsdp2.fsdp1.
-NAMES_OF_THE_WRAPPER_CLASS = {
-    *("BackwardPrefetch", "CPUOffload", "FullOptimStateDictConfig", "FullStateDictConfig", "FullyShardedDataParallel"),
-    *("LocalOptimStateDictConfig", "LocalStateDictConfig", "MixedPrecision", "OptimStateDictConfig"),
-    *("OptimStateKeyType", "ShardedOptimStateDictConfig", "ShardedStateDictConfig", "ShardingStrategy"),
-    *("StateDictConfig", "StateDictSettings", "StateDictType"),
-}
 
 on_the_checked_torch = pytest.mark.skipif(
     not torch.__version__.startswith("2.13."), reason=f"the lists were made for torch 2.13, not {torch.__version__}"
@@ -53,21 +43,17 @@ def _printed(value: object) -> str:
     return repr(value).replace(", param_dtype_override_fn=None", "")
 
 
-SHARED_METHODS = sorted(set(_public_methods(theirs.FSDPModule)) & set(_public_methods(fsdp2.FSDPModule)))
-
-
 def test_public_names(golden: Check) -> None:
     golden("\n".join(sorted(fsdp2.__all__)))
+    assert all(getattr(fsdp2, name).__doc__ for name in fsdp2.__all__)
+    extensions = importlib.import_module("fsdp2.extensions")  # protocols are imported by either name
+    for name in ("AllGatherExtension", "MeshAllGatherExtension"):
+        assert getattr(fsdp2.extensions, name) is getattr(extensions, name)
+    assert issubclass(fsdp2.ScheduleError, RuntimeError)
 
 
-def test_every_public_name_is_there_and_documented() -> None:
-    for name in fsdp2.__all__:
-        assert getattr(fsdp2, name).__doc__, name
-
-
-def test_names_of_the_wrapper_class_are_in_its_folder() -> None:
-    assert set(fsdp1.__all__) >= NAMES_OF_THE_WRAPPER_CLASS
-    same = NAMES_OF_THE_WRAPPER_CLASS - {"FullyShardedDataParallel"}
+def test_names_of_the_wrapper_class_are_torchs_and_in_its_folder() -> None:
+    same = set(theirs.__all__) & set(fsdp1.__all__) - {"FullyShardedDataParallel"}
     assert all(getattr(fsdp1, name) is getattr(theirs, name) for name in same)
     assert fsdp2.FullyShardedDataParallel is fsdp1.FullyShardedDataParallel
 
@@ -90,31 +76,21 @@ def test_the_wrapper_class_has_torchs_arguments() -> None:
 
 
 @on_the_checked_torch
-def test_names_are_those_of_torch_but_for_the_listed_ones() -> None:
+def test_names_and_methods_are_those_of_torch() -> None:
     public = {name for name in theirs.__all__ if not name.startswith("_")}
-    assert public - set(fsdp2.__all__) == NAMES_TO_COME | (NAMES_OF_THE_WRAPPER_CLASS - {"FullyShardedDataParallel"})
+    assert public <= {*fsdp2.__all__, *fsdp1.__all__}
+    for cls in ("FSDPModule", "UnshardHandle"):
+        assert set(_public_methods(getattr(theirs, cls))) <= set(_public_methods(getattr(fsdp2, cls)))
 
 
-def test_fully_shard_takes_the_arguments_of_torch_but_for_the_listed_ones() -> None:
-    expected = [argument for argument in _arguments(theirs.fully_shard) if argument[0] not in ARGUMENTS_TO_COME]
-    assert [each for each in _arguments(fsdp2.fully_shard) if each[0] not in OWN_ARGUMENTS] == expected
+SHARED_METHODS = sorted(set(_public_methods(theirs.FSDPModule)) & set(_public_methods(fsdp2.FSDPModule)))
+FUNCTIONS = ["fully_shard", "register_fsdp_forward_method", "share_comm_ctx"]
 
 
-@on_the_checked_torch
-def test_methods_are_those_of_torch_but_for_the_listed_ones() -> None:
-    missing = set(_public_methods(theirs.FSDPModule)) - set(_public_methods(fsdp2.FSDPModule))
-    assert missing == METHODS_TO_COME
-
-
-@pytest.mark.parametrize("name", SHARED_METHODS)
-def test_method_takes_the_arguments_of_torch(name: str) -> None:
-    found = [each for each in _arguments(getattr(fsdp2.FSDPModule, name)) if each[0] not in OWN_ARGUMENTS_OF_METHODS]
-    assert found == _arguments(getattr(theirs.FSDPModule, name))
-
-
-@pytest.mark.parametrize("name", ["register_fsdp_forward_method", "share_comm_ctx"])
+@pytest.mark.parametrize("name", [*FUNCTIONS, *(f"FSDPModule.{name}" for name in SHARED_METHODS)])
 def test_function_takes_the_arguments_of_torch(name: str) -> None:
-    assert _arguments(getattr(fsdp2, name)) == _arguments(getattr(theirs, name))
+    ours, torchs = (_arguments(operator.attrgetter(name)(package)) for package in (fsdp2, theirs))
+    assert [each for each in ours if each[0] not in OWN_ARGUMENTS] == torchs
 
 
 @pytest.mark.parametrize("name", ["MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy"])
@@ -135,25 +111,6 @@ def test_policy_prints_its_override(golden: Check) -> None:
     policy = fsdp2.MixedPrecisionPolicy(torch.bfloat16, param_dtype_override_fn=len)  # type: ignore[arg-type]
     golden(repr(policy))
     assert policy != fsdp2.MixedPrecisionPolicy(torch.bfloat16)
-
-
-def test_protocols_of_extensions_are_imported_by_either_name() -> None:
-    from fsdp2.extensions import AllGatherExtension, MeshAllGatherExtension
-
-    assert fsdp2.extensions.AllGatherExtension is AllGatherExtension
-    assert fsdp2.extensions.MeshAllGatherExtension is MeshAllGatherExtension
-
-
-def test_classes_have_the_methods_and_bases_of_torchs() -> None:
-    assert set(_public_methods(theirs.UnshardHandle)) <= set(_public_methods(fsdp2.UnshardHandle))
-    assert issubclass(fsdp2.ScheduleError, RuntimeError)
-
-
-def test_observer_that_overrides_nothing_takes_every_report() -> None:
-    observer = fsdp2.Observer()
-    observer.on_event("pre_forward", "unit")
-    observer.on_action("unshard", "unit", 0)
-    observer.on_transition("unit", "SHARDED", "UNSHARDING")
 
 
 def test_trace_lays_actions_out_under_their_event(golden: Check) -> None:

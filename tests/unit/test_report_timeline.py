@@ -5,6 +5,7 @@ It is in ``golden/report_timeline.txt``, for each tape of marks.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -90,16 +91,14 @@ def a_prefetch_in_vain_ends_where_it_is_dropped() -> Tape:
     return Tape().do("prefetch", "a", takes=0.1).compute(1).do("reshard", "a", blocked=0.5)
 
 
+def a_unit_that_is_not_replicated_is_reduce_scattered(unit: str = "a") -> Tape:
+    tape = Tape().do("reduce_launch", unit, takes=0.1, inside="reduce").compute(1)
+    tape.do("reduce_finish", unit, blocked=0.2, inside="land").compute(1)
+    return tape.do("reduce_land", unit, blocked=0.3, inside="land")
+
+
 def a_replicated_unit_is_reduce_scattered_and_then_all_reduced() -> Tape:
-    tape = Tape().do("reduce_launch", "r", takes=0.1, inside="reduce").compute(1)
-    tape.do("reduce_finish", "r", blocked=0.2, inside="land").compute(1)
-    return tape.do("reduce_land", "r", blocked=0.3, inside="land")
-
-
-def a_unit_that_is_not_replicated_is_reduce_scattered() -> Tape:
-    tape = Tape().do("reduce_launch", "a", takes=0.1, inside="reduce").compute(1)
-    tape.do("reduce_finish", "a", blocked=0.2, inside="land").compute(1)
-    return tape.do("reduce_land", "a", blocked=0.3, inside="land")
+    return a_unit_that_is_not_replicated_is_reduce_scattered("r")
 
 
 def memory_names_who_holds_how_much_at_the_peak() -> Tape:
@@ -172,29 +171,7 @@ def a_step_on_the_host_runs_beside_what_the_thread_does() -> Tape:
     return Tape.of(marks, 5.0, on_device=False)
 
 
-TAPES = [
-    compute_belongs_to_the_innermost_unit_and_waits_to_the_unit_that_is_late,
-    backward_belongs_to_the_unit_whose_backward_began_last,
-    a_forward_that_is_recomputed_belongs_to_backward,
-    backward_of_the_head_is_not_the_roots_whose_output_is_the_same_tensor,
-    modules_around_units_have_names_and_one_that_never_ends_is_over_when_another_begins,
-    waits_inside_an_optimizer_are_its_own,
-    a_forward_that_raised_inside_another_is_over_with_it,
-    memory_of_the_program_is_what_it_said_last,
-    what_an_allocator_says_beyond_all_that_is_known_is_not_told_apart,
-    a_wait_outside_of_all_work_is_one_for_other_ranks,
-    a_gather_is_in_flight_until_the_thread_had_waited_for_it,
-    an_action_that_did_nothing_starts_no_collective,
-    a_prefetch_in_vain_ends_where_it_is_dropped,
-    a_replicated_unit_is_reduce_scattered_and_then_all_reduced,
-    a_unit_that_is_not_replicated_is_reduce_scattered,
-    memory_names_who_holds_how_much_at_the_peak,
-    gradients_count_once_their_unit_has_been_gathered_and_its_buckets_are_free,
-    memory_goes_forward_in_time_although_streams_run_beside_each_other,
-    on_a_device_collectives_have_the_times_of_their_own_streams,
-    copies_of_an_offloaded_unit_are_transfers_of_their_own,
-    a_step_on_the_host_runs_beside_what_the_thread_does,
-]
+TAPES = [each for each in list(globals().values()) if inspect.isfunction(each) and each.__module__ == __name__]
 
 
 def _spans(tape: Tape) -> list[Span]:
@@ -215,11 +192,7 @@ def test_tape_is_read(make: Callable[[], Tape]) -> None:
     said += [f"bytes at {time:g}: {nbytes}" for time, nbytes in zip(held.times, totals, strict=False)]
     said += [f"- {nbytes} of {unit}: {what}" for unit, what, nbytes in held.owners]
     assert held.peak == sum(nbytes for *_, nbytes in held.owners)
-    TEXTS.check(make.__name__, "\n".join(said))
-
-
-def test_every_text_has_a_tape() -> None:
-    TEXTS.check_names(make.__name__ for make in TAPES)
+    TEXTS.check(make.__name__, "\n".join(said), among=[each.__name__ for each in TAPES])
 
 
 def test_what_an_earlier_step_kept_is_held_when_the_next_one_begins() -> None:

@@ -62,6 +62,15 @@ class Rank:
                 self.end_backward_of(unit)
         self.end_backward()
 
+    def begin_step(self, program: Program, num_forwards: int, num_ranks: int = 1) -> None:
+        """Forwards over ``program``, as all ranks run them, up to the backward."""
+        self.log.clear()
+        for _ in range(num_forwards):
+            used = self.forward(program)
+            if used is not None:
+                self.agree([used] * num_ranks)
+        self.skipped.begin_backward()
+
     def begin_backward_of(self, unit: int) -> None:
         if self.schedule.passes.phases[unit] is not Phase.BACKWARD:
             self._join_backward(self.skipped.backward.begin(unit))
@@ -123,7 +132,7 @@ def step(
     *programs: Program,
     without_gradient: Collection[int] = (),
     backwards: Sequence[dict[str, list[int]]] = (),
-) -> str:
+) -> list[str]:
     """Forward and backward of every rank over its own program. Returns the collectives, the same on all ranks."""
     for rank in ranks:
         rank.log.clear()
@@ -140,25 +149,14 @@ def step(
     for other in others:
         assert other == first
     assert all(rank.is_at_rest for rank in ranks)
-    return ", ".join(first)
-
-
-ALL = (
-    "all-gather 0, all-gather 1, all-gather 2, all-gather 3, all-gather 4, "
-    "reduce 4, all-gather 3, reduce 3, all-gather 2, reduce 2, all-gather 1, reduce 1, reduce 0"
-)
-
-
-def _sorted(log: str) -> list[str]:
-    return sorted(log.split(", "))
+    return list(first)
 
 
 def test_ranks_that_skip_other_units_start_the_same_collectives_from_the_first_step_on() -> None:
+    twice = [f"{what} {unit}" for unit in (1, 2, 3, 4) for what in ("all-gather", "all-gather", "reduce")]
     ranks = ranks_of()
     for _ in range(3):
-        assert _sorted(step(ranks, [0, 1, 3, 4], [0, 2, 3])) == _sorted(
-            ALL.replace("reduce 4", "all-gather 4, reduce 4")
-        )
+        assert sorted(step(ranks, [0, 1, 3, 4], [0, 2, 3])) == sorted(["all-gather 0", *twice, "reduce 0"])
 
 
 def test_no_rank_that_uses_all_units_does_more_than_without_others() -> None:
@@ -172,22 +170,13 @@ def test_no_rank_that_uses_all_units_does_more_than_without_others() -> None:
 
 
 def test_first_forward_takes_another_order_than_registration_and_later_ones_may_skip() -> None:
+    """A unit that an order of its own left out keeps its place behind its sibling."""
     ranks = ranks_of()
     order = [0, 4, 2, 3, 1]
     step(ranks, order, order)
     found = step(ranks, order, order)
     for _ in range(2):
-        assert _sorted(step(ranks, [0, 4, 3], [0, 2, 1])) == _sorted(found)
-
-
-def test_unit_that_no_rank_has_used_yet_keeps_its_place() -> None:
-    ranks = ranks_of()
-    for _ in range(2):
-        step(ranks, [0, 1, 4], [0, 1, 4])
-    step(ranks, [0, 1, 3, 4], [0, 1, 2, 4])
-
-
-def test_unit_that_an_order_of_its_own_left_out_keeps_its_place_behind_its_sibling() -> None:
+        assert sorted(step(ranks, [0, 4, 3], [0, 2, 1])) == sorted(found)
     ranks = ranks_of()
     step(ranks, [0, 4, 2], [0, 4, 2])
     step(ranks, [0, 4, 3], [0, 1, 2])
@@ -220,51 +209,36 @@ def test_ranks_compare_again_when_other_units_are_trained() -> None:
         step(ranks, [0, 1, 2, 3, 4], [0, 1, 2, 3, 4], without_gradient=(1, 2))
     for rank in ranks:
         rank.frozen = ()
-    assert step(ranks, [0, 1, 3, 4], [0, 2, 3, 4]).endswith("reduce 2, reduce 1, reduce 0")
+    assert step(ranks, [0, 1, 3, 4], [0, 2, 3, 4])[-3:] == ["reduce 2", "reduce 1", "reduce 0"]
 
 
-def test_unit_whose_end_nobody_reports_is_reduced_before_the_next_one_begins() -> None:
-    """Its inputs need a gradient on the other rank only."""
-    ranks = ranks_of()
-    program = [0, 1, 2, 3, 4]
-    step(ranks, program, program)
-    for rank in ranks:
-        rank.log.clear()
-        rank.forward(program)
-    ranks[0].backward(unreported=(3,))
-    ranks[1].backward()
-    assert ranks[0].log == ranks[1].log
-
-
-def _step_with_frozen(ranks: Sequence[Rank], frozen: Collection[int]) -> tuple[bool, str]:
-    """Whether ranks compare, and the collectives of a step."""
-    for rank in ranks:
-        rank.frozen = frozen
-        rank.log.clear()
-    used = [rank.forward([0, 1, 2, 3, 4]) for rank in ranks]
-    for rank in ranks:
-        if used[0] is not None:
-            rank.agree(used)
-        rank.backward(unreached=frozen)
-    assert ranks[0].log == ranks[1].log
-    return used[0] is not None, ", ".join(ranks[0].log)
-
-
-def test_ranks_compare_once_for_each_choice_of_frozen_units() -> None:
+def test_ranks_compare_once_for_each_choice_of_frozen_units_and_forget_the_oldest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Units that are frozen by turns cost no message in a steady step."""
     ranks = ranks_of()
-    choices = [(1, 2), (3, 4), ()]
-    first, second, third = ([_step_with_frozen(ranks, frozen) for frozen in choices] for _ in range(3))
-    assert [compares for compares, _ in first] == [True] * 3
-    assert [compares for compares, _ in second] == [False] * 3
-    assert second == third
 
+    def compares(*frozen: int) -> bool:
+        for rank in ranks:
+            rank.frozen = frozen
+            rank.log.clear()
+        used = [rank.forward([0, 1, 2, 3, 4]) for rank in ranks]
+        for rank in ranks:
+            if used[0] is not None:
+                rank.agree(used)
+            rank.backward(unreached=frozen)
+        assert ranks[0].log == ranks[1].log
+        return used[0] is not None
 
-def test_ranks_forget_the_oldest_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    logs = []
+    for turn in range(3):
+        for frozen in [(1, 2), (3, 4), ()]:
+            assert compares(*frozen) is (turn == 0)
+            logs.append(list(ranks[0].log))
+    assert logs[3:6] == logs[6:]
     monkeypatch.setattr(skipped_units, "MAX_ORDERS", 2)
     ranks = ranks_of()
-    compares = [_step_with_frozen(ranks, (unit,))[0] for unit in (1, 2, 1, 3, 1, 3)]
-    assert compares == [True, True, False, True, True, False]
+    assert [compares(unit) for unit in (1, 2, 1, 3, 1, 3)] == [True, True, False, True, True, False]
 
 
 def test_unit_used_again_is_left_to_the_program() -> None:
@@ -284,30 +258,27 @@ def test_skipped_unit_whose_child_runs_outside_it_ends_all_the_same() -> None:
     assert skipped.forward.begin(3) == [Event(1, begins=False, is_used=False)]
 
 
-def test_units_unsharded_by_hand_are_left_alone() -> None:
+def test_units_that_ranks_skip_alike_or_unshard_by_hand_are_left_out() -> None:
     ranks = ranks_of()
     for rank in ranks:
         rank.skipped.by_hand.add(2)
         rank.forward([0, 1, 3, 4])
     assert "all-gather 2" not in ranks[0].log
-
-
-def test_units_that_ranks_skip_alike_are_left_out() -> None:
     ranks = ranks_of()
     for rank in ranks:
         rank.skipped.may_skip(2, enabled=False)
         rank.schedule.rules[2] = UnitRules()
     for _ in range(2):
         found = step(ranks, [0, 1, 3], [0, 4])
-        assert "2" not in found
-        assert "3" in found
-    assert "2" in step(ranks, [0, 2], [0, 2, 3])
+        assert "all-gather 2" not in found
+        assert "all-gather 3" in found
+    assert "all-gather 2" in step(ranks, [0, 2], [0, 2, 3])
 
 
 def test_a_pass_of_an_inner_root_joins_what_is_inside_it_only() -> None:
     parents = (None, 0, 1, 1, 0, 4)
     ranks = ranks_of(parents)
-    assert "4" not in step(ranks, [1, 2], [1, 3])
+    assert "all-gather 4" not in step(ranks, [1, 2], [1, 3])
     step(ranks, [0, 1, 2, 4], [0, 4, 5])
 
 
@@ -383,11 +354,7 @@ def test_units_that_all_ranks_use_several_times_are_reduced_once_and_alike(seed:
     ranks = ranks_of((None, *[0] * len(units)), num_ranks=2)
     for index in range(3):
         for rank in ranks:
-            rank.log.clear()
-            used = [rank.forward([0, *program]) for _ in range(num_forwards)]
-            if used[0] is not None:
-                rank.agree([used[0]] * 2)
-            rank.skipped.begin_backward()
+            rank.begin_step([0, *program], num_forwards, num_ranks=2)
             seen: set[int] = set()
             for unit in list(reversed(program)) * num_forwards:
                 rank.begin_backward_of(0)
@@ -417,18 +384,9 @@ def _with_shared_outputs(forward: Sequence[tuple[int, bool]], chance: random.Ran
 
 
 def _step_of_several(
-    rank: Rank,
-    order: Program,
-    backward: Sequence[tuple[int, bool]],
-    unreported: Collection[int],
-    num_forwards: int,
+    rank: Rank, order: Program, backward: Sequence[tuple[int, bool]], unreported: Collection[int], num_forwards: int
 ) -> list[str]:
-    rank.log.clear()
-    for _ in range(num_forwards):
-        used = rank.forward(order)
-        if used is not None:
-            rank.agree([used])
-    rank.skipped.begin_backward()
+    rank.begin_step(order, num_forwards)
     for unit, begins in backward * num_forwards:
         if not begins:
             rank.begin_backward_of(unit)

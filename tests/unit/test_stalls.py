@@ -1,14 +1,17 @@
-"""What a rank says when nothing goes on: once per stall, after half of the timeout, if the device has work left."""
+"""What a rank says when nothing goes on: once per stall, after half of the timeout, if the device has work left.
+And how ranks that claim different things are told apart."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 from expecttest import assert_expected_inline
 
-from fsdp2.extras.claims import Claim
+from fsdp2.extras.claims import Claim, difference
 from fsdp2.extras.stalls import Board, StallWatch
 
 
@@ -44,9 +47,7 @@ def _watched(*roots: Any, is_idle: bool = False, timeout_s: float = 100) -> Stal
 
 def test_message_has_the_last_events_of_all_roots() -> None:
     roots = _Root("pre_forward (root)"), _Root("pre_backward blocks.1", identity="1")
-    message = _watched(*roots).look(now=50)
-    assert message is not None
-    first, *stories, last = message.splitlines()
+    first, *stories, last = str(_watched(*roots).look(now=50)).splitlines()
     assert sorted(stories) == [f"Last events on rank 3: {root.told}." for root in roots[::-1]]
     assert first == (
         "rank 3: no progress for 50 s. A collective waits for other ranks. The timeout of the backend is 100 s."
@@ -57,31 +58,15 @@ def test_message_has_the_last_events_of_all_roots() -> None:
     )
 
 
-def test_nothing_is_said_before_half_of_the_timeout() -> None:
-    root = _Root("")
-    assert _watched(root).look(now=49) is None
-
-
-def test_nothing_is_said_of_a_device_that_has_done_everything() -> None:
-    root = _Root("")
-    assert _watched(root, is_idle=True).look(now=99) is None
-
-
-def test_every_event_of_any_root_starts_anew() -> None:
+def test_a_stall_is_told_once_after_half_of_the_timeout_and_every_event_of_any_root_starts_anew() -> None:
     roots = _Root(""), _Root("", identity="1")
     stalls = _watched(*roots)
-    roots[1].goes_on()
-    assert stalls.look(now=60) is None
-    assert stalls.look(now=109) is None
-    assert stalls.look(now=110) is not None
-
-
-def test_a_stall_is_told_once_and_the_next_one_again() -> None:
-    root = _Root("")
-    stalls = _watched(root)
-    assert [stalls.look(now) is not None for now in (50, 60, 90)] == [True, False, False]
-    root.goes_on()
-    assert [stalls.look(now) is not None for now in (100, 149, 150)] == [False, False, True]
+    assert [stalls.look(now) is not None for now in (49, 50, 60, 90)] == [False, True, False, False]
+    for root, began in zip(roots, (100, 200), strict=True):
+        root.goes_on()
+        looks = [stalls.look(now) is not None for now in (began, began + 49, began + 50)]
+        assert looks == [False, False, True]
+    assert _watched(*roots, is_idle=True).look(now=99) is None  # the device has done everything
 
 
 def _beside(mine: _Root, other: _Root, *, runs_ahead: bool = False) -> tuple[StallWatch, StallWatch]:
@@ -123,7 +108,7 @@ def test_ranks_that_diverged_for_another_reason_are_told_on_the_cpu_only() -> No
         assert runs_ahead or str(found[4]).startswith(said)
 
 
-def test_nothing_is_compared_with_a_rank_that_goes_on() -> None:
+def test_nothing_is_compared_with_a_rank_that_goes_on_or_with_another_root() -> None:
     roots = _Root("", gradients={"x": True}), _Root("", gradients={"x": False})
     mine, other = _beside(*roots)
     assert other.look(now=5) is None
@@ -131,10 +116,7 @@ def test_nothing_is_compared_with_a_rank_that_goes_on() -> None:
         roots[1].goes_on()
         assert other.look(now) is None
         assert mine.look(now) is None
-
-
-def test_nothing_is_compared_with_another_root() -> None:
-    mine, other = _beside(_Root("", gradients={"x": True}), _Root("", identity="1", gradients={"x": False}))
+    mine, other = _beside(roots[0], _Root("", identity="1", gradients={"x": False}))  # nor with another root
     assert [watch.look(now) for now in (5, 6, 7, 8) for watch in (mine, other)] == [None] * 8
 
 
@@ -149,3 +131,65 @@ def test_thread_ends_with_the_roots() -> None:
     thread.join(timeout=30)
     assert not thread.is_alive()
     assert not stalls.add(_Root(""))  # nobody would look at it
+
+
+# Claims
+
+UNITS = "units of (root), with gradients"
+Claims = Mapping[int, Mapping[str, Claim]]
+
+
+REMEDY = (
+    "Let all ranks use the same units and parameters, or call set_ranks_may_differ(True) on the root.\n"
+    "See docs/advanced/ranks.md."
+)
+WHERE = "they use other units\nranks use other units in the same forward:\n"
+DIFFERENT: dict[str, tuple[Claims, str]] = {
+    "units that ran on some ranks": (
+        {0: {UNITS: ["(root)", "a", "b"]}, 1: {UNITS: ["(root)", "b"]}, 2: {UNITS: ["(root)", "b", "c"]}},
+        f"{WHERE}  unit 'a' ran on rank 0, not on ranks 1, 2\n  unit 'c' ran on rank 2, not on ranks 0, 1",
+    ),
+    "another order": (
+        {0: {UNITS: ["(root)", "a", "b", "a"]}, 1: {UNITS: ["(root)", "b", "a"]}},
+        f"{WHERE}  the order differs: at the same place ran 'a' on rank 0, 'b' on rank 1",
+    ),
+    "as far as a forward has come": (
+        {0: {UNITS: ["(root)", "b"]}, 1: {UNITS: ["(root)", "a", "..."]}},
+        f"{WHERE}  unit 'b' ran on rank 0, not on rank 1\n  unit 'a' ran on rank 1, not on rank 0",
+    ),
+    "gradients, of which only the first are named": (
+        {rank: {"gradients": {f"w{index}": rank == 0 for index in range(6)}} for rank in range(2)},
+        "other parameters have gradients\nparameters have a gradient on some ranks only:\n"
+        + "".join(f"  parameter 'w{index}' had a gradient on rank 0, not on rank 1\n" for index in range(4))
+        + "  and 2 more",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_what_differs_is_named(case: str) -> None:
+    claims, said = DIFFERENT[case]
+    found = difference(claims)
+    assert found is not None
+    assert "\n".join([found.why, *found.lines]) == f"{said}\n{REMEDY}"
+
+
+def test_flags_are_told_before_what_follows_from_them() -> None:
+    found = difference({rank: {UNITS: [str(rank)], "requires_grad": {"w": rank == 0}} for rank in range(2)})
+    assert found is not None
+    assert found.why == "requires_grad differs"
+
+
+@pytest.mark.parametrize(
+    "claims",
+    [
+        {0: {UNITS: ["a"]}, 1: {UNITS: ["a"]}},
+        {0: {UNITS: ["a", "b"]}, 1: {UNITS: ["a", "..."]}},
+        {0: {UNITS: ["a"]}, 1: {}},
+        {0: {"units of a, with gradients": ["a"]}, 1: {"units of b, with gradients": ["b"]}},
+        {0: {"requires_grad": {"a": True, "b": False}}, 1: {"requires_grad": {"a": True}}},
+    ],
+    ids=["alike", "so far alike", "nothing claimed", "another forward", "not used yet"],
+)
+def test_ranks_that_are_alike_as_far_as_known(claims: Claims) -> None:
+    assert difference(claims) is None

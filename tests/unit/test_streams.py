@@ -19,27 +19,13 @@ from fsdp2.group.all_gather import allocate, release
 from fsdp2.plan.mesh import Axis
 
 
-class RecordingStreams(Streams):
-    """Notes at each wait how large the watched storages are at that moment."""
-
-    runs_ahead = True
-
-    def __init__(self) -> None:
-        self.log: list[str] = []
-        self.watched: dict[str, torch.UntypedStorage] = {}
-
-    def gather_after_compute(self) -> None:
-        sizes = ", ".join(f"{name} {storage.nbytes()}" for name, storage in self.watched.items())
-        self.log.append(f"gather after compute: {sizes}")
-
-
 def test_gather_stream_waits_once_for_compute_before_the_memory_of_one_release_is_freed() -> None:
-    streams = RecordingStreams()
     storages = [(torch.UntypedStorage(0), 64) for _ in range(2)]
-    streams.watched = {name: storage for name, (storage, _) in zip("ab", storages, strict=True)}
+    sizes = []  # at each wait
+    waits = mock.Mock(side_effect=lambda: sizes.append([storage.nbytes() for storage, _ in storages]))
     allocate(storages)
-    release(storages, streams)
-    assert streams.log == ["gather after compute: a 64, b 64"]
+    release(storages, mock.Mock(spec=Streams, runs_ahead=True, gather_after_compute=waits))
+    assert sizes == [[64, 64]]
     assert [storage.nbytes() for storage, _ in storages] == [0, 0]
 
 
@@ -91,7 +77,9 @@ def device_module(monkeypatch: pytest.MonkeyPatch) -> FakeDeviceModule:
     return module
 
 
-def test_gathers_and_reductions_run_on_streams_of_their_own(device_module: FakeDeviceModule) -> None:
+def test_gathers_and_reductions_run_on_streams_of_their_own_and_wait_for_an_event_of_the_user(
+    device_module: FakeDeviceModule,
+) -> None:
     streams = AcceleratorStreams(torch.device("cuda", 0))
     with streams.on_gather:
         gather = str(device_module.current_stream())
@@ -100,14 +88,7 @@ def test_gathers_and_reductions_run_on_streams_of_their_own(device_module: FakeD
     assert len({gather, reduce, "compute"}) == 3
     assert str(device_module.current_stream()) == "compute"
     assert all(priority < 0 for priority in device_module.priorities)
-
-
-def test_gather_stream_waits_for_the_event_that_the_user_gave_and_for_nothing_else(
-    device_module: FakeDeviceModule,
-) -> None:
-    streams = AcceleratorStreams(torch.device("cuda", 0))
-    with streams.on_gather:
-        gather = str(device_module.current_stream())
+    device_module.log.clear()
     streams.gather_after("the optimizer's event")  # type: ignore[arg-type]
     assert device_module.log == [f"{gather} waits for the optimizer's event"]
 
@@ -124,10 +105,7 @@ def test_without_a_gather_stream_gathers_run_where_compute_does(device_module: F
     with streams.on_reduce:
         assert str(device_module.current_stream()) == reduce
     assert len(device_module.priorities) == 2  # it made no stream of its own
-
-
-def test_all_models_on_the_cpu_share_streams_that_record_nothing() -> None:
-    streams = streams_for(torch.device("cpu"))
+    streams = streams_for(torch.device("cpu"))  # all models on the CPU share these, which record nothing
     assert streams is streams_for(torch.device("cpu")) is streams.gathering_on_compute
     assert streams.record() is None
 

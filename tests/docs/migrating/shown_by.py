@@ -112,7 +112,9 @@ ROWS: dict[str, dict[str, list[str]]] = {
             "parity/test_accumulation.py::test_finalized_backwards_are_those_that_reduce_in_the_last_one"
         ],
         "`set_keep_unsharded_storage(bool, recurse)`": [STEPS + "test_kept_memory_stays_where_it_is"],
-        "`MixedPrecisionPolicy.param_dtype_override_fn`": ["parity/test_mixed_precision.py::test_unit_of_several_dtypes"],
+        "`MixedPrecisionPolicy.param_dtype_override_fn`": [
+            "parity/test_mixed_precision.py::test_unit_of_several_dtypes"
+        ],
         "`grad_dtype` of a parameter": ["distributed/test_dtypes.py::test_gradient_is_reduced_and_kept_in_grad_dtype"],
         "without `reduce_dtype`, gradients are reduced in the dtype of the shards": [
             "unit/test_precision.py::test_reduction_follows_torch_unless_told_otherwise"
