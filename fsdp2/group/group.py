@@ -356,6 +356,8 @@ class ParamGroup:
                 gather, self._in_flight = self._in_flight, None
                 assert gather is not None
                 gather.drop()
+        except CommunicationError as error:
+            raise self.lost("all-gather", error) from error.__cause__
         finally:
             if unsharded.post_forward is not None and not self.keeps_post_forward:
                 unsharded.post_forward.release()

@@ -70,6 +70,19 @@ def test_memory_stays_when_a_gather_is_lost(ctx: RankContext) -> None:
         messages.wait()
 
 
+@distributed(2)
+def test_gather_that_is_lost_while_it_is_given_up_names_the_unit(ctx: RankContext) -> None:
+    """The error said "connection closed", and nothing else."""
+    model = sharded(ctx)
+    dist.barrier()
+    model.unshard(async_op=True)
+    lost = r"all-gather of unit '\(root\)' failed on rank \d: connection closed"
+    with mock.patch.object(peers._Messages, "wait", _fail), pytest.raises(fsdp2.CommunicationError, match=lost):
+        model.reshard()
+    for messages in list(peers._in_flight):
+        messages.wait()
+
+
 _start = peers._Messages.start
 
 
