@@ -87,7 +87,10 @@ def train(config: Config) -> None:
     checkpoint = latest_checkpoint(config.resume) if config.resume else None
     first_step = trainer.load(checkpoint) if checkpoint else 0
     journal = open_journal(trainer, first_step) if dist.get_rank() == 0 else None
-    num_reported = min(REPORTED_STEPS, config.last_step - first_step) if config.runtime == "fsdp2" else 0
+    num_left = max(0, config.last_step - first_step)
+    if journal and not num_left:
+        journal.note(f"{checkpoint} has had all {first_step} steps, so none is left. For more, pass --steps.")
+    num_reported = min(REPORTED_STEPS, num_left) if config.runtime == "fsdp2" else 0
     page = config.output / "step.html"
     with fsdp2.report(trainer.model, page) if config.report and num_reported else nullcontext():
         for step in range(first_step, first_step + num_reported):
