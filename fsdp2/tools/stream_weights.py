@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor
 from fsdp2 import _torch
 from fsdp2.comm.backends import Launch
 from fsdp2.comm.streams import Waitable, launched, streams_for, wait_for
-from fsdp2.extras.lending import check_idle
 from fsdp2.group.hooked_params import is_plain
 from fsdp2.plan.layout import ALIGNMENT_NBYTES
 from fsdp2.tools.progress import progress
@@ -93,7 +92,6 @@ class FullParamStream:
         pending: deque[_Gathering] = deque()
         num_done = 0
         try:
-            check_idle(self._model, _CALLER)
             self._check_still_there()
             gate.join(repr((self.manifest, self._to_rank, self._ahead)))
             remaining = iter(self._plan)
