@@ -102,7 +102,7 @@ class AloneGroup(group.SimNCCL):
         self._size, self._rank = size, rank
         self._on_host = NullGroup(rank, size)
         self._stream: torch.Stream | None = None
-        self._num_launches = 0
+        self._last_tag = 0
 
     def getBackendName(self) -> str:  # noqa: N802  # torch's name
         return BACKEND

@@ -200,7 +200,7 @@ def test_optimizer_states_go_through_the_extension_as_with_torchs_class(
             fresh.load_state_dict(front.cls.optim_state_dict_to_load(other, fresh, saved))
             while_loading = [call for call in calls if call[0] in LOADING]
             assert_same(plain_states(saved), plain_states(front.cls.optim_state_dict(other, fresh)))
-    return [sorted(map(str, while_saving)), while_loading, plain_states(saved)]
+        return [sorted(map(str, while_saving)), while_loading, plain_states(saved)]
 
 
 @with_ours(2)
