@@ -263,18 +263,30 @@ def _state(ctx: RankContext, **changes: Any) -> None:
         compare_values("refused", shards(model), before)
 
 
+def _of(model: nn.Module, **options: Any) -> None:
+    """The caller holds the model: parameters of a model that is gone are managed by nobody."""
+    HostAdamW(model.parameters(), **options)
+
+
+def _two(ctx: RankContext) -> None:
+    model = sharded(ctx)
+    first = HostAdamW(model.parameters())
+    _of(model)
+    del first
+
+
 REFUSED: dict[str, Any] = {
     "second gradient before the step": _second_gradient,
     "plain parameter": lambda ctx: HostAdamW(nn.Linear(DIM, 4).named_parameters()),
     "originals": _originals,
-    "tensor subclass": lambda ctx: HostAdamW(shard(ctx, wrap(seeded(Stack), Halved)).parameters()),
-    "another HostAdamW": lambda ctx: [HostAdamW(params) for params in [list(sharded(ctx).parameters())] * 2],
+    "tensor subclass": lambda ctx: _of(shard(ctx, wrap(seeded(Stack), Halved))),
+    "another HostAdamW": _two,
     "group in the midst of a step": _in_between,
-    "negative rate": lambda ctx: HostAdamW(sharded(ctx).parameters(), lr=-1.0),
-    "max_norm of 0": lambda ctx: HostAdamW(sharded(ctx).parameters(), max_norm=0.0),
-    "max_norm as text": lambda ctx: HostAdamW(sharded(ctx).parameters(), max_norm="1"),  # type: ignore[arg-type]
-    "unknown clip_by": lambda ctx: HostAdamW(sharded(ctx).parameters(), clip_by="now"),  # type: ignore[arg-type]
-    "clip_by alone": lambda ctx: HostAdamW(sharded(ctx).parameters(), clip_by="step before"),
+    "negative rate": lambda ctx: _of(sharded(ctx), lr=-1.0),
+    "max_norm of 0": lambda ctx: _of(sharded(ctx), max_norm=0.0),
+    "max_norm as text": lambda ctx: _of(sharded(ctx), max_norm="1"),
+    "unknown clip_by": lambda ctx: _of(sharded(ctx), clip_by="now"),
+    "clip_by alone": lambda ctx: _of(sharded(ctx), clip_by="step before"),
     "state of another shape": lambda ctx: _state(ctx, exp_avg=torch.ones(3)),
     "state of another optimizer": lambda ctx: _state(ctx, momentum_buffer=torch.ones(3)),
 }
