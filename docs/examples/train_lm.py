@@ -89,7 +89,7 @@ def train(config: Config) -> None:
     journal = open_journal(trainer, first_step) if dist.get_rank() == 0 else None
     num_left = max(0, config.last_step - first_step)
     if journal and not num_left:
-        journal.note(f"{checkpoint} has had all {first_step} steps, so none is left. For more, pass --steps.")
+        journal.note(f"{checkpoint} has {first_step} steps, so none is left. Raise --steps or --stop-after.")
     num_reported = min(REPORTED_STEPS, num_left) if config.runtime == "fsdp2" else 0
     page = config.output / "step.html"
     with fsdp2.report(trainer.model, page) if config.report and num_reported else nullcontext():

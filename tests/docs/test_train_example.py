@@ -79,7 +79,7 @@ def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(
     assert _records(stopped) == _records(whole)
     assert f"a page about one step: {stopped / 'step.html'}" in resumed
     assert "note:" not in resumed
-    assert "has had all 6 steps, so none is left." in _train(stopped, *options, "--resume").stdout
+    assert "step_00000006 has 6 steps, so none is left." in _train(stopped, *options, "--resume").stdout
     if "int8" in options:  # it shapes the losses
         assert json.loads((whole / "config.json").read_text())["weights"] == "int8"
         expected, found = (_records(folder)[-1]["validation_loss"] for folder in (uninterrupted, whole))
