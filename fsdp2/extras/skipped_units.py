@@ -14,6 +14,7 @@ Pure: no tensor, no process group.
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Collection, Iterable, Sequence
 from itertools import accumulate, chain
 from typing import NamedTuple
@@ -186,12 +187,17 @@ class Backward:
 
     def recompute(self, unit: int) -> Sequence[Event]:
         """``unit``'s forward is about to run again, and its backward follows. Returns the events before its backward.
-        Returns none if a unit that was used later must begin or end its backward first."""
-        for at in reversed(range(len(self._left) if self._is_following else 0)):
+        Returns none if a unit that was used later must begin or end its backward first: both may be in one checkpoint,
+        if both ran with gradients, or both without."""
+        if not (self._is_following and self._left):
+            return ()
+        leads_to = self._forwards[bisect(self._starts, len(self._left) - 1) - 1].leads_to
+        for at in reversed(range(len(self._left))):
             event = self._left[at]
             if event is self._ends[unit]:
                 return self._pass_to(at + 1)
-            if event.is_used and (event.unit in self._open or not event.begins):
+            is_in_same = not event.begins and leads_to.get(event.unit) is leads_to.get(unit)
+            if event.is_used and (event.unit in self._open or is_in_same):
                 break
         return ()
 
