@@ -99,6 +99,7 @@ def _peak_of_a_step(model: Any, made: list[optim.Optimizer]) -> int:
     return int(device.load().max_memory_allocated())
 
 
+@pytest.mark.ci
 @on_device(2)
 def test_peak_falls_by_what_a_budget_moves(ctx: RankContext) -> None:
     """States on the host take no memory of the device."""

@@ -165,6 +165,7 @@ def _gathered(state: dict[str, Any], *, once: bool = True) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.ci
 @distributed(4)
 def test_training_is_that_of_the_whole_model_and_each_entry_lies_on_one_rank(ctx: RankContext) -> None:
     (model, optimizer), (whole, its) = _sharded(ctx, "tp"), _sharded(ctx, "whole")

@@ -224,6 +224,7 @@ def _fails_at(model: Any, position: int) -> bool:
     return False
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("reshards", [True, *long(False)])
 @distributed(2)
 def test_a_model_is_usable_and_keeps_its_gradients(ctx: RankContext, reshards: bool) -> None:

@@ -331,6 +331,7 @@ def test_what_cannot_work_is_refused_on_all_ranks(ctx: RankContext, tmp_path: Pa
             _reported_step(model)
 
 
+@pytest.mark.ci
 @distributed(2)
 def test_the_profiler_tells_compute_from_what_a_slow_host_loses(ctx: RankContext, tmp_path: Path) -> None:
     model: Any = sharded(ctx)

@@ -213,7 +213,7 @@ CASES: dict[str, Case] = {
     "limit on memory": (_limited, WAYS, _step, Routed),  # ranks withhold the same prefetches
     # A unit's hook on a tensor comes ahead of the root's on the same one.
     "root without parameters": (partial(_sharded, make=_bare), [[[0, 2, 3], [1, 3]], [[1, 3], [2, 3]]], _step, _bare),
-    # The forward that a checkpoint runs again came ahead of a unit without a gradient on one rank, behind it on another.
+    # What a checkpoint runs again came before a unit without a gradient on one rank, and behind it on the other.
     "reentrant, and a unit that no gradient reaches": (
         partial(_sharded, make=partial(Routed, _reentrant)),
         [[[0, ~1], [0]], [[0], [0, ~1]]],

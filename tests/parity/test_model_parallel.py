@@ -106,7 +106,7 @@ def test_tensor_parallel_on_two_ranks() -> Cases:
     return {"dp": on(_tp(), dp=2, tp=1), "tp": on(_tp(), dp=1, tp=2)}
 
 
-@each_compared(4, by=by_data, ci=[*ON_FOUR][2:5], long=[*ON_FOUR][5:])
+@each_compared(4, by=by_data, ci=[*ON_FOUR][1:5], long=[*ON_FOUR][5:])
 def test_tensor_parallel() -> Cases:
     return ON_FOUR
 

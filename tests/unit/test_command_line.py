@@ -191,6 +191,7 @@ def test_the_extra_for_configs_of_hugging_face_is_named(monkeypatch: pytest.Monk
     assert command("plan --gpus 8 --hf config.json") == (2, "", f"python -m fsdp2 plan: error: {says}")
 
 
+@pytest.mark.ci
 def test_the_command_prints_a_table_and_python_to_paste(command: Command) -> None:
     """With a budget in bytes, and the precision."""
     printed = command(f"{PLAN} --gpus 8 --batch 2")[1]

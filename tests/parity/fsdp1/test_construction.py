@@ -545,6 +545,7 @@ def test_a_group_of_some_ranks(ctx: RankContext) -> None:
     same(ctx, lambda front: trained(front, 2, process_group=halves[ctx.rank // 2]))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("use_orig_params", [True, *long(False)])
 @pytest.mark.parametrize("strategy", [HYBRID, *long(HYBRID_ZERO2)])
 @pytest.mark.parametrize("given", ["device_mesh", *long("process_group")])
