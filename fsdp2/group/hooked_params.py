@@ -2,9 +2,10 @@
 
 ``Hooks`` binds the hooks of one shard. It looks the hooks up, and inspects their signature, once. It checks every call:
 an error is an ``ExtensionError`` that names parameter, class and hook. ``HookedParams`` holds the hooked parameters of
-a group. At first use the ranks exchange what their hooks returned, or that a hook failed. So all ranks know the sizes,
-or all ranks raise (I9). Later the ranks exchange nothing. The runtime owns the inner tensors that the post-hooks list:
-it allocates and frees their memory together with the group's unsharded storage.
+a group. At first use the ranks exchange what their pre-hooks returned, or that one failed. So all ranks know the sizes,
+or all ranks raise (I9). Later the ranks exchange nothing, and a hook that fails raises on its own rank, as in torch.
+The runtime owns the inner tensors that the post-hooks list: it allocates and frees their memory together with the
+group's unsharded storage.
 
 Source: the extension points of PyTorch's FSDP2 (``fsdp_pre_all_gather``, ``fsdp_post_all_gather``).
 """
@@ -16,7 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,8 +34,6 @@ from fsdp2.plan.mesh import ParallelMesh
 from fsdp2.plan.plan import HookInput, Lifetime
 from fsdp2.plan.trees import find_tensors
 from fsdp2.types import ExtensionError, MixedPrecisionPolicy, PreResult
-
-T = TypeVar("T")
 
 _PRE = "fsdp_pre_all_gather"
 _POST = "fsdp_post_all_gather"
@@ -416,39 +415,20 @@ class HookedParams:
 
     Attributes:
         storages: memory that is freed with the group's unsharded storage.
-        have_failed: a post-hook has raised, on this rank or another. Bind the parameters anew.
     """
 
-    def __init__(
-        self,
-        params: Sequence[ShardedParam],
-        mesh: ParallelMesh,
-        home: Home,
-        earlier: HookedParams | None,
-    ) -> None:
-        self._mesh = mesh
+    def __init__(self, params: Sequence[ShardedParam], mesh: ParallelMesh, home: Home) -> None:
         self._no_grad = torch.no_grad()  # one object, entered often and never nested
         self.storages: list[tuple[torch.UntypedStorage, int]] = []
         self._versioned: tuple[torch.Tensor, ...] = ()
         self._params: list[HookedParam] = []
-        self._reports: list[list[Report]]  # by rank of the shard axis
-        self.have_failed = False
-        if earlier is not None and (earlier.have_failed or not earlier._is_made):
-            earlier = None
-            for param in params:
-                param.forget_unsharded()
-        agreed = None if earlier is None else earlier._reports
+        self._have_filled = False  # the post-hooks have worked
 
         def bind() -> list[Report]:
             self._params = [HookedParam(param, mesh, home) for param in params]
             return [hooked.report() for hooked in self._params]
 
-        self._reports = _agree(mesh, bind)  # I9
-        self._is_made: bool = self._reports == agreed  # on all ranks, the post-hooks have made the unsharded tensors
-        self._is_agreed: bool = (
-            earlier is not None and self._is_made and earlier._is_agreed
-        )  # they have filled them, too
-        self._is_checked = False  # these hooks have filled them
+        self._reports = _agree(mesh, bind)  # I9; by rank of the shard axis
 
     def inputs(self, first_key: int, lifetime: Lifetime) -> dict[int, HookInput]:
         """For the plan: each tensor that travels, by keys from ``first_key`` on. ``lifetime``: of the tensors that may
@@ -497,8 +477,8 @@ class HookedParams:
         return [tensor if tensor.dim() else tensor.view(1) for tensor in payloads if tensor.numel()]
 
     def arrive(self) -> None:
-        if not self._is_checked:
-            self._arrive_checked()
+        if not self._have_filled:
+            self._make_and_fill()
             return
         if self.storages:
             allocate(self.storages)
@@ -510,52 +490,49 @@ class HookedParams:
         if versions != [tensor._version for tensor in self._versioned]:
             _torch.set_versions(self._versioned, tuple(versions))
 
-    def _arrive_checked(self) -> None:
-        """An arrival until the post-hooks have worked in both ways: they make the unsharded tensors first, and fill
-        them from the next arrival on. The ranks tell each other whether the hooks have worked."""
-        is_made = all(hooked.param.unsharded is not None for hooked in self._params)
-        versioned = self._collect_versioned()
-        versions = [tensor._version for tensor in versioned]
-
-        def act() -> None:
+    def _make_and_fill(self) -> None:
+        """The first arrival: the post-hooks make the unsharded tensors, unless they have made them before this binding,
+        and fill them. So each hook is checked in both ways before anybody reads what it makes."""
+        before = self._collect_versioned()
+        versions = tuple(tensor._version for tensor in before)
+        try:
             with torch.inference_mode(False), torch.no_grad():  # these tensors live longer than the first pass
-                allocate([inner for hooked in self._params for inner in hooked.param.inner])
                 for hooked in self._params:
-                    if is_made:
-                        hooked.fill_first()
-                    else:
+                    allocate(hooked.param.inner)
+                    if hooked.param.unsharded is None:
                         hooked.make_unsharded()
-
-        self.have_failed = True
-        if self._is_agreed:
-            act()
-        else:
-            _agree(self._mesh, act)
-        self.have_failed = False
-        _torch.set_versions(versioned, tuple(versions))  # I10
+                    hooked.fill_first()
+        except BaseException:
+            for hooked in self._params:
+                hooked.param.forget_unsharded()
+            raise
+        _torch.set_versions(before, versions)  # I10
         self.storages = [inner for hooked in self._params for inner in hooked.param.inner]
         self._versioned = self._collect_versioned()
-        self._is_made, self._is_checked, self._is_agreed = True, is_made, self._is_agreed or is_made
+        self._have_filled = True
 
     def _collect_versioned(self) -> tuple[torch.Tensor, ...]:
         made = [hooked.param.unsharded for hooked in self._params]
         return tuple(leaf for tensor in made if tensor is not None for leaf in _torch.versioned(tensor))
 
 
-def _agree(mesh: ParallelMesh, act: Callable[[], T]) -> list[T]:
-    """Run ``act`` on every rank. Returns its results, one per rank of the shard axis.
+def _agree(mesh: ParallelMesh, report: Callable[[], list[Report]]) -> list[list[Report]]:
+    """Call ``report`` on every rank. Returns the results, one per rank of the shard axis.
 
     Raises:
-        ExtensionError: ``act`` raised on some rank, or replicas returned different values; all ranks raise.
+        ExtensionError: ``report`` raised on some rank, or replicas returned different values; all ranks raise.
     """
-    mine: T | None = None
+    mine: list[Report] = []
     failure: Exception | None = None
     try:
-        mine = act()
+        mine = report()
     except Exception as error:  # any exception: the other ranks wait for this rank
         failure = error
     rank = dist.get_rank() if dist.is_initialized() else 0
-    rows = exchange(mesh.replicate, exchange(mesh.shard, (rank, failure and _failure_text(failure), mine)))
+    problem = None
+    if failure is not None:
+        problem = str(failure) if isinstance(failure, ExtensionError) else f"{type(failure).__name__}: {failure}"
+    rows = exchange(mesh.replicate, exchange(mesh.shard, (rank, problem, mine)))
     if failure is not None:
         raise failure
     for other, problem, _ in (entry for row in rows for entry in row):
@@ -565,11 +542,7 @@ def _agree(mesh: ParallelMesh, act: Callable[[], T]) -> list[T]:
     for row in reports:
         if row != reports[0]:
             raise ExtensionError(_difference(reports[0], row))
-    return list(reports[0])
-
-
-def _failure_text(failure: Exception) -> str:
-    return str(failure) if isinstance(failure, ExtensionError) else f"{type(failure).__name__}: {failure}"
+    return reports[0]
 
 
 def _difference(first: list[list[Report]], other: list[list[Report]]) -> str:

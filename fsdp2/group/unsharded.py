@@ -135,7 +135,7 @@ class UnshardedParams:
             inputs = self._shards.plain_inputs()
             first_key = len(self._params)
             hooked = [param for index, param in enumerate(self._params) if index not in self._shards.plain]
-            self.hooked = HookedParams(hooked, self._mesh, self._home, self.hooked) if hooked else None
+            self.hooked = HookedParams(hooked, self._mesh, self._home) if hooked else None
             if self.hooked is not None:
                 # What hooks consume is freed on arrival, unless the post-forward mesh needs a part of it.
                 consumed = Lifetime.ARRIVAL if self.post_forward_mesh is None else Lifetime.UNSHARDED
