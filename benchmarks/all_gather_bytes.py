@@ -75,7 +75,6 @@ FORMATS = {
     "fp8-row": Format("fp8, scale per row", partial(Float8AllGatherTensor, scaling=Float8Scaling.PER_ROW)),
     "fp8-tensor": Format("fp8, scale per tensor", Float8AllGatherTensor, precompute=True),
     "int8": Format("int8, blocks of 256", Int8AllGatherTensor),
-    "int8-once": Format("int8, quantised once", partial(Int8AllGatherTensor, quantise_once=True)),
     "nf4": Format("nf4 base, LoRA", lora=True, options={"lr": 3e-3}),
 }
 

@@ -38,7 +38,6 @@ from fsdp2.types import ExtensionError, MixedPrecisionPolicy, PreResult
 _PRE = "fsdp_pre_all_gather"
 _POST = "fsdp_post_all_gather"
 _RELEASE = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
-_KEEP = "fsdp_keep_all_gather_inputs"
 
 _Kind = tuple[torch.Size, torch.dtype]
 
@@ -70,11 +69,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 class Hooks:
-    """The hooks of one shard, bound.
-
-    Attributes:
-        keeps_inputs: payloads stay valid until the shard is written.
-    """
+    """The hooks of one shard, bound."""
 
     def __init__(self, local: torch.Tensor, context: HookContext) -> None:
         self._context = context
@@ -92,7 +87,6 @@ class Hooks:
         self._rebuild: list[Callable[[Iterator[torch.Tensor]], torch.Tensor]] = []  # per tensor of the payload
         self._has_seen_result = False  # of a call with ``out``; only the first result is looked at
         self._release: Callable[[], object] = getattr(local, _RELEASE, lambda: False)
-        self.keeps_inputs = bool(getattr(local, _KEEP, False))
 
     def error(self, hook: str, problem: str) -> ExtensionError:
         """An error that names parameter, class and ``hook``; ``problem`` is the rest of the sentence."""
@@ -323,26 +317,17 @@ class HookedParam:
         self.metadata: Any = None
         self.releases_outputs = False
         self._first: tuple[torch.Tensor, ...] | None = None
-        self._kept: tuple[torch.Tensor, ...] | None = None
         self.gathered: tuple[torch.Tensor, ...] = ()
         self.outputs: tuple[torch.Tensor, ...] = ()
         self.out: torch.Tensor
-        self._stamp: list[int] = []
 
     def prepare(self) -> tuple[torch.Tensor, ...]:
-        """The payload to send. The pre-hook makes it anew, unless the class keeps it and the shard was not written."""
+        """The payload to send."""
         if self._first is not None:  # the payload that the ranks agreed on
             payload, self._first = self._first, None
             return payload
-        if not self.hooks.keeps_inputs:
-            payload, self.metadata = self.hooks.call_pre()
-            return payload
-        stamp = self.param.write_stamp()
-        if self._kept is None or stamp != self._stamp:
-            self._kept = None  # frees the old payload before the next one is made
-            self._kept, self.metadata = self.hooks.call_pre()
-            self._stamp = stamp
-        return self._kept
+        payload, self.metadata = self.hooks.call_pre()
+        return payload
 
     def report(self) -> Report:
         """Make the first payload. Returns the shapes and dtypes of its tensors."""

@@ -79,7 +79,6 @@ class ShardedParam:
         policy: the precision policy of this parameter alone.
         grad_dtype: the ``grad_dtype`` that the user set on the original or sharded parameter, if any; outlives both.
         compute_dtypes: the dtypes for its gradients: ``dtypes``, unless hooks made the parameter in another dtype.
-        num_steps: how often an optimizer has stepped the group; one list for the whole group.
         accumulated: gradients that were not communicated yet, in reduce dtype, if that differs from compute dtype.
     """
 
@@ -101,7 +100,6 @@ class ShardedParam:
         self.inner: list[tuple[torch.UntypedStorage, int]] = []
         self.compute_dtypes = record.dtypes
         self.accumulated: torch.Tensor | None = None
-        self.num_steps: list[int] = [0]
 
     @property
     def plan_input(self) -> PlanInput:
@@ -313,10 +311,6 @@ class ShardedParam:
         return grad
 
     # Writes of the shard
-
-    def write_stamp(self) -> list[int]:
-        """A stamp that changes when the shard is written, and with every optimizer step, which may write the shard."""
-        return [self.num_steps[0], *_torch.versions_of(self.versioned())]
 
     def versioned(self) -> list[torch.Tensor]:
         """The tensors whose versions count writes of the shard. Operations write the DTensor, users of ``to_local()``

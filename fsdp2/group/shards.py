@@ -269,8 +269,6 @@ class GroupShards:
         for sharded, local in zip(self.sharded, self.locals, strict=True):
             _torch.set_local(sharded, local)  # nn.Parameter has detached it
         count_steps(self.sharded, self._num_steps)
-        for param in self._params:
-            param.num_steps = self._num_steps
         self._versioned = [tensor for param in self._params for tensor in param.versioned()] + self._sharing
         self._placed_versions = _torch.versions_of(self._versioned)
 

@@ -50,7 +50,6 @@ class Float8AllGatherTensor(WireFormatTensor):
         data: master values, usually float32; ``[rows, ...]`` of at least two dims for ``PER_ROW``. The tensor shares
             their memory.
         scaling: which elements share a scale.
-        quantise_once: keep the quantised shard until it is written.
 
     Raises:
         TypeError, ValueError: see :meth:`WireFormatTensor.make`; rows of one element with ``PER_ROW``.
@@ -63,12 +62,10 @@ class Float8AllGatherTensor(WireFormatTensor):
     _scale: torch.Tensor | None = None
     _scale_stamp: tuple[int, ...] | None = None
 
-    def __new__(
-        cls, data: torch.Tensor, *, scaling: Float8Scaling = Float8Scaling.PER_TENSOR, quantise_once: bool = False
-    ) -> Float8AllGatherTensor:
+    def __new__(cls, data: torch.Tensor, *, scaling: Float8Scaling = Float8Scaling.PER_TENSOR) -> Float8AllGatherTensor:
         if not isinstance(scaling, Float8Scaling):
             raise TypeError(f"{cls.__name__}: scaling must be a Float8Scaling, found {scaling!r}.")
-        made = cls.make(data, scaling=scaling, quantise_once=quantise_once)
+        made = cls.make(data, scaling=scaling)
         if scaling is Float8Scaling.PER_ROW and data.dim() < 2:
             raise ValueError(
                 f"{cls.__name__}: rows of a tensor of shape {tuple(data.shape)} are single elements, so a scale per "

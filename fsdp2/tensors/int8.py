@@ -29,7 +29,6 @@ class Int8AllGatherTensor(DequantisedTensor, WireFormatTensor):
     Args:
         data: master values ``[rows, ...]`` of at least two dims, usually float32. The tensor shares their memory.
         block_size: number of elements of a flattened row that share a scale.
-        quantise_once: keep the quantised shard until it is written.
 
     Raises:
         TypeError, ValueError: see :meth:`WireFormatTensor.make`; ``data`` has one dim (its rows would be single
@@ -41,10 +40,10 @@ class Int8AllGatherTensor(DequantisedTensor, WireFormatTensor):
 
     block_size: int
 
-    def __new__(cls, data: torch.Tensor, *, block_size: int = 256, quantise_once: bool = False) -> Int8AllGatherTensor:
+    def __new__(cls, data: torch.Tensor, *, block_size: int = 256) -> Int8AllGatherTensor:
         if block_size < 1:
             raise ValueError(f"{cls.__name__}: block_size must be positive, found {block_size}.")
-        made = cls.make(data, block_size=block_size, quantise_once=quantise_once)
+        made = cls.make(data, block_size=block_size)
         if data.dim() < 2:
             raise ValueError(
                 f"{cls.__name__}: blocks run along rows, but rows of a tensor of shape {tuple(data.shape)} are single "

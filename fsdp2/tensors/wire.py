@@ -47,10 +47,6 @@ class WireFormatTensor(WrapperTensor):
     - Views, slices and copies are of the same class; every other operation returns plain tensors.
     - ``pickle``, ``torch.save`` and distributed checkpoints write the plain tensor. Loading one copies it in.
 
-    Attributes:
-        quantise_once: whether fsdp2 keeps what ``fsdp_pre_all_gather`` returned until the shard is written. Costs the
-            payload's memory.
-
     Source: the all-gather hooks are those of ``torch.distributed.fsdp.fully_shard``; the wrapper protocol is the one of
     PyTorch's notes on extending it with ``__torch_dispatch__``.
     """
@@ -58,7 +54,6 @@ class WireFormatTensor(WrapperTensor):
     _data: torch.Tensor
     _origin: torch.Tensor  # the plain tensor of the wrapper that this one is a view of, or its own
     _OPS = _VIEWS | _COPIES
-    quantise_once: bool = False
 
     @classmethod
     def make(cls: type[W], data: torch.Tensor, **options: Any) -> W:
@@ -108,11 +103,6 @@ class WireFormatTensor(WrapperTensor):
     def _before_write(self, func: Any) -> None:
         """Count the write: torch counts it only for the written object, such as a view, and never in a DTensor list."""
         torch.autograd.graph.increment_version([self._data, self._origin])
-
-    @property
-    def fsdp_keep_all_gather_inputs(self) -> bool:
-        """``quantise_once``, under the name that fsdp2 reads. torch has no such option."""
-        return self.quantise_once
 
     @property
     def write_stamp(self) -> tuple[int, ...]:

@@ -19,7 +19,6 @@ from fsdp2 import _torch
 from fsdp2.comm.memory import tensor_on
 from fsdp2.group.hooked_params import HookContext, Hooks
 from fsdp2.group.param import subclass_shard
-from fsdp2.group.shards import count_steps
 from fsdp2.plan.dtypes import param_dtypes
 from fsdp2.plan.layout import Layout, contiguous_stride, join, shard_layout
 from fsdp2.plan.trees import map_tensors
@@ -154,10 +153,6 @@ class Rank:
         self.shard = local_of(param)
         self.hooks = Hooks(self.shard, context)
         self._param = param
-        self._sent: tuple[torch.Tensor, ...] | None = None
-        self._stamp: list[int] = []
-        self._num_steps = [0]
-        count_steps([self._param], self._num_steps)
         self._metadata: Any = None
         self._releases_outputs = False
         self._outputs: tuple[torch.Tensor, ...] = ()
@@ -171,13 +166,10 @@ class Rank:
         return self._unsharded
 
     def send(self) -> tuple[torch.Tensor, ...]:
-        """The payload. The old payload if the class keeps it and no write of the shard was noticed."""
-        stamp = [self._num_steps[0], *_torch.versions_of([self._param, *_torch.versioned(self.shard)])]
-        if self._sent is None or not self.hooks.keeps_inputs or stamp != self._stamp:
-            self._sent, self._metadata = self.hooks.call_pre()
-            self._stamp = stamp
-            self._releases_outputs = self.hooks.releases_outputs()
-        return self._sent
+        """The payload."""
+        payload, self._metadata = self.hooks.call_pre()
+        self._releases_outputs = self.hooks.releases_outputs()
+        return payload
 
     def receive(self, layouts: Sequence[Layout], sent: Sequence[tuple[torch.Tensor, ...]]) -> None:
         """``sent`` by all ranks arrives, and the post-hook makes the unsharded parameter of it."""

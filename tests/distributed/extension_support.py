@@ -21,12 +21,12 @@ from tests.harness.extension_reference import (
     assert_same_shards,
     sharded_parameters,
 )
-from tests.harness.extensions import KeptAliasing, Scaled, wrap
+from tests.harness.extensions import Aliasing, Scaled, wrap
 from tests.harness.training import OnShards
 
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 EVEN, UNEVEN = 8, 5  # with 5 rows, 2 and 4 ranks have uneven shards
-SOME = {"scaled": Scaled, "kept": KeptAliasing}
+SOME = {"scaled": Scaled, "aliasing": Aliasing}
 
 
 class Block(nn.Module):

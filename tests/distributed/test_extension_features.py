@@ -39,7 +39,7 @@ from tests.distributed.extension_support import (
 from tests.distributed.support import InjectedError
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.extension_reference import ON_LONGER_AXES, plain
-from tests.harness.extensions import Aliasing, Halved, KeptHalved, Padded, Ragged, Scaled, count, recorded, wrap
+from tests.harness.extensions import Aliasing, Halved, Padded, Ragged, Scaled, count, recorded, wrap
 from tests.harness.models import freeze
 from tests.harness.pool import shared_pool
 from tests.harness.selection import in_ci, long
@@ -254,14 +254,14 @@ VARIANTS: dict[str, tuple[Callable[[Twins], None], dict[str, Any]]] = {
 
 @pytest.mark.every_case
 @pytest.mark.parametrize("scenario", [*list(SCENARIOS)[::2], *in_ci(*list(SCENARIOS)[1::2], *VARIANTS)])
-@pytest.mark.parametrize("name", ["scaled", *long("kept")])
+@pytest.mark.parametrize("name", ["scaled", *long("aliasing")])
 @distributed(2)
 def test_hooks_compute_what_is_computed_by_hand(ctx: RankContext, name: str, scenario: str) -> None:
     run, options = (SCENARIOS | VARIANTS)[scenario]
     run(twins_of(ctx, name, **options))
 
 
-@pytest.mark.parametrize("name", ["scaled", *long("kept")])
+@pytest.mark.parametrize("name", ["scaled", *long("aliasing")])
 @distributed(2)
 def test_prefetch_in_vain_is_dropped(ctx: RankContext, name: str) -> None:
     """The second block runs in every other forward only."""
@@ -273,11 +273,11 @@ def test_prefetch_in_vain_is_dropped(ctx: RankContext, name: str) -> None:
             twins.backward()
         twins.step()
         if index == 1:
-            assert [call.hook for call in calls if call.on is local] in ([], ["pre"])  # kept ones are not made again
+            assert [call.hook for call in calls if call.on is local] == ["pre"]
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("name", ["scaled", *long("kept")])
+@pytest.mark.parametrize("name", ["scaled", *long("aliasing")])
 @distributed(4)
 def test_hsdp_reduces_over_the_replicas_in_the_last_micro_batch_only(ctx: RankContext, name: str) -> None:
     twins = Twins(SOME[name], ctx.mesh_2d(2, 2), ctx.rank, dim=UNEVEN)
@@ -476,7 +476,7 @@ def test_meta_model_is_materialised_and_trains(ctx: RankContext, name: str) -> N
 
 
 @pytest.mark.every_case  # Scaled sends the same, whatever the dtype
-@pytest.mark.parametrize("make", [Halved, Scaled, *long(KeptHalved, Aliasing, Ragged)])
+@pytest.mark.parametrize("make", [Halved, Scaled, *long(Aliasing, Ragged)])
 @distributed(2)
 def test_cast_between_steps(ctx: RankContext, make: Any) -> None:
     twins = twins_of(ctx, make, optimizer=partial(torch.optim.SGD, lr=0.1))

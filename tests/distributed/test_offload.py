@@ -38,7 +38,7 @@ from tests.distributed.support import (
 )
 from tests.harness.compare import compare_values
 from tests.harness.distributed import RankContext, distributed
-from tests.harness.extensions import Halved, KeptAliasing, KeptHalved, Packed4, Ragged, Scaled, count, recorded
+from tests.harness.extensions import Aliasing, Halved, Packed4, Ragged, Scaled, count, recorded
 from tests.harness.golden import golden_on_ranks
 from tests.harness.messages import error_of
 from tests.harness.selection import long
@@ -134,7 +134,7 @@ def test_gradients_on_their_way_are_dropped_when_a_hook_on_a_gradient_raises(ctx
 # Tensor subclasses
 
 
-@pytest.mark.parametrize("make", [Halved, Scaled, Packed4, Ragged, KeptAliasing])
+@pytest.mark.parametrize("make", [Halved, Scaled, Packed4, Ragged, Aliasing])
 @distributed(2)
 def test_hooks_send_what_they_make_of_a_copy_of_the_shard(ctx: RankContext, make: Any) -> None:
     twins = Twins(make, ctx.mesh_1d(), ctx.rank, dim=UNEVEN, offload_policy=UNPINNED)
@@ -154,20 +154,6 @@ def test_hooks_on_four_ranks(ctx: RankContext, reshard: bool | int | None) -> No
         Twins(Halved, ctx.mesh_2d(2, 2), ctx.rank, offload_policy=UNPINNED, optimizer=sgd).train(3)
     else:
         Twins(Scaled, ctx.mesh_1d(), ctx.rank, offload_policy=UNPINNED, reshard_after_forward=reshard).train(3)
-
-
-@distributed(2)
-def test_payload_that_is_kept_is_made_anew_only_when_the_shard_was_written(ctx: RankContext) -> None:
-    twins = Twins(KeptHalved, ctx.mesh_1d(), ctx.rank, offload_policy=UNPINNED)
-    num_wrapped = sum(type(parameter.to_local()) is KeptHalved for parameter in twins.parameters.values())
-    with recorded() as calls:
-        for _ in range(3):
-            twins.backward()
-        assert count(calls, "pre") == num_wrapped
-        twins.step()
-        twins.backward()
-        assert count(calls, "pre") == 2 * num_wrapped
-    twins.step()
 
 
 FORMATS: dict[str, Callable[[Tensor], Tensor]] = {

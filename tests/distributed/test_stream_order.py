@@ -99,7 +99,6 @@ def halve_on_own_stream(model: Any, runtime: Runtime) -> None:
 HOOKED = {
     "bfloat16": BFloat16AllGatherTensor,
     "int8": Int8AllGatherTensor,
-    "int8 kept": partial(Int8AllGatherTensor, quantise_once=True),
     "float8": Float8AllGatherTensor,
     "float8 per row": partial(Float8AllGatherTensor, scaling=Float8Scaling.PER_ROW),
 }

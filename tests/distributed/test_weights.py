@@ -35,7 +35,7 @@ from tests.distributed.changes import step_and_zero_all, whole
 from tests.distributed.support import seeded, shard_each, shard_units
 from tests.harness.compare import compare_values
 from tests.harness.distributed import RankContext, distributed
-from tests.harness.extensions import KeptHalved
+from tests.harness.extensions import Halved
 from tests.harness.golden import golden_on_ranks
 from tests.harness.messages import error_of, wrapped
 from tests.harness.models import MLP, Buffers, ParityModel, SharedModules, Transformer, Uneven
@@ -351,7 +351,7 @@ def test_subclasses_take_and_give_plain_values(ctx: RankContext, tmp_path: Path)
 
 def _with_payload() -> Any:
     model = MLP()
-    model.entry.weight = nn.Parameter(KeptHalved(model.entry.weight.detach()))
+    model.entry.weight = nn.Parameter(Halved(model.entry.weight.detach()))
     return model
 
 

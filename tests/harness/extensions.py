@@ -83,8 +83,6 @@ class Travelling(torch.Tensor):
     keeps_class |= {aten.new_zeros.default, aten.empty_like.default, aten.zeros_like.default, aten.split.Tensor}
     keeps_class |= {aten.slice.Tensor, aten.view.default, aten.as_strided.default}
     releases_outputs = True
-    keeps_inputs = False
-    counts_writes = False
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -107,9 +105,6 @@ class Travelling(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        if cls.counts_writes and is_in_place(func):
-            written = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
-            torch.autograd.graph.increment_version([item.plain for item in written if isinstance(item, Travelling)])
         plain_args, plain_kwargs = tree_map_only(Travelling, lambda tensor: tensor.plain, (args, kwargs or {}))
         result = func(*plain_args, **plain_kwargs)
         if func in cls.keeps_class:
@@ -128,10 +123,6 @@ class Travelling(torch.Tensor):
     decode: Any = staticmethod(lambda outputs, size, num_ranks, dtype: outputs[0].to(dtype))
 
     # The protocol
-
-    @property
-    def fsdp_keep_all_gather_inputs(self) -> bool:
-        return self.keeps_inputs
 
     def fsdp_should_release_all_gather_outputs_after_post_all_gather(self) -> bool:
         return self.releases_outputs
@@ -165,19 +156,6 @@ class Halved(Travelling):
 
     encode = staticmethod(lambda shard, *_: (_contiguous(shard, torch.bfloat16),))
     decode = staticmethod(lambda outputs, size, num_ranks, dtype: outputs[0].to(dtype, copy=True))
-
-
-class KeptHalved(Halved):
-    """Converted once per write."""
-
-    keeps_inputs = True
-
-
-class CountingHalved(KeptHalved):
-    """Converted once per write, and counts writes itself: torch counts them for nobody when a list of DTensors is
-    written."""
-
-    counts_writes = True
 
 
 class Scaled(Travelling):
@@ -249,13 +227,6 @@ class Aliasing(Travelling):
     """What has arrived is the parameter, where its dtype is that of the policy; else a conversion of it."""
 
     releases_outputs = False
-
-
-class KeptAliasing(Aliasing):
-    """What has arrived is the parameter; what is sent is made once per write, and writes are counted as above."""
-
-    keeps_inputs = counts_writes = True
-    encode = staticmethod(lambda shard, *_: (shard.clone(memory_format=torch.contiguous_format),))
 
 
 class AliasingHalved(Aliasing):

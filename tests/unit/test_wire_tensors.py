@@ -44,7 +44,7 @@ from fsdp2.types import MixedPrecisionPolicy
 MAKERS: dict[str, Callable[[torch.Tensor], WireFormatTensor]] = {
     "bfloat16": functools.partial(BFloat16AllGatherTensor, pad=True),
     "int8": functools.partial(Int8AllGatherTensor, block_size=4),
-    "float8": functools.partial(Float8AllGatherTensor, scaling=Float8Scaling.PER_ROW, quantise_once=True),
+    "float8": functools.partial(Float8AllGatherTensor, scaling=Float8Scaling.PER_ROW),
 }
 every_class = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 
@@ -111,7 +111,6 @@ def test_placing_and_copying_keeps_class_options_and_values(make: Any, move: Any
     moved = move(wrapper)
     assert type(moved) is type(wrapper)
     assert moved._options == wrapper._options
-    assert moved.quantise_once == wrapper.quantise_once
     assert torch.equal(moved, move(master))
 
 
@@ -213,8 +212,8 @@ def test_repr_shows_class_values_and_options() -> None:
         "\n".join(map(repr, shown)),
         """\
 BFloat16AllGatherTensor(tensor([[1., 2.]]), pad=True)
-Int8AllGatherTensor(tensor([[1., 2.]]), block_size=4, quantise_once=False)
-Float8AllGatherTensor(tensor([[1., 2.]]), scaling=Float8Scaling.PER_ROW, quantise_once=True)""",
+Int8AllGatherTensor(tensor([[1., 2.]]), block_size=4)
+Float8AllGatherTensor(tensor([[1., 2.]]), scaling=Float8Scaling.PER_ROW)""",
     )
 
 
@@ -590,11 +589,3 @@ def test_pieces_that_fit_the_cache_give_what_the_whole_gives(monkeypatch: pytest
     monkeypatch.setattr(pieces, "_CPU_PIECE_NUMEL", 120)
     in_pieces = (*quantise(data, 16), restored(data, 16, torch.bfloat16))
     assert all(map(torch.equal, whole, in_pieces))
-
-
-@pytest.mark.parametrize("once", [True, False])
-def test_quantise_once_asks_the_runtime_to_keep_the_payload(once: bool) -> None:
-    wrapper = Int8AllGatherTensor(random(2, 2), quantise_once=once)
-    assert wrapper.fsdp_keep_all_gather_inputs is once
-    assert nn.Parameter(wrapper).fsdp_keep_all_gather_inputs is once
-    assert wrapper.fsdp_should_release_all_gather_outputs_after_post_all_gather()
