@@ -197,8 +197,8 @@ class AllGatherExtension(_PostAllGather, Protocol):
     """A tensor subclass implements this to choose what is all-gathered instead of its shard.
 
     One more method is optional and not part of the type:
-    ``fsdp_should_release_all_gather_outputs_after_post_all_gather(self) -> bool``: True if the unsharded tensor does not
-    alias the outputs. The runtime then releases the outputs when the post-hook returns.
+    ``fsdp_should_release_all_gather_outputs_after_post_all_gather(self) -> bool``: True if the unsharded tensor does
+    not alias the outputs. The runtime then releases the outputs when the post-hook returns.
     """
 
     def fsdp_pre_all_gather(

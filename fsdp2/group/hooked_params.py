@@ -109,12 +109,20 @@ class Hooks:
             raise self.error(_PRE, f"returned {_described(tensors)} as the tensors, expected a tuple of tensors")
         if any(type(tensor) is not torch.Tensor for tensor in tensors):
             tensors = self._flattened(tensors)
-        if self._expected is None or len(tensors) != len(self._expected):
-            self._check_payload(tensors)
-        for tensor, (shape, dtype) in zip(tensors, self._expected or (), strict=True):
-            is_expected = type(tensor) is torch.Tensor and tensor.shape == shape and tensor.dtype is dtype
-            if not is_expected or not tensor.is_contiguous():
-                self._check_payload(tensors)
+        for tensor in tensors:
+            if not tensor.is_contiguous():
+                problem = f"returned {_described(tensor)} with strides {tensor.stride()}"
+                raise self.error(_PRE, f"{problem}, expected contiguous tensors. Call .contiguous()")
+            if self._expected is None and tensor.device != self._context.device:
+                raise self.error(_PRE, f"returned a tensor on {tensor.device}, expected {self._context.device}")
+        found = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        if self._expected is not None and found != self._expected:
+            raise self.error(
+                _PRE,
+                f"returned {_payload(found)}, expected {_payload(self._expected)} as in the first gather of the group. "
+                "Return the same shapes and dtypes each time, because the plan is made once",
+            )
+        self._expected = found
         return tensors, metadata
 
     def _flattened(self, tensors: tuple[object, ...]) -> tuple[torch.Tensor, ...]:
@@ -215,26 +223,6 @@ class Hooks:
                 f"a {type(cut).__name__} of that tensor. Let as_strided keep the class",
             )
         return cut
-
-    def _check_payload(self, tensors: tuple[object, ...]) -> None:
-        """Accept the first payload if it can be gathered. Refuse any later one: it differs from the first."""
-        found = []
-        for tensor in tensors:
-            if type(tensor) is not torch.Tensor:
-                raise self.error(_PRE, f"returned {_described(tensor)} to be gathered, expected a tensor")
-            if tensor.device != self._context.device:
-                raise self.error(_PRE, f"returned a tensor on {tensor.device}, expected {self._context.device}")
-            if not tensor.is_contiguous():
-                problem = f"returned {_described(tensor)} with strides {tensor.stride()}"
-                raise self.error(_PRE, f"{problem}, expected contiguous tensors. Call .contiguous()")
-            found.append((tensor.shape, tensor.dtype))
-        if self._expected is not None:
-            raise self.error(
-                _PRE,
-                f"returned {_payload(found)}, expected {_payload(self._expected)} as in the first gather of the group. "
-                "Return the same shapes and dtypes each time, because the plan is made once",
-            )
-        self._expected = found
 
     def _bind_pre(self, pre: Callable[..., object]) -> Callable[[], object]:
         signature = inspect.signature(pre)
@@ -400,14 +388,16 @@ class HookedParams:
 
     Attributes:
         storages: memory that is freed with the group's unsharded storage.
+        have_failed: a post-hook has raised on this rank. Bind the parameters anew.
     """
 
     def __init__(self, params: Sequence[ShardedParam], mesh: ParallelMesh, home: Home) -> None:
         self._no_grad = torch.no_grad()  # one object, entered often and never nested
         self.storages: list[tuple[torch.UntypedStorage, int]] = []
+        self.have_failed = False
         self._versioned: tuple[torch.Tensor, ...] = ()
         self._params: list[HookedParam] = []
-        self._have_filled = False  # the post-hooks have worked
+        self._are_checked = False  # the post-hooks have filled the unsharded tensors
 
         def bind() -> list[Report]:
             self._params = [HookedParam(param, mesh, home) for param in params]
@@ -462,8 +452,8 @@ class HookedParams:
         return [tensor if tensor.dim() else tensor.view(1) for tensor in payloads if tensor.numel()]
 
     def arrive(self) -> None:
-        if not self._have_filled:
-            self._make_and_fill()
+        if not self._are_checked:
+            self._arrive_checked()
             return
         if self.storages:
             allocate(self.storages)
@@ -475,26 +465,25 @@ class HookedParams:
         if versions != [tensor._version for tensor in self._versioned]:
             _torch.set_versions(self._versioned, tuple(versions))
 
-    def _make_and_fill(self) -> None:
-        """The first arrival: the post-hooks make the unsharded tensors, unless they have made them before this binding,
-        and fill them. So each hook is checked in both ways before anybody reads what it makes."""
+    def _arrive_checked(self) -> None:
+        """An arrival until the post-hooks have worked in both ways: they make the unsharded tensors first, and fill
+        them from the next arrival on."""
+        are_made = all(hooked.param.unsharded is not None for hooked in self._params)
         before = self._collect_versioned()
         versions = tuple(tensor._version for tensor in before)
-        try:
-            with torch.inference_mode(False), torch.no_grad():  # these tensors live longer than the first pass
-                for hooked in self._params:
-                    allocate(hooked.param.inner)
-                    if hooked.param.unsharded is None:
-                        hooked.make_unsharded()
-                    hooked.fill_first()
-        except BaseException:
+        self.have_failed = True
+        with torch.inference_mode(False), torch.no_grad():  # these tensors live longer than the first pass
             for hooked in self._params:
-                hooked.param.forget_unsharded()
-            raise
+                allocate(hooked.param.inner)
+                if hooked.param.unsharded is None:
+                    hooked.make_unsharded()
+                else:
+                    hooked.fill_first()
+        self.have_failed = False
         _torch.set_versions(before, versions)  # I10
         self.storages = [inner for hooked in self._params for inner in hooked.param.inner]
         self._versioned = self._collect_versioned()
-        self._have_filled = True
+        self._are_checked = are_made
 
     def _collect_versioned(self) -> tuple[torch.Tensor, ...]:
         made = [hooked.param.unsharded for hooked in self._params]

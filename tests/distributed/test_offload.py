@@ -38,7 +38,7 @@ from tests.distributed.support import (
 )
 from tests.harness.compare import compare_values
 from tests.harness.distributed import RankContext, distributed
-from tests.harness.extensions import Aliasing, Halved, Packed4, Ragged, Scaled, count, recorded
+from tests.harness.extensions import Aliasing, Halved, Packed4, Ragged, Scaled, recorded
 from tests.harness.golden import golden_on_ranks
 from tests.harness.messages import error_of
 from tests.harness.selection import long

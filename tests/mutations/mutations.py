@@ -145,7 +145,7 @@ _LISTED: dict[str, dict[int, tuple[str, str, str]]] = {
         131: ("ModuleHooks._handed_out", "_torch.before_in_place(view, num_writes, self._on_input_gradient)", "pass"),
     },
     "parity/communication distributed/extension_protocol": {
-        49: ("HookedParams._make_and_fill", "hooked.fill_first()", "pass")
+        49: ("HookedParams._arrive_checked", "hooked.fill_first()", "pass")
     },
     "fuzz/fuzz parity/training": {50: ("GroupGradients._landing_stages", "self._mesh.replicate.size > 1", "False")},
     "distributed/skipped_units": {
