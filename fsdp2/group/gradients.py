@@ -1,17 +1,16 @@
 """The gradients of one group, on their way from the unsharded parameters to ``.grad`` of the sharded ones.
 
-Gradients pass through up to four states: none; unreduced (a backward without communication left them on the unsharded
-parameters); partial (reduced over the shard axis, not over the replicate axis); reduced (in ``.grad`` of the shards).
+On this way they may rest twice: unreduced, if a backward without communication left them on this rank; and partial, if
+they were reduced over the shard axis, not over the replicate axis.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from functools import partial
-from itertools import compress
+from itertools import compress, repeat
 from operator import attrgetter, is_not
 from typing import NamedTuple, NoReturn
 
@@ -36,15 +35,6 @@ _is_there = partial(is_not, None)
 _accumulated_of, _dtype_of, _grad_of = attrgetter("accumulated"), attrgetter("dtype"), attrgetter("grad")
 _sharded_of = attrgetter("sharded")
 _PLAIN = {torch.Tensor}
-
-
-class GradientState(Enum):
-    """The state of a group's gradients; of several states, the earliest."""
-
-    NONE = "NONE"
-    UNREDUCED = "UNREDUCED"
-    PARTIAL = "PARTIAL"
-    REDUCED = "REDUCED"
 
 
 @dataclass(frozen=True)
@@ -72,26 +62,18 @@ class GroupOptions:
         return (self.gradient_divide_factor, self.divides_behind_hook, self.all_reduce_hook)
 
 
-class Part(NamedTuple):
-    """What one step of a reduction reduces: the gradient of ``param``, or its inner tensor ``name``."""
-
-    param: ShardedParam
-    name: str
-
-
 @dataclass(frozen=True, eq=False)
 class BoundReduce:
     """Bound plans, and what each of their steps reduces.
 
     Attributes:
-        params: the parameter of each step.
+        params: the parameter of each step. If its gradient is a wrapper, it has one step for each inner tensor.
         is_wrapped: some unsharded parameter is a tensor subclass, so its gradient may be one.
         plain: the unsharded parameters, if their gradients can be reduced as autograd leaves them; else empty.
         used: a byte per parameter of the group, 1 if it is reduced.
     """
 
     reduce: Reduce
-    parts: list[Part]
     params: list[ShardedParam]
     is_wrapped: bool
     plain: list[nn.Parameter]
@@ -105,22 +87,18 @@ class BoundReduce:
             [(plan.steps, plan.dtypes, plan.factors.before, plan.factors.averages) for plan in each.reduce.plans]
             for each in (self, other)
         ]
-        return self.parts == other.parts and plans[0] == plans[1]
+        return self.params == other.params and plans[0] == plans[1]
 
 
 class Landed(NamedTuple):
-    """Reduced gradients of this rank's shards: ``shards[i]`` is that of ``parts[i]``, a part of ``params[i]``.
-    ``is_wrapped``: as of ``BoundReduce``."""
+    """Reduced gradients of this rank's shards: ``shards[i]`` is that of ``params[i]``."""
 
-    parts: Sequence[Part]
     params: Sequence[ShardedParam]
     shards: Sequence[torch.Tensor]
-    is_wrapped: bool
 
     def where(self, chosen: Sequence[bool]) -> Landed:
         """Those at positions that are ``chosen``."""
-        parts, params = list(compress(self.parts, chosen)), list(compress(self.params, chosen))
-        return Landed(parts, params, list(compress(self.shards, chosen)), self.is_wrapped)
+        return Landed(list(compress(self.params, chosen)), list(compress(self.shards, chosen)))
 
 
 Stage = Callable[["Reduction"], Sequence[Waitable]]
@@ -223,13 +201,14 @@ class GroupGradients:
         self._used = b""
 
     @property
-    def state(self) -> GradientState:
-        if any(p.accumulated is not None or p.unsharded_grad is not None for p in self.params):
-            return GradientState.UNREDUCED
-        if self._partial is not None:
-            return GradientState.PARTIAL
-        has_grad = any(param.sharded.grad is not None for param in self.params)
-        return GradientState.REDUCED if has_grad else GradientState.NONE
+    def are_unreduced(self) -> bool:
+        """Whether backwards without communication have left gradients on this rank."""
+        return any(p.accumulated is not None or p.unsharded_grad is not None for p in self.params)
+
+    @property
+    def are_partial(self) -> bool:
+        """Whether there are gradients that were reduced over the shard axis, not over the replicate axis."""
+        return self._partial is not None
 
     @property
     def are_hooked(self) -> bool:
@@ -270,7 +249,7 @@ class GroupGradients:
     def owe(self, frozen: Iterable[int]) -> None:
         """The parameters at the positions ``frozen`` were trainable up to now. If backwards have left gradients here,
         the next reduction has those of these parameters, too."""
-        if self._has_kept or self.state is GradientState.UNREDUCED:
+        if self._has_kept or self.are_unreduced:
             self._frozen_since.update(frozen)
 
     def begin_backward(self, *, keeps: bool) -> None:
@@ -358,7 +337,7 @@ class GroupGradients:
 
     def plans(self, trainable: Sequence[int]) -> tuple[tuple[ReducePlan, ...], ReduceComm]:
         """The plans and the comm that would reduce the parameters ``trainable`` (indices)."""
-        inputs = [part.param.reduce_input for part in self._parts_of(trainable)]
+        inputs = [param.reduce_input for param in self._reduced(trainable)]
         return compile_reduces(inputs, self._comm.routing, self._mesh.data_parallel_size), self._comm
 
     @property
@@ -368,32 +347,31 @@ class GroupGradients:
         is_own = options.reduce_scatter is not None or options.reduce_axis is not None
         return not (is_own or options.divides_behind_hook) and can_average(self._mesh)
 
-    def _parts_of(self, trainable: Sequence[int]) -> list[Part]:
-        return [Part(self.params[i], name) for i in trainable for name in self.params[i].gradient_parts()]
+    def _reduced(self, trainable: Sequence[int]) -> list[ShardedParam]:
+        """The parameters ``trainable``, each as often as the plans have steps for it, in this order."""
+        return [self.params[i] for i in trainable for _ in self.params[i].inner_gradients() or ("",)]
 
     # At first use
 
     def _bind(self, trainable: tuple[int, ...]) -> BoundReduce:
         options, streams = self.options, self._unsharded.streams
-        params = [self.params[index] for index in trainable]
-        parts = self._parts_of(trainable)
+        params = self._reduced(trainable)
         plans = compile_reduces(
-            [part.param.reduce_input for part in parts],
+            [param.reduce_input for param in params],
             self._comm.routing,
             self._mesh.data_parallel_size,
             options.gradient_divide_factor,
             behind_hook=options.divides_behind_hook,
             averages=self._averages,
         )
-        ordered = [parts[step.index] for plan in plans for step in plan.steps]
+        ordered = [params[step.index] for plan in plans for step in plan.steps]
         is_wrapped = any(param.is_wrapped for param in params)
         is_plain = not is_wrapped and all(param.spec.unsharded is None for param in params)
         bound = BoundReduce(
             reduce=Reduce(plans, self._mesh, self._comm, streams, options.all_reduce_hook),
-            parts=ordered,
-            params=[param for param, _ in ordered],
+            params=ordered,
             is_wrapped=is_wrapped,
-            plain=[param.unsharded for param, _ in ordered if is_plain and param.unsharded is not None],
+            plain=[param.unsharded for param in ordered if is_plain and param.unsharded is not None],
             used=self._flags(params),
         )
         self._bound[trainable] = bound
@@ -412,8 +390,8 @@ class GroupGradients:
             for param in bound.plain:
                 param.grad = None
             return grads
-        taken = {param: param.take_grad() for param in dict.fromkeys(param for param, _ in bound.parts)}
-        return [_inner_gradient(part, taken[part.param]) for part in bound.parts]
+        taken = {param: _per_step(param, param.take_grad()) for param in dict.fromkeys(bound.params)}
+        return [next(taken[param]) for param in bound.params]
 
     def _completed(self, bound: BoundReduce, grads: list[torch.Tensor | None]) -> list[torch.Tensor]:
         """``grads`` with zeros for missing gradients, and one dtype per plan. So the layout of a reduction is the same
@@ -427,7 +405,7 @@ class GroupGradients:
             dtypes = {grad.dtype for grad in mine if grad is not None}
             dtype = dtypes.pop() if len(dtypes) == 1 else plan.dtypes.reduce  # some were accumulated in reduce dtype
             for grad in mine:
-                param = bound.parts[len(whole)].param
+                param = bound.params[len(whole)]
                 if grad is None:
                     grad = torch.zeros(param.layout.shape, dtype=dtype, device=self._mesh.device)
                 elif type(grad) is not torch.Tensor:
@@ -458,10 +436,10 @@ class GroupGradients:
         ``finish_copies`` waits for the copies and sets it. Who steps in backward gets them at once, if nobody else
         reads them before: it waits for this stream."""
         reduce = reduction.bound.reduce
-        if not self._home.is_staged:
-            self._land_shards(reduction, reduce.landed(reduction.sums))
-            return ()
         buffers = reduce.complete(reduction.sums)
+        if not self._home.is_staged:
+            self._land_shards(reduction, reduce.shards(buffers))
+            return ()
         reduction.copies = [HostCopies(each, self._home, reduce.streams) for each in buffers]
         reduction.sums = [copies.tensors for copies in reduction.copies]  # so the memory on the device is freed
         self._to_host.append(reduction)
@@ -478,7 +456,11 @@ class GroupGradients:
     def _land_shards(self, reduction: Reduction, shards: Sequence[torch.Tensor]) -> None:
         """Land the gradients that this rank had."""
         bound, present = reduction.bound, reduction.present
-        landed = Landed(bound.parts, bound.params, shards, bound.is_wrapped)
+        landed = Landed(bound.params, shards)
+        if bound.is_wrapped:
+            had = dict(zip(bound.params, present, strict=True))
+            landed = _rewrapped(landed)
+            present = [had[param] for param in landed.params]
         reduction.sums = []  # no longer needed; where ``.grad`` existed, the values are added to it
         used = bound.used
         if False in present:
@@ -494,7 +476,8 @@ class GroupGradients:
 
 def _add_earlier(earlier: Reduction, reduction: Reduction) -> Sequence[Waitable]:
     """Add the sums of ``earlier`` over the shard axis."""
-    reduction.bound.reduce.add(reduction.sums, earlier.sums)
+    for mine, other in zip(reduction.sums, earlier.sums, strict=True):
+        _torch.foreach_add(mine, other)
     present = zip(reduction.present, earlier.present, strict=True)
     reduction.present = [now or before for now, before in present]
     return ()
@@ -507,11 +490,8 @@ def _all_reduce(reduction: Reduction) -> Sequence[Waitable]:
 def land_in_grad(landed: Landed) -> None:
     """Set ``.grad`` of the sharded parameters, or add to it. Then run the user's hooks on these parameters, as autograd
     would."""
-    params: list[nn.Parameter]
-    if landed.is_wrapped:
-        params, shards = _rewrapped(zip(landed.parts, landed.shards, strict=True))
-    else:
-        params, shards = list(map(_sharded_of, landed.params)), list(landed.shards)
+    params: list[nn.Parameter] = list(map(_sharded_of, landed.params))
+    shards = list(landed.shards)
     before, has_hooks = _torch.set_first_grads(params, shards)
     if before.count(None) < len(before):
         _add_gradients(params, shards, before)
@@ -532,23 +512,24 @@ def _add_gradients(params: list[nn.Parameter], shards: list[torch.Tensor], befor
     _torch.foreach_add(targets, values)
 
 
-def _rewrapped(landed: Iterable[tuple[Part, torch.Tensor]]) -> tuple[list[nn.Parameter], list[torch.Tensor]]:
-    """Parameters and the shards of their gradients. Inner tensors of one parameter become one tensor of its class."""
-    by_param: dict[ShardedParam, dict[str, torch.Tensor]] = {}
-    for part, shard in landed:
-        if part.name:  # subclasses compare storage offsets
-            shard = alias(shard, int(shard.storage_offset()), shard.shape, shard.stride())
-        by_param.setdefault(part.param, {})[part.name] = shard
-    shards = [
-        parts[""] if "" in parts else _torch.rewrapped(_torch.local_of(param.sharded), parts)
-        for param, parts in by_param.items()
-    ]
-    return [param.sharded for param in by_param], shards
+def _per_step(param: ShardedParam, grad: torch.Tensor | None) -> Iterator[torch.Tensor | None]:
+    """What each step for ``param`` reduces. A plain gradient counts for each inner tensor."""
+    names = param.inner_gradients()
+    if grad is None or not names or _torch.inner_names(grad) != names:
+        return repeat(grad)
+    return iter([getattr(grad, name) for name in names])
 
 
-def _inner_gradient(part: Part, grad: torch.Tensor | None) -> torch.Tensor | None:
-    """The inner tensor of ``grad`` that ``part`` names. A plain gradient counts for each inner tensor."""
-    return grad if grad is None or part.name not in _torch.inner_names(grad) else getattr(grad, part.name)
+def _rewrapped(landed: Landed) -> Landed:
+    """``landed`` with one gradient per parameter: the reduced inner tensors become one tensor of its class."""
+    by_param: dict[ShardedParam, list[torch.Tensor]] = {}
+    for param, shard in zip(*landed, strict=True):
+        by_param.setdefault(param, []).append(shard)
+    for param, shards in by_param.items():
+        if names := param.inner_gradients():  # subclasses compare storage offsets
+            inner = [alias(shard, int(shard.storage_offset()), shard.shape, shard.stride()) for shard in shards]
+            shards[:] = [_torch.rewrapped(_torch.local_of(param.sharded), dict(zip(names, inner, strict=True)))]
+    return Landed(list(by_param), [shards[0] for shards in by_param.values()])
 
 
 def _refuse_gradient(param: ShardedParam, grad: torch.Tensor) -> NoReturn:

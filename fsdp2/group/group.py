@@ -23,7 +23,7 @@ from fsdp2.comm.custom import reduce_comm
 from fsdp2.comm.offload import Home
 from fsdp2.comm.streams import lost, streams_for
 from fsdp2.group.all_gather import Gather, LocalGather
-from fsdp2.group.gradients import GradientState, GroupGradients, GroupOptions
+from fsdp2.group.gradients import GroupGradients, GroupOptions
 from fsdp2.group.param import ParamRecord, ShardedParam, Slot
 from fsdp2.group.shards import GroupShards
 from fsdp2.group.unsharded import UnshardedParams
@@ -177,7 +177,7 @@ class ParamGroup:
 
     def may_give_up(self, param: ShardedParam) -> bool:
         """Whether the group was not used since it was made, so that ``param`` still has its original values."""
-        is_fresh = self.unsharded.gather is None and self.gradients.state is GradientState.NONE
+        is_fresh = self.unsharded.gather is None and all(each.sharded.grad is None for each in self.params)
         return is_fresh and self._is_intact() and not self.shards.are_written() and param in self.params
 
     def give_up(self, param: ShardedParam) -> None:

@@ -109,17 +109,16 @@ class ShardedParam:
     def reduce_input(self) -> PlanInput:
         return PlanInput(self.name, self.layout, self.compute_dtypes)
 
-    def gradient_parts(self) -> tuple[str, ...]:
-        """Names of the inner tensors whose gradients are reduced one by one. That is so for a wrapper subclass that
-        has the same inner tensors sharded and unsharded, each of the outer shape and dtype. Otherwise "", for the
-        gradient itself."""
-        unsharded, whole = self.unsharded_local, ("",)
+    def inner_gradients(self) -> tuple[str, ...]:
+        """Names of the inner tensors whose gradients are reduced one by one. There are some for a wrapper subclass that
+        has the same inner tensors sharded and unsharded, each of the outer shape and dtype."""
+        unsharded = self.unsharded_local
         if unsharded is None or not self.is_wrapped:
-            return whole
+            return ()
         names = _torch.inner_names(unsharded)
         inner = [getattr(unsharded, name) for name in names]
         is_alike = all(t.shape == unsharded.shape and t.dtype is unsharded.dtype for t in inner)
-        return names if names and is_alike and names == _torch.inner_names(_torch.local_of(self.sharded)) else whole
+        return names if is_alike and names == _torch.inner_names(_torch.local_of(self.sharded)) else ()
 
     @property
     def unsharded_local(self) -> torch.Tensor | None:

@@ -91,11 +91,6 @@ class Reduce:
             read = None if self.lands_gradients else streams.record()
         return Launched(sums, works, held, read)
 
-    def add(self, sums: Sums, others: Sums) -> None:
-        """Add ``others`` to ``sums`` in place."""
-        for mine, other in zip(sums, others, strict=True):
-            _torch.foreach_add(mine, other)
-
     def all_reduce(self, sums: Sums) -> Sequence[Waitable]:
         """Start summing over the replicate axis as well, in place. Returns what to wait for."""
         op = dist.ReduceOp.AVG if self._averages else dist.ReduceOp.SUM
@@ -116,10 +111,6 @@ class Reduce:
             is_cast = plan.dtypes.reduce is not plan.dtypes.grad
             averaged.append([buffer.to(plan.dtypes.grad) for buffer in mine] if is_cast else mine)
         return averaged
-
-    def landed(self, sums: Sums) -> list[torch.Tensor]:
-        """``complete``, then ``shards``."""
-        return self.shards(self.complete(sums))
 
     def shards(self, averaged: Sums) -> list[torch.Tensor]:
         """Per step of the plans, this rank's gradient: a view of the flat buffer."""

@@ -23,7 +23,6 @@ from fsdp2.comm.backends import exchange
 from fsdp2.comm.custom import SymmetricMemory
 from fsdp2.extras.lending import check_idle
 from fsdp2.extras.rank_checks import first_difference
-from fsdp2.group.gradients import GradientState
 from fsdp2.group.group import ParamGroup
 from fsdp2.group.hooked_params import is_plain
 from fsdp2.group.param import ShardedParam
@@ -340,9 +339,9 @@ def check_nothing_in_flight(caller: str, name: str, unit: Unit) -> None:
         if group.state is not GroupState.SHARDED:
             found = "has a gather in flight" if group.state is GroupState.UNSHARDING else f"is {group.state.value}"
             raise ScheduleError(f"{caller}: unit '{name}' {found}. Call reshard() on its module before {caller}.")
-        if group.gradients.state in (GradientState.UNREDUCED, GradientState.PARTIAL):
+        if group.gradients.are_unreduced or group.gradients.are_partial:
             raise ScheduleError(
-                f"{caller}: unit '{name}' has gradients that are {group.gradients.state.value}: earlier backwards ran "
+                f"{caller}: unit '{name}' has gradients that are not reduced: earlier backwards ran "
                 "without set_requires_gradient_sync(True) or set_requires_all_reduce(True). Run a backward that "
                 f"reduces, or call reset_iter_state(), before {caller}."
             )
