@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import compress, groupby
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -27,7 +27,9 @@ from fsdp2.plan.layout import Layout, contiguous_stride
 from fsdp2.plan.plan import GatherBucket, GatherPlan, GatherStep, Lifetime, Origin, Route
 from fsdp2.types import CommunicationError
 
-Sized = list[tuple[torch.UntypedStorage, int]]
+if TYPE_CHECKING:
+    from fsdp2.group.hooked_params import HookedParams
+
 FlatShards = dict[torch.dtype, torch.Tensor]
 
 
@@ -42,22 +44,6 @@ def flat_shards(plan: GatherPlan, device: torch.device, *, pin_memory: bool = Fa
 def shard_slice(flats: FlatShards, step: GatherStep, shape: tuple[int, ...]) -> torch.Tensor:
     """The part of a flat shard buffer that holds a shard of ``shape``, without its padding."""
     return flats[step.source].as_strided(shape, contiguous_stride(shape), step.shard_offset)
-
-
-class GatherHooks(Protocol):
-    """What all-gather hooks contribute to a gather; see ``hooked_params``.
-
-    Attributes:
-        storages: memory that ``arrive`` fills, and that is released with the gather's.
-    """
-
-    storages: Sized
-
-    def payloads(self) -> list[torch.Tensor]:
-        """This rank's part of every tensor of ``Origin.HOOK`` in the order of their indices, without empty ones."""
-
-    def arrive(self) -> None:
-        """Called when everything has been gathered. Staging memory is freed afterwards."""
 
 
 class GatheredMemory:
@@ -99,7 +85,7 @@ class Gather:
         rank: int,
         comm: GatherComm,
         streams: Streams,
-        hooks: GatherHooks | None,
+        hooks: HookedParams | None,
         *,
         stage: FlatStage | None = None,
         calls_pre_hooks: bool = True,
@@ -121,7 +107,6 @@ class Gather:
             self.outputs = {step.index: self._output(step) for step in plan.steps}
         self._payload_targets = [target for _, target in sorted(payload_targets.items()) if target.numel()]
         self.set_comm(comm)
-        self._is_in_flight = False
         self._has_arrived = True  # ``_arrive`` has run: its work is done, or enqueued
         self._works: Sequence[Waitable] = ()
         self._done: torch.Event | None = None
@@ -152,7 +137,6 @@ class Gather:
         """Start gathering; returns before the data has arrived. Allocates memory on the gather stream: now if the
         collective writes it directly, else when the buckets have arrived. If that fails, all memory is freed, unless
         messages may be in flight: then it stays."""
-        assert not self._is_in_flight
         with self._streams.on_gather:
             payloads = None if self._hooks is None or not self._calls_pre_hooks else self._hooks.payloads()
             try:
@@ -182,8 +166,8 @@ class Gather:
                 except BaseException:
                     self._forget_memory()
                     raise
-                self._done = self._streams.record()
-        self._works, self._has_arrived, self._is_in_flight = works, not works, True
+            self._done = None if works else self._streams.record()
+        self._works, self._has_arrived = works, not works
 
     def _forget_memory(self) -> None:
         """Free the memory now. Nothing else uses it: the gather is not in flight, or ordered on the gather stream."""
@@ -200,22 +184,19 @@ class Gather:
         Raises:
             CommunicationError: the all-gather failed; ``drop`` it.
         """
-        assert self._is_in_flight
         if not self._has_arrived:
             self._wait_for_works()
             self._arrive()
+            self._has_arrived = True
         if self._done is not None:
             self._streams.wait_here(self._done)  # compute waits for the gather stream: compute reads what that fills
-        self._is_in_flight, self._has_arrived, self._done = False, True, None
 
     def drop(self) -> None:
         """Give up the gather in flight: wait until no rank writes or reads the memory of this gather any more."""
-        has_arrived, done = self._has_arrived, self._done
-        self._is_in_flight, self._has_arrived, self._done = False, True, None
-        if not has_arrived:
+        if not self._has_arrived:
             self._wait_for_works()
             self._empty(self._passing)
-        self._streams.wait_here(done)  # compute waits for the gather stream: compute releases what that fills
+        self._streams.wait_here(self._done)  # compute waits for the gather stream: compute releases what that fills
 
     def release(self, *, keeps_memory: bool = False) -> None:
         """Free the unsharded tensors once the compute enqueued so far has read them. With ``keeps_memory``, free

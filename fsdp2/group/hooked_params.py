@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,7 +39,7 @@ _PRE = "fsdp_pre_all_gather"
 _POST = "fsdp_post_all_gather"
 _RELEASE = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
 
-_Kind = tuple[torch.Size, torch.dtype]
+_Kinds = tuple[tuple[torch.Size, torch.dtype], ...]  # of the tensors that travel
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Hooks:
                 )
         self._pre: Callable[[], object] = self._bind_pre(getattr(local, _PRE))
         self._post = getattr(local, _POST)
-        self._expected: list[_Kind] | None = None  # of what travels
+        self._expected: _Kinds | None = None
         self._rebuild: list[Callable[[Iterator[torch.Tensor]], torch.Tensor]] = []  # per tensor of the payload
         self._has_seen_result = False  # of a call with ``out``; only the first result is looked at
         self._release: Callable[[], object] = getattr(local, _RELEASE, lambda: False)
@@ -115,7 +115,7 @@ class Hooks:
                 raise self.error(_PRE, f"{problem}, expected contiguous tensors. Call .contiguous()")
             if self._expected is None and tensor.device != self._context.device:
                 raise self.error(_PRE, f"returned a tensor on {tensor.device}, expected {self._context.device}")
-        found = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        found = _kinds_of(tensors)
         if self._expected is not None and found != self._expected:
             raise self.error(
                 _PRE,
@@ -252,7 +252,11 @@ class Hooks:
         return moved
 
 
-def _payload(kinds: Sequence[_Kind]) -> str:
+def _kinds_of(tensors: Sequence[torch.Tensor]) -> _Kinds:
+    return tuple((tensor.shape, tensor.dtype) for tensor in tensors)
+
+
+def _payload(kinds: _Kinds) -> str:
     return "(" + ", ".join(f"{dtype} {tuple(shape)}".removeprefix("torch.") for shape, dtype in kinds) + ")"
 
 
@@ -262,16 +266,6 @@ def _described(value: object) -> str:
     if isinstance(value, (tuple, list)):
         return f"a {type(value).__name__} of {len(value)}"
     return "None" if value is None else f"a {type(value).__name__}"
-
-
-class Report(NamedTuple):
-    """What one parameter sends from one rank: shape and dtype of each tensor."""
-
-    name: str
-    tensors: tuple[tuple[tuple[int, ...], torch.dtype], ...]
-
-    def __str__(self) -> str:
-        return ", ".join(f"{dtype} {shape}" for shape, dtype in self.tensors) or "nothing"
 
 
 class HookedParam:
@@ -304,24 +298,20 @@ class HookedParam:
         )
         self.metadata: Any = None
         self.releases_outputs = False
-        self._first: tuple[torch.Tensor, ...] | None = None
         self.gathered: tuple[torch.Tensor, ...] = ()
         self.outputs: tuple[torch.Tensor, ...] = ()
         self.out: torch.Tensor
 
-    def prepare(self) -> tuple[torch.Tensor, ...]:
-        """The payload to send."""
-        if self._first is not None:  # the payload that the ranks agreed on
-            payload, self._first = self._first, None
-            return payload
+    def payload(self) -> tuple[torch.Tensor, ...]:
+        """What this rank sends, made anew."""
         payload, self.metadata = self.hooks.call_pre()
         return payload
 
-    def report(self) -> Report:
-        """Make the first payload. Returns the shapes and dtypes of its tensors."""
-        self._first = self.prepare()
+    def first_payload(self) -> tuple[torch.Tensor, ...]:
+        """The same, from the first call of the pre-hook."""
+        payload = self.payload()
         self.releases_outputs = self.hooks.releases_outputs()
-        return Report(self.param.full_name, tuple((tuple(tensor.shape), tensor.dtype) for tensor in self._first))
+        return payload
 
     def make_unsharded(self) -> None:
         """Create the unsharded parameter from the result of the post-hook without ``out``."""
@@ -384,10 +374,10 @@ class HookedParam:
 
 
 class HookedParams:
-    """The hooked parameters of one group, bound to a gather (``all_gather.GatherHooks``).
+    """The hooked parameters of one group, bound to a gather.
 
     Attributes:
-        storages: memory that is freed with the group's unsharded storage.
+        storages: memory that ``arrive`` fills, and that is freed with the group's unsharded storage.
         have_failed: a post-hook has raised on this rank. Bind the parameters anew.
     """
 
@@ -397,13 +387,33 @@ class HookedParams:
         self.have_failed = False
         self._versioned: tuple[torch.Tensor, ...] = ()
         self._params: list[HookedParam] = []
+        self._first: list[tuple[torch.Tensor, ...]] = []  # payloads that were made, but not sent
         self._are_checked = False  # the post-hooks have filled the unsharded tensors
+        self._sent = self._agree(params, mesh, home)  # by replica, rank of the shard axis, parameter
 
-        def bind() -> list[Report]:
+    def _agree(self, params: Sequence[ShardedParam], mesh: ParallelMesh, home: Home) -> list[list[list[_Kinds]]]:
+        """Make the first payloads. Returns what is sent by all ranks, also of other replicas (I9).
+
+        Raises:
+            ExtensionError: a hook failed on some rank; all ranks raise.
+        """
+        mine: list[_Kinds] = []
+        failure = text = None
+        try:
             self._params = [HookedParam(param, mesh, home) for param in params]
-            return [hooked.report() for hooked in self._params]
-
-        self._reports = _agree(mesh, bind)  # I9; by rank of the shard axis
+            self._first = [hooked.first_payload() for hooked in self._params]
+            mine = [_kinds_of(payload) for payload in self._first]
+        except Exception as error:  # any exception: the other ranks wait for this rank
+            failure = error
+            text = str(error) if isinstance(error, ExtensionError) else f"{type(error).__name__}: {error}"
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        rows = exchange(mesh.replicate, exchange(mesh.shard, (rank, text, mine)))
+        if failure is not None:
+            raise failure
+        for other, problem, _ in (entry for row in rows for entry in row):
+            if problem is not None:
+                raise ExtensionError(f"on rank {other}: {problem}")
+        return [[kinds for _, _, kinds in row] for row in rows]
 
     def inputs(self, first_key: int, lifetime: Lifetime) -> dict[int, HookInput]:
         """For the plan: each tensor that travels, by keys from ``first_key`` on. ``lifetime``: of the tensors that may
@@ -414,44 +424,46 @@ class HookedParams:
         """
         inputs: dict[int, HookInput] = {}
         for i, hooked in enumerate(self._params):
-            consumed = lifetime if hooked.releases_outputs else Lifetime.UNSHARDED
-            for name, dtype, shapes in self._tensors_of(i, hooked):
+            by_rank, *replicas = ([kinds[i] for kinds in row] for row in self._sent)
+            for mine, its in (pair for other in replicas for pair in zip(by_rank, other, strict=True)):
+                if mine != its:
+                    problem = f"returned {_payload(mine)} on one replica and {_payload(its)} on another replica. "
+                    problem += "Replicas hold the same shards. Return the same shapes and dtypes on all replicas"
+                    raise hooked.hooks.error(_PRE, problem)
+            dtypes = [tuple(dtype for _, dtype in kinds) for kinds in by_rank]
+            for rank, found in enumerate(dtypes):
+                if found != dtypes[0]:
+                    problem = f"returned tensors of {dtypes[0]} on the first rank, but of {found} on rank {rank} of "
+                    problem += "the shard axis. Return the same dtypes on all ranks"
+                    raise hooked.hooks.error(_PRE, problem)
+            lifetime_here = lifetime if hooked.releases_outputs else Lifetime.UNSHARDED
+            for k, dtype in enumerate(dtypes[0]):
                 try:
-                    layout = join(shapes, hooked.param.layout.dim)
+                    layout = join([tuple(kinds[k][0]) for kinds in by_rank], hooked.param.layout.dim)
                 except ValueError as error:
                     problem = f"returned tensors that cannot be joined over the ranks: {error}. Return equal other dims"
                     raise hooked.hooks.error(_PRE, problem) from None
-                inputs[first_key + len(inputs)] = HookInput(name, layout, dtype, consumed)
+                name = f"{hooked.param.name}[{k}]"
+                inputs[first_key + len(inputs)] = HookInput(name, layout, dtype, lifetime_here)
         return inputs
-
-    def _tensors_of(self, i: int, hooked: HookedParam) -> list[tuple[str, torch.dtype, list[tuple[int, ...]]]]:
-        """Name, dtype, and shape on every rank, of each tensor that parameter ``i`` sends."""
-        by_rank = [reports[i].tensors for reports in self._reports]
-        kinds = [tuple(dtype for _, dtype in report) for report in by_rank]
-        if len(set(kinds)) > 1:
-            other = next(rank for rank, kind in enumerate(kinds) if kind != kinds[0])
-            problem = f"returned tensors of {kinds[0]} on the first rank, but of {kinds[other]} on rank {other}"
-            raise hooked.hooks.error(_PRE, f"{problem} of the shard axis. Return the same dtypes on all ranks")
-        shapes = [[report[k][0] for report in by_rank] for k in range(len(kinds[0]))]
-        names = [f"{hooked.param.name}[{k}]" for k in range(len(kinds[0]))]
-        return list(zip(names, kinds[0], shapes, strict=True))
 
     def bind_outputs(self, outputs: Mapping[int, torch.Tensor], first_key: int) -> None:
         """Bind ``outputs`` of the gather whose plan was made from ``inputs(first_key)``."""
         key = first_key
-        for hooked, report in zip(self._params, self._reports[0], strict=True):
-            hooked.gathered = tuple(outputs[key + k] for k in range(len(report.tensors)))
+        for hooked, payload in zip(self._params, self._first, strict=True):
+            hooked.gathered = tuple(outputs[key + k] for k in range(len(payload)))
             hooked.outputs = hooked.hooks.outputs(hooked.gathered)
-            key += len(report.tensors)
+            key += len(payload)
 
     def payloads(self) -> list[torch.Tensor]:
-        payloads: list[torch.Tensor] = []
+        """This rank's part of every tensor of ``Origin.HOOK`` in the order of their indices, without empty ones."""
         with self._no_grad:
-            for hooked in self._params:
-                payloads += hooked.prepare()
-        return [tensor if tensor.dim() else tensor.view(1) for tensor in payloads if tensor.numel()]
+            payloads, self._first = self._first or [hooked.payload() for hooked in self._params], []
+        each = (tensor for payload in payloads for tensor in payload if tensor.numel())
+        return [tensor if tensor.dim() else tensor.view(1) for tensor in each]
 
     def arrive(self) -> None:
+        """Everything has been gathered. Staging memory is freed afterwards."""
         if not self._are_checked:
             self._arrive_checked()
             return
@@ -488,45 +500,6 @@ class HookedParams:
     def _collect_versioned(self) -> tuple[torch.Tensor, ...]:
         made = [hooked.param.unsharded for hooked in self._params]
         return tuple(leaf for tensor in made if tensor is not None for leaf in _torch.versioned(tensor))
-
-
-def _agree(mesh: ParallelMesh, report: Callable[[], list[Report]]) -> list[list[Report]]:
-    """Call ``report`` on every rank. Returns the results, one per rank of the shard axis.
-
-    Raises:
-        ExtensionError: ``report`` raised on some rank, or replicas returned different values; all ranks raise.
-    """
-    mine: list[Report] = []
-    failure: Exception | None = None
-    try:
-        mine = report()
-    except Exception as error:  # any exception: the other ranks wait for this rank
-        failure = error
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    problem = None
-    if failure is not None:
-        problem = str(failure) if isinstance(failure, ExtensionError) else f"{type(failure).__name__}: {failure}"
-    rows = exchange(mesh.replicate, exchange(mesh.shard, (rank, problem, mine)))
-    if failure is not None:
-        raise failure
-    for other, problem, _ in (entry for row in rows for entry in row):
-        if problem is not None:
-            raise ExtensionError(f"on rank {other}: {problem}")
-    reports = [[report for _, _, report in row] for row in rows]
-    for row in reports:
-        if row != reports[0]:
-            raise ExtensionError(_difference(reports[0], row))
-    return reports[0]
-
-
-def _difference(first: list[list[Report]], other: list[list[Report]]) -> str:
-    """The error text for the first reports of two replicas that differ."""
-    pairs = [pair for ours, theirs in zip(first, other, strict=True) for pair in zip(ours, theirs, strict=True)]
-    mine, its = next(pair for pair in pairs if pair[0] != pair[1])
-    return (
-        f"parameter '{mine.name}': {_PRE} returned {mine} on one replica and {its} on another replica. Replicas "
-        "hold the same shards. Return the same shapes and dtypes on all replicas."
-    )
 
 
 def _memory_of(tensor: torch.Tensor) -> list[int]:

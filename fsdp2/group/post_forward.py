@@ -15,7 +15,8 @@ from fsdp2 import _torch
 from fsdp2.comm.backends import comm_for
 from fsdp2.comm.custom import gather_comm
 from fsdp2.comm.streams import Streams
-from fsdp2.group.all_gather import Gather, GatherHooks, flat_shards, shard_slice
+from fsdp2.group.all_gather import Gather, flat_shards, shard_slice
+from fsdp2.group.hooked_params import HookedParams
 from fsdp2.group.param import ShardedParam
 from fsdp2.plan.mesh import ParallelMesh
 from fsdp2.plan.plan import compile_gather, cut_after_forward
@@ -36,7 +37,7 @@ class PostForwardShards:
         self,
         params: Sequence[ShardedParam],
         full: Gather,
-        hooks: GatherHooks | None,
+        hooks: HookedParams | None,
         mesh: ParallelMesh,
         streams: Streams,
         all_gather: AllGather | None,
