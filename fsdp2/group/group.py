@@ -500,23 +500,21 @@ class Bindings:
     """
 
     def __init__(self, params: Sequence[ShardedParam]) -> None:
-        self._plain: list[tuple[dict[str, nn.Parameter | None], str, int]] = []
-        self._custom: list[tuple[nn.Module, str, int]] = []
+        self._slots: list[tuple[dict[str, nn.Parameter | None], str, int, nn.Module | None]] = []
         for index, param in enumerate(params):
             for module, name in param.slots:
-                if _torch.sets_attributes_plainly(module):
-                    self._plain.append((_torch.parameters_dict(module), name, index))
-                else:
-                    self._custom.append((module, name, index))
+                custom = None if _torch.sets_attributes_plainly(module) else module  # sets attributes in its own way
+                self._slots.append((_torch.parameters_dict(module), name, index, custom))
         self.forms: Sequence[nn.Parameter] = ()
         self.guards: Sequence[Guard] = ()
 
     def bind(self, forms: Sequence[nn.Parameter]) -> None:
         """Bind ``forms[i]`` in the slots of parameter i, whatever is bound there."""
-        for parameters, name, index in self._plain:
-            parameters[name] = forms[index]
-        for module, name, index in self._custom:
-            setattr(module, name, forms[index])
+        for parameters, name, index, custom in self._slots:
+            if custom is None:
+                parameters[name] = forms[index]
+            else:
+                setattr(custom, name, forms[index])
         self.forms = forms
 
     def rebind(self, forms: Sequence[nn.Parameter], *, are_shards: bool) -> bool:
@@ -524,16 +522,13 @@ class Bindings:
         shards, and take them away if compute can read them. Returns whether the user has replaced parameters: the next
         gather takes these over."""
         before, self.forms, are_replaced = self.forms, forms, False
-        for parameters, name, index in self._plain:
-            if parameters.get(name) is before[index]:
+        for parameters, name, index, custom in self._slots:
+            if (parameters.get(name) if custom is None else getattr(custom, name, None)) is not before[index]:
+                are_replaced = True
+            elif custom is None:
                 parameters[name] = forms[index]
             else:
-                are_replaced = True
-        for module, name, index in self._custom:
-            if getattr(module, name, None) is before[index]:
-                setattr(module, name, forms[index])
-            else:
-                are_replaced = True
+                setattr(custom, name, forms[index])
         for attributes, call in self.guards:
             expected, wanted = (None, call) if are_shards else (call, None)
             if attributes.get(_torch.CALL) is expected:  # else the user has compiled the module
@@ -542,10 +537,7 @@ class Bindings:
 
     def are_intact(self) -> bool:
         """Whether every slot still holds the form that was bound last."""
-        forms = self.forms
-        for parameters, name, index in self._plain:
-            if parameters.get(name) is not forms[index]:
+        for parameters, name, index, custom in self._slots:
+            if (parameters.get(name) if custom is None else getattr(custom, name, None)) is not self.forms[index]:
                 return False
-        return not self._custom or all(
-            getattr(module, name, None) is forms[index] for module, name, index in self._custom
-        )
+        return True

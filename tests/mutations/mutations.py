@@ -117,7 +117,11 @@ _LISTED: dict[str, dict[int, tuple[str, str, str]]] = {
         118: ("GroupShards.refresh", "self._follow_locals()", "pass"),
     },
     "distributed/changed_parameters distributed/copies distributed/misuse": {
-        34: ("Bindings.rebind", "parameters.get(name) is before[index]", "True"),
+        34: (
+            "Bindings.rebind",
+            "(parameters.get(name) if custom is None else getattr(custom, name, None)) is not before[index]",
+            "False",
+        ),
         110: ("ParamGroup.unshard", "before is GroupState.SHARDED and not in_backward", "before is GroupState.SHARDED"),
     },
     "fuzz/fuzz parity/accumulation": {
