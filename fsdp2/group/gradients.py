@@ -436,10 +436,10 @@ class GroupGradients:
         ``finish_copies`` waits for the copies and sets it. Who steps in backward gets them at once, if nobody else
         reads them before: it waits for this stream."""
         reduce = reduction.bound.reduce
-        buffers = reduce.complete(reduction.sums)
         if not self._home.is_staged:
-            self._land_shards(reduction, reduce.shards(buffers))
+            self._land_shards(reduction, reduce.landed(reduction.sums))
             return ()
+        buffers = reduce.complete(reduction.sums)
         reduction.copies = [HostCopies(each, self._home, reduce.streams) for each in buffers]
         reduction.sums = [copies.tensors for copies in reduction.copies]  # so the memory on the device is freed
         self._to_host.append(reduction)

@@ -112,6 +112,10 @@ class Reduce:
             averaged.append([buffer.to(plan.dtypes.grad) for buffer in mine] if is_cast else mine)
         return averaged
 
+    def landed(self, sums: Sums) -> list[torch.Tensor]:
+        """``complete``, then ``shards``."""
+        return self.shards(self.complete(sums))
+
     def shards(self, averaged: Sums) -> list[torch.Tensor]:
         """Per step of the plans, this rank's gradient: a view of the flat buffer."""
         shards: list[torch.Tensor] = []
