@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import compress, groupby
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import torch
@@ -64,6 +64,10 @@ class GatheredMemory:
         """The storage that ``step`` gathers into."""
         return self._own.get(step.index, self.shared)
 
+    def tensor(self, step: GatherStep, shape: tuple[int, ...]) -> torch.Tensor:
+        """What ``step`` gathers, as a contiguous tensor of ``shape``."""
+        return tensor_on(self.of(step), step.offset_nbytes, shape, contiguous_stride(shape), step.dtype)
+
 
 class Gather:
     """A gather plan bound to a group's flat shards and to the memory that it gathers into.
@@ -104,7 +108,7 @@ class Gather:
             wires = [self._direct(step, payload_targets) for step in plan.on_route(Route.DIRECT)]
             wires += [self._bucket(bucket, payload_targets) for bucket in plan.buckets]
             self._wires = [(output, mine) for output, mine in wires if output.numel()]
-            self.outputs = {step.index: self._output(step) for step in plan.steps}
+            self.outputs = {step.index: gathered.tensor(step, step.layout.shape) for step in plan.steps}
         self._payload_targets = [target for _, target in sorted(payload_targets.items()) if target.numel()]
         self.set_comm(comm)
         self._has_arrived = True  # ``_arrive`` has run: its work is done, or enqueued
@@ -236,14 +240,10 @@ class Gather:
             for storage, _ in empty:
                 storage.resize_(0)
 
-    def _output(self, step: GatherStep) -> torch.Tensor:
-        shape = step.layout.shape
-        return tensor_on(self.gathered.of(step), step.offset_nbytes, shape, contiguous_stride(shape), step.dtype)
-
     def _direct(self, step: GatherStep, payload_targets: dict[int, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Output and input of a tensor that travels on its own."""
         n = step.layout.chunk_numel
-        output = tensor_on(self.gathered.of(step), step.offset_nbytes, (n * step.layout.num_shards,), (1,), step.dtype)
+        output = self.gathered.tensor(step, (n * step.layout.num_shards,))
         if not step.is_copied_in:
             return output, shard_slice(self._flats, step, (n,))
         mine = output.narrow(0, self._rank * n, n)  # the gather then works in place
@@ -346,29 +346,17 @@ def _unpacks(bucket: GatherBucket, rows: torch.Tensor, gathered: GatheredMemory)
     steps = [step for step in bucket.steps if step.layout.numel > 0]
     sizes = [step.layout.chunk_numel for step in steps]
 
-    def whole(step: GatherStep, shape: tuple[int, ...]) -> torch.Tensor:
-        return tensor_on(gathered.of(step), step.offset_nbytes, shape, contiguous_stride(shape), step.dtype)
-
-    def rows_of(step: GatherStep) -> torch.Tensor:
-        return whole(step, (step.layout.num_shards, step.layout.chunk_numel))  # its padding included
-
     if rows.device.type != "cpu" and steps and all(step.route is Route.ROWS for step in steps):
-        # On CUDA, a foreach copy of strided tensors takes one launch per tensor.
-        return [partial(torch.split_with_sizes_copy, rows, sizes, dim=1, out=[rows_of(step) for step in steps])]
+        # On CUDA, a foreach copy of strided tensors takes one launch per tensor. This copies their padding, too.
+        outputs = [gathered.tensor(step, (step.layout.num_shards, step.layout.chunk_numel)) for step in steps]
+        return [partial(torch.split_with_sizes_copy, rows, sizes, dim=1, out=outputs)]
     targets: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []
     for step, column in zip(steps, rows.split_with_sizes(sizes, dim=1), strict=True):
-        if step.route is Route.ROWS:  # copies no padding, which may be most of the rows
-            target, (num_whole, rest) = rows_of(step), divmod(step.layout.numel, step.layout.chunk_numel)
-            targets += [target[:num_whole], target[num_whole : num_whole + 1, :rest]]
-            sources += [column[:num_whole], column[num_whole : num_whole + 1, :rest]]
-            continue
-        parts, row_parts = piece_pairs(whole(step, step.layout.shape), column, step.layout)
+        parts, row_parts = piece_pairs(gathered.tensor(step, step.layout.shape or (1,)), column, step.layout)
         targets += parts
         sources += row_parts
-    some = [target.numel() > 0 for target in targets]
-    copies = list(compress(targets, some)), list(compress(sources, some))
-    return [partial(_torch.foreach_copy, *copies)] if True in some else []
+    return [partial(_torch.foreach_copy, targets, sources)] if targets else []
 
 
 def _runs(steps: Sequence[GatherStep], flats: FlatShards) -> list[torch.Tensor]:

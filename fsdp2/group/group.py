@@ -47,9 +47,11 @@ def apart_over() -> dict[int, dist.ProcessGroup]:
 
 
 def forget(group: ParamGroup) -> None:
-    """``group`` manages nothing any more: its parameters were put back."""
+    """``group`` manages nothing any more: its parameters were put back, or another group's. Nothing is in flight."""
     _alive.discard(group)
     group.guard(())
+    if group.unsharded.gather is not None:
+        group.unsharded.gather.release()  # kept memory, too
 
 
 class ParamGroup:
@@ -156,19 +158,6 @@ class ParamGroup:
         self.configure(**vars(options))
         self.gather_on_compute_stream(other.unsharded.streams is not streams_for(self.mesh.device))
 
-    def retire(self) -> None:
-        """Another group manages the parameters from now on. Memory goes at once, whoever still refers to the group.
-        Shards are bound, and nothing is in flight."""
-        if self.unsharded.gather is not None:
-            self.unsharded.gather.release()  # kept memory, too
-        for param in self.params:
-            param.forget_unsharded()
-        self.unsharded.retire()
-        self.gradients.unbind()
-        self.shards.retire()
-        self.on_transition = self.on_parameters = self.on_gather = self.shows = None
-        self.gradients.on_landed = None
-
     def lost(self, what: str, error: CommunicationError) -> CommunicationError:
         """``error`` of a collective of this group, with the recent events."""
         return lost(f"{what} of unit '{self.name}'", error, self._story(), self.mesh.process_groups)
@@ -213,43 +202,36 @@ class ParamGroup:
 
     def _refresh(self) -> None:
         """Take over parameters that the user replaced, moved, cast, materialised or tied since the last call."""
-        are_tied = self._are_tied()
+        ties = self._ties()
         if self.shards.refresh():
             self.stamp = None
             self._unbind()
             self.unsharded.streams.gather_after_compute()  # compute has just written the flat shard buffers
             self._bindings.bind(self.shards.sharded)
-        if are_tied:
-            self._join_ties()
+        for param, owner in ties.items():  # gathered once, and their gradients are one sum
+            owner.slots += param.slots
+            self.give_up(param)
         self.is_stale = False
 
-    def _are_tied(self) -> bool:
-        """Whether the user has bound one parameter in the place of several.
+    def _ties(self) -> dict[ShardedParam, ShardedParam]:
+        """The parameters in whose place the user has bound another one of the group, and that other one.
 
         Raises:
             ScheduleError: the group was used before, so autograd and optimizer states may know several parameters.
         """
-        by_bound: dict[int, ShardedParam] = {}
-        are_tied = False
+        owners: dict[int, ShardedParam] = {}
+        ties: dict[ShardedParam, ShardedParam] = {}
         for param in self.params:
             bound = param.bound()
-            other = param if bound is None else by_bound.setdefault(id(bound), param)
-            if other is not param and self.unsharded.gather is not None:
-                raise ScheduleError(
-                    f"parameters '{other.full_name}' and '{param.full_name}' were tied after the first use of unit "
-                    f"'{self.name}'. Tie parameters before the first forward, and at best before fully_shard."
-                )
-            are_tied = are_tied or other is not param
-        return are_tied
-
-    def _join_ties(self) -> None:
-        """Make one parameter of those that are bound as one: it is gathered once, and its gradients are one sum."""
-        owners: dict[nn.Parameter, ShardedParam] = {}
-        for param in list(self.params):
-            owner = owners.setdefault(param.sharded, param)
+            owner = param if bound is None else owners.setdefault(id(bound), param)
             if owner is not param:
-                owner.slots += param.slots
-                self.give_up(param)
+                ties[param] = owner
+                if self.unsharded.gather is not None:
+                    raise ScheduleError(
+                        f"parameters '{owner.full_name}' and '{param.full_name}' were tied after the first use of unit "
+                        f"'{self.name}'. Tie parameters before the first forward, and at best before fully_shard."
+                    )
+        return ties
 
     def _is_intact(self) -> bool:
         """Whether nobody has replaced parameters, or their local tensors, since they were bound."""

@@ -154,15 +154,6 @@ class GroupShards:
         self._params.append(param)
         self._replace([*self.locals, _torch.local_of(param.sharded)])
 
-    def retire(self) -> None:
-        """Other groups manage the parameters from now on: keep no shard alive."""
-        self._params.clear()
-        self.plain.clear()
-        self.flats.clear()
-        self.locals.clear()
-        self._sharing.clear()
-        self._note()
-
     def reduces_for(self, counts: Collection[int]) -> bool:
         """Whether gradients are reduced over several ranks. ``counts``: ids of the lists that count steps of the
         optimizers in question."""

@@ -67,11 +67,6 @@ class UnshardedParams:
         self.versioned: tuple[torch.Tensor, ...] = ()
         self.saved_versions: tuple[int, ...] = ()
 
-    def retire(self) -> None:
-        """The parameters are managed elsewhere from now on: keep no memory alive."""
-        self.unbind()
-        self._memory, self._places, self.hooked = None, None, None
-
     # What is asked for
 
     def use_post_forward_mesh(self, mesh: ParallelMesh | None) -> None:

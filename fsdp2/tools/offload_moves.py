@@ -17,7 +17,7 @@ from fsdp2 import _torch
 from fsdp2.api.module import FSDPModule
 from fsdp2.comm.offload import Home
 from fsdp2.extras.lending import check_idle
-from fsdp2.group.group import ParamGroup
+from fsdp2.group.group import ParamGroup, forget
 from fsdp2.group.hooked_params import is_plain
 from fsdp2.group.param import ParamRecord, ShardedParam, pinned
 from fsdp2.runtime.unit import Unit
@@ -107,12 +107,12 @@ def _moved(unit: Unit, group: ParamGroup, home: Home, subclasses: Mapping[Sharde
     records = [_record(param, home, subclasses.get(param)) for param in group.params]
     with torch.inference_mode(False):
         made = ParamGroup(records, group.mesh, home)
+    forget(group)
     made.set_up_like(group, group.options)
     made.unsharded.use_post_forward_mesh(group.unsharded.post_forward_mesh)
     made.on_parameters, made.shows = group.on_parameters, group.shows
     assert unit.hooks is not None
     made.guard(unit.hooks.guards)
-    group.retire()
     return made
 
 

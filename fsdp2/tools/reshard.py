@@ -21,7 +21,7 @@ from fsdp2 import _torch
 from fsdp2.comm.custom import BackendAllGather, BackendMemory, BackendReduceScatter
 from fsdp2.comm.offload import Home
 from fsdp2.group.gradients import GroupOptions
-from fsdp2.group.group import ParamGroup
+from fsdp2.group.group import ParamGroup, forget
 from fsdp2.group.hooked_params import is_plain
 from fsdp2.group.param import ParamRecord, ShardedParam, pinned
 from fsdp2.plan.layout import pack, shard_layout
@@ -189,10 +189,10 @@ class _Move:
             param.sharded.grad = None  # ``moving`` has it
         records = [self._record(param, mesh, group.home) for param in group.params]
         made = ParamGroup(records, mesh, group.home)
+        forget(group)
         self._set_up(unit, group, made)
         for param, of_param in zip(made.params, moving, strict=True):
             self._fill(param, of_param, received, group.home)
-        group.retire()
         return made
 
     def _moving(self, param: ShardedParam, mesh: ParallelMesh, home: Home) -> dict[Any, _Moving]:

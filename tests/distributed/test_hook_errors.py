@@ -150,6 +150,10 @@ def _frees_the_shard(self: Faulty, outputs: Outputs, out: Any) -> Any:
     return None if out is not None else (made[0], (made[0], self))
 
 
+def _raises_when_asked(self: Faulty) -> bool:
+    raise ValueError("this question is not to my liking")
+
+
 FAULTS = {
     "payload in a list": Fault(PRE, _sends(lambda plain: [plain])),
     "payload without metadata": Fault(PRE, lambda self, mesh: self.plain),
@@ -178,7 +182,7 @@ FAULTS = {
     "tensor on outputs that are released": Fault(POST, _post(lambda _, outputs, out: (outputs[0], ()))),
     "shard listed to be freed": Fault(POST, _frees_the_shard),
     "integers of a trainable parameter": Fault(POST, _made(lambda output: output.int())),
-    "answer that is no bool": Fault(RELEASE, lambda self: 1),
+    "question for the outputs that raises": Fault(RELEASE, _raises_when_asked),
 }
 
 
