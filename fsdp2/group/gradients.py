@@ -27,7 +27,7 @@ from fsdp2.group.param import ShardedParam
 from fsdp2.group.reduce_scatter import AllReduceHook, Launched, Reduce
 from fsdp2.group.unsharded import UnshardedParams
 from fsdp2.plan.mesh import Axis, ParallelMesh
-from fsdp2.plan.plan import ReducePlan, compile_reduces
+from fsdp2.plan.plan import PlanInput, ReducePlan, compile_reduces
 from fsdp2.types import AllGather, ExtensionError, ReduceScatter
 
 # In C, since they run once per parameter and step.
@@ -336,9 +336,17 @@ class GroupGradients:
         return found
 
     def plans(self, trainable: Sequence[int]) -> tuple[tuple[ReducePlan, ...], ReduceComm]:
-        """The plans and the comm that would reduce the parameters ``trainable`` (indices)."""
-        inputs = [param.reduce_input for param in self._reduced(trainable)]
-        return compile_reduces(inputs, self._comm.routing, self._mesh.data_parallel_size), self._comm
+        """The plans that reduce the parameters ``trainable`` (indices), and the comm."""
+        options = self.options
+        plans = compile_reduces(
+            [PlanInput(param.name, param.layout, param.compute_dtypes) for param in self._reduced(trainable)],
+            self._comm.routing,
+            self._mesh.data_parallel_size,
+            options.gradient_divide_factor,
+            behind_hook=options.divides_behind_hook,
+            averages=self._averages,
+        )
+        return plans, self._comm
 
     @property
     def _averages(self) -> bool:
@@ -354,21 +362,12 @@ class GroupGradients:
     # At first use
 
     def _bind(self, trainable: tuple[int, ...]) -> BoundReduce:
-        options, streams = self.options, self._unsharded.streams
-        params = self._reduced(trainable)
-        plans = compile_reduces(
-            [param.reduce_input for param in params],
-            self._comm.routing,
-            self._mesh.data_parallel_size,
-            options.gradient_divide_factor,
-            behind_hook=options.divides_behind_hook,
-            averages=self._averages,
-        )
+        params, (plans, comm) = self._reduced(trainable), self.plans(trainable)
         ordered = [params[step.index] for plan in plans for step in plan.steps]
         is_wrapped = any(param.is_wrapped for param in params)
         is_plain = not is_wrapped and all(param.spec.unsharded is None for param in params)
         bound = BoundReduce(
-            reduce=Reduce(plans, self._mesh, self._comm, streams, options.all_reduce_hook),
+            reduce=Reduce(plans, self._mesh, comm, self._unsharded.streams, self.options.all_reduce_hook),
             params=ordered,
             is_wrapped=is_wrapped,
             plain=[param.unsharded for param in ordered if is_plain and param.unsharded is not None],

@@ -260,11 +260,7 @@ class ParamGroup:
                 self.on_gather()
             if self.is_stale or (is_replaceable and not self._is_intact()):
                 self._refresh()
-            if unsharded.hooked is not None and unsharded.hooked.have_failed:
-                self._unbind()
-                for param in self.params:
-                    param.forget_unsharded()
-            if not unsharded.parameters:  # the first gather, or hooks failed before
+            if not unsharded.parameters:  # the first gather, or hooks failed in it
                 unsharded.bind()
             self._in_flight = unsharded.gather
             resting = unsharded.post_forward

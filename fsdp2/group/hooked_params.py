@@ -375,13 +375,11 @@ class HookedParams:
 
     Attributes:
         storages: memory that ``arrive`` fills, and that is freed with the group's unsharded storage.
-        have_failed: a post-hook has raised on this rank. Bind the parameters anew.
     """
 
     def __init__(self, params: Sequence[ShardedParam], mesh: ParallelMesh, home: Home) -> None:
         self._no_grad = torch.no_grad()  # one object, entered often and never nested
         self.storages: list[tuple[torch.UntypedStorage, int]] = []
-        self.have_failed = False
         self._versioned: tuple[torch.Tensor, ...] = ()
         self._params: list[HookedParam] = []
         self._first: list[tuple[torch.Tensor, ...]] = []  # payloads that were made, but not sent
@@ -480,7 +478,6 @@ class HookedParams:
         are_made = all(hooked.param.unsharded is not None for hooked in self._params)
         before = self._collect_versioned()
         versions = tuple(tensor._version for tensor in before)
-        self.have_failed = True
         with torch.inference_mode(False), torch.no_grad():  # these tensors live longer than the first pass
             for hooked in self._params:
                 allocate(hooked.param.inner)
@@ -488,7 +485,6 @@ class HookedParams:
                     hooked.make_unsharded()
                 else:
                     hooked.fill_first()
-        self.have_failed = False
         _torch.set_versions(before, versions)  # I10
         self.storages = [inner for hooked in self._params for inner in hooked.param.inner]
         self._versioned = self._collect_versioned()

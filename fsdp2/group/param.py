@@ -26,7 +26,6 @@ from fsdp2.plan.dtypes import GRADIENTS_FOLLOW_SHARDS, ParamDtypes, param_dtypes
 from fsdp2.plan.layout import Layout, contiguous_stride
 from fsdp2.plan.mesh import ParallelMesh
 from fsdp2.plan.placements import ParamSpec, plain_spec
-from fsdp2.plan.plan import PlanInput
 from fsdp2.types import ExtensionError, MixedPrecisionPolicy
 
 # Attribute of the original parameter, set when it is sharded: it shows a tie that crosses units. Also set on the
@@ -100,14 +99,6 @@ class ShardedParam:
         self.inner: list[tuple[torch.UntypedStorage, int]] = []
         self.compute_dtypes = record.dtypes
         self.accumulated: torch.Tensor | None = None
-
-    @property
-    def plan_input(self) -> PlanInput:
-        return PlanInput(self.name, self.layout, self.dtypes)
-
-    @property
-    def reduce_input(self) -> PlanInput:
-        return PlanInput(self.name, self.layout, self.compute_dtypes)
 
     def inner_gradients(self) -> tuple[str, ...]:
         """Names of the inner tensors whose gradients are reduced one by one. There are some for a wrapper subclass that

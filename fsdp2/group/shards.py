@@ -33,7 +33,7 @@ from fsdp2.plan.dtypes import check_grad_dtype, param_dtypes
 from fsdp2.plan.layout import contiguous_stride
 from fsdp2.plan.mesh import ParallelMesh
 from fsdp2.plan.placements import local_part
-from fsdp2.plan.plan import GatherInput, Routing, compile_gather
+from fsdp2.plan.plan import GatherInput, PlanInput, Routing, compile_gather
 from fsdp2.types import ScheduleError
 
 _alive: weakref.WeakSet[GroupShards] = weakref.WeakSet()
@@ -165,7 +165,8 @@ class GroupShards:
 
     def plain_inputs(self) -> dict[int, GatherInput]:
         """The inputs of a plan for the plain parameters."""
-        return {index: self._params[index].plan_input for index in self.plain}
+        params = ((index, self._params[index]) for index in self.plain)
+        return {index: PlanInput(param.name, param.layout, param.dtypes) for index, param in params}
 
     def refresh(self) -> bool:
         """Take over parameters that the user replaced, moved, cast or materialised since the last call, or that got

@@ -177,7 +177,7 @@ FAULTS = {
     "post-hook that raises in a later step": Fault(LATER_POST, _post_raises, after=1),
     "post-hook that returns one tensor": Fault(POST, _post(lambda self, outputs, out: outputs[0].clone())),
     "post-hook that returns too few rows": Fault(POST, _made(lambda output: output[:1].clone())),
-    "post-hook that puts other memory under out": Fault(POST, _puts_other_memory_under_out),
+    "post-hook that puts other memory under out": Fault(LATER_POST, _puts_other_memory_under_out),
     "post-hook that writes its outputs": Fault(LATER_POST, _post(lambda _, outputs, out: (outputs[0].mul_(1.0), ()))),
     "tensor on outputs that are released": Fault(POST, _post(lambda _, outputs, out: (outputs[0], ()))),
     "shard listed to be freed": Fault(POST, _frees_the_shard),
