@@ -1,13 +1,12 @@
 """Sharded parameters of several units that the user has bound as one, after ``fully_shard``: transformers does so.
 
 They move to the nearest unit around all of them, before the first use, as parameters do that were tied before
-``fully_shard``. Where they cannot move, each unit gathers the parameter for itself: then all these units must stay
-unsharded until backward, and each copies the parameter into its own shards whenever another unit has done so.
+``fully_shard``. Ties that cannot move are refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fsdp2.group.group import ParamGroup
@@ -57,68 +56,46 @@ class Tie:
             member.unit.groups = tuple(group for group in member.unit.groups if group.params)
 
 
-def movable_ties(units: Sequence[tuple[Unit, str]], keeps: Callable[[Unit], bool]) -> list[Tie]:
-    """The ties across ``units``, given with their names, that can move. ``keeps``: whether a unit stays unsharded until
-    backward.
+def ties_across(units: Sequence[tuple[Unit, str]]) -> list[Tie]:
+    """The ties across ``units``, which are given with their names.
 
     Raises:
-        ScheduleError: a tie cannot move, and one of its units is resharded after forward.
+        ScheduleError: a tie cannot move.
     """
-    found: dict[int, tuple[Unit, str, ParamGroup, ShardedParam]] = {}
-    tied: dict[int, list[Member]] = {}
+    found: dict[int, list[Member]] = {}
     for unit, name in units:
         for group in unit.groups:
             for param in group.params if group.state is GroupState.SHARDED else ():
                 bound = param.bound()
-                here = unit, name, group, param
-                other = here if bound is None else found.setdefault(id(bound), here)
-                if other is not here:
-                    tied.setdefault(id(bound), [_member(*other)]).append(_member(*here))
-    ties = []
-    for members in tied.values():
-        first = members[0]
-        second = next((member for member in members if member.unit is not first.unit), None)
-        if second is None:  # a tie inside a unit: its group sees to it
-            continue
-        tie = _tie(members, units)
-        if tie is not None:
-            ties.append(tie)
-            continue
-        if not all(keeps(member.unit) for member in members):
-            raise ScheduleError(
-                f"parameters '{first.name}' and '{second.name}' are in two units, and were tied after fully_shard. "
-                "No unit around both can take the parameter, because one of the units was used before, or has another "
-                "precision, mesh, offload policy or communication. And one of the units is resharded after forward, so "
-                "backward would not find the parameter. Tie parameters before fully_shard, or pass "
-                "reshard_after_forward=False for both units."
-            )
-    return ties
+                if bound is not None:
+                    full_name = f"{name}.{param.name}" if name else param.name
+                    found.setdefault(id(bound), []).append(Member(unit, group, param, full_name))
+    # A tie inside a unit is for its group.
+    return [_tie(members, units) for members in found.values() if len({member.unit for member in members}) > 1]
 
 
-def _member(unit: Unit, unit_name: str, group: ParamGroup, param: ShardedParam) -> Member:
-    return Member(unit, group, param, f"{unit_name}.{param.name}" if unit_name else param.name)
-
-
-def _tie(members: Sequence[Member], units: Sequence[tuple[Unit, str]]) -> Tie | None:
-    """``members`` as a tie that can move; None if it cannot."""
+def _tie(members: Sequence[Member], units: Sequence[tuple[Unit, str]]) -> Tie:
     holders = {slot.module for member in members for slot in member.param.slots}
     around = [each for each in units if holders <= {inner for module in each[0].modules for inner in module.modules()}]
-    if not around:
-        return None
-    (unit, name), first = around[-1], members[0]
-    group = next((group for group in unit.groups if _are_alike(group, first.group)), None)
-    if group is None or not all(map(_is_fresh, [group, *(member.group for member in members)])):
-        return None
-    for member in members:
-        param, own = member.param, first.param
-        is_alike = (param.layout, param.dtypes, param.policy) == (own.layout, own.dtypes, own.policy)
-        if not (is_alike and _are_alike(member.group, group)):
-            return None
-    return Tie(members, unit, group, name)
+    first = members[0]
+    for unit, name in around[-1:]:
+        for group in unit.groups:
+            if _is_fresh(group) and all(_may_join(group, first.param, member) for member in members):
+                return Tie(members, unit, group, name)
+    second = next(member for member in members if member.unit is not first.unit)
+    raise ScheduleError(
+        f"parameters '{first.name}' and '{second.name}' are in two units, and were tied after fully_shard. "
+        "No unit around both can take the parameter, because one of the units was used before, or has another "
+        "precision, mesh, offload policy or communication. Tie parameters before fully_shard."
+    )
 
 
-def _are_alike(group: ParamGroup, other: ParamGroup) -> bool:
-    return group.mesh == other.mesh and group.home == other.home and group.options == other.options
+def _may_join(group: ParamGroup, first: ShardedParam, member: Member) -> bool:
+    """Whether ``group`` can manage the parameter of ``member`` together with ``first``."""
+    param, other = member.param, member.group
+    is_alike = (param.layout, param.dtypes, param.policy) == (first.layout, first.dtypes, first.policy)
+    are_alike = (group.mesh, group.home, group.options) == (other.mesh, other.home, other.options)
+    return is_alike and are_alike and _is_fresh(other)
 
 
 def _is_fresh(group: ParamGroup) -> bool:

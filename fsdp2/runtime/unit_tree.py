@@ -26,7 +26,7 @@ from fsdp2.group.plain_params import leave_alone
 from fsdp2.plan.dtypes import GRADIENTS_FOLLOW_SHARDS
 from fsdp2.runtime.executor import Decorator, Executor
 from fsdp2.runtime.split_backward import SplitBackwards
-from fsdp2.runtime.ties import movable_ties
+from fsdp2.runtime.ties import ties_across
 from fsdp2.runtime.unit import ModuleTrees, Unit, note_tree_change, parents_of, unit_of, units_under
 from fsdp2.schedule.schedule import Action, Actions, AfterForward, Phase, Schedule, UnitRules
 from fsdp2.schedule.states import GroupState, Outcome, Pass
@@ -121,7 +121,7 @@ class UnitTree:
         recorded anew."""
         found = {unit: name for module in self.root.modules for name, unit in units_under(module)}
         named = list(found.items())
-        ties = movable_ties(named, lambda unit: self.rules_of(unit).after_forward is AfterForward.KEEP)
+        ties = ties_across(named)
         _check_tree(self.class_name, named)
         for tie in ties:
             tie.join()

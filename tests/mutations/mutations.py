@@ -200,7 +200,6 @@ _LISTED: dict[str, dict[int, tuple[str, str, str]]] = {
     "unit/runtime": {75: ("SplitBackwards.check", "losers, self._losers = self._losers, []", "losers = self._losers")},
     "distributed/ties": {
         76: ("Tie.join", "self.unit.hooks.hold([slot.module for slot in moved])", "pass"),
-        77: ("movable_ties", "not all(keeps(member.unit) for member in members)", "False"),
         78: ("_is_fresh", "group.unsharded.gather is None", "True"),
     },
     "parity/placement": {
