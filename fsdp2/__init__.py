@@ -36,7 +36,6 @@ from fsdp2.types import (
     ParamPlacement,
     ReduceScatter,
     ScheduleError,
-    TiedWeights,
 )
 
 if TYPE_CHECKING:
@@ -89,7 +88,6 @@ __all__ = [
     "ParamPlacement",
     "ReduceScatter",
     "ScheduleError",
-    "TiedWeights",
     "UnshardHandle",
     "WholeMatrices",
     "Workload",

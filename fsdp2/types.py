@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -107,13 +106,6 @@ class ParamPlacement:
 
     placement: Shard | Replicate | None
     mesh: DeviceMesh
-
-
-class TiedWeights(Enum):
-    """What ``fully_shard`` does with a parameter that an inner unit holds and that is also used outside that unit."""
-
-    MOVE = "move"  # to the new unit, the nearest unit that contains all uses
-    REFUSE = "refuse"  # raise, and change nothing
 
 
 class Comm(ABC):

@@ -34,7 +34,7 @@ from fsdp2.plan.mesh import ParallelMesh, default_mesh, parallel_mesh
 from fsdp2.runtime.hooks import ModuleHooks
 from fsdp2.runtime.unit import Unit, UnitConfig, unit_of
 from fsdp2.schedule.schedule import AfterForward
-from fsdp2.types import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, TiedWeights
+from fsdp2.types import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 
 
 @overload
@@ -50,7 +50,6 @@ def fully_shard(
     offload_policy: OffloadPolicy | None = ...,
     ignored_params: Collection[nn.Parameter] | None = ...,
     dp_mesh_dims: DataParallelMeshDims | None = ...,
-    tied_weights: TiedWeights = ...,
 ) -> FSDPModule: ...
 def fully_shard(  # type: ignore[misc]  # options of a list of modules are those of one
     module: Any,
@@ -62,14 +61,14 @@ def fully_shard(  # type: ignore[misc]  # options of a list of modules are those
     offload_policy: OffloadPolicy | None = OffloadPolicy(),  # noqa: B008 (frozen)
     ignored_params: Collection[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
-    tied_weights: TiedWeights = TiedWeights.MOVE,
 ) -> Any:
     """Shard parameters of ``module``, their gradients and optimizer states over the ranks of ``mesh``.
 
     All parameters under ``module`` that no earlier call has taken form one unit: the unit is gathered together, and its
     gradients are reduced together. Call it bottom-up, on every block and then on the root. Parameters become
     ``DTensor`` shards in place; build the optimizer after this call. Parameters may be DTensors before the call, cut
-    over model axes (TP, EP) of the same mesh. The module's class gains :class:`FSDPModule`.
+    over model axes (TP, EP) of the same mesh. A parameter that an inner unit holds and that is also used outside that
+    unit moves to this one. The module's class gains :class:`FSDPModule`.
 
     Args:
         module: the module, or several modules that are unsharded and reduced as one unit.
@@ -88,8 +87,6 @@ def fully_shard(  # type: ignore[misc]  # options of a list of modules are those
         dp_mesh_dims: the data-parallel axes of ``mesh``, if ``mesh`` has all axes of the model and every parameter is a
             DTensor on ``mesh``, or has types of the library spmd_types. Without a shard axis, parameters stay whole
             and gradients are averaged (DDP).
-        tied_weights: what to do with a parameter that an inner unit holds and that is also used outside that unit: move
-            it to this unit, or raise.
 
     Returns:
         ``module`` itself, changed in place.
@@ -104,7 +101,7 @@ def fully_shard(  # type: ignore[misc]  # options of a list of modules are those
     """
     roots = _root_modules(module)
     offload_policy = OffloadPolicy() if offload_policy is None else offload_policy
-    _check_policies(mp_policy, offload_policy, tied_weights)
+    _check_policies(mp_policy, offload_policy)
     _check_of_parameters(shard_placement_fn, ignored_params)
     prepared = prepare_unit(
         roots,
@@ -114,7 +111,6 @@ def fully_shard(  # type: ignore[misc]  # options of a list of modules are those
         mp_policy=mp_policy,
         offload_policy=offload_policy,
         ignored_params=set(ignored_params or ()),
-        tied_weights=tied_weights,
     )
     _change_classes(roots)
     prepared.commit()
@@ -160,11 +156,10 @@ def _root_modules(module: object) -> tuple[nn.Module, ...]:
     return roots
 
 
-def _check_policies(mp_policy: object, offload_policy: object, tied_weights: object) -> None:
+def _check_policies(mp_policy: object, offload_policy: object) -> None:
     for name, value, cls in (
         ("mp_policy", mp_policy, MixedPrecisionPolicy),
         ("offload_policy", offload_policy, OffloadPolicy),
-        ("tied_weights", tied_weights, TiedWeights),
     ):
         if not isinstance(value, cls):
             raise TypeError(f"fully_shard: {name} must be an fsdp2.{cls.__name__}, not {described(value)}.")
@@ -334,7 +329,6 @@ def prepare_unit(
     offload_policy: OffloadPolicy,
     ignored_params: Set[nn.Parameter],
     shard_placement_fn: ShardPlacementFn | None = None,
-    tied_weights: TiedWeights = TiedWeights.MOVE,
 ) -> PreparedUnit:
     """Check that the parameters under ``roots`` which no unit has yet can form one. For :func:`fully_shard`, and for
     front ends that keep the classes of modules.
@@ -343,7 +337,7 @@ def prepare_unit(
         ValueError, TypeError, ExtensionError: as ``fully_shard``.
     """
     found, managed, left_alone = _collect(roots, ignored_params)
-    found, left_out = divide_ties(found, roots, tied_weights)
+    found, left_out = divide_ties(found, roots)
     after_forward, size = read_reshard_after_forward(reshard_after_forward, parallel)
     home = home_for(offload_policy, parallel.device)
     resolve = partial(resolve_groups, found, parallel, shard_placement_fn, mp_policy, home, size)

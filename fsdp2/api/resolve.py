@@ -32,7 +32,7 @@ from fsdp2.plan.mesh import ParallelMesh, parallel_mesh, post_forward_mesh, repl
 from fsdp2.plan.placements import local_part, param_spec
 from fsdp2.runtime.unit import Unit, units_under
 from fsdp2.schedule.schedule import AfterForward
-from fsdp2.types import DataParallelMeshDims, ExtensionError, MixedPrecisionPolicy, ParamPlacement, TiedWeights
+from fsdp2.types import DataParallelMeshDims, ExtensionError, MixedPrecisionPolicy, ParamPlacement
 
 ShardPlacementFn = Callable[[nn.Parameter], Shard | Replicate | ParamPlacement | None]
 
@@ -55,9 +55,7 @@ class Found:
 # Ties across units
 
 
-def divide_ties(
-    found: Sequence[Found], roots: Sequence[nn.Module], ties: TiedWeights
-) -> tuple[list[Found], list[Slot]]:
+def divide_ties(found: Sequence[Found], roots: Sequence[nn.Module]) -> tuple[list[Found], list[Slot]]:
     """The parameters that a call manages, and the slots of tied parameters that it leaves to an outer call."""
     inner = [(name, unit) for root in roots for name, unit in units_under(root)]
     items = {id(item.param): item for item in found}
@@ -75,8 +73,7 @@ def divide_ties(
     managed: list[Found] = []
     left_out: list[Slot] = []
     for item in items.values():
-        is_elsewhere = hasattr(item.param, SHARDED_AS) and not is_shard(item.param)
-        if is_elsewhere and ties is TiedWeights.MOVE:
+        if hasattr(item.param, SHARDED_AS) and not is_shard(item.param):  # another unit has it
             if id(item.param) not in owners:
                 left_out += item.slots
                 continue
@@ -244,7 +241,7 @@ def _check_param(item: Found, device: torch.device) -> None:
     if sharded_as is not None and item.owner is None:
         raise ValueError(
             f"fully_shard: parameter '{name}' is tied to '{sharded_as}' of a unit that is already sharded. This call "
-            "would break the tie. The parameter moves to the new unit only with tied_weights=MOVE, and only if the old "
+            "would break the tie. The parameter moves to the new unit only if the old "
             "unit has not run and none of its parameters was written or replaced. Otherwise, call fully_shard([a, b]) "
             "on the modules that share the parameter, to make one unit."
         )

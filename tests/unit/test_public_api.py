@@ -19,7 +19,7 @@ from tests.harness.golden import Check
 from tests.harness.messages import error_of
 
 # What torch does not have; keyword-only, and the default does what torch's users expect.
-OWN_ARGUMENTS = {"tied_weights", "keep_unreduced"}
+OWN_ARGUMENTS = {"keep_unreduced"}
 # What later versions of torch added behind all other arguments, with these defaults.
 NEWER_ARGUMENTS = {("param_dtype_override_fn", inspect.Parameter.KEYWORD_ONLY, "None")}  # 2.15
 
