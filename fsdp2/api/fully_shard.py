@@ -14,12 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2 import _torch
 from fsdp2.api.adapters import param_types
+from fsdp2.api.arguments import expect
 from fsdp2.api.module import FSDPModule
 from fsdp2.api.resolve import (
     Found,
     ResolvedGroup,
     ShardPlacementFn,
-    described,
     divide_ties,
     read_reshard_after_forward,
     resolve_groups,
@@ -101,8 +101,7 @@ def fully_shard(  # type: ignore[misc]  # options of a list of modules are those
     """
     roots = _root_modules(module)
     offload_policy = OffloadPolicy() if offload_policy is None else offload_policy
-    _check_policies(mp_policy, offload_policy)
-    _check_of_parameters(shard_placement_fn, ignored_params)
+    _check_arguments(mp_policy, offload_policy, shard_placement_fn, ignored_params)
     prepared = prepare_unit(
         roots,
         parallel_mesh(default_mesh() if mesh is None else mesh, _checked_dims(dp_mesh_dims)),
@@ -133,11 +132,9 @@ def register_module_check(check: Callable[[str, nn.Module], None]) -> None:
 
 def _root_modules(module: object) -> tuple[nn.Module, ...]:
     given = tuple(module) if isinstance(module, (list, tuple)) else (module,)
-    if not given:
-        raise ValueError("fully_shard: got an empty list of modules, expected at least one.")
+    expect(bool(given), "fully_shard: module", module, "at least one module", by_value=True)
     for item in given:
-        if not isinstance(item, nn.Module):
-            raise TypeError(f"fully_shard: expected an nn.Module or a list of them, found {type(item).__name__}.")
+        expect(isinstance(item, nn.Module), "fully_shard: module", item, "an nn.Module or a list of them")
     modules = tuple(dict.fromkeys(given))
     inner = {child for item in modules for child in item.modules() if child is not item}
     roots = tuple(item for item in modules if item not in inner)
@@ -156,54 +153,41 @@ def _root_modules(module: object) -> tuple[nn.Module, ...]:
     return roots
 
 
-def _check_policies(mp_policy: object, offload_policy: object) -> None:
+def _check_arguments(
+    policy: MixedPrecisionPolicy, offload_policy: object, placement_fn: object, ignored_params: object
+) -> None:
     for name, value, cls in (
-        ("mp_policy", mp_policy, MixedPrecisionPolicy),
+        ("mp_policy", policy, MixedPrecisionPolicy),
         ("offload_policy", offload_policy, OffloadPolicy),
     ):
-        if not isinstance(value, cls):
-            raise TypeError(f"fully_shard: {name} must be an fsdp2.{cls.__name__}, not {described(value)}.")
+        expect(isinstance(value, cls), f"fully_shard: {name}", value, f"an fsdp2.{cls.__name__}")
     for field in ("param_dtype", "reduce_dtype", "output_dtype"):
-        dtype = getattr(mp_policy, field)
-        if dtype is not None and not isinstance(dtype, torch.dtype):
-            raise TypeError(
-                f"fully_shard: mp_policy.{field} must be a torch.dtype or None, not {dtype!r}, a {described(dtype)}. "
-                f"For example: MixedPrecisionPolicy({field}=torch.bfloat16)."
-            )
-        check_computes(f"fully_shard: mp_policy.{field}", dtype, is_reduced=field == "reduce_dtype")
-    override = mp_policy.param_dtype_override_fn  # type: ignore[attr-defined]
-    if override is not None and not callable(override):
-        raise TypeError(
-            "fully_shard: mp_policy.param_dtype_override_fn must be a function from a parameter to a dtype or None, "
-            f"not {described(override)}."
-        )
+        where, dtype = f"fully_shard: mp_policy.{field}", getattr(policy, field)
+        remedy = f"For example: MixedPrecisionPolicy({field}=torch.bfloat16)."
+        expect(isinstance(dtype, torch.dtype | None), where, dtype, "a torch.dtype or None", remedy)
+        check_computes(where, dtype, is_reduced=field == "reduce_dtype")
+    for name, function, of_parameter, remedy in (
+        ("mp_policy.param_dtype_override_fn", policy.param_dtype_override_fn, "a dtype or None", ""),
+        ("shard_placement_fn", placement_fn, "Shard(dim), a ParamPlacement or None", "lambda param: Shard(0)"),
+    ):
+        expected = f"a function from a parameter to {of_parameter}"
+        remedy = remedy and f"For example: {remedy}."
+        expect(function is None or callable(function), f"fully_shard: {name}", function, expected, remedy)
+    where, expected = "fully_shard: ignored_params", "a set of parameters"
+    remedy = "For example: set(model.head.parameters())."
+    is_set = isinstance(ignored_params, set | frozenset | list | tuple | None)
+    expect(is_set, where, ignored_params, expected, remedy)
+    for each in ignored_params or ():  # type: ignore[attr-defined]
+        expect(isinstance(each, torch.Tensor), f"{where}: an item", each, "a parameter", remedy)
 
 
-def _check_of_parameters(shard_placement_fn: object, ignored_params: object) -> None:
-    if shard_placement_fn is not None and not callable(shard_placement_fn):
-        raise TypeError(
-            "fully_shard: shard_placement_fn must be a function from a parameter to Shard(dim), a ParamPlacement or "
-            f"None, not {shard_placement_fn!r}, a {described(shard_placement_fn)}. For example: lambda param: Shard(0)."
-        )
-    if not isinstance(ignored_params, (set, frozenset, list, tuple, type(None))):
-        raise TypeError(f"fully_shard: ignored_params must be a set of parameters, not {described(ignored_params)}.")
-    for each in ignored_params or ():
-        if not isinstance(each, torch.Tensor):
-            raise TypeError(
-                f"fully_shard: ignored_params must be a set of parameters, but {each!r} in it is a {described(each)}. "
-                "For example: set(model.head.parameters())."
-            )
-
-
-def _checked_dims(dims: object) -> DataParallelMeshDims | None:
+def _checked_dims(dims: Any) -> DataParallelMeshDims | None:
     """``dims``; torch's class of the same name is converted to ours."""
-    if dims is None or isinstance(dims, DataParallelMeshDims):
-        return dims
-    if not (hasattr(dims, "shard") and hasattr(dims, "replicate")):
-        raise TypeError(
-            f"fully_shard: dp_mesh_dims must be an fsdp2.DataParallelMeshDims, not {described(dims)}. "
-            'Pass DataParallelMeshDims(shard="dp"), with the names of the data-parallel axes of the mesh.'
-        )
+    if dims is None:
+        return None
+    remedy = 'Pass DataParallelMeshDims(shard="dp"), with the names of the data-parallel axes of the mesh.'
+    is_alike = hasattr(dims, "shard") and hasattr(dims, "replicate")
+    expect(is_alike, "fully_shard: dp_mesh_dims", dims, "an fsdp2.DataParallelMeshDims", remedy)
     return DataParallelMeshDims(dims.shard, dims.replicate)
 
 

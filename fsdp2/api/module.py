@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from fsdp2 import _torch
+from fsdp2.api.arguments import expect
 from fsdp2.comm.custom import BackendAllGather, BackendMemory, BackendReduceScatter, SymmetricMemory
 from fsdp2.group.group import ParamGroup
 from fsdp2.group.reduce_scatter import AllReduceHook
@@ -130,11 +131,8 @@ class FSDPModule:
         Raises:
             ValueError: ``reshard_after_forward`` is not a bool.
         """
-        if not isinstance(reshard_after_forward, bool):
-            raise ValueError(
-                f"set_reshard_after_forward: expected a bool, got {reshard_after_forward!r}. "
-                "Pass a number of ranks to fully_shard instead."
-            )
+        is_bool, remedy = isinstance(reshard_after_forward, bool), "Pass a number of ranks to fully_shard instead."
+        expect(is_bool, "set_reshard_after_forward: the value", reshard_after_forward, "a bool", remedy, by_value=True)
         after_forward = AfterForward.RESHARD if reshard_after_forward else AfterForward.KEEP
         self._configure_units(recurse, after_forward=after_forward, post_forward_size=None)
 
@@ -231,13 +229,9 @@ class FSDPModule:
             TypeError: ``factor`` is not a number.
             ValueError: ``factor`` is not positive, or not finite.
         """
-        if not isinstance(factor, (int, float)):
-            raise TypeError(f"set_gradient_divide_factor: factor is a {type(factor).__name__}, expected a number.")
-        if not 0 < factor < math.inf:
-            raise ValueError(
-                f"set_gradient_divide_factor: factor is {factor}, expected a positive number. Pass 1 for the sum over "
-                "all ranks."
-            )
+        where, remedy = "set_gradient_divide_factor: factor", "Pass 1 for the sum over all ranks."
+        expect(isinstance(factor, (int, float)), where, factor, "a positive number", remedy)
+        expect(0 < factor < math.inf, where, factor, "a positive number", remedy, by_value=True)
         self._configure_groups(False, gradient_divide_factor=factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
@@ -276,8 +270,7 @@ class FSDPModule:
         """
         caller = "set_all_reduce_hook"
         cut = self._cut_groups(caller)
-        if hook is not None and not callable(hook):
-            raise TypeError(f"{caller}: hook must be a function of a tensor, or None, not a {type(hook).__name__}.")
+        expect(hook is None or callable(hook), f"{caller}: hook", hook, "a function of a tensor, or None")
         if stream is not None and any(group.mesh.replicate.group is not None for group in cut):
             raise ValueError(
                 f"{caller}: the mesh of unit '{self._unit().name}' has a replicate axis (HSDP). With HSDP, the hook "
@@ -381,7 +374,7 @@ class FSDPModule:
             TypeError: ``max_input_buffers`` is not an int.
             ValueError: ``max_input_buffers`` is less than 1.
         """
-        _check_at_least_one("set_reduce_scatter_max_input_buffers", max_input_buffers, "an int")
+        _check_at_least_one("set_reduce_scatter_max_input_buffers: max_input_buffers", max_input_buffers, "an int")
         self._configure_units(recurse, max_reductions=max_input_buffers)
 
     def set_temporary_memory_limit(self, nbytes: int | None) -> None:
@@ -400,7 +393,7 @@ class FSDPModule:
             MemoryLimitError: raised later, by a forward or backward, if a unit does not fit at all.
         """
         if nbytes is not None:
-            _check_at_least_one("set_temporary_memory_limit", nbytes, "an int or None", " byte")
+            _check_at_least_one("set_temporary_memory_limit: nbytes", nbytes, "an int or None")
         self._root_unit("set_temporary_memory_limit").configure(memory_limit=nbytes)
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
@@ -456,8 +449,7 @@ class FSDPModule:
         """
         caller = "set_symm_mem_for_comm"
         self._check_no_other_comm(caller, SymmetricMemory)
-        if backend != "NCCL":
-            raise ValueError(f"{caller}: backend={backend!r}, expected 'NCCL'. No other backend is supported.")
+        expect(backend == "NCCL", f"{caller}: backend", backend, "'NCCL'", "No other is supported.", by_value=True)
         device = self._unit().mesh.device
         if device.type != "cuda":
             raise ValueError(
@@ -522,8 +514,8 @@ class FSDPModule:
     def _check_comm(self, caller: str, comm: object, expected: str) -> None:
         """Accept any object with the two methods: a comm may be a subclass of torch's interface."""
         self._cut_groups(caller)
-        if isinstance(comm, type) or not callable(comm) or not callable(getattr(comm, "allocate", None)):
-            raise TypeError(f"{caller}: expected an fsdp2.{expected}, with allocate() and __call__(), got {comm!r}.")
+        is_comm = not isinstance(comm, type) and callable(comm) and callable(getattr(comm, "allocate", None))
+        expect(is_comm, f"{caller}: comm", comm, f"an fsdp2.{expected}, with allocate() and __call__()")
 
     def _check_no_other_comm(self, caller: str, memory: type) -> None:
         """Refuse a unit that has a comm which ``caller`` did not set; comms of ``caller`` have ``memory``."""
@@ -565,15 +557,11 @@ def sharded_unit(module: nn.Module, caller: str) -> Unit:
 
 def _units_of(modules: list[FSDPModule], caller: str) -> tuple[Unit, ...]:
     for module in modules:
-        if not isinstance(module, FSDPModule):
-            raise ValueError(
-                f"{caller}: expected modules that fully_shard was called on, got a {type(module).__name__}."
-            )
+        is_sharded = isinstance(module, FSDPModule)
+        expect(is_sharded, f"{caller}: a module", module, "one that fully_shard was called on", by_value=True)
     return tuple(module._unit() for module in modules)
 
 
-def _check_at_least_one(caller: str, value: object, expected: str, unit: str = "") -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{caller}: expected {expected}, got a {type(value).__name__}.")
-    if value < 1:
-        raise ValueError(f"{caller}: expected at least 1{unit}, got {value}.")
+def _check_at_least_one(where: str, value: int, expected: str) -> None:
+    expect(isinstance(value, int) and not isinstance(value, bool), where, value, expected)
+    expect(value >= 1, where, value, "at least 1", by_value=True)

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp2 import _torch
 from fsdp2.api.adapters import adapter_of, param_types
+from fsdp2.api.arguments import expect
 from fsdp2.comm.offload import Home
 from fsdp2.group.group import ParamGroup
 from fsdp2.group.hooked_params import has_hooks, is_plain
@@ -283,7 +284,9 @@ def _resolve_dim(name: str, param: nn.Parameter, placement: Shard | None) -> int
 # After forward
 
 
-def read_reshard_after_forward(value: object, parallel: ParallelMesh) -> tuple[AfterForward | None, int | None]:
+def read_reshard_after_forward(
+    value: bool | int | None, parallel: ParallelMesh
+) -> tuple[AfterForward | None, int | None]:
     """The rule, None if the user gave no value; and the number of ranks, if the user gave one that divides the shard
     axis.
 
@@ -294,8 +297,7 @@ def read_reshard_after_forward(value: object, parallel: ParallelMesh) -> tuple[A
         return None, None
     if isinstance(value, bool):
         return (AfterForward.RESHARD if value else AfterForward.KEEP), None
-    if not isinstance(value, int):
-        raise TypeError(f"fully_shard: reshard_after_forward must be a bool, an int or None, not {described(value)}.")
+    expect(isinstance(value, int), "fully_shard: reshard_after_forward", value, "a bool, an int or None")
     size = parallel.shard.size
     if value < 1 or size % value != 0:
         factors = [n for n in range(1, size + 1) if size % n == 0]
@@ -324,8 +326,3 @@ def _post_forward_mesh(size: int | None, mesh: ParallelMesh) -> ParallelMesh | N
             "shard_placement_fn returned. Pass a number that divides the ranks of every shard axis, or a bool."
         )
     return post_forward_mesh(mesh, size) if mesh.has_this_rank else None
-
-
-def described(value: object) -> str:
-    """The name of the type of ``value``, for messages."""
-    return f"{type(value).__module__}.{type(value).__qualname__}"

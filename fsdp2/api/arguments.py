@@ -1,0 +1,19 @@
+"""Refuses wrong arguments, in one way: where, found, expected, and the remedy."""
+
+from __future__ import annotations
+
+from reprlib import repr as shortened
+
+
+def expect(
+    is_right: bool, where: str, found: object, expected: str, remedy: str = "", *, by_value: bool = False
+) -> None:
+    """Refuse the argument ``where``, which is ``found``, unless it ``is_right``.
+
+    Raises:
+        TypeError: it is not; with ``by_value``, a ValueError.
+    """
+    if not is_right:
+        kind = "" if by_value else f", a {type(found).__module__}.{type(found).__qualname__}"
+        error = ValueError if by_value else TypeError
+        raise error(f"{where} is {shortened(found)}{kind}, expected {expected}. {remedy}".rstrip())
