@@ -5,7 +5,6 @@ Hooks stay out of compiled graphs: a compiled block calls them between its graph
 
 from __future__ import annotations
 
-import difflib
 import functools
 import sys
 import weakref
@@ -384,21 +383,13 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     method = getattr(module, method_name, None)
     if not callable(method):
         found = "no such attribute" if method is None else f"a {type(method).__name__}"
-        near = difflib.get_close_matches(method_name, _method_names(module))
-        hint = f" Did you mean {' or '.join(repr(name) for name in near)}?" if near else ""
         raise ValueError(
             f"register_fsdp_forward_method: expected a method '{method_name}' of {type(module).__name__}, "
-            f"found {found}.{hint}"
+            f"found {found}. Pass the name of a method."
         )
     if not hasattr(method, FORWARD_METHOD):
         assert unit.hooks is not None
         setattr(module, method_name, unit.hooks.forward_method(module, method))
-
-
-def _method_names(module: nn.Module) -> list[str]:
-    """The methods that the module's own classes define."""
-    inherited = set(dir(nn.Module))
-    return [name for name in dir(type(module)) if name not in inherited and callable(getattr(type(module), name, None))]
 
 
 def _install_state_dict_hooks(modules: Iterable[nn.Module], unit: Unit) -> list[Callable[..., Any]]:
