@@ -21,7 +21,7 @@ from fsdp2.extras import (
 from fsdp2.extras.lending import unsharded
 from fsdp2.extras.no_sync import no_sync
 from fsdp2.runtime.hooks import register_fsdp_forward_method
-from fsdp2.runtime.unit_tree import UnitTree, register_memory_limit
+from fsdp2.runtime.unit_tree import PlugIns, UnitTree
 from fsdp2.types import (
     AllGather,
     Comm,
@@ -177,6 +177,6 @@ for _extra in (_alike, _copying, _empty_buffers, _peers, _ranks_may_differ, _ref
     _extra.register()
 for _types in (_typed_params, _local_parts):  # the first who knows a parameter answers
     _types.register()
-register_memory_limit(_limit_memory)
+PlugIns.limits_memory = _limit_memory
 register_adapter("bitsandbytes.nn.modules.Params4bit", _adapt_4bit)
 del globals()["plan"]  # the folder, which hides the function

@@ -116,15 +116,14 @@ def fully_shard(  # type: ignore[misc]  # options of a list of modules are those
     return module
 
 
-class _Registered:
-    """What higher layers plug in."""
+class PlugIns:
+    """What higher layers plug in.
+
+    Attributes:
+        check_module: refuses modules before anything changes, by an error; gets a prefix of names, and a module.
+    """
 
     check_module: Callable[[str, nn.Module], None]
-
-
-def register_module_check(check: Callable[[str, nn.Module], None]) -> None:
-    """Let ``check`` refuse modules before anything changes, by an error; it gets a prefix of names, and a module."""
-    _Registered.check_module = check
 
 
 # Collect and check
@@ -199,7 +198,7 @@ def _collect(roots: Sequence[nn.Module], ignored: Set[nn.Parameter]) -> tuple[li
     left_alone: list[Slot] = []
     for i, root in enumerate(roots):
         for prefix, module in _modules_outside_units(root, "" if len(roots) == 1 else f"[{i}].", set()):
-            _Registered.check_module(prefix, module)
+            PlugIns.check_module(prefix, module)
             if "replicate" in _torch.composable_apis(module):  # torch's DDP reduces the gradients of this whole subtree
                 left_alone += _slots_under(module)
                 continue
@@ -247,50 +246,15 @@ def _slots_under(module: nn.Module) -> list[Slot]:
 
 @dataclass(frozen=True)
 class PreparedUnit:
-    """A unit that can be made: everything that may be refused has been checked, and nothing has changed yet."""
+    """A unit that can be made: everything that may be refused has been checked, and nothing has changed yet.
 
-    roots: tuple[nn.Module, ...]
-    found: list[Found]
-    managed: list[nn.Module]
-    ignored: Set[nn.Parameter]
-    left_alone: list[Slot]
-    left_out: list[Slot]
-    resolved: list[ResolvedGroup]
-    parallel: ParallelMesh
-    policy: MixedPrecisionPolicy
-    home: Home
-    after_forward: AfterForward | None
-    post_forward_size: int | None
+    Attributes:
+        resolved: its groups.
+        commit: shards the parameters in place.
+    """
 
-    @torch.inference_mode(False)  # tensors made in inference mode could not be trained, and do not count their writes
-    def commit(self) -> Unit:
-        """Shard the parameters in place."""
-        leave_alone(self.ignored)
-        leave_alone(getattr(slot.module, slot.name) for slot in self.left_alone)
-        take_over(self.found, self.roots)
-        for module in self.managed:
-            for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
-                if not buffer.is_meta:
-                    setattr(module, name, buffer.to(self.parallel.device))
-            _torch.mark_as_managed(module)
-        for item in self.resolved:
-            for record in item.records:
-                _warn_of_hooks(record)
-                setattr(record.param, SHARDED_AS, record.name)
-        groups = tuple(ParamGroup(item.records, item.mesh, self.home) for item in self.resolved)
-        for record in (record for item in self.resolved for record in item.records):
-            if record.on_commit is not None:
-                record.on_commit()
-        for item, group in zip(self.resolved, groups, strict=True):
-            group.unsharded.use_post_forward_mesh(item.post_forward)
-            for param in group.params:
-                setattr(param.sharded, SHARDED_AS, param.name)
-        config = UnitConfig(after_forward=self.after_forward, post_forward_size=self.post_forward_size)
-        unit = Unit(self.roots, groups, self.parallel, self.policy, config)
-        unit.left_alone.update(self.left_alone)
-        unit.left_out = self.left_out
-        unit.hooks = ModuleHooks(unit)
-        return unit
+    resolved: Sequence[ResolvedGroup]
+    commit: Callable[[], Unit]
 
 
 def _warn_of_hooks(record: ParamRecord) -> None:
@@ -300,7 +264,7 @@ def _warn_of_hooks(record: ParamRecord) -> None:
             f"fully_shard: parameter '{record.name}' has hooks of {way}, which are lost: a shard takes its "
             "place. Call register_post_accumulate_grad_hook on the sharded parameter, after fully_shard; its hooks get "
             "the shard, with the reduced gradient.",
-            stacklevel=4,
+            stacklevel=6,
         )
 
 
@@ -328,20 +292,41 @@ def prepare_unit(
     resolved = param_types().agreed(parallel, resolve)
     if size is not None and all(group.mesh.shard.size <= size for group in resolved):
         after_forward = AfterForward.RESHARD
-    return PreparedUnit(
-        roots,
-        found,
-        managed,
-        ignored_params,
-        left_alone,
-        left_out,
-        resolved,
-        parallel,
-        mp_policy,
-        home,
-        after_forward,
-        size,
-    )
+
+    @torch.inference_mode(False)  # tensors made in inference mode could not be trained, and do not count their writes
+    def commit() -> Unit:
+        leave_alone(ignored_params)
+        leave_alone(getattr(slot.module, slot.name) for slot in left_alone)
+        take_over(found, roots)
+        for module in managed:
+            for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+                if not buffer.is_meta:
+                    setattr(module, name, buffer.to(parallel.device))
+            _torch.mark_as_managed(module)
+        config = UnitConfig(after_forward=after_forward, post_forward_size=size)
+        unit = Unit(roots, tuple(_groups(resolved, home)), parallel, mp_policy, config)
+        unit.left_alone.update(left_alone)
+        unit.left_out = left_out
+        unit.hooks = ModuleHooks(unit)
+        return unit
+
+    return PreparedUnit(resolved, commit)
+
+
+def _groups(resolved: Sequence[ResolvedGroup], home: Home) -> Iterator[ParamGroup]:
+    """The groups, with the parameters as shards."""
+    for item in resolved:
+        for record in item.records:
+            _warn_of_hooks(record)
+            setattr(record.param, SHARDED_AS, record.name)
+        group = ParamGroup(item.records, item.mesh, home)
+        for record in item.records:
+            if record.on_commit is not None:
+                record.on_commit()
+        group.unsharded.use_post_forward_mesh(item.post_forward)
+        for param in group.params:
+            setattr(param.sharded, SHARDED_AS, param.name)
+        yield group
 
 
 def _change_classes(roots: Sequence[nn.Module]) -> None:

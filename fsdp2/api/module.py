@@ -23,21 +23,16 @@ from fsdp2.schedule.schedule import AfterForward
 from fsdp2.types import AllGather, ReduceScatter, ScheduleError
 
 
-class _Registered:
-    """What higher layers plug in."""
+class PlugIns:
+    """What higher layers plug in.
 
-    copies: Callable[[nn.Module, dict[Any, Any]], nn.Module]
+    Attributes:
+        copied: copies a sharded module; gets the memo of ``copy.deepcopy``, too.
+        around_apply: the block in which tensors of a sharded module are replaced, as ``to`` does.
+    """
+
+    copied: Callable[[nn.Module, dict[Any, Any]], nn.Module]
     around_apply: Callable[[nn.Module], AbstractContextManager[None]]
-
-
-def register_copying(copied: Callable[[nn.Module, dict[Any, Any]], nn.Module]) -> None:
-    """Use ``copied``, of a sharded module and the memo of ``copy.deepcopy``, to copy it."""
-    _Registered.copies = copied
-
-
-def register_around_apply(around: Callable[[nn.Module], AbstractContextManager[None]]) -> None:
-    """Replace tensors of a sharded module, as ``to`` does, inside the block that ``around`` makes of the module."""
-    _Registered.around_apply = around
 
 
 class UnshardHandle:
@@ -95,12 +90,12 @@ class FSDPModule:
         Raises:
             ScheduleError: a forward or backward runs, or parameters are lent to ``unsharded``.
         """
-        return _Registered.copies(cast(nn.Module, self), memo)
+        return PlugIns.copied(cast(nn.Module, self), memo)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Apply ``to``, ``cuda``, ``to_empty`` and similar methods to the shards."""
         self.reshard()
-        with _Registered.around_apply(cast(nn.Module, self)), torch.inference_mode(False):  # as fully_shard's commit
+        with PlugIns.around_apply(cast(nn.Module, self)), torch.inference_mode(False):  # as fully_shard's commit
             result = super()._apply(*args, **kwargs)  # type: ignore[misc]
         unit = self._unit()
         for group in unit.groups:

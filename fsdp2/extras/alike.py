@@ -24,7 +24,7 @@ from fsdp2.extras.stalls import Meeting, await_claim, watch_for_stalls
 from fsdp2.group.group import ParamGroup
 from fsdp2.plan.mesh import ParallelMesh
 from fsdp2.runtime.unit import Unit
-from fsdp2.runtime.unit_tree import RankChecks, UnitTree, register_rank_checks
+from fsdp2.runtime.unit_tree import PlugIns, RankChecks, UnitTree
 
 _next_number: defaultdict[int, int] = defaultdict(int)  # of a scope, by its ranks
 
@@ -167,7 +167,7 @@ class Alike(RankChecks):
     @property
     def last_event(self) -> object:
         """As of the root."""
-        return self._tree.last_event
+        return self._tree.executor.last_event
 
     @property
     def is_running(self) -> bool:
@@ -176,7 +176,7 @@ class Alike(RankChecks):
 
     def story(self) -> str:
         """As of the root."""
-        return self._tree.story()
+        return self._tree.executor.story()
 
     def ranks(self) -> list[int]:
         """All ranks that hold a part of the model."""
@@ -200,4 +200,4 @@ def _named(what: str, meeting: Meeting) -> str:
 
 def register() -> None:
     """Let every root check that ranks do alike."""
-    register_rank_checks(Alike)
+    PlugIns.checks = Alike

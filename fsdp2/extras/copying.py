@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from fsdp2 import _torch
-from fsdp2.api.module import register_copying
+from fsdp2.api.module import PlugIns
 from fsdp2.extras import torch_names
 from fsdp2.group.group import ParamGroup
 from fsdp2.group.hooked_params import is_plain
@@ -146,4 +146,4 @@ def _resolve_prefetch(memo: Memo) -> None:
 
 def register() -> None:
     """Let ``copy.deepcopy`` copy sharded modules so."""
-    register_copying(copied_module)
+    PlugIns.copied = copied_module

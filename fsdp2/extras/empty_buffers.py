@@ -13,7 +13,7 @@ from typing import NamedTuple
 from torch import nn
 
 from fsdp2 import _torch
-from fsdp2.api.module import register_around_apply
+from fsdp2.api.module import PlugIns
 
 _EMPTY = "_fsdp2_empty_at"  # attribute of a buffer: its version when it got its memory
 
@@ -50,4 +50,4 @@ def _noting_replaced(module: nn.Module) -> Iterator[None]:
 
 def register() -> None:
     """Let ``to_empty`` and similar methods of sharded modules note it."""
-    register_around_apply(_noting_replaced)
+    PlugIns.around_apply = _noting_replaced

@@ -19,7 +19,7 @@ from fsdp2.group.gradients import Landed, land_in_grad
 from fsdp2.group.group import ParamGroup
 from fsdp2.plan.mesh import ParallelMesh
 from fsdp2.runtime.unit import Unit, note_tree_change
-from fsdp2.runtime.unit_tree import RankChecks, UnitTree, register_where_ranks_differ
+from fsdp2.runtime.unit_tree import PlugIns, RankChecks, UnitTree
 from fsdp2.schedule.schedule import Action, Actions, Phase, Schedule, UnitRules
 from fsdp2.schedule.states import Outcome
 
@@ -220,4 +220,4 @@ def _plug_in(tree: UnitTree, usual: RankChecks) -> tuple[Schedule, RankChecks]:
 
 def register() -> None:
     """Use these where users have asked for it."""
-    register_where_ranks_differ(_plug_in)
+    PlugIns.where_ranks_differ = _plug_in

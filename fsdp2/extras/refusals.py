@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp2 import _torch
-from fsdp2.api.fully_shard import register_module_check
+from fsdp2.api.fully_shard import PlugIns
 from fsdp2.group.group import groups_by_slot
 from fsdp2.group.param import Slot
 from fsdp2.runtime.unit import unit_of
@@ -70,4 +70,4 @@ def _check_wrapped(around: nn.Module, _: str, module: object) -> None:
 
 def register() -> None:
     """Let ``fully_shard`` check modules so."""
-    register_module_check(check_module)
+    PlugIns.check_module = check_module

@@ -37,29 +37,20 @@ _MAX_NAMES = 4
 _T = TypeVar("_T")
 
 
-class _Registered:
-    """What higher layers plug in."""
+class PlugIns:
+    """What higher layers plug in.
+
+    Attributes:
+        limits_memory: decorates the actions of a tree with a ``memory_limit``, from the start of a forward up to the
+            next one; gets the limit in bytes, and the tree.
+        checks: the checks of a tree.
+        where_ranks_differ: the schedule and the checks of a tree where ranks may differ in some unit; gets the tree,
+            and its usual checks.
+    """
 
     limits_memory: Callable[[int, UnitTree], Decorator] = lambda limit, tree: lambda event, unit, actions: actions
     checks: Callable[[UnitTree], RankChecks] = lambda tree: RankChecks()
     where_ranks_differ: Callable[[UnitTree, RankChecks], tuple[Schedule, RankChecks]] | None = None
-
-
-def register_memory_limit(make: Callable[[int, UnitTree], Decorator]) -> None:
-    """Use ``make``, of a limit in bytes and a tree, to decorate the actions of every tree with a ``memory_limit``, from
-    the start of a forward up to the next one."""
-    _Registered.limits_memory = make
-
-
-def register_rank_checks(make: Callable[[UnitTree], RankChecks]) -> None:
-    """Use ``make`` for the checks of every tree."""
-    _Registered.checks = make
-
-
-def register_where_ranks_differ(make: Callable[[UnitTree, RankChecks], tuple[Schedule, RankChecks]]) -> None:
-    """Use ``make``, of a tree and its usual checks, for the schedule and the checks where ranks may differ in some
-    unit."""
-    _Registered.where_ranks_differ = make
 
 
 class RankChecks:
@@ -111,7 +102,7 @@ class UnitTree:
         self._may_differ = False  # ranks may use other units, or other parameters of a unit
         self._seen_version = 0
         note_tree_change()  # for trees around this one, which have not seen its units yet
-        self._usual_checks = self.checks = _Registered.checks(self)
+        self._usual_checks = self.checks = PlugIns.checks(self)
         self._collect()
 
     # The tree
@@ -151,7 +142,7 @@ class UnitTree:
         for unit in self.units:
             for group in unit.groups:
                 group.gradients.on_missing = None
-        earlier, make = self.schedule, _Registered.where_ranks_differ if self._may_differ else None
+        earlier, make = self.schedule, PlugIns.where_ranks_differ if self._may_differ else None
         if make is None:
             self.schedule, self.checks = Schedule([self.rules_of(unit) for unit in self.units]), self._usual_checks
         else:
@@ -198,15 +189,6 @@ class UnitTree:
     # What is noted
 
     @property
-    def last_event(self) -> object:
-        """A different object for each event; None before the first."""
-        return self.executor.last_event
-
-    def story(self) -> str:
-        """The last events, oldest first."""
-        return self.executor.story()
-
-    @property
     def is_running(self) -> bool:
         """Whether a forward or backward runs."""
         passes = self.schedule.passes
@@ -218,7 +200,7 @@ class UnitTree:
             return agree()
         except CommunicationError as error:
             groups = [each for unit in self.units for group in unit.groups for each in group.mesh.process_groups]
-            raise lost(what, error, self.story(), groups) from error.__cause__
+            raise lost(what, error, self.executor.story(), groups) from error.__cause__
 
     # Forward
 
@@ -320,7 +302,7 @@ class UnitTree:
         self.order_gathers()
         self.post_optim_event = None
         limit = self.root.config.memory_limit
-        self.executor.limit = None if limit is None else _Registered.limits_memory(limit, self)
+        self.executor.limit = None if limit is None else PlugIns.limits_memory(limit, self)
 
     # Backward
 

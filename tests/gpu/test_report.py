@@ -71,4 +71,4 @@ def test_device_that_does_not_get_on_is_told_of_before_the_timeout(ctx: RankCont
         torch.cuda.synchronize()
     assert len(heard.messages) == 1
     assert f"The timeout of the backend is {TIMEOUT_S} s." in heard.messages[0]
-    assert f"Last events on rank {ctx.rank}: {tree.story()}." in heard.messages[0]
+    assert f"Last events on rank {ctx.rank}: {tree.executor.story()}." in heard.messages[0]

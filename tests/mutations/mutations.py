@@ -215,9 +215,7 @@ _LISTED: dict[str, dict[int, tuple[str, str, str]]] = {
         84: ("lent_whole", "stack.callback(group.take_back)", "pass"),
     },
     "distributed/scopes parity/accumulation": {83: ("no_sync", "group.configure(requires_all_reduce=False)", "pass")},
-    "accelerator/findings": {
-        85: ("PreparedUnit.commit", "setattr(module, name, buffer.to(self.parallel.device))", "pass")
-    },
+    "accelerator/findings": {85: ("prepare_unit.commit", "setattr(module, name, buffer.to(parallel.device))", "pass")},
     "parity/clipping": {
         87: ("_groups_of", "mesh.size(axis) > 1", "False"),
         88: ("clip_grad_norm_", "error_if_nonfinite and not torch.isfinite(total)", "False"),
