@@ -22,7 +22,6 @@ from fsdp2.group.param import ParamRecord, ShardedParam, Slot
 from fsdp2.runtime.hooks import FORWARD_METHOD, ModuleHooks
 from fsdp2.runtime.unit import UNIT_ATTRIBUTE, Unit, unit_of
 from fsdp2.runtime.unit_tree import tree_of
-from fsdp2.schedule.states import Pass
 from fsdp2.types import ScheduleError
 
 Memo = dict[Any, Any]
@@ -41,7 +40,7 @@ def copied_module(module: nn.Module, memo: Memo) -> nn.Module:
     unit = unit_of(module)
     assert unit is not None
     if id(unit) not in memo:
-        if unit.running is not Pass.IDLE or _torch.in_backward():
+        if unit.running or _torch.in_backward():
             raise ScheduleError(
                 f"deepcopy of unit '{unit.name}': a forward or backward is running. Call deepcopy when no forward or "
                 "backward runs. After an exception, call reset_iter_state() first."
@@ -128,7 +127,7 @@ def _renew_hooks(unit: Unit, made: Unit, memo: Memo) -> None:
     assert unit.hooks is not None
     for module in unit.hooks.modules:
         if id(module) in memo:
-            torch_names.remove_hooks(memo[id(module)], unit.hooks.functions)
+            torch_names.remove_hooks(memo[id(module)], unit.hooks)
     made.hooks = hooks = ModuleHooks(made)
     for module in made.modules:
         for name, value in list(vars(module).items()):

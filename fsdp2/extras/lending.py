@@ -24,7 +24,7 @@ from fsdp2.group.hooked_params import is_plain
 from fsdp2.group.param import WHOLE, ShardedParam, Slot, whole_subclass
 from fsdp2.plan.mesh import Axis, ParallelMesh, replicated
 from fsdp2.runtime.unit import Unit, units_under
-from fsdp2.schedule.states import GroupState, Lent, Pass
+from fsdp2.schedule.states import GroupState
 from fsdp2.types import ScheduleError
 
 
@@ -84,8 +84,8 @@ def lent_whole(
             for param in params:
                 _hand_out(group, param, is_here=is_here, device=torch.device("cpu") if offload_to_cpu else None)
         for unit in units:
-            stack.callback(setattr, unit, "lent", unit.lent)
-            unit.lent = Lent.ALL if whole.issuperset(unit.groups) else Lent.PART
+            stack.callback(setattr, unit, "is_whole", unit.is_whole)
+            unit.is_whole = whole.issuperset(unit.groups)
         with _raising_on_all_ranks(ranks.values() if writeback else ()):
             yield
             values = {param: _value(param) for params in lent.values() for param in params}
@@ -177,13 +177,13 @@ def check_idle(module: nn.Module, caller: str) -> None:
     _refuse_running({unit.running for _, unit in units_under(module)}, module, caller)
 
 
-def _refuse_running(passes: Iterable[Pass], module: nn.Module, caller: str) -> None:
-    running = {*passes} - {Pass.IDLE}
+def _refuse_running(passes: Iterable[str], module: nn.Module, caller: str) -> None:
+    running = {*passes} - {""}
     if running or _torch.in_backward():
-        found = Pass.BACKWARD if _torch.in_backward() else running.pop()
+        found = "backward" if _torch.in_backward() else running.pop()
         name = type(module).__name__.removeprefix("FSDP")
         raise ScheduleError(
-            f"{caller}: a {found.value} of {name} is running. Call {caller} when no forward or backward runs. After "
+            f"{caller}: a {found} of {name} is running. Call {caller} when no forward or backward runs. After "
             "an exception, call reset_iter_state() first."
         )
 

@@ -64,7 +64,7 @@ from fsdp2.group.param import Slot
 from fsdp2.plan.dtypes import cast_floating
 from fsdp2.runtime.unit import UNIT_ATTRIBUTE, Unit, unit_of, units_under
 from fsdp2.runtime.unit_tree import tree_of
-from fsdp2.schedule.states import GroupState, Lent
+from fsdp2.schedule.states import GroupState
 
 
 class FullyShardedDataParallel(nn.Module):
@@ -433,7 +433,7 @@ class FullyShardedDataParallel(nn.Module):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Buffers with their names; inside ``summon_full_params``, without the names of wrappers."""
-        cleans = self._unit.lent is not Lent.NOTHING
+        cleans = self._unit.is_whole is not None
         for name, buffer in super().named_buffers(prefix, recurse, remove_duplicate):
             yield clean_name(name) if cleans else name, buffer
 
@@ -451,11 +451,11 @@ class FullyShardedDataParallel(nn.Module):
                 yield name, param
 
     def _parameters_in(self, prefix: str, recurse: bool) -> Iterator[tuple[str, nn.Parameter]]:
-        cleans = self._unit.lent is not Lent.NOTHING
+        cleans = self._unit.is_whole is not None
         flats = {
             Slot(each._flat_owner, FLAT): flat
             for each in wrappers_in(self)
-            if each._unit.lent is Lent.NOTHING and (flat := each._listed_flat_param) is not None
+            if each._unit.is_whole is None and (flat := each._listed_flat_param) is not None
         }
         hidden = {slot for flat in flats.values() for param in flat._group.params for slot in param.slots}
         shards = {  # in the place of what units that stay unsharded have bound

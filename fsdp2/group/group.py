@@ -28,7 +28,7 @@ from fsdp2.group.param import ParamRecord, ShardedParam, Slot
 from fsdp2.group.shards import GroupShards
 from fsdp2.group.unsharded import UnshardedParams
 from fsdp2.plan.mesh import ParallelMesh
-from fsdp2.schedule.states import TRANSITIONS, GroupEvent, GroupState, Pass
+from fsdp2.schedule.states import TRANSITIONS, GroupEvent, GroupState
 from fsdp2.types import CommunicationError, ScheduleError
 
 _get_requires_grad = attrgetter("requires_grad")
@@ -89,7 +89,7 @@ class ParamGroup:
         self.gradients = GroupGradients(self.params, self.unsharded, mesh, comm, home)
         self.reduce, self.reduce_partial = self.gradients.reduce, self.gradients.reduce_partial
         self._story: Callable[[], str] = lambda: "none"
-        self._running: Callable[[], Pass] = lambda: Pass.IDLE
+        self._running: Callable[[], str] = lambda: ""
         self._on_flags: Callable[[], object] = lambda: None
         self.stamp: list[int] | None = None
         self._in_flight: Gather | LocalGather | None = None
@@ -107,7 +107,7 @@ class ParamGroup:
         self.is_stale |= bindings.rebind(bindings.forms, are_shards=True)
 
     def attach(
-        self, name: str, story: Callable[[], str], running: Callable[[], Pass], on_flags: Callable[[], object]
+        self, name: str, story: Callable[[], str], running: Callable[[], str], on_flags: Callable[[], object]
     ) -> None:
         """Work under another root from now on, as unit ``name`` (empty for the root itself). ``story`` returns the
         recent events of that root, ``running`` its pass. ``on_flags`` is called when ``take_flags`` has found any."""
@@ -116,8 +116,8 @@ class ParamGroup:
             param.full_name = f"{name}.{param.name}" if name else param.name
 
     @property
-    def running(self) -> Pass:
-        """Which pass the root is in."""
+    def running(self) -> str:
+        """Which pass the root is in: see ``PassStack``."""
         return self._running()
 
     def configure(self, **changes: object) -> None:

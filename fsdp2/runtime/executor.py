@@ -85,7 +85,6 @@ class Executor:
         self._has_landed = False  # gradients for which the current stream has not waited
         self._offloaded: list[ParamGroup] = []
         self._replicated: list[ParamGroup] = []
-        self._has_reduced = False
 
     def take(self, units: Sequence[Unit]) -> None:
         """Work on ``units`` from now on."""
@@ -133,17 +132,13 @@ class Executor:
         unit = self.units[index]
         before = [group.state for group in unit.groups]
         pending = len(self._pending)
-        self._has_reduced = False
         for watch in unit.watches:
             watch.observer.on_start(kind.value, unit.name)
         self._programs[action]()
         for watch in unit.watches:
             watch.observer.on_stop(kind.value, unit.name)
         changed = [group for group, state in zip(unit.groups, before, strict=True) if group.state is not state]
-        if kind in _REDUCTIONS:
-            if self._has_reduced:
-                self.tell("reduce", unit, 0)
-        elif changed or (kind is Action.LAND and pending):
+        if changed or (kind is Action.LAND and pending):
             self.tell(kind.value, unit, sum(group.unsharded.nbytes for group in changed))
 
     def tell(self, action: str, unit: Unit, nbytes: int) -> None:
@@ -171,6 +166,9 @@ class Executor:
         if _torch.is_profiling():
             launch = partial(_torch.in_range, "post_backward_reduce", unit.name, launch)
         reduction = _run("reduce_launch", group, launch)
+        if reduction is not None:
+            for watch in unit.watches:
+                watch.observer.on_action("reduce", unit.name, 0)
         self._add(group, reduction)
 
     def reduce_partial(self) -> None:
@@ -239,7 +237,6 @@ class Executor:
     def _add(self, group: ParamGroup, reduction: Reduction | None) -> None:
         if reduction is not None:
             self._pending.append((group, reduction))
-            self._has_reduced = True
         # Its all-reduce over replicas ran beside the reduce-scatter that was just launched. Users' hooks may raise.
         self._land_finished()
 

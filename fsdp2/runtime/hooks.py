@@ -23,32 +23,31 @@ from fsdp2.runtime.outside_calls import guards_of
 from fsdp2.runtime.unit import Unit, unit_of, units_under
 from fsdp2.runtime.unit_tree import UnitTree, tree_of
 from fsdp2.schedule.schedule import Phase
-from fsdp2.schedule.states import GroupState, Lent, Outcome, Pass
+from fsdp2.schedule.states import GroupState, Outcome
 from fsdp2.types import ScheduleError
 
 _COMPUTING = (Phase.FORWARD, Phase.RECOMPUTE)
 
 
 class InputOfShardedModule(torch.autograd.Function):
-    """Identity on a unit's inputs. Its backward runs when the gradients of all inputs are known. The unit has then
-    computed the gradients of its parameters. It is a separate node, since the inputs may have other consumers. Users
-    read its name: torch's error says it, if they change one of several inputs in place."""
+    """Identity on a unit's inputs, for ``reached``, which is called when the gradients of all are known. The unit has
+    then computed the gradients of its parameters. It is a separate node, since the inputs may have other consumers.
+    Users read its name: torch's error says it, if they change one of several inputs in place."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(unit: Unit, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(reached: Callable[[], None], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tensors
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
-        ctx.unit = inputs[0]
+        ctx.reached = inputs[0]
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
-        unit = ctx.unit
-        (unit.tree or tree_of(unit)).post_backward(unit)
+        ctx.reached()
         return (None, *grads)
 
     @staticmethod
@@ -56,29 +55,9 @@ class InputOfShardedModule(torch.autograd.Function):
         return tuple(None if tangent is None else tangent.view_as(tangent) for tangent in tangents)
 
 
-class _PreBackward(torch.autograd.Function):
-    """Identity on an output of a unit. Its backward begins that of the unit. Only for transforms of ``torch.func``:
-    there, a hook on a tensor does not see the gradients of all levels."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(unit: Unit, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
-        ctx.unit = inputs[0]
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
-        unit = ctx.unit
-        (unit.tree or tree_of(unit)).pre_backward(unit)
-        return None, grad
-
-    @staticmethod
-    def jvp(ctx: Any, _: None, tangent: torch.Tensor) -> torch.Tensor:
-        return tangent.view_as(tangent)
+class OutputOfShardedModule(InputOfShardedModule):
+    """The same on an output, whose gradient begins the unit's backward. Only for transforms of ``torch.func``: there, a
+    hook on a tensor does not see the gradients of all levels."""
 
 
 class ModuleHooks:
@@ -86,7 +65,6 @@ class ModuleHooks:
 
     Attributes:
         modules: the modules with these hooks.
-        functions: the functions that were registered on ``modules``.
         guards: of the unit's submodules.
     """
 
@@ -109,7 +87,7 @@ class ModuleHooks:
             module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self.post_forward, always_call=True)
         slots = [slot for group in unit.groups for param in group.params for slot in param.slots]
-        self.modules, self.functions = list(unit.modules), [self.pre_forward, self.post_forward]
+        self.modules = list(unit.modules)
         self.hold([*unit.modules, *(slot.module for slot in slots)])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleHooks:
@@ -123,7 +101,25 @@ class ModuleHooks:
         for group in self._unit.groups:
             group.guard(self.guards)
         self.modules += holders
-        self.functions += _install_state_dict_hooks(holders, self._unit)
+        for module in holders:
+            module.register_state_dict_pre_hook(self.pre_state_dict)
+            module.register_load_state_dict_pre_hook(self.pre_load)
+            module.register_load_state_dict_post_hook(self.post_load)
+
+    def pre_state_dict(self, *_: object) -> None:
+        """State dicts see shards, or what ``unsharded`` has bound."""
+        _reshard_if_needed(self._unit)
+
+    def pre_load(
+        self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: object
+    ) -> None:
+        for inner in dict.fromkeys((*(unit for _name, unit in units_under(module)), self._unit)):
+            _reshard_if_needed(inner)
+        check_loaded(module, state, prefix, is_assigned=metadata.get("assign_to_params_buffers", False))
+
+    def post_load(self, *_: object) -> None:
+        """Loaded parameters are checked before their next use."""
+        self._unit.mark_stale()
 
     @_torch.runs_between_graphs
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
@@ -137,7 +133,7 @@ class ModuleHooks:
             return self._resume(args, kwargs)
         self._outer.clear()
         self._handled = id(sys.exc_info()[1])
-        if unit.lent is not Lent.NOTHING and self._runs_plainly():
+        if unit.is_whole is not None and self._runs_plainly():
             return args, kwargs
         tree = unit.tree or tree_of(unit)
         in_backward = _torch.running_backward() != -1
@@ -171,7 +167,7 @@ class ModuleHooks:
             return None
         if self._runs_method:
             return self._handed_out(output)
-        if unit.lent is not Lent.NOTHING and self._runs_plainly():
+        if unit.is_whole is not None and self._runs_plainly():
             return output
         if unit.missing_modules and _torch.running_backward() == -1:
             unit.missing_modules.discard(module)
@@ -197,7 +193,7 @@ class ModuleHooks:
 
         @functools.wraps(method)
         def run(*args: Any, **kwargs: Any) -> Any:
-            if self._unit.lent is not Lent.NOTHING and self._runs_plainly():
+            if self._unit.is_whole is not None and self._runs_plainly():
                 return method(*args, **kwargs)
             if self._is_running():
                 args, kwargs = self._resume(args, kwargs)
@@ -259,12 +255,12 @@ class ModuleHooks:
             ScheduleError: the forward needs parameters that are not whole here, or it records gradients.
         """
         unit = self._unit
-        if unit.running is not Pass.IDLE:
+        if unit.running:
             return False
-        if unit.lent is Lent.ALL and not torch.is_grad_enabled():
+        if unit.is_whole and not torch.is_grad_enabled():
             return True
         problem = "some parameters of the unit are not whole on this rank. Leave the block first."
-        if unit.lent is Lent.ALL:
+        if unit.is_whole:
             problem = "the gradients of whole parameters would be lost. Use torch.no_grad(), or leave the block first."
         raise ScheduleError(f"forward of unit '{unit.name}' inside fsdp2.unsharded(...): {problem}")
 
@@ -286,8 +282,9 @@ class ModuleHooks:
     def _handed_out(self, output: Any) -> Any:
         """``output`` for the unit's caller, cast and with hooks: its gradients start the unit's backward."""
         if _torch.in_func_transform():
-            unit, self._leads_to = self._unit, Outcome.BACKWARD
-            output = map_tensors(lambda each: _PreBackward.apply(unit, each) if _has_gradient(each) else each, output)
+            self._leads_to, reached = Outcome.BACKWARD, self._on_output_gradient
+            mark = OutputOfShardedModule.apply
+            output = map_tensors(lambda each: mark(reached, each)[0] if _has_gradient(each) else each, output)
         elif torch.is_grad_enabled():
             found = (output,) if type(output) is torch.Tensor else find_tensors(output, [])
             if self._marked is not None and (view := self._marked()) is not None:
@@ -318,12 +315,12 @@ class ModuleHooks:
         return output
 
     @_torch.runs_between_graphs
-    def _on_output_gradient(self, _: torch.Tensor) -> None:
+    def _on_output_gradient(self, *_: torch.Tensor) -> None:
         unit = self._unit
         (unit.tree or tree_of(unit)).pre_backward(unit)
 
     @_torch.runs_between_graphs
-    def _on_input_gradient(self, _: torch.Tensor) -> None:
+    def _on_input_gradient(self, *_: torch.Tensor) -> None:
         unit = self._unit
         (unit.tree or tree_of(unit)).post_backward(unit)
 
@@ -341,7 +338,8 @@ class ModuleHooks:
         if not tensors:
             return args, kwargs
         if len(tensors) > 1 or in_transform:
-            marked = dict(zip(map(id, tensors), InputOfShardedModule.apply(self._unit, *tensors), strict=True))
+            marks = InputOfShardedModule.apply(self._on_input_gradient, *tensors)
+            marked = dict(zip(map(id, tensors), marks, strict=True))
             return map_tensors(lambda tensor: marked.get(id(tensor), tensor), (args, kwargs))
         (only,) = tensors
         view = only.view_as(only)
@@ -390,28 +388,6 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     if not hasattr(method, FORWARD_METHOD):
         assert unit.hooks is not None
         setattr(module, method_name, unit.hooks.forward_method(module, method))
-
-
-def _install_state_dict_hooks(modules: Iterable[nn.Module], unit: Unit) -> list[Callable[..., Any]]:
-    """State dicts see shards, or what ``unsharded`` has bound. Loaded parameters are checked before their next use."""
-
-    def reshard(*_: Any, **__: Any) -> None:
-        _reshard_if_needed(unit)
-
-    def before_load(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
-        for _name, inner in units_under(module):
-            _reshard_if_needed(inner)
-        reshard()
-        check_loaded(module, state, prefix, is_assigned=metadata.get("assign_to_params_buffers", False))
-
-    def mark_stale(*_: Any) -> None:
-        unit.mark_stale()
-
-    for module in modules:
-        module.register_state_dict_pre_hook(reshard)
-        module.register_load_state_dict_pre_hook(before_load)
-        module.register_load_state_dict_post_hook(mark_stale)
-    return [reshard, before_load, mark_stale]
 
 
 def _reshard_if_needed(unit: Unit) -> None:

@@ -18,7 +18,7 @@ from fsdp2.group.group import ParamGroup
 from fsdp2.group.param import Slot
 from fsdp2.plan.mesh import ParallelMesh
 from fsdp2.schedule.schedule import Action, AfterForward
-from fsdp2.schedule.states import GroupState, Lent, Pass
+from fsdp2.schedule.states import GroupState
 from fsdp2.types import MixedPrecisionPolicy, Observer, ScheduleError
 
 if TYPE_CHECKING:  # these import this module
@@ -79,7 +79,7 @@ class Unit:
         left_alone: slots whose parameters stay plain, because the user asked for it or has been warned.
         left_out: slots whose tied parameters stay plain until a unit around this one takes them.
         watches: the watches that observe the unit, under any root.
-        lent: how much of its parameters ``fsdp2.unsharded`` has bound.
+        is_whole: inside ``fsdp2.unsharded``, whether all its parameters are whole on this rank; None outside.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Unit:
         self.left_alone: set[Slot] = set()
         self.left_out: list[Slot] = []
         self.watches: list[Watch] = []
-        self.lent = Lent.NOTHING
+        self.is_whole: bool | None = None
         self.hooks: ModuleHooks | None = None
         self.name = type(modules[0]).__name__
         self.index = 0
@@ -120,9 +120,9 @@ class Unit:
             )
 
     @property
-    def running(self) -> Pass:
-        """Which pass its root is in."""
-        return Pass.IDLE if self.tree is None else self.tree.schedule.passes.running
+    def running(self) -> str:
+        """Which pass its root is in: see ``PassStack``."""
+        return "" if self.tree is None else self.tree.schedule.passes.running
 
     @property
     def is_root(self) -> bool:

@@ -29,7 +29,7 @@ from fsdp2.runtime.split_backward import SplitBackwards
 from fsdp2.runtime.ties import ties_across
 from fsdp2.runtime.unit import ModuleTrees, Unit, note_tree_change, parents_of, unit_of, units_under
 from fsdp2.schedule.schedule import Action, Actions, AfterForward, Phase, Schedule, UnitRules
-from fsdp2.schedule.states import GroupState, Outcome, Pass
+from fsdp2.schedule.states import GroupState, Outcome
 from fsdp2.types import CommunicationError, ScheduleError
 
 _MAX_NAMES = 4
@@ -192,7 +192,7 @@ class UnitTree:
     def is_running(self) -> bool:
         """Whether a forward or backward runs."""
         passes = self.schedule.passes
-        return passes.running is not Pass.IDLE and not passes.root_raised
+        return bool(passes.running) and not passes.root_raised
 
     def agree(self, what: str, agree: Callable[[], _T]) -> _T:
         """Call ``agree``, which communicates. If that fails, the error says that it was ``what``."""
@@ -291,7 +291,7 @@ class UnitTree:
         for index, unit in enumerate(self.units):
             for group in unit.groups:
                 is_outdated = group.state is not GroupState.SHARDED and group.has_stepped
-                if is_outdated and unit.config.reduces and not self.schedule.owes(index):
+                if is_outdated and unit.config.reduces and index not in self.schedule.kept:
                     _check_reduced(unit, group)
         if self._seen_version != ModuleTrees.version:
             self._collect()

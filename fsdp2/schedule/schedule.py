@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from fsdp2.schedule.states import Outcome, Pass
+from fsdp2.schedule.states import Outcome
 
 
 class Action(Enum):
@@ -110,11 +110,11 @@ class PassStack:
         self.in_backward = self.root_raised = False
 
     @property
-    def running(self) -> Pass:
-        """Which pass the whole model is in."""
+    def running(self) -> str:
+        """Which pass the whole model is in: "forward", "backward", or "" if none."""
         if self.in_backward:
-            return Pass.RECOMPUTE if Phase.RECOMPUTE in self.phases else Pass.BACKWARD
-        return Pass.IDLE if self.root is None else Pass.FORWARD
+            return "backward"
+        return "" if self.root is None else "forward"
 
     def is_computing(self, unit: int) -> bool:
         """Whether a forward of ``unit`` runs, or what is computed again."""
@@ -195,14 +195,14 @@ class Schedule:
         self.reduced_last: set[int] = set()  # units that are reduced when the whole backward is over
         self.awaits_finalization = False  # a backward has ended, and ``finalize`` was not called since
         self._unused_prefetches: set[int] = set()  # units prefetched in the running pass and not used so far
-        self._kept: set[int] = set()  # units whose gradients are kept until they are reduced
+        self.kept: set[int] = set()  # units whose gradients are kept until they are reduced
 
     def take_over(self, earlier: Schedule) -> None:
         """Take over the settings of a schedule of other units. If one of those owes gradients, assume all now do."""
         self.is_last_backward = earlier.is_last_backward
         self.finalizes_by_hand = earlier.finalizes_by_hand
         self.awaits_finalization = earlier.awaits_finalization
-        self._kept = set(range(len(self.rules))) if earlier._kept else set()
+        self.kept = set(range(len(self.rules))) if earlier.kept else set()
 
     def pre_forward(self, unit: int, *, in_backward: bool, grad_enabled: bool) -> Actions:
         """``unit`` is about to compute; ``in_backward``: autograd is running."""
@@ -270,15 +270,7 @@ class Schedule:
         parameter behind the last use; so before that, there is nothing to reduce."""
         self.passes.phases[unit] = Phase.REDUCED
         reshard = self._reshard_after_backward(unit)
-        return (*reshard, self._reduce(unit, jointly=True)) if is_last_use or unit in self._kept else reshard
-
-    def awaits_backward(self, unit: int) -> bool:
-        """Whether some forward of ``unit`` was recorded that no backward has reached. Users may drop its output."""
-        return unit in self.tape.ended
-
-    def owes(self, unit: int) -> bool:
-        """Whether the gradients of ``unit`` are kept until they are reduced."""
-        return unit in self._kept
+        return (*reshard, self._reduce(unit, jointly=True)) if is_last_use or unit in self.kept else reshard
 
     def end_backward(self, ended: Collection[int] = ()) -> Actions:
         """The backward is over. Reshard and reduce units that had no ``post_backward`` (their inputs needed no
@@ -302,7 +294,7 @@ class Schedule:
         actions: list[tuple[Action, int]] = []
         for unit in reversed(range(len(self.passes.phases))):
             actions += self._reshard_after_backward(unit)
-            if unit in self._kept:
+            if unit in self.kept:
                 actions.append(self._reduce(unit, jointly=True))
         self.awaits_finalization = False
         self._forget_step()
@@ -314,7 +306,7 @@ class Schedule:
 
     def drop_kept(self) -> None:
         """The gradients that were kept are lost."""
-        self._kept.clear()
+        self.kept.clear()
         self.awaits_finalization = False
 
     def set_rules(self, unit: int, rules: UnitRules) -> None:
@@ -340,11 +332,11 @@ class Schedule:
         rules = self.rules[unit]
         if not rules.reduces:
             return self._keep(unit)
-        self._kept.discard(unit)
+        self.kept.discard(unit)
         return Action.REDUCE_JOINTLY if jointly and rules.ranks_may_differ else Action.REDUCE, unit
 
     def _keep(self, unit: int) -> tuple[Action, int]:
-        self._kept.add(unit)
+        self.kept.add(unit)
         return Action.KEEP, unit
 
     def _take_unused(self) -> Sequence[int]:

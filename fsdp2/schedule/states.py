@@ -1,4 +1,4 @@
-"""Which pass a model is in, and the state machine of a parameter group, as a table.
+"""What a forward leads to, and the state machine of a parameter group, as a table.
 
 The group looks up each event in ``TRANSITIONS`` and raises a ScheduleError if the pair is not there. A test drives
 every cell.
@@ -7,15 +7,6 @@ every cell.
 from __future__ import annotations
 
 from enum import Enum
-
-
-class Pass(Enum):
-    """Which pass the whole model is in."""
-
-    IDLE = "idle"
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    RECOMPUTE = "recompute"  # a forward inside a backward
 
 
 class Outcome(Enum):
@@ -36,14 +27,6 @@ class GroupState(Enum):
     UNSHARDED = "UNSHARDED"
     SHARDED_POST_FORWARD = "SHARDED_POST_FORWARD"
     LENT = "LENT"
-
-
-class Lent(Enum):
-    """How much of a unit's parameters ``fsdp2.unsharded`` has bound."""
-
-    NOTHING = "nothing"
-    PART = "part"  # a part, or all parameters, but on another rank
-    ALL = "all"
 
 
 class GroupEvent(Enum):

@@ -71,7 +71,7 @@ class MemoryLimit:
         yield action, index
         if action is Action.UNSHARD:
             self._measure(index)
-        reduces_later = action is Action.REDUCE and self._schedule.awaits_backward(index)  # nothing is there yet
+        reduces_later = action is Action.REDUCE and index in self._schedule.tape.ended  # nothing is there yet
         if not reduces_later:
             self._ledger.count(action, index, self._executor.max_in_flight)
 
