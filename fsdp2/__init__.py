@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from fsdp2 import extensions
-from fsdp2.api.adapters import Adapted, register_adapter
+from fsdp2.api.adapters import ADAPTERS, Adapted
 from fsdp2.api.fully_shard import fully_shard
 from fsdp2.api.module import FSDPModule, GradientReductionHandle, UnshardHandle, share_comm_ctx
 from fsdp2.extras import (
@@ -178,5 +178,5 @@ for _extra in (_alike, _copying, _empty_buffers, _peers, _ranks_may_differ, _ref
 for _types in (_typed_params, _local_parts):  # the first who knows a parameter answers
     _types.register()
 PlugIns.limits_memory = _limit_memory
-register_adapter("bitsandbytes.nn.modules.Params4bit", _adapt_4bit)
+ADAPTERS["bitsandbytes.nn.modules.Params4bit"] = _adapt_4bit
 del globals()["plan"]  # the folder, which hides the function

@@ -37,22 +37,17 @@ _T = TypeVar("_T")
 # Gets the name of a parameter, the parameter, and its slots. Raises ValueError if it cannot be sharded.
 Adapter = Callable[[str, nn.Parameter, Sequence[Slot]], Adapted]
 
-_ADAPTERS: dict[str, Adapter] = {}
-
-
-def register_adapter(class_name: str, adapter: Adapter) -> None:
-    """Use ``adapter`` for parameters of the class ``class_name``, which starts with its module."""
-    _ADAPTERS[class_name] = adapter
+ADAPTERS: dict[str, Adapter] = {}  # by the name of a class, which starts with its module
 
 
 def adapter_of(param: nn.Parameter) -> Adapter | None:
     """The adapter for the class of ``param``, or for one that it derives from."""
     names = (f"{cls.__module__}.{cls.__qualname__}" for cls in type(param).__mro__)
-    return next((_ADAPTERS[name] for name in names if name in _ADAPTERS), None)
+    return next((ADAPTERS[name] for name in names if name in ADAPTERS), None)
 
 
 class ParamTypes:
-    """How parameters lie on model axes, if a library has written that on plain ones. Here, none has."""
+    """How parameters lie on model axes, if a library has written that on plain ones."""
 
     def spec(self, name: str, param: torch.Tensor, dim: int, parallel: ParallelMesh) -> ParamSpec | None:
         """How ``param``, cut along ``dim``, lies on ``parallel``; None if nothing is written on it. Raises ValueError
@@ -64,29 +59,17 @@ class ParamTypes:
         return resolve()
 
 
-class _Several(ParamTypes):
-    """Asks several in turn; the first who knows a parameter answers."""
-
-    def __init__(self) -> None:
-        self.types: list[ParamTypes] = []
-
-    def spec(self, name: str, param: torch.Tensor, dim: int, parallel: ParallelMesh) -> ParamSpec | None:
-        answers = (each.spec(name, param, dim, parallel) for each in self.types)
-        return next((spec for spec in answers if spec is not None), None)
-
-    def agreed(self, parallel: ParallelMesh, resolve: Callable[[], _T]) -> _T:
-        for each in self.types:
-            resolve = partial(each.agreed, parallel, resolve)
-        return resolve()
+PARAM_TYPES: list[ParamTypes] = []  # the first who knows a parameter answers
 
 
-_registered = _Several()
+def written_spec(name: str, param: torch.Tensor, dim: int, parallel: ParallelMesh) -> ParamSpec | None:
+    """As ``ParamTypes.spec``, of all who may know the parameter."""
+    answers = (types.spec(name, param, dim, parallel) for types in PARAM_TYPES)
+    return next((spec for spec in answers if spec is not None), None)
 
 
-def register_param_types(types: ParamTypes) -> None:
-    """Ask ``types`` about each parameter that is sharded, after those who were registered before."""
-    _registered.types.append(types)
-
-
-def param_types() -> ParamTypes:
-    return _registered
+def agreed(parallel: ParallelMesh, resolve: Callable[[], _T]) -> _T:
+    """As ``ParamTypes.agreed``, of all."""
+    for types in PARAM_TYPES:
+        resolve = partial(types.agreed, parallel, resolve)
+    return resolve()

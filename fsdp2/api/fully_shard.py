@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2 import _torch
-from fsdp2.api.adapters import param_types
+from fsdp2.api.adapters import agreed
 from fsdp2.api.arguments import expect
 from fsdp2.api.module import FSDPModule
 from fsdp2.api.resolve import (
@@ -289,7 +289,7 @@ def prepare_unit(
     after_forward, size = read_reshard_after_forward(reshard_after_forward, parallel)
     home = home_for(offload_policy, parallel.device)
     resolve = partial(resolve_groups, found, parallel, shard_placement_fn, mp_policy, home, size)
-    resolved = param_types().agreed(parallel, resolve)
+    resolved = agreed(parallel, resolve)
     if size is not None and all(group.mesh.shard.size <= size for group in resolved):
         after_forward = AfterForward.RESHARD
 

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp2 import _torch
-from fsdp2.api.adapters import adapter_of, param_types
+from fsdp2.api.adapters import adapter_of, written_spec
 from fsdp2.api.arguments import expect
 from fsdp2.comm.offload import Home
 from fsdp2.group.group import ParamGroup
@@ -193,7 +193,7 @@ def _resolve(
         param=param,
         slots=tuple(item.slots),
         layout=layout,
-        spec=param_types().spec(name, form, dim, parallel) or param_spec(name, form, dim, parallel),
+        spec=written_spec(name, form, dim, parallel) or param_spec(name, form, dim, parallel),
         dtypes=param_dtypes(form.dtype, own, grad_dtype),
         policy=own,
         local=_subclass_shard(name, form, full, layout, parallel.shard.rank, home),

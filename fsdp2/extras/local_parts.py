@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2.api.adapters import ParamTypes, register_param_types
+from fsdp2.api.adapters import PARAM_TYPES, ParamTypes
 from fsdp2.group.hooked_params import is_plain
 from fsdp2.plan.mesh import ParallelMesh
 from fsdp2.plan.placements import ParamSpec, param_spec
@@ -132,4 +132,4 @@ class _LocalParts(ParamTypes):
 
 def register() -> None:
     """Keep the geometry of parameters in each call of ``fully_shard`` from now on."""
-    register_param_types(_LocalParts())
+    PARAM_TYPES.append(_LocalParts())

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from fsdp2 import _torch
-from fsdp2.api.adapters import ParamTypes, register_param_types
+from fsdp2.api.adapters import PARAM_TYPES, ParamTypes
 from fsdp2.comm.backends import exchange
 from fsdp2.extras.rank_checks import first_difference
 from fsdp2.plan.mesh import Axis, AxisRole, ParallelMesh, SpmdMesh
@@ -248,4 +248,4 @@ def _check_agreement(spmd: SpmdMesh, error: Exception | None, found: Sequence[st
 
 def register() -> None:
     """Read the types of spmd_types in each call of ``fully_shard`` from now on."""
-    register_param_types(_SpmdTypes())
+    PARAM_TYPES.append(_SpmdTypes())

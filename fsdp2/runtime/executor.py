@@ -117,11 +117,11 @@ class Executor:
         """Perform ``actions``, which follow from what has happened to ``unit``, if that is given."""
         if unit is not None:
             self._story.append((event, unit.name))
-            for watch in unit.watches:
-                watch.observer.on_event(event, unit.name)
+            for observer in unit.observers:
+                observer.on_event(event, unit.name)
         programs, units = self._programs, self.units
         for action in actions if self.limit is None else self.limit(event, unit, actions):
-            if units[action[1]].watches:
+            if units[action[1]].observers:
                 for part in in_parts((action,)):
                     self._do_observed(part)
             else:
@@ -132,26 +132,21 @@ class Executor:
         unit = self.units[index]
         before = [group.state for group in unit.groups]
         pending = len(self._pending)
-        for watch in unit.watches:
-            watch.observer.on_start(kind.value, unit.name)
+        for observer in unit.observers:
+            observer.on_start(kind.value, unit.name)
         self._programs[action]()
-        for watch in unit.watches:
-            watch.observer.on_stop(kind.value, unit.name)
+        for observer in unit.observers:
+            observer.on_stop(kind.value, unit.name)
         changed = [group for group, state in zip(unit.groups, before, strict=True) if group.state is not state]
         if changed or (kind is Action.LAND and pending):
             self.tell(kind.value, unit, sum(group.unsharded.nbytes for group in changed))
 
     def tell(self, action: str, unit: Unit, nbytes: int) -> None:
         """``action`` on ``unit`` was performed."""
-        for watch in unit.watches:
-            watch.observer.on_action(action, unit.name, nbytes)
+        for observer in unit.observers:
+            observer.on_action(action, unit.name, nbytes)
 
     # Reductions
-
-    @property
-    def num_reductions(self) -> int:
-        """How many reductions are in flight."""
-        return len(self._pending)
 
     @property
     def has_unwaited(self) -> bool:
@@ -167,8 +162,8 @@ class Executor:
             launch = partial(_torch.in_range, "post_backward_reduce", unit.name, launch)
         reduction = _run("reduce_launch", group, launch)
         if reduction is not None:
-            for watch in unit.watches:
-                watch.observer.on_action("reduce", unit.name, 0)
+            for observer in unit.observers:
+                observer.on_action("reduce", unit.name, 0)
         self._add(group, reduction)
 
     def reduce_partial(self) -> None:

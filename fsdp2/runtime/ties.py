@@ -6,8 +6,9 @@ They move to the nearest unit around all of them, before the first use, as param
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from fsdp2.group.group import ParamGroup
 from fsdp2.group.param import ShardedParam
@@ -26,38 +27,29 @@ class Member:
     name: str
 
 
-@dataclass(frozen=True)
-class Tie:
-    """Parameters that can move to ``unit``, into ``group``. ``name``: of the unit."""
-
-    members: Sequence[Member]
-    unit: Unit
-    group: ParamGroup
-    name: str
-
-    def join(self) -> None:
-        """Let ``group`` manage all of them as one parameter."""
-        own = next((member for member in self.members if member.group is self.group), self.members[0])
-        others = [member for member in self.members if member is not own]
-        for member in (*others, own):  # the last one places the shard in its own buffers
-            member.group.take_replaced()
-        others = [member for member in others if member.param in member.group.params]  # else joined in its own group
-        for member in others:
-            member.group.give_up(member.param)
-        if own.group is not self.group:
-            self.group.take_replaced()
-            own.group.give_up(own.param)
-            own.param.name = own.name.removeprefix(f"{self.name}.")
-        moved = [slot for member in self.members if member.group is not self.group for slot in member.param.slots]
-        self.group.hold(own.param, [slot for member in others for slot in member.param.slots])
-        assert self.unit.hooks is not None
-        self.unit.hooks.hold([slot.module for slot in moved])
-        for member in self.members:
-            member.unit.groups = tuple(group for group in member.unit.groups if group.params)
+def join_tie(members: Sequence[Member], unit: Unit, group: ParamGroup, name: str) -> None:
+    """Let ``group`` of ``unit``, which has ``name``, manage all ``members`` as one parameter."""
+    own = next((member for member in members if member.group is group), members[0])
+    others = [member for member in members if member is not own]
+    for member in (*others, own):  # the last one places the shard in its own buffers
+        member.group.take_replaced()
+    others = [member for member in others if member.param in member.group.params]  # else joined in its own group
+    for member in others:
+        member.group.give_up(member.param)
+    if own.group is not group:
+        group.take_replaced()
+        own.group.give_up(own.param)
+        own.param.name = own.name.removeprefix(f"{name}.")
+    moved = [slot for member in members if member.group is not group for slot in member.param.slots]
+    group.hold(own.param, [slot for member in others for slot in member.param.slots])
+    assert unit.hooks is not None
+    unit.hooks.hold([slot.module for slot in moved])
+    for member in members:
+        member.unit.groups = tuple(each for each in member.unit.groups if each.params)
 
 
-def ties_across(units: Sequence[tuple[Unit, str]]) -> list[Tie]:
-    """The ties across ``units``, which are given with their names.
+def ties_across(units: Sequence[tuple[Unit, str]]) -> list[Callable[[], None]]:
+    """What joins each tie across ``units``, which are given with their names.
 
     Raises:
         ScheduleError: a tie cannot move.
@@ -74,14 +66,14 @@ def ties_across(units: Sequence[tuple[Unit, str]]) -> list[Tie]:
     return [_tie(members, units) for members in found.values() if len({member.unit for member in members}) > 1]
 
 
-def _tie(members: Sequence[Member], units: Sequence[tuple[Unit, str]]) -> Tie:
+def _tie(members: Sequence[Member], units: Sequence[tuple[Unit, str]]) -> Callable[[], None]:
     holders = {slot.module for member in members for slot in member.param.slots}
     around = [each for each in units if holders <= {inner for module in each[0].modules for inner in module.modules()}]
     first = members[0]
     for unit, name in around[-1:]:
         for group in unit.groups:
             if _is_fresh(group) and all(_may_join(group, first.param, member) for member in members):
-                return Tie(members, unit, group, name)
+                return partial(join_tie, members, unit, group, name)
     second = next(member for member in members if member.unit is not first.unit)
     raise ScheduleError(
         f"parameters '{first.name}' and '{second.name}' are in two units, and were tied after fully_shard. "

@@ -78,7 +78,7 @@ class Unit:
         missing_modules: of several modules, those whose forward has not run in this pass.
         left_alone: slots whose parameters stay plain, because the user asked for it or has been warned.
         left_out: slots whose tied parameters stay plain until a unit around this one takes them.
-        watches: the watches that observe the unit, under any root.
+        observers: who observes the unit, under any root.
         is_whole: inside ``fsdp2.unsharded``, whether all its parameters are whole on this rank; None outside.
     """
 
@@ -98,7 +98,7 @@ class Unit:
         self.missing_modules: set[nn.Module] = set()
         self.left_alone: set[Slot] = set()
         self.left_out: list[Slot] = []
-        self.watches: list[Watch] = []
+        self.observers: list[Observer] = []
         self.is_whole: bool | None = None
         self.hooks: ModuleHooks | None = None
         self.name = type(modules[0]).__name__
@@ -152,20 +152,20 @@ class Unit:
         for group in self.groups:
             group.attach(name, tree.executor.story, lambda: self.running, lambda: tree.checks.note_flags())
 
-    def tell(self, watches: list[Watch]) -> None:
-        """Tell ``watches`` what happens to the unit from now on. Groups have no callback while nothing watches."""
-        self.watches = watches
+    def tell(self, observers: list[Observer]) -> None:
+        """Tell ``observers`` what happens to the unit from now on. Groups have no callback while nobody observes."""
+        self.observers = observers
         for group in self.groups:
-            group.on_transition = self._tell_transition if watches else None
-            group.on_work = self._tell_work if watches else None
+            group.on_transition = self._tell_transition if observers else None
+            group.on_work = self._tell_work if observers else None
 
     def _tell_transition(self, before: GroupState, after: GroupState) -> None:
-        for watch in self.watches:
-            watch.observer.on_transition(self.name, before.value, after.value)
+        for observer in self.observers:
+            observer.on_transition(self.name, before.value, after.value)
 
     def _tell_work(self, work: str, starts: bool) -> None:
-        for watch in self.watches:
-            (watch.observer.on_start if starts else watch.observer.on_stop)(work, self.name)
+        for observer in self.observers:
+            (observer.on_start if starts else observer.on_stop)(work, self.name)
 
     def configure(self, **changes: object) -> None:
         """The user changes ``config``; the schedule follows."""
@@ -177,7 +177,7 @@ class Unit:
         """Work on ``mesh`` with ``groups``, which have replaced the old ones, under a root that is yet to be formed.
         No pass runs."""
         self.mesh, self.groups, self.tree = mesh, groups, None
-        self.tell(self.watches)
+        self.tell(self.observers)
 
     def mark_stale(self) -> None:
         """Parameters may have been replaced: check them before their next use."""
@@ -186,22 +186,16 @@ class Unit:
         note_tree_change()
 
 
-class Watch:
-    """Tells ``observer`` about the units inside ``module``, later ones included, until ``end``."""
+def observe(module: nn.Module, observer: Observer) -> None:
+    """Tell ``observer`` about the units inside ``module``, later ones included."""
+    for _, unit in units_under(module):
+        unit.tell([*unit.observers, observer])
 
-    def __init__(self, module: nn.Module, observer: Observer) -> None:
-        self.observer = observer
-        self._units: list[Unit] = []
-        for _, unit in units_under(module):
-            self.add(unit)
 
-    def add(self, unit: Unit) -> None:
-        self._units.append(unit)
-        unit.tell([*unit.watches, self])
-
-    def end(self) -> None:
-        for unit in self._units:
-            unit.tell([watch for watch in unit.watches if watch is not self])
+def stop_observing(module: nn.Module, observer: Observer) -> None:
+    """Tell ``observer`` no more about the units inside ``module``."""
+    for _, unit in units_under(module):
+        unit.tell([each for each in unit.observers if each is not observer])
 
 
 def unit_of(module: nn.Module) -> Unit | None:

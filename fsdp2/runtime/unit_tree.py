@@ -98,7 +98,7 @@ class UnitTree:
         self._backward = _torch.RunningBackward()
         self.num_resets = 0
         self.parents: Sequence[int | None] = ()  # of each unit, the innermost unit around it
-        self._split: SplitBackwards | None = None  # while a step has several backwards
+        self._split = SplitBackwards()  # the backwards of a step, if it has several
         self._may_differ = False  # ranks may use other units, or other parameters of a unit
         self._seen_version = 0
         note_tree_change()  # for trees around this one, which have not seen its units yet
@@ -112,10 +112,10 @@ class UnitTree:
         recorded anew."""
         found = {unit: name for module in self.root.modules for name, unit in units_under(module)}
         named = list(found.items())
-        ties = ties_across(named)
+        joins = ties_across(named)
         _check_tree(self.class_name, named)
-        for tie in ties:
-            tie.join()
+        for join in joins:
+            join()
         before, self.units = self.units, list(found)
         self._seen_version = ModuleTrees.version
         for unit in dict.fromkeys([*before, *self.units]):
@@ -125,9 +125,8 @@ class UnitTree:
             unit.join(self, index, name)
         self.parents = parents_of(self.units)
         for unit, around in zip(self.units, self.parents, strict=True):
-            for watch in [] if around is None else self.units[around].watches:
-                if watch not in unit.watches:
-                    watch.add(unit)
+            of_parent = [] if around is None else self.units[around].observers
+            unit.tell(list(dict.fromkeys([*unit.observers, *of_parent])))
         may_differ = any(unit.config.ranks_may_differ for unit in self.units)
         if self.units != before or may_differ is not self._may_differ:
             self._may_differ = may_differ
@@ -378,9 +377,9 @@ class UnitTree:
         self.executor.do(self.schedule.end_backward())
         self._end_pass()
         if self.schedule.is_last_backward and not self.schedule.finalizes_by_hand:
-            self._split = None
+            self._split = SplitBackwards()
             self._end_step()
-        elif self._split is not None:
+        else:
             self._split.end()
         return None
 
@@ -390,8 +389,7 @@ class UnitTree:
         Raises:
             ScheduleError: the gradients of parameters were to be computed later, and are lost.
         """
-        if self._split is not None:
-            self._split.check(may_compute_shapes=self.schedule.finalizes_by_hand)
+        self._split.check(may_compute_shapes=self.schedule.finalizes_by_hand)
         self.take_flags()
         self.checks.agree_on_flags()
         self.executor.do(self.schedule.finalize(), "finalize_backward()", self.root)
@@ -426,7 +424,6 @@ class UnitTree:
         if resharded:
             groups = [group for unit, _ in kept for group in unit.groups]
             params = [group.params[index] for group in groups for index in group.unsharded.trainable]
-            self._split = self._split or SplitBackwards()
             self._split.begin(resharded[0], params)
 
     # Between passes
@@ -494,7 +491,7 @@ class UnitTree:
         try:
             self._come_to_rest()
         finally:
-            self._split = None
+            self._split = SplitBackwards()
             self.schedule.drop_kept()
             self.checks.drop_step()
             for unit in self.units:

@@ -325,7 +325,7 @@ def check_nothing_in_flight(caller: str, name: str, unit: Unit) -> None:
             f"{caller}: a backward of {tree.class_name} waits to be finalized. Call finalize_backward(), and wait() on "
             f"its handle, before {caller}."
         )
-    if tree is not None and tree.executor.num_reductions:
+    if tree is not None and tree.executor.has_unwaited:
         raise ScheduleError(
             f"{caller}: gradient reductions of {tree.class_name} are in flight. Call {caller} after a backward with "
             "set_is_last_backward(True)."

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from fsdp2.api.module import sharded_unit
-from fsdp2.runtime.unit import Watch
+from fsdp2.runtime.unit import observe as _observe, stop_observing
 from fsdp2.types import Observer
 
 
@@ -61,11 +61,11 @@ def observe(module: nn.Module, observer: Observer) -> Iterator[None]:
         ValueError: ``module`` is not sharded.
     """
     sharded_unit(module, "fsdp2.trace")
-    watch = Watch(module, observer)
+    _observe(module, observer)
     try:
         yield
     finally:
-        watch.end()
+        stop_observing(module, observer)
 
 
 @contextmanager

@@ -199,7 +199,7 @@ _LISTED: dict[str, dict[int, tuple[str, str, str]]] = {
     },
     "unit/runtime": {75: ("SplitBackwards.check", "losers, self._losers = self._losers, []", "losers = self._losers")},
     "distributed/ties": {
-        76: ("Tie.join", "self.unit.hooks.hold([slot.module for slot in moved])", "pass"),
+        76: ("join_tie", "unit.hooks.hold([slot.module for slot in moved])", "pass"),
         78: ("_is_fresh", "group.unsharded.gather is None", "True"),
     },
     "parity/placement": {

@@ -22,7 +22,7 @@ from fsdp2.comm.backends import exchange
 from fsdp2.comm.streams import observe_activities
 from fsdp2.plan.mesh import ParallelMesh
 from fsdp2.plan.plan import Route
-from fsdp2.runtime.unit import Unit, Watch
+from fsdp2.runtime.unit import Unit, observe, stop_observing
 from fsdp2.runtime.unit_tree import UnitTree, tree_of
 from fsdp2.schedule.schedule import AfterForward
 from fsdp2.tools.auto_shard import AutoShard
@@ -177,12 +177,12 @@ def attached(
 ) -> Iterator[None]:
     """Tell ``recorder`` what happens to ``model``, until it has all it wants or the block ends; then call ``on_done``.
     Meanwhile, profile ``operations``."""
-    watch = Watch(model, recorder)
+    observe(model, recorder)
 
     def detach() -> None:
         observe_activities(None)
         observe_host_steps(None)
-        watch.end()
+        stop_observing(model, recorder)
         for end in on_done:
             end()
         if operations is not None:
