@@ -123,11 +123,9 @@ class ModuleHooks:
 
     @_torch.runs_between_graphs
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        if self._runs_method:
-            return self._resume(args, kwargs)
         unit = self._unit
         seems_to_run = unit.tree is not None and unit.tree.schedule.passes.phases[unit.index] in _COMPUTING
-        if seems_to_run and self._calls_itself(module):
+        if self._runs_method or (seems_to_run and self._calls_itself(module)):
             self._outer.append(self._handled)
             self._handled = id(sys.exc_info()[1])
             return self._resume(args, kwargs)
@@ -159,14 +157,12 @@ class ModuleHooks:
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         unit = self._unit
         has_raised = id(sys.exc_info()[1]) != self._handled  # or a hook of the user behind it has
-        if self._outer:  # the unit has called itself: that belongs to the forward around it
+        if self._outer:  # the unit has called itself, or its method has: that belongs to the forward around it
             self._handled = self._outer.pop()
             return None if has_raised else self._handed_out(output)
         if has_raised:
             self._pop_raised()
             return None
-        if self._runs_method:
-            return self._handed_out(output)
         if unit.is_whole is not None and self._runs_plainly():
             return output
         if unit.missing_modules and _torch.running_backward() == -1:

@@ -17,7 +17,7 @@ from fsdp2 import _torch
 from fsdp2.group.group import ParamGroup
 from fsdp2.group.param import Slot
 from fsdp2.plan.mesh import ParallelMesh
-from fsdp2.schedule.schedule import Action, AfterForward
+from fsdp2.schedule.schedule import AfterForward
 from fsdp2.schedule.states import GroupState
 from fsdp2.types import MixedPrecisionPolicy, Observer, ScheduleError
 
@@ -137,7 +137,7 @@ class Unit:
     def reshard(self) -> None:
         """Reshard because the user asks."""
         if self.tree is not None:  # else nothing was ever unsharded
-            self.tree.perform(Action.RESHARD, self)
+            self.tree.reshard(self)
 
     def leave(self) -> None:
         """Leave the present root: another one takes over, or the unit was taken out of the tree. A module does not run
@@ -171,7 +171,7 @@ class Unit:
         """The user changes ``config``; the schedule follows."""
         self.config = replace(self.config, **changes)  # type: ignore[arg-type]
         if self.tree is not None:
-            self.tree.update_rules(self)
+            self.tree.schedule.set_rules(self.index, self.tree.rules_of(self))
 
     def move_to(self, mesh: ParallelMesh, groups: tuple[ParamGroup, ...]) -> None:
         """Work on ``mesh`` with ``groups``, which have replaced the old ones, under a root that is yet to be formed.

@@ -149,10 +149,6 @@ class UnitTree:
         self.schedule.take_over(earlier)
         self.executor.take(self.units)
 
-    def update_rules(self, unit: Unit) -> None:
-        """``unit`` was configured."""
-        self.schedule.set_rules(unit.index, self.rules_of(unit))
-
     def rules_of(self, unit: Unit) -> UnitRules:
         """What the schedule has to know of the configuration of ``unit``."""
         config = unit.config
@@ -446,7 +442,7 @@ class UnitTree:
     def unshard(self, unit: Unit) -> None:
         """Start gathering ``unit`` because the user asks; returns before the data has arrived."""
         self.order_gathers()
-        self.perform(Action.UNSHARD, unit)
+        self.executor.do(self.schedule.by_hand(Action.UNSHARD, unit.index), "unshard()", unit)
         for group in unit.groups:
             group.note_writes()
 
@@ -454,23 +450,19 @@ class UnitTree:
         """The user waits for ``unshard``, unless somebody has waited for it, or has resharded since. If an optimizer
         has stepped meanwhile, the gather may have read a part of what that has written: gather again."""
         pending = [group for group in unit.groups if group.state is GroupState.UNSHARDING]
-        stepped = [group for group in pending if group.has_stepped]
-        for group in stepped:
-            group.reshard()
-        if stepped:
-            self.unshard(unit)
+        if any(group.has_stepped for group in pending):
+            self.order_gathers()
         for group in pending:
-            group.wait()
+            group.use()
         for group in unit.groups:
             group.note_writes()
 
-    def perform(self, action: Action, unit: Unit) -> None:
-        """Perform ``action`` on ``unit`` because the user asks."""
-        self.executor.do(self.schedule.by_hand(action, unit.index), f"{action.value}()", unit)
-        if action is Action.RESHARD:
-            for group in unit.groups:
-                group.unsharded.release_post_forward()  # the user may write the shards next
-            self.executor.wait_for_reads()
+    def reshard(self, unit: Unit) -> None:
+        """Reshard ``unit`` because the user asks."""
+        self.executor.do(self.schedule.by_hand(Action.RESHARD, unit.index), "reshard()", unit)
+        for group in unit.groups:
+            group.unsharded.release_post_forward()  # the user may write the shards next
+        self.executor.wait_for_reads()
 
     def abandon_forward(self) -> None:
         """Clean up after an exception in forward: nothing in flight, shards bound. Gradients of earlier backwards stay
