@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, overload
 
@@ -32,7 +32,7 @@ from fsdp2.group.plain_params import leave_alone
 from fsdp2.plan.dtypes import check_computes
 from fsdp2.plan.mesh import ParallelMesh, default_mesh, parallel_mesh
 from fsdp2.runtime.hooks import ModuleHooks
-from fsdp2.runtime.unit import Unit, UnitConfig, unit_of
+from fsdp2.runtime.unit import Unit, unit_of
 from fsdp2.schedule.schedule import AfterForward
 from fsdp2.types import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 
@@ -286,12 +286,13 @@ def prepare_unit(
     """
     found, managed, left_alone = _collect(roots, ignored_params)
     found, left_out = divide_ties(found, roots)
-    after_forward, size = read_reshard_after_forward(reshard_after_forward, parallel)
+    config = read_reshard_after_forward(reshard_after_forward, parallel)
+    size = config.post_forward_size
     home = home_for(offload_policy, parallel.device)
     resolve = partial(resolve_groups, found, parallel, shard_placement_fn, mp_policy, home, size)
     resolved = agreed(parallel, resolve)
     if size is not None and all(group.mesh.shard.size <= size for group in resolved):
-        after_forward = AfterForward.RESHARD
+        config = replace(config, after_forward=AfterForward.RESHARD)
 
     @torch.inference_mode(False)  # tensors made in inference mode could not be trained, and do not count their writes
     def commit() -> Unit:
@@ -303,7 +304,6 @@ def prepare_unit(
                 if not buffer.is_meta:
                     setattr(module, name, buffer.to(parallel.device))
             _torch.mark_as_managed(module)
-        config = UnitConfig(after_forward=after_forward, post_forward_size=size)
         unit = Unit(roots, tuple(_groups(resolved, home)), parallel, mp_policy, config)
         unit.left_alone.update(left_alone)
         unit.left_out = left_out

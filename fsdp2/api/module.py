@@ -129,7 +129,7 @@ class FSDPModule:
         is_bool, remedy = isinstance(reshard_after_forward, bool), "Pass a number of ranks to fully_shard instead."
         expect(is_bool, "set_reshard_after_forward: the value", reshard_after_forward, "a bool", remedy, by_value=True)
         after_forward = AfterForward.RESHARD if reshard_after_forward else AfterForward.KEEP
-        self._configure_units(recurse, after_forward=after_forward, post_forward_size=None)
+        self._configure_units(recurse, after_forward=after_forward, stays_as_root=False, post_forward_size=None)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool | int, *, recurse: bool = True) -> None:
         """If False, parameters stay unsharded after backward, and the next forward gathers nothing.
@@ -163,11 +163,11 @@ class FSDPModule:
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """In this module's forward, start gathering ``modules`` instead of the unit that came next in the last forward.
         Each gather in flight takes the memory of its unsharded parameters."""
-        self._unit().configure(forward_prefetch=_units_of(modules, "set_modules_to_forward_prefetch"))
+        self._unit().configure(forward_units=_units_of(modules, "set_modules_to_forward_prefetch"))
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
         """In this module's backward, start gathering ``modules`` instead of the unit whose forward ran before."""
-        self._unit().configure(backward_prefetch=_units_of(modules, "set_modules_to_backward_prefetch"))
+        self._unit().configure(backward_units=_units_of(modules, "set_modules_to_backward_prefetch"))
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Make the gathers of the next forward wait for ``event`` only. Record ``event`` after the optimizer step; call

@@ -31,7 +31,7 @@ from fsdp2.plan.dtypes import check_grad_dtype, own_policy, param_dtypes
 from fsdp2.plan.layout import Layout, shard_layout
 from fsdp2.plan.mesh import ParallelMesh, parallel_mesh, post_forward_mesh, replicated
 from fsdp2.plan.placements import local_part, param_spec
-from fsdp2.runtime.unit import Unit, units_under
+from fsdp2.runtime.unit import Unit, UnitConfig, units_under
 from fsdp2.schedule.schedule import AfterForward
 from fsdp2.types import DataParallelMeshDims, ExtensionError, MixedPrecisionPolicy, ParamPlacement
 
@@ -284,19 +284,16 @@ def _resolve_dim(name: str, param: nn.Parameter, placement: Shard | None) -> int
 # After forward
 
 
-def read_reshard_after_forward(
-    value: bool | int | None, parallel: ParallelMesh
-) -> tuple[AfterForward | None, int | None]:
-    """The rule, None if the user gave no value; and the number of ranks, if the user gave one that divides the shard
-    axis.
+def read_reshard_after_forward(value: bool | int | None, parallel: ParallelMesh) -> UnitConfig:
+    """The configuration of a unit with ``reshard_after_forward=value``.
 
     Raises:
-        TypeError, ValueError: ``value`` is something else.
+        TypeError, ValueError: ``value`` is no bool, and no number of ranks that divides the shard axis.
     """
     if value is None:
-        return None, None
+        return UnitConfig()
     if isinstance(value, bool):
-        return (AfterForward.RESHARD if value else AfterForward.KEEP), None
+        return UnitConfig(AfterForward.RESHARD if value else AfterForward.KEEP, stays_as_root=False)
     expect(isinstance(value, int), "fully_shard: reshard_after_forward", value, "a bool, an int or None")
     size = parallel.shard.size
     if value < 1 or size % value != 0:
@@ -306,13 +303,13 @@ def read_reshard_after_forward(
             f"Pass one of {factors}, or a bool."
         )
     if value > 1:
-        return AfterForward.RESHARD_TO_SMALLER_MESH, value
+        return UnitConfig(AfterForward.RESHARD_TO_SMALLER_MESH, stays_as_root=False, post_forward_size=value)
     warnings.warn(
         "reshard_after_forward=1 means one rank per shard, so parameters stay unsharded after forward. Pass False to "
         "keep parameters unsharded, or True to reshard parameters over all ranks.",
         stacklevel=4,  # the caller of fully_shard
     )
-    return AfterForward.KEEP, None
+    return UnitConfig(AfterForward.KEEP, stays_as_root=False)
 
 
 def _post_forward_mesh(size: int | None, mesh: ParallelMesh) -> ParallelMesh | None:

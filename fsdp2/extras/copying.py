@@ -87,11 +87,11 @@ def _copied_parameter(param: ShardedParam, memo: Memo) -> nn.Parameter:
 
 def _copied_unit(unit: Unit, modules: tuple[nn.Module, ...], memo: Memo) -> Unit:
     groups = tuple(_copied_group(group, memo) for group in unit.groups)
-    config = replace(unit.config, forward_prefetch=None, backward_prefetch=None)
+    config = replace(unit.config, forward_units=None, backward_units=None)
     made = Unit(modules, groups, unit.mesh, unit.policy, config)
     made.left_alone = {Slot(memo[id(slot.module)], slot.name) for slot in unit.left_alone if id(slot.module) in memo}
     made.left_out = [Slot(memo[id(slot.module)], slot.name) for slot in unit.left_out]
-    for name in ("forward_prefetch", "backward_prefetch"):
+    for name in ("forward_units", "backward_units"):
         if (listed := getattr(unit.config, name)) is not None:
             memo.setdefault(_PENDING, []).append((made, name, listed))
     _renew_hooks(unit, made, memo)

@@ -26,7 +26,6 @@ from fsdp2.extras.peers import match_channels
 from fsdp2.group.group import ParamGroup
 from fsdp2.plan.mesh import ParallelMesh
 from fsdp2.runtime.unit import Unit
-from fsdp2.schedule.schedule import AfterForward
 from fsdp2.types import ScheduleError
 
 _T = TypeVar("_T")
@@ -93,8 +92,7 @@ def _is_agreed(mesh: ParallelMesh, text: str) -> bool:
 
 
 def _described(unit: Unit, group: ParamGroup) -> list[str]:
-    after_forward = unit.config.after_forward or AfterForward.RESHARD
-    lines = [f"unit '{unit.name}', after forward: {after_forward.value}"]
+    lines = [f"unit '{unit.name}', after forward: {unit.config.after_forward.value}"]
     for param in group.params:
         lines.append(
             f"parameter '{param.full_name}' of unit '{unit.name}': {param.dtypes.orig} {param.layout.shape} "

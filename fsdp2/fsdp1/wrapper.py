@@ -178,7 +178,7 @@ class FullyShardedDataParallel(nn.Module):
                 self._wrap_inside(module, auto_wrap_policy, options)
             self._shard(module, param_init_fn, sync_module_states=sync_module_states)
         if backward_prefetch is None:
-            self._unit.configure(backward_prefetch=())
+            self._unit.configure(backward_units=())
 
     def _shard(
         self, module: nn.Module, param_init_fn: Callable[[nn.Module], None] | None, *, sync_module_states: bool

@@ -17,7 +17,7 @@ from fsdp2 import _torch
 from fsdp2.group.group import ParamGroup
 from fsdp2.group.param import Slot
 from fsdp2.plan.mesh import ParallelMesh
-from fsdp2.schedule.schedule import AfterForward
+from fsdp2.schedule.schedule import UnitRules
 from fsdp2.schedule.states import GroupState
 from fsdp2.types import MixedPrecisionPolicy, Observer, ScheduleError
 
@@ -44,27 +44,21 @@ def note_tree_change() -> None:
 
 
 @dataclass(frozen=True)
-class UnitConfig:
-    """What the user has configured for one unit. Setters replace it; the root makes the schedule's rules of it.
+class UnitConfig(UnitRules):
+    """What the user has configured for one unit. Setters replace it; the root completes the rules for the schedule.
 
     Attributes:
-        after_forward: None if the user did not set ``reshard_after_forward``: then only a root stays unsharded.
+        stays_as_root: the user did not set ``reshard_after_forward``: then only a root stays unsharded.
         post_forward_size: over how many ranks the user wants shards between forward and backward, if not all.
-        reduces: else gradients stay on this rank.
-        ranks_may_differ: other ranks may use the unit, or other parameters of it.
-        forward_prefetch, backward_prefetch: the units that the user lists; None: the one that is predicted.
+        forward_units, backward_units: the units that the user lists for prefetch; None: the one that is predicted.
         max_reductions: how many reductions may be in flight; the largest number of all units counts.
         memory_limit: how many bytes of temporary memory are allowed, if the unit is the root.
     """
 
-    after_forward: AfterForward | None = None
+    stays_as_root: bool = True
     post_forward_size: int | None = None
-    unshard_in_backward: bool = True
-    reshard_after_backward: bool = True
-    reduces: bool = True
-    ranks_may_differ: bool = False
-    forward_prefetch: tuple[Unit, ...] | None = None
-    backward_prefetch: tuple[Unit, ...] | None = None
+    forward_units: tuple[Unit, ...] | None = None
+    backward_units: tuple[Unit, ...] | None = None
     max_reductions: int = 1
     memory_limit: int | None = None
 
@@ -219,11 +213,10 @@ def parents_of(units: Sequence[Unit]) -> list[int | None]:
     modules = [module for each in units[0].modules for module in each.modules()]
     position = {module: index for index, module in reversed(list(enumerate(modules)))}
     parents: list[int | None] = [None]
-    around = [(0, len(modules))]  # units and where they end
-    for index, unit in enumerate(units[1:], 1):
+    ends = [len(modules)]
+    for unit in units[1:]:
         inside = [position[module] for each in unit.modules for module in each.modules() if module in position]
-        while len(around) > 1 and around[-1][1] < min(inside):
-            around.pop()
-        parents.append(around[-1][0])
-        around.append((index, max(inside)))
+        begin = min(inside)
+        parents.append(next(index for index in reversed(range(len(ends))) if ends[index] >= begin))
+        ends.append(max(inside))
     return parents

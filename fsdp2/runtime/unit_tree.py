@@ -12,6 +12,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -151,19 +152,15 @@ class UnitTree:
 
     def rules_of(self, unit: Unit) -> UnitRules:
         """What the schedule has to know of the configuration of ``unit``."""
-        config = unit.config
-        # By default, the root stays: backward would gather it again at once.
-        default = AfterForward.KEEP if unit is self.root else AfterForward.RESHARD
-        has_others = any(group.mesh.data_parallel_size > 1 for group in unit.groups)
-        return UnitRules(
-            after_forward=config.after_forward or default,
+        config, has_others = unit.config, any(group.mesh.data_parallel_size > 1 for group in unit.groups)
+        stays = config.stays_as_root and unit is self.root  # backward would gather it again at once
+        return replace(
+            config,
+            after_forward=AfterForward.KEEP if stays else config.after_forward,
             keeps_alone=len(unit.modules) > 1,
-            unshard_in_backward=config.unshard_in_backward,
-            reshard_after_backward=config.reshard_after_backward,
-            reduces=config.reduces,
             ranks_may_differ=config.ranks_may_differ and has_others,
-            forward_prefetch=self._indices(config.forward_prefetch),
-            backward_prefetch=self._indices(config.backward_prefetch),
+            forward_prefetch=self._indices(config.forward_units),
+            backward_prefetch=self._indices(config.backward_units),
         )
 
     def _indices(self, units: Sequence[Unit] | None) -> tuple[int, ...] | None:

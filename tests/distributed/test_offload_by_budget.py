@@ -184,7 +184,7 @@ def test_what_was_all_on_the_host_moves_to_the_device_where_it_fits(ctx: RankCon
     compare_values("values", shards(model), values)
     expected = train(other, plain_adamw([param for param in other.parameters() if param.requires_grad]))
     compare_values("shards", train(model, plain_adamw(choice.device_params)), expected)
-    assert dict(units_under(model))["blocks.1"].config.after_forward is not None
+    assert not dict(units_under(model))["blocks.1"].config.stays_as_root
 
 
 def mesh_device(param: Any) -> torch.device:
