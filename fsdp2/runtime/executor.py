@@ -174,23 +174,18 @@ class Executor:
                 launch = partial(group.reduce_partial, ends_step=self.ends_step)
                 self._add(group, _run("reduce_launch", group, launch))
 
-    def land(self) -> None:
-        """Land everything in flight, and what is summed over the shard axis only. If that fails, land no more."""
-        self._or_drop(self.reduce_partial)
-        self.land_in_flight()
-
-    def land_in_flight(self) -> None:
-        """Land what is in flight. If a collective has failed, or a user's hook raises, land no more."""
-        self._or_drop(partial(self.land_down_to, 0))
-        self.wait_for_landed()
-
-    def _or_drop(self, act: Callable[[], object]) -> None:
+    def land(self, *, with_partial: bool = True) -> None:
+        """Land everything in flight and, ``with_partial``, what is summed over the shard axis only. If a collective has
+        failed, or a user's hook raises, land no more."""
         try:
-            act()
+            if with_partial:
+                self.reduce_partial()
+            self.land_down_to(0)
         except Exception:
             with suppress(CommunicationError):  # the first error is the cause
                 self.drop()
             raise
+        self.wait_for_landed()
 
     def land_down_to(self, count: int) -> None:
         """Land the oldest reductions until no more than ``count`` are in flight."""
@@ -204,10 +199,8 @@ class Executor:
         Raises:
             CommunicationError: one of them failed. None is in flight then.
         """
-        pending, self._pending = self._pending, []
-        if self._landing is not None:
-            pending.insert(0, self._landing)
-            self._landing = None
+        pending = self._pending if self._landing is None else [self._landing, *self._pending]
+        self._pending, self._landing = [], None
         failed = None
         for group, reduction in pending:
             try:

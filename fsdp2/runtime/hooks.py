@@ -22,11 +22,9 @@ from fsdp2.runtime.loading import check_loaded
 from fsdp2.runtime.outside_calls import guards_of
 from fsdp2.runtime.unit import Unit, unit_of, units_under
 from fsdp2.runtime.unit_tree import UnitTree, tree_of
-from fsdp2.schedule.schedule import Phase
+from fsdp2.schedule.schedule import COMPUTING, Phase
 from fsdp2.schedule.states import GroupState, Outcome
 from fsdp2.types import ScheduleError
-
-_COMPUTING = (Phase.FORWARD, Phase.RECOMPUTE)
 
 
 class InputOfShardedModule(torch.autograd.Function):
@@ -124,7 +122,7 @@ class ModuleHooks:
     @_torch.runs_between_graphs
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         unit = self._unit
-        seems_to_run = unit.tree is not None and unit.tree.schedule.passes.phases[unit.index] in _COMPUTING
+        seems_to_run = unit.tree is not None and unit.tree.schedule.passes.phases[unit.index] in COMPUTING
         if self._runs_method or (seems_to_run and self._calls_itself(module)):
             self._outer.append(self._handled)
             self._handled = id(sys.exc_info()[1])
@@ -288,7 +286,9 @@ class ModuleHooks:
                     self._marked_version = view._version
                     _torch.before_in_place(view, num_writes, self._on_input_gradient)
                 if id(view) in map(id, found):
-                    output = _viewed(output, view)
+                    # The unit returns its input as it is. On one tensor, the hook that ends the unit's backward would
+                    # run before the one that begins it.
+                    output = map_tensors(lambda each: each.view_as(each) if each is view else each, output)
                     found = find_tensors(output, [])
             for tensor in found:
                 if tensor.requires_grad:
@@ -349,12 +349,6 @@ class ModuleHooks:
 def _has_gradient(tensor: torch.Tensor) -> bool:
     """Whether ``tensor`` may have a gradient at some level of a transform."""
     return tensor.is_floating_point() or tensor.is_complex()
-
-
-def _viewed(output: Any, tensor: torch.Tensor) -> Any:
-    """``output`` with a view in place of ``tensor``, a unit's input that is returned as it is. On one tensor, the hook
-    that ends the unit's backward would run before the one that begins it."""
-    return map_tensors(lambda each: each.view_as(each) if each is tensor else each, output)
 
 
 FORWARD_METHOD = "_fsdp2_forward_method"  # attribute of the wrapper of a registered method: the method itself

@@ -468,7 +468,7 @@ class UnitTree:
             if self.is_reducing:
                 self.land()
             else:
-                self.executor.land_in_flight()
+                self.executor.land(with_partial=False)
                 self.executor.finish_copies()
         finally:
             self._come_to_rest()

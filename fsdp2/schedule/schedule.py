@@ -59,6 +59,9 @@ class Phase(Enum):
     REDUCED = "reduced"  # its backward has run; another forward of the same step may bring a second one
 
 
+COMPUTING = (Phase.FORWARD, Phase.RECOMPUTE)
+
+
 @dataclass(frozen=True)
 class UnitRules:
     """What the user configured for one unit."""
@@ -118,7 +121,7 @@ class PassStack:
 
     def is_computing(self, unit: int) -> bool:
         """Whether a forward of ``unit`` runs, or what is computed again."""
-        return self.phases[unit] in (Phase.FORWARD, Phase.RECOMPUTE)
+        return self.phases[unit] in COMPUTING
 
     def pop_raised(self, unit: int) -> None:
         """The forward of ``unit`` has raised. In the unit's backward, it was a recomputation: checkpointing ends these

@@ -161,7 +161,11 @@ _LISTED: dict[str, dict[int, tuple[str, str, str]]] = {
         ),
         68: ("UsedParams.land_kept", "used[start + at :]", "used[at :]"),
         115: ("UsedParams.land_kept", "set(compress(gradients.params, used[start + at :]))", "set(gradients.params)"),
-        122: ("ModuleHooks._handed_out", "_viewed(output, view)", "output"),
+        122: (
+            "ModuleHooks._handed_out",
+            "map_tensors(lambda each: each.view_as(each) if each is view else each, output)",
+            "output",
+        ),
         123: ("watch_calls.watched", "output.view_as(output)", "output"),
     },
     "distributed/recovery distributed/memory accelerator/findings": {
@@ -297,7 +301,7 @@ _LISTED: dict[str, dict[int, tuple[str, str, str]]] = {
     "distributed/inner_losses": {135: ("_check_reduced", "param.unsharded_grad is not None", "False")},
     "unit/runtime accelerator/left_out_waits": {
         58: ("Executor.drop", "reduction.drop()", "pass"),
-        71: ("Executor._or_drop", "self.drop()", "pass"),
+        71: ("Executor.land", "self.drop()", "pass"),
         137: ("Executor.wait_for_landed", "self.streams.compute_after_reduce()", "pass"),
     },
     "unit/whole_matrices distributed/whole_matrices parity/muon": {
