@@ -27,7 +27,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
-from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 T = TypeVar("T")
@@ -421,43 +420,14 @@ def is_sharded_tensor(value: object) -> bool:
 
 # Tools that watch
 
-_COMM_MODE = "torch.distributed.tensor.debug._comm_mode"
 # Whether a profiler records. Asking takes 0.03 us; opening a range takes 3 us even if nothing records.
 is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
-
-# How many dispatch modes are active on this thread.
-num_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
 def in_range(what: str, unit: str, act: Callable[[], T]) -> T:
     """``act()`` in a range ``FSDP::what (unit)`` of the profiler, as torch names its ranges."""
     with torch.profiler.record_function(f"FSDP::{what}" if unit == "(root)" else f"FSDP::{what} ({unit})"):
         return act()
-
-
-class _Counted:
-    """Stands for the operation ``packet`` of ``torch.ops.c10d`` where a dispatch mode is told of it. Does nothing."""
-
-    def __init__(self, packet: object) -> None:
-        self._overloadpacket = packet
-
-    def __call__(self) -> None:
-        pass
-
-
-def counted_as(name: str | None, launch: Callable[[], T]) -> T:
-    """``launch()``. ``CommDebugMode`` counts one operation ``name`` of ``torch.ops.c10d``, or none, however the backend
-    is called: for messages, or once for many tensors. torch has no public way to tell a mode."""
-    if num_modes() == 0 or _COMM_MODE not in sys.modules:  # importing it takes 0.8 s
-        return launch()
-    stack, cls = _python_dispatch._get_current_dispatch_mode_stack(), sys.modules[_COMM_MODE].CommDebugMode
-    modes = [mode for mode in stack if isinstance(mode, cls)]
-    if not modes:
-        return launch()
-    for mode in modes if name is not None else ():
-        mode.__torch_dispatch__(_Counted(getattr(torch.ops.c10d, cast(str, name))), ())
-    with _python_dispatch._disable_current_modes():
-        return launch()
 
 
 # Many tensors in one launch, and memory that changes hands

@@ -12,7 +12,6 @@ import pickle
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -24,9 +23,6 @@ from fsdp2.plan.mesh import Axis, ParallelMesh
 from fsdp2.plan.plan import Routing
 
 Launch = Callable[[], Sequence[Waitable]]
-
-# What torch's runtime calls for one gather and one reduction of a group: by these names, tools count ours.
-ALL_GATHER, REDUCE_SCATTER = "_allgather_base_", "_reduce_scatter_base_"
 
 
 class GatherComm(Protocol):
@@ -84,15 +80,12 @@ class CollectiveComm(AxisComm):
         if not outputs:  # hooks may send nothing; a coalesced launch takes no empty list
             return lambda: ()
         launch = _torch.all_gather(self._group, outputs, inputs, on_stream=self._on_stream)
-        return lambda: self._issued(_torch.counted_as(ALL_GATHER, launch) if _torch.num_modes() else launch())
+        return lambda: self._issued(launch())
 
     def reduce_scatter(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *, averages: bool = False
     ) -> Sequence[Waitable]:
-        launch = self._average if averages else self._sum
-        if _torch.num_modes():
-            return self._issued(_torch.counted_as(REDUCE_SCATTER, partial(launch, outputs, inputs)))
-        return self._issued(launch(outputs, inputs))
+        return self._issued((self._average if averages else self._sum)(outputs, inputs))
 
     def _issued(self, work: dist.Work | None) -> Sequence[Waitable]:
         """On a stream, NCCL returns no work. If another backend returns one, the stream waits for it, not the CPU."""
@@ -178,11 +171,10 @@ def exchange(axis: Axis, value: object) -> list[Any]:
     if axis.group is None or axis.size == 1:
         return [value]
     if _torch.backend_name(axis.group, torch.device("cpu")) == "gloo":
-        return launched(_torch.counted_as, None, partial(_exchange_by_sums, axis, value))
+        return launched(_exchange_by_sums, axis, value)
     values: list[Any] = [None] * axis.size
-    gather = partial(dist.all_gather_object, values, value, group=axis.group)
     with waiting():
-        launched(_torch.counted_as, None, gather)
+        launched(dist.all_gather_object, values, value, group=axis.group)
     return values
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp2 import _torch
-from fsdp2.comm.backends import ALL_GATHER, REDUCE_SCATTER, AxisComm, Launch, copies, exchange, register_comm
+from fsdp2.comm.backends import AxisComm, Launch, copies, exchange, register_comm
 from fsdp2.comm.streams import Waitable, launched
 from fsdp2.plan.mesh import Axis
 from fsdp2.plan.plan import Routing
@@ -104,14 +104,14 @@ class PeerComm(AxisComm):
             copy_own()
             return (messages,)
 
-        return lambda: _torch.counted_as(ALL_GATHER, launch) if _torch.num_modes() else launch()
+        return launch
 
     def reduce_scatter(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *, averages: bool = False
     ) -> Sequence[Waitable]:
         assert not averages  # see can_average
         pairs = zip(outputs, inputs, strict=True)
-        return _torch.counted_as(REDUCE_SCATTER, lambda: [self._reduce_one(output, values) for output, values in pairs])
+        return [self._reduce_one(output, values) for output, values in pairs]
 
     def reduce_buffer_nbytes(self, nbytes: int) -> int:
         return nbytes // self._size * max(self._size - 2, 0)  # the first part arrives in the output

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from functools import cache, partial
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from itertools import zip_longest
 from typing import TypeVar
@@ -17,7 +17,6 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from fsdp2 import _torch
 from fsdp2.comm.backends import all_reduce, exchange
 from fsdp2.comm.streams import launched, wait_for
 from fsdp2.extras.claims import named_ranks
@@ -86,7 +85,7 @@ def _is_agreed(mesh: ParallelMesh, text: str) -> bool:
     255 - b; the hashes are equal if the minimum and the maximum of each byte are."""
     digest = torch.frombuffer(bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8)
     bounds = torch.stack([digest, 255 - digest]).to(mesh.device)
-    _torch.counted_as(None, partial(reduce, mesh, bounds, dist.ReduceOp.MIN))
+    reduce(mesh, bounds, dist.ReduceOp.MIN)
     least, lacking = bounds.cpu()
     return torch.equal(least, 255 - lacking)
 

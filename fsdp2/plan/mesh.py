@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import cached_property, partial
+from functools import cached_property
 from weakref import WeakKeyDictionary
 
 import torch
@@ -270,7 +270,7 @@ def _match_names(axes: Sequence[Axis], device: torch.device) -> None:
     count = torch.tensor([_torch.num_groups()], dtype=torch.int64, device=device)
     for axis in axes:
         if axis.size > 1:
-            _torch.counted_as(None, partial(dist.all_reduce, count, dist.ReduceOp.MAX, group=axis.group))
+            dist.all_reduce(count, dist.ReduceOp.MAX, group=axis.group)
     for _ in range(int(count.item()) - _torch.num_groups()):
         with _torch.groups_made_from_nothing():
             dist.new_group([dist.get_rank()], use_local_synchronization=True, group_desc="fsdp2_counted")

@@ -53,7 +53,6 @@ EXCLUDED: dict[str, dict[str, str]] = {
             "torch.compile has no backend for the device"
         ),
         "test_optimizers.test_gradients_lie_in_their_memory_as_under_torch": "is about fake tensors of the CPU",
-        "test_torchs_tools.test_comm_debug_mode_counts_the_same": _IN_PYTHON,
         "test_torchs_tools.test_comm_debug_mode_counts_what_a_feature_adds_to_every_step": _IN_PYTHON,
     },
     "distributed": {

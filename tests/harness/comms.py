@@ -50,16 +50,19 @@ def reductions_noted() -> Iterator[list[list[str]]]:
 
 @contextmanager
 def gathers_noted() -> Iterator[list[list[str]]]:
-    """The dtypes of the tensors of each all-gather of the models that are sharded meanwhile, sorted."""
+    """The dtypes of the tensors of each all-gather that is first launched meanwhile, sorted."""
     noted: list[list[str]] = []
-    prepare = PeerComm.all_gather
 
-    def noting(self: PeerComm, outputs: list[Tensor], inputs: list[Tensor]) -> Any:
-        launch = prepare(self, outputs, inputs)
-        return lambda: (noted.append(_dtypes(inputs)), launch())[1]
+    def noting(prepare: Any) -> Any:
+        def prepare_noting(comm: Any, outputs: list[Tensor], inputs: list[Tensor]) -> Any:
+            launch = prepare(comm, outputs, inputs)
+            return lambda: (noted.append(_dtypes(inputs)), launch())[1]
+
+        return prepare_noting
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PeerComm, "all_gather", noting)
+        for comm in (PeerComm, CollectiveComm):
+            patch.setattr(comm, "all_gather", noting(comm.all_gather))
         yield noted
 
 
