@@ -131,8 +131,9 @@ class AllGather(Comm):
         """Gather ``input_tensor`` ``[n]`` of all ranks of ``group`` into ``output_tensor`` ``[W * n]``, in rank order.
 
         ``output_tensor`` came from ``allocate``; ``input_tensor`` is this rank's slice of ``output_tensor``. One call
-        gathers a whole unit; several dtypes travel as bytes (``uint8``). With ``async_op`` (on the CPU), the call may
-        return a ``Work`` while the data travels. Without (on accelerators), it enqueues on the current stream.
+        gathers a whole unit; several dtypes travel as bytes (``uint8``). ``async_op`` is not passed: the call enqueues
+        on the current stream or, on the CPU, returns when the data has arrived. A ``Work`` that it returns is waited
+        for.
         """
 
 
@@ -151,7 +152,7 @@ class ReduceScatter(Comm):
         """Reduce ``input_tensor`` ``[W * n]`` over the ranks of ``group`` by ``op``, which is ``SUM``. Rank r receives
         elements ``[r * n, (r + 1) * n)`` in ``output_tensor`` ``[n]``.
 
-        Both tensors came from ``allocate`` and have the reduce dtype. ``async_op`` means the same as for an all-gather.
+        Both tensors came from ``allocate`` and have the reduce dtype. ``async_op`` is not passed, as for an all-gather.
         """
 
 

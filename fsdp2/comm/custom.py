@@ -1,15 +1,14 @@
 """Communication by the interfaces ``AllGather`` and ``ReduceScatter``, the user's own or those shipped here.
 
 Parameter groups use it like any other comm. It puts the tensors of a launch side by side in one buffer, which the
-interface allocates. When the message has arrived, it copies the data to the outputs. So plans and memory are the same
-for every interface, at the price of these copies.
+interface allocates, and copies the data to the outputs. So plans and memory are the same for every interface, at the
+price of these copies. As in torch, a launch ends when its message has arrived.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,54 +16,18 @@ from torch.nn.functional import pad
 
 from fsdp2 import _torch
 from fsdp2.comm.backends import GatherComm, Launch, ReduceComm
-from fsdp2.comm.streams import Waitable, streams_for
+from fsdp2.comm.streams import Waitable, waiting
 from fsdp2.plan.mesh import Axis, ParallelMesh
 from fsdp2.plan.plan import Routing
 from fsdp2.types import AllGather, Comm, ReduceScatter
 
 
-class _Message:
-    """A message in flight, and what to do when it has arrived. The first ``wait`` does it; later ones do nothing."""
-
-    def __init__(self, work: dist.Work | None, buffers: list[torch.Tensor], arrive: Callable[[], None]) -> None:
-        self._work, self._buffers = work, buffers
-        self._arrive: Callable[[], None] | None = arrive
-        self._places = [_place(buffer) for buffer in buffers]
-        _in_flight.update(dict.fromkeys(self._places, self))
-
-    def wait(self) -> None:
-        if self._arrive is None:
-            return
-        if self._work is not None:
-            self._work.wait()
-        self._arrive()
-        self._work = self._arrive = None
-        self._buffers.clear()
-        for place in self._places:
-            _in_flight.pop(place, None)
-
-
-# Messages by the address of their memory. An ``allocate`` may return the same memory every time; on the CPU nothing
-# else orders the messages in that memory.
-_in_flight: dict[int, _Message] = {}
-
-
-def _is_async(device: torch.device) -> bool:
-    """Whether messages travel beside the thread that issues them. On an accelerator, the current stream orders them."""
-    return not streams_for(device).runs_ahead
-
-
-def _still_to_wait_for(messages: Sequence[_Message], device: torch.device) -> Sequence[Waitable]:
-    """What the CPU has to wait for. On an accelerator, the current stream waits."""
-    if _is_async(device):
-        return messages
-    for message in messages:
-        message.wait()
-    return ()
-
-
-def _place(buffer: torch.Tensor) -> int:
-    return buffer.untyped_storage().data_ptr()
+def _run(call: Callable[[], dist.Work | None]) -> None:
+    """Send a message. It has arrived for what follows on this stream or, on the CPU, in this thread."""
+    with waiting():
+        work = call()
+        if work is not None:  # although none was asked for
+            work.wait()
 
 
 class CustomGather:
@@ -95,10 +58,9 @@ class CustomGather:
             rows = buffer.view(self._axis.size, -1)
             mine = rows[self._axis.rank]
             torch.cat(parts, out=mine)
-            is_async = _is_async(self._device)
-            work = self._comm(output_tensor=buffer, input_tensor=mine, group=self._axis.group, async_op=is_async)
-        message = _Message(work, [buffer], partial(torch.split_with_sizes_copy, rows, sizes, dim=1, out=targets))
-        return _still_to_wait_for([message], self._device)
+            _run(partial(self._comm, output_tensor=buffer, input_tensor=mine, group=self._axis.group))
+            torch.split_with_sizes_copy(rows, sizes, dim=1, out=targets)
+        return ()
 
 
 class CustomReduce:
@@ -115,17 +77,16 @@ class CustomReduce:
         assert not averages  # the interface is asked for sums
         pairs = list(zip(outputs, inputs, strict=True))
         inputs.clear()
-        messages = []
         for dtype in dict.fromkeys(output.dtype for output in outputs):
             alike = [(output, values) for output, values in pairs if output.dtype is dtype]
             pairs = [(output, values) for output, values in pairs if output.dtype is not dtype]
-            messages.append(self._reduce([output for output, _ in alike], [values for _, values in alike], dtype))
-        return _still_to_wait_for(messages, self._device)
+            self._reduce([output for output, _ in alike], [values for _, values in alike], dtype)
+        return ()
 
     def reduce_buffer_nbytes(self, nbytes: int) -> int:
         return nbytes + nbytes // self._axis.size
 
-    def _reduce(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], dtype: torch.dtype) -> _Message:
+    def _reduce(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], dtype: torch.dtype) -> None:
         assert self._axis.group is not None
         size, sizes = self._axis.size, [output.numel() for output in outputs]
         with torch.inference_mode(False), torch.no_grad():
@@ -133,13 +94,9 @@ class CustomReduce:
             received = _allocated(self._comm, sum(sizes), dtype, self._device)
             rows = [_rows(values, size, numel) for values, numel in zip(inputs, sizes, strict=True)]
             torch.cat(rows, dim=1, out=sent.view(size, -1))
-            is_async = _is_async(self._device)
             op = dist.ReduceOp.SUM
-            work = self._comm(
-                output_tensor=received, input_tensor=sent, group=self._axis.group, op=op, async_op=is_async
-            )
-        arrive = partial(torch.split_with_sizes_copy, received, sizes, out=outputs)
-        return _Message(work, [sent, received], arrive)
+            _run(partial(self._comm, output_tensor=received, input_tensor=sent, group=self._axis.group, op=op))
+            torch.split_with_sizes_copy(received, sizes, out=outputs)
 
 
 def _rows(values: torch.Tensor, count: int, numel: int) -> torch.Tensor:
@@ -157,8 +114,6 @@ def _allocated(comm: Comm, numel: int, dtype: torch.dtype, device: torch.device)
             f"{tuple(buffer.shape)}, {buffer.dtype}, on {buffer.device}, with strides {buffer.stride()}. Return a "
             "contiguous tensor of the requested size, dtype and device, for example a slice of a larger buffer."
         )
-    if (earlier := _in_flight.get(_place(buffer))) is not None:
-        earlier.wait()  # copies its data out before the next message is written
     return buffer.view(-1)
 
 
@@ -180,15 +135,6 @@ def reduce_comm(
 
 
 # The shipped interfaces: the backend's own collectives, in the memory that the backend moves fastest
-
-
-class CommMemory(Protocol):
-    """Where the buffers of messages come from."""
-
-    def allocate(self, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor: ...
-
-    def prepare(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-        """``tensor`` is about to travel over ``group``."""
 
 
 class BackendMemory:
@@ -220,7 +166,7 @@ class SymmetricMemory:
 class _InMemory(Comm):
     """Its buffers come from the chosen ``memory``."""
 
-    def __init__(self, memory: CommMemory) -> None:
+    def __init__(self, memory: BackendMemory | SymmetricMemory) -> None:
         self.memory = memory
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -238,7 +184,7 @@ class BackendAllGather(_InMemory, AllGather):
         async_op: bool = False,
     ) -> dist.Work | None:
         self.memory.prepare(output_tensor, group)  # the input is a part of it
-        return _torch.all_gather(group, [output_tensor], [input_tensor], on_stream=not async_op)()
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
 
 
 class BackendReduceScatter(_InMemory, ReduceScatter):
@@ -254,4 +200,4 @@ class BackendReduceScatter(_InMemory, ReduceScatter):
     ) -> dist.Work | None:
         self.memory.prepare(input_tensor, group)
         self.memory.prepare(output_tensor, group)
-        return _torch.reduce_scatter(group, op, on_stream=not async_op)([output_tensor], [input_tensor])
+        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)

@@ -47,7 +47,7 @@ class _OneArena:
     """All messages of all units lie at the start of one buffer, whatever is in flight."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(is_async=True)
         self._arena = torch.empty(1 << 16, dtype=torch.uint8)
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:

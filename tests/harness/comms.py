@@ -69,11 +69,11 @@ def gathers_noted() -> Iterator[list[list[str]]]:
 class _Buffers:
     """New memory for every message, or the same for all of one size and dtype.
 
-    ``is_sync``: waits for each message itself, and returns no work, whatever is asked for.
+    ``is_async``: returns a work for each message, although none is asked for.
     """
 
-    def __init__(self, *, persistent: bool = False, is_sync: bool = False) -> None:
-        self._persistent, self._is_sync = persistent, is_sync
+    def __init__(self, *, persistent: bool = False, is_async: bool = False) -> None:
+        self._persistent, self._is_async = persistent, is_async
         self._kept: dict[tuple[Any, ...], Tensor] = {}
         self.messages: list[tuple[Any, ...]] = []  # dtype, and sizes of input and output
         self.groups: list[dist.ProcessGroup] = []
@@ -98,12 +98,12 @@ class _Buffers:
 class CountingAllGather(_Buffers, fsdp2.AllGather):
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
         self._note(output_tensor, input_tensor, group)
-        is_async = async_op and not self._is_sync
+        is_async = async_op or self._is_async
         return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=is_async)
 
 
 class CountingReduceScatter(_Buffers, fsdp2.ReduceScatter):
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
         self._note(output_tensor, input_tensor, group)
-        is_async = async_op and not self._is_sync
+        is_async = async_op or self._is_async
         return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=is_async)

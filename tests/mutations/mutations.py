@@ -95,7 +95,7 @@ _LISTED: dict[str, dict[int, tuple[str, str, str]]] = {
         26: ("home_for", "is_elsewhere or isinstance(policy, StagedOffloadPolicy)", "is_elsewhere")
     },
     "parity/communication distributed/custom_comm": {
-        27: ("_allocated", "earlier.wait()", "pass"),
+        27: ("_run", "work.wait()", "pass"),
         36: ("Reduce.complete", "self._hook is not None and plan.factors.behind_hook", "False"),
         37: ("_Part.__init__", "torch.zeros if is_hooked else torch.empty", "torch.empty"),
     },

@@ -66,7 +66,7 @@ def _case(model: Any, comms: dict[str, Any] | None = None, inner: Any = one_back
     return Case(model, shard, partial(_counting, inner=inner), **options)
 
 
-KINDS = {"new": {}, "persistent": {"persistent": True}, "sync": {"persistent": True, "is_sync": True}}
+KINDS = {"new": {}, "persistent": {"persistent": True}}
 
 
 @pytest.mark.parametrize("comms", KINDS.values(), ids=KINDS.keys())
