@@ -138,13 +138,6 @@ def outside_transforms(function: Callable[_P, T], *args: _P.args, **kwargs: _P.k
         return function(*args, **kwargs)
 
 
-def transform_of(tensor: torch.Tensor) -> str | None:
-    """The transform of ``torch.func`` that has wrapped ``tensor``, if one has."""
-    if torch._C._functorch.is_batchedtensor(tensor):
-        return "torch.func.vmap"
-    return "torch.func.grad, vjp or jvp" if torch._C._functorch.is_gradtrackingtensor(tensor) else None
-
-
 def copies_written_tensors() -> bool:
     """Whether ``torch.autograd.graph.allow_mutation_on_saved_tensors()`` is active: it copies what autograd has saved
     before somebody writes it. torch has no public way to ask."""

@@ -225,20 +225,14 @@ class ShardedParam:
                 "the parameter was removed after fully_shard. Put the parameter back. To train without this parameter, "
                 "call requires_grad_(False) on it, or remove it before fully_shard."
             )
-        transform = _torch.transform_of(bound) if isinstance(bound, torch.Tensor) else None
-        if transform is not None:
-            return text + (
-                f"{transform} was given this parameter, but a transform sees a shard only, and fsdp2 does not reduce "
-                "its gradients. Transform with respect to inputs, or compute gradients of parameters with "
-                "loss.backward()."
-            )
         spec = self.spec.sharded
         text += f"expected a parameter that is a {_described_dtensor(spec.shape, spec.placements, spec.mesh)}, found "
         text += f"{_described(bound)}. "
         if isinstance(bound, torch.Tensor) and not isinstance(bound, nn.Parameter):
             return text + (
                 "Parametrize modules before fully_shard. Assign only nn.Parameters that are sharded like the old "
-                "parameters, and pass only such parameters to torch.func.functional_call."
+                "parameters, and pass only such parameters to torch.func.functional_call. Transforms, as "
+                "torch.func.grad, take inputs."
             )
         return text + (
             f"Assign nn.Parameter(distribute_tensor(value, mesh, {spec.placements})) with that mesh. A state dict for "
