@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-import threading
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -45,16 +45,14 @@ class GradDtype(NamedTuple):
 def own_grad_dtype(tensor: torch.Tensor) -> GradDtype | None:
     """What the user set as ``grad_dtype`` of a leaf, if anything. Only torch 2.15 tells whether it was set. In earlier
     versions, a ``grad_dtype`` equal to the tensor's dtype counts as not set."""
-    if not hasattr(torch.Tensor, "grad_dtype"):
-        return None
     found = tensor.grad_dtype
     is_set = getattr(tensor, "_has_grad_dtype_override", found is not tensor.dtype)
     return GradDtype(found) if is_set else None
 
 
 def set_grad_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> None:
-    """Let ``tensor`` have gradients of ``dtype``, or of any with None, where torch has a ``grad_dtype``."""
-    if hasattr(torch.Tensor, "grad_dtype") and tensor.grad_dtype is not dtype:
+    """Let ``tensor`` have gradients of ``dtype``, or of any with None, whatever gradient it has."""
+    if tensor.grad_dtype is not dtype:
         grad, tensor.grad = tensor.grad, None
         tensor.grad_dtype = dtype
         if grad is not None:
@@ -76,10 +74,6 @@ def in_backward() -> bool:
     return running_backward() != -1
 
 
-_NO_BACKWARD = -1
-_RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
-
-
 class RunningBackward:
     """The last backward that has begun under a root. Autograd tells of the end of a backward only if nothing raises.
 
@@ -88,34 +82,19 @@ class RunningBackward:
     """
 
     def __init__(self) -> None:
-        self.task, self._nested = _NO_BACKWARD, _NO_BACKWARD
-        self._place = (0, 0)
+        self.task = -1
+        self._at_end: Callable[[], object] = lambda: None
 
-    def begin(self) -> None:
-        """A backward has begun."""
-        self.task, self._place = running_backward(), _backward_depth()
+    def begin(self, at_end: Callable[[], None]) -> None:
+        """A backward has begun. Call ``at_end`` when it has executed its last node, for which autograd has no public
+        hook."""
+        held = partial(at_end)  # by the backward alone, so it goes away with it
+        torch.autograd.Variable._execution_engine.queue_callback(held)
+        self.task, self._at_end = running_backward(), weakref.ref(held)
 
     def was_left(self) -> bool:
-        """Whether it is over, since autograd now runs another one that is not nested in it. A backward on another
-        thread counts as nested."""
-        now = running_backward()
-        if now in (self.task, self._nested):
-            return False
-        (thread, depth), (its_thread, its_depth) = _backward_depth(), self._place
-        if thread == its_thread and depth <= its_depth:
-            return True
-        self._nested = now
-        return False
-
-
-def _backward_depth() -> tuple[int, int]:
-    """This thread, and how many backwards are on its stack: a nested one is on top of the one that it is nested in. A
-    device has a thread of its own, which does not count the outermost one."""
-    depth, frame = 0, sys._getframe()
-    while (caller := frame.f_back) is not None:
-        depth += caller.f_code is _RUN_BACKWARD
-        frame = caller
-    return threading.get_ident(), depth
+        """Whether it has raised: it is gone, while autograd runs another one. One that waits for the other is not."""
+        return self._at_end() is None
 
 
 # Whether a transform of torch.func (grad, vmap, ...) is active on this thread.
@@ -142,10 +121,6 @@ def copies_written_tensors() -> bool:
     """Whether ``torch.autograd.graph.allow_mutation_on_saved_tensors()`` is active: it copies what autograd has saved
     before somebody writes it. torch has no public way to ask."""
     return torch.autograd.graph._allow_mutation_on_saved_tensors_enabled
-
-
-# Runs a function when the running backward has executed its last node; autograd has no public hook for that.
-at_end_of_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 
 
 class GradientHook:

@@ -344,12 +344,11 @@ class UnitTree:
 
     def _begin_backward(self) -> None:
         """The first unit's backward is about to begin."""
-        self._backward.begin()
+        self._backward.begin(self.end_backward)
         self.take_flags()
         self.checks.agree_on_flags()
         self.checks.begin_backward()
         self.schedule.begin_backward()
-        _torch.at_end_of_backward(self.end_backward)
         schedule = self.schedule
         self.executor.ends_step = schedule.is_last_backward and not schedule.finalizes_by_hand
         if not self.executor.ends_step:
