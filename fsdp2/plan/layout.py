@@ -108,18 +108,11 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-@dataclass(frozen=True)
-class Packing:
-    """Pieces that lie behind each other: where each starts, and the size of the whole."""
-
-    offsets: tuple[int, ...]
-    total: int
-
-
-def pack(sizes: Sequence[int], alignment: int = 1) -> Packing:
-    """Place pieces of ``sizes`` in order, each at a multiple of ``alignment``, with the total rounded up to it."""
+def pack(sizes: Sequence[int], alignment: int) -> tuple[list[int], int]:
+    """Place pieces of ``sizes`` behind each other, at multiples of ``alignment``. Returns where each starts, and where
+    the next one would."""
     offsets, end = [], 0
     for size in sizes:
         offsets.append(end)
         end += -(-size // alignment) * alignment
-    return Packing(tuple(offsets), end)
+    return offsets, end

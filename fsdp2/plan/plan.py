@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import lru_cache
 
 import torch
 
@@ -27,7 +26,6 @@ class Route(Enum):
 
 
 _ROUTES = list(Route)
-_MAX_SHARED_PLANS = 256  # groups that are alike, as a model's blocks are, share their plans
 
 
 @dataclass(frozen=True)
@@ -192,15 +190,7 @@ def compile_gather(
     ``inputs``: by the keys that the steps carry as ``index``. ``back_into``: for shards on the post-forward mesh, the
     plan whose gathered tensors were cut into these shards. The shards are gathered back to their old places.
     """
-    return _compile_gather(tuple(inputs.items()), routing, back_into)
-
-
-@lru_cache(maxsize=_MAX_SHARED_PLANS)
-def _compile_gather(
-    items: tuple[tuple[int, GatherInput], ...], routing: Routing, back_into: GatherPlan | None
-) -> GatherPlan:
-    inputs = dict(items)
-    routes = {index: _gather_route(item, routing) for index, item in items}
+    routes = {index: _gather_route(item, routing) for index, item in inputs.items()}
     dtypes = list(dict.fromkeys(_gathered_dtype(item) for item in inputs.values()))
 
     def place(index: int) -> tuple[bool, int, int, int]:
@@ -240,8 +230,7 @@ def compile_reduces(
     if averages and world_size > 1 and set(factors) == {DivideFactors(1.0, float(world_size))}:
         factors = [DivideFactors(1.0, 1.0, averages=True)] * len(factors)
     return tuple(
-        _compile_reduce(tuple(alike), divisions, routing)
-        for alike, divisions in zip(by_dtypes.values(), factors, strict=True)
+        _compile_reduce(alike, divisions, routing) for alike, divisions in zip(by_dtypes.values(), factors, strict=True)
     )
 
 
@@ -253,22 +242,21 @@ def cut_after_forward(step: GatherStep, num_shards: int) -> PlanInput:
     return PlanInput(step.name, shard_layout(shape, dim, num_shards), ParamDtypes(*4 * (step.dtype,)))
 
 
-@lru_cache(maxsize=_MAX_SHARED_PLANS)
-def _compile_reduce(inputs: tuple[tuple[int, PlanInput], ...], factors: DivideFactors, routing: Routing) -> ReducePlan:
+def _compile_reduce(inputs: Sequence[tuple[int, PlanInput]], factors: DivideFactors, routing: Routing) -> ReducePlan:
     """Place the reduced gradients of ``inputs``, which have the same dtypes, in one flat buffer."""
     routes = [_reduce_route(item, routing) for _, item in inputs]
     calls = [[i for i, found in enumerate(routes) if found is route] for route in (Route.ROWS, Route.STRIDED)]
     calls = [call for call in calls if call] + [[i] for i, found in enumerate(routes) if found is Route.DIRECT]
     dtypes = inputs[0][1].dtypes
     sizes = [sum(inputs[i][1].layout.chunk_numel for i in call) for call in calls]
-    placed = pack(sizes, ALIGNMENT_NBYTES // dtypes.reduce.itemsize)
+    starts, _ = pack(sizes, ALIGNMENT_NBYTES // dtypes.reduce.itemsize)
     steps: list[ReduceStep] = []
-    for call, offset in zip(calls, placed.offsets, strict=True):
+    for call, offset in zip(calls, starts, strict=True):
         for i in call:
             index, item = inputs[i]
             steps.append(ReduceStep(index, item.name, routes[i], item.layout, offset))
             offset += item.layout.chunk_numel
-    places = tuple(zip(placed.offsets, sizes, strict=True))
+    places = tuple(zip(starts, sizes, strict=True))
     return ReducePlan(tuple(steps), dtypes, factors, sum(places[-1]), places)
 
 
@@ -319,9 +307,9 @@ def _place_shards(steps: Sequence[GatherStep]) -> tuple[list[GatherStep], tuple[
 def _place_regions(steps: Sequence[GatherStep]) -> tuple[list[GatherStep], int]:
     """Regions of the shared storage, in the order of the inputs, and the bytes they take."""
     placed = sorted((step for step in steps if step.origin is Origin.SHARD), key=lambda step: step.index)
-    packing = pack([step.padded_nbytes for step in placed], ALIGNMENT_NBYTES)
-    offsets = {step.index: offset for step, offset in zip(placed, packing.offsets, strict=True)}
-    return [replace(step, offset_nbytes=offsets.get(step.index, 0)) for step in steps], packing.total
+    starts, nbytes = pack([step.padded_nbytes for step in placed], ALIGNMENT_NBYTES)
+    offsets = {step.index: start for step, start in zip(placed, starts, strict=True)}
+    return [replace(step, offset_nbytes=offsets.get(step.index, 0)) for step in steps], nbytes
 
 
 def _place_buckets(steps: Sequence[GatherStep]) -> tuple[tuple[GatherBucket, ...], int]:
@@ -330,6 +318,6 @@ def _place_buckets(steps: Sequence[GatherStep]) -> tuple[tuple[GatherBucket, ...
     by_dtype: dict[torch.dtype, list[GatherStep]] = {}
     for step in sorted(steps, key=lambda step: (step.origin is Origin.HOOK, sources.index(step.source))):
         by_dtype.setdefault(step.dtype, []).append(step)  # neighbours in the flat shards stay so
-    placed = pack([sum(step.padded_nbytes for step in bucket) for bucket in by_dtype.values()], ALIGNMENT_NBYTES)
-    places = zip(by_dtype.values(), placed.offsets, strict=True)
-    return tuple(GatherBucket(tuple(bucket), offset) for bucket, offset in places), placed.total
+    starts, nbytes = pack([sum(step.padded_nbytes for step in each) for each in by_dtype.values()], ALIGNMENT_NBYTES)
+    places = zip(by_dtype.values(), starts, strict=True)
+    return tuple(GatherBucket(tuple(bucket), start) for bucket, start in places), nbytes

@@ -404,11 +404,11 @@ def _messages(
 ) -> tuple[torch.Tensor, list[int], list[list[torch.Tensor]]]:
     """Memory for a message to or from each rank, as bytes; the size of each message, and the tensors in it."""
     nbytes = [[torch.Size(shape).numel() * dtype.itemsize for shape, dtype in each] for each in places]
-    sizes = [pack(each, _ALIGNMENT_NBYTES).total for each in nbytes]
+    packed = [pack(each, _ALIGNMENT_NBYTES) for each in nbytes]
+    sizes = [size for _, size in packed]
     memory = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
     tensors = []
-    for message, each, lengths in zip(memory.split(sizes), places, nbytes, strict=True):
-        offsets = pack(lengths, _ALIGNMENT_NBYTES).offsets
+    for message, each, lengths, (offsets, _) in zip(memory.split(sizes), places, nbytes, packed, strict=True):
         parts = [message[offset : offset + length] for offset, length in zip(offsets, lengths, strict=True)]
         tensors.append([part.view(dtype).view(shape) for part, (shape, dtype) in zip(parts, each, strict=True)])
     return memory, sizes, tensors

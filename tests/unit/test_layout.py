@@ -53,13 +53,13 @@ def test_packed_pieces_are_aligned_in_order_and_apart(alignment: int) -> None:
     draw = random.Random(alignment)
     for _ in range(100):
         sizes = [draw.choice((0, 1, 3, 31, 32, 33, 128, 1000)) for _ in range(draw.randint(0, 8))]
-        packing = pack(sizes, alignment)
-        starts = [*packing.offsets, packing.total]
-        assert len(packing.offsets) == len(sizes)
-        assert all(start % alignment == 0 for start in starts), (sizes, packing)
-        for start, size, following in zip(packing.offsets, sizes, starts[1:], strict=True):
-            assert start + size <= following < start + size + alignment, (sizes, packing)
-    assert pack([], alignment).total == pack([0, 0], alignment).total == 0
+        found, total = pack(sizes, alignment)
+        starts = [*found, total]
+        assert len(found) == len(sizes)
+        assert all(start % alignment == 0 for start in starts), (sizes, starts)
+        for start, size, following in zip(found, sizes, starts[1:], strict=True):
+            assert start + size <= following < start + size + alignment, (sizes, starts)
+    assert pack([], alignment)[1] == pack([0, 0], alignment)[1] == 0
 
 
 # Placements on axes of any kind
