@@ -12,6 +12,7 @@ import pickle
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -79,16 +80,16 @@ class CollectiveComm(AxisComm):
     def all_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Launch:
         if not outputs:  # hooks may send nothing; a coalesced launch takes no empty list
             return lambda: ()
-        launch = _torch.all_gather(self._group, outputs, inputs, on_stream=self._on_stream)
-        return lambda: self._issued(launch())
+        return partial(self._issue, _torch.all_gather(self._group, outputs, inputs, on_stream=self._on_stream))
 
     def reduce_scatter(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *, averages: bool = False
     ) -> Sequence[Waitable]:
-        return self._issued((self._average if averages else self._sum)(outputs, inputs))
+        return self._issue(self._average if averages else self._sum, outputs, inputs)
 
-    def _issued(self, work: dist.Work | None) -> Sequence[Waitable]:
+    def _issue(self, launch: Callable[..., dist.Work | None], *tensors: list[torch.Tensor]) -> Sequence[Waitable]:
         """On a stream, NCCL returns no work. If another backend returns one, the stream waits for it, not the CPU."""
+        work = launch(*tensors)
         if work is None or not self._on_stream:
             return () if work is None else (work,)
         work.wait()
@@ -184,15 +185,12 @@ def _exchange_by_sums(axis: Axis, value: object) -> list[Any]:
     mine, rank = pickle.dumps(value), axis.group.rank()
     sizes = torch.zeros(axis.size, dtype=torch.int64, device="cpu")  # whatever the user's default device is
     sizes[rank] = len(mine)
-    parts = [torch.zeros(size, dtype=torch.uint8, device="cpu") for size in _summed(axis, sizes).tolist()]
+    wait_for(all_reduce(axis.group, sizes))
+    whole = torch.zeros(int(sizes.sum()), dtype=torch.uint8, device="cpu")
+    parts = whole.split(sizes.tolist())
     parts[rank].copy_(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
-    whole = _summed(axis, torch.cat(parts))
-    return [pickle.loads(ctypes.string_at(part.data_ptr(), part.numel())) for part in whole.split(sizes.tolist())]
-
-
-def _summed(axis: Axis, tensor: torch.Tensor) -> torch.Tensor:
-    wait_for(all_reduce(axis, tensor))
-    return tensor
+    wait_for(all_reduce(axis.group, whole))
+    return [pickle.loads(ctypes.string_at(part.data_ptr(), part.numel())) for part in parts]
 
 
 # Tensors that gloo's threads may still hold. Such a thread drops a collective after it has told us that it is done, and
@@ -202,13 +200,8 @@ _lent: set[weakref.ref[torch.Tensor]] = set()
 _MAX_WAIT_S = 5.0  # at the end of a program whose collectives have failed
 
 
-def all_reduce(axis: Axis, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Sequence[Waitable]:
-    """Reduce ``tensor`` over ``axis`` in place."""
-    return all_reduce_in(axis.group, tensor, op)
-
-
-def all_reduce_in(
-    group: dist.ProcessGroup | None, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType
+def all_reduce(
+    group: dist.ProcessGroup | None, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> Sequence[Waitable]:
     """Reduce ``tensor`` over the ranks of ``group`` in place."""
     lent = tensor.detach()  # the backend alone holds it, so it goes away with the last of the backend's references

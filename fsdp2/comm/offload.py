@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fsdp2.comm.streams import Activity, Streams, activity_observer
+from fsdp2.comm.streams import Activity, Streams, observed
 from fsdp2.types import CPUOffloadPolicy, OffloadPolicy
 
 HOST = torch.device("cpu")
@@ -67,13 +67,9 @@ class FlatStage:
 
     def fetch(self) -> None:
         """Fill ``flats``, which have memory now. One copy per dtype, on the current stream."""
-        tell = activity_observer()
-        if tell is not None:
-            tell(Activity.COPY_TO_DEVICE, True)
-        for flat, host in zip(self.flats.values(), self._host, strict=True):
-            flat.copy_(host, non_blocking=True)
-        if tell is not None:
-            tell(Activity.COPY_TO_DEVICE, False)
+        with observed(Activity.COPY_TO_DEVICE):
+            for flat, host in zip(self.flats.values(), self._host, strict=True):
+                flat.copy_(host, non_blocking=True)
         self._copied = self._streams.record()
 
     def wait(self) -> None:
@@ -90,12 +86,8 @@ class HostCopies:
     """
 
     def __init__(self, sources: Sequence[torch.Tensor], home: Home, streams: Streams) -> None:
-        tell = activity_observer()
-        if tell is not None:
-            tell(Activity.COPY_TO_HOST, True)
-        self.tensors = [_copied_to(home, source) for source in sources]
-        if tell is not None:
-            tell(Activity.COPY_TO_HOST, False)
+        with observed(Activity.COPY_TO_HOST):
+            self.tensors = [_copied_to(home, source) for source in sources]
         self._streams = streams
         self._copied = streams.record()
 

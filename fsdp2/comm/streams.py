@@ -45,35 +45,38 @@ class Activity(Enum):
 OnActivity: TypeAlias = Callable[[Activity, bool], None]
 
 
-class _Observer:
+class _Process:
+    """Whether this process waits for collectives that it has launched, and who is told of activities."""
+
+    is_waiting = False
     on_activity: OnActivity | None = None
 
 
 def observe_activities(on_activity: OnActivity | None) -> None:
     """Call ``on_activity`` around each activity, with True and then with False; None ends it. On an accelerator, waits
     and copies are only enqueued, on the current stream."""
-    _Observer.on_activity = on_activity
+    _Process.on_activity = on_activity
 
 
-def activity_observer() -> OnActivity | None:
-    """The one that ``observe_activities`` set."""
-    return _Observer.on_activity
-
-
-class _Waiting:
-    """Whether this process waits for collectives that it has launched."""
-
-    now = False
+@contextmanager
+def observed(activity: Activity) -> Iterator[None]:
+    """The block is ``activity``."""
+    tell = _Process.on_activity
+    if tell is not None:
+        tell(activity, True)
+    yield
+    if tell is not None:
+        tell(activity, False)
 
 
 @contextmanager
 def waiting() -> Iterator[None]:
     """In the block, this thread waits for collectives in another way than by ``wait_for``."""
-    _Waiting.now = True
+    _Process.is_waiting = True
     try:
         yield
     finally:
-        _Waiting.now = False
+        _Process.is_waiting = False
 
 
 def wait_for(works: Sequence[Waitable]) -> None:
@@ -84,8 +87,8 @@ def wait_for(works: Sequence[Waitable]) -> None:
     """
     if not works:
         return
-    tell = _Observer.on_activity
-    _Waiting.now = True
+    tell = _Process.on_activity
+    _Process.is_waiting = True
     try:  # as launched(), without another call
         if tell is not None:
             tell(Activity.WAIT, True)
@@ -98,7 +101,7 @@ def wait_for(works: Sequence[Waitable]) -> None:
             raise CommunicationError(str(error)) from error
         raise
     finally:
-        _Waiting.now = False
+        _Process.is_waiting = False
 
 
 def launched(launch: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -180,7 +183,7 @@ class Streams:
     def is_idle(self) -> bool:
         """Whether nobody waits for collectives: all that were enqueued are done, or, on the CPU, nobody has come to
         wait for them. Other threads may ask."""
-        return not _Waiting.now
+        return not _Process.is_waiting
 
     def gather_after_compute(self) -> None:
         """Gather stream waits for compute: compute has written the shards, or other data that hooks read, or has read

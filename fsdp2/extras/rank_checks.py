@@ -77,7 +77,7 @@ def reduce(mesh: ParallelMesh, values: torch.Tensor, op: dist.ReduceOp.RedOpType
     """Reduce ``values`` in place over all ranks of ``mesh``."""
     for axis in (mesh.shard, mesh.replicate):
         if axis.size > 1:
-            wait_for(launched(all_reduce, axis, values, op))
+            wait_for(launched(all_reduce, axis.group, values, op))
 
 
 def _is_agreed(mesh: ParallelMesh, text: str) -> bool:

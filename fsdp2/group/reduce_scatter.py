@@ -94,8 +94,8 @@ class Reduce:
     def all_reduce(self, sums: Sums) -> Sequence[Waitable]:
         """Start summing over the replicate axis as well, in place. Returns what to wait for."""
         op = dist.ReduceOp.AVG if self._averages else dist.ReduceOp.SUM
-        axis = self._mesh.replicate
-        return [work for mine in sums for buffer in mine for work in launched(all_reduce, axis, buffer, op)]
+        group = self._mesh.replicate.group
+        return [work for mine in sums for buffer in mine for work in launched(all_reduce, group, buffer, op)]
 
     def complete(self, sums: Sums) -> Sums:
         """Divide in place, run the user's hook, cast to the gradients' dtype."""

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
-from fsdp2.comm.backends import all_reduce_in
+from fsdp2.comm.backends import all_reduce
 from fsdp2.comm.streams import launched, lost, wait_for
 from fsdp2.group.group import ParamGroup, apart_over
 from fsdp2.plan.mesh import mesh_device
@@ -214,7 +214,7 @@ def _summed_over_ranks(classes: list[_Class], powers: list[torch.Tensor], order:
         if takes_maximum:  # that of a backend may be a number although a rank has NaN
             joint = torch.cat([joint, joint.isnan()])
         try:
-            wait_for(launched(all_reduce_in, group, joint, op))
+            wait_for(launched(all_reduce, group, joint, op))
         except CommunicationError as error:
             raise lost("clip_grad_norm_", error, "sum the norms of gradients", [group]) from error.__cause__
         if takes_maximum:

@@ -143,3 +143,9 @@ def fake_tensors() -> Any:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode()
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """The same number for all tensors in one storage, as long as it lives, also when its memory is freed and allocated
+    again: the public ``data_ptr`` changes then."""
+    return tensor.untyped_storage()._cdata

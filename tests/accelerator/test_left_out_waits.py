@@ -114,10 +114,10 @@ _WHOLE = "distributed/test_whole_matrices.py::test_each_matrix_is_whole_once_and
 _CLOCK = "accelerator/test_report.py::test_clock_starts_when_the_device_has_come_to_it"
 _ASKED = "distributed/test_stream.py::test_a_transform_gets_whole_tensors_together_and_may_quantise_them"
 ELSEWHERE: dict[str, str] = {
-    # collectives that the CPU waits for, as gloo's; _issued is for backends that return a work where NCCL returns none
-    "comm.backends.CollectiveComm._issued-work": _ON_STREAMS,
+    # collectives that the CPU waits for, as gloo's; _issue is for backends that return a work where NCCL returns none
+    "comm.backends.CollectiveComm._issue-work": _ON_STREAMS,
     "extras.peers._Messages.wait-work": "distributed/test_comm.py::test_messages_of_two_groups_are_never_mixed_up",
-    "comm.backends._summed-work": "distributed/test_agreement.py::test_ranks_compare_once",
+    "comm.backends._exchange_by_sums-work": "distributed/test_agreement.py::test_ranks_compare_once",
     "tools.clip._summed_over_ranks-work": "parity/test_clipping.py::test_gradients_are_clipped_as_torch_clips_them",
     "comm.custom._run-work": _IN_ONE_MEMORY,
     "extras.lending.gathered_together-work": _UNCUT,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from fsdp2 import _torch
-from fsdp2.comm.streams import Activity, Streams, activity_observer
+from fsdp2.comm.streams import Activity, Streams, observed
 from fsdp2.tools import torch_names
 from fsdp2.tools.host_adamw.memory import HostParam, Travelling, make_travelling
 
@@ -112,14 +112,10 @@ class Job:
         self._streams, self._keeps_gradients = streams, keeps_gradients
         self._sources: list[Tensor] = []  # on the device, until they have been copied
         self._steps: list[_Step] = []
-        tell = activity_observer() if any(grad.device.type != "cpu" for grad in grads) else None
-        with _copying_out(streams):
-            if tell is not None:
-                tell(Activity.COPY_TO_HOST, True)
+        copies = any(grad.device.type != "cpu" for grad in grads)
+        with _copying_out(streams), observed(Activity.COPY_TO_HOST) if copies else nullcontext():
             for each, grad, state, option in zip(params, grads, states, options, strict=True):
                 self._steps.append(self._step(each, grad, state, option))
-            if tell is not None:
-                tell(Activity.COPY_TO_HOST, False)
             self._copied = streams.record()
 
     def _step(self, param: HostParam, grad: Tensor, state: dict[str, Any], options: Options) -> _Step:

@@ -19,6 +19,7 @@ from fsdp2 import _torch
 from fsdp2.plan.trees import find_tensors
 from fsdp2.runtime.unit import Unit
 from fsdp2.runtime.unit_tree import UnitTree
+from fsdp2.tools import torch_names
 from fsdp2.tools.report.memory import ALLOCATED, OPTIMIZER_STATES, SAVED, SHARD_GRADIENTS, SHARDS
 from fsdp2.tools.report.timeline import ROOT
 
@@ -94,7 +95,7 @@ class HeldBytes:
     def _nbytes(self, tensors: Iterable[torch.Tensor]) -> int:
         """Of the storages of ``tensors`` on the device, each once."""
         leaves = (leaf for tensor in tensors for leaf in _torch.leaves(tensor))
-        storages = {_torch.storage_key(each): each for each in leaves if each.device.type == self._device.type}
+        storages = {torch_names.storage_key(each): each for each in leaves if each.device.type == self._device.type}
         return sum(each.untyped_storage().nbytes() for each in storages.values())
 
 
@@ -117,7 +118,7 @@ class SavedTensors:
     def __init__(self, tree: UnitTree) -> None:
         self._tree = tree
         self._units: dict[str, Unit] = {unit.name: unit for unit in tree.units}
-        self._lasting = {_torch.storage_key(buffer) for module in tree.root.modules for buffer in module.buffers()}
+        self._lasting = {torch_names.storage_key(buffer) for module in tree.root.modules for buffer in module.buffers()}
         for name in self._units:
             self._note_parameters(name)
         self._running: list[str] = []
@@ -158,7 +159,7 @@ class SavedTensors:
     def _note_parameters(self, unit: str) -> None:
         params = (param.unsharded for group in self._units[unit].groups for param in group.params)
         whole = (param for param in params if param is not None)
-        self._lasting.update(_torch.storage_key(leaf) for param in whole for leaf in _torch.leaves(param))
+        self._lasting.update(torch_names.storage_key(leaf) for param in whole for leaf in _torch.leaves(param))
 
     def _enter(self, *_: Any) -> None:
         if torch.compiler.is_compiling() or _torch.in_transform():
@@ -175,7 +176,7 @@ class SavedTensors:
     def _pack(self, tensor: torch.Tensor) -> _Saved:
         keys = []
         for leaf in _torch.leaves(tensor):
-            key = _torch.storage_key(leaf)
+            key = torch_names.storage_key(leaf)
             if key not in self._lasting:
                 keys.append(key)
                 self._hold(key, leaf)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp2 import _torch
-from fsdp2.comm.backends import all_reduce_in, exchange
+from fsdp2.comm.backends import all_reduce, exchange
 from fsdp2.comm.streams import launched, wait_for
 from fsdp2.plan.mesh import Axis, mesh_device
 from fsdp2.tools.whole_matrices.axes import joint_axis, ranks_along
@@ -134,5 +134,5 @@ def _reduced(circle: Circle, state: Tensor, failed: Tensor | None) -> Tensor:
     if failed is not None:
         state[:1] |= failed
     if circle.axis.group is not None:
-        wait_for(launched(all_reduce_in, circle.axis.group, state, dist.ReduceOp.MAX))
+        wait_for(launched(all_reduce, circle.axis.group, state, dist.ReduceOp.MAX))
     return state
