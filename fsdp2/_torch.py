@@ -7,7 +7,6 @@ above the core needs are in the same kind of file there: ``extras/torch_names.py
 
 from __future__ import annotations
 
-import math
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -74,27 +73,12 @@ def in_backward() -> bool:
     return running_backward() != -1
 
 
-class RunningBackward:
-    """The last backward that has begun under a root. Autograd tells of the end of a backward only if nothing raises.
-
-    Attributes:
-        task: autograd's number of it.
-    """
-
-    def __init__(self) -> None:
-        self.task = -1
-        self._at_end: Callable[[], object] = lambda: None
-
-    def begin(self, at_end: Callable[[], None]) -> None:
-        """A backward has begun. Call ``at_end`` when it has executed its last node, for which autograd has no public
-        hook."""
-        held = partial(at_end)  # by the backward alone, so it goes away with it
-        torch.autograd.Variable._execution_engine.queue_callback(held)
-        self.task, self._at_end = running_backward(), weakref.ref(held)
-
-    def was_left(self) -> bool:
-        """Whether it has raised: it is gone, while autograd runs another one. One that waits for the other is not."""
-        return self._at_end() is None
+def at_end_of_backward(function: Callable[[], None]) -> Callable[[], object]:
+    """Call ``function`` when the running backward has executed its last node; autograd has no public hook for that.
+    Returns what returns None once that backward is gone, also if it has raised, of which autograd tells nobody."""
+    held = partial(function)  # by the backward alone, so it goes away with it
+    torch.autograd.Variable._execution_engine.queue_callback(held)
+    return weakref.ref(held)
 
 
 # Whether a transform of torch.func (grad, vmap, ...) is active on this thread.
@@ -197,9 +181,18 @@ def way_of_hooks(param: torch.Tensor) -> str | None:
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     """The backend that serves ``device`` in ``group``. Groups written in Python are their own backend."""
     try:
-        return group._get_backend(device).name()
+        return backend_of(group, device).name()
     except RuntimeError:
         return group.name()
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """The backend that serves ``device`` in ``group``, which knows its own memory."""
+    return group._get_backend(device)
+
+
+# Memory at addresses that all ranks know.
+symmetric_memory = _symmetric_memory
 
 
 @contextmanager
@@ -250,33 +243,6 @@ def reduce_scatter(
         return coalesced(outputs, inputs, options)
 
     return launch
-
-
-def allocate_by_backend(
-    group: dist.ProcessGroup, size: Sequence[int], dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    """Memory that the backend of ``group`` has registered, else ordinary memory."""
-    backend = group._get_backend(device)
-    if not backend.supports_tensor_alloc(device):
-        return torch.empty(size, dtype=dtype, device=device)
-    return backend.allocate_tensor(math.prod(size), dtype=dtype, device=device)
-
-
-def use_symmetric_memory(group: dist.ProcessGroup, backend: str) -> None:
-    """Allocate symmetric memory by ``backend`` from now on. The barrier makes the communicator that it needs."""
-    _symmetric_memory.set_backend(cast(Any, backend))
-    dist.barrier(group=group)
-
-
-def allocate_symmetric(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Symmetric memory from a pool, which saves most allocations and exchanges of addresses."""
-    with torch.cuda.use_mem_pool(_symmetric_memory.get_mem_pool(device)):
-        return torch.empty(size, dtype=dtype, device=device)
-
-
-def exchange_addresses(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Tell the ranks of ``group`` where their symmetric ``tensor`` lies; cheap for memory that is known already."""
-    _symmetric_memory.rendezvous(tensor, group.group_name)
 
 
 def _method(group: dist.ProcessGroup, name: str, older_name: str) -> Callable[..., dist.Work | None]:

@@ -162,9 +162,8 @@ def comm_for(axis: Axis, device: torch.device, *, is_async: bool = False) -> Axi
 
 def can_average(mesh: ParallelMesh) -> bool:
     """Whether reductions on ``mesh`` can take the mean themselves: NCCL and backends like it do, gloo does not."""
-    groups = [axis.group for axis in (mesh.shard, mesh.replicate) if axis.group is not None and axis.size > 1]
     is_able = mesh.device.type not in ("cpu", "mtia")
-    return is_able and all(_torch.backend_name(group, mesh.device) != "gloo" for group in groups)
+    return is_able and all(_torch.backend_name(group, mesh.device) != "gloo" for group in mesh.process_groups)
 
 
 def exchange(axis: Axis, value: object) -> list[Any]:

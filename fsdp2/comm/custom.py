@@ -7,8 +7,10 @@ price of these copies. As in torch, a launch ends when its message has arrived.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -144,7 +146,10 @@ class BackendMemory:
         self._group = group
 
     def allocate(self, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return _torch.allocate_by_backend(self._group, size, dtype, device)
+        backend = _torch.backend_of(self._group, device)
+        if not backend.supports_tensor_alloc(device):
+            return torch.empty(size, dtype=dtype, device=device)
+        return cast(torch.Tensor, backend.allocate_tensor(math.prod(size), dtype=dtype, device=device))
 
     def prepare(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
         """The backend knows its memory."""
@@ -154,13 +159,15 @@ class SymmetricMemory:
     """Memory at addresses that all ranks know. Not tried so far: it takes several GPUs."""
 
     def __init__(self, group: dist.ProcessGroup, backend: str) -> None:
-        _torch.use_symmetric_memory(group, backend)
+        _torch.symmetric_memory.set_backend(cast(Any, backend))
+        dist.barrier(group=group)  # makes the communicator that the memory needs
 
     def allocate(self, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return _torch.allocate_symmetric(size, dtype, device)
+        with torch.cuda.use_mem_pool(_torch.symmetric_memory.get_mem_pool(device)):  # saves most exchanges of addresses
+            return torch.empty(size, dtype=dtype, device=device)
 
     def prepare(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-        _torch.exchange_addresses(tensor, group)
+        _torch.symmetric_memory.rendezvous(tensor, group.group_name)
 
 
 class _InMemory(Comm):
