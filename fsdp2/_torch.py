@@ -58,12 +58,6 @@ def set_grad_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> None:
             tensor.grad = grad if dtype is None else grad.to(dtype)
 
 
-def torch_is_at_least(major: int, minor: int) -> bool:
-    """Whether torch is of that release or a later one. A build on the way to it counts: it has most of the changes."""
-    numbers = torch.__version__.split(".")
-    return (int(numbers[0]), int(numbers[1])) >= (major, minor)
-
-
 # A different number for each backward that runs on this thread, nested ones included; -1 outside of a backward.
 running_backward: Callable[[], int] = torch._C._current_graph_task_id
 
@@ -470,11 +464,6 @@ def parameters_dict(module: nn.Module) -> dict[str, nn.Parameter | None]:
 def buffers_dict(module: nn.Module) -> dict[str, torch.Tensor | None]:
     """The dict that holds a module's own buffers."""
     return module._buffers
-
-
-def non_persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
-    """A module's own buffers that state dicts leave out."""
-    return {name: each for name, each in module._buffers.items() if name in module._non_persistent_buffers_set}
 
 
 # Wrapper subclasses

@@ -14,6 +14,7 @@ from torch import nn
 
 from fsdp2 import _torch
 from fsdp2.api.module import PlugIns
+from fsdp2.extras import torch_names
 
 _EMPTY = "_fsdp2_empty_at"  # attribute of a buffer: its version when it got its memory
 
@@ -31,7 +32,7 @@ def empty_buffers(module: nn.Module) -> list[EmptyBuffer]:
     return [
         EmptyBuffer(owner, name, f"{prefix}.{name}" if prefix else name)
         for prefix, owner in module.named_modules()
-        for name, buffer in _torch.non_persistent_buffers(owner).items()
+        for name, buffer in torch_names.non_persistent_buffers(owner).items()
         if buffer is not None and (buffer.is_meta or vars(buffer).get(_EMPTY) == _torch.versions_of([buffer]))
     ]
 

@@ -72,3 +72,8 @@ def watch_calls(
 
     _torch.keep_out_of_graphs(watched)
     vars(module)[_torch.CALL] = watched
+
+
+def non_persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """A module's own buffers that state dicts leave out."""
+    return {name: each for name, each in module._buffers.items() if name in module._non_persistent_buffers_set}

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp2._torch import GradDtype, torch_is_at_least
+from fsdp2._torch import GradDtype
 from fsdp2.plan.trees import map_tensors
 from fsdp2.types import MixedPrecisionPolicy
 
 # Since 2.15, torch's own runtime accumulates and reduces gradients in the dtype of the shards, unless it is told
 # another one; before, in that of compute. Users get what their version of torch does.
-GRADIENTS_FOLLOW_SHARDS = torch_is_at_least(2, 15)
+GRADIENTS_FOLLOW_SHARDS = torch.__version__ >= "2.15.0.dev0"
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 
 import fsdp2
-from fsdp2._torch import torch_is_at_least
 from tests.clients.compare import client, whole
 from tests.harness.comms import CountingReduceScatter
 from tests.harness.distributed import RankContext, distributed
@@ -160,7 +159,7 @@ def test_each_schedule_reduces_once_per_step(
     return train_once(schedule, reshard_after_forward=reshard_after_forward)
 
 
-@pytest.mark.skipif(not torch_is_at_least(2, 15), reason="schedules defer waits for reductions since torch 2.15")
+@pytest.mark.skipif(torch.__version__ < "2.15.0.dev0", reason="schedules defer waits for reductions since torch 2.15")
 @on_four_ranks
 def test_a_schedule_that_waits_for_reductions_later_reduces_once_per_step(rank: int, folder: Path) -> Any:
     return train_once("ScheduleInterleaved1F1B", reshard_after_forward=False, defer_reduce_grad_wait=True)
