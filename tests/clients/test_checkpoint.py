@@ -25,6 +25,7 @@ from tests.clients.compare import client, files_in, parameters_of
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import Block
 from tests.harness.runtimes import oracle, subject
+from tests.parity.setups import load_states, states_of
 
 WIDTH = 9  # which two ranks do not divide
 PRELOADED = ("torch.distributed.checkpoint.state_dict", "torch.distributed.checkpoint.hf_storage", "torch._dynamo")
@@ -63,17 +64,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: 
     return losses
 
 
-def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    return {"model": model_state, "optimizer": optimizer_state}
-
-
-def load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    state = state_of(model, optimizer)
-    dcp.load(state, checkpoint_id=folder)
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-
-
 @pytest.mark.parametrize("consolidates", [True, False], ids=["one-file", "file-per-rank"])
 @on_two_ranks("safetensors")
 def test_safetensors_are_equal_and_are_read_back(rank: int, folder: Path, consolidates: bool) -> Any:
@@ -109,14 +99,14 @@ def test_each_runtime_goes_on_from_the_others_checkpoint(
             torch.save((model_state, optimizer_state), tmp_path / "whole.pt")
         dist.barrier()
     else:
-        dcp.save(state_of(model, optimizer), checkpoint_id=tmp_path)
+        dcp.save(states_of(model, optimizer), checkpoint_id=tmp_path)
     expected = train(model, optimizer, ctx.rank, range(2, 4))
     goes_on, optimizer = sharded(reader.fully_shard, ctx.mesh_1d(), seed=1)
     if is_full:
         states = torch.load(tmp_path / "whole.pt")
         set_state_dict(goes_on, optimizer, model_state_dict=states[0], optim_state_dict=states[1], options=options)
     else:
-        load(goes_on, optimizer, tmp_path)
+        load_states(goes_on, optimizer, tmp_path)
     found = train(goes_on, optimizer, ctx.rank, range(2, 4))
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     theirs = parameters_of(model)

@@ -185,11 +185,12 @@ class UnshardedStorages:
 
 
 class NewMemory(TorchDispatchMode):
-    """In the block, ``peak`` is the most memory of tensors that operations have made in it, and that live."""
+    """In the block, ``peak`` is the most memory of tensors that operations have made in it, and that live; ``total`` is
+    that of all of them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.peak = 0
+        self.peak = self.total = 0
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -199,6 +200,7 @@ class NewMemory(TorchDispatchMode):
             if isinstance(each, Tensor) and each.untyped_storage()._cdata not in given:
                 storage = each.untyped_storage()
                 self._storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+                self.total += storage.nbytes()
         self._storages = {key: each for key, each in self._storages.items() if not each[0].expired()}
         self.peak = max(self.peak, sum(nbytes for _, nbytes in self._storages.values()))
         return result

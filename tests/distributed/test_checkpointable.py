@@ -19,14 +19,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_state_dict,
-    set_state_dict as set_states,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_state_dict as set_states
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 
 from fsdp2 import from_checkpointable, fully_shard, reshard_to, to_checkpointable
 from fsdp2.extras.local_parts import geometry_of
@@ -35,6 +30,7 @@ from tests.harness.distributed import RankContext, distributed
 from tests.harness.golden import golden_on_ranks
 from tests.harness.messages import error_of
 from tests.harness.pool import shared_pool
+from tests.parity.setups import states_of, whole as whole_of
 
 HAS_PROTOCOL = hasattr(dcp, "CheckpointableTensor")
 FIELDS = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
@@ -96,11 +92,6 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     model().backward()
     optimizer.step()
     optimizer.zero_grad()
-
-
-def _states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    return {"model": model_state, "optimizer": optimizer_state}
 
 
 def _parts(states: dict[str, Any]) -> dict[str, dict[str, Tensor]]:
@@ -172,8 +163,8 @@ def test_training_is_that_of_the_whole_model_and_each_entry_lies_on_one_rank(ctx
     for _ in range(2):
         _step(model, optimizer)
         _step(whole, its)
-    expected = _parts(_states(whole, its))
-    for key, found in _parts(to_checkpointable(model, _states(model, optimizer))).items():
+    expected = _parts(states_of(whole, its))
+    for key, found in _parts(to_checkpointable(model, states_of(model, optimizer))).items():
         torch.testing.assert_close(_gathered(found), {name: expected[key][name] for name in CUT})
 
 
@@ -200,10 +191,10 @@ def test_geometry_moves_with_the_shards(ctx: RankContext) -> None:
 def _save(ctx: RankContext, layout: str, path: Path) -> dict[str, Any]:
     model, optimizer = _sharded(ctx, layout)
     _step(model, optimizer)
-    dcp.save(_readable(to_checkpointable(model, _states(model, optimizer))), checkpoint_id=path)
+    dcp.save(_readable(to_checkpointable(model, states_of(model, optimizer))), checkpoint_id=path)
     whole, its = _sharded(ctx, "whole")
     _step(whole, its)
-    return _parts(_states(whole, its))
+    return _parts(states_of(whole, its))
 
 
 def _load(ctx: RankContext, layout: str, path: Path) -> dict[str, Any]:
@@ -214,19 +205,15 @@ def _load(ctx: RankContext, layout: str, path: Path) -> dict[str, Any]:
     model.zero_grad()
     if layout == "tp":
         model.reshard()
-    state = to_checkpointable(model, _states(model, optimizer))
+    state = to_checkpointable(model, states_of(model, optimizer))
     dcp.load(_readable(state), checkpoint_id=path)
     state = from_checkpointable(model, state)
     set_states(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     assert optimizer.param_groups[0]["lr"] == 0.1
     return {
-        key: {**{name: _full(tensor) for name, tensor in each.items()}, **_gathered(each, once=layout == "tp")}
-        for key, each in _parts(to_checkpointable(model, _states(model, optimizer))).items()
+        key: {**whole_of(each), **_gathered(each, once=layout == "tp")}
+        for key, each in _parts(to_checkpointable(model, states_of(model, optimizer))).items()
     }
-
-
-def _full(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 ELSEWHERE = [("fsdp", "tp"), ("tp", "fsdp"), ("tp", "tp"), ("local", "tp"), ("tp", "local")]
@@ -246,7 +233,7 @@ def _save_asynchronously(ctx: RankContext, path: Path) -> None:
     model, optimizer = _sharded(ctx, "tp")
     _step(model, optimizer)
     group = dist.new_group(backend="gloo")
-    state = to_checkpointable(model, _states(model, optimizer))
+    state = to_checkpointable(model, states_of(model, optimizer))
     future = dcp.async_save(state, checkpoint_id=path, process_group=group)
     _step(model, optimizer)
     future.result()

@@ -33,7 +33,16 @@ from tests.harness.models import DIM, MLP, ParityModel, PartlyUsed, Transformer,
 from tests.harness.offload import shard_offloaded
 from tests.harness.runtimes import Runtime, subject
 from tests.harness.selection import long
-from tests.harness.training import Step, one_backward, shard_units_and_root, snapshot
+from tests.harness.training import (
+    EXACT,
+    Step,
+    Tolerance,
+    one_backward,
+    shard_units_and_root,
+    sharded as shard_with,
+    snapshot,
+)
+from tests.parity.setups import Setup
 
 TEXTS = texts_beside(__file__)
 Make = Callable[[Any], optim.Optimizer]
@@ -74,14 +83,13 @@ class Mixed(PartlyUsed):
 
 
 def sharded(ctx: RankContext, build: Callable[[], ParityModel], shard: Shards = shard_units_and_root) -> Any:
-    torch.manual_seed(0)
-    model = build()
-    shard(subject(), model, ctx.mesh_1d())
-    return model
+    return Setup(build, shard=shard).sharded(subject(), ctx)
 
 
 class Twins:
     """Models ``plain`` and ``flat``, and their optimizers. ``step`` does the same with both and compares."""
+
+    tolerance = EXACT
 
     def __init__(
         self, ctx: RankContext, build: Callable[[], ParityModel], make: Make, shard: Shards = shard_units_and_root
@@ -127,7 +135,7 @@ class Twins:
             {"parameters": records(dict(model.named_parameters())), "optimizer": records(optimizer.state_dict())}
             for model, optimizer in self.both
         )
-        compare_values(f"step {self.index}", flat, plain)
+        compare_values(f"step {self.index}", flat, plain, self.tolerance)
 
 
 def records(state: Any) -> Any:
@@ -203,10 +211,6 @@ def test_rprop_which_torch_cannot_step_dtensors_with(ctx: RankContext, foreach: 
             compare_values(f"step {index}", found, {"value": copied, **plain.state.get(copied, {})})
 
 
-def _shard_with(**options: Any) -> Shards:
-    return lambda runtime, model, mesh: shard_units_and_root(runtime, model, mesh, **options)
-
-
 def _shard_with_other_gradients(runtime: Runtime, model: ParityModel, mesh: Any) -> None:
     for parameter in model.to(torch.bfloat16).parameters():
         parameter.grad_dtype = torch.float32
@@ -216,8 +220,8 @@ def _shard_with_other_gradients(runtime: Runtime, model: ParityModel, mesh: Any)
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 SHARDED: dict[str, Any] = {
     "usual": shard_units_and_root,
-    "mixed precision": _shard_with(mp_policy=MIXED),
-    "along last dims": _shard_with(shard_placement_fn=lambda param: Shard(param.dim() - 1)),
+    "mixed precision": shard_with(mp_policy=MIXED),
+    "along last dims": shard_with(shard_placement_fn=lambda param: Shard(param.dim() - 1)),
     "gradients of another dtype": _shard_with_other_gradients,
     "offloaded": shard_offloaded,
     "ignored": lambda runtime, model, mesh: shard_units_and_root(
@@ -247,13 +251,8 @@ def test_same_values_on_four_ranks(ctx: RankContext) -> None:
 @distributed(2)
 def test_fused_on_the_cpu_makes_the_same_values_to_rounding(ctx: RankContext) -> None:
     twins = Twins(ctx, MLP, functools.partial(optim.Adam, lr=0.01, fused=True))
-    for _ in range(3):
-        twins.backward()
-        for _, optimizer in twins.both:
-            optimizer.step()
-            optimizer.zero_grad()
-    for mine, theirs in zip(twins.flat.parameters(), twins.plain.parameters(), strict=True):
-        torch.testing.assert_close(mine.to_local(), theirs.to_local(), rtol=1e-5, atol=1e-6)
+    twins.tolerance = Tolerance(rtol=1e-5, atol=1e-6)
+    twins.steps(3)
 
 
 @distributed(2)

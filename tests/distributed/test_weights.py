@@ -43,7 +43,7 @@ from tests.harness.pool import WorkerError, WorkerPool
 from tests.harness.selection import long
 from tests.harness.terminal import on_a_terminal
 from tests.harness.training import Step, one_backward
-from tests.harness.weight_files import INDEX, ONE, assert_same, bytes_of, read, safetensors
+from tests.harness.weight_files import INDEX, ONE, assert_same, bytes_of, locals_of, read, safetensors, write
 from tests.parity.test_model_parallel import tensor_parallel
 
 
@@ -145,27 +145,11 @@ def _unsharded(place: str) -> nn.Module:
         return seeded(WAYS[place][0])
 
 
-def _write(folder: Path, model: nn.Module, rank: int) -> None:
-    """What transformers would write: by safetensors itself, tied weights once."""
-    if rank == 0:
-        safetensors.save_file(_once(model), str(folder / ONE), metadata={"format": "pt"})
-    dist.barrier()
-
-
 def _once(model: nn.Module) -> dict[str, Tensor]:
     """The state dict without further names of tied weights."""
     first: dict[int, str] = {}
     state = model.state_dict(keep_vars=True)
     return {key: value.detach().clone() for key, value in state.items() if first.setdefault(id(value), key) == key}
-
-
-def _locals(model: nn.Module) -> dict[str, Tensor]:
-    state = model.state_dict()
-    return {key: (each.to_local() if isinstance(each, DTensor) else each).cpu() for key, each in state.items()}
-
-
-def _values(model: nn.Module) -> dict[str, Tensor]:
-    return {key: value.clone() for key, value in _locals(model).items()}
 
 
 _same = functools.partial(compare_values, "weights")
@@ -220,14 +204,14 @@ def test_buffers_that_no_file_has_are_warned_of_until_they_are_filled(ctx: RankC
 
 def _loads_saves_and_streams(ctx: RankContext, place: str, tmp_path: Path) -> None:
     expected = _make(ctx, place)
-    _write(tmp_path, _unsharded(place), ctx.rank)
+    write(tmp_path, ctx.rank, _once(_unsharded(place)))
     for device in ("meta", None):
         model = _make(ctx, place, device, seed=1)
         if device == "meta":
             model.to_empty(device="cpu" if place == "offloaded" else ctx.device_type)
             _spoil(model)
         assert fsdp2.load_safetensors(model, tmp_path) == ([], [])
-        _same(_locals(model), _locals(expected))
+        _same(locals_of(model), locals_of(expected))
         if place not in NO_FORWARD:
             batch = _batch(model)
             assert torch.equal(model.loss(model(*batch), batch), expected.loss(expected(*batch), batch))
@@ -241,13 +225,13 @@ def _loads_saves_and_streams(ctx: RankContext, place: str, tmp_path: Path) -> No
         assert_same(read(folder), _once(_unsharded(place)))
         other = _make(ctx, place, seed=2)
         fsdp2.load_safetensors(other, folder)
-        _same(_locals(other), _locals(expected))
+        _same(locals_of(other), locals_of(expected))
 
     streamed = {}
     for name, value in fsdp2.stream_full_params(expected):
         streamed[name] = value.cpu().clone()
         value.zero_()  # the caller's own
-    _same(_locals(expected), _locals(_make(ctx, place)))
+    _same(locals_of(expected), locals_of(_make(ctx, place)))
     plain = {name: value.detach() for name, value in _unsharded(place).named_parameters()}
     _same(streamed, plain)
     last, ahead = ctx.world_size - 1, len(place) % 2
@@ -282,7 +266,7 @@ def test_files_in_bf16_load_into_fp32_shards_and_back(ctx: RankContext, tmp_path
     assert_same(read(tmp_path), expected)
     model = _make(ctx, "1d", seed=1)
     fsdp2.load_safetensors(model, tmp_path)
-    _same(_locals(model), {key: value.bfloat16().float() for key, value in _locals(_make(ctx, "1d")).items()})
+    _same(locals_of(model), {key: value.bfloat16().float() for key, value in locals_of(_make(ctx, "1d")).items()})
     _same(dict(fsdp2.stream_full_params(model, dtype=torch.bfloat16, device="cpu")), expected)
 
 
@@ -297,10 +281,10 @@ def test_names_may_differ_or_be_left_out(ctx: RankContext, tmp_path: Path) -> No
     model, before, expected = (_make(ctx, "1d", seed=seed) for seed in (1, 1, 0))
     back = {f"model.entry.{kind}": f"entry.{kind}" for kind in ("weight", "bias")}
     missing, unexpected = fsdp2.load_safetensors(model, tmp_path, rename=back, strict=False)
-    assert missing == [name for name in _locals(model) if not name.startswith("entry")]
+    assert missing == [name for name in locals_of(model) if not name.startswith("entry")]
     assert unexpected == ["model.exit.weight", "model.exit.bias"]
-    for name, value in _locals(model).items():
-        assert torch.equal(value, _locals(expected if name.startswith("entry") else before)[name]), name
+    for name, value in locals_of(model).items():
+        assert torch.equal(value, locals_of(expected if name.startswith("entry") else before)[name]), name
 
 
 @distributed(2)
@@ -326,7 +310,7 @@ class Quantised(nn.Module):
 
 
 @distributed(2)
-def test_subclasses_take_and_give_plain_values(ctx: RankContext, tmp_path: Path) -> None:
+def test_subclasses_take_and_give_plainlocals_of(ctx: RankContext, tmp_path: Path) -> None:
     """A quantised weight is quantised at load; to the same codes, since its file holds dequantised values."""
 
     def make(seed: int) -> nn.Module:
@@ -459,15 +443,13 @@ def test_all_ranks_raise_one_error_with_all_problems_and_nothing_is_loaded(ctx: 
     good = {**_unsharded("1d").state_dict(), "expanded": torch.ones(3, device="cpu")}
     state = {**good, "entry.weight": good["entry.weight"][:, :5].contiguous(), "exit.bias": good["exit.bias"].int()}
     state["more"] = state.pop("exit.weight")
-    if ctx.rank == 0:
-        for file, saved in ((ONE, state), ("good.safetensors", good)):
-            safetensors.save_file(saved, str(tmp_path / file))
-    dist.barrier()
+    write(tmp_path / "good", ctx.rank, good)
+    write(tmp_path / "bad", ctx.rank, state)
     model = _make(ctx, "1d", seed=1)
     model.register_buffer("expanded", torch.ones(1).expand(3))
-    before = _values(model)
+    before = locals_of(model)
     with pytest.raises(ValueError, match="does not fit this MLP") as raised:
-        fsdp2.load_safetensors(model, tmp_path / ONE)
+        fsdp2.load_safetensors(model, tmp_path / "bad")
     problems = sorted(str(raised.value).splitlines()[1:])
     assert problems.pop(2).startswith("- 'expanded' of the model has elements that share memory")
     assert problems == [
@@ -476,10 +458,10 @@ def test_all_ranks_raise_one_error_with_all_problems_and_nothing_is_loaded(ctx: 
         "- Missing in the files: 'exit.weight'. Pass rename=..., or strict=False to leave them out.",
         "- Not in the model: 'more'. Pass rename=..., or strict=False to leave them out.",
     ]
-    _same(_values(model), before)
+    _same(locals_of(model), before)
     model.expanded = model.expanded.contiguous()
-    fsdp2.load_safetensors(model, tmp_path / "good.safetensors")
-    _same(_locals(model), {"expanded": good["expanded"], **_locals(_make(ctx, "1d"))})
+    fsdp2.load_safetensors(model, tmp_path / "good")
+    _same(locals_of(model), {"expanded": good["expanded"], **locals_of(_make(ctx, "1d"))})
 
 
 @distributed(2)
@@ -493,7 +475,7 @@ def test_a_problem_of_one_rank_is_an_error_on_all(ctx: RankContext, tmp_path: Pa
         (mine / ONE).write_bytes(b"cut")
     dist.barrier()
     model = _make(ctx, "1d", seed=1)
-    before = _values(model)
+    before = locals_of(model)
 
     def rename(name: str) -> str:
         return {}[name] if ctx.rank == 1 else name
@@ -512,7 +494,7 @@ def test_a_problem_of_one_rank_is_an_error_on_all(ctx: RankContext, tmp_path: Pa
         ),
     ):
         assert re.match(said, " ".join(error_of(call).split())), said
-    _same(_values(model), before)
+    _same(locals_of(model), before)
     assert not new.exists() or not list(new.iterdir())
 
 

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from tests.harness.compare import compare_values
 
@@ -37,3 +39,18 @@ def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> 
 def bytes_of(folder: Path) -> dict[str, bytes]:
     """What each file below ``folder`` holds."""
     return {str(each.relative_to(folder)): each.read_bytes() for each in folder.rglob("*") if each.is_file()}
+
+
+def write(folder: Path, rank: int, tensors: Mapping[str, Tensor]) -> None:
+    """By safetensors itself, as transformers would. All ranks must call this."""
+    if rank == 0:
+        folder.mkdir(exist_ok=True)
+        contiguous = {key: value.contiguous() for key, value in tensors.items()}
+        safetensors.save_file(contiguous, folder / ONE, metadata={"format": "pt"})
+    dist.barrier()
+
+
+def locals_of(model: nn.Module) -> dict[str, Tensor]:
+    """Copies, on the host, of what this rank has of the state."""
+    state = model.state_dict()
+    return {key: (each.to_local() if isinstance(each, DTensor) else each).cpu().clone() for key, each in state.items()}

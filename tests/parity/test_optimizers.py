@@ -79,10 +79,11 @@ def _scheduled(parameters: Any) -> Optimizer:
     return optimizer
 
 
-def _two_groups(parameters: Any) -> Optimizer:
+def two_groups(parameters: Iterable[Tensor]) -> list[dict[str, Any]]:
+    """Matrices, and the rest: with another rate and no decay."""
     parameters = list(parameters)
-    plain, decayed = [p for p in parameters if p.ndim < 2], [p for p in parameters if p.ndim >= 2]
-    return dtensor_adamw([{"params": decayed}, {"params": plain, "weight_decay": 0.0, "lr": 0.1}])
+    matrices = [each for each in parameters if each.dim() > 1]
+    return [{"params": matrices}, {"params": [p for p in parameters if p.dim() < 2], "lr": 3e-2, "weight_decay": 0.0}]
 
 
 @each_compared(2, 4, ci=("fused AdamW", "in place", "in place, not foreach", "in place, fused", "Muon"))
@@ -97,7 +98,9 @@ def test_optimizers_and_what_is_around_them() -> Cases:
         "in place, fused": (hsdp, in_place(optimizer=_optimizer("AdamW", fused=True))),
         "Muon": Case(MLP, optimizer=_muon, unsharded=Tolerance(rtol=5e-2, atol=1e-2)),  # it works in bfloat16
         "schedule of learning rates": Case(MLP, optimizer=_scheduled, num_steps=5),
-        "groups with options of their own": Case(MLP, optimizer=_two_groups),
+        "groups with options of their own": Case(
+            MLP, optimizer=lambda parameters: dtensor_adamw(two_groups(parameters))
+        ),
     }
 
 
@@ -251,16 +254,6 @@ def test_scaled_gradients_are_unscaled(ctx: RankContext, way: str) -> None:
     _check(ctx, *args, **options)
 
 
-COMPILED = {
-    "AdamW": partial(torch.optim.AdamW, lr=1e-2, eps=1e-3),
-    "AdamW, foreach": partial(torch.optim.AdamW, lr=1e-2, eps=1e-3, foreach=True),
-    "AdamW, fused": partial(torch.optim.AdamW, lr=1e-2, eps=1e-3, fused=True),
-    "Adam, amsgrad": partial(torch.optim.Adam, lr=1e-2, eps=1e-3, amsgrad=True),
-    "SGD": partial(torch.optim.SGD, lr=0.02, momentum=0.9),
-    "SGD, foreach": partial(torch.optim.SGD, lr=0.02, momentum=0.9, foreach=True),
-}
-
-
 @as_torchs(2)
 def test_gradients_lie_in_their_memory_as_under_torch(ctx: RankContext, runtime: Runtime) -> Any:
     """A compiled step of an optimizer makes fake tensors of them."""
@@ -272,14 +265,15 @@ def test_gradients_lie_in_their_memory_as_under_torch(ctx: RankContext, runtime:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("make", COMPILED)
+@pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD", "AdamW, foreach", "SGD, foreach", "AdamW, fused"])
 @distributed(2)
-def test_compiled_step_of_an_optimizer_is_that_of_torch(ctx: RankContext, make: str) -> None:
+def test_compiled_step_of_an_optimizer_is_that_of_torch(ctx: RankContext, name: str) -> None:
     start_compiling()
+    name, _, kind = name.partition(", ")
 
     def compiled(parameters: Any) -> torch.optim.Optimizer:
         torch.compiler.reset()
-        optimizer = COMPILED[make](parameters)
+        optimizer = _optimizer(name, **({kind: True} if kind else {}))(parameters)
         optimizer.step = torch.compile(optimizer.step, backend="aot_eager")  # type: ignore[method-assign]
         return optimizer
 
@@ -301,13 +295,6 @@ class Clipped(OnShards):
             params = [param for group in self.param_groups for param in group["params"]]
             fsdp2.clip_grad_norm_(params, self._max_norm)
         super().step(closure)
-
-
-def two_groups(parameters: Iterable[Tensor]) -> list[dict[str, Any]]:
-    """Matrices, and the rest: with another rate and no decay."""
-    parameters = list(parameters)
-    matrices = [each for each in parameters if each.dim() > 1]
-    return [{"params": matrices}, {"params": [p for p in parameters if p.dim() < 2], "lr": 3e-2, "weight_decay": 0.0}]
 
 
 # Every backward reduces, and adds to ``.grad``. The last one is announced.

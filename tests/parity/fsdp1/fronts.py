@@ -17,15 +17,13 @@ import torch.distributed.fsdp
 import torch.distributed.fsdp.wrap
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import ShardingStrategy, StateDictType
+from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor import DTensor
 
 import fsdp2.fsdp1
 from tests.harness.distributed import RankContext, distributed
 
 CPU = torch.device("cpu")
-FULL_SHARD, GRAD_OP, NO_SHARD, HYBRID, HYBRID_ZERO2 = ShardingStrategy
-FULL, LOCAL, SHARDED = StateDictType
 
 
 @dataclass(frozen=True)
@@ -181,9 +179,14 @@ def assert_same(
         assert theirs == ours, f"{where}: {theirs} and {ours}"
 
 
+def mlp() -> nn.Sequential:
+    """Three layers, whose rows do not divide by the number of ranks."""
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 7), nn.ReLU(), nn.Linear(7, 4))
+
+
 def wrapped_mlp(front: Front, **options: Any) -> Any:
-    """Three layers; the first two are wrappers of their own. Rows do not divide by the number of ranks."""
-    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 7), nn.ReLU(), nn.Linear(7, 4))
+    """The first two layers are wrappers of their own."""
+    model = mlp()
     for i in (0, 2):
         model[i] = front.wrap(model[i], **options)
     return front.wrap(model, **options)

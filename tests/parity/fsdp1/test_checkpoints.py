@@ -36,7 +36,8 @@ from tests.harness.distributed import RankContext, distributed
 from tests.harness.pool import shared_pool
 from tests.harness.runtimes import quietly_installed
 from tests.harness.selection import long
-from tests.parity.fsdp1.fronts import FULL, LOCAL, SHARDED, Front, as_torchs, assert_same, ours, same, theirs, with_ours
+from tests.parity.fsdp1.fronts import Front, as_torchs, assert_same, ours, same, theirs, with_ours
+from tests.parity.fsdp1.kinds import FULL, LOCAL, SHARDED
 from tests.parity.fsdp1.test_optim_state_dicts import (
     OPTIMIZERS,
     adamw,

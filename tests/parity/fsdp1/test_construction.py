@@ -26,23 +26,10 @@ import fsdp2.fsdp1.wrap
 from fsdp2.group.group import groups_by_slot
 from fsdp2.runtime.unit import unit_of
 from tests.harness.distributed import RankContext, distributed
-from tests.harness.models import Block as ResidualBlock
+from tests.harness.models import MLP, Block
 from tests.harness.selection import long
-from tests.parity.fsdp1.fronts import (
-    CPU,
-    FULL_SHARD,
-    GRAD_OP,
-    HYBRID,
-    HYBRID_ZERO2,
-    NO_SHARD,
-    ON_TWO_RANKS,
-    Front,
-    as_torchs,
-    ours,
-    same,
-    theirs,
-    with_ours,
-)
+from tests.parity.fsdp1.fronts import CPU, ON_TWO_RANKS, Front, as_torchs, mlp, ours, same, theirs, with_ours
+from tests.parity.fsdp1.kinds import FULL_SHARD, GRAD_OP, HYBRID, HYBRID_ZERO2, NO_SHARD
 from tests.parity.fsdp1.test_extensions import example, extension_set
 
 THEIRS, OURS = torch.distributed.fsdp, fsdp2.fsdp1
@@ -104,10 +91,6 @@ def test_policies_are_torchs_and_the_scaler_and_extensions_take_what_torchs_take
 BY_LINEARS = {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear})}
 
 
-def mlp() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
-
-
 def refused(ctx: RankContext, error: type[Exception], match: str, module: nn.Module | None = None, **options) -> None:
     """Ours raises, and leaves the model as it was; torch's raises an error of the same type."""
     for front in (ours(ctx), theirs(ctx)):
@@ -144,9 +127,9 @@ def test_what_one_flat_parameter_cannot_hold_is_refused_and_original_ones_can(ct
         refused(ctx, ValueError, "expects one dtype. Pass use_orig_params=True", doubled, **options)
         refused(ctx, ValueError, "Linear.scale is a scalar", scalar, **options)
     doubled, front = mlp(), ours(ctx)
-    doubled[2] = doubled[2].double()
+    doubled[4] = doubled[4].double()
     doubled[0].bias.requires_grad_(False)
-    doubled[1].register_forward_hook(lambda module, args, output: output.double())
+    doubled[3].register_forward_hook(lambda module, args, output: output.double())
     wrapped = front.wrap(doubled, use_orig_params=True)  # torch's class refuses two dtypes also here
     assert {param.dtype for param in wrapped.parameters()} == {torch.float32, torch.float64}
     assert len(front.train(wrapped)) == 3
@@ -173,12 +156,7 @@ def test_types_are_checked_and_models_may_not_stay_on_the_meta_device(front: Fro
         (ValueError, nn.Sequential(front.wrap(nn.Linear(2, 2))), BY_LINEARS, r"sharded already\. Wrap by the policy"),
         (AttributeError, nn.Sequential(NoReset("meta")), {}, no_reset),
         (AttributeError, nn.Sequential(partly, NoReset("cpu")), BY_LINEARS, no_reset),
-        (
-            RuntimeError,
-            partly,
-            {"param_init_fn": lambda module: None},
-            "'weight' of a Linear is still on the meta device",
-        ),
+        (RuntimeError, partly, {"param_init_fn": lambda _: None}, "'weight' of a Linear is still on the meta device"),
     ]
     for error, model, options, match in refusals:
         with pytest.raises(error, match=match):
@@ -244,9 +222,6 @@ def test_one_rank_shards_nothing(front: Front) -> None:
     assert len(front.train(model)) == 3
 
 
-LINEARS = wrap.ModuleWrapPolicy({nn.Linear})
-
-
 class StoppedError(Exception):
     """What a function of the user raises."""
 
@@ -302,23 +277,22 @@ def failing_extension() -> Any:
 
 def rows() -> dict[str, tuple[str, dict[str, Any], Callable[[], Any]]]:
     """What is raised, the arguments, and what to do meanwhile. What begins with "meta" has its model there."""
-    policy = {"auto_wrap_policy": LINEARS}
-    synced = {**policy, "sync_module_states": True}
+    synced = {**BY_LINEARS, "sync_module_states": True}
     in_fp32 = MixedPrecision(param_dtype=torch.bfloat16, _module_classes_to_ignore=[nn.LayerNorm])
     keeping = MixedPrecision(torch.bfloat16, torch.bfloat16, keep_low_precision_grads=True)
     asking = raising_at(4, lambda module, recurse, nonwrapped_numel: recurse or isinstance(module, nn.Linear))
     broadcast, reset = failing(dist, "broadcast", 4), failing(nn.Linear, "reset_parameters", 3)
     return {
-        "meta: param_init_fn": ("call 3", {**policy, "param_init_fn": raising_at(3, fill)}, nullcontext),
+        "meta: param_init_fn": ("call 3", {**BY_LINEARS, "param_init_fn": raising_at(3, fill)}, nullcontext),
         "options of the policy": ("strategy", {"auto_wrap_policy": wrap.CustomPolicy(overrides)}, nullcontext),
         "the policy": ("call 4", {"auto_wrap_policy": asking}, nullcontext),
-        "meta: a parameter left there": ("still on", {**policy, "param_init_fn": leave_the_last_one}, nullcontext),
-        "meta: reset_parameters": ("call 3", policy, reset),
+        "meta: a parameter left there": ("still on", {**BY_LINEARS, "param_init_fn": leave_the_last_one}, nullcontext),
+        "meta: reset_parameters": ("call 3", BY_LINEARS, reset),
         "sync_module_states": ("call 4", synced, broadcast),
-        "an extension": ("call 11", policy, failing_extension),
+        "an extension": ("call 11", BY_LINEARS, failing_extension),
         "in full precision": ("call 4", {**synced, "mixed_precision": in_fp32}, broadcast),
         "gradients that keep their dtype": ("call 4", {**synced, "mixed_precision": keeping}, broadcast),
-        "the device": ("device", {**policy, "device_id": "nowhere"}, nullcontext),
+        "the device": ("device", {**BY_LINEARS, "device_id": "nowhere"}, nullcontext),
     }
 
 
@@ -358,8 +332,8 @@ def test_the_model_is_as_it_was_and_can_be_wrapped(ctx: RankContext, row: str, u
     if not on_meta:
         assert all(map(torch.equal, model.parameters(), values))
         assert model(torch.ones(2, 8)).shape == (2, 4)
-    again = front.wrap(model, auto_wrap_policy=LINEARS, param_init_fn=fill)
-    other = front.wrap(model_of(), auto_wrap_policy=LINEARS)
+    again = front.wrap(model, param_init_fn=fill, **BY_LINEARS)
+    other = front.wrap(model_of(), **BY_LINEARS)
     if on_meta:
         with again.summon_full_params(again), other.summon_full_params(other), torch.no_grad():
             for param, filled in zip(other.parameters(), again.parameters(), strict=True):
@@ -367,24 +341,11 @@ def test_the_model_is_as_it_was_and_can_be_wrapped(ctx: RankContext, row: str, u
     assert front.train(again) == front.train(other)
 
 
-class Block(ResidualBlock):
-    def __init__(self) -> None:
-        super().__init__(8)
-
-
-class Residual(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.entry = nn.Linear(8, 8)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.again = self.blocks[0]  # a shared module
+class Residual(MLP):
+    def __init__(self, is_shared: bool = False) -> None:
+        super().__init__(2, 8)
+        self.blocks.append(self.blocks[0] if is_shared else nn.Identity())
         self.exit = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.entry(x)
-        for block in (*self.blocks, self.again):
-            x = block(x)
-        return self.exit(x)
 
 
 def by_size(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
@@ -412,9 +373,7 @@ POLICIES = {
 @pytest.mark.parametrize("policy", POLICIES)
 @as_torchs(2)
 def test_policies_wrap_what_torchs_class_wraps(front: Front, policy, use_orig_params) -> Any:
-    model = Residual()
-    model.again = nn.Identity()
-    model = front.wrap(model, auto_wrap_policy=POLICIES[policy], use_orig_params=use_orig_params)
+    model = front.wrap(Residual(), auto_wrap_policy=POLICIES[policy], use_orig_params=use_orig_params)
     wrapped = [name for name, module in model.named_modules() if isinstance(module, front.cls)]
     strategies = [module.sharding_strategy.name for module in front.cls.fsdp_modules(model)]
     return [wrapped, strategies, *front.train(model)]
@@ -424,11 +383,11 @@ def test_policies_wrap_what_torchs_class_wraps(front: Front, policy, use_orig_pa
 def test_shared_modules_are_wrapped_in_all_places(front: Front) -> None:
     """Torch's class wraps them in one place, and reads sharded parameters in the others."""
     torch.manual_seed(0)
-    expected = front.train(front.wrap(Residual()))
+    expected = front.train(front.wrap(Residual(is_shared=True)))
     torch.manual_seed(0)
-    model = front.wrap(Residual(), auto_wrap_policy=POLICIES["module classes"])
-    assert model.again is model.blocks[0]
-    assert isinstance(model.again, front.cls)
+    model = front.wrap(Residual(is_shared=True), auto_wrap_policy=POLICIES["module classes"])
+    assert model.blocks[2] is model.blocks[0]
+    assert isinstance(model.blocks[2], front.cls)
     assert front.train(model) == expected
 
 
@@ -446,7 +405,7 @@ def test_wrap_and_enable_wrap(front: Front) -> Any:
 @as_torchs(2)
 def test_ignored_states_stay_as_they_are(front: Front, what) -> Any:
     model = Residual()
-    model.again, left_alone = nn.Identity(), model.exit
+    left_alone = model.exit
     options = {
         "parameters": {"ignored_states": list(left_alone.parameters())},
         "modules": {"ignored_states": [left_alone]},
@@ -459,12 +418,8 @@ def test_ignored_states_stay_as_they_are(front: Front, what) -> Any:
 
 @as_torchs(2)
 def test_models_on_the_meta_device(front: Front) -> Any:
-    def init(module: nn.Module) -> None:
-        for name, param in list(module.named_parameters(recurse=False)):
-            setattr(module, name, nn.Parameter(torch.full_like(param, 0.1, device="cpu")))
-
     losses = []
-    for norm, options in ((nn.ReLU, {"param_init_fn": init}), (partial(nn.BatchNorm1d, 8), {})):
+    for norm, options in ((nn.ReLU, {"param_init_fn": fill}), (partial(nn.BatchNorm1d, 8), {})):
         torch.manual_seed(1)
         with torch.device("meta"):
             model = nn.Sequential(nn.Linear(8, 8), norm(), nn.Linear(8, 4))
@@ -514,16 +469,8 @@ def test_what_a_wrapper_inside_ignores_stays_tied_to_parameters_outside_of_it(fr
     return [*front.train(wrapped), model[1].weight.detach()]
 
 
-def three_layers() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 7), nn.ReLU(), nn.Linear(7, 4))
-
-
-def by_policy(front: Front, **options) -> nn.Module:
-    return front.wrap(three_layers(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), **options)
-
-
 def trained(front: Front, num_ranks: int, **options: Any) -> Any:
-    model = by_policy(front, **options)
+    model = front.wrap(mlp(), **BY_LINEARS, **options)
     assert model.process_group.size() == num_ranks
     return [*front.train(model), model.rank, model.world_size]
 
@@ -560,7 +507,7 @@ def test_hybrid(front: Front, given: str, strategy: Any, use_orig_params: bool) 
 def test_hybrid_over_one_rank_of_an_axis(front: Front) -> Any:
     """With shards of one rank, torch's class forgets the replicas. Both shapes are a sum of two gradients."""
     meshes = [{"sharding_strategy": HYBRID, "device_mesh": front.ctx.mesh_2d(*shape)} for shape in ((2, 1), (1, 2))]
-    return [front.train(by_policy(front, **(options if front.is_ours else {}))) for options in meshes]
+    return [front.train(front.wrap(mlp(), **BY_LINEARS, **(each if front.is_ours else {}))) for each in meshes]
 
 
 @with_ours(2)
@@ -571,16 +518,16 @@ def test_hybrid_by_nodes(front: Front) -> None:
         found = []
         for strategy in (HYBRID, FULL_SHARD):
             torch.manual_seed(0)
-            found.append(front.train(by_policy(front, sharding_strategy=strategy)))
+            found.append(front.train(front.wrap(mlp(), sharding_strategy=strategy, **BY_LINEARS)))
         assert found[0] == found[1]
         environment.delenv("LOCAL_WORLD_SIZE")
         with pytest.raises(ValueError, match=r"no LOCAL_WORLD_SIZE for 2 ranks\. Start the job with torchrun"):
-            by_policy(front, sharding_strategy=HYBRID)
+            front.wrap(mlp(), sharding_strategy=HYBRID, **BY_LINEARS)
 
 
 @with_ours(4)
 def test_wrappers_of_one_model_replicate_over_the_same_ranks(front: Front) -> None:
-    model = three_layers()
+    model = mlp()
     model[0] = front.wrap(model[0], sharding_strategy=HYBRID, device_mesh=front.ctx.mesh_2d(2, 2))
     with pytest.raises(ValueError, match="expects the same process groups in all wrappers, but a Linear inside"):
         front.wrap(model, sharding_strategy=HYBRID, device_mesh=front.ctx.mesh_2d(1, 4))

@@ -9,6 +9,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 from unittest import mock
@@ -27,18 +28,8 @@ import fsdp2.fsdp1
 from tests.docs.markdown import ROOT
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.selection import long
-from tests.parity.fsdp1.fronts import (
-    FULL,
-    FULL_SHARD,
-    GRAD_OP,
-    SHARDED,
-    Front,
-    as_torchs,
-    assert_same,
-    ours,
-    same,
-    with_ours,
-)
+from tests.parity.fsdp1.fronts import Front, as_torchs, assert_same, ours, same, with_ours
+from tests.parity.fsdp1.kinds import FULL, FULL_SHARD, GRAD_OP, SHARDED
 
 
 @cache
@@ -280,25 +271,16 @@ def whole(state_dict: dict[str, Any]) -> dict[str, torch.Tensor]:
 def test_tensor_parallelism_needs_no_extension(ctx: RankContext, use_orig_params) -> None:
     saved = []
 
-    def data(step: int) -> torch.Tensor:  # the same on ranks of one model
-        return torch.randn(3, 8, generator=torch.Generator().manual_seed(10 * step + ctx.rank // 2))
-
     def scenario(front: Front):
         model = tensor_parallel(front, use_orig_params)
-        made = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        results = []
-        for step in range(3):
-            loss = model(data(step)).square().mean()
-            loss.backward()
-            made.step()
-            made.zero_grad()
-            results.append(loss.detach())
+        pair = replace(front, ctx=replace(ctx, rank=ctx.rank // 2))  # ranks of one model get the same data
+        results = pair.train(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
         for kind in (FULL, SHARDED):
             with front.of_kind(model, kind):
                 saved.append(model.state_dict())
                 results.append(whole(saved[-1]))
                 model.load_state_dict(saved[-1])
-        return [*results, model(data(9)).detach()]
+        return [*results, model(pair.batch(3, 8, seed=9)).detach()]
 
     same(ctx, scenario, exact=False)
     theirs, mine = saved[1]["0.weight"], saved[3]["0.weight"]  # both cut it along dim 0: see docs/migrating.md

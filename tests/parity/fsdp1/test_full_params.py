@@ -10,7 +10,8 @@ from torch import nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
-from tests.parity.fsdp1.fronts import GRAD_OP, NO_SHARD, ON_TWO_RANKS, Front, as_torchs, with_ours, wrapped_mlp
+from tests.parity.fsdp1.fronts import ON_TWO_RANKS, Front, as_torchs, with_ours, wrapped_mlp
+from tests.parity.fsdp1.kinds import GRAD_OP, NO_SHARD
 
 
 class Normed(nn.Module):
@@ -215,11 +216,7 @@ def test_unshard_ahead_of_forward(front: Front) -> Any:
             handle.wait()
             handle.wait()
             assert model._unshard() is None
-        loss = model(front.batch(3, 8, seed=step)).sum()
-        loss.backward()
-        made.step()
-        made.zero_grad()
-        losses.append(loss.detach())
+        losses += front.train(model, made, num_steps=range(step, step + 1))
     return losses
 
 

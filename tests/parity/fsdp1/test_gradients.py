@@ -18,16 +18,8 @@ from torch.distributed.fsdp import MixedPrecision
 import fsdp2
 import fsdp2.fsdp1
 from tests.harness.selection import long
-from tests.parity.fsdp1.fronts import (
-    FULL_SHARD,
-    HYBRID,
-    NO_SHARD,
-    ON_TWO_RANKS,
-    Front,
-    as_torchs,
-    with_ours,
-    wrapped_mlp,
-)
+from tests.parity.fsdp1.fronts import ON_TWO_RANKS, Front, as_torchs, mlp, with_ours, wrapped_mlp
+from tests.parity.fsdp1.kinds import FULL_SHARD, HYBRID, NO_SHARD
 
 
 def plain_sum(state: list[str], gradients: torch.Tensor, shard: torch.Tensor | None = None) -> None:
@@ -149,7 +141,7 @@ def test_gradients_that_the_user_made_are_clipped(front: Front) -> None:
     model(front.batch(3, 8)).sum().backward()
     for param in model.parameters():
         param.grad = torch.ones_like(param)
-    numel = sum(p.numel() for p in nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 7), nn.Linear(7, 4)).parameters())
+    numel = sum(param.numel() for param in mlp().parameters())
     norm = model.clip_grad_norm_(1.0)
     torch.testing.assert_close(norm, torch.tensor(float(numel)).sqrt())
     for param in model.parameters():

@@ -15,18 +15,8 @@ from torch import nn
 
 from tests.harness.comms import gathers_noted
 from tests.harness.selection import long
-from tests.parity.fsdp1.fronts import (
-    FULL,
-    HYBRID,
-    LOCAL,
-    NO_SHARD,
-    ON_TWO_RANKS,
-    SHARDED,
-    Front,
-    as_torchs,
-    assert_same,
-    with_ours,
-)
+from tests.parity.fsdp1.fronts import ON_TWO_RANKS, Front, as_torchs, assert_same, with_ours
+from tests.parity.fsdp1.kinds import FULL, HYBRID, LOCAL, NO_SHARD, SHARDED
 from tests.parity.fsdp1.test_state_dicts import described
 
 

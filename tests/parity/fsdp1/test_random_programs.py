@@ -21,18 +21,8 @@ from torch import Tensor, nn
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import MLP, Block
 from tests.harness.selection import long
-from tests.parity.fsdp1.fronts import (
-    FULL,
-    FULL_SHARD,
-    GRAD_OP,
-    LOCAL,
-    NO_SHARD,
-    SHARDED,
-    Front,
-    assert_same,
-    ours,
-    theirs,
-)
+from tests.parity.fsdp1.fronts import Front, assert_same, ours, theirs
+from tests.parity.fsdp1.kinds import FULL, FULL_SHARD, GRAD_OP, LOCAL, NO_SHARD, SHARDED
 from tests.parity.fsdp1.test_state_dicts import described
 
 

@@ -19,20 +19,8 @@ from fsdp2.fsdp1 import state_values
 from tests.harness.comms import gathers_noted
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.selection import in_ci
-from tests.parity.fsdp1.fronts import (
-    FULL,
-    FULL_SHARD,
-    HYBRID,
-    LOCAL,
-    NO_SHARD,
-    SHARDED,
-    Front,
-    as_torchs,
-    assert_same,
-    ours,
-    same,
-    with_ours,
-)
+from tests.parity.fsdp1.fronts import Front, as_torchs, assert_same, ours, same, with_ours
+from tests.parity.fsdp1.kinds import FULL, FULL_SHARD, HYBRID, LOCAL, NO_SHARD, SHARDED
 
 
 def on_rank_0(**options: bool) -> fsdp.FullStateDictConfig:

@@ -22,7 +22,8 @@ from fsdp2 import _torch
 from tests.harness.models import DIM, Branches
 from tests.harness.selection import long
 from tests.parity.fsdp1 import fronts
-from tests.parity.fsdp1.fronts import FULL_SHARD, GRAD_OP, NO_SHARD, Front, as_torchs, with_ours, wrapped_mlp
+from tests.parity.fsdp1.fronts import Front, as_torchs, with_ours, wrapped_mlp
+from tests.parity.fsdp1.kinds import FULL_SHARD, GRAD_OP, NO_SHARD
 
 each_strategy = pytest.mark.parametrize("strategy", [FULL_SHARD, GRAD_OP, NO_SHARD])
 
