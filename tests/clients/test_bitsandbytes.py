@@ -32,6 +32,7 @@ from tests.clients.hugging_face import accelerator, adamw, hf_client, loop, tiny
 from tests.clients.test_fsdp1 import fsdp1_client, on_the_cpu
 from tests.clients.test_trl import options, texts, tokenizer
 from tests.distributed.compile_support import start_compiling
+from tests.distributed.support import shard_each
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.golden import golden_on_ranks
 from tests.harness.messages import error_of
@@ -81,9 +82,7 @@ def model_of(
 
 
 def sharded(model: Any, mesh: DeviceMesh, **options: Any) -> Any:
-    for block in model:
-        fully_shard(block, mesh=mesh, **options)
-    return fully_shard(model, mesh=mesh, **options)
+    return shard_each(*model, model, mesh=mesh, **options)
 
 
 def batch(size: tuple[int, int], rank: int) -> Tensor:

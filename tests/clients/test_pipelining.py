@@ -101,11 +101,11 @@ def train(
         inputs, target = batch(step, dp.get_local_rank())
         losses: list[Tensor] = []
         if is_by_hand:
-            hold_gradients(mine.values())
+            reduce_gradients(mine.values(), now=False)
         has_first, has_last = 0 in mine, num_stages - 1 in mine
         runner.step(*([inputs] if has_first else []), **({"target": target, "losses": losses} if has_last else {}))
         if is_by_hand:
-            reduce_gradients(mine.values())
+            reduce_gradients(mine.values(), now=True)
         seen["losses"].append([loss.detach() for loss in losses])
         seen["reductions"].append({name: len(counter.take()) for name, counter in counters.items()})
         named = [(f"{number}.{name}", each) for number, part in mine.items() for name, each in part.named_parameters()]
@@ -124,18 +124,13 @@ def check_gradients(found: list[dict[str, Tensor]], expected: list[dict[str, Ten
             torch.testing.assert_close(gradients[name], grad, rtol=1e-4, atol=1e-6, msg=f"step {step}: {name}")
 
 
-def hold_gradients(stages: Any) -> None:
+def reduce_gradients(stages: Any, now: bool) -> None:
     for stage in stages:
         stage.set_manual_backward_finalization(True)
-        stage.set_requires_gradient_sync(False)
-        stage.set_reshard_after_backward(False)
-
-
-def reduce_gradients(stages: Any) -> None:
-    for stage in stages:
-        stage.set_requires_gradient_sync(True)
-        stage.set_reshard_after_backward(True)
-        stage.finalize_backward()
+        stage.set_requires_gradient_sync(now)
+        stage.set_reshard_after_backward(now)
+        if now:
+            stage.finalize_backward()
 
 
 def train_once(schedule: str, **settings: Any) -> dict[str, list[Any]]:

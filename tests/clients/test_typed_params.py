@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fsdp2
 from fsdp2 import DataParallelMeshDims, fully_shard
+from tests.distributed.support import seeded
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.golden import texts_beside
 from tests.harness.messages import error_of
@@ -65,11 +66,6 @@ def _mesh(ctx: RankContext) -> DeviceMesh:
     return init_device_mesh("cpu", (ctx.world_size // 2, 2), mesh_dim_names=("dp", "tp"))
 
 
-def _seeded() -> Mlp:
-    torch.manual_seed(0)
-    return Mlp()
-
-
 def _rows(rank: int) -> Tensor:
     return torch.randn(4, DIM, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
 
@@ -84,7 +80,7 @@ def _input(mesh: DeviceMesh, of_tp: Any) -> Tensor:
 def test_gradients_are_those_of_the_whole_model_with_types_checked(ctx: RankContext, scale: str) -> None:
     """A gradient of R is a sum that is pending on its axis, and one of I is whole on each rank."""
     mesh, of_scale = _mesh(ctx), getattr(spmd, scale)
-    whole = _seeded()
+    whole = seeded(Mlp)
     model = fully_shard(TypedMlp(whole, mesh, of_scale), mesh=mesh, dp_mesh_dims=DIMS)
     given = _input(mesh, of_scale)
     for _ in range(2):
@@ -102,7 +98,7 @@ def test_gradients_are_those_of_the_whole_model_with_types_checked(ctx: RankCont
 @distributed(4)
 def test_a_checkpoint_of_typed_parameters_is_that_of_the_whole_model(ctx: RankContext, tmp_path: Path) -> None:
     mesh = _mesh(ctx)
-    typed = fully_shard(TypedMlp(_seeded(), mesh, spmd.I), mesh=mesh, dp_mesh_dims=DIMS)
+    typed = fully_shard(TypedMlp(seeded(Mlp), mesh, spmd.I), mesh=mesh, dp_mesh_dims=DIMS)
     dcp.save(typed.state_dict(), checkpoint_id=tmp_path)
     plain = Mlp()
     dcp.load(plain.state_dict(), checkpoint_id=tmp_path)
@@ -112,8 +108,8 @@ def test_a_checkpoint_of_typed_parameters_is_that_of_the_whole_model(ctx: RankCo
     other.load_state_dict(state)
     with fsdp2.unsharded(other):
         assert spmd.get_axis_local_type(other.up, mesh.get_group("tp")) is spmd.V
-        assert torch.equal(other.down, TypedMlp(_seeded(), mesh, spmd.I).down)
-    for name, expected in _seeded().named_parameters():
+        assert torch.equal(other.down, TypedMlp(seeded(Mlp), mesh, spmd.I).down)
+    for name, expected in seeded(Mlp).named_parameters():
         assert torch.equal(getattr(plain, name), expected)
 
 

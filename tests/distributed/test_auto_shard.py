@@ -83,8 +83,7 @@ REFUSED: dict[str, Callable[[], object]] = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_wrong_arguments_are_refused(case: str) -> None:
-    TEXTS.check(case, error_of(REFUSED[case]))
-    TEXTS.check_names(REFUSED)
+    TEXTS.check(case, error_of(REFUSED[case]), among=REFUSED)
 
 
 # A budget

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -108,29 +108,19 @@ def _make(ctx: RankContext, way: str, seed: int = 0) -> Any:
     return {**ON_2, **ON_4}[way](seeded(Fused, seed), ctx)
 
 
-@contextmanager
-def _calls(module: Any, name: str) -> Iterator[list[tuple[Any, Any]]]:
-    """The arguments and the results of the function ``name`` of ``module`` in this block."""
-    calls, original = [], getattr(module, name)
-
-    def noting(*args: Any) -> Any:
-        calls.append((args, original(*args)))
-        return calls[-1][1]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, name, noting)
-        yield calls
-
-
 def _goes_in_and_out(ctx: RankContext, way: str, tmp_path: Path) -> None:
     """A rank reads its own bytes only."""
-    files, asked = _files(), Counter[str]()
+    files, asked, slice_of = _files(), Counter[str](), load_weights._slice_of
+
+    def counted(opened: Any, key: str, part: Any) -> Tensor:
+        values = slice_of(opened, key, part)
+        asked[key] += values.nbytes
+        return values
+
     write(tmp_path, ctx.rank, files)
     model, expected = _make(ctx, way, seed=1), _make(ctx, way)
-    with _calls(load_weights, "_slice_of") as slices:
+    with mock.patch.object(load_weights, "_slice_of", counted):
         assert fsdp2.load_safetensors(model, tmp_path, mapping=RULES) == ([], [])
-    for (_, key, _), values in slices:
-        asked[key] += values.nbytes
     assert sum(asked.values()) == sum(each.nbytes for each in locals_of(model).values())
     if (way, ctx.world_size) == ("dim 0", 2):  # rank 0 has experts 0 and 1, rank 1 has expert 2; q is rows 0 to 7 of 12
         numbers = {int(key.split(".")[3]) for key in asked if ".experts." in key}
@@ -177,9 +167,9 @@ def test_loading_allocates_nothing_however_tensors_are_put_together(ctx: RankCon
 @distributed(2)
 def test_a_save_gathers_each_tensor_once_per_file(ctx: RankContext, tmp_path: Path) -> None:
     model = _make(ctx, "dim 0")
-    with _calls(save_weights, "_gathered") as gathered:
+    with mock.patch.object(save_weights, "_gathered", wraps=save_weights._gathered) as gathered:
         fsdp2.save_safetensors(model, tmp_path, mapping=RULES)
-    assert sorted(weight.names[0] for (weight, *_), _ in gathered) == sorted(model.state_dict())
+    assert sorted(call.args[0].names[0] for call in gathered.call_args_list) == sorted(model.state_dict())
 
 
 # Casts and subclasses

@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import functools
 import gc
-import types
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -417,16 +416,9 @@ def test_parameters_may_move_be_swapped_or_given_hooks(ctx: RankContext) -> None
 
 def _give_hooks(param: nn.Parameter) -> None:
     """Hooks that send the shard as it is."""
-
-    def pre(self: Tensor, mesh: Any) -> Any:
-        return (self.detach(),), None
-
-    def post(self: Tensor, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
-        return None if out is not None else (outputs[0], outputs)
-
     local = param._local_tensor
-    local.fsdp_pre_all_gather = types.MethodType(pre, local)
-    local.fsdp_post_all_gather = types.MethodType(post, local)
+    local.fsdp_pre_all_gather = lambda mesh: ((local.detach(),), None)
+    local.fsdp_post_all_gather = lambda outputs, *_, out=None: None if out is not None else (outputs[0], outputs)
 
 
 CHANGES: list[Callable[[dict[str, Any]], object]] = [
@@ -566,8 +558,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
 def test_what_is_not_elementwise_or_no_plain_optimizer_is_refused(case: str) -> None:
     given = REFUSED[case]()
     kind = type(given)
-    TEXTS.check(case, error_of(lambda: fsdp2.flatten_optimizer(given)))
-    TEXTS.check_names(REFUSED)
+    TEXTS.check(case, error_of(lambda: fsdp2.flatten_optimizer(given)), among=REFUSED)
     assert type(given) is kind
 
 
@@ -599,7 +590,7 @@ YES, NO = [True] * 4, [False] * 4
 
 
 @pytest.mark.parametrize(
-    ("kinds", "follows", "touch", "nbytes", "expected"),
+    "case",
     [
         (["a"] * 4, YES, YES, [LARGE] * 4, [(0, 4)]),
         (["a"] * 4, [True, True, False, True], YES, [1] * 4, [(0, 2), (2, 4)]),
@@ -612,7 +603,6 @@ YES, NO = [True] * 4, [False] * 4
         ([None] * 4, YES, NO, [1] * 4, []),
     ],
 )
-def test_runs_end_where_kinds_change_and_where_large_gradients_lie_apart(
-    kinds: list[object], follows: list[bool], touch: list[bool], nbytes: list[int], expected: list[tuple[int, int]]
-) -> None:
+def test_runs_end_where_kinds_change_and_where_large_gradients_lie_apart(case: Any) -> None:
+    kinds, follows, touch, nbytes, expected = case
     assert [(run.start, run.stop) for run in cut_runs(kinds, follows, touch, nbytes)] == expected

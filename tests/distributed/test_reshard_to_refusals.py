@@ -187,8 +187,4 @@ def _refused(ctx: RankContext, case: str) -> str:
 
 @pytest.mark.parametrize("case", CASES)
 def test_move_is_refused_on_all_ranks_and_nothing_has_moved(case: str) -> None:
-    TEXTS.check(case, same_on_all_ranks(_refused, 4, case=case))
-
-
-def test_every_text_has_a_case() -> None:
-    TEXTS.check_names(CASES)
+    TEXTS.check(case, same_on_all_ranks(_refused, 4, case=case), among=CASES)

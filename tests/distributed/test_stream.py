@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -67,8 +68,7 @@ def _counted_gathers(key: str) -> Iterator[dist.Store]:
             store.add(key, 1)
         begin(*arguments)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stream_weights._Gathering, "__init__", counting)
+    with mock.patch.object(stream_weights._Gathering, "__init__", counting):
         yield store
 
 
@@ -156,31 +156,17 @@ def test_a_transform_gets_whole_tensors_together_and_may_quantise_them(ctx: Rank
 # How much
 
 
-@contextmanager
-def _counted_messages() -> Iterator[list[tuple[str, int, int]]]:
-    """Of each message to or from one rank: the direction, the other rank, the bytes."""
-    counted: list[tuple[str, int, int]] = []
-    start = dist.batch_isend_irecv
-
-    def counting(messages: list[dist.P2POp]) -> Any:
-        counted.extend((each.op.__name__, each.peer, each.tensor.nbytes) for each in messages)
-        return start(messages)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "batch_isend_irecv", counting)
-        yield counted
-
-
 @distributed(4)
 def test_ranks_of_the_receivers_replica_send_their_shards_once_and_others_nothing(ctx: RankContext) -> None:
     """Large shards in messages of their own; all others of a bucket in one."""
     model = _sharded(ctx, Layers, ctx.mesh_2d(2, 2))
-    with _counted_messages() as counted:
+    with mock.patch.object(dist, "batch_isend_irecv", wraps=dist.batch_isend_irecv) as started:
         found = _streamed(model, to_rank=2, bucket_nbytes="2200KiB")
+    messages = [each for call in started.call_args_list for each in call.args[0]]
     weights, biases = [WIDTH * WIDTH * 4 // 2] * NUM_LAYERS, [2 * WIDTH * 4 // 2] * (NUM_LAYERS // 2)
     expected = {2: ("irecv", 3), 3: ("isend", 2)}.get(ctx.rank)
-    assert sorted(nbytes for *_, nbytes in counted) == (sorted(weights + biases) if expected else [])
-    assert {each[:2] for each in counted} == ({expected} if expected else set())
+    assert sorted(each.tensor.nbytes for each in messages) == (sorted(weights + biases) if expected else [])
+    assert {(each.op.__name__, each.peer) for each in messages} == ({expected} if expected else set())
     compare_values("weights", found, whole(seeded(Layers)) if ctx.rank == 2 else {})
 
 

@@ -261,8 +261,12 @@ def _mlp(ctx: RankContext, mesh: DeviceMesh | None = None) -> Any:
     return shard_units(seeded(MLP), mesh=mesh or ctx.mesh_1d())
 
 
-def _muon(model: nn.Module, **options: Any) -> Muon:
-    return Muon(muon_groups(model, verbose=False), lr=0.05, **options)
+def _made(ctx: RankContext, num_steps: int = 0, mesh: DeviceMesh | None = None) -> tuple[Any, Muon]:
+    """A model and its optimizer."""
+    model = _mlp(ctx, mesh)
+    optimizer = Muon(muon_groups(model, verbose=False), lr=0.05)
+    _step(ctx, model, optimizer, range(num_steps))
+    return model, optimizer
 
 
 def _step(ctx: RankContext, model: Any, optimizer: Any, seeds: Any = range(2)) -> list[Tensor]:
@@ -279,9 +283,7 @@ def _values(model: nn.Module, optimizer: optim.Optimizer) -> list[Tensor]:
 
 @distributed(2)
 def test_a_step_that_fails_on_one_rank_changes_nothing(ctx: RankContext) -> None:
-    model = _mlp(ctx)
-    optimizer = _muon(model)
-    _step(ctx, model, optimizer)
+    model, optimizer = _made(ctx, 2)
     before = _values(model, optimizer)
     patch = pytest.MonkeyPatch()
     if ctx.rank == 1:
@@ -298,8 +300,7 @@ def test_a_gradient_on_one_rank_only_is_zero_on_the_other_and_none_leaves_parame
     """The messages are the same; all ranks step the parameter that has one, and no other."""
     values = []
     for is_missing in (True, False):
-        model = _mlp(ctx)
-        optimizer = _muon(model)
+        model, optimizer = _made(ctx)
         before = whole(model)
         name, param = next((name, param) for name, param in model.named_parameters() if param.ndim == 2)
         grad = torch.ones_like(param)
@@ -316,8 +317,7 @@ def test_a_gradient_on_one_rank_only_is_zero_on_the_other_and_none_leaves_parame
 @pytest.mark.parametrize("overlaps", [False, True])
 @distributed(2)
 def test_a_gradient_that_is_placed_otherwise_on_one_rank_is_refused_on_all(ctx: RankContext, overlaps: bool) -> None:
-    model = _mlp(ctx)
-    optimizer = _muon(model)
+    model, optimizer = _made(ctx)
     param = next(param for param in model.parameters() if param.ndim == 2)
     whole = torch.ones(param.shape, device=ctx.device_type)
     if ctx.rank == 1:
@@ -353,8 +353,7 @@ def test_groups_have_options_of_their_own(ctx: RankContext) -> None:
 
 @distributed(2)
 def test_a_scheduler_and_hooks_work_as_with_any_optimizer(ctx: RankContext) -> None:
-    model = _mlp(ctx)
-    optimizer = _muon(model)
+    _, optimizer = _made(ctx)
     scheduler = optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     calls: list[str] = []
     optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
@@ -367,13 +366,9 @@ def test_a_scheduler_and_hooks_work_as_with_any_optimizer(ctx: RankContext) -> N
 
 @distributed(2)
 def test_a_model_that_moves_to_another_mesh_is_planned_anew(ctx: RankContext) -> None:
-    model, same = _mlp(ctx), _mlp(ctx)
-    optimizer, other = _muon(model), _muon(same)
-    _step(ctx, model, optimizer)
-    _step(ctx, same, other)
-    reshard_to(model, optimizer, DeviceMesh(ctx.device_type, [[0], [1]]))
-    for mine, expected in zip(_step(ctx, model, optimizer), _step(ctx, same, other), strict=True):
-        torch.testing.assert_close(mine, expected, rtol=1e-3, atol=1e-4)
+    moved, stays = _made(ctx, 2), _made(ctx, 2)
+    reshard_to(*moved, DeviceMesh(ctx.device_type, [[0], [1]]))
+    torch.testing.assert_close(_step(ctx, *moved), _step(ctx, *stays), rtol=1e-3, atol=1e-4)
 
 
 # Checkpoints
@@ -386,30 +381,21 @@ def test_a_model_that_moves_to_another_mesh_is_planned_anew(ctx: RankContext) ->
 def test_training_goes_on_from_a_checkpoint_of_another_number_of_ranks(
     ctx: RankContext, ranks: tuple[int, int], tmp_path: Path
 ) -> None:
-    first, second = (
-        ctx.mesh_1d() if number == 4 else ctx.mesh_2d(2, 2)["shard"] for number in ranks
-    )  # of two ranks, both halves do the same
-    model = _mlp(ctx, first)
-    optimizer = _muon(model)
-    _step(ctx, model, optimizer)
-    dcp.save(states_of(model, optimizer), checkpoint_id=tmp_path)
-    other = _mlp(ctx, second)
+    """Of two ranks, both halves do the same."""
+    first, second = (ctx.mesh_1d() if number == 4 else ctx.mesh_2d(2, 2)["shard"] for number in ranks)
+    saved, loaded = _made(ctx, 2, first), _made(ctx, 0, second)
+    dcp.save(states_of(*saved), checkpoint_id=tmp_path)
     with torch.no_grad():
-        for param in other.parameters():
+        for param in loaded[0].parameters():
             param.zero_()
-    other_optimizer = _muon(other)
-    load_states(other, other_optimizer, tmp_path)
-    for mine, expected in zip(
-        _step(ctx, other, other_optimizer, range(2, 4)), _step(ctx, model, optimizer, range(2, 4)), strict=True
-    ):
-        torch.testing.assert_close(mine, expected, rtol=1e-3, atol=1e-4)  # bf16, of gradients that differ by rounding
+    load_states(*loaded, tmp_path)
+    found, expected = (_step(ctx, *each, range(2, 4)) for each in (loaded, saved))
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)  # bf16, of gradients that differ by rounding
 
 
 @distributed(2)
 def test_states_are_those_of_a_sharded_optimizer_and_go_to_another_one(ctx: RankContext) -> None:
-    model = _mlp(ctx)
-    optimizer = _muon(model)
-    _step(ctx, model, optimizer)
+    model, optimizer = _made(ctx, 2)
     as_whole = StateDictOptions(full_state_dict=True)
     values, own = map(copy.deepcopy, (model.state_dict(), optimizer.state_dict()))
     states = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
@@ -427,8 +413,7 @@ def test_states_are_those_of_a_sharded_optimizer_and_go_to_another_one(ctx: Rank
         lambda other, loaded: loaded.load_state_dict(own),
     ]
     for load in loads:
-        other = _mlp(ctx)
-        loaded = _muon(other)
+        other, loaded = _made(ctx)
         other.load_state_dict(values)
         load(other, loaded)
         assert all(map(torch.equal, _step(ctx, other, loaded, range(2, 4)), expected))
@@ -461,7 +446,6 @@ def test_state_dict_of_torchs_muon_is_taken(ctx: RankContext) -> None:
     ours.load_state_dict(theirs.state_dict())
     assert ours.param_groups[0]["lr"] == 0.3
     for param in matrices:
-        assert torch.equal(
-            ours.state[param]["momentum_buffer"].to_local(), theirs.state[param]["momentum_buffer"].to_local()
-        )
+        mine, its = (each.state[param]["momentum_buffer"].to_local() for each in (ours, theirs))
+        assert torch.equal(mine, its)
     _step(ctx, model, ours)

@@ -42,7 +42,9 @@ class GoldenTexts:
         if os.environ.get("EXPECTTEST_ACCEPT") and self._texts.get(name) != found:
             self._texts[name] = found
             self._path.parent.mkdir(exist_ok=True)
-            self._path.write_text("\n\n".join(f"== {each}\n{text}" for each, text in self._texts.items()) + "\n")
+            written = self._path.with_suffix(f".{os.getpid()}")  # at once: other ranks may read it meanwhile
+            written.write_text("\n\n".join(f"== {each}\n{text}" for each, text in self._texts.items()) + "\n")
+            written.replace(self._path)
         expected = self._texts.get(name)
         assert found == expected, f"{name}:\n{found}\n\nexpected:\n{expected}"
         if among and not os.environ.get("EXPECTTEST_ACCEPT"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -215,23 +214,13 @@ def test_one_norm_per_group_and_one_all_reduce_per_mesh_axis(ctx: RankContext) -
     model = _sharded(ctx, "tp")
     inputs = model.batch(torch.Generator().manual_seed(0))
     model.loss(model(*inputs), inputs).backward()
-    normed, summed = [], []
-    with (
-        mock.patch.object(torch_names, "foreach_norm", side_effect=_noting(torch_names.foreach_norm, normed)),
-        mock.patch.object(torch.distributed, "all_reduce", side_effect=_noting(torch.distributed.all_reduce, summed)),
-    ):
+    norms = mock.patch.object(torch_names, "foreach_norm", wraps=torch_names.foreach_norm)
+    sums = mock.patch.object(torch.distributed, "all_reduce", wraps=torch.distributed.all_reduce)
+    with norms as normed, sums as summed:
         clip_grad_norm_(model.parameters(), 1.0)
-    of_units = len(model.blocks) + 1
-    assert sum(map(len, normed)) == of_units + len(model.blocks)  # what TP has cut, and what it has not, in each block
-    assert len(summed) == 2  # dp for all of them, tp for what it has cut
-
-
-def _noting(function: Callable[..., Any], noted: list[Any]) -> Callable[..., Any]:
-    def call(first: Any, *args: Any, **kwargs: Any) -> Any:
-        noted.append(first)
-        return function(first, *args, **kwargs)
-
-    return call
+    num_blocks, num_normed = len(model.blocks), sum(len(call.args[0]) for call in normed.call_args_list)
+    assert num_normed == num_blocks + 1 + num_blocks  # what TP has cut, and what it has not, in each block
+    assert summed.call_count == 2  # dp for all of them, tp for what it has cut
 
 
 def test_gradients_that_touch_in_one_storage_are_joined() -> None:

@@ -6,10 +6,11 @@ fp32 is compared to 1e-5. In bf16, torch's products round alike, but the gradien
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -78,17 +79,12 @@ def floats(step: int) -> Tensor:
     return torch.randn(6, 8, generator=generator(step), device="cpu")
 
 
-@contextmanager
-def newton_schulz_in_fp32() -> Iterator[None]:
-    """torch's works in bf16, always."""
-    patch = pytest.MonkeyPatch()
-    patch.setattr(Tensor, "bfloat16", Tensor.clone)
-    yield
-    patch.undo()
+# torch's works in bf16, always.
+newton_schulz_in_fp32 = partial(mock.patch.object, Tensor, "bfloat16", Tensor.clone)
 
 
 class Reference:
-    def __init__(self, model: nn.Module, groups: Any, dtype: torch.dtype, **options: Any) -> None:
+    def __init__(self, groups: Any, dtype: torch.dtype, **options: Any) -> None:
         self.optimizers = [
             optim.Muon([p for _, p in group["params"]], **{**OPTIONS, **options})
             if group["use_muon"]
@@ -143,7 +139,7 @@ def compare(
     """Train both for some steps; returns what was sharded."""
     how, inputs = how or {}, tokens if cls is Net else floats
     reference = seeded(cls)
-    theirs = Reference(reference, muon_groups(reference, verbose=False), dtype, **options)
+    theirs = Reference(muon_groups(reference, verbose=False), dtype, **options)
     train(reference, theirs, inputs, **how)
     model = seeded(cls)
     model.to(ctx.device_type)

@@ -190,3 +190,10 @@ def wrapped_mlp(front: Front, **options: Any) -> Any:
     for i in (0, 2):
         model[i] = front.wrap(model[i], **options)
     return front.wrap(model, **options)
+
+
+def quiet(call: Callable[..., Any], *args: Any, **given: Any) -> Any:
+    """What ``call`` returns, without its warnings."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return call(*args, **given)

@@ -28,7 +28,7 @@ from fsdp2.runtime.unit import unit_of
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import MLP, Block
 from tests.harness.selection import long
-from tests.parity.fsdp1.fronts import CPU, ON_TWO_RANKS, Front, as_torchs, mlp, ours, same, theirs, with_ours
+from tests.parity.fsdp1.fronts import CPU, ON_TWO_RANKS, Front, as_torchs, mlp, ours, quiet, same, theirs, with_ours
 from tests.parity.fsdp1.kinds import FULL_SHARD, GRAD_OP, HYBRID, HYBRID_ZERO2, NO_SHARD
 from tests.parity.fsdp1.test_extensions import example, extension_set
 
@@ -196,9 +196,7 @@ def test_settings_of_the_schedule_change_no_value_and_containers_get_a_warning(f
         front.cls(nn.ModuleList([nn.Linear(2, 2)]), device_id=CPU)
     prefetches = [{"backward_prefetch": each} for each in (None, BackwardPrefetch.BACKWARD_POST)]
     others = [{"forward_prefetch": True}, {"limit_all_gathers": False}, {"mixed_precision": MixedPrecision()}]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return [front.train(front.wrap(mlp(), **BY_LINEARS, **options)) for options in (*prefetches, *others)]
+    return [front.train(quiet(front.wrap, mlp(), **BY_LINEARS, **options)) for options in (*prefetches, *others)]
 
 
 @with_ours(2)

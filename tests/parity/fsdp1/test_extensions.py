@@ -30,6 +30,7 @@ from tests.harness.distributed import RankContext, distributed
 from tests.harness.selection import long
 from tests.parity.fsdp1.fronts import Front, as_torchs, assert_same, ours, same, with_ours
 from tests.parity.fsdp1.kinds import FULL, FULL_SHARD, GRAD_OP, SHARDED
+from tests.parity.setups import whole
 
 
 @cache
@@ -259,10 +260,6 @@ def tensor_parallel(front: Front, use_orig_params: bool) -> nn.Module:
     plain = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 4), nn.Linear(4, 4))
     model = parallelize_module(plain, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     return front.wrap(model, device_mesh=mesh["dp"], use_orig_params=use_orig_params)
-
-
-def whole(state_dict: dict[str, Any]) -> dict[str, torch.Tensor]:
-    return {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in state_dict.items()}
 
 
 @pytest.mark.long

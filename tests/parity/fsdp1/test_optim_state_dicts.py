@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -15,13 +14,9 @@ from torch import nn
 
 from tests.harness.comms import gathers_noted
 from tests.harness.selection import long
-from tests.parity.fsdp1.fronts import ON_TWO_RANKS, Front, as_torchs, assert_same, with_ours
-from tests.parity.fsdp1.kinds import FULL, HYBRID, LOCAL, NO_SHARD, SHARDED
+from tests.parity.fsdp1.fronts import ON_TWO_RANKS, Front, as_torchs, assert_same, quiet, with_ours
+from tests.parity.fsdp1.kinds import FULL, HYBRID, LOCAL, NO_SHARD, SHARDED, rank0_only
 from tests.parity.fsdp1.test_state_dicts import described
-
-
-def rank0_only() -> tuple[fsdp.FullStateDictConfig, fsdp.FullOptimStateDictConfig]:
-    return fsdp.FullStateDictConfig(rank0_only=True), fsdp.FullOptimStateDictConfig(rank0_only=True)
 
 
 class Counting(torch.optim.SGD):
@@ -81,12 +76,6 @@ def normal(state_dict: dict[str, Any]) -> dict[str, Any]:
         for key, states in sorted(state_dict.get("state", {}).items())
     }
     return {**state_dict, "state": state} if state_dict else {}
-
-
-def quiet(call: Callable[..., Any], *args: Any, **given: Any) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return call(*args, **given)
 
 
 def saved(front: Front, model: nn.Module, optim: Any, kind: fsdp.StateDictType = FULL, *configs: Any) -> dict[str, Any]:

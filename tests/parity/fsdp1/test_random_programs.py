@@ -7,7 +7,6 @@ give the same. A seed that fails is a program that can be run again: its text is
 from __future__ import annotations
 
 import random
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import MLP, Block
 from tests.harness.selection import long
-from tests.parity.fsdp1.fronts import Front, assert_same, ours, theirs
+from tests.parity.fsdp1.fronts import Front, assert_same, ours, quiet, theirs
 from tests.parity.fsdp1.kinds import FULL, FULL_SHARD, GRAD_OP, LOCAL, NO_SHARD, SHARDED
 from tests.parity.fsdp1.test_state_dicts import described
 
@@ -63,11 +62,8 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 def draw(seed: int) -> dict[str, Any]:
     """How a model is wrapped, by the names of the arguments, and the rest of a program."""
     pick = random.Random(seed)
-    strategy, with_mesh, use_orig_params = (
-        pick.choice([FULL_SHARD, GRAD_OP, NO_SHARD]),
-        pick.random() < 0.4,
-        pick.random() < 0.5,
-    )
+    strategy = pick.choice([FULL_SHARD, GRAD_OP, NO_SHARD])
+    with_mesh, use_orig_params = pick.random() < 0.4, pick.random() < 0.5
     # otherwise, torch's class does not load its own local ones
     kinds = [FULL, SHARDED, *([LOCAL] if not with_mesh and not use_orig_params and strategy is not NO_SHARD else [])]
     precision = pick.choice(["fp32", "fp32", *PRECISIONS])
@@ -165,10 +161,7 @@ def is_exact(program: dict[str, Any]) -> bool:
 @pytest.mark.parametrize("seed", [0, *long(*range(1, 60))])
 @distributed(2)
 def test_programs_do_the_same_with_both_classes(ctx: RankContext, seed: int) -> None:
-    program, results = draw(seed), []
-    for front in (theirs(ctx), ours(ctx)):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            results.append(run(front, program))
+    program = draw(seed)
+    results = [quiet(run, front, program) for front in (theirs(ctx), ours(ctx))]
     tolerance = None if program["wrapping"]["mixed_precision"] is None else LOW_PRECISION
     assert_same(*results, where=f"{program}: result", exact=is_exact(program), tolerance=tolerance)

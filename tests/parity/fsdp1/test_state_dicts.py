@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from fsdp2.fsdp1 import state_values
 from tests.harness.comms import gathers_noted
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.selection import in_ci
-from tests.parity.fsdp1.fronts import Front, as_torchs, assert_same, ours, same, with_ours
+from tests.parity.fsdp1.fronts import Front, as_torchs, assert_same, ours, quiet, same, with_ours
 from tests.parity.fsdp1.kinds import FULL, FULL_SHARD, HYBRID, LOCAL, NO_SHARD, SHARDED
 
 
@@ -66,10 +66,8 @@ def _described_value(value: Any) -> Any:
 
 
 def state_of(front: Front, model: nn.Module, kind: fsdp.StateDictType, *configs: Any, **options: Any) -> dict[str, Any]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with front.of_kind(model, kind, *configs):
-            return described(model.state_dict(**options))
+    with front.of_kind(model, kind, *configs):
+        return described(quiet(model.state_dict, **options))
 
 
 def values_of(module: nn.Module) -> dict[str, Any]:
@@ -176,13 +174,12 @@ def test_settings_come_and_go_as_with_torchs(front: Front) -> list[Any]:
             result.append(get(model[0]))
         result.append(get(model[1]))
     result.append(get(model))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        result.append(change(model, LOCAL))
-        result.append(change(model, FULL, fsdp.FullStateDictConfig(), fsdp.FullOptimStateDictConfig(rank0_only=True)))
-        for wrong in ([fsdp.FullStateDictConfig()], [None, fsdp.FullOptimStateDictConfig()]):
-            with pytest.raises(RuntimeError, match=r"[Ee]xpected"):
-                change(model, SHARDED, *wrong)
+    result.append(quiet(change, model, LOCAL))
+    rank_0_has_states = fsdp.FullStateDictConfig(), fsdp.FullOptimStateDictConfig(rank0_only=True)
+    result.append(quiet(change, model, FULL, *rank_0_has_states))
+    for wrong in ([fsdp.FullStateDictConfig()], [None, fsdp.FullOptimStateDictConfig()]):
+        with pytest.raises(RuntimeError, match=r"[Ee]xpected"):
+            quiet(change, model, SHARDED, *wrong)
     result += [get(model), get(nn.Linear(2, 2))]
     if front.is_ours:
         with pytest.raises(KeyError), front.of_kind(model, SHARDED):
@@ -298,9 +295,8 @@ def test_values_stay_when_the_model_is_trained_on(front: Front) -> None:
     model = front.wrap(inner)
     states = []
     for kind in (FULL, SHARDED, LOCAL):
-        with warnings.catch_warnings(), front.of_kind(model, kind):
-            warnings.simplefilter("ignore")
-            states.append(model.state_dict())
+        with front.of_kind(model, kind):
+            states.append(quiet(model.state_dict))
     assert all(state["2.first"].data_ptr() == state["2.second"].data_ptr() for state in states)
     expected = [str(described(state)) for state in states]
     front.train(model, torch.optim.SGD, lr=1.0, num_steps=1, shape=(2, 3))
@@ -337,10 +333,8 @@ def test_full_gathers_once_per_unit_and_holds_one_where_nothing_is_saved_and_sha
         return values
 
     model = wrapped_model(front)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(state_values, "gathered_together", gathered)
-        with front.of_kind(model, FULL, on_rank_0()):
-            state = model.state_dict()
+    with mock.patch.object(state_values, "gathered_together", gathered), front.of_kind(model, FULL, on_rank_0()):
+        state = model.state_dict()
     assert len(counts) == 4
     assert front.ctx.rank == 0 or not any(counts)
     assert len(state) == (0 if front.ctx.rank else 17)
@@ -415,9 +409,7 @@ def test_hsdp_is_torchs(ctx: RankContext, given: str) -> None:
 def loaded(front: Front, model: nn.Module, state: dict[str, Any], **options: Any) -> Any:
     """What loading returns or raises."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            result = model.load_state_dict(state, **options)
+        result = quiet(model.load_state_dict, state, **options)
     except Exception as error:
         return type(error).__name__, str(error).replace("_fsdp_wrapped_module.", "")
     return list(result.missing_keys), list(result.unexpected_keys)

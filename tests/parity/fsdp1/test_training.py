@@ -22,7 +22,7 @@ from fsdp2 import _torch
 from tests.harness.models import DIM, Branches
 from tests.harness.selection import long
 from tests.parity.fsdp1 import fronts
-from tests.parity.fsdp1.fronts import Front, as_torchs, with_ours, wrapped_mlp
+from tests.parity.fsdp1.fronts import Front, as_torchs, quiet, with_ours, wrapped_mlp
 from tests.parity.fsdp1.kinds import FULL_SHARD, GRAD_OP, NO_SHARD
 
 each_strategy = pytest.mark.parametrize("strategy", [FULL_SHARD, GRAD_OP, NO_SHARD])
@@ -352,9 +352,7 @@ def used(model: nn.Module) -> list[Any]:
 def test_dtypes_and_losses_are_torchs(front: Front, name: str, use_orig_params: bool, has_policy: bool) -> Any:
     precision, inner = PRECISIONS[name], Model()
     options = BY_POLICY if has_policy else {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = front.wrap(inner, mixed_precision=precision, use_orig_params=use_orig_params, **options)
+    model = quiet(front.wrap, inner, mixed_precision=precision, use_orig_params=use_orig_params, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     seen = []
     for step in range(2):
