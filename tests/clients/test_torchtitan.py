@@ -23,6 +23,7 @@ from tests.clients.compare import client, files_in, layout_of, parameters_of
 from tests.harness.selection import long
 
 VOCAB, DIM, SEQ = 64, 32, 16
+LAYERS: dict[str, Any] = {"n_layers": 2, "dim": DIM, "n_heads": 4, "attn_backend": "flex"}
 PACKAGES = ("torchtitan", "torchao", "triton", "datasets", "tensorboard", "torchdata", "tokenizers")
 PRELOADED = ("torchtitan.trainer", "torchtitan.models.llama3", "torchtitan.models.qwen3", "torch._dynamo")
 
@@ -39,15 +40,7 @@ def _llama(is_tied: bool) -> Any:
     from torchtitan.models import llama3
     from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
 
-    layers = llama3._build_llama3_layers(
-        n_layers=2,
-        dim=DIM,
-        n_heads=4,
-        hidden_dim=64,
-        rope=ComplexRoPE.Config(dim=DIM // 4, max_seq_len=SEQ, theta=10000),
-        attn_backend="flex",
-    )
-    _without_flex_attention(layers)
+    rope = ComplexRoPE.Config(dim=DIM // 4, max_seq_len=SEQ, theta=10000)
     embedding_init = llama3._EMBEDDING_SKIP_INIT if is_tied else llama3._EMBEDDING_INIT
     return llama3.Llama3Model.Config(
         dim=DIM,
@@ -56,7 +49,7 @@ def _llama(is_tied: bool) -> Any:
         tok_embeddings=Embedding.Config(num_embeddings=VOCAB, embedding_dim=DIM, param_init=embedding_init),
         norm=RMSNorm.Config(normalized_shape=DIM, param_init=llama3._NORM_INIT),
         lm_head=Linear.Config(in_features=DIM, out_features=VOCAB, param_init=llama3._output_linear_init(DIM)),
-        layers=layers,
+        layers=_without_flex_attention(llama3._build_llama3_layers(**LAYERS, hidden_dim=64, rope=rope)),
     )
 
 
@@ -65,19 +58,9 @@ def _qwen3_moe() -> Any:
     from torchtitan.models import qwen3
     from torchtitan.models.common import CosSinRoPE, Embedding, Linear
 
-    layers = qwen3._build_qwen3_moe_layers(
-        n_layers=2,
-        dim=DIM,
-        n_heads=4,
-        n_kv_heads=2,
-        head_dim=16,
-        moe_hidden_dim=48,
-        num_experts=4,
-        top_k=2,
-        attn_backend="flex",
-        moe_comm_backend="standard",
-        rope=CosSinRoPE.Config(dim=16, max_seq_len=SEQ, theta=10000),
-    )
+    experts: dict[str, Any] = {"moe_hidden_dim": 48, "num_experts": 4, "top_k": 2, "moe_comm_backend": "standard"}
+    rope = CosSinRoPE.Config(dim=16, max_seq_len=SEQ, theta=10000)
+    layers = qwen3._build_qwen3_moe_layers(**LAYERS, **experts, n_kv_heads=2, head_dim=16, rope=rope)
     return qwen3.Qwen3Model.Config(
         vocab_size=VOCAB,
         dim=DIM,

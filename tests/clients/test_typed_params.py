@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp2
 from fsdp2 import DataParallelMeshDims, fully_shard
@@ -20,6 +20,7 @@ from tests.harness.distributed import RankContext, distributed
 from tests.harness.golden import texts_beside
 from tests.harness.messages import error_of
 from tests.harness.pool import shared_pool
+from tests.parity.setups import model_parallel_mesh
 
 spmd = pytest.importorskip("spmd_types")
 typecheck = pytest.importorskip("spmd_types.checker").typecheck
@@ -62,10 +63,6 @@ class TypedMlp(Mlp):
         return spmd.all_reduce(scaled @ self.up.t() @ self.down.t(), self.tp, src=spmd.P, dst=spmd.I)
 
 
-def _mesh(ctx: RankContext) -> DeviceMesh:
-    return init_device_mesh("cpu", (ctx.world_size // 2, 2), mesh_dim_names=("dp", "tp"))
-
-
 def _rows(rank: int) -> Tensor:
     return torch.randn(4, DIM, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
 
@@ -79,7 +76,7 @@ def _input(mesh: DeviceMesh, of_tp: Any) -> Tensor:
 @distributed(4)
 def test_gradients_are_those_of_the_whole_model_with_types_checked(ctx: RankContext, scale: str) -> None:
     """A gradient of R is a sum that is pending on its axis, and one of I is whole on each rank."""
-    mesh, of_scale = _mesh(ctx), getattr(spmd, scale)
+    mesh, of_scale = model_parallel_mesh(ctx), getattr(spmd, scale)
     whole = seeded(Mlp)
     model = fully_shard(TypedMlp(whole, mesh, of_scale), mesh=mesh, dp_mesh_dims=DIMS)
     given = _input(mesh, of_scale)
@@ -97,7 +94,7 @@ def test_gradients_are_those_of_the_whole_model_with_types_checked(ctx: RankCont
 
 @distributed(4)
 def test_a_checkpoint_of_typed_parameters_is_that_of_the_whole_model(ctx: RankContext, tmp_path: Path) -> None:
-    mesh = _mesh(ctx)
+    mesh = model_parallel_mesh(ctx)
     typed = fully_shard(TypedMlp(seeded(Mlp), mesh, spmd.I), mesh=mesh, dp_mesh_dims=DIMS)
     dcp.save(typed.state_dict(), checkpoint_id=tmp_path)
     plain = Mlp()
@@ -136,7 +133,7 @@ OPTIONS: dict[str, Callable[[DeviceMesh], dict[str, Any]]] = {
 
 
 def _refusal(ctx: RankContext, case: str) -> str:
-    mesh, model = _mesh(ctx), nn.Sequential()
+    mesh, model = model_parallel_mesh(ctx), nn.Sequential()
     model.inner = nn.Linear(DIM, DIM, bias=False)
     types = RIGHT if "on one rank" in case and ctx.rank < ctx.world_size - 1 else CASES[case]
     spmd.assert_type(model.inner.weight, {mesh.get_group(name): each for name, each in types.items()})

@@ -126,9 +126,9 @@ def _full_mesh(ctx: RankContext) -> Any:
 
 
 def _expert_mesh(ctx: RankContext) -> Any:
-    model, place = seeded(Stack), ParamPlacement(Shard(0), ctx.mesh_2d(2, 2)["shard"])
-    own = model.exit.weight
-    return fully_shard(model, mesh=ctx.mesh_1d(), shard_placement_fn=lambda param: place if param is own else None)
+    model = seeded(Stack)
+    placed = {model.exit.weight: ParamPlacement(Shard(0), ctx.mesh_2d(2, 2)["shard"])}
+    return fully_shard(model, mesh=ctx.mesh_1d(), shard_placement_fn=placed.get)
 
 
 def _another_mesh(job: Job) -> DeviceMesh:

@@ -85,12 +85,8 @@ def _by_torch(model: Any, ctx: RankContext) -> Any:
 
 def _experts(model: Any, ctx: RankContext) -> Any:
     mesh = ctx.mesh_2d(2, 2)
-    experts = {block.down.weight for block in model.blocks}
-
-    def place(param: nn.Parameter) -> Any:
-        return ParamPlacement(Shard(1), mesh["shard"]) if param in experts else None
-
-    return shard_units(model, mesh=mesh._flatten("everybody"), shard_placement_fn=place)
+    experts = {block.down.weight: ParamPlacement(Shard(1), mesh["shard"]) for block in model.blocks}
+    return shard_units(model, mesh=mesh._flatten("everybody"), shard_placement_fn=experts.get)
 
 
 def _1d(model: Any, ctx: RankContext, **options: Any) -> Any:
