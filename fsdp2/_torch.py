@@ -8,7 +8,7 @@ above the core needs are in the same kind of file there: ``extras/torch_names.py
 from __future__ import annotations
 
 import sys
-import weakref
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -67,12 +67,46 @@ def in_backward() -> bool:
     return running_backward() != -1
 
 
-def at_end_of_backward(function: Callable[[], None]) -> Callable[[], object]:
-    """Call ``function`` when the running backward has executed its last node; autograd has no public hook for that.
-    Returns what returns None once that backward is gone, also if it has raised, of which autograd tells nobody."""
-    held = partial(function)  # by the backward alone, so it goes away with it
-    torch.autograd.Variable._execution_engine.queue_callback(held)
-    return weakref.ref(held)
+_NO_BACKWARD = -1
+_RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
+
+
+class RunningBackward:
+    """The last backward that has begun under a root. Autograd tells of the end of a backward only if nothing raises.
+
+    Attributes:
+        task: autograd's number of it.
+    """
+
+    def __init__(self) -> None:
+        self.task, self._nested = _NO_BACKWARD, _NO_BACKWARD
+        self._place = (0, 0)
+
+    def begin(self) -> None:
+        """A backward has begun."""
+        self.task, self._place = running_backward(), _backward_depth()
+
+    def was_left(self) -> bool:
+        """Whether it is over, since autograd now runs another one that is not nested in it. A backward on another
+        thread counts as nested."""
+        now = running_backward()
+        if now in (self.task, self._nested):
+            return False
+        (thread, depth), (its_thread, its_depth) = _backward_depth(), self._place
+        if thread == its_thread and depth <= its_depth:
+            return True
+        self._nested = now
+        return False
+
+
+def _backward_depth() -> tuple[int, int]:
+    """This thread, and how many backwards are on its stack: a nested one is on top of the one that it is nested in. A
+    device has a thread of its own, which does not count the outermost one."""
+    depth, frame = 0, sys._getframe()
+    while (caller := frame.f_back) is not None:
+        depth += caller.f_code is _RUN_BACKWARD
+        frame = caller
+    return threading.get_ident(), depth
 
 
 # Whether a transform of torch.func (grad, vmap, ...) is active on this thread.
@@ -99,6 +133,10 @@ def copies_written_tensors() -> bool:
     """Whether ``torch.autograd.graph.allow_mutation_on_saved_tensors()`` is active: it copies what autograd has saved
     before somebody writes it. torch has no public way to ask."""
     return torch.autograd.graph._allow_mutation_on_saved_tensors_enabled
+
+
+# Runs a function when the running backward has executed its last node; autograd has no public hook for that.
+at_end_of_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 
 
 class GradientHook:

@@ -277,7 +277,8 @@ class ComputeStreamGathers(AcceleratorStreams):
     gathers_are_async = True
 
     def __init__(self, shared: AcceleratorStreams) -> None:
-        vars(self).update(vars(shared))
+        self._module, self._device, self._others = shared._module, shared._device, shared._others
+        self._gather, self._reduce = shared._gather, shared._reduce
 
     on_gather = _HERE
 

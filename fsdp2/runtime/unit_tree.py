@@ -96,7 +96,7 @@ class UnitTree:
         self.schedule = Schedule(())
         self.post_optim_event: torch.Event | None = None
         self.is_reducing = False
-        self._backward: Callable[[], object] = lambda: True  # None once the one that has begun is over, or has raised
+        self._backward = _torch.RunningBackward()
         self.num_resets = 0
         self.parents: Sequence[int | None] = ()  # of each unit, the innermost unit around it
         self._split = SplitBackwards()  # the backwards of a step, if it has several
@@ -242,8 +242,8 @@ class UnitTree:
         if _torch.in_transform():
             return _torch.outside_transforms(self.pre_recompute, unit)
         schedule = self.schedule
-        if schedule.passes.in_backward and self._backward() is None:
-            self.reset()
+        if schedule.passes.in_backward and _torch.running_backward() != self._backward.task:
+            self._recover_backward()
         actions = schedule.pre_forward(unit.index, in_backward=True, grad_enabled=torch.is_grad_enabled())
         self.executor.do(actions, "pre_forward", unit)
         return schedule.passes.phases[unit.index]
@@ -303,8 +303,8 @@ class UnitTree:
         if _torch.in_transform():
             return _torch.outside_transforms(self.pre_backward, unit)
         schedule, index = self.schedule, unit.index
-        if schedule.passes.in_backward and self._backward() is None:
-            self.reset()
+        if schedule.passes.in_backward and _torch.running_backward() != self._backward.task:
+            self._recover_backward()
         if not schedule.passes.in_backward:
             self._begin_backward()
         elif schedule.passes.phases[index] is Phase.BACKWARD:
@@ -331,19 +331,25 @@ class UnitTree:
             return None
         if index in schedule.reduced_last:
             return None
-        if schedule.passes.in_backward and self._backward() is None:
-            self.reset()
+        if schedule.passes.in_backward and _torch.running_backward() != self._backward.task:
+            self._recover_backward()
         if not schedule.passes.in_backward:  # the loss comes from no output, and the parameters were kept unsharded
             self.pre_backward(unit)
         return self.executor.do(schedule.post_backward(index), "post_backward", unit)
 
+    def _recover_backward(self) -> None:
+        """Another backward than the one that has begun computes. If that one raised, clean up after it."""
+        if self._backward.was_left():
+            self.reset()
+
     def _begin_backward(self) -> None:
         """The first unit's backward is about to begin."""
-        self._backward = _torch.at_end_of_backward(self.end_backward)
+        self._backward.begin()
         self.take_flags()
         self.checks.agree_on_flags()
         self.checks.begin_backward()
         self.schedule.begin_backward()
+        _torch.at_end_of_backward(self.end_backward)
         schedule = self.schedule
         self.executor.ends_step = schedule.is_last_backward and not schedule.finalizes_by_hand
         if not self.executor.ends_step:

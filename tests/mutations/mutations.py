@@ -175,7 +175,7 @@ _LISTED: dict[str, dict[int, tuple[str, str, str]]] = {
         63: ("UnitTree._recover", "passes.in_backward", "False"),
         117: ("PassStack.has_left_behind", "inner == unit", "self.root == unit"),
         132: ("PassStack.pop_raised", "phase is Phase.FORWARD and unit == self.root", "False"),
-        134: ("UnitTree.pre_backward", "self._backward() is None", "False"),
+        134: ("RunningBackward.was_left", "thread == its_thread and depth <= its_depth", "False"),
     },
     "distributed/finalization parity/step_control parity/accumulation": {
         59: ("Executor.reduce_partial", "group.gradients.awaits_all_reduce", "False")
