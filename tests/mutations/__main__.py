@@ -4,8 +4,9 @@
     python -m tests.mutations 17 40-44     # some, by number
     python -m tests.mutations --jobs 2
 
-The short tests run first, then those that CI runs beyond them at every landing, then the others. ``noticed.md`` gets a
-row for each defect; the exit code is 1 if no test notices one.
+Files of tests run whose tests noticed the defect before, or others in the same file of the package; where there is
+none, all. The short tests run first, then those that CI runs beyond them at every landing, then the others.
+``noticed.md`` gets a row for each defect; the exit code is 1 if no test notices one.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="mutations that are tried at the same time")
     args = parser.parse_args()
     numbers = sorted({number for text in args.numbers for number in _range(text)}) or sorted(MUTATIONS)
-    rows = _rows_of_table()
+    rows = rows_of_table()
     with tempfile.TemporaryDirectory() as folder:
         trees: SimpleQueue[Path] = SimpleQueue()
         for job in range(args.jobs):
@@ -53,7 +54,7 @@ def main() -> None:
         def row_of(number: int) -> str:
             tree = trees.get()
             try:
-                return _row(number, *_noticed_by(MUTATIONS[number], tree))
+                return _row(number, *_noticed_by(number, files_of_tests(number), tree))
             finally:
                 trees.put(tree)
 
@@ -70,9 +71,16 @@ def _range(text: str) -> range:
     return range(int(first), int(last or first) + 1)
 
 
-def _rows_of_table() -> dict[int, str]:
-    lines = TABLE.read_text().splitlines() if TABLE.exists() else []
-    return {int(found[1]): line for line in lines if (found := re.match(r"\| (\d+) \|", line))}
+def rows_of_table() -> dict[int, str]:
+    return {int(found[1]): found[0] for found in re.finditer(r"^\| (\d+) \|.*$", TABLE.read_text(), re.MULTILINE)}
+
+
+def files_of_tests(number: int) -> tuple[str, ...]:
+    """In ``tests/``: the one that noticed this defect, then those that noticed others in this file of the package."""
+    ends = {each: (row.split(" | ")[1], row.split(" | ")[-1].split("::")[0]) for each, row in rows_of_table().items()}
+    file = ends[number][0] if number in ends else _file_of(MUTATIONS[number])
+    beside = [test for _, (place, test) in sorted(ends.items(), key=lambda of: of[0] != number) if place == file]
+    return tuple(dict.fromkeys(beside)) or ("",)
 
 
 def _copy_of_package(tree: Path) -> Path:
@@ -81,11 +89,12 @@ def _copy_of_package(tree: Path) -> Path:
     return tree
 
 
-def _noticed_by(mutation: Mutation, tree: Path) -> tuple[str, str]:
+def _noticed_by(number: int, tests: tuple[str, ...], tree: Path) -> tuple[str, str]:
     """The suite, and the first of its tests that fails."""
+    mutation = MUTATIONS[number]
     with _place_of(mutation, tree).mutated(mutation.after):
         for suite, marked in (("short", "not long"), ("CI", "long and not rare"), ("in turns", "rare")):
-            failed = first_failure(tree, mutation.tests, marked)
+            failed = first_failure(tree, tests, marked)
             if failed is not None:
                 return suite, failed
     return "neither", "no test"
@@ -93,6 +102,10 @@ def _noticed_by(mutation: Mutation, tree: Path) -> tuple[str, str]:
 
 def _place_of(mutation: Mutation, tree: Path) -> Place:
     return Package(tree / "fsdp2").find(mutation.place, mutation.before, mutation.after)
+
+
+def _file_of(mutation: Mutation) -> str:
+    return _place_of(mutation, ROOT).path.relative_to(ROOT / "fsdp2").as_posix()
 
 
 def first_failure(tree: Path, tests: tuple[str, ...], marked: str) -> str | None:
@@ -111,9 +124,8 @@ def first_failure(tree: Path, tests: tuple[str, ...], marked: str) -> str | None
 
 def _row(number: int, suite: str, test: str) -> str:
     mutation = MUTATIONS[number]
-    file = _place_of(mutation, ROOT).path.relative_to(ROOT / "fsdp2")
     before, after = (_in_one_line(text) for text in (mutation.before, mutation.after))
-    return f"| {number} | {file} | {before} | {after} | {suite} | {test.removeprefix('tests/')} |"
+    return f"| {number} | {_file_of(mutation)} | {before} | {after} | {suite} | {test.removeprefix('tests/')} |"
 
 
 def _in_one_line(text: str) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutations.__main__ import ROOT, first_failure
+from tests.mutations.__main__ import ROOT, files_of_tests, first_failure
 from tests.mutations.mutations import MUTATIONS
 from tests.mutations.places import Package
 
@@ -20,7 +20,7 @@ def test_mutations_apply_to_one_place_each_and_leave_python() -> None:
         place = package.find(mutation.place, mutation.before, mutation.after)
         changed = ast.parse(place.replaced(mutation.after))
         assert ast.dump(changed) != ast.dump(ast.parse(place.path.read_bytes())), (number, mutation)
-        assert all((ROOT / "tests" / test).exists() for test in mutation.tests), (number, mutation)
+        assert all((ROOT / "tests" / test).exists() for test in files_of_tests(number)), (number, mutation)
         found.add(place)
     assert len(found) == len(MUTATIONS)
     assert sorted(MUTATIONS) == list(range(len(MUTATIONS)))

@@ -50,7 +50,7 @@ def _package(folder: Path, **files: str) -> Package:
         ("self.seen += 1\nnote('ä', a)", "for _ in range(2):\n    note(a)"),
     ],
 )
-def test_the_same_code_is_found_in_whichever_file_and_is_back_byte_for_byte(
+def test_code_is_found_in_whichever_file_and_back_byte_for_byte(
     tmp_path: Path, text: str, before: str, after: str
 ) -> None:
     place = _package(tmp_path, empty="", moved=dedent(text).replace("\n", "\r\n")).find("Sums.add", before, after)
