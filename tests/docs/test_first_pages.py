@@ -52,7 +52,7 @@ def test_the_variant_for_gpus_replaces_lines_that_are_there() -> None:
 
 
 @pytest.mark.long
-def test_the_training_script_learns_goes_on_from_its_checkpoint_and_takes_the_nodes_for_copies(
+def test_the_training_script_learns_resumes_and_copies_per_node(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = tmp_path / "train.py"

@@ -65,9 +65,7 @@ def test_a_run_writes_its_losses_its_outcome_and_its_last_checkpoint(uninterrupt
 
 @pytest.mark.long  # nor do the others of this fixture: `make docs` runs them
 @pytest.mark.parametrize("options", [(), ("--weights", "int8"), ("--optimizer", "muon")], ids=" ".join)
-def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(
-    uninterrupted: Path, tmp_path: Path, options: tuple[str, ...]
-) -> None:
+def test_a_resumed_run_has_losses_of_a_whole_one(uninterrupted: Path, tmp_path: Path, options: tuple[str, ...]) -> None:
     whole, stopped = tmp_path / "whole" if options else uninterrupted, tmp_path / "stopped"
     if options:
         printed = _train(whole, *options).stdout
@@ -150,7 +148,7 @@ runpy.run_path(script, run_name="__main__")
 
 @pytest.mark.long
 @pytest.mark.parametrize("step", [2, 5], ids=["before the first checkpoint", "after a checkpoint"])
-def test_torchrun_restarts_a_run_whose_rank_was_killed_with_the_same_losses(
+def test_torchrun_restarts_a_run_whose_rank_died_to_the_same_losses(
     uninterrupted: Path, tmp_path: Path, step: int
 ) -> None:
     """A rank dies once, in the step of that number."""

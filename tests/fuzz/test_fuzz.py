@@ -139,9 +139,7 @@ DEFECTS = [_no_division, _lost_partial_sums, _lost_micro_batches]
 
 @pytest.mark.parametrize("defect", [DEFECTS[0], *long(*DEFECTS[1:])], ids=lambda defect: defect.__name__)
 @distributed(2, timeout_s=240)
-def test_a_defect_is_noticed_within_100_programs(
-    ctx: RankContext, defect: Callable[[pytest.MonkeyPatch], None]
-) -> None:
+def test_a_defect_is_noticed_in_100_programs(ctx: RankContext, defect: Callable[[pytest.MonkeyPatch], None]) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
         defect(monkeypatch)
         assert any(check(ctx, [draw(seed, 2)])[0].outcome.is_failure for seed in range(100))

@@ -56,9 +56,6 @@ def _assert_equal(offloaded: list[Tensor], kept: list[Tensor]) -> None:
         assert torch.equal(actual, expected.cpu())
 
 
-# Where things live
-
-
 @pytest.mark.parametrize("pin_memory", [True, False])
 @on_gpus
 def test_shards_gradients_and_states_live_on_the_host_alone(ctx: RankContext, pin_memory: bool) -> None:
@@ -91,9 +88,6 @@ def test_loaded_shards_are_gathered_and_pinned(ctx: RankContext, assign: bool) -
     model.load_state_dict(state, assign=assign)
     assert torch.equal(_backward(model), _backward(kept))
     assert all(local.is_pinned() for local in _locals(model.parameters()))
-
-
-# Values
 
 
 @pytest.mark.parametrize("reshard", [True, False])
@@ -133,9 +127,7 @@ def _by_hand(model: Stack, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("run", [_evaluate, _evaluate_with_graph, _by_hand])
 @on_gpus
-def test_shards_may_be_written_as_soon_as_a_pass_returns(
-    ctx: RankContext, run: Callable[[Stack, Tensor], Tensor]
-) -> None:
+def test_shards_may_be_written_when_a_pass_returns(ctx: RankContext, run: Callable[[Stack, Tensor], Tensor]) -> None:
     """The device has not computed yet, but the CPU has waited for the copies from the shards."""
     dim = 2048
     model, x, busy = _offloaded(ctx, 8, dim=dim), batch(dim), torch.randn(4096, 4096, device="cuda")
@@ -165,9 +157,6 @@ def test_subclasses_compute_as_without_offloading(ctx: RankContext, make: Any) -
     assert all(type(local) is make and local.device.type == "cpu" and local.is_pinned() for local in shards)
 
 
-# What works on gradients and shards
-
-
 @pytest.mark.parametrize("options", [{"foreach": True}, {"foreach": False}, {"fused": True}], ids=str)
 @pytest.mark.parametrize("clip", [torch.nn.utils.clip_grad_norm_, fsdp2.clip_grad_norm_])
 @on_gpus
@@ -187,9 +176,6 @@ def test_optimizers_and_clipping_work_on_the_host(ctx: RankContext, clip: Any, o
     pairs = zip(_locals(offloaded.parameters()), _locals(kept.parameters()), strict=True)
     for actual, expected in pairs:
         torch.testing.assert_close(actual, expected.cpu(), rtol=1e-4, atol=1e-5)
-
-
-# Copies
 
 
 @on_gpus

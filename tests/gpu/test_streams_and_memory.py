@@ -40,9 +40,7 @@ def _transient_nbytes(model: Stack, run: Callable[[Stack, torch.Tensor], None]) 
 @pytest.mark.every_case
 @pytest.mark.parametrize("run", [_forward, _step])
 @on_gpus
-def test_memory_of_a_pass_does_not_grow_with_the_number_of_blocks_and_forward_holds_two(
-    ctx: RankContext, run: Any
-) -> None:
+def test_memory_of_a_pass_does_not_grow_with_more_blocks_and_forward_holds_two(ctx: RankContext, run: Any) -> None:
     shallow, deep = (_transient_nbytes(sharded(ctx, num_blocks=n, mp_policy=BF16), run) for n in (4, 10))
     activations = 2 * MiB  # those do grow: 16 KiB for each tensor that a block saves
     assert deep <= shallow + activations

@@ -63,7 +63,7 @@ class TestPublish:
         assert {"machine", "torch", "date", "command", "seconds"} <= set(record)
 
     @pytest.mark.usefixtures("_run_of_a_script")
-    def test_options_are_said_and_a_run_by_hand_writes_nothing(
+    def test_it_says_options_and_run_by_hand_writes_nothing(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(sys, "argv", ["benchmarks/example.py", "--case", "7"])

@@ -144,8 +144,6 @@ def test_a_rule_is_for_all_that_its_placeholders_may_stand_for() -> None:
     }
 
 
-# What is refused
-
 SHAPES = {"a": (4, 2), "b": (3, 2), "c": (4, 3), "e.0.up": (4, 2), "e.2.up": (4, 2), "gu": (3, 7)}
 
 

@@ -43,9 +43,6 @@ TEXTS = texts_beside(__file__)
 TOY = Shape(64, 2, 1, 128)
 
 
-# A step
-
-
 @pytest.fixture
 def toy(tmp_path: Path) -> Run:
     return Run("cpu", TOY, num_blocks=2, tokens=8, rounds=1, traces=tmp_path)
@@ -81,9 +78,7 @@ PLANNED = [Planned(0, 0, is_beside=False), *[Planned(2, 2)] * 3, Planned(0, 0), 
 
 
 @pytest.mark.parametrize(("case", "planned"), [*zip(CASES, PLANNED, strict=True)])
-def test_planned_copies_are_of_buckets_and_casts(
-    toy: Run, monkeypatch: pytest.MonkeyPatch, case: Case, planned: Planned
-) -> None:
+def test_buckets_and_casts_are_planned(toy: Run, monkeypatch: pytest.MonkeyPatch, case: Case, planned: Planned) -> None:
     # A gain has 16 bytes per shard, k and v have 512.
     monkeypatch.setattr(CollectiveComm, "routing", replace(CollectiveComm.routing, direct_min_nbytes=128))
     with process_group(case, "cpu"):
@@ -140,9 +135,6 @@ def test_ranks_that_are_not_there_move_nothing_unless_told_to() -> None:
         assert torch.equal(gathered, mine.repeat(8))
 
 
-# Direct travel
-
-
 def test_thresholds_differ_in_what_travels_direct() -> None:
     """Of nine tensors of 8B's block. On 64 ranks, shards are as small as 128 KiB."""
 
@@ -181,8 +173,6 @@ def test_costs_become_a_table() -> None:
     assert [row[0] for row in table.rows] == list(gpu_direct.THRESHOLDS)
     assert "takes several GPUs" in table.note
 
-
-# Verdicts on figures
 
 GEMM_RAN = DeviceOp("nvjet_tst", "kernel", 7, 0.0, 900.0)
 FLAGS_SENT = DeviceOp("Memcpy HtoD (Pinned -> Device)", "gpu_memcpy", 7, 900.0, 901.0)
@@ -261,9 +251,6 @@ def test_direct_travel_may_cost_a_bucket(monkeypatch: pytest.MonkeyPatch, ours_m
     assert "for the wire, several GPUs are needed" in found[0][1]
 
 
-# The contract of a device
-
-
 def lazy_device(*, always_waits: bool) -> Any:
     """The host waits for it where a kernel is launched for the first time, as CUDA's lazy loading may make it do. It is
     torch's module of a device, a stream, an event and a work, too."""
@@ -289,9 +276,7 @@ def lazy_device(*, always_waits: bool) -> Any:
 @pytest.mark.parametrize(
     "check", [gpu_contract._runs_in_the_order_of_its_stream, gpu_contract._asynchronous_makes_the_stream_wait]
 )
-def test_only_a_launch_that_makes_the_host_wait_every_time_is_a_failure(
-    check: Any, always_waits: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_a_launch_that_always_waits_fails(check: Any, always_waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not one whose kernel is loaded when first launched."""
     device = lazy_device(always_waits=always_waits)
     monkeypatch.setattr(torch, "get_device_module", lambda _: device)

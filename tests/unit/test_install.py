@@ -92,9 +92,7 @@ def test_install_twice_installs_once_and_uninstalls_after_an_exception() -> None
     assert theirs.fully_shard is BEFORE["fully_shard"]
 
 
-def test_modules_that_hold_torchs_names_are_named_and_an_error_instead_leaves_all(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_modules_that_hold_torchs_names_are_named_and_an_error_leaves_all(monkeypatch: pytest.MonkeyPatch) -> None:
     client = ModuleType("client_of_torch")
     client.shard = BEFORE["fully_shard"]  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "client_of_torch", client)
@@ -137,8 +135,6 @@ def test_policies_of_torch_are_refused_by_name() -> None:
         policy = theirs.MixedPrecisionPolicy()
         assert pickle.loads(pickle.dumps(policy)) == policy
 
-
-# python -m fsdp2 run
 
 SCRIPT = """
 import sys

@@ -62,8 +62,6 @@ def test_packed_pieces_are_aligned_in_order_and_apart(alignment: int) -> None:
     assert pack([], alignment)[1] == pack([0, 0], alignment)[1] == 0
 
 
-# Placements on axes of any kind
-
 S, R, M = AxisRole.SHARD, AxisRole.REPLICATE, AxisRole.MODEL
 
 
@@ -129,9 +127,6 @@ def test_replicas_share_the_work_and_a_scalar_travels_to_ranks_that_join_alone()
     assert transfers(before, after) == [Transfer(0, 2, 0, 2), Transfer(1, 3, 2, 4)]
     scalar = shard_layout((), 0, 1)
     assert transfers(Cut(scalar, ((0,),)), Cut(scalar, ((0,), (1,)))) == [Transfer(0, 0, 0, 1), Transfer(0, 1, 0, 1)]
-
-
-# The flat parameter of torch's class
 
 
 @pytest.mark.parametrize(

@@ -86,9 +86,7 @@ def test_alias_is_copied_and_saved_without_the_rest_of_the_flat_buffer() -> None
 
 @pytest.mark.parametrize("flat", [torch.ones(8, dtype=torch.bool), torch.ones(8, device="meta")], ids=["bool", "meta"])
 @pytest.mark.parametrize("shape", [(0, 3), (3, 0), (2, 3)])
-def test_alias_is_of_the_flat_buffers_kind_and_empty_where_asked_for(
-    flat: torch.Tensor, shape: tuple[int, ...]
-) -> None:
+def test_alias_is_of_the_flat_buffers_kind_and_empty_if_asked(flat: torch.Tensor, shape: tuple[int, ...]) -> None:
     part = alias(flat, 2, shape, (3, 1))
     assert (part.shape, part.dtype, part.is_meta, part.storage_offset()) == (shape, flat.dtype, flat.is_meta, 0)
 
@@ -107,9 +105,6 @@ def test_alias_keeps_the_flat_buffer_alive() -> None:
     del part
     gc.collect()
     assert watched() is None
-
-
-# Where
 
 
 @pytest.mark.parametrize(
@@ -175,9 +170,6 @@ def test_shard_is_accepted_and_pinned_where_that_is_asked_for() -> None:
     assert found.is_pinned_copy
     assert pinned("weight", shard, STAGED) is shard
     assert pinned("weight", plain, PINNED) is plain
-
-
-# To the device
 
 
 class NotedStreams(Streams):
@@ -247,9 +239,6 @@ def test_copies_take_memory_from_issue_to_arrival_only() -> None:
     gather.issue()
     gather.drop()
     assert _nbytes(gather) == [0, 0]
-
-
-# To the host
 
 
 def test_values_are_there_when_the_cpu_has_waited_for_them() -> None:

@@ -85,8 +85,6 @@ def _text(plan: GatherPlan | ReducePlan) -> str:
     return "\n".join(rows)
 
 
-# Texts
-
 GATHERS: dict[str, list[GatherInput]] = {
     "large ones direct": [_input("up.weight", (64, 32)), _input("up.bias", (64,)), _input("norm", (32,))],
     "other dims": [_input("weight", (8, 64), dim=1), _input("bias", (8,)), _input("table", (3, 5, 16), dim=2)],
@@ -206,8 +204,6 @@ def test_collectives_average_where_they_can_and_the_mean_over_all_ranks_is_asked
     assert {plan.factors for plan in plans} == expected
 
 
-# What holds for every plan
-
 _POLICIES = [{}, {"param_dtype": BF16}, {"param_dtype": BF16, "reduce_dtype": F32}, {"param_dtype": F16}]
 
 
@@ -321,9 +317,7 @@ def test_joined_layout_counts_as_a_shard_layout_of_the_same_pieces_does(seed: in
         ([(), (2, 2)], 0, None),
     ],
 )
-def test_pieces_that_differ_along_one_dim_only_are_joined(
-    shapes: list[Shape], dim: int, expected: Layout | None
-) -> None:
+def test_pieces_that_differ_along_one_dim_are_joined(shapes: list[Shape], dim: int, expected: Layout | None) -> None:
     if expected is not None:
         assert join(shapes, dim) == expected
     else:

@@ -59,9 +59,6 @@ def _named(found: Plan, name: str) -> Candidate:
     return next(each for each in found.choices if each.choice.name == name)
 
 
-# Units
-
-
 def _dict(**modules: nn.Module) -> nn.Module:
     return nn.ModuleDict(modules)
 
@@ -92,9 +89,6 @@ STACKS = Stack("encoder", ("0", "1")), Stack("decoder", ("0", "1"))
 )
 def test_units_are_repeated_blocks_and_large_modules(build: Callable[[], nn.Module], units: Units) -> None:
     assert find_units(_model(build)) == units
-
-
-# What is observed
 
 
 class Square(nn.Linear):
@@ -136,9 +130,7 @@ def test_activations_are_what_autograd_saves_and_operations_are_counted_with_tho
 
 
 @pytest.mark.parametrize("by_name", [True, False])
-def test_half_of_causal_attention_is_counted_and_its_dropout_keeps_no_scores(
-    by_name: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_half_of_causal_attention_counts_and_dropout_keeps_none(by_name: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, attend = _observed(_model()).kinds, F.scaled_dot_product_attention
     block, pairs = plain[0][Checkpointing.NONE], 2 * 4 * 128 * 128  # sequences, heads, tokens
     assert block.forward.other == pairs * 2 * (16 + 16) / 2
@@ -336,9 +328,7 @@ def test_optimizer_precision_and_what_is_frozen_change_what_is_held() -> None:
     assert in_bf16.params_nbytes < mixed.params_nbytes < in_fp32.params_nbytes
 
 
-def test_the_code_keeps_large_modules_unsharded_where_the_choice_keeps_all_and_says_how_many_ranks_it_needs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_code_keeps_large_modules_where_all_are_and_names_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     found = _plan()
     for name, argument in (("keep", "reshard_after_forward=False, "), ("reshard", "")):
         code = replace(found, recommended=_named(found, f"FSDP, {name}")).code
@@ -368,9 +358,6 @@ def test_the_table_marks_the_recommended_choice_and_its_units_are_those_of_the_m
     assert "below: GiB of one GPU" in large
     slow = replace(_named(_plan(), "FSDP, keep").result, time=StepTime(2.0, 1.5))
     assert "step s  exposed s" in table([replace(_plan().choices[0], result=slow)], None, "bf16")[0]
-
-
-# Machines
 
 
 @pytest.mark.parametrize("name", MACHINES)

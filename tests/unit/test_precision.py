@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Iterator
 from unittest import mock
@@ -13,6 +14,7 @@ from fsdp2 import _torch
 from fsdp2._torch import GradDtype
 from fsdp2.plan.dtypes import ParamDtypes, cast_floating, divide_factors, own_policy, param_dtypes
 from fsdp2.types import MixedPrecisionPolicy
+from tests.harness.golden import Check
 
 WORLD_SIZES = [1, 2, 3, 4, 6, 7, 8, 12, 16, 24, 64, 100, 256, 1000, 1024, 4096]
 
@@ -49,23 +51,6 @@ def test_factor_of_the_user_replaces_the_world_size(dtype: torch.dtype, factor: 
 BF16, FP16, FP32, FP64, INT64 = torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64
 
 
-@pytest.mark.parametrize(
-    ("orig", "param_dtype", "reduce_dtype", "expected"),
-    [
-        (FP32, BF16, BF16, ParamDtypes(FP32, BF16, BF16, FP32)),
-        (FP32, BF16, FP32, ParamDtypes(FP32, BF16, FP32, FP32)),
-        (FP32, None, FP64, ParamDtypes(FP32, FP32, FP64, FP32)),
-        *((dtype, None, None, ParamDtypes(*[dtype] * 4)) for dtype in (FP32, BF16, FP64)),
-        # integers are never cast
-        *((dtype, BF16, FP32, ParamDtypes(*[dtype] * 4)) for dtype in (INT64, torch.uint8, torch.bool)),
-    ],
-)
-def test_dtypes_are_those_of_the_policy_or_the_original(
-    orig: torch.dtype, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, expected: ParamDtypes
-) -> None:
-    assert param_dtypes(orig, MixedPrecisionPolicy(param_dtype, reduce_dtype)) == expected
-
-
 @pytest.fixture(params=[False, True], ids=["before 2.15", "since 2.15"])
 def since_2_15(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
     """Which torch is installed."""
@@ -82,28 +67,21 @@ def test_reduction_follows_torch_unless_told_otherwise(since_2_15: bool) -> None
         assert param_dtypes(FP32, MixedPrecisionPolicy(BF16, reduce)) == ParamDtypes(FP32, BF16, reduce, FP32)
 
 
-@pytest.mark.parametrize(
-    ("policy", "grad_dtype", "expected"),
-    [
-        (MixedPrecisionPolicy(), FP32, ParamDtypes(BF16, BF16, FP32, FP32)),
-        (MixedPrecisionPolicy(), BF16, ParamDtypes(FP32, FP32, BF16, BF16)),
-        (MixedPrecisionPolicy(BF16), FP32, ParamDtypes(FP32, BF16, FP32, FP32)),
-        (MixedPrecisionPolicy(BF16, FP32), BF16, ParamDtypes(FP32, BF16, FP32, BF16)),
-        (MixedPrecisionPolicy(None, FP32), None, ParamDtypes(BF16, BF16, FP32, FP32)),
-        (MixedPrecisionPolicy(BF16, BF16), None, ParamDtypes(FP32, BF16, BF16, BF16)),
-        (MixedPrecisionPolicy(None, FP32), FP32, ParamDtypes(*[INT64] * 4)),
-    ],
-)
-def test_grad_dtype_of_the_user_is_that_of_the_gradient_and_of_its_reduction_but_for_a_reduce_dtype(
-    policy: MixedPrecisionPolicy, grad_dtype: torch.dtype | None, expected: ParamDtypes
-) -> None:
-    assert param_dtypes(expected.orig, policy, GradDtype(grad_dtype)) == expected
+@pytest.mark.parametrize("orig", [FP32, BF16, FP64, INT64, torch.uint8, torch.bool], ids=str)
+def test_dtypes_of(orig: torch.dtype, golden: Check) -> None:
+    """For each policy, and each ``grad_dtype`` that the user has set: those of parameter, reduction and gradient. Where
+    all of that leaves the reduction open, see above."""
+    said = []
+    for param, reduce, grad in itertools.product((None, BF16), (None, BF16, FP32, FP64), (FP32, BF16, None, ...)):
+        if (param, reduce, grad) not in ((BF16, None, None), (BF16, None, ...)):
+            found = param_dtypes(orig, MixedPrecisionPolicy(param, reduce), None if grad is ... else GradDtype(grad))
+            assert found.orig is orig
+            said.append(f"{param}, {reduce}, {grad}: {found.param}, {found.reduce}, {found.grad}")
+    golden("\n".join(said).replace("torch.", "").replace("Ellipsis", "not set"))
 
 
 @pytest.mark.parametrize(("returned", "expected"), [(FP32, FP32), (BF16, BF16), (None, BF16)])
-def test_override_chooses_between_the_dtype_of_the_parameter_and_that_of_the_policy(
-    returned: torch.dtype | None, expected: torch.dtype
-) -> None:
+def test_override_chooses_the_dtype_of_parameter_or_policy(returned: torch.dtype | None, expected: torch.dtype) -> None:
     param = torch.nn.Parameter(torch.ones(2))
     override = mock.Mock(return_value=returned)
     policy = MixedPrecisionPolicy(BF16, FP16, FP32, False, param_dtype_override_fn=override)

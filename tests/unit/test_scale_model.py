@@ -61,9 +61,6 @@ PLAIN = Machine(
 FSDP = Choice("fsdp")
 
 
-# Collectives
-
-
 @pytest.mark.parametrize(
     ("found", "latency", "seconds", "resource"),
     [
@@ -81,9 +78,6 @@ def test_collectives_take_hops_and_bytes(found: Transfer, latency: float, second
     assert (found.latency, found.seconds) == (pytest.approx(latency), pytest.approx(seconds))
     assert found.resource is resource
     assert found.alone == found.latency + found.seconds
-
-
-# Queues
 
 
 def _run(queues: Queues, **contention: float) -> dict[str, tuple[float, float]]:
@@ -280,9 +274,6 @@ def test_async_tp_hides_a_share_of_a_transfer(exchange: Exchange, async_tp: floa
     assert _exchanging(exchange, async_tp=async_tp) == pytest.approx(expected)
 
 
-# Pipelines
-
-
 @pytest.mark.parametrize(
     ("pipeline", "seconds", "in_flight"),
     [
@@ -309,8 +300,6 @@ def test_a_pipeline_is_filled_and_emptied_and_its_first_gpu_holds_activations_of
 def test_a_model_is_divided_into_stages_of_as_many_blocks_as_the_longest() -> None:
     assert [Pipeline(8, 8, num_chunks).num_blocks(126) for num_chunks in (1, 2, 4, 5)] == [16, 16, 16, 20]
 
-
-# Steps on gloo ranks
 
 PIECES = gloo.Measured(
     forward=4.0,
@@ -358,9 +347,6 @@ def test_a_step_on_gloo_ranks_is_compute_copies_and_what_compute_does_not_hide()
     assert found.compute == 2 * 12
     assert found.exposed == pytest.approx(4 * 0.75 + 2 * 2 + 2 * 0.75 + 2 + 0.125)
     assert gloo.predict(gloo.Case(2, 1, 2, 1, 1), PIECES).step > found.step
-
-
-# The actions of a step
 
 
 def _actions(after_forward: AfterForward) -> list[str]:

@@ -212,9 +212,7 @@ def test_ranks_compare_again_when_other_units_are_trained() -> None:
     assert step(ranks, [0, 1, 3, 4], [0, 2, 3, 4])[-3:] == ["reduce 2", "reduce 1", "reduce 0"]
 
 
-def test_ranks_compare_once_for_each_choice_of_frozen_units_and_forget_the_oldest(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_ranks_compare_once_per_choice_of_frozen_units_and_forget_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Units that are frozen by turns cost no message in a steady step."""
     ranks = ranks_of()
 

@@ -13,6 +13,7 @@ from expecttest import assert_expected_inline
 
 from fsdp2.extras.claims import Claim, difference
 from fsdp2.extras.stalls import Board, StallWatch
+from tests.harness.golden import texts_beside
 
 
 class _Root:
@@ -133,63 +134,31 @@ def test_thread_ends_with_the_roots() -> None:
     assert not stalls.add(_Root(""))  # nobody would look at it
 
 
-# Claims
-
 UNITS = "units of (root), with gradients"
-Claims = Mapping[int, Mapping[str, Claim]]
-
-
-REMEDY = (
-    "Let all ranks use the same units and parameters, or call set_ranks_may_differ(True) on the root.\n"
-    "See docs/advanced/ranks.md."
-)
-WHERE = "they use other units\nranks use other units in the same forward:\n"
-DIFFERENT: dict[str, tuple[Claims, str]] = {
-    "units that ran on some ranks": (
-        {0: {UNITS: ["(root)", "a", "b"]}, 1: {UNITS: ["(root)", "b"]}, 2: {UNITS: ["(root)", "b", "c"]}},
-        f"{WHERE}  unit 'a' ran on rank 0, not on ranks 1, 2\n  unit 'c' ran on rank 2, not on ranks 0, 1",
-    ),
-    "another order": (
-        {0: {UNITS: ["(root)", "a", "b", "a"]}, 1: {UNITS: ["(root)", "b", "a"]}},
-        f"{WHERE}  the order differs: at the same place ran 'a' on rank 0, 'b' on rank 1",
-    ),
-    "as far as a forward has come": (
-        {0: {UNITS: ["(root)", "b"]}, 1: {UNITS: ["(root)", "a", "..."]}},
-        f"{WHERE}  unit 'b' ran on rank 0, not on rank 1\n  unit 'a' ran on rank 1, not on rank 0",
-    ),
-    "gradients, of which only the first are named": (
-        {rank: {"gradients": {f"w{index}": rank == 0 for index in range(6)}} for rank in range(2)},
-        "other parameters have gradients\nparameters have a gradient on some ranks only:\n"
-        + "".join(f"  parameter 'w{index}' had a gradient on rank 0, not on rank 1\n" for index in range(4))
-        + "  and 2 more",
-    ),
+CLAIMS: dict[str, Mapping[int, Mapping[str, Claim]]] = {
+    "units that ran on some ranks": {
+        0: {UNITS: ["(root)", "a", "b"]},
+        1: {UNITS: ["(root)", "b"]},
+        2: {UNITS: ["(root)", "b", "c"]},
+    },
+    "another order": {0: {UNITS: ["(root)", "a", "b", "a"]}, 1: {UNITS: ["(root)", "b", "a"]}},
+    "as far as a forward has come": {0: {UNITS: ["(root)", "b"]}, 1: {UNITS: ["(root)", "a", "..."]}},
+    "gradients, of which only the first are named": {
+        rank: {"gradients": {f"w{index}": rank == 0 for index in range(6)}} for rank in range(2)
+    },
+    "flags, before what follows from them": {
+        rank: {UNITS: [str(rank)], "requires_grad": {"w": rank == 0}} for rank in range(2)
+    },
+    "alike": {0: {UNITS: ["a"]}, 1: {UNITS: ["a"]}},
+    "so far alike": {0: {UNITS: ["a", "b"]}, 1: {UNITS: ["a", "..."]}},
+    "nothing claimed": {0: {UNITS: ["a"]}, 1: {}},
+    "another forward": {0: {"units of a, with gradients": ["a"]}, 1: {"units of b, with gradients": ["b"]}},
+    "not used yet": {0: {"requires_grad": {"a": True, "b": False}}, 1: {"requires_grad": {"a": True}}},
 }
 
 
-@pytest.mark.parametrize("case", DIFFERENT)
+@pytest.mark.parametrize("case", CLAIMS)
 def test_what_differs_is_named(case: str) -> None:
-    claims, said = DIFFERENT[case]
-    found = difference(claims)
-    assert found is not None
-    assert "\n".join([found.why, *found.lines]) == f"{said}\n{REMEDY}"
-
-
-def test_flags_are_told_before_what_follows_from_them() -> None:
-    found = difference({rank: {UNITS: [str(rank)], "requires_grad": {"w": rank == 0}} for rank in range(2)})
-    assert found is not None
-    assert found.why == "requires_grad differs"
-
-
-@pytest.mark.parametrize(
-    "claims",
-    [
-        {0: {UNITS: ["a"]}, 1: {UNITS: ["a"]}},
-        {0: {UNITS: ["a", "b"]}, 1: {UNITS: ["a", "..."]}},
-        {0: {UNITS: ["a"]}, 1: {}},
-        {0: {"units of a, with gradients": ["a"]}, 1: {"units of b, with gradients": ["b"]}},
-        {0: {"requires_grad": {"a": True, "b": False}}, 1: {"requires_grad": {"a": True}}},
-    ],
-    ids=["alike", "so far alike", "nothing claimed", "another forward", "not used yet"],
-)
-def test_ranks_that_are_alike_as_far_as_known(claims: Claims) -> None:
-    assert difference(claims) is None
+    found = difference(CLAIMS[case])
+    said = "no difference" if found is None else "\n".join([found.why, *found.lines])
+    texts_beside(__file__).check(case, said, among=CLAIMS)

@@ -1,9 +1,7 @@
-"""What waits for what on an accelerator, recorded by stand-ins for streams: no device is needed."""
+"""What waits for what on an accelerator, on simulated streams: no device is needed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -17,6 +15,7 @@ from fsdp2.comm.streams import AcceleratorStreams, ComputeStreamGathers, Streams
 from fsdp2.extras.peers import PeerComm
 from fsdp2.group.all_gather import allocate, release
 from fsdp2.plan.mesh import Axis
+from tests.harness.races import SimulatedDevice, SimulatedEvent, SimulatedStream
 
 
 def test_gather_stream_waits_once_for_compute_before_the_memory_of_one_release_is_freed() -> None:
@@ -29,88 +28,46 @@ def test_gather_stream_waits_once_for_compute_before_the_memory_of_one_release_i
     assert [storage.nbytes() for storage, _ in storages] == [0, 0]
 
 
-# AcceleratorStreams on a device module that only takes notes
-
-
-class FakeStream:
-    def __init__(self, module: FakeDeviceModule, name: str) -> None:
-        self._module, self._name = module, name
-
-    def wait_event(self, event: str) -> None:
-        self._module.log.append(f"{self._name} waits for {event}")
-
-    def wait_stream(self, other: FakeStream) -> None:
-        self._module.log.append(f"{self._name} waits for {other._name}")
-
-    def __str__(self) -> str:
-        return self._name
-
-
-class FakeDeviceModule:
-    """``torch.cuda`` as far as streams go."""
-
-    def __init__(self) -> None:
-        self.log: list[str] = []
-        self.priorities: list[int] = []
-        self._current = FakeStream(self, "compute")
-
-    def Stream(self, device: torch.device, priority: int) -> FakeStream:  # noqa: N802  # torch's name
-        self.priorities.append(priority)
-        return FakeStream(self, f"side {len(self.priorities)}")
-
-    def current_stream(self) -> FakeStream:
-        return self._current
-
-    @contextmanager
-    def stream(self, stream: FakeStream) -> Iterator[None]:
-        before, self._current = self._current, stream
-        try:
-            yield
-        finally:
-            self._current = before
-
-
 @pytest.fixture
-def device_module(monkeypatch: pytest.MonkeyPatch) -> FakeDeviceModule:
-    module = FakeDeviceModule()
-    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
-    return module
+def device(monkeypatch: pytest.MonkeyPatch) -> SimulatedDevice:
+    """What ``AcceleratorStreams`` find, and ask for streams."""
+    device = SimulatedDevice()
+    monkeypatch.setattr(device, "Stream", mock.Mock(side_effect=device.Stream))
+    monkeypatch.setattr(torch, "get_device_module", lambda _: device)
+    return device
 
 
-def test_gathers_and_reductions_run_on_streams_of_their_own_and_wait_for_an_event_of_the_user(
-    device_module: FakeDeviceModule,
-) -> None:
+def test_gathers_and_reductions_run_on_their_own_streams_and_wait_for_the_users_event(device: SimulatedDevice) -> None:
+    compute = device.current_stream()
     streams = AcceleratorStreams(torch.device("cuda", 0))
     with streams.on_gather:
-        gather = str(device_module.current_stream())
+        gather = device.current_stream()
     with streams.on_reduce:
-        reduce = str(device_module.current_stream())
-    assert len({gather, reduce, "compute"}) == 3
-    assert str(device_module.current_stream()) == "compute"
-    assert all(priority < 0 for priority in device_module.priorities)
-    device_module.log.clear()
-    streams.gather_after("the optimizer's event")  # type: ignore[arg-type]
-    assert device_module.log == [f"{gather} waits for the optimizer's event"]
+        reduce = device.current_stream()
+    assert len({gather, reduce, compute}) == 3
+    assert device.current_stream() is compute
+    assert all(asked.kwargs["priority"] < 0 for asked in device.Stream.call_args_list)  # type: ignore[attr-defined]
+    event, compute.clock = SimulatedEvent(device, {"optimizer": 7}), {compute.name: 1}
+    streams.gather_after(event)  # type: ignore[arg-type]
+    assert (gather.clock, reduce.clock) == ({"optimizer": 7}, {})
 
 
-def test_without_a_gather_stream_gathers_run_where_compute_does(device_module: FakeDeviceModule) -> None:
-    shared = AcceleratorStreams(torch.device("cuda", 0))
+def test_without_a_gather_stream_compute_gathers(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    compute, shared = device.current_stream(), AcceleratorStreams(torch.device("cuda", 0))
     streams = ComputeStreamGathers(shared)
     with streams.on_gather:
-        assert str(device_module.current_stream()) == "compute"
+        assert device.current_stream() is compute
+    monkeypatch.setattr(SimulatedStream, "wait_stream", waits := mock.Mock())
     streams.gather_after_compute()
-    assert device_module.log == []
+    assert not waits.called
     with shared.on_reduce:
-        reduce = str(device_module.current_stream())
+        reduce = device.current_stream()
     with streams.on_reduce:
-        assert str(device_module.current_stream()) == reduce
-    assert len(device_module.priorities) == 2  # it made no stream of its own
+        assert device.current_stream() is reduce
+    assert device.Stream.call_count == 2  # type: ignore[attr-defined]  # it made no stream of its own
     streams = streams_for(torch.device("cpu"))  # all models on the CPU share these, which record nothing
     assert streams is streams_for(torch.device("cpu")) is streams.gathering_on_compute
     assert streams.record() is None
-
-
-# What collectives leave to be waited for
 
 
 def _comm(work: Any, *, on_stream: bool) -> tuple[CollectiveComm, Any]:
@@ -149,9 +106,7 @@ def test_collectives_beside_a_stream_are_waited_for_where_their_data_is_needed()
     ("backend", "device", "expected"),
     [("gloo", "cpu", PeerComm), ("gloo", "cuda", OneByOneComm), ("nccl", "cuda", CollectiveComm)],
 )
-def test_comm_follows_from_backend_and_device(
-    monkeypatch: pytest.MonkeyPatch, backend: str, device: str, expected: type
-) -> None:
+def test_comm_of_backend_and_device(monkeypatch: pytest.MonkeyPatch, backend: str, device: str, expected: type) -> None:
     monkeypatch.setattr(backends, "streams_for", lambda device: Streams())
     monkeypatch.setattr(_torch, "backend_name", lambda group, device: backend)
     group = mock.Mock(group_name="group", **{"rank.return_value": 0, "size.return_value": 2})

@@ -329,8 +329,6 @@ def test_unsharded_tensor_of_the_gathered_dtype_is_the_gathered_memory() -> None
     assert [made[0].a.data_ptr(), made[0].b.data_ptr()] == [output.data_ptr() for output in outputs]
 
 
-# Refusals
-
 ROWS = Float8Scaling.PER_ROW
 FLOAT8, NF4 = partial(unsharded, torch.ones(4, 8), ROWS), partial(nf4_of, 7, 20)
 

@@ -132,13 +132,8 @@ def test_without_hard_links_the_new_files_keep_their_names(tmp_path: Path, monke
         _assert_nothing_but(_seeded(MLP, seed), tmp_path)
 
 
-# A disk that is full, and places that cannot be written
-
-
 @pytest.mark.parametrize("num_indices", [0, 1])
-def test_disk_that_is_full_when_an_index_is_written_leaves_a_whole_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_indices: int
-) -> None:
+def test_full_disk_leaves_a_whole_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_indices: int) -> None:
     """The old one, or, from the first index on, the new one. Nothing is left of the other."""
     models = _seeded(MLP, 0), _seeded(MLP, 1)
     fsdp2.save_safetensors(models[0], tmp_path, max_shard_size=3000)
@@ -156,8 +151,6 @@ def test_disk_that_is_full_when_an_index_is_written_leaves_a_whole_checkpoint(
         fsdp2.save_safetensors(models[1], tmp_path, max_shard_size=3000)
     _assert_nothing_but(models[num_indices], tmp_path)
 
-
-# Kills
 
 LONG = [
     pytest.param(old, new, marks=pytest.mark.long)
@@ -217,8 +210,6 @@ def test_a_kill_at_any_moment_leaves_one_complete_checkpoint(old: int | str, new
     assert (found[0], found[-1]) == (False, True)
     assert len(found) > 10
 
-
-# What is refused
 
 load, save, stream = fsdp2.load_safetensors, fsdp2.save_safetensors, fsdp2.stream_full_params
 
@@ -388,9 +379,6 @@ def test_a_file_that_fails_late_leaves_the_model_loaded_half(tmp_path: Path, mon
         "[Errno 5] Input/output error\n"
         "The file was readable before. The model is loaded half: load again before you use it."
     )
-
-
-# Ties
 
 
 def test_tied_weights_are_saved_once_and_load_from_any_of_their_names(tmp_path: Path) -> None:

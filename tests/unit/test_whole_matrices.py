@@ -6,10 +6,10 @@ import itertools
 import math
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
-from expecttest import assert_expected_inline
 from torch.distributed.tensor import Shard
 
 from fsdp2.tools.whole_matrices.exchange import fill_results, stacked, take_results
@@ -23,8 +23,10 @@ from fsdp2.tools.whole_matrices.planner import (
 )
 from fsdp2.tools.whole_matrices.regions import AxisCut, Placed
 from fsdp2.tools.whole_matrices.rules import MatrixRule
+from tests.harness.golden import texts_beside
 from tests.harness.selection import in_ci
 
+TEXTS = texts_beside(__file__)
 MIB = 1024 * 1024
 Shape = tuple[int, ...]
 
@@ -43,9 +45,6 @@ def planned(where: Sequence[Placed], itemsize: int = 2) -> list[PlannedTensor]:
     return [
         PlannedTensor(f"t{i}", each, itemsize, rule) for i, (each, rule) in enumerate(zip(where, rules, strict=True))
     ]
-
-
-# Rules
 
 
 RULES = {
@@ -177,21 +176,6 @@ def test_owners_of_large_models_are_balanced_and_send_little(model: str, num_ran
     assert sum(plan.sent_nbytes) / num_ranks <= ideal
 
 
-def test_a_plan_says_what_it_costs() -> None:
-    plan = plan_matrices(planned([fsdp(shape, 8) for shape in MODELS["Llama 8B"]]), 8, bucket_nbytes=256 * MIB)
-    assert_expected_inline(
-        str(plan),
-        """\
-224 matrices of 224 tensors on 8 ranks, 28 buckets
-  largest share of the cost / mean: 1.000 (best possible / this: 1.000)
-  sent per rank and step: mean 2.8 GiB, most 2.8 GiB
-  memory for a moment: 560.0 MiB, and 1.6 GiB of results""",
-    )
-    for bucket in plan.buckets[:-1]:  # shares are alike
-        costs = [sum(plan.matrices[index].cost for index in of) for of in bucket.of_owner]
-        assert max(costs) <= 1.05 * min(costs)
-
-
 def _random_plan(draw: random.Random) -> GroupPlan:
     num_ranks = draw.choice((1, 2, 3, 5))
     shapes = [
@@ -201,55 +185,37 @@ def _random_plan(draw: random.Random) -> GroupPlan:
     return plan_matrices(planned(where), num_ranks, bucket_nbytes=draw.choice((1, 64, 1000)))
 
 
-@pytest.mark.parametrize("axes", [(AxisCut(2, 0),), (AxisCut(2, None), AxisCut(2, 0))])
-def test_two_buckets_are_the_most_memory(axes: tuple[AxisCut, ...]) -> None:
-    where = [placed((8, 8), *axes) for _ in range(40)]
-    plan = plan_matrices(planned(where), 2 * len(axes), bucket_nbytes=1000)
-    assert 1000 < plan.temporary_nbytes <= 2000
-    assert max(len(share) for bucket in plan.buckets for share in bucket.of_owner) >= 2
-
-
-def test_a_matrix_that_takes_more_than_a_bucket_is_alone() -> None:
-    where = [fsdp((8, 8), 2) for _ in range(6)] + [fsdp((100, 100), 2)]
-    plan = plan_matrices(planned(where), 2, bucket_nbytes=1000)
-    (share,) = (share for bucket in plan.buckets for share in bucket.of_owner if 6 in share)
-    assert share == (6,)
-
-
-def test_buckets_may_begin_with_the_last_tensors() -> None:
-    where = [fsdp((8, 8 + index % 2), 2) for index in range(6)]
-    plan = plan_matrices(planned(where), 2, bucket_nbytes=1, last_first=True)
-    assert [{index for of in bucket.of_owner for index in of} for bucket in plan.buckets] == [{4, 5}, {2, 3}, {0, 1}]
-
-
-def test_a_matrix_goes_to_the_rank_that_has_it_whole() -> None:
-    plan = plan_matrices(planned([fsdp((8, 16, 16), 4)]), 4, bucket_nbytes=MIB)
-    assert plan.owners == (0, 0, 1, 1, 2, 2, 3, 3)
-    assert plan.sent_nbytes == (0, 0, 0, 0)
-
-
-def test_copies_share_the_work() -> None:
-    where = placed((8, 8), AxisCut(2, None), AxisCut(2, 0))
-    plan = plan_matrices(planned([where] * 4), 4, bucket_nbytes=MIB)
-    assert sorted(plan.owners) == [0, 1, 2, 3]
+WHOLE, TWICE = fsdp((8, 8), 2), placed((8, 8), AxisCut(2, None), AxisCut(2, 0))
+BY_AREA = {"cost": lambda rows, columns: rows * columns}
+# Tensors, the number of ranks, and options. Buckets of 1 MiB, unless said otherwise.
+PLANS: dict[str, tuple[list[Placed], int, dict[str, Any]]] = {
+    "Llama 8B": ([fsdp(shape, 8) for shape in MODELS["Llama 8B"]], 8, {"bucket_nbytes": 256 * MIB}),
+    "two buckets are the most memory": ([WHOLE] * 40, 2, {"bucket_nbytes": 1000}),
+    "two buckets are the most memory, in two copies": ([TWICE] * 40, 4, {"bucket_nbytes": 1000}),
+    "one that takes more than a bucket is alone": ([*[WHOLE] * 6, fsdp((100, 100), 2)], 2, {"bucket_nbytes": 1000}),
+    "buckets begin with the last tensors": (
+        [fsdp((8, 8 + index % 2), 2) for index in range(6)],
+        2,
+        {"bucket_nbytes": 1, "last_first": True},
+    ),
+    "a matrix goes to the rank that has it whole": ([fsdp((8, 16, 16), 4)], 4, {}),
     # To the owner: half a matrix from the other rank of its copy. Back: half a matrix to each of three ranks.
-    assert plan.sent_nbytes == (64 + 3 * 64,) * 4
-    assert [sum(each.across) for each in plan.traffic] == [4 * 2 * 64]
+    "copies share the work": ([TWICE] * 4, 4, {}),
+    "what ranks have to do already counts": ([WHOLE] * 3, 2, {"before": [2 * newton_schulz_cost(8, 8), 0.0]}),
+    # Longest first alone gives 7: 3 + 2 + 2 and 3 + 2.
+    "the busiest rank is relieved": ([fsdp((1, size), 2) for size in (3, 3, 2, 2, 2)], 2, BY_AREA),
+}
 
 
-def test_what_ranks_have_to_do_already_counts() -> None:
-    cost = newton_schulz_cost(8, 8)
-    plan = plan_matrices(planned([fsdp((8, 8), 2)] * 3), 2, bucket_nbytes=MIB, before=[2 * cost, 0.0])
-    assert sorted(plan.owners) == [0, 1, 1]
-    assert plan.loads == (3 * cost, 2 * cost)
-
-
-def test_the_busiest_rank_is_relieved() -> None:
-    """Longest first alone gives 7: 3 + 2 + 2 and 3 + 2."""
-    sizes = [3, 3, 2, 2, 2]
-    where = [fsdp((1, size), 2) for size in sizes]
-    plan = plan_matrices(planned(where), 2, bucket_nbytes=MIB, cost=lambda rows, columns: rows * columns)
-    assert max(plan.loads) == 6.0
+@pytest.mark.parametrize("case", PLANS)
+def test_plan_of(case: str) -> None:
+    """What it costs; who owns what, and what that takes; and each bucket, with the matrices of each owner."""
+    where, num_ranks, options = PLANS[case]
+    plan = plan_matrices(planned(where), num_ranks, **{"bucket_nbytes": MIB, **options})
+    across = [sum(each.across) for each in plan.traffic]
+    said = [str(plan), f"loads {plan.loads}, sent {plan.sent_nbytes}, {plan.temporary_nbytes} bytes for a moment"]
+    said += [f"{of.of_owner}, {nbytes} bytes across" for of, nbytes in zip(plan.buckets, across, strict=True)]
+    TEXTS.check(case, "\n".join(said), among=PLANS)
 
 
 BOUNDS = {
@@ -269,9 +235,6 @@ def test_no_assignment_is_below_the_bound(case: str) -> None:
         for owners in itertools.product(range(num_members), repeat=len(costs))
     )
     assert least_largest_load(costs, num_members) <= best * (1 + 1e-9)
-
-
-# Messages
 
 
 @pytest.mark.parametrize("seed", range(30))

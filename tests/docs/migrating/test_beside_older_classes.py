@@ -215,9 +215,6 @@ def test_trains_as_fsdp1_with_replicas(ctx: RankContext) -> None:
     Pair(partial(_old, **hybrid), lambda ctx: wrap(fsdp2, ctx.mesh_2d(2, 2))).assert_alike(ctx)
 
 
-# DeepSpeed
-
-
 @distributed(2)
 def test_weights_that_travel_as_int8_train_nearly_alike(ctx: RankContext) -> None:
     whole = model()
