@@ -149,12 +149,15 @@ class Hooks:
         """Whether the unsharded tensor does not alias the outputs. Called after the first pre-hook, which may decide.
 
         Raises:
-            ExtensionError: the hook raised.
+            ExtensionError: the hook raised, or the answer is no bool.
         """
         try:
-            return bool(self._release())
+            answer = self._release()
         except Exception as error:
             raise self.error(_RELEASE, f"raised {type(error).__name__}: {error}") from error
+        if not isinstance(answer, bool):
+            raise self.error(_RELEASE, f"returned {_described(answer)}, expected a bool")
+        return answer
 
     def call_post(self, outputs: tuple[torch.Tensor, ...], metadata: Any, out: torch.Tensor) -> None:
         """Let the post-hook fill ``out``. As in torch, a result is ignored. Warn if the first result has memory of its
