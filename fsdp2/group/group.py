@@ -260,7 +260,7 @@ class ParamGroup:
                 self.on_gather()
             if self.is_stale or (is_replaceable and not self._is_intact()):
                 self._refresh()
-            if not unsharded.parameters:  # the first gather, or hooks failed in it
+            if unsharded.gather is None:  # so on all ranks, also behind a post-hook that failed on one
                 unsharded.bind()
             self._in_flight = unsharded.gather
             resting = unsharded.post_forward

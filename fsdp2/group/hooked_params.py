@@ -72,7 +72,7 @@ class Hooks:
     """The hooks of one shard, bound."""
 
     def __init__(self, local: torch.Tensor, context: HookContext) -> None:
-        self._context = context
+        self._context, self._local = context, local
         self._class = type(local).__name__
         for name, other in ((_PRE, _POST), (_POST, _PRE)):
             if not callable(getattr(local, name, None)):
@@ -188,6 +188,7 @@ class Hooks:
         Raises:
             ExtensionError: the hook raised, or returned something that cannot be the parameter.
         """
+        self._post = getattr(self._local, _POST)  # users may have mended it, since it failed
         try:
             result = self._post(outputs, metadata, self._context.param_dtype)
         except Exception as error:

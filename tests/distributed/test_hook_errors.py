@@ -182,6 +182,7 @@ FAULTS = {
     "tensor on outputs that are released": Fault(POST, _post(lambda _, outputs, out: (outputs[0], ()))),
     "shard listed to be freed": Fault(POST, _frees_the_shard),
     "integers of a trainable parameter": Fault(POST, _made(lambda output: output.int())),
+    "answer that is no bool": Fault(RELEASE, lambda self: 1),
     "question for the outputs that raises": Fault(RELEASE, _raises_when_asked),
 }
 
@@ -216,7 +217,7 @@ def test_fault_in_a_hook_is_an_error_on_all_ranks_and_the_model_works_without_it
 
 @distributed(2)
 def test_post_hook_that_raises_on_one_rank_raises_there_only(ctx: RankContext) -> None:
-    """As in torch. The ranks agree on what travels, not on what becomes of it."""
+    """As in torch. The ranks agree on what travels, not on what becomes of it. So they gather alike afterwards."""
     model = shard(ctx, stack_of(Faulty))
     block = model.blocks[1]
     with fault_in(POST, _post_raises if ctx.rank == 1 else Faulty.fsdp_post_all_gather):
@@ -225,6 +226,8 @@ def test_post_hook_that_raises_on_one_rank_raises_there_only(ctx: RankContext) -
         else:
             block.unshard()
             assert torch.equal(block.linear.weight, seeded(Stack).blocks[1].linear.weight)
+    block.reshard()
+    assert_trains_like_a_plain_one(model)
 
 
 @distributed(2)
