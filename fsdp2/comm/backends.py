@@ -184,12 +184,17 @@ def _exchange_by_sums(axis: Axis, value: object) -> list[Any]:
     mine, rank = pickle.dumps(value), axis.group.rank()
     sizes = torch.zeros(axis.size, dtype=torch.int64, device="cpu")  # whatever the user's default device is
     sizes[rank] = len(mine)
-    wait_for(all_reduce(axis.group, sizes))
-    whole = torch.zeros(int(sizes.sum()), dtype=torch.uint8, device="cpu")
-    parts = whole.split(sizes.tolist())
+    lengths = _summed(axis, sizes).tolist()
+    whole = torch.zeros(sum(lengths), dtype=torch.uint8, device="cpu")
+    parts = whole.split(lengths)
     parts[rank].copy_(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
-    wait_for(all_reduce(axis.group, whole))
+    _summed(axis, whole)
     return [pickle.loads(ctypes.string_at(part.data_ptr(), part.numel())) for part in parts]
+
+
+def _summed(axis: Axis, tensor: torch.Tensor) -> torch.Tensor:
+    wait_for(all_reduce(axis.group, tensor))
+    return tensor
 
 
 # Tensors that gloo's threads may still hold. Such a thread drops a collective after it has told us that it is done, and

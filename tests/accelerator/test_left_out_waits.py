@@ -117,7 +117,7 @@ ELSEWHERE: dict[str, str] = {
     # collectives that the CPU waits for, as gloo's; _issue is for backends that return a work where NCCL returns none
     "comm.backends.CollectiveComm._issue-work": _ON_STREAMS,
     "extras.peers._Messages.wait-work": "distributed/test_comm.py::test_messages_of_two_groups_are_never_mixed_up",
-    "comm.backends._exchange_by_sums-work": "distributed/test_agreement.py::test_ranks_compare_once",
+    "comm.backends._summed-work": "distributed/test_agreement.py::test_ranks_compare_once",
     "tools.clip._summed_over_ranks-work": "parity/test_clipping.py::test_gradients_are_clipped_as_torch_clips_them",
     "comm.custom._run-work": _IN_ONE_MEMORY,
     "extras.lending.gathered_together-work": _UNCUT,

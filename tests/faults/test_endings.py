@@ -29,7 +29,7 @@ def drop():
 
 held, all_reduce, dist.all_reduce = [], dist.all_reduce, hold
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-for work in backends.all_reduce_in(None, torch.ones(1), dist.ReduceOp.SUM):
+for work in backends.all_reduce(None, torch.ones(1)):
     work.wait()
 assert len(held) == 1
 threading.Thread(target=drop, daemon=True).start()
