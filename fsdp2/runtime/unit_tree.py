@@ -99,7 +99,7 @@ class UnitTree:
         self._backward = _torch.RunningBackward()
         self.num_resets = 0
         self.parents: Sequence[int | None] = ()  # of each unit, the innermost unit around it
-        self._split = SplitBackwards()  # the backwards of a step, if it has several
+        self._split: SplitBackwards | None = None  # while a step has several backwards
         self._may_differ = False  # ranks may use other units, or other parameters of a unit
         self._seen_version = 0
         note_tree_change()  # for trees around this one, which have not seen its units yet
@@ -370,9 +370,9 @@ class UnitTree:
         self.executor.do(self.schedule.end_backward())
         self._end_pass()
         if self.schedule.is_last_backward and not self.schedule.finalizes_by_hand:
-            self._split = SplitBackwards()
+            self._split = None
             self._end_step()
-        else:
+        elif self._split is not None:
             self._split.end()
         return None
 
@@ -382,7 +382,8 @@ class UnitTree:
         Raises:
             ScheduleError: the gradients of parameters were to be computed later, and are lost.
         """
-        self._split.check(may_compute_shapes=self.schedule.finalizes_by_hand)
+        if self._split is not None:
+            self._split.check(may_compute_shapes=self.schedule.finalizes_by_hand)
         self.take_flags()
         self.checks.agree_on_flags()
         self.executor.do(self.schedule.finalize(), "finalize_backward()", self.root)
@@ -417,6 +418,7 @@ class UnitTree:
         if resharded:
             groups = [group for unit, _ in kept for group in unit.groups]
             params = [group.params[index] for group in groups for index in group.unsharded.trainable]
+            self._split = self._split or SplitBackwards()
             self._split.begin(resharded[0], params)
 
     # Between passes
@@ -480,7 +482,7 @@ class UnitTree:
         try:
             self._come_to_rest()
         finally:
-            self._split = SplitBackwards()
+            self._split = None
             self.schedule.drop_kept()
             self.checks.drop_step()
             for unit in self.units:
