@@ -79,7 +79,7 @@ class OneBlock:
         memory = GatheredMemory(plan, where)
         with self._streams.on_gather:
             self._gather = Gather(plan, flat_shards(plan, where), memory, 0, comm, self._streams, None)
-        plans = compile_reduces(inputs, comm.routing, num_ranks, averages=self._streams.runs_ahead)
+        plans = compile_reduces(inputs, comm.routing, num_ranks)  # NCCL averages in a kernel if it has one rank only
         one_rank = init_device_mesh(where.type, (1,))
         mesh = ParallelMesh(one_rank, (AxisRole.SHARD,), Axis(group, num_ranks, 0), NO_AXIS, where)
         self._reduce = Reduce(plans, mesh, comm, self._streams, None)

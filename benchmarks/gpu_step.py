@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import math
 import multiprocessing
 import statistics
 import tempfile
@@ -144,7 +145,7 @@ def planned_copies(model: nn.Module) -> gpu_trace.Planned:
     """What fsdp2's plans copy in a step of ``model``. Without strided buckets, which no case has.
 
     On the compute stream, so that gradients are freed at once: a kernel for each bucket of gradients, and the addresses
-    that it reads from the host; a cast for each direct one that is reduced in another dtype.
+    that it reads from the host; casts of direct ones that are reduced in another dtype.
     """
     groups = [group for unit in tree_of(sharded_unit(model, "benchmark")).units for group in unit.groups]
     gathers = [group.unsharded.plan() for group in groups]
@@ -153,13 +154,19 @@ def planned_copies(model: nn.Module) -> gpu_trace.Planned:
     for group in groups:
         plans, _ = group.gradients.plans(group.unsharded.trainable)
         for plan in plans:
-            is_cast = plan.dtypes.param is not plan.dtypes.reduce
-            routes = [step.route for step in plan.steps]
-            if is_cast or group.mesh.data_parallel_size > 1:  # else the gradients land as they are
-                num_buckets += Route.ROWS in routes
-                num_casts += is_cast * routes.count(Route.DIRECT)
-            is_beside |= is_cast or plan.dtypes.reduce is not plan.dtypes.grad
+            dtypes, is_sent = plan.dtypes, group.mesh.data_parallel_size > 1  # else gradients land as they are
+            num_buckets += is_sent and any(step.route is Route.ROWS for step in plan.steps)
+            direct = [step.layout.numel for step in plan.steps if step.route is Route.DIRECT]
+            is_cast = dtypes.param is not dtypes.reduce
+            num_casts += (is_cast and plan.casts_first) * _num_kernels(direct)
+            is_beside |= is_cast or dtypes.reduce is not dtypes.grad
     return gpu_trace.Planned(num_buckets + num_casts, num_buckets, is_beside)
+
+
+def _num_kernels(numels: list[int]) -> int:
+    """How many kernels copy a list of tensors: torch's ``multi_tensor_apply`` gives one 320 chunks of 65536 elements.
+    It would start another one after 64 tensors, too; no block has as many."""
+    return math.ceil(sum(math.ceil(numel / 65536) for numel in numels) / 320)
 
 
 def in_turns(clock: Callable[[Stepper, str], float], steppers: dict[str, Stepper], run: Run) -> dict[str, float]:

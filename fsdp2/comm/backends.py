@@ -69,7 +69,7 @@ class CollectiveComm(AxisComm):
 
     # NCCL groups few large tensors well, and many small ones badly (NVIDIA/nccl#725, pytorch/pytorch#153673). Not
     # measured so far, which takes several GPUs; of one, benchmarks/gpu_direct.py measures launches and copies.
-    routing = Routing(direct_min_nbytes=1024 * 1024, reduces_uneven=False, buckets_casts=True)
+    routing = Routing(direct_min_nbytes=1024 * 1024, reduces_uneven=False)
 
     def __init__(self, group: dist.ProcessGroup, *, on_stream: bool) -> None:
         self._group = group
@@ -114,7 +114,7 @@ class OneByOneComm(CollectiveComm):
 class LocalComm(AxisComm):
     """A shard axis of one rank: gathers and reductions are local copies."""
 
-    routing = Routing(direct_min_nbytes=0)
+    routing = Routing(direct_min_nbytes=0, reduces_casts=True)
 
     def all_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Launch:
         return copies(outputs, inputs)

@@ -35,13 +35,12 @@ class Routing:
     Attributes:
         direct_min_nbytes: shards of at least this many bytes travel without a staging copy; others share a bucket.
         reduces_uneven: whether reductions take inputs whose last shards are short.
-        buckets_casts: whether gradients that must be cast share a bucket whatever their size: one launch casts all.
-            Else each gradient is freed after its cast.
+        reduces_casts: whether reductions take inputs of another dtype than their outputs.
     """
 
     direct_min_nbytes: int
     reduces_uneven: bool = True
-    buckets_casts: bool = False
+    reduces_casts: bool = False
 
 
 class Origin(Enum):
@@ -172,14 +171,20 @@ class ReduceStep:
 
 @dataclass(frozen=True)
 class ReducePlan:
-    """The reduction of a group's gradients of one combination of dtypes; all plans travel in one launch. ``calls``:
-    (offset, length) in the flat buffer of what each call of the comm fills: buckets first, then each direct tensor."""
+    """The reduction of a group's gradients of one combination of dtypes; all plans travel in one launch.
+
+    Attributes:
+        calls: (offset, length) in the flat buffer of what each call of the comm fills: buckets first, then each direct
+            tensor.
+        casts_first: direct gradients are cast to the reduce dtype before they are sent; else the comm casts.
+    """
 
     steps: tuple[ReduceStep, ...]
     dtypes: ParamDtypes
     factors: DivideFactors
     flat_numel: int
     calls: tuple[tuple[int, int], ...]
+    casts_first: bool
 
 
 def compile_gather(
@@ -257,7 +262,8 @@ def _compile_reduce(inputs: Sequence[tuple[int, PlanInput]], factors: DivideFact
             steps.append(ReduceStep(index, item.name, routes[i], item.layout, offset))
             offset += item.layout.chunk_numel
     places = tuple(zip(starts, sizes, strict=True))
-    return ReducePlan(tuple(steps), dtypes, factors, sum(places[-1]), places)
+    casts_first = not routing.reduces_casts or factors.before != 1.0  # division comes behind the cast
+    return ReducePlan(tuple(steps), dtypes, factors, sum(places[-1]), places, casts_first)
 
 
 def _gather_route(item: GatherInput, routing: Routing) -> Route:
@@ -280,8 +286,6 @@ def _unplaced_step(index: int, item: GatherInput, route: Route) -> GatherStep:
 def _reduce_route(item: PlanInput, routing: Routing) -> Route:
     if item.layout.dim != 0:
         return Route.STRIDED
-    if routing.buckets_casts and item.dtypes.param is not item.dtypes.reduce:
-        return Route.ROWS
     is_even = item.layout.is_even or routing.reduces_uneven
     return Route.DIRECT if is_even and _is_large(item.layout, item.dtypes.param, routing) else Route.ROWS
 

@@ -191,7 +191,7 @@ def reduce_bytes(plans: Sequence[ReducePlan], comm: ReduceComm) -> UnitBytes:
         direct = sum(step.layout.numel for step in plan.steps if step.route is Route.DIRECT)
         bucketed = sum(step.layout.padded_numel for step in plan.steps if step.route is not Route.DIRECT)
         travelling = sum(step.layout.padded_numel for step in plan.steps) * reduce.itemsize
-        cast = direct if param is not reduce else 0
+        cast = direct if param is not reduce and plan.casts_first else 0
         gradients += sum(step.layout.numel for step in plan.steps) * param.itemsize
         copies += (bucketed + cast + plan.flat_numel) * reduce.itemsize + comm.reduce_buffer_nbytes(travelling)
         sent_as_they_are += (direct - cast) * param.itemsize

@@ -44,10 +44,10 @@ def of(*cases: Case) -> pytest.MarkDecorator:
 @of(CASES[0])
 def test_tensors_that_travel_direct_are_never_copied(measured: Measured) -> None:
     """In bf16 throughout, and all tensors are large: nothing is packed, and nothing is cast."""
-    assert measured.planned == Planned(uploads=1, is_beside=False)  # which parameters this rank has used
+    assert measured.planned == Planned(is_beside=False)
     copies = {subject: len(each.step.copies) for subject, each in measured.figures.items()}
-    assert copies["fsdp2"] <= copies["unsharded"] + 1
-    assert copies["torch"] > copies["unsharded"] + 1  # copies would be seen
+    assert copies["fsdp2"] <= copies["unsharded"]
+    assert copies["torch"] > copies["unsharded"]  # copies would be seen
 
 
 @of(*CASES)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import fsdp2
+from fsdp2.extras.alike import Alike
 from fsdp2.extras.stalls import StallWatch
 from fsdp2.runtime.unit_tree import tree_of
 from tests.gpu.support import BF16, Stack, batch, on_gpus, sharded
@@ -62,9 +63,10 @@ def test_device_that_does_not_get_on_is_told_of_before_the_timeout(ctx: RankCont
     model = sharded(ctx, num_blocks=2)
     model(batch())
     tree = tree_of(model._unit())  # type: ignore[attr-defined]
+    checks = Alike(tree)
     with Heard() as heard:
         watch = StallWatch(ctx.rank, tree.executor.streams.is_idle, TIMEOUT_S)
-        watch.add(tree)
+        watch.add(checks)
         threading.Thread(target=watch.run, daemon=True).start()
         with tree.executor.streams.on_gather:
             torch.cuda._sleep(10_000_000_000)  # cycles: about 5 s, in the place of a collective that waits

@@ -130,9 +130,10 @@ class WorkerPool:
             self._directory = None
 
     def _start(self) -> None:
-        # A fork server imports torch once; a restarted pool then costs a fork, not an import of torch per rank.
+        # A fork server imports torch once; a restarted pool then costs a fork, not an import of torch per rank. What it
+        # imports may start CUDA, which no fork survives.
         os.environ.update(environment())
-        context = multiprocessing.get_context("forkserver")
+        context = multiprocessing.get_context("spawn" if self.device_type == "cuda" else "forkserver")
         context.set_forkserver_preload(PRELOADED)
         self._directory = Path(tempfile.mkdtemp(prefix="fsdp2-pool-"))
         for index in range(self.world_size):

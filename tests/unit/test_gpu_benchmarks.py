@@ -72,9 +72,9 @@ def test_all_matrices_travel_direct_where_the_gpu_expects_that(shape: Shape) -> 
     assert min(sizes) >= CollectiveComm.routing.direct_min_nbytes
 
 
-# By hand, of two blocks of seven matrices. With gains, or with a cast, a block has a bucket; its kernel reads addresses
-# from the host.
-PLANNED = [Planned(0, 0, is_beside=False), *[Planned(2, 2)] * 3, Planned(0, 0), Planned(2 * 9, 0)]
+# By hand, of two blocks of seven matrices. With gains, a block has a bucket; its kernel reads addresses from the host.
+# Matrices are cast in one launch; with one rank, the copy into the gradient casts.
+PLANNED = [Planned(0, 0, is_beside=False), *[Planned(2, 2)] * 2, Planned(4, 2), *[Planned(0, 0)] * 2]
 
 
 @pytest.mark.parametrize(("case", "planned"), [*zip(CASES, PLANNED, strict=True)])

@@ -169,14 +169,14 @@ def test_reduce(case: str, golden: Check) -> None:
     assert all(step.index == by_index[step.name] for plan in plans for step in plan.steps)
 
 
-def test_gradients_that_are_cast_share_a_bucket_where_launches_count() -> None:
-    inputs = [_input(f"weight{i}", (64, 64), param_dtype=BF16, reduce_dtype=F32) for i in range(3)]
-    alone, together = _reduce(inputs), _reduce(inputs, buckets_casts=True)
-    assert [step.route for step in alone.steps] == [Route.DIRECT] * 3
-    assert [step.route for step in together.steps] == [Route.ROWS] * 3
-    assert (len(alone.calls), len(together.calls)) == (3, 1)
-    uncast = _reduce([_input("weight", (64, 64))], buckets_casts=True)
-    assert [step.route for step in uncast.steps] == [Route.DIRECT]
+@pytest.mark.parametrize("reduce_dtype", [F32, torch.float16], ids=str)
+def test_large_gradients_travel_direct_cast_by_whoever_can(reduce_dtype: torch.dtype) -> None:
+    """In fp16, they are divided between cast and reduction."""
+    inputs = [_input(f"weight{i}", (64, 64), param_dtype=BF16, reduce_dtype=reduce_dtype) for i in range(3)]
+    for plan, casts_first in ((_reduce(inputs), True), (_reduce(inputs, reduces_casts=True), reduce_dtype is not F32)):
+        assert [step.route for step in plan.steps] == [Route.DIRECT] * 3
+        assert (plan.factors.before != 1.0) == (reduce_dtype is not F32)
+        assert plan.casts_first is casts_first
 
 
 AVERAGED, SUMMED = DivideFactors(1.0, 1.0, averages=True), DivideFactors(1.0, 4.0)

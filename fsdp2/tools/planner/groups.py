@@ -223,4 +223,4 @@ def _sent_nbytes(plan: ReducePlan) -> int:
 
 
 def _is_copied(plan: ReducePlan, route: Route) -> bool:
-    return route is not Route.DIRECT or plan.dtypes.param is not plan.dtypes.reduce
+    return route is not Route.DIRECT or (plan.dtypes.param is not plan.dtypes.reduce and plan.casts_first)
