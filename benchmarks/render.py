@@ -130,6 +130,10 @@ PARTS = {
     "runtime_overhead.ranks": Part(rows=("8 ranks, fp32", "4096 ranks, fp32")),
     "call_counts.main": Part(rows=("all calls", "calls in the runtime")),
     "runtime_instructions.main": Part(("unsharded", "fsdp2", "torch", "ratio", "fsdp2's class")),
+    "gpu_acceptance.time": Part(("unsharded", "fsdp2", "torch", "fsdp2 / unsharded", "ratio"), note=""),
+    "gpu_acceptance.memory": Part(
+        ("fsdp2 allocated", "torch allocated", "fsdp2 reserved", "torch reserved", "ratio"), note="ratio: allocated."
+    ),
     "launches.mixed": Part(("fsdp2, a block", "torch, a block", "ratio"), ("copies", "collectives", "stream waits")),
     "gloo_step.fp32": Part(
         ("unsharded", "DDP", "FSDP1", "DeepSpeed", "torch FSDP2", "fsdp2", "fsdp2's class", "ratio"),
@@ -209,7 +213,8 @@ PARTS = {
 
 def read_results(folder: Path = RESULTS) -> dict[str, dict[str, Any]]:
     """By script."""
-    return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+    paths = sorted([*folder.glob("*.json"), *folder.glob("gpu/gpu_acceptance.json")])
+    return {path.stem: json.loads(path.read_text()) for path in paths}
 
 
 def tables(results: Results) -> dict[str, dict[str, Any]]:

@@ -174,7 +174,7 @@ class TestPages:
         assert {name.partition(".")[0] for name in names} == {*RESULTS, "summary"}
         assert names - {"summary"} <= set(tables(RESULTS))
         assert set(PARTS) <= names
-        assert set(RESULTS) <= {path.stem for path in benchmarks()}
+        assert set(RESULTS) - {"gpu_acceptance"} <= {path.stem for path in benchmarks()}  # `make gpu` runs that one
         images = ROOT / "docs" / "images"
         assert {path.name for path in images.glob("*.*.png")} == {f"{name}.png" for name in pictures()}
         for name in pictures():
