@@ -62,6 +62,22 @@ def _peak(text: str, peer: str, row: str, column: str) -> Line:
 
 SUMMARY = (
     Line(
+        "step of six Llama 3 8B blocks on an H200, bf16, reduced in fp32; as one of 8 ranks, messages move nothing",
+        "torch",
+        "gpu_acceptance.time",
+        "8B, 8 ranks, fp32 shards, reduced in fp32",
+        theirs="torch",
+        unit="ms",
+    ),
+    Line(
+        "the same",
+        "no sharding",
+        "gpu_acceptance.time",
+        "8B, 8 ranks, fp32 shards, reduced in fp32",
+        theirs="unsharded",
+        unit="ms",
+    ),
+    Line(
         "runtime per group and step, 8 ranks, width 16, fp32",
         "torch",
         "runtime_overhead.ranks",

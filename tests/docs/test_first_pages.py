@@ -92,7 +92,7 @@ def test_what_make_gpu_is_said_to_print_has_the_form_of_what_it_prints() -> None
 def test_both_say_that_several_gpus_have_not_run_it_and_that_step_times_do_not_carry_over() -> None:
     assert "not on several yet" in PAGE.read_text()
     assert "and not yet on several" in TEXT
-    assert "**The step times do not carry over to GPUs:**" in TEXT
+    assert "**Step times on gloo do not carry over to GPUs:**" in TEXT
 
 
 def test_the_readme_has_20_lines_of_code_two_commands_one_picture_one_table_with_losses_and_room_for_figures() -> None:
