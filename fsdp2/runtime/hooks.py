@@ -123,7 +123,7 @@ class ModuleHooks:
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         unit = self._unit
         seems_to_run = unit.tree is not None and unit.tree.schedule.passes.phases[unit.index] in COMPUTING
-        if self._runs_method or (seems_to_run and self._calls_itself(module)):
+        if self._runs_method or (seems_to_run and _torch.is_called_inside_itself(module)):
             self._outer.append(self._handled)
             self._handled = id(sys.exc_info()[1])
             return self._resume(args, kwargs)
@@ -233,12 +233,6 @@ class ModuleHooks:
         if self._runs_method or len(unit.modules) > 1:
             return self._runs_method
         return unit.tree is not None and unit.tree.schedule.passes.is_computing(unit.index)
-
-    def _calls_itself(self, module: nn.Module) -> bool:
-        """Whether the unit's forward, which seems to run, has called ``module`` again. That call belongs to it: until
-        the outermost call has returned, and in backward until its input has a gradient, parameters stay. Otherwise, an
-        interrupt has ended that forward, of which torch tells no hook; or another module of the unit runs."""
-        return len(self._unit.modules) == 1 and _torch.is_called_inside_itself(module)
 
     @_torch.runs_between_graphs
     def _runs_plainly(self) -> bool:

@@ -202,24 +202,33 @@ class _Checkpointed(Stack):
         return self.exit(x)
 
 
-def _as_one_unit(ctx: RankContext) -> Any:
-    model = seeded(_Checkpointed)
+class _CallThemselves(_Checkpointed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1], self.blocks[2] = Nested(), Nested()
+
+
+def _as_one_unit(ctx: RankContext, make: type[_Checkpointed] = _Checkpointed) -> Any:
+    model = seeded(make)
     return shard_each(list(model.blocks[1:]), model, mesh=ctx.mesh_1d())
 
 
-def _assert_gradients_are_right(model: Any) -> None:
-    reference = seeded(_Checkpointed)
+def _assert_gradients_are_right(model: Any, make: type[_Checkpointed] = _Checkpointed) -> None:
+    reference = seeded(make)
     for seed in range(2):
         assert torch.allclose(step(model, seed), step(reference, seed), atol=1e-6)
     assert_gradients(model, reference)
 
 
-@pytest.mark.parametrize("use_reentrant", [None, False, True])
+@pytest.mark.parametrize("make", [_CallThemselves, _Checkpointed])
+@pytest.mark.parametrize("use_reentrant", [True, None, False])
 @distributed(2)
-def test_each_module_may_be_checkpointed_on_its_own(ctx: RankContext, use_reentrant: bool | None) -> None:
-    model = _as_one_unit(ctx)
+def test_each_module_may_be_checkpointed_on_its_own(
+    ctx: RankContext, use_reentrant: bool | None, make: type[_Checkpointed]
+) -> None:
+    model = _as_one_unit(ctx, make)
     model.use_reentrant = use_reentrant
-    _assert_gradients_are_right(model)
+    _assert_gradients_are_right(model, make)
 
 
 @distributed(2)
