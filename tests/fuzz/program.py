@@ -148,8 +148,9 @@ def draw(seed: int, world_size: int) -> Program:
         )
         for leaves_out in [ranks_differ and rarely(0.7) for _ in range(pick.choice([1, 2, 2, 3]))]
     )
-    # Where one block is left out, the other's second use would belong to the first forward of their unit.
-    may_list = not ranks_differ or all(each.checkpoint != "reentrant" and each.uses == 1 for each in blocks[-2:])
+    # A rank runs all modules of a unit, or none: see docs/advanced/ranks.md
+    is_whole = len({each.left_out for each in blocks[-2:]}) == 1
+    may_list = not ranks_differ or (is_whole and all(each.checkpoint != "reentrant" for each in blocks[-2:]))
     steps = []
     for index in range(num_steps):
         num_micros = pick.choice([1, 1, 1, 2, 3])
