@@ -17,11 +17,11 @@ Every test function runs in CI. Long, and in turns rare, is:
 Of these cases, CI runs one share in ``SHARES`` at each landing, another one at the next; ``landing`` says which. Where
 all cases of a test are such cases, it always runs the first.
 
-Long, but never rare, is:
+Of all but the first case of a test on a pool of ranks, it runs one share in ``SHARES_COVERING``, unless the test is
+marked ``@pytest.mark.every_case``, since a planted defect or a behaviour shows in one of the others only.
 
-- what is marked ``@pytest.mark.ci``, or is in ``*in_ci(...)``, since it takes a second and more;
-- all but the first case of a test on a pool of ranks, unless the test is marked ``@pytest.mark.every_case``, since a
-  planted defect or a behaviour shows in one of the others only.
+Long, but never rare, is what is marked ``@pytest.mark.ci``, or is in ``*in_ci(...)``: it takes a second and more, or
+notices a defect that nothing else does.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ _DOCS = Path(__file__).parents[1] / "docs"
 _MIGRATING = _DOCS / "migrating"  # a test for each row of that page
 WORLD_SIZE = "world_size"  # the parameter that ``@distributed`` adds
 SHARES = 8
+SHARES_COVERING = 3
 LANDING = "LANDING"  # the environment variable
 
 
@@ -82,11 +83,13 @@ def mark_suites(items: Sequence[pytest.Item], number: int) -> None:
     for cases in tests.values():
         others = _cases_in_turns(cases)
         always = [case for case in cases if case not in others]
-        for case in others if always else others[1:]:
-            if not _has_its_turn(case, number):
-                case.add_marker("rare")
         is_sampled = pool_of(cases[0]) and cases[0].get_closest_marker("every_case") is None
         short = [case for case in always if case.get_closest_marker("ci") is None]
+        rest = short[1:] if is_sampled else []
+        for shares, in_turns in ((SHARES, others if always else others[1:]), (SHARES_COVERING, rest)):
+            for case in in_turns:
+                if not _has_its_turn(case, number, shares):
+                    case.add_marker("rare")
         for case in {*cases} - {*(short[:1] if is_sampled else short)}:
             case.add_marker("long")
 
@@ -103,9 +106,9 @@ def _cases_in_turns(cases: Sequence[pytest.Item]) -> list[pytest.Item]:
     return [case for case in cases if case in marked]
 
 
-def _has_its_turn(case: pytest.Item, number: int) -> bool:
+def _has_its_turn(case: pytest.Item, number: int, shares: int) -> bool:
     """Follows from the case's name alone, so that all of pytest's processes choose alike."""
-    return number > 0 and zlib.crc32(case.nodeid.encode()) % SHARES == number % SHARES
+    return number > 0 and zlib.crc32(case.nodeid.encode()) % shares == number % shares
 
 
 def landing() -> tuple[int, str]:
