@@ -61,7 +61,7 @@ def inputs_of(shape: Shape, num_ranks: int) -> list[PlanInput]:
     with torch.device("meta"):
         block = Block(shape, has_gains=True)
     return [
-        PlanInput(name, shard_layout(tuple(parameter.shape), 0, num_ranks), ParamDtypes(*4 * (BF16,)))
+        PlanInput(name, shard_layout(tuple(parameter.shape), 0, num_ranks), ParamDtypes.uncast(BF16))
         for name, parameter in block.named_parameters()
     ]
 

@@ -38,7 +38,7 @@ from fsdp2.tools.planner.memory import Held
 from fsdp2.tools.planner.queues import Op, Stream
 from fsdp2.tools.planner.simulate import Accelerator, Reduction, StepTime, UnitCost, steady_step
 
-_DTYPES = ParamDtypes(*4 * (torch.float32,))
+_DTYPES = ParamDtypes.uncast(torch.float32)
 
 
 class Cpu(Accelerator):

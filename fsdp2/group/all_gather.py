@@ -24,7 +24,7 @@ from fsdp2.comm.memory import tensor_on
 from fsdp2.comm.offload import FlatStage
 from fsdp2.comm.streams import Streams, Waitable, is_of_backend, wait_for
 from fsdp2.plan.layout import Layout, contiguous_stride
-from fsdp2.plan.plan import GatherBucket, GatherPlan, GatherStep, Lifetime, Origin, Route
+from fsdp2.plan.plan import GatherBucket, GatherPlan, GatherStep, Origin, Route
 from fsdp2.types import CommunicationError
 
 if TYPE_CHECKING:
@@ -58,7 +58,9 @@ class GatheredMemory:
     def __init__(self, plan: GatherPlan, device: torch.device) -> None:
         self.is_lost = False
         self.shared = torch.UntypedStorage(0, device=device)
-        self._own = {step.index: torch.UntypedStorage(0, device=device) for step in plan.hooked}
+        self._own = {
+            step.index: torch.UntypedStorage(0, device=device) for step in plan.steps if step.origin is not Origin.SHARD
+        }
 
     def of(self, step: GatherStep) -> torch.UntypedStorage:
         """The storage that ``step`` gathers into."""
@@ -122,7 +124,7 @@ class Gather:
         sizes = {gathered.of(step): step.padded_nbytes for step in plan.steps}
         sizes[gathered.shared] = plan.shared_nbytes
         filled = {gathered.of(step) for step in plan.on_route(Route.DIRECT)}
-        consumed = {gathered.of(step) for step in plan.steps if step.lifetime is Lifetime.ARRIVAL}
+        consumed = {gathered.of(step) for step in plan.steps if step.origin is Origin.HOOK_CONSUMED}
         outputs = [(storage, nbytes) for storage, nbytes in sizes.items() if nbytes]
         staging = [(self._staging, plan.staging_nbytes), *([] if self.stage is None else self.stage.storages)]
         staging = [(storage, nbytes) for storage, nbytes in staging if nbytes]

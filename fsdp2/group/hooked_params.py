@@ -29,9 +29,10 @@ from fsdp2.comm.backends import exchange
 from fsdp2.comm.offload import Home
 from fsdp2.group.all_gather import allocate
 from fsdp2.group.param import ShardedParam
+from fsdp2.plan.dtypes import ParamDtypes
 from fsdp2.plan.layout import join
 from fsdp2.plan.mesh import ParallelMesh
-from fsdp2.plan.plan import HookInput, Lifetime
+from fsdp2.plan.plan import Origin, PlanInput
 from fsdp2.plan.trees import find_tensors
 from fsdp2.types import ExtensionError, MixedPrecisionPolicy, PreResult
 
@@ -414,14 +415,14 @@ class HookedParams:
                 raise ExtensionError(f"on rank {other}: {problem}")
         return [[kinds for _, _, kinds in row] for row in rows]
 
-    def inputs(self, first_key: int, lifetime: Lifetime) -> dict[int, HookInput]:
-        """For the plan: each tensor that travels, by keys from ``first_key`` on. ``lifetime``: of the tensors that may
-        be freed after the post-hook.
+    def inputs(self, first_key: int, *, keeps_consumed: bool) -> dict[int, PlanInput]:
+        """For the plan: each tensor that travels, by keys from ``first_key`` on. ``keeps_consumed``: also what may be
+        freed after the post-hook is kept while the group is unsharded.
 
         Raises:
             ExtensionError: the ranks' payloads do not fit together; all ranks raise.
         """
-        inputs: dict[int, HookInput] = {}
+        inputs: dict[int, PlanInput] = {}
         for i, hooked in enumerate(self._params):
             by_rank, *replicas = ([kinds[i] for kinds in row] for row in self._sent)
             for mine, its in (pair for other in replicas for pair in zip(by_rank, other, strict=True)):
@@ -435,7 +436,8 @@ class HookedParams:
                     problem = f"returned tensors of {dtypes[0]} on the first rank, but of {found} on rank {rank} of "
                     problem += "the shard axis. Return the same dtypes on all ranks"
                     raise hooked.hooks.error(_PRE, problem)
-            lifetime_here = lifetime if hooked.releases_outputs else Lifetime.UNSHARDED
+            is_consumed = hooked.releases_outputs and not keeps_consumed
+            origin = Origin.HOOK_CONSUMED if is_consumed else Origin.HOOK
             for k, dtype in enumerate(dtypes[0]):
                 try:
                     layout = join([tuple(kinds[k][0]) for kinds in by_rank], hooked.param.layout.dim)
@@ -443,7 +445,7 @@ class HookedParams:
                     problem = f"returned tensors that cannot be joined over the ranks: {error}. Return equal other dims"
                     raise hooked.hooks.error(_PRE, problem) from None
                 name = f"{hooked.param.name}[{k}]"
-                inputs[first_key + len(inputs)] = HookInput(name, layout, dtype, lifetime_here)
+                inputs[first_key + len(inputs)] = PlanInput(name, layout, ParamDtypes.uncast(dtype), origin)
         return inputs
 
     def bind_outputs(self, outputs: Mapping[int, torch.Tensor], first_key: int) -> None:
@@ -455,7 +457,7 @@ class HookedParams:
             key += len(payload)
 
     def payloads(self) -> list[torch.Tensor]:
-        """This rank's part of every tensor of ``Origin.HOOK`` in the order of their indices, without empty ones."""
+        """This rank's part of every tensor that hooks send, in the order of their indices, without empty ones."""
         with self._no_grad:
             payloads, self._first = self._first or [hooked.payload() for hooked in self._params], []
         each = (tensor for payload in payloads for tensor in payload if tensor.numel())

@@ -33,7 +33,7 @@ from fsdp2.plan.dtypes import check_grad_dtype, param_dtypes
 from fsdp2.plan.layout import contiguous_stride
 from fsdp2.plan.mesh import ParallelMesh
 from fsdp2.plan.placements import local_part
-from fsdp2.plan.plan import GatherInput, PlanInput, Routing, compile_gather
+from fsdp2.plan.plan import PlanInput, Routing, compile_gather
 from fsdp2.types import ScheduleError
 
 _alive: weakref.WeakSet[GroupShards] = weakref.WeakSet()
@@ -163,7 +163,7 @@ class GroupShards:
         """Whether somebody has written to the shards since they were placed."""
         return _torch.versions_of(self._versioned) != self._placed_versions
 
-    def plain_inputs(self) -> dict[int, GatherInput]:
+    def plain_inputs(self) -> dict[int, PlanInput]:
         """The inputs of a plan for the plain parameters."""
         params = ((index, self._params[index]) for index in self.plain)
         return {index: PlanInput(param.name, param.layout, param.dtypes) for index, param in params}

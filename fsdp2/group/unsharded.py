@@ -24,7 +24,7 @@ from fsdp2.group.param import ShardedParam
 from fsdp2.group.post_forward import PostForwardShards
 from fsdp2.group.shards import GroupShards
 from fsdp2.plan.mesh import ParallelMesh
-from fsdp2.plan.plan import GatherPlan, Lifetime, compile_gather
+from fsdp2.plan.plan import GatherPlan, compile_gather
 from fsdp2.types import AllGather
 
 
@@ -133,8 +133,7 @@ class UnshardedParams:
             self.hooked = HookedParams(hooked, self._mesh, self._home) if hooked else None
             if self.hooked is not None:
                 # What hooks consume is freed on arrival, unless the post-forward mesh needs a part of it.
-                consumed = Lifetime.ARRIVAL if self.post_forward_mesh is None else Lifetime.UNSHARDED
-                inputs |= self.hooked.inputs(first_key, consumed)
+                inputs |= self.hooked.inputs(first_key, keeps_consumed=self.post_forward_mesh is not None)
             gather = self._bound(compile_gather(inputs, self.comm.routing))
             if self.hooked is not None:
                 self.hooked.bind_outputs(gather.outputs, first_key)
@@ -169,7 +168,7 @@ class UnshardedParams:
         """The memory to gather into. ``flats``: the buffers that compute reads directly, if any. If all places in
         memory are as before, the unsharded parameters stay the same objects: autograd may have saved them."""
         steps = sorted(plan.steps, key=lambda step: step.index)
-        places = [(step.index, step.offset_nbytes, step.layout.shape, step.dtype, step.lifetime) for step in steps]
+        places = [(step.index, step.offset_nbytes, step.layout.shape, step.dtype, step.origin) for step in steps]
         found = places, [flat.data_ptr() for flat in flats.values()]
         if found != self._places or self._memory is None:
             self._memory = GatheredMemory(plan, self._mesh.device)

@@ -32,13 +32,18 @@ class ParamDtypes:
     reduce: torch.dtype
     grad: torch.dtype
 
+    @classmethod
+    def uncast(cls, dtype: torch.dtype) -> ParamDtypes:
+        """``dtype`` all the way."""
+        return cls(dtype, dtype, dtype, dtype)
+
 
 @lru_cache(maxsize=256)
 def param_dtypes(orig: torch.dtype, policy: MixedPrecisionPolicy, grad: GradDtype | None = None) -> ParamDtypes:
     """The dtypes of a parameter of dtype ``orig`` under its :func:`own_policy`. ``grad``: its ``grad_dtype``, if one
     was set; one of None keeps the gradient as it was reduced."""
     if not orig.is_floating_point:
-        return ParamDtypes(orig, orig, orig, orig)
+        return ParamDtypes.uncast(orig)
     param = policy.param_dtype or orig
     unless_told = orig if GRADIENTS_FOLLOW_SHARDS else param
     if grad is None:

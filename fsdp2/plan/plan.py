@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import groupby
+from operator import attrgetter
 
 import torch
 
@@ -18,14 +20,11 @@ from fsdp2.plan.layout import ALIGNMENT_NBYTES, Layout, pack, shard_layout
 
 
 class Route(Enum):
-    """How one tensor travels. Declared in the order in which their shards lie in a flat buffer."""
+    """How one tensor travels."""
 
     ROWS = "bucket"
     STRIDED = "strided bucket"
     DIRECT = "direct"
-
-
-_ROUTES = list(Route)
 
 
 @dataclass(frozen=True)
@@ -44,39 +43,23 @@ class Routing:
 
 
 class Origin(Enum):
-    """Where a rank's part comes from: the group's flat shards, or an all-gather hook, every time anew."""
+    """Where a rank's part comes from: the group's flat shards, or an all-gather hook, every time anew. What is gathered
+    is kept while the group is unsharded, unless the hooks consume it on arrival."""
 
     SHARD = "shard"
-    HOOK = "hook"
-
-
-class Lifetime(Enum):
-    """How long a gathered tensor is kept: while its group is unsharded, or until the hooks have consumed it."""
-
-    UNSHARDED = "kept while unsharded"
-    ARRIVAL = "consumed on arrival"
+    HOOK = "for a hook, kept while unsharded"
+    HOOK_CONSUMED = "for a hook, consumed on arrival"
 
 
 @dataclass(frozen=True)
 class PlanInput:
-    """What a plan needs to know of one parameter, or of the part of it that is kept after forward."""
+    """What a plan needs to know of one parameter, of the part of it that is kept after forward, or of one tensor that
+    an all-gather hook returns."""
 
     name: str
     layout: Layout
     dtypes: ParamDtypes
-
-
-@dataclass(frozen=True)
-class HookInput:
-    """What a plan needs to know of one tensor that an all-gather hook returns."""
-
-    name: str
-    layout: Layout
-    dtype: torch.dtype
-    lifetime: Lifetime
-
-
-GatherInput = PlanInput | HookInput
+    origin: Origin = Origin.SHARD
 
 
 @dataclass(frozen=True)
@@ -93,13 +76,12 @@ class GatherStep:
     dtype: torch.dtype
     shard_offset: int
     offset_nbytes: int
-    origin: Origin = Origin.SHARD
-    lifetime: Lifetime = Lifetime.UNSHARDED
+    origin: Origin
 
     @property
     def is_copied_in(self) -> bool:
         """Whether this rank's part is not sent from where it lies: it is cast, or a hook made it."""
-        return self.source is not self.dtype or self.origin is Origin.HOOK
+        return self.source is not self.dtype or self.origin is not Origin.SHARD
 
     @property
     def chunk_nbytes(self) -> int:
@@ -147,12 +129,7 @@ class GatherPlan:
     @property
     def unsharded_nbytes(self) -> int:
         """What is gathered and kept while the group is unsharded."""
-        lasting = (step for step in self.hooked if step.lifetime is Lifetime.UNSHARDED)
-        return self.shared_nbytes + sum(step.padded_nbytes for step in lasting)
-
-    @property
-    def hooked(self) -> tuple[GatherStep, ...]:
-        return tuple(step for step in self.steps if step.origin is Origin.HOOK)
+        return self.shared_nbytes + sum(step.padded_nbytes for step in self.steps if step.origin is Origin.HOOK)
 
     def on_route(self, route: Route) -> tuple[GatherStep, ...]:
         return tuple(step for step in self.steps if step.route is route)
@@ -188,24 +165,22 @@ class ReducePlan:
 
 
 def compile_gather(
-    inputs: Mapping[int, GatherInput], routing: Routing, *, back_into: GatherPlan | None = None
+    inputs: Mapping[int, PlanInput], routing: Routing, *, back_into: GatherPlan | None = None
 ) -> GatherPlan:
     """Place every shard in a flat buffer per dtype, and what is gathered in one storage.
 
     ``inputs``: by the keys that the steps carry as ``index``. ``back_into``: for shards on the post-forward mesh, the
     plan whose gathered tensors were cut into these shards. The shards are gathered back to their old places.
     """
-    routes = {index: _gather_route(item, routing) for index, item in inputs.items()}
-    dtypes = list(dict.fromkeys(_gathered_dtype(item) for item in inputs.values()))
+    unplaced = [_unplaced_step(index, item, routing) for index, item in inputs.items()]
+    dtypes, sources = ([getattr(step, name) for step in unplaced] for name in ("dtype", "source"))
 
-    def place(index: int) -> tuple[bool, int, int, int]:
+    def place(step: GatherStep) -> tuple[bool, int, bool, int, int]:
         """Sort key: shards that share a bucket are neighbours in the flat buffer, whatever else has their dtype."""
-        route = routes[index]
-        return route is Route.DIRECT, dtypes.index(_gathered_dtype(inputs[index])), _ROUTES.index(route), index
+        of_bucket = dtypes.index(step.dtype), step.origin is not Origin.SHARD, sources.index(step.source)
+        return step.route is Route.DIRECT, *of_bucket, step.index
 
-    order = sorted(inputs, key=place)
-    unplaced = [_unplaced_step(index, inputs[index], routes[index]) for index in order]
-    steps, shard_numels = _place_shards(unplaced)
+    steps, shard_numels = _place_shards(sorted(unplaced, key=place))
     if back_into is None:
         steps, shared_nbytes = _place_regions(steps)
     else:  # a cut over fewer ranks never needs more padding
@@ -244,7 +219,7 @@ def cut_after_forward(step: GatherStep, num_shards: int) -> PlanInput:
     hooks sent is cut as a flat tensor: only the hooks know its shape."""
     layout = step.layout
     shape, dim = (layout.shape, layout.dim) if step.origin is Origin.SHARD else ((layout.numel,), 0)
-    return PlanInput(step.name, shard_layout(shape, dim, num_shards), ParamDtypes(*4 * (step.dtype,)))
+    return PlanInput(step.name, shard_layout(shape, dim, num_shards), ParamDtypes.uncast(step.dtype))
 
 
 def _compile_reduce(inputs: Sequence[tuple[int, PlanInput]], factors: DivideFactors, routing: Routing) -> ReducePlan:
@@ -266,32 +241,22 @@ def _compile_reduce(inputs: Sequence[tuple[int, PlanInput]], factors: DivideFact
     return ReducePlan(tuple(steps), dtypes, factors, sum(places[-1]), places, casts_first)
 
 
-def _gather_route(item: GatherInput, routing: Routing) -> Route:
-    if not item.layout.is_contiguous:
-        return Route.STRIDED
-    return Route.DIRECT if _is_large(item.layout, _gathered_dtype(item), routing) else Route.ROWS
-
-
-def _gathered_dtype(item: GatherInput) -> torch.dtype:
-    return item.dtype if isinstance(item, HookInput) else item.dtypes.param
-
-
-def _unplaced_step(index: int, item: GatherInput, route: Route) -> GatherStep:
-    dtype = _gathered_dtype(item)
-    if isinstance(item, HookInput):
-        return GatherStep(index, item.name, route, item.layout, dtype, dtype, 0, 0, Origin.HOOK, item.lifetime)
-    return GatherStep(index, item.name, route, item.layout, item.dtypes.orig, dtype, 0, 0)
+def _unplaced_step(index: int, item: PlanInput, routing: Routing) -> GatherStep:
+    layout, dtypes = item.layout, item.dtypes
+    route = Route.DIRECT if _is_large(item, routing) else Route.ROWS
+    route = route if layout.is_contiguous else Route.STRIDED
+    return GatherStep(index, item.name, route, layout, dtypes.orig, dtypes.param, 0, 0, item.origin)
 
 
 def _reduce_route(item: PlanInput, routing: Routing) -> Route:
     if item.layout.dim != 0:
         return Route.STRIDED
     is_even = item.layout.is_even or routing.reduces_uneven
-    return Route.DIRECT if is_even and _is_large(item.layout, item.dtypes.param, routing) else Route.ROWS
+    return Route.DIRECT if is_even and _is_large(item, routing) else Route.ROWS
 
 
-def _is_large(layout: Layout, dtype: torch.dtype, routing: Routing) -> bool:
-    return layout.chunk_numel * dtype.itemsize >= max(routing.direct_min_nbytes, 1)
+def _is_large(item: PlanInput, routing: Routing) -> bool:
+    return item.layout.chunk_numel * item.dtypes.param.itemsize >= max(routing.direct_min_nbytes, 1)
 
 
 def _place_shards(steps: Sequence[GatherStep]) -> tuple[list[GatherStep], tuple[tuple[torch.dtype, int], ...]]:
@@ -318,10 +283,6 @@ def _place_regions(steps: Sequence[GatherStep]) -> tuple[list[GatherStep], int]:
 
 def _place_buckets(steps: Sequence[GatherStep]) -> tuple[tuple[GatherBucket, ...], int]:
     """One bucket per dtype, and the bytes they take together."""
-    sources = list(dict.fromkeys(step.source for step in steps))
-    by_dtype: dict[torch.dtype, list[GatherStep]] = {}
-    for step in sorted(steps, key=lambda step: (step.origin is Origin.HOOK, sources.index(step.source))):
-        by_dtype.setdefault(step.dtype, []).append(step)  # neighbours in the flat shards stay so
-    starts, nbytes = pack([sum(step.padded_nbytes for step in each) for each in by_dtype.values()], ALIGNMENT_NBYTES)
-    places = zip(by_dtype.values(), starts, strict=True)
-    return tuple(GatherBucket(tuple(bucket), start) for bucket, start in places), nbytes
+    alike = [tuple(group) for _, group in groupby(steps, key=attrgetter("dtype"))]
+    starts, nbytes = pack([sum(step.padded_nbytes for step in bucket) for bucket in alike], ALIGNMENT_NBYTES)
+    return tuple(map(GatherBucket, alike, starts)), nbytes

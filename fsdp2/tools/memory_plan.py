@@ -19,7 +19,7 @@ from fsdp2.api.module import sharded_unit
 from fsdp2.comm.backends import ReduceComm
 from fsdp2.extras.skipped_units import nested
 from fsdp2.group.group import ParamGroup
-from fsdp2.plan.plan import GatherStep, Lifetime, ReducePlan, Route, cut_after_forward
+from fsdp2.plan.plan import GatherStep, Origin, ReducePlan, Route, cut_after_forward
 from fsdp2.runtime.unit import Unit, parents_of
 from fsdp2.runtime.unit_tree import UnitTree, tree_of
 from fsdp2.schedule.schedule import Action, Actions, Schedule, in_parts
@@ -164,7 +164,7 @@ def _gather_bytes(group: ParamGroup, *, is_staged: bool) -> UnitBytes:
     if unsharded.is_local(is_staged=is_staged):
         return UnitBytes()
     plan, smaller = unsharded.plan(), unsharded.post_forward_mesh
-    passing = sum(step.padded_nbytes for step in plan.steps if step.lifetime is Lifetime.ARRIVAL)
+    passing = sum(step.padded_nbytes for step in plan.steps if step.origin is Origin.HOOK_CONSUMED)
     travelling = sum(step.padded_nbytes for step in plan.steps)
     staged = sum(flat.nbytes for flat in group.shards.flats.values()) if is_staged else 0
     nbytes = plan.unsharded_nbytes + unsharded.made_by_hooks_nbytes

@@ -17,13 +17,10 @@ import torch
 
 from fsdp2._torch import GradDtype
 from fsdp2.group.all_gather import piece_pairs
-from fsdp2.plan.dtypes import DivideFactors, param_dtypes
+from fsdp2.plan.dtypes import DivideFactors, ParamDtypes, param_dtypes
 from fsdp2.plan.layout import ALIGNMENT_NBYTES, Layout, join, shard_layout
 from fsdp2.plan.plan import (
-    GatherInput,
     GatherPlan,
-    HookInput,
-    Lifetime,
     Origin,
     PlanInput,
     ReducePlan,
@@ -37,7 +34,7 @@ from fsdp2.types import MixedPrecisionPolicy
 from tests.harness.golden import Check
 
 F32, BF16, F16, I8, U8 = torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.uint8
-ARRIVAL, UNSHARDED = Lifetime.ARRIVAL, Lifetime.UNSHARDED
+HOOK, CONSUMED = Origin.HOOK, Origin.HOOK_CONSUMED
 WORLD_SIZE = 4
 ROUTING = Routing(direct_min_nbytes=1024, reduces_uneven=False)
 Shape = tuple[int, ...]
@@ -50,11 +47,11 @@ def _input(
     return PlanInput(name, shard_layout(shape, dim, WORLD_SIZE), dtypes)
 
 
-def _hook(name: str, shapes: list[Shape], dtype: torch.dtype, lifetime: Lifetime, dim: int = 0) -> HookInput:
-    return HookInput(name, join(shapes, dim), dtype, lifetime)
+def _hook(name: str, shapes: list[Shape], dtype: torch.dtype, origin: Origin, dim: int = 0) -> PlanInput:
+    return PlanInput(name, join(shapes, dim), ParamDtypes.uncast(dtype), origin)
 
 
-def _gather(inputs: Sequence[GatherInput]) -> GatherPlan:
+def _gather(inputs: Sequence[PlanInput]) -> GatherPlan:
     return compile_gather(dict(enumerate(inputs)), ROUTING)
 
 
@@ -74,7 +71,7 @@ def _text(plan: GatherPlan | ReducePlan) -> str:
             dtypes = _arrow(step.dtype) if step.source is step.dtype else _arrow(step.source, step.dtype)
             sent = f"{step.route.value}, {dtypes}, {step.layout.num_shards} x {step.chunk_nbytes} bytes"
             is_param = step.origin is Origin.SHARD
-            place = f"at {step.offset_nbytes}" if is_param else f"for a hook, {step.lifetime.value}"
+            place = f"at {step.offset_nbytes}" if is_param else step.origin.value
             rows.append(f"  {step.name}: {sent} {place}")
         return "\n".join(rows)
     divide = f"divide by {plan.factors.before:g} before, {plan.factors.after:g} after"
@@ -85,7 +82,7 @@ def _text(plan: GatherPlan | ReducePlan) -> str:
     return "\n".join(rows)
 
 
-GATHERS: dict[str, list[GatherInput]] = {
+GATHERS: dict[str, list[PlanInput]] = {
     "large ones direct": [_input("up.weight", (64, 32)), _input("up.bias", (64,)), _input("norm", (32,))],
     "other dims": [_input("weight", (8, 64), dim=1), _input("bias", (8,)), _input("table", (3, 5, 16), dim=2)],
     "casts": [
@@ -97,19 +94,19 @@ GATHERS: dict[str, list[GatherInput]] = {
     "uneven": [_input("large", (33, 32)), _input("small", (5, 3)), _input("one", (1,)), _input("empty", (0, 4))],
     "hooks beside a parameter": [
         _input("bias", (64,)),
-        _hook("weight[0]", [(64, 32)] * 4, I8, ARRIVAL),
-        _hook("weight[1]", [(64, 1)] * 4, F32, ARRIVAL),
-        _hook("columns[0]", [(4, 8)] * 4, F32, UNSHARDED, dim=1),
-        _hook("ragged[0]", [(3,), (0,), (7,), (1,)], U8, UNSHARDED),
-        _hook("short[0]", [(7,), (7,), (2,), (0,)], U8, UNSHARDED),
-        _hook("large[0]", [(600,), (600,), (600,), (5,)], BF16, UNSHARDED),
+        _hook("weight[0]", [(64, 32)] * 4, I8, CONSUMED),
+        _hook("weight[1]", [(64, 1)] * 4, F32, CONSUMED),
+        _hook("columns[0]", [(4, 8)] * 4, F32, HOOK, dim=1),
+        _hook("ragged[0]", [(3,), (0,), (7,), (1,)], U8, HOOK),
+        _hook("short[0]", [(7,), (7,), (2,), (0,)], U8, HOOK),
+        _hook("large[0]", [(600,), (600,), (600,), (5,)], BF16, HOOK),
     ],
     "casts beside a hook": [
         _input("bias", (64,), param_dtype=BF16),
-        _hook("weight[0]", [(5, 3), (5, 3), (3, 3), (0, 3)], BF16, ARRIVAL),
+        _hook("weight[0]", [(5, 3), (5, 3), (3, 3), (0, 3)], BF16, CONSUMED),
         _input("norm", (6,), param_dtype=BF16),
     ],
-    "a hook that sends nothing": [_hook("w[0]", [(0, 3)] * 4, F32, UNSHARDED)],
+    "a hook that sends nothing": [_hook("w[0]", [(0, 3)] * 4, F32, HOOK)],
     "nothing": [],
 }
 
@@ -133,11 +130,10 @@ def test_gather_back_from_a_smaller_mesh_lands_where_the_parameters_came_from(go
 
 def test_hooks_add_nothing_to_the_flat_shards_nor_to_the_shared_storage() -> None:
     plain = [_input("a", (64, 32)), _input("b", (7,))]
-    hooked = [_hook("c[0]", [(3, 4)] * 4, F32, UNSHARDED), _hook("d[0]", [(1000,)] * 4, F32, ARRIVAL)]
+    hooked = [_hook("c[0]", [(3, 4)] * 4, F32, HOOK), _hook("d[0]", [(1000,)] * 4, F32, CONSUMED)]
     alone, together = _gather(plain), _gather([*plain, *hooked])
     assert (together.shard_numels, together.shared_nbytes) == (alone.shard_numels, alone.shared_nbytes)
     assert together.unsharded_nbytes == alone.unsharded_nbytes + 4 * 3 * 4 * 4  # what is consumed does not count
-    assert [step.name for step in together.hooked] == ["c[0]", "d[0]"]
 
 
 UNEVEN = [_input("large", (33, 32)), _input("small", (5, 3))]

@@ -16,10 +16,8 @@ from fsdp2.comm.backends import CollectiveComm, LocalComm
 from fsdp2.plan.dtypes import ParamDtypes
 from fsdp2.plan.layout import join, shard_layout
 from fsdp2.plan.plan import (
-    GatherInput,
     GatherPlan,
-    HookInput,
-    Lifetime,
+    Origin,
     PlanInput,
     ReducePlan,
     Route,
@@ -156,7 +154,7 @@ def _compiled(
         )
         for param in params
     ]
-    inputs: dict[int, GatherInput] = dict(enumerate(plain))
+    inputs = dict(enumerate(plain))
     if wire is Wire.FP8:
         for index, param in enumerate(plain):
             if len(param.layout.shape) > 1:
@@ -164,7 +162,7 @@ def _compiled(
     whole = compile_gather(inputs, routing)
     rest = None
     if resting is not None:
-        cut: dict[int, GatherInput] = {step.index: cut_after_forward(step, resting) for step in whole.steps}
+        cut = {step.index: cut_after_forward(step, resting) for step in whole.steps}
         rest = compile_gather(cut, routing, back_into=whole)
     trained = [item for item, param in zip(plain, params, strict=True) if param.trainable]
     reduces = compile_reduces(trained, routing, num_shards * num_replicas)
@@ -175,10 +173,10 @@ def _shards_nbytes(inputs: list[PlanInput]) -> int:
     return sum(item.layout.chunk_numel * item.dtypes.orig.itemsize for item in inputs)
 
 
-def _in_float8(param: PlanInput, num_shards: int) -> HookInput:
+def _in_float8(param: PlanInput, num_shards: int) -> PlanInput:
     """What ``Float8AllGatherTensor`` sends with a scale per tensor, as ``fsdp2.group.hooked_params`` joins it."""
     shapes = [param.layout.shard_shape(rank) for rank in range(num_shards)]
-    return HookInput(param.name, join(shapes, param.layout.dim), torch.uint8, Lifetime.UNSHARDED)
+    return PlanInput(param.name, join(shapes, param.layout.dim), ParamDtypes.uncast(torch.uint8), Origin.HOOK)
 
 
 def _gather_flight(machine: Machine, ranks: Ranks, plan: GatherPlan) -> Flight:
