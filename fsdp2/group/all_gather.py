@@ -105,34 +105,29 @@ class Gather:
         self._cast_targets: list[torch.Tensor] = []  # parts of what this rank sends; its shards are copied there
         self._cast_sources: list[torch.Tensor] = []
         self._unpacks: list[Callable[[], object]] = []  # copies from the buckets to where compute reads
-        payload_targets: dict[int, torch.Tensor] = {}
+        self._hooked: dict[int, torch.Tensor] = {}  # other parts, by the step's index: a hook's payload is copied there
         with self._placed():
-            wires = [self._direct(step, payload_targets) for step in plan.on_route(Route.DIRECT)]
-            wires += [self._bucket(bucket, payload_targets) for bucket in plan.buckets]
+            wires = [self._direct(step) for step in plan.on_route(Route.DIRECT)]
+            wires += [self._bucket(bucket) for bucket in plan.buckets]
             self._wires = [(output, mine) for output, mine in wires if output.numel()]
             self.outputs = {step.index: gathered.tensor(step, step.layout.shape) for step in plan.steps}
-        self._payload_targets = [target for _, target in sorted(payload_targets.items()) if target.numel()]
+        self._payload_targets = [target for _, target in sorted(self._hooked.items()) if target.numel()]
         self.set_comm(comm)
         self._has_arrived = True  # ``_arrive`` has run: its work is done, or enqueued
         self._works: Sequence[Waitable] = ()
         self._done: torch.Event | None = None
 
     def _plan_memory(self) -> None:
-        """When memory is allocated and freed. Memory that the collective writes directly is needed at issue, the rest
-        on arrival. Staging memory, and what hooks consume, is freed on arrival; the rest with the group."""
+        """What memory the gather needs. Staging memory, and what hooks consume, is freed on arrival; the rest with the
+        group."""
         plan, gathered = self.plan, self.gathered
         sizes = {gathered.of(step): step.padded_nbytes for step in plan.steps}
         sizes[gathered.shared] = plan.shared_nbytes
-        filled = {gathered.of(step) for step in plan.on_route(Route.DIRECT)}
         consumed = {gathered.of(step) for step in plan.steps if step.origin is Origin.HOOK_CONSUMED}
-        outputs = [(storage, nbytes) for storage, nbytes in sizes.items() if nbytes]
         staging = [(self._staging, plan.staging_nbytes), *([] if self.stage is None else self.stage.storages)]
-        staging = [(storage, nbytes) for storage, nbytes in staging if nbytes]
-        self._all_memory = [*outputs, *staging]
-        self._at_issue = [each for each in outputs if each[0] in filled] + staging
-        self._on_arrival = [each for each in outputs if each[0] not in filled]
-        self._passing = [storage for storage, _ in self._all_memory if storage in consumed or storage not in sizes]
-        self._lasting = [each for each in outputs if each[0] not in consumed]
+        self._memory = [(storage, nbytes) for storage, nbytes in [*sizes.items(), *staging] if nbytes]
+        self._passing = [storage for storage, _ in self._memory if storage in consumed or storage not in sizes]
+        self._lasting = [each for each in self._memory if each[0] in sizes and each[0] not in consumed]
 
     def set_comm(self, comm: GatherComm) -> None:
         """Gather with ``comm`` from the next launch on. Called on the gather stream."""
@@ -140,13 +135,12 @@ class Gather:
             self._launch = comm.all_gather([output for output, _ in self._wires], [mine for _, mine in self._wires])
 
     def issue(self) -> None:
-        """Start gathering; returns before the data has arrived. Allocates memory on the gather stream: now if the
-        collective writes it directly, else when the buckets have arrived. If that fails, all memory is freed, unless
-        messages may be in flight: then it stays."""
+        """Start gathering, in memory that is allocated on the gather stream; returns before the data has arrived. If
+        that fails, all memory is freed, unless messages may be in flight: then it stays."""
         with self._streams.on_gather:
             payloads = None if self._hooks is None or not self._calls_pre_hooks else self._hooks.payloads()
             try:
-                allocate(self._at_issue)
+                allocate(self._memory)
                 if self.stage is not None:
                     self.stage.fetch()
                 if self._cast_targets:
@@ -177,7 +171,7 @@ class Gather:
 
     def _forget_memory(self) -> None:
         """Free the memory now. Nothing else uses it: the gather is not in flight, or ordered on the gather stream."""
-        self._empty([storage for storage, _ in self._all_memory])
+        self._empty([storage for storage, _ in self._memory])
 
     def _empty(self, storages: Sequence[torch.UntypedStorage]) -> None:
         if not self.gathered.is_lost:
@@ -207,10 +201,10 @@ class Gather:
     def release(self, *, keeps_memory: bool = False) -> None:
         """Free the unsharded tensors once the compute enqueued so far has read them. With ``keeps_memory``, free
         nothing; the next gather waits for that compute before it writes the memory."""
-        if keeps_memory or self.gathered.is_lost:
-            self._streams.gather_after_compute()
-            return
-        release(self._lasting if self._hooks is None else self._lasting + self._hooks.storages, self._streams)
+        self._streams.gather_after_compute()  # gather stream waits for compute, which reads what that stream owns (I3)
+        if not keeps_memory and not self.gathered.is_lost:
+            for storage, _ in self._lasting if self._hooks is None else self._lasting + self._hooks.storages:
+                storage.resize_(0)
 
     def _wait_for_works(self) -> None:
         try:
@@ -222,8 +216,6 @@ class Gather:
 
     def _arrive(self) -> None:
         """The data has arrived: copy it to where compute reads it."""
-        if self._on_arrival:
-            allocate(self._on_arrival)
         for unpack in self._unpacks:
             unpack()
         if self._hooks is not None:
@@ -233,7 +225,7 @@ class Gather:
     @contextmanager
     def _placed(self) -> Iterator[None]:
         """Give empty storages memory meanwhile: tensors can be made only on existing memory. Nothing is written."""
-        empty = [(storage, nbytes) for storage, nbytes in self._all_memory if storage.nbytes() == 0]
+        empty = [(storage, nbytes) for storage, nbytes in self._memory if storage.nbytes() == 0]
         for storage, nbytes in empty:
             storage.resize_(nbytes)
         try:
@@ -242,19 +234,17 @@ class Gather:
             for storage, _ in empty:
                 storage.resize_(0)
 
-    def _direct(self, step: GatherStep, payload_targets: dict[int, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _direct(self, step: GatherStep) -> tuple[torch.Tensor, torch.Tensor]:
         """Output and input of a tensor that travels on its own."""
         n = step.layout.chunk_numel
         output = self.gathered.tensor(step, (n * step.layout.num_shards,))
         if not step.is_copied_in:
             return output, shard_slice(self._flats, step, (n,))
         mine = output.narrow(0, self._rank * n, n)  # the gather then works in place
-        self._copy_in(step, mine, payload_targets)
+        self._copy_in(step, mine)
         return output, mine
 
-    def _bucket(
-        self, bucket: GatherBucket, payload_targets: dict[int, torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _bucket(self, bucket: GatherBucket) -> tuple[torch.Tensor, torch.Tensor]:
         """Output and input of a bucket; binds the copies into it and out of it."""
         rows_shape = (bucket.num_shards, bucket.row_numel)
         rows = tensor_on(self._staging, bucket.offset_nbytes, rows_shape, (bucket.row_numel, 1), bucket.dtype)
@@ -268,17 +258,17 @@ class Gather:
             self._cast_in(mine.narrow(0, offset, run.numel()), run)
             offset += run.numel()
         for step in bucket.steps[len(shards) :]:
-            self._copy_in(step, mine.narrow(0, offset, step.layout.chunk_numel), payload_targets)
+            self._copy_in(step, mine.narrow(0, offset, step.layout.chunk_numel))
             offset += step.layout.chunk_numel
         return rows.view(-1), mine
 
-    def _copy_in(self, step: GatherStep, mine: torch.Tensor, payload_targets: dict[int, torch.Tensor]) -> None:
+    def _copy_in(self, step: GatherStep, mine: torch.Tensor) -> None:
         """``mine`` ``[chunk_numel]`` receives this rank's part of ``step`` before each launch."""
         if step.origin is Origin.SHARD:
             self._cast_in(mine, shard_slice(self._flats, step, (step.layout.chunk_numel,)))
             return
         shape = step.layout.shard_shape(self._rank)
-        payload_targets[step.index] = mine.narrow(0, 0, math.prod(shape)).view(shape)
+        self._hooked[step.index] = mine.narrow(0, 0, math.prod(shape)).view(shape)
 
     def _cast_in(self, target: torch.Tensor, source: torch.Tensor) -> None:
         if target.numel() > 0:
@@ -291,14 +281,6 @@ def allocate(storages: Sequence[tuple[torch.UntypedStorage, int]]) -> None:
     for storage, nbytes in storages:
         if storage.nbytes() != nbytes:  # else its memory was kept
             storage.resize_(nbytes)
-
-
-def release(storages: Sequence[tuple[torch.UntypedStorage, int]], streams: Streams) -> None:
-    """Empty ``storages``, given with their sizes in bytes; called on the compute stream. Their memory belongs to the
-    gather stream, so the gather stream waits for the compute that has read them (I3)."""
-    streams.gather_after_compute()
-    for storage, _ in storages:
-        storage.resize_(0)
 
 
 class LocalGather:

@@ -11,8 +11,7 @@ version of the DTensors nor of their local tensors. So each optimizer step is no
 from __future__ import annotations
 
 import warnings
-import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from operator import is_
@@ -36,27 +35,21 @@ from fsdp2.plan.placements import local_part
 from fsdp2.plan.plan import PlanInput, Routing, compile_gather
 from fsdp2.types import ScheduleError
 
-_alive: weakref.WeakSet[GroupShards] = weakref.WeakSet()
+# Attribute of sharded parameters, one list for those of a group: how often optimizers have stepped them, and over how
+# many ranks their gradients are reduced. Plain data, since it is saved with a parameter.
+_STEPS = "_fsdp2_steps"
 
 
-def flat_buffers() -> list[torch.Tensor]:
-    """The flat shard buffers of all groups that exist, with the padding between shards."""
-    return [flat for shards in _alive for flat in shards.flats.values()]
-
-
-_NUM_STEPS = "_fsdp2_num_steps"  # attribute of sharded parameters: a list with the number of optimizer steps
-
-
-def count_steps(params: Sequence[torch.Tensor], count: list[int]) -> None:
-    """Add 1 to ``count[0]`` with every step of an optimizer that has one of ``params``."""
+def count_steps(params: Sequence[torch.Tensor], steps: list[int]) -> None:
+    """Add 1 to ``steps[0]`` with every step of an optimizer that has one of ``params``."""
     _note_optimizer_steps()
     for param in params:
-        setattr(param, _NUM_STEPS, count)
+        setattr(param, _STEPS, steps)
 
 
 def is_shard(param: torch.Tensor) -> bool:
     """Whether ``param`` is a sharded parameter, not an original that one has replaced. Both may be DTensors."""
-    return hasattr(param, _NUM_STEPS)
+    return hasattr(param, _STEPS)
 
 
 @cache
@@ -89,15 +82,15 @@ def _note_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
     if not is_compiling and not _attributes(optimizer):
         return
     params = (param for group in optimizer.param_groups for param in group["params"])
-    counts = {id(count): count for param in params if (count := vars(param).get(_NUM_STEPS))}
-    for count in counts.values():
-        count[0] += 1
+    counts = {id(steps): steps for param in params if (steps := vars(param).get(_STEPS))}
+    for steps in counts.values():
+        steps[0] += 1
     if is_compiling:
         return
     if not counts:
         _warn_of_replaced(optimizer)
     elif plain := [param for group in optimizer.param_groups for param in group["params"] if not is_shard(param)]:
-        warn_of_plain(optimizer, plain, has_ranks=any(shards.reduces_for(counts) for shards in _alive))
+        warn_of_plain(optimizer, plain, has_ranks=any(num_ranks > 1 for _, num_ranks in counts.values()))
 
 
 def _warn_of_replaced(optimizer: torch.optim.Optimizer) -> None:
@@ -132,8 +125,7 @@ class GroupShards:
         routing: Routing,
     ) -> None:
         self._params, self._mesh, self._home, self._routing = params, mesh, home, routing
-        self._num_steps = [0]
-        _alive.add(self)
+        self._steps = [0, mesh.data_parallel_size]
         pairs = zip(records, params, strict=True)
         shards = [param.shard_of(local_part(r.param)) if r.local is None else r.local for r, param in pairs]
         if not mesh.has_this_rank:  # nobody will materialise them; optimizers look at the device
@@ -153,11 +145,6 @@ class GroupShards:
         """Manage ``param`` from now on."""
         self._params.append(param)
         self._replace([*self.locals, _torch.local_of(param.sharded)])
-
-    def reduces_for(self, counts: Collection[int]) -> bool:
-        """Whether gradients are reduced over several ranks. ``counts``: ids of the lists that count steps of the
-        optimizers in question."""
-        return id(self._num_steps) in counts and self._mesh.data_parallel_size > 1
 
     def are_written(self) -> bool:
         """Whether somebody has written to the shards since they were placed."""
@@ -200,7 +187,7 @@ class GroupShards:
     def share(self, tensor: torch.Tensor) -> None:
         """``tensor`` has the memory of a flat buffer, too: writes to it, and optimizer steps of it, are writes to the
         shards. Call it again when the shards have moved."""
-        count_steps([tensor], self._num_steps)
+        count_steps([tensor], self._steps)
         self._sharing.append(tensor)
         self._versioned.append(tensor)
         self._placed_versions += _torch.versions_of([tensor])
@@ -208,12 +195,12 @@ class GroupShards:
     @property
     def num_steps(self) -> int:
         """How often optimizers have stepped the parameters."""
-        return self._num_steps[0]
+        return self._steps[0]
 
     def write_stamp(self) -> list[int]:
         """A stamp that changes when a shard is written, and with every optimizer step, which may write shards. The
         number of steps comes first."""
-        return [self._num_steps[0], *_torch.versions_of(self._versioned)]
+        return [self._steps[0], *_torch.versions_of(self._versioned)]
 
     def check_ready(self) -> None:
         """Refuse to gather parameters without values.
@@ -260,7 +247,7 @@ class GroupShards:
         self.sharded: list[nn.Parameter] = [param.sharded for param in self._params]
         for sharded, local in zip(self.sharded, self.locals, strict=True):
             _torch.set_local(sharded, local)  # nn.Parameter has detached it
-        count_steps(self.sharded, self._num_steps)
+        count_steps(self.sharded, self._steps)
         self._versioned = [tensor for param in self._params for tensor in param.versioned()] + self._sharing
         self._placed_versions = _torch.versions_of(self._versioned)
 

@@ -29,7 +29,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp2 import _torch
 from fsdp2.comm.memory import alias
-from fsdp2.group.shards import flat_buffers
+from fsdp2.group.group import groups_by_slot
 from fsdp2.plan.layout import contiguous_stride
 from fsdp2.tools import torch_names
 
@@ -182,6 +182,12 @@ class FlatOptimizer(optim.Optimizer):
                 group["params"] = params
             self.param_groups, self.state = groups, outer
         outer.update((param, inner[param]) for params in alone for param in params if param in inner)
+
+
+def flat_buffers() -> list[torch.Tensor]:
+    """The flat shard buffers of all groups that exist, with the padding between shards."""
+    groups = dict.fromkeys(group for group, _ in groups_by_slot().values())
+    return [flat for group in groups for flat in group.shards.flats.values()]
 
 
 class Layout:

@@ -20,8 +20,7 @@ from torch.utils import _pytree as pytree
 
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy
-from fsdp2.group.shards import flat_buffers
-from fsdp2.tools.flat_optimizer import COPY_MAX_NBYTES, ELEMENTWISE, cut_runs, spanned
+from fsdp2.tools.flat_optimizer import COPY_MAX_NBYTES, ELEMENTWISE, cut_runs, flat_buffers, spanned
 from tests.distributed.support import InjectedError, Stack, batch, seeded, shard, step as stack_step
 from tests.harness.comms import direct_from
 from tests.harness.compare import compare_values

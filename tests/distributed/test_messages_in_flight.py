@@ -25,7 +25,7 @@ from tests.harness.selection import in_ci, long
 def _gathering_nbytes(model: Any) -> int:
     """The memory that messages of the root's gather arrive in, or leave from."""
     gather = model._unit().groups[0].unsharded.gather
-    return sum(storage.nbytes() for storage, _ in gather._at_issue)
+    return sum(storage.nbytes() for storage, _ in gather._memory)
 
 
 def _fail(*_: object, **__: object) -> NoReturn:
