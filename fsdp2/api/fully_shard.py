@@ -27,7 +27,7 @@ from fsdp2.api.resolve import (
 )
 from fsdp2.comm.offload import Home, home_for
 from fsdp2.group.group import ParamGroup
-from fsdp2.group.param import SHARDED_AS, ParamRecord, Slot
+from fsdp2.group.param import SHARDED_AS, ShardedParam, Slot
 from fsdp2.group.plain_params import leave_alone
 from fsdp2.plan.dtypes import check_computes
 from fsdp2.plan.mesh import ParallelMesh, default_mesh, parallel_mesh
@@ -257,11 +257,11 @@ class PreparedUnit:
     commit: Callable[[], Unit]
 
 
-def _warn_of_hooks(record: ParamRecord) -> None:
-    way = _torch.way_of_hooks(record.param)
+def _warn_of_hooks(param: ShardedParam) -> None:
+    way = _torch.way_of_hooks(param.sharded)
     if way is not None:
         warnings.warn(
-            f"fully_shard: parameter '{record.name}' has hooks of {way}, which are lost: a shard takes its "
+            f"fully_shard: parameter '{param.name}' has hooks of {way}, which are lost: a shard takes its "
             "place. Call register_post_accumulate_grad_hook on the sharded parameter, after fully_shard; its hooks get "
             "the shard, with the reduced gradient.",
             stacklevel=6,
@@ -316,13 +316,12 @@ def prepare_unit(
 def _groups(resolved: Sequence[ResolvedGroup], home: Home) -> Iterator[ParamGroup]:
     """The groups, with the parameters as shards."""
     for item in resolved:
-        for record in item.records:
-            _warn_of_hooks(record)
-            setattr(record.param, SHARDED_AS, record.name)
-        group = ParamGroup(item.records, item.mesh, home)
-        for record in item.records:
-            if record.on_commit is not None:
-                record.on_commit()
+        for param in item.params:
+            _warn_of_hooks(param)
+            setattr(param.sharded, SHARDED_AS, param.name)
+        group = ParamGroup(item.params, item.mesh, home)
+        for commit in item.on_commit:
+            commit()
         group.unsharded.use_post_forward_mesh(item.post_forward)
         for param in group.params:
             setattr(param.sharded, SHARDED_AS, param.name)

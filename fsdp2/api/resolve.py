@@ -25,7 +25,7 @@ from fsdp2.api.arguments import expect
 from fsdp2.comm.offload import Home
 from fsdp2.group.group import ParamGroup
 from fsdp2.group.hooked_params import has_hooks, is_plain
-from fsdp2.group.param import NAME_IN_PASS, SHARDED_AS, ParamRecord, ShardedParam, Slot, pinned, subclass_shard
+from fsdp2.group.param import NAME_IN_PASS, SHARDED_AS, ShardedParam, Slot, pinned, subclass_shard
 from fsdp2.group.shards import is_shard
 from fsdp2.plan.dtypes import check_grad_dtype, own_policy, param_dtypes
 from fsdp2.plan.layout import Layout, shard_layout
@@ -103,11 +103,13 @@ def take_over(found: Sequence[Found], roots: Sequence[nn.Module]) -> None:
 
 @dataclass(frozen=True)
 class ResolvedGroup:
-    """Parameters that travel together. ``post_forward``: the smaller mesh between forward and backward, or None."""
+    """Parameters that travel together. ``post_forward``: the smaller mesh between forward and backward, or None.
+    ``on_commit``: what else changes when the parameters are sharded."""
 
     mesh: ParallelMesh
-    records: tuple[ParamRecord, ...]
+    params: list[ShardedParam]
     post_forward: ParallelMesh | None
+    on_commit: list[Callable[[], None]]
 
 
 def resolve_groups(
@@ -131,7 +133,7 @@ def resolve_groups(
         is_joined = isinstance(param, DTensor) and mesh.mesh != parallel.mesh
         return meshes.setdefault((*ranks(mesh), mesh.mesh) if is_joined else ranks(mesh), mesh)
 
-    members: dict[ParallelMesh, list[ParamRecord]] = {}
+    members: dict[ParallelMesh, list[tuple[ShardedParam, Callable[[], None] | None]]] = {}
     for item in found:
         _check_param(item, parallel.device)
         placement, mesh = _asked_placement(item, parallel, placement_fn)
@@ -140,10 +142,12 @@ def resolve_groups(
             mesh, placement = replicated(known(mesh, item.param)), None
         mesh = known(mesh, item.param)
         members.setdefault(mesh, []).append(_resolve(item, mesh, placement, policy, home))
-    return [
-        ResolvedGroup(mesh, tuple(records), _post_forward_mesh(post_forward_size, mesh))
-        for mesh, records in members.items()
-    ]
+    groups = []
+    for mesh, resolved in members.items():
+        on_commit = [commit for _, commit in resolved if commit is not None]
+        smaller = _post_forward_mesh(post_forward_size, mesh)
+        groups.append(ResolvedGroup(mesh, [param for param, _ in resolved], smaller, on_commit))
+    return groups
 
 
 def _asked_placement(
@@ -178,7 +182,8 @@ def _asked_placement(
 
 def _resolve(
     item: Found, parallel: ParallelMesh, placement: Shard | None, policy: MixedPrecisionPolicy, home: Home
-) -> ParamRecord:
+) -> tuple[ShardedParam, Callable[[], None] | None]:
+    """The parameter, not sharded yet, and what else changes when it is."""
     name, param = item.name, item.param
     adapter = adapter_of(param)
     adapted = None if adapter is None else adapter(name, param, item.slots)
@@ -188,18 +193,19 @@ def _resolve(
     layout = shard_layout(tuple(full.shape), dim, parallel.shard.size)
     own, grad_dtype = own_policy(name, param, policy), _torch.own_grad_dtype(param)
     check_grad_dtype(name, grad_dtype, own)
-    return ParamRecord(
+    resolved = ShardedParam(
         name=name,
-        param=param,
+        sharded=param,
         slots=tuple(item.slots),
+        mesh=parallel,
         layout=layout,
         spec=written_spec(name, form, dim, parallel) or param_spec(name, form, dim, parallel),
         dtypes=param_dtypes(form.dtype, own, grad_dtype),
         policy=own,
         local=_subclass_shard(name, form, full, layout, parallel.shard.rank, home),
         grad_dtype=grad_dtype,
-        on_commit=None if adapted is None else adapted.commit,
     )
+    return resolved, None if adapted is None else adapted.commit
 
 
 def check_not_flattened(name: str, param: nn.Parameter) -> None:

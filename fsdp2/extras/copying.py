@@ -18,7 +18,7 @@ from fsdp2.api.module import PlugIns
 from fsdp2.extras import torch_names
 from fsdp2.group.group import ParamGroup
 from fsdp2.group.hooked_params import is_plain
-from fsdp2.group.param import ParamRecord, ShardedParam, Slot
+from fsdp2.group.param import ShardedParam, Slot
 from fsdp2.runtime.hooks import FORWARD_METHOD, ModuleHooks
 from fsdp2.runtime.unit import UNIT_ATTRIBUTE, Unit, unit_of
 from fsdp2.runtime.unit_tree import tree_of
@@ -101,22 +101,12 @@ def _copied_unit(unit: Unit, modules: tuple[nn.Module, ...], memo: Memo) -> Unit
 
 
 def _copied_group(group: ParamGroup, memo: Memo) -> ParamGroup:
-    records = [
-        ParamRecord(
-            name=param.name,
-            param=memo[id(param.sharded)],
-            slots=tuple(Slot(copy.deepcopy(slot.module, memo), slot.name) for slot in param.slots),
-            layout=param.layout,
-            spec=param.spec,
-            dtypes=param.dtypes,
-            policy=param.policy,
-            local=_torch.local_of(memo[id(param.sharded)]),
-            grad_dtype=param.grad_dtype,
-            is_cut=True,
-        )
-        for param in group.params
-    ]
-    made = ParamGroup(records, group.mesh, group.home)
+    params = []
+    for param in group.params:
+        sharded: nn.Parameter = memo[id(param.sharded)]
+        slots = tuple(Slot(copy.deepcopy(slot.module, memo), slot.name) for slot in param.slots)
+        params.append(replace(param, sharded=sharded, slots=slots, local=_torch.local_of(sharded), is_cut=True))
+    made = ParamGroup(params, group.mesh, group.home)
     made.set_up_like(group, group.options)
     made.unsharded.use_post_forward_mesh(group.unsharded.post_forward_mesh)
     return made

@@ -92,7 +92,7 @@ class _SpmdTypes(ParamTypes):
         found: list[str] = []
         try:
             resolved = resolve()
-            found = [_described(record) for group in resolved for record in group.records]  # type: ignore[attr-defined]
+            found = [_described(param) for group in resolved for param in group.params]  # type: ignore[attr-defined]
         except Exception as raised:
             error = raised
         _check_agreement(parallel.spmd, error, found)
@@ -218,9 +218,9 @@ def _joined(axes: Sequence[Any]) -> Any:
 # All ranks
 
 
-def _described(record: Any) -> str:
-    spec = record.spec
-    return f"parameter '{record.name}': {getattr(spec, 'types', 'no types')} {getattr(spec, 'partition_spec', None)}"
+def _described(param: Any) -> str:
+    spec = param.spec
+    return f"parameter '{param.name}': {getattr(spec, 'types', 'no types')} {getattr(spec, 'partition_spec', None)}"
 
 
 def _check_agreement(spmd: SpmdMesh, error: Exception | None, found: Sequence[str]) -> None:

@@ -196,15 +196,15 @@ class FullyShardedDataParallel(nn.Module):
             keep_low_precision(module, ignored)
         with extensions.flattened(module, ignored.params) as extension:
             prepared = self._prepared(module)
-        records = [record for resolved in prepared.resolved for record in resolved.records]
-        orders = {record.name: memory_order(record.param) for record in records}
+        originals = [[(param.name, param.sharded) for param in resolved.params] for resolved in prepared.resolved]
+        orders = {name: memory_order(original) for group in originals for name, original in group}
         self._memory_orders = {name: order for name, order in orders.items() if order is not None}
         unit = prepared.commit()
-        for resolved, group in zip(prepared.resolved, unit.groups, strict=True):
+        for named, group in zip(originals, unit.groups, strict=True):
             group.configure(fills_beside_others=True)
-            for record, param in zip(resolved.records, group.params, strict=True):
-                if settings.use_orig_params and type(record.param) in (nn.Parameter, DTensor):
-                    full_params.keep_attributes(vars(record.param), param.sharded)
+            for (_, original), param in zip(named, group.params, strict=True):
+                if settings.use_orig_params and type(original) in (nn.Parameter, DTensor):
+                    full_params.keep_attributes(vars(original), param.sharded)
         self._fsdp_wrapped_module = module
         self.__dict__[UNIT_ATTRIBUTE] = unit  # tools may be given the wrapper
         if not settings.use_orig_params and unit.groups:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import compress, repeat
 from operator import attrgetter, is_not
@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp2 import _torch
-from fsdp2.comm.backends import ReduceComm, can_average
+from fsdp2.comm.backends import ReduceComm, can_average, comm_for
+from fsdp2.comm.custom import reduce_comm
 from fsdp2.comm.memory import alias
 from fsdp2.comm.offload import Home, HostCopies
 from fsdp2.comm.streams import Streams, Waitable, wait_for
@@ -55,11 +56,6 @@ class GroupOptions:
     fills_beside_others: bool = False
     hook_reduces: bool = False
     apart_over: dist.ProcessGroup | None = None
-
-    @property
-    def bound(self) -> tuple[object, ...]:
-        """The options that are part of a bound reduction."""
-        return (self.gradient_divide_factor, self.divides_behind_hook, self.all_reduce_hook)
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,7 +184,8 @@ class GroupGradients:
         comm: ReduceComm,
         home: Home,
     ) -> None:
-        self.params, self._unsharded, self._mesh, self._comm, self._home = params, unsharded, mesh, comm, home
+        self.params, self._unsharded, self._mesh, self._home = params, unsharded, mesh, home
+        self._comm = self._default_comm = comm
         self.options = GroupOptions()
         self.on_missing: Callable[[int, Landed], object] | None = None
         self.on_landed: Callable[[list[nn.Parameter], bool], object] | None = None
@@ -221,14 +218,12 @@ class GroupGradients:
 
     def configure(self, options: GroupOptions) -> None:
         """From the next reduction on, follow ``options``."""
-        if options.bound != self.options.bound:
+        before, self.options = self.options, options
+        if replace(before, requires_all_reduce=options.requires_all_reduce) != options:  # else plans and comm stay
+            axis, device = options.reduce_axis or self._mesh.shard, self._mesh.device
+            default = self._default_comm if options.reduce_axis is None else comm_for(axis, device)
+            self._comm = reduce_comm(default, axis, device, options.reduce_scatter)
             self.unbind()
-        self.options = options
-
-    def set_comm(self, comm: ReduceComm) -> None:
-        """Reduce with ``comm`` from the next reduction on."""
-        self._comm = comm
-        self.unbind()
 
     def discard_unreduced(self) -> None:
         """Drop gradients that are not in the shards' ``.grad`` yet."""

@@ -14,17 +14,15 @@ from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from fsdp2 import _torch
 from fsdp2.comm.backends import comm_for
-from fsdp2.comm.custom import reduce_comm
 from fsdp2.comm.offload import Home
 from fsdp2.comm.streams import lost, streams_for
 from fsdp2.group.all_gather import Gather, LocalGather
 from fsdp2.group.gradients import GroupGradients, GroupOptions
-from fsdp2.group.param import ParamRecord, ShardedParam, Slot
+from fsdp2.group.param import ShardedParam, Slot
 from fsdp2.group.shards import GroupShards
 from fsdp2.group.unsharded import UnshardedParams
 from fsdp2.plan.mesh import ParallelMesh
@@ -40,12 +38,6 @@ def groups_by_slot() -> dict[Slot, tuple[ParamGroup, int]]:
     return {slot: (group, i) for group in _alive for i, param in enumerate(group.params) for slot in param.slots}
 
 
-def apart_over() -> dict[int, dist.ProcessGroup]:
-    """By the identity of a sharded parameter: over which ranks others have other values of it. See ``GroupOptions``."""
-    apart = [(group, ranks) for group in _alive if (ranks := group.options.apart_over) is not None]
-    return {id(param.sharded): ranks for group, ranks in apart for param in group.params}
-
-
 def forget(group: ParamGroup) -> None:
     """``group`` manages nothing any more: its parameters were put back, or another group's. Nothing is in flight."""
     _alive.discard(group)
@@ -55,7 +47,7 @@ def forget(group: ParamGroup) -> None:
 
 
 class ParamGroup:
-    """Created by ``fully_shard`` from resolved records. With these, sharding cannot fail.
+    """Shards ``params``, which ``fully_shard`` has resolved. So that cannot fail.
 
     Attributes:
         comm: carries the bytes over the shard axis, unless the user has set others.
@@ -70,7 +62,7 @@ class ParamGroup:
         on_gather: called when shards are about to be gathered.
     """
 
-    def __init__(self, records: Sequence[ParamRecord], mesh: ParallelMesh, home: Home) -> None:
+    def __init__(self, params: Sequence[ShardedParam], mesh: ParallelMesh, home: Home) -> None:
         self.name = ""
         self.mesh, self.home = mesh, home
         self.options = GroupOptions()
@@ -82,9 +74,9 @@ class ParamGroup:
         self.on_work: Callable[[str, bool], None] | None = None
         self.on_parameters: Callable[[ParamGroup], None] | None = None
         self.on_gather: Callable[[], None] | None = None
-        self.params = [ShardedParam(record, mesh) for record in records]
+        self.params = list(params)
         self.comm = comm = comm_for(mesh.shard, mesh.device)
-        self.shards = GroupShards(records, self.params, mesh, home, comm.routing)
+        self.shards = GroupShards(self.params, mesh, home, comm.routing)
         self.unsharded = UnshardedParams(self.params, self.shards, mesh, home, comm)
         self.gradients = GroupGradients(self.params, self.unsharded, mesh, comm, home)
         self.reduce, self.reduce_partial = self.gradients.reduce, self.gradients.reduce_partial
@@ -123,14 +115,9 @@ class ParamGroup:
     def configure(self, **changes: object) -> None:
         """Replace options. Collectives in flight keep the old options."""
         before, self.options = self.options, replace(self.options, **changes)  # type: ignore[arg-type]
-        after, mesh = self.options, self.mesh
-        self.gradients.configure(after)
-        if after.all_gather is not before.all_gather:
-            self.unsharded.set_comm(after.all_gather)
-        if after.reduce_scatter is not before.reduce_scatter or after.reduce_axis is not before.reduce_axis:
-            axis = after.reduce_axis or mesh.shard
-            default = self.comm if axis is mesh.shard else comm_for(axis, mesh.device)
-            self.gradients.set_comm(reduce_comm(default, axis, mesh.device, after.reduce_scatter))
+        self.gradients.configure(self.options)
+        if self.options.all_gather is not before.all_gather:
+            self.unsharded.set_comm(self.options.all_gather)
 
     def keep_post_forward(self, enabled: bool) -> None:
         """Whether the shards on the post-forward mesh stay until the parameters change."""

@@ -1,8 +1,8 @@
 """One sharded parameter: its forms, and the places in modules where it is bound.
 
-``ParamRecord`` is what ``fully_shard`` resolved before it changed anything. ``ShardedParam`` lives on: it owns the
-sharded ``nn.Parameter`` (a DTensor whose local tensor is a slice of the group's flat shard buffer) and the unsharded
-one. Rule: the unsharded ``nn.Parameter`` object never changes while its dtype stays, because autograd saves it (I1).
+``ShardedParam`` owns the sharded ``nn.Parameter`` (a DTensor whose local tensor is a slice of the group's flat shard
+buffer) and the unsharded one. Rule: the unsharded ``nn.Parameter`` object never changes while its dtype stays, because
+autograd saves it (I1).
 """
 
 from __future__ import annotations
@@ -46,17 +46,28 @@ class Slot(NamedTuple):
     name: str
 
 
-@dataclass(frozen=True)
-class ParamRecord:
-    """One parameter as resolved; sharding changes nothing here. ``name`` is relative to the module given. ``layout``:
-    how this rank's part of the parameter is cut; model axes may have cut the parameter before. ``policy``: of this
-    parameter alone. ``local``: the shard of a tensor subclass, already cut; None if the shard lies in the flat buffer.
-    ``grad_dtype``: what the user set, if anything. ``is_cut``: ``param`` is already the sharded parameter, and
-    ``local`` is its local tensor. ``on_commit``: what else changes when the parameter is sharded."""
+@dataclass(eq=False, repr=False)
+class ShardedParam:
+    """A parameter under management. It is made before it is sharded, which happens when it becomes part of a group.
+
+    Attributes:
+        name, full_name: relative to the module given to ``fully_shard``, and to the root, once there is one.
+        sharded: bound between passes; what optimizers and state dicts see. Before it is sharded, the original.
+        layout: how this rank's part of the parameter is cut; model axes may have cut the parameter before.
+        policy: the precision policy of this parameter alone.
+        local: the shard, until the group has it; None if the group cuts it.
+        grad_dtype: the ``grad_dtype`` that the user set on the original or sharded parameter, if any; outlives both.
+        is_cut: there is no original: ``sharded`` is of another group, or a copy.
+        unsharded: bound in forward and backward; created at first use, memory owned by the group.
+        inner: storages and sizes of the inner tensors that a post-hook made; released with ``unsharded``.
+        compute_dtypes: the dtypes for its gradients: ``dtypes``, unless hooks made the parameter in another dtype.
+        accumulated: gradients that were not communicated yet, in reduce dtype, if that differs from compute dtype.
+    """
 
     name: str
-    param: nn.Parameter
+    sharded: nn.Parameter
     slots: tuple[Slot, ...]
+    mesh: ParallelMesh
     layout: Layout
     spec: ParamSpec
     dtypes: ParamDtypes
@@ -64,40 +75,15 @@ class ParamRecord:
     local: torch.Tensor | None = None
     grad_dtype: GradDtype | None = None
     is_cut: bool = False
-    on_commit: Callable[[], None] | None = None
 
-
-class ShardedParam:
-    """A parameter under management.
-
-    Attributes:
-        name, full_name: relative to the module given to ``fully_shard``, and to the root, once there is one.
-        sharded: bound between passes; what optimizers and state dicts see.
-        unsharded: bound in forward and backward; created at first use, memory owned by the group.
-        inner: storages and sizes of the inner tensors that a post-hook made; released with ``unsharded``.
-        policy: the precision policy of this parameter alone.
-        grad_dtype: the ``grad_dtype`` that the user set on the original or sharded parameter, if any; outlives both.
-        compute_dtypes: the dtypes for its gradients: ``dtypes``, unless hooks made the parameter in another dtype.
-        accumulated: gradients that were not communicated yet, in reduce dtype, if that differs from compute dtype.
-    """
-
-    def __init__(self, record: ParamRecord, mesh: ParallelMesh) -> None:
-        self.name = record.name
-        self.full_name = record.name
-        self.slots = record.slots
-        self.layout = record.layout
-        self.dtypes = record.dtypes
-        self.policy = record.policy
-        self.grad_dtype = record.grad_dtype
-        self.spec = record.spec
-        self.mesh = mesh
-        self.stride = contiguous_stride(record.layout.shape)
-        self.sharded: nn.Parameter = record.param
-        # Another unit may hold the original parameter, too: a tie. A copy of a sharded parameter has no original.
-        self.origin: Callable[[], nn.Parameter | None] = (lambda: None) if record.is_cut else weakref.ref(record.param)
+    def __post_init__(self) -> None:
+        self.full_name = self.name
+        self.stride = contiguous_stride(self.layout.shape)
+        # Another unit may hold the original parameter, too: a tie.
+        self.origin: Callable[[], nn.Parameter | None] = (lambda: None) if self.is_cut else weakref.ref(self.sharded)
         self.unsharded: nn.Parameter | None = None
         self.inner: list[tuple[torch.UntypedStorage, int]] = []
-        self.compute_dtypes = record.dtypes
+        self.compute_dtypes = self.dtypes
         self.accumulated: torch.Tensor | None = None
 
     def inner_gradients(self) -> tuple[str, ...]:

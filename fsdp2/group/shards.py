@@ -26,7 +26,7 @@ from fsdp2.comm.memory import alias
 from fsdp2.comm.offload import Home
 from fsdp2.group.all_gather import FlatShards, flat_shards
 from fsdp2.group.hooked_params import is_plain
-from fsdp2.group.param import NAME_IN_PASS, SHARDED_AS, ParamRecord, ShardedParam, check_device, pinned
+from fsdp2.group.param import NAME_IN_PASS, SHARDED_AS, ShardedParam, check_device, pinned
 from fsdp2.group.plain_params import warn_of_plain
 from fsdp2.plan.dtypes import check_grad_dtype, param_dtypes
 from fsdp2.plan.layout import contiguous_stride
@@ -118,7 +118,6 @@ class GroupShards:
 
     def __init__(
         self,
-        records: Sequence[ParamRecord],
         params: list[ShardedParam],
         mesh: ParallelMesh,
         home: Home,
@@ -126,13 +125,13 @@ class GroupShards:
     ) -> None:
         self._params, self._mesh, self._home, self._routing = params, mesh, home, routing
         self._steps = [0, mesh.data_parallel_size]
-        pairs = zip(records, params, strict=True)
-        shards = [param.shard_of(local_part(r.param)) if r.local is None else r.local for r, param in pairs]
+        shards = [param.shard_of(local_part(param.sharded)) if param.local is None else param.local for param in params]
         if not mesh.has_this_rank:  # nobody will materialise them; optimizers look at the device
             shards = [shard.new_zeros(shard.shape, device=home.device) if shard.is_meta else shard for shard in shards]
         self._place(shards)
-        for record, param, local in zip(records, params, self.locals, strict=True):
-            if not record.is_cut:
+        for param, local in zip(params, self.locals, strict=True):
+            param.local = None
+            if not param.is_cut:
                 param.sharded = param.sharded_parameter(local, requires_grad=param.sharded.requires_grad)
         self._note()
 

@@ -94,19 +94,11 @@ class UnshardedParams:
 
     # What there is
 
-    def is_local(self, *, is_staged: bool) -> bool:
-        """Whether the unsharded parameters are the shards, also before the first gather, if these ``is_staged``."""
-        return self._moves_nothing(self.plan(), is_staged=is_staged)
-
-    @property
-    def made_by_hooks_nbytes(self) -> int:
-        """Bytes of the inner tensors that post-hooks fill."""
-        return sum(nbytes for param in self._params for _, nbytes in param.inner)
-
     @property
     def nbytes(self) -> int:
-        """Bytes of the unsharded parameters, with the inner tensors that hooks make; 0 before the first use."""
-        return self.made_by_hooks_nbytes + (self.gather.plan.unsharded_nbytes if self.gather is not None else 0)
+        """Bytes of the unsharded parameters, with the inner tensors that hooks make. What hooks send counts from the
+        first gather on."""
+        return self.plan().unsharded_nbytes + sum(nbytes for param in self._params for _, nbytes in param.inner)
 
     def plan(self) -> GatherPlan:
         """The plan that a gather runs. It contains what hooks send from the first gather on."""
@@ -152,14 +144,15 @@ class UnshardedParams:
 
     def _bound(self, plan: GatherPlan) -> Gather | LocalGather:
         flats, mesh, streams = self._shards.flats, self._mesh, self.streams
-        if self._moves_nothing(plan, is_staged=self._home.is_staged):
+        if self.is_local(plan, is_staged=self._home.is_staged):
             self._memory_for(plan, flats)
             return LocalGather(plan, flats)
         memory = self._memory_for(plan, {})
         stage = FlatStage(flats, mesh.device, streams) if self._home.is_staged else None
         return Gather(plan, flats, memory, mesh.shard.rank, self.carrier, streams, self.hooked, stage=stage)
 
-    def _moves_nothing(self, plan: GatherPlan, *, is_staged: bool) -> bool:
+    def is_local(self, plan: GatherPlan, *, is_staged: bool) -> bool:
+        """Whether the unsharded parameters are the shards, if these are gathered by ``plan``, and ``is_staged``."""
         if self._mesh.shard.size > 1 or is_staged or len(self._shards.plain) < len(self._params):
             return False
         return not any(step.is_copied_in for step in plan.steps)

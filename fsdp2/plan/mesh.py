@@ -243,7 +243,8 @@ def post_forward_mesh(parallel: ParallelMesh, shard_size: int) -> ParallelMesh:
     ((row, column),) = (ranks == dist.get_rank()).nonzero().tolist()
     axes, device = (parallel.shard, parallel.replicate), parallel.device
     lines = (ranks[:, column].tolist(), ranks[row, :].tolist())
-    groups = [_own_group(line, "fsdp2_post_forward", axes, device) for line in lines]
+    own = [own_axis(line, "fsdp2_post_forward", axes, device) for line in lines]
+    groups = [axis.group for axis in own if axis.group is not None]
     names = ("replicate", "shard")
     mesh = DeviceMesh.from_group(groups, parallel.mesh.device_type, ranks, mesh_dim_names=names)
     return _parallel_mesh(mesh, (AxisRole.REPLICATE, AxisRole.SHARD))
@@ -255,12 +256,6 @@ def separate_axis(axis: Axis, device: torch.device) -> Axis:
     if axis.group is None or axis.size == 1:
         return axis
     return own_axis(dist.get_process_group_ranks(axis.group), "fsdp2_reduce_scatter", (axis,), device)
-
-
-def own_axis(ranks: list[int], description: str, axes: Sequence[Axis], device: torch.device) -> Axis:
-    """An axis of ``ranks`` with a process group of its own for this use, made once. Collective on ``axes``."""
-    group = _own_group(ranks, description, axes, device)
-    return Axis(group, len(ranks), dist.get_rank(group))
 
 
 def _match_names(axes: Sequence[Axis], device: torch.device) -> None:
@@ -281,9 +276,9 @@ _Key = tuple[tuple[int, ...], str]
 _own_groups: WeakKeyDictionary[dist.ProcessGroup, dict[_Key, dist.ProcessGroup]] = WeakKeyDictionary()
 
 
-def _own_group(ranks: list[int], description: str, axes: Sequence[Axis], device: torch.device) -> dist.ProcessGroup:
-    """The process group of ``ranks`` for this use, made once. Collective on ``axes``, whose other ranks make their own
-    groups meanwhile, or have them."""
+def own_axis(ranks: list[int], description: str, axes: Sequence[Axis], device: torch.device) -> Axis:
+    """An axis of ``ranks`` with a process group of its own for this use, made once. Collective on ``axes``, whose other
+    ranks make their own groups meanwhile, or have them."""
     assert dist.group.WORLD is not None  # the mesh has groups
     _match_names(axes, device)
     made = _own_groups.setdefault(dist.group.WORLD, {})
@@ -291,4 +286,4 @@ def _own_group(ranks: list[int], description: str, axes: Sequence[Axis], device:
     if key not in made:
         with _torch.groups_made_from_nothing():
             made[key] = dist.new_group(ranks, use_local_synchronization=True, group_desc=description)
-    return made[key]
+    return Axis(made[key], len(ranks), dist.get_rank(made[key]))

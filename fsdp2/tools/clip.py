@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2 import _torch
 from fsdp2.comm.backends import all_reduce
 from fsdp2.comm.streams import launched, lost, wait_for
-from fsdp2.group.group import ParamGroup, apart_over
+from fsdp2.group.group import ParamGroup, groups_by_slot
 from fsdp2.plan.mesh import mesh_device
 from fsdp2.tools import torch_names
 from fsdp2.types import CommunicationError
@@ -117,7 +117,7 @@ def _classes(params: Sequence[torch.Tensor]) -> list[_Class]:
     locals_ = torch_names.locals_placed_like(params, grads)
     # Group by spec first: parameters that fully_shard cuts in the same way share one spec.
     by_spec: dict[object, tuple[torch.Tensor, list[torch.Tensor]]] = {}  # a parameter, and the gradients of all
-    apart = apart_over()
+    apart = _apart_over()
     for param, spec, grad, local in zip(params, torch_names.specs_of(params), grads, locals_, strict=True):
         key = param.device if spec is None else id(spec)
         _, found = by_spec.setdefault((key, apart.get(id(param))) if apart else key, (param, []))
@@ -127,6 +127,12 @@ def _classes(params: Sequence[torch.Tensor]) -> list[_Class]:
     for param, found in by_spec.values():
         by_groups.setdefault(_groups_of(param, apart.get(id(param))), []).extend(found)
     return [_Class(groups, device, _alike(joined_neighbours(found))) for (groups, device), found in by_groups.items()]
+
+
+def _apart_over() -> dict[int, dist.ProcessGroup]:
+    """By the identity of a sharded parameter: over which ranks others have other values of it. See ``GroupOptions``."""
+    options = ((group.params[i].sharded, group.options) for group, i in groups_by_slot().values())
+    return {id(sharded): each.apart_over for sharded, each in options if each.apart_over is not None}
 
 
 def _groups_of(

@@ -161,13 +161,13 @@ def unit_bytes(unit: Unit, *, is_staged: bool | None = None) -> UnitBytes:
 
 def _gather_bytes(group: ParamGroup, *, is_staged: bool) -> UnitBytes:
     unsharded = group.unsharded
-    if unsharded.is_local(is_staged=is_staged):
-        return UnitBytes()
     plan, smaller = unsharded.plan(), unsharded.post_forward_mesh
+    if unsharded.is_local(plan, is_staged=is_staged):
+        return UnitBytes()
     passing = sum(step.padded_nbytes for step in plan.steps if step.origin is Origin.HOOK_CONSUMED)
     travelling = sum(step.padded_nbytes for step in plan.steps)
     staged = sum(flat.nbytes for flat in group.shards.flats.values()) if is_staged else 0
-    nbytes = plan.unsharded_nbytes + unsharded.made_by_hooks_nbytes
+    nbytes = unsharded.nbytes
     rests = 0 if smaller is None else sum(_nbytes_after_cut(step, smaller.shard.size) for step in plan.steps)
     stays = rests if group.keeps_post_forward else 0
     return UnitBytes(

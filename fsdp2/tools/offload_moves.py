@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -19,7 +20,7 @@ from fsdp2.comm.offload import Home
 from fsdp2.extras.lending import check_idle
 from fsdp2.group.group import ParamGroup, forget
 from fsdp2.group.hooked_params import is_plain
-from fsdp2.group.param import ParamRecord, ShardedParam, pinned
+from fsdp2.group.param import ShardedParam, pinned
 from fsdp2.runtime.unit import Unit
 from fsdp2.tools.reshard import restore_settings
 from fsdp2.tools.reshard_checks import check_nothing_in_flight
@@ -104,9 +105,9 @@ def _check_param(caller: str, param: ShardedParam, num_groups: int) -> None:
 @torch.no_grad()
 def _moved(unit: Unit, group: ParamGroup, home: Home, subclasses: Mapping[ShardedParam, torch.Tensor]) -> ParamGroup:
     """The group of the same parameters, whose shards are at ``home``."""
-    records = [_record(param, home, subclasses.get(param)) for param in group.params]
+    params = [_moved_param(param, home, subclasses.get(param)) for param in group.params]
     with torch.inference_mode(False):
-        made = ParamGroup(records, group.mesh, home)
+        made = ParamGroup(params, group.mesh, home)
     forget(group)
     made.set_up_like(group, group.options)
     made.unsharded.use_post_forward_mesh(group.unsharded.post_forward_mesh)
@@ -116,25 +117,14 @@ def _moved(unit: Unit, group: ParamGroup, home: Home, subclasses: Mapping[Sharde
     return made
 
 
-def _record(param: ShardedParam, home: Home, subclass: torch.Tensor | None) -> ParamRecord:
+def _moved_param(param: ShardedParam, home: Home, subclass: torch.Tensor | None) -> ShardedParam:
     """``param``, the same object on another device. A plain shard is copied by its new group."""
     before = _torch.local_of(param.sharded)
     like = subclass
     if like is None:
         like = torch.zeros((), dtype=before.dtype, device=home.device).expand(before.shape)  # takes no memory
     _swap(param, like)
-    return ParamRecord(
-        name=param.name,
-        param=param.sharded,
-        slots=param.slots,
-        layout=param.layout,
-        spec=param.spec,
-        dtypes=param.dtypes,
-        policy=param.policy,
-        local=before if subclass is None else subclass,
-        grad_dtype=param.grad_dtype,
-        is_cut=True,
-    )
+    return replace(param, local=before if subclass is None else subclass, is_cut=True)
 
 
 def _swap(param: ShardedParam, local: torch.Tensor) -> None:

@@ -23,7 +23,7 @@ from fsdp2.comm.offload import Home
 from fsdp2.group.gradients import GroupOptions
 from fsdp2.group.group import ParamGroup, forget
 from fsdp2.group.hooked_params import is_plain
-from fsdp2.group.param import ParamRecord, ShardedParam, pinned
+from fsdp2.group.param import ShardedParam, pinned
 from fsdp2.plan.layout import pack, shard_layout
 from fsdp2.plan.mesh import AxisRole, ParallelMesh, post_forward_mesh, replicated, separate_axis
 from fsdp2.plan.placements import plain_spec
@@ -187,8 +187,8 @@ class _Move:
         received = self._exchanged([each for of_param in moving for each in of_param.values()])
         for param in group.params:
             param.sharded.grad = None  # ``moving`` has it
-        records = [self._record(param, mesh, group.home) for param in group.params]
-        made = ParamGroup(records, mesh, group.home)
+        params = [self._moved(param, mesh, group.home) for param in group.params]
+        made = ParamGroup(params, mesh, group.home)
         forget(group)
         self._set_up(unit, group, made)
         for param, of_param in zip(made.params, moving, strict=True):
@@ -214,7 +214,7 @@ class _Move:
                 olds[index, name] = _torch.local_of(value) if is_here else _empty(values, entry, home)
         return {key: _Moving(old, param.layout.dim, start, new_start, found) for key, old in olds.items()}
 
-    def _record(self, param: ShardedParam, mesh: ParallelMesh, home: Home) -> ParamRecord:
+    def _moved(self, param: ShardedParam, mesh: ParallelMesh, home: Home) -> ShardedParam:
         """``param`` on ``mesh``. Its values come later."""
         layout = shard_layout(param.layout.shape, param.layout.dim, mesh.shard.size)
         spec = replace(param.spec, sharded=plain_spec(layout.shape, layout.dim, mesh).sharded)
@@ -224,18 +224,7 @@ class _Move:
         else:
             new = pinned(param.name, local.new_zeros(shape), home)
         torch_names.set_placement(param.sharded, spec.sharded.mesh, spec.sharded.placements)
-        return ParamRecord(
-            name=param.name,
-            param=param.sharded,
-            slots=param.slots,
-            layout=layout,
-            spec=spec,
-            dtypes=param.dtypes,
-            policy=param.policy,
-            local=new,
-            grad_dtype=param.grad_dtype,
-            is_cut=True,
-        )
+        return replace(param, mesh=mesh, layout=layout, spec=spec, local=new, is_cut=True)
 
     def _set_up(self, unit: Unit, old: ParamGroup, made: ParamGroup) -> None:
         """Take over what the user has set on ``old``."""
