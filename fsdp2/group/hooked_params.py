@@ -1,11 +1,11 @@
 """The parameters of one group that have all-gather hooks (see ``types``): the hooks decide what travels.
 
-``Hooks`` binds the hooks of one shard. It looks the hooks up, and inspects their signature, once. It checks every call:
-an error is an ``ExtensionError`` that names parameter, class and hook. ``HookedParams`` holds the hooked parameters of
-a group. At first use the ranks exchange what their pre-hooks returned, or that one failed. So all ranks know the sizes,
-or all ranks raise (I9). Later the ranks exchange nothing, and a hook that fails raises on its own rank, as in torch.
-The runtime owns the inner tensors that the post-hooks list: it allocates and frees their memory together with the
-group's unsharded storage.
+``HookedParam`` looks up the hooks of one shard, and inspects their signature, once. It checks every call: an error is
+an ``ExtensionError`` that names parameter, class and hook. ``HookedParams`` holds the hooked parameters of a group. At
+first use the ranks exchange what their pre-hooks returned, or that one failed. So all ranks know the sizes, or all
+ranks raise (I9). Later the ranks exchange nothing, and a hook that fails raises on its own rank, as in torch. The
+runtime owns the inner tensors that the post-hooks list: it allocates and frees their memory together with the group's
+unsharded storage.
 
 Source: the extension points of PyTorch's FSDP2 (``fsdp_pre_all_gather``, ``fsdp_post_all_gather``).
 """
@@ -15,7 +15,6 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -34,29 +33,13 @@ from fsdp2.plan.layout import join
 from fsdp2.plan.mesh import ParallelMesh
 from fsdp2.plan.plan import Origin, PlanInput
 from fsdp2.plan.trees import find_tensors
-from fsdp2.types import ExtensionError, MixedPrecisionPolicy, PreResult
+from fsdp2.types import ExtensionError
 
 _PRE = "fsdp_pre_all_gather"
 _POST = "fsdp_post_all_gather"
 _RELEASE = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
 
 _Kinds = tuple[tuple[torch.Size, torch.dtype], ...]  # of the tensors that travel
-
-
-@dataclass(frozen=True)
-class HookContext:
-    """The arguments for the hooks of one parameter. ``name``: how errors call the parameter. ``is_staged``: the shard
-    lives on the host, and pre-hooks get a copy of the shard on ``device``."""
-
-    name: str
-    mesh: DeviceMesh
-    outer_size: torch.Size
-    outer_stride: tuple[int, ...]
-    module: nn.Module
-    policy: MixedPrecisionPolicy
-    param_dtype: torch.dtype
-    device: torch.device
-    is_staged: bool = False
 
 
 def has_hooks(local: torch.Tensor) -> bool:
@@ -69,12 +52,28 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor) in (torch.Tensor, nn.Parameter) and not has_hooks(tensor)
 
 
-class Hooks:
-    """The hooks of one shard, bound."""
+class HookedParam:
+    """One parameter with all-gather hooks.
 
-    def __init__(self, local: torch.Tensor, context: HookContext) -> None:
-        self._context, self._local = context, local
+    Attributes:
+        metadata: what the pre-hook returned with the payload that is, or was last, gathered.
+        gathered: the gathered tensors.
+        outputs: what the post-hook reads: ``gathered``, or wrappers of these.
+        out: the tensor that the post-hook fills, from the first gather on.
+        are_released: whether ``outputs`` may be freed after the post-hook.
+    """
+
+    def __init__(self, param: ShardedParam, mesh: DeviceMesh, device: torch.device, *, is_staged: bool = False) -> None:
+        """``mesh``: the shard axis. ``is_staged``: the shard is on the host, and pre-hooks get a copy on ``device``."""
+        self.param, self._mesh, self._device, self._is_staged = param, mesh, device, is_staged
+        self._local = local = _torch.local_of(param.sharded)
         self._class = type(local).__name__
+        self._size = torch.Size(param.layout.shape)
+        self.metadata: Any = None
+        self.are_released = False
+        self.gathered: tuple[torch.Tensor, ...] = ()
+        self.outputs: tuple[torch.Tensor, ...] = ()
+        self.out: torch.Tensor
         for name, other in ((_PRE, _POST), (_POST, _PRE)):
             if not callable(getattr(local, name, None)):
                 only, lost = f"the class defines only {other}", "sharding would lose what the class adds"
@@ -91,10 +90,10 @@ class Hooks:
 
     def error(self, hook: str, problem: str) -> ExtensionError:
         """An error that names parameter, class and ``hook``; ``problem`` is the rest of the sentence."""
-        return ExtensionError(f"parameter '{self._context.name}': {self._class}.{hook} {problem.rstrip('.')}.")
+        return ExtensionError(f"parameter '{self.param.full_name}': {self._class}.{hook} {problem.rstrip('.')}.")
 
-    def call_pre(self) -> PreResult:
-        """This rank's payload and its metadata. Of wrapper tensors, the plain tensors that they are made of travel.
+    def payload(self) -> tuple[torch.Tensor, ...]:
+        """What this rank sends, made anew. Of wrapper tensors, the plain tensors that they are made of travel.
 
         Raises:
             ExtensionError: the hook raised, or returned something that cannot be gathered.
@@ -114,8 +113,8 @@ class Hooks:
             if not tensor.is_contiguous():
                 problem = f"returned {_described(tensor)} with strides {tensor.stride()}"
                 raise self.error(_PRE, f"{problem}, expected contiguous tensors. Call .contiguous()")
-            if self._expected is None and tensor.device != self._context.device:
-                raise self.error(_PRE, f"returned a tensor on {tensor.device}, expected {self._context.device}")
+            if self._expected is None and tensor.device != self._device:
+                raise self.error(_PRE, f"returned a tensor on {tensor.device}, expected {self._device}")
         found = _kinds_of(tensors)
         if self._expected is not None and found != self._expected:
             raise self.error(
@@ -123,8 +122,8 @@ class Hooks:
                 f"returned {_payload(found)}, expected {_payload(self._expected)} as in the first gather of the group. "
                 "Return the same shapes and dtypes each time, because the plan is made once",
             )
-        self._expected = found
-        return tensors, metadata
+        self._expected, self.metadata = found, metadata
+        return tensors
 
     def _flattened(self, tensors: tuple[object, ...]) -> tuple[torch.Tensor, ...]:
         """The plain tensors that ``tensors`` are made of."""
@@ -141,10 +140,11 @@ class Hooks:
             self._rebuild = [_torch.rebuilder(tensor) for tensor in tensors]  # type: ignore[arg-type]  # checked above
         return tuple(plain)
 
-    def outputs(self, gathered: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """What the post-hook reads: ``gathered``, in wrappers of the class that the pre-hook returned, if any."""
+    def bind_outputs(self, gathered: Sequence[torch.Tensor]) -> None:
+        """The post-hook reads ``gathered``, in wrappers of the class that the pre-hook returned, if any."""
+        self.gathered = tuple(gathered)
         iterator = iter(gathered)
-        return tuple(rebuild(iterator) for rebuild in self._rebuild) if self._rebuild else tuple(gathered)
+        self.outputs = tuple(rebuild(iterator) for rebuild in self._rebuild) if self._rebuild else self.gathered
 
     def releases_outputs(self) -> bool:
         """Whether the unsharded tensor does not alias the outputs. Called after the first pre-hook, which may decide.
@@ -160,7 +160,7 @@ class Hooks:
             raise self.error(_RELEASE, f"returned {_described(answer)}, expected a bool")
         return answer
 
-    def call_post(self, outputs: tuple[torch.Tensor, ...], metadata: Any, out: torch.Tensor) -> None:
+    def fill(self) -> None:
         """Let the post-hook fill ``out``. As in torch, a result is ignored. Warn if the first result has memory of its
         own: then the hook has most likely not filled ``out``.
 
@@ -168,14 +168,14 @@ class Hooks:
             ExtensionError: the hook raised.
         """
         try:
-            result = self._post(outputs, metadata, self._context.param_dtype, out=out)
+            result = self._post(self.outputs, self.metadata, self.param.dtypes.param, out=self.out)
         except Exception as error:
             raise self.error(_POST, f"(with out) raised {type(error).__name__}: {error}") from error
         if result is None or self._has_seen_result:
             return
         self._has_seen_result = True
         made = find_tensors(result, [])
-        known = {address for tensor in (*outputs, out) for address in _memory_of(tensor)}
+        known = {address for tensor in (*self.outputs, self.out) for address in _memory_of(tensor)}
         if not all(known.issuperset(_memory_of(tensor)) for tensor in made):
             problem = (
                 f"returned {_described(result)} in new memory although out was given. fsdp2 ignores this result. Fill "
@@ -183,7 +183,7 @@ class Hooks:
             )
             warnings.warn(str(self.error(_POST, problem)), stacklevel=2)
 
-    def first_post(self, outputs: tuple[torch.Tensor, ...], metadata: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def first_post(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """The unsharded tensor of the outer size, and the tensors to free with it.
 
         Raises:
@@ -191,7 +191,7 @@ class Hooks:
         """
         self._post = getattr(self._local, _POST)  # users may have mended it, since it failed
         try:
-            result = self._post(outputs, metadata, self._context.param_dtype)
+            result = self._post(self.outputs, self.metadata, self.param.dtypes.param)
         except Exception as error:
             raise self.error(_POST, f"raised {type(error).__name__}: {error}") from error
         expected = "expected (unsharded tensor, tuple of inner tensors to free)"
@@ -206,7 +206,7 @@ class Hooks:
 
     def _cut(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor`` without the rows that the hooks added as padding."""
-        size = self._context.outer_size
+        size = self._size
         if tensor.shape == size:
             return tensor
         is_flat = tensor.dim() == 1 and tensor.numel() >= size.numel()
@@ -217,7 +217,7 @@ class Hooks:
                 f"returned {_described(tensor)} with strides {tensor.stride()}, expected a contiguous tensor of shape "
                 f"{tuple(size)}, or with more rows",
             )
-        cut = torch.as_strided(tensor, size, self._context.outer_stride, tensor.storage_offset())
+        cut = torch.as_strided(tensor, size, self.param.stride, tensor.storage_offset())
         if type(cut) is not type(tensor):
             raise self.error(
                 _POST,
@@ -228,8 +228,8 @@ class Hooks:
 
     def _bind_pre(self, pre: Callable[..., object]) -> Callable[[], object]:
         signature = inspect.signature(pre)
-        context = self._context
-        arguments = (context.mesh, context.outer_size, context.outer_stride, context.module, context.policy)
+        param = self.param
+        arguments = (self._mesh, self._size, param.stride, param.slots[0].module, param.policy)
         if len(signature.parameters) not in (1, len(arguments)):
             raise self.error(
                 _PRE,
@@ -238,14 +238,14 @@ class Hooks:
             )
         given = arguments[: len(signature.parameters)]
         local, method = getattr(pre, "__self__", None), getattr(pre, "__func__", None)
-        if context.is_staged and method is not None and isinstance(local, torch.Tensor):
+        if self._is_staged and method is not None and isinstance(local, torch.Tensor):
             return lambda: method(self._on_device(local), *given)
         return partial(pre, *given)
 
     def _on_device(self, local: torch.Tensor) -> torch.Tensor:
         """A copy of the shard on the device that gathers, enqueued on the current stream."""
         with torch.inference_mode(False):  # in inference mode, to() calls another operation of subclasses than _to_copy
-            moved = local.to(self._context.device, non_blocking=True, copy=True)
+            moved = local.to(self._device, non_blocking=True, copy=True)
         if type(moved) is not type(local):
             raise TypeError(
                 f"to() made {_described(moved)} of the offloaded shard, expected a {self._class}. Let "
@@ -253,92 +253,30 @@ class Hooks:
             )
         return moved
 
-
-def _kinds_of(tensors: Sequence[torch.Tensor]) -> _Kinds:
-    return tuple((tensor.shape, tensor.dtype) for tensor in tensors)
-
-
-def _payload(kinds: _Kinds) -> str:
-    return "(" + ", ".join(f"{dtype} {tuple(shape)}".removeprefix("torch.") for shape, dtype in kinds) + ")"
-
-
-def _described(value: object) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"a {type(value).__name__} of shape {tuple(value.shape)}"
-    if isinstance(value, (tuple, list)):
-        return f"a {type(value).__name__} of {len(value)}"
-    return "None" if value is None else f"a {type(value).__name__}"
-
-
-class HookedParam:
-    """One parameter with all-gather hooks.
-
-    Attributes:
-        metadata: what the pre-hook returned with the payload that is, or was last, gathered.
-        gathered: the gathered tensors.
-        outputs: what the post-hook reads: ``gathered``, or wrappers of these.
-        out: the tensor that the post-hook fills, from the first gather on.
-        releases_outputs: whether ``outputs`` may be freed after the post-hook.
-    """
-
-    def __init__(self, param: ShardedParam, mesh: ParallelMesh, home: Home) -> None:
-        self.param = param
-        self._local = _torch.local_of(param.sharded)
-        self.hooks = Hooks(
-            self._local,
-            HookContext(
-                name=param.full_name,
-                mesh=mesh.shard_mesh,
-                outer_size=torch.Size(param.layout.shape),
-                outer_stride=param.stride,
-                module=param.slots[0].module,
-                policy=param.policy,
-                param_dtype=param.dtypes.param,
-                device=mesh.device,
-                is_staged=home.is_staged,
-            ),
-        )
-        self.metadata: Any = None
-        self.releases_outputs = False
-        self.gathered: tuple[torch.Tensor, ...] = ()
-        self.outputs: tuple[torch.Tensor, ...] = ()
-        self.out: torch.Tensor
-
-    def payload(self) -> tuple[torch.Tensor, ...]:
-        """What this rank sends, made anew."""
-        payload, self.metadata = self.hooks.call_pre()
-        return payload
-
-    def first_payload(self) -> tuple[torch.Tensor, ...]:
-        """The same, from the first call of the pre-hook."""
-        payload = self.payload()
-        self.releases_outputs = self.hooks.releases_outputs()
-        return payload
-
     def make_unsharded(self) -> None:
         """Create the unsharded parameter from the result of the post-hook without ``out``."""
-        param, hooks = self.param, self.hooks
+        param = self.param
         versions = [output._version for output in self.gathered]
-        tensor, inner = hooks.first_post(self.outputs, self.metadata)
+        tensor, inner = self.first_post()
         if versions != [output._version for output in self.gathered]:
             problem = "wrote into all_gather_outputs, but the outputs are read again. Make a new tensor instead"
-            raise hooks.error(_POST, problem)
+            raise self.error(_POST, problem)
         if not tensor.dtype.is_floating_point and param.sharded.requires_grad:
             problem = f"made a tensor of {tensor.dtype} for a trainable parameter, expected a floating-point dtype"
-            raise hooks.error(_POST, problem)
+            raise self.error(_POST, problem)
         try:
             made = param.unsharded_parameter(tensor)
         except RuntimeError as error:  # nn.Parameter wants detach() to keep the class
             problem = f"made a {type(tensor).__name__} that cannot be an nn.Parameter: {error}"
-            raise hooks.error(_POST, problem) from error
+            raise self.error(_POST, problem) from error
         inner_memory = self._owned(inner)
         memory = {output.untyped_storage().data_ptr() for output in self.gathered if output.numel()}
-        if self.releases_outputs and not memory.isdisjoint(_memory_of(made)):
+        if self.are_released and not memory.isdisjoint(_memory_of(made)):
             problem = (
                 f"made a tensor on the memory of all_gather_outputs, but {_RELEASE} returned True, so this memory "
                 f"may be freed. Copy the outputs, or return False from {_RELEASE}"
             )
-            raise hooks.error(_POST, problem)
+            raise self.error(_POST, problem)
         param.unsharded, param.inner = made, inner_memory
 
     def fill_first(self) -> None:
@@ -346,11 +284,11 @@ class HookedParam:
         assert self.param.unsharded_local is not None
         self.out = self.param.unsharded_local
         before = set(_memory_of(self.out))
-        self.hooks.call_post(self.outputs, self.metadata, self.out)
+        self.fill()
         replaced = before.difference(_memory_of(self.out))
         if not replaced.isdisjoint(before if is_plain(self.out) else self._freed_memory()):
             problem = "put other memory under out. Write into the memory of out, because autograd has saved out"
-            raise self.hooks.error(_POST, problem)
+            raise self.error(_POST, problem)
 
     def _freed_memory(self) -> set[int]:
         """Memory that is freed between gathers, and is there again when a hook fills it. A wrapper tensor may also hold
@@ -370,9 +308,25 @@ class HookedParam:
                 continue
             if pointer in shards:
                 problem = "listed memory of the shard among the tensors to free. List a tensor with its own memory"
-                raise self.hooks.error(_POST, problem)
+                raise self.error(_POST, problem)
             owned[pointer] = (storage, storage.nbytes())
         return list(owned.values())
+
+
+def _kinds_of(tensors: Sequence[torch.Tensor]) -> _Kinds:
+    return tuple((tensor.shape, tensor.dtype) for tensor in tensors)
+
+
+def _payload(kinds: _Kinds) -> str:
+    return "(" + ", ".join(f"{dtype} {tuple(shape)}".removeprefix("torch.") for shape, dtype in kinds) + ")"
+
+
+def _described(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a {type(value).__name__} of shape {tuple(value.shape)}"
+    if isinstance(value, (tuple, list)):
+        return f"a {type(value).__name__} of {len(value)}"
+    return "None" if value is None else f"a {type(value).__name__}"
 
 
 class HookedParams:
@@ -400,8 +354,12 @@ class HookedParams:
         mine: list[_Kinds] = []
         failure = text = None
         try:
-            self._params = [HookedParam(param, mesh, home) for param in params]
-            self._first = [hooked.first_payload() for hooked in self._params]
+            self._params = [
+                HookedParam(param, mesh.shard_mesh, mesh.device, is_staged=home.is_staged) for param in params
+            ]
+            self._first = [hooked.payload() for hooked in self._params]
+            for hooked in self._params:
+                hooked.are_released = hooked.releases_outputs()
             mine = [_kinds_of(payload) for payload in self._first]
         except Exception as error:  # any exception: the other ranks wait for this rank
             failure = error
@@ -429,21 +387,21 @@ class HookedParams:
                 if mine != its:
                     problem = f"returned {_payload(mine)} on one replica and {_payload(its)} on another replica. "
                     problem += "Replicas hold the same shards. Return the same shapes and dtypes on all replicas"
-                    raise hooked.hooks.error(_PRE, problem)
+                    raise hooked.error(_PRE, problem)
             dtypes = [tuple(dtype for _, dtype in kinds) for kinds in by_rank]
             for rank, found in enumerate(dtypes):
                 if found != dtypes[0]:
                     problem = f"returned tensors of {dtypes[0]} on the first rank, but of {found} on rank {rank} of "
                     problem += "the shard axis. Return the same dtypes on all ranks"
-                    raise hooked.hooks.error(_PRE, problem)
-            is_consumed = hooked.releases_outputs and not keeps_consumed
+                    raise hooked.error(_PRE, problem)
+            is_consumed = hooked.are_released and not keeps_consumed
             origin = Origin.HOOK_CONSUMED if is_consumed else Origin.HOOK
             for k, dtype in enumerate(dtypes[0]):
                 try:
                     layout = join([tuple(kinds[k][0]) for kinds in by_rank], hooked.param.layout.dim)
                 except ValueError as error:
                     problem = f"returned tensors that cannot be joined over the ranks: {error}. Return equal other dims"
-                    raise hooked.hooks.error(_PRE, problem) from None
+                    raise hooked.error(_PRE, problem) from None
                 name = f"{hooked.param.name}[{k}]"
                 inputs[first_key + len(inputs)] = PlanInput(name, layout, ParamDtypes.uncast(dtype), origin)
         return inputs
@@ -452,8 +410,7 @@ class HookedParams:
         """Bind ``outputs`` of the gather whose plan was made from ``inputs(first_key)``."""
         key = first_key
         for hooked, payload in zip(self._params, self._first, strict=True):
-            hooked.gathered = tuple(outputs[key + k] for k in range(len(payload)))
-            hooked.outputs = hooked.hooks.outputs(hooked.gathered)
+            hooked.bind_outputs([outputs[key + k] for k in range(len(payload))])
             key += len(payload)
 
     def payloads(self) -> list[torch.Tensor]:
@@ -474,7 +431,7 @@ class HookedParams:
         versions = [tensor._version for tensor in self._versioned]
         with self._no_grad:
             for hooked in self._params:
-                hooked.hooks.call_post(hooked.outputs, hooked.metadata, hooked.out)
+                hooked.fill()
         if versions != [tensor._version for tensor in self._versioned]:
             _torch.set_versions(self._versioned, tuple(versions))
 

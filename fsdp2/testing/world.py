@@ -17,10 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2 import _torch
 from fsdp2.comm.memory import tensor_on
-from fsdp2.group.hooked_params import HookContext, Hooks
-from fsdp2.group.param import subclass_shard
+from fsdp2.group.hooked_params import HookedParam
+from fsdp2.group.param import ShardedParam, Slot, subclass_shard
 from fsdp2.plan.dtypes import param_dtypes
 from fsdp2.plan.layout import Layout, contiguous_stride, join, shard_layout
+from fsdp2.plan.mesh import ParallelMesh
+from fsdp2.plan.placements import ParamSpec, TensorSpec
 from fsdp2.plan.trees import map_tensors
 from fsdp2.tensors.wrapper import WrapperTensor
 from fsdp2.types import ExtensionError, MixedPrecisionPolicy
@@ -85,17 +87,19 @@ class Case:
                 )
         return params
 
-    def context(self, rank: int) -> HookContext:
-        return HookContext(
+    def hooks(self, param: nn.Parameter, rank: int) -> HookedParam:
+        mesh = _mesh(self.size, rank, self.device.type)
+        managed = ShardedParam(
             name=PARAMETER,
-            mesh=_mesh(self.size, rank, self.device.type),
-            outer_size=torch.Size(self.shape),
-            outer_stride=contiguous_stride(self.shape),
-            module=nn.Module(),
+            sharded=param,
+            slots=(Slot(nn.Module(), PARAMETER),),
+            mesh=cast(ParallelMesh, None),  # hooks see ``mesh`` only
+            layout=self.layout,
+            spec=ParamSpec(TensorSpec(mesh, (), self.shape, contiguous_stride(self.shape))),
+            dtypes=param_dtypes(self.dtype, self.policy),
             policy=self.policy,
-            param_dtype=param_dtypes(self.dtype, self.policy).param,
-            device=self.device,
         )
+        return HookedParam(managed, mesh, self.device)
 
 
 class StandInDTensor(WrapperTensor):
@@ -104,6 +108,10 @@ class StandInDTensor(WrapperTensor):
 
     local: torch.Tensor
     _INNER = ("local",)
+
+    @property
+    def _local_tensor(self) -> torch.Tensor:
+        return self.local
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # declared as a static method
@@ -149,13 +157,11 @@ def _mesh(size: int, rank: int, device_type: str) -> DeviceMesh:
 class Rank:
     """One rank: its shard, its hooks, and what it gathers."""
 
-    def __init__(self, param: nn.Parameter, context: HookContext) -> None:
+    def __init__(self, param: nn.Parameter, hooks: HookedParam) -> None:
         self.shard = local_of(param)
-        self.hooks = Hooks(self.shard, context)
+        self.hooks = hooks
         self._param = param
-        self._metadata: Any = None
         self._releases_outputs = False
-        self._outputs: tuple[torch.Tensor, ...] = ()
         self._unsharded: nn.Parameter | None = None
         self._storages: list[tuple[torch.UntypedStorage, int]] = []  # come and go: outputs, and what hooks list
 
@@ -167,18 +173,17 @@ class Rank:
 
     def send(self) -> tuple[torch.Tensor, ...]:
         """The payload."""
-        payload, self._metadata = self.hooks.call_pre()
+        payload = self.hooks.payload()
         self._releases_outputs = self.hooks.releases_outputs()
         return payload
 
     def receive(self, layouts: Sequence[Layout], sent: Sequence[tuple[torch.Tensor, ...]]) -> None:
         """``sent`` by all ranks arrives, and the post-hook makes the unsharded parameter of it."""
         if self._unsharded is None:
-            self._outputs = tuple(
-                self._output(layout, payload.dtype) for layout, payload in zip(layouts, sent[0], strict=True)
-            )
+            pairs = zip(layouts, sent[0], strict=True)
+            self.hooks.bind_outputs([self._output(layout, payload.dtype) for layout, payload in pairs])
         self._allocate()
-        for layout, output, payloads in zip(layouts, self._outputs, zip(*sent, strict=True), strict=True):
+        for layout, output, payloads in zip(layouts, self.hooks.gathered, zip(*sent, strict=True), strict=True):
             # I2: a tensor of its own writes, and autograd does not see that the output changes.
             target = tensor_on(output.untyped_storage(), 0, output.shape, output.stride(), output.dtype)
             for rank, payload in enumerate(payloads):
@@ -189,7 +194,8 @@ class Rank:
             self._make_unsharded()
         versioned = _torch.versioned(self.unsharded)
         versions, before = _torch.versions_of(versioned), _memory_of(self.unsharded)
-        self.hooks.call_post(self.hooks.outputs(self._outputs), self._metadata, self.unsharded)
+        self.hooks.out = self.unsharded
+        self.hooks.fill()
         if _memory_of(self.unsharded) != before:
             problem = "put other memory under out. Write into the memory of out, because autograd has saved out"
             raise self.hooks.error("fsdp_post_all_gather", problem)
@@ -197,7 +203,7 @@ class Rank:
 
     def drop_outputs(self) -> None:
         """Spoil the outputs, if the class says that the unsharded parameter does not need them."""
-        for output in self._outputs if self._releases_outputs else ():
+        for output in self.hooks.gathered if self._releases_outputs else ():
             _fill_with_garbage(output.untyped_storage())
 
     def release(self) -> None:
@@ -223,7 +229,7 @@ class Rank:
         return tensor_on(storage, 0, layout.shape, contiguous_stride(layout.shape), dtype)
 
     def _make_unsharded(self) -> None:
-        tensor, listed = self.hooks.first_post(self.hooks.outputs(self._outputs), self._metadata)
+        tensor, listed = self.hooks.first_post()
         if self._param.requires_grad and not tensor.dtype.is_floating_point:
             problem = f"made a tensor of {tensor.dtype} for a trainable parameter, expected a floating-point dtype"
             raise self.hooks.error("fsdp_post_all_gather", problem)
@@ -253,7 +259,7 @@ class World:
 
     def __init__(self, case: Case, params: Sequence[nn.Parameter]) -> None:
         self._case = case
-        self.ranks = [Rank(param, case.context(rank)) for rank, param in enumerate(params)]
+        self.ranks = [Rank(param, case.hooks(param, rank)) for rank, param in enumerate(params)]
         self._sent: list[tuple[torch.Tensor, ...]] = []
         self._layouts: list[Layout] = []
 
