@@ -20,6 +20,7 @@ from fsdp2.extras import (
 )
 from fsdp2.extras.lending import unsharded
 from fsdp2.extras.no_sync import no_sync
+from fsdp2.group.shards import PlugIns as _OfSteps
 from fsdp2.runtime.hooks import register_fsdp_forward_method
 from fsdp2.runtime.unit_tree import PlugIns, UnitTree
 from fsdp2.types import (
@@ -173,10 +174,15 @@ def _adapt_4bit(*parameter: Any) -> Adapted:
     return made
 
 
+def _warn_of_plain(*step: Any) -> None:
+    import_module("fsdp2.tools.plain_params").warn_of_plain(*step)
+
+
 for _extra in (_alike, _copying, _empty_buffers, _peers, _ranks_may_differ, _refusals, _state):
     _extra.register()
 for _types in (_typed_params, _local_parts):  # the first who knows a parameter answers
     _types.register()
 PlugIns.limits_memory = _limit_memory
+_OfSteps.on_plain_step = _warn_of_plain
 ADAPTERS["bitsandbytes.nn.modules.Params4bit"] = _adapt_4bit
 del globals()["plan"]  # the folder, which hides the function

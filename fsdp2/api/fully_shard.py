@@ -27,8 +27,7 @@ from fsdp2.api.resolve import (
 )
 from fsdp2.comm.offload import Home, home_for
 from fsdp2.group.group import ParamGroup
-from fsdp2.group.param import SHARDED_AS, ShardedParam, Slot
-from fsdp2.group.plain_params import leave_alone
+from fsdp2.group.param import SHARDED_AS, ShardedParam, Slot, leave_alone
 from fsdp2.plan.dtypes import check_computes
 from fsdp2.plan.mesh import ParallelMesh, default_mesh, parallel_mesh
 from fsdp2.runtime.hooks import ModuleHooks
@@ -322,7 +321,7 @@ def _groups(resolved: Sequence[ResolvedGroup], home: Home) -> Iterator[ParamGrou
         group = ParamGroup(item.params, item.mesh, home)
         for commit in item.on_commit:
             commit()
-        group.unsharded.use_post_forward_mesh(item.post_forward)
+        group.unsharded.post_forward_mesh = item.post_forward
         for param in group.params:
             setattr(param.sharded, SHARDED_AS, param.name)
         yield group

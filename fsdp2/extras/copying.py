@@ -108,7 +108,7 @@ def _copied_group(group: ParamGroup, memo: Memo) -> ParamGroup:
         params.append(replace(param, sharded=sharded, slots=slots, local=_torch.local_of(sharded), is_cut=True))
     made = ParamGroup(params, group.mesh, group.home)
     made.set_up_like(group, group.options)
-    made.unsharded.use_post_forward_mesh(group.unsharded.post_forward_mesh)
+    made.unsharded.post_forward_mesh = group.unsharded.post_forward_mesh
     return made
 
 

@@ -277,7 +277,7 @@ class Gather:
 
 
 def allocate(storages: Sequence[tuple[torch.UntypedStorage, int]]) -> None:
-    """Give each of ``storages`` memory of its size in bytes, unless it has it; called on the gather stream."""
+    """Give each of ``storages`` memory of its size in bytes, unless it has it, from the current stream."""
     for storage, nbytes in storages:
         if storage.nbytes() != nbytes:  # else its memory was kept
             storage.resize_(nbytes)

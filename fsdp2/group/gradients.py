@@ -219,11 +219,12 @@ class GroupGradients:
     def configure(self, options: GroupOptions) -> None:
         """From the next reduction on, follow ``options``."""
         before, self.options = self.options, options
-        if replace(before, requires_all_reduce=options.requires_all_reduce) != options:  # else plans and comm stay
-            axis, device = options.reduce_axis or self._mesh.shard, self._mesh.device
-            default = self._default_comm if options.reduce_axis is None else comm_for(axis, device)
-            self._comm = reduce_comm(default, axis, device, options.reduce_scatter)
+        if replace(before, requires_all_reduce=options.requires_all_reduce) != options:  # else plans stay
             self.unbind()
+        if options.reduce_scatter is not before.reduce_scatter or options.reduce_axis is not before.reduce_axis:
+            axis, device = options.reduce_axis or self._mesh.shard, self._mesh.device
+            default = self._default_comm if axis is self._mesh.shard else comm_for(axis, device)
+            self._comm = reduce_comm(default, axis, device, options.reduce_scatter)
 
     def discard_unreduced(self) -> None:
         """Drop gradients that are not in the shards' ``.grad`` yet."""
@@ -320,14 +321,12 @@ class GroupGradients:
 
     def described(self, used: bytes) -> dict[str, bool]:
         """By name, which trainable parameters had a gradient. ``used``: what ``take_used`` has returned."""
-        size, trainable = len(self.params), self.trainable
         found = {}
-        for number, start in enumerate(range(0, max(len(used), 1), size)):
-            behind = f" in reduction {number + 1}" if number else ""
-            for index, param in enumerate(self.params):
-                has_gradient = bool(used[start + index : start + index + 1].strip(b"\0"))
-                if has_gradient or index in trainable:
-                    found[f"{param.full_name}{behind}"] = has_gradient
+        for position, has_gradient in enumerate(used or bytes(len(self.params))):
+            number, index = divmod(position, len(self.params))
+            if has_gradient or index in self.trainable:
+                behind = f" in reduction {number + 1}" if number else ""
+                found[f"{self.params[index].full_name}{behind}"] = bool(has_gradient)
         return found
 
     def plans(self, trainable: Sequence[int]) -> tuple[tuple[ReducePlan, ...], ReduceComm]:

@@ -8,7 +8,7 @@ autograd saves it (I1).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -37,6 +37,19 @@ SHARDED_AS = "_fsdp2_sharded_as"
 WHOLE, IN_FILES = "fsdp2_whole", "fsdp2_in_files"
 
 NAME_IN_PASS = "_fsdp2_name_in_pass"  # attribute of parameters that stand for the sharded one during a pass: its name
+_LEFT_ALONE = "_fsdp2_left_alone"  # attribute of plain parameters that are not to be warned of, or have been
+
+
+def leave_alone(params: Iterable[torch.Tensor | None]) -> None:
+    """Somebody else reduces ``params``, or the user knows that nobody does."""
+    for param in params:
+        if param is not None:
+            setattr(param, _LEFT_ALONE, True)
+
+
+def is_left_alone(param: torch.Tensor) -> bool:
+    """Whether ``param`` was given to ``leave_alone``."""
+    return hasattr(param, _LEFT_ALONE)
 
 
 class Slot(NamedTuple):

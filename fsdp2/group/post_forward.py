@@ -15,7 +15,7 @@ from fsdp2 import _torch
 from fsdp2.comm.backends import comm_for
 from fsdp2.comm.custom import gather_comm
 from fsdp2.comm.streams import Streams
-from fsdp2.group.all_gather import Gather, flat_shards, shard_slice
+from fsdp2.group.all_gather import Gather, allocate, flat_shards, shard_slice
 from fsdp2.group.hooked_params import HookedParams
 from fsdp2.group.param import ShardedParam
 from fsdp2.plan.mesh import ParallelMesh
@@ -46,23 +46,23 @@ class PostForwardShards:
         self._comm = comm_for(mesh.shard, mesh.device, is_async=streams.gathers_are_async)
         inputs = {step.index: cut_after_forward(step, mesh.shard.size) for step in full.plan.steps}
         plan = compile_gather(inputs, self._comm.routing, back_into=full.plan)
-        self._flats = flat_shards(plan, mesh.device)
+        flats = flat_shards(plan, mesh.device)
         rank = mesh.shard.rank
         carrier = gather_comm(self._comm, mesh, all_gather)
-        self.gather = Gather(plan, self._flats, full.gathered, rank, carrier, streams, hooks, calls_pre_hooks=False)
+        self.gather = Gather(plan, flats, full.gathered, rank, carrier, streams, hooks, calls_pre_hooks=False)
         self._targets: list[torch.Tensor] = []
         self._sources: list[torch.Tensor] = []
         # Sharded parameters stay bound where no DTensor describes what is kept: with hooks, or on model axes.
         self.parameters = [param.sharded for param in params]
         for step in plan.steps:
             start, stop = step.layout.interval(rank)
-            local = shard_slice(self._flats, step, step.layout.shard_shape(rank))
+            local = shard_slice(flats, step, step.layout.shard_shape(rank))
             self._targets.append(local)
             output = full.outputs[step.index].view(step.layout.shape)
             self._sources.append(output.narrow(step.layout.dim, start, stop - start))
             if step.index < len(params) and params[step.index].spec.unsharded is None:
                 self.parameters[step.index] = params[step.index].post_forward_parameter(local, mesh)
-        self._nbytes = {dtype: flat.untyped_storage().nbytes() for dtype, flat in self._flats.items()}
+        self._memory = [(flat.untyped_storage(), flat.untyped_storage().nbytes()) for flat in flats.values()]
         self.release()
 
     def set_comm(self, all_gather: AllGather | None) -> None:
@@ -72,15 +72,13 @@ class PostForwardShards:
     def cut(self) -> None:
         """Copy this rank's part out of the unsharded parameters. The caller then releases them, and gathers wait for
         that release (I3), so the copies are complete before a gather sends them."""
-        for dtype, flat in self._flats.items():
-            flat.untyped_storage().resize_(self._nbytes[dtype])
+        allocate(self._memory)
         _torch.foreach_copy(self._targets, self._sources)
         self.has_values = True
 
     def release(self) -> None:
         """Free the shards, if there are any, and if no message can leave from them any more."""
         self.has_values = False
-        if self.gather.gathered.is_lost:
-            return
-        for flat in self._flats.values():
-            flat.untyped_storage().resize_(0)
+        if not self.gather.gathered.is_lost:
+            for storage, _ in self._memory:
+                storage.resize_(0)

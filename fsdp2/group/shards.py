@@ -11,7 +11,7 @@ version of the DTensors nor of their local tensors. So each optimizer step is no
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from operator import is_
@@ -26,8 +26,7 @@ from fsdp2.comm.memory import alias
 from fsdp2.comm.offload import Home
 from fsdp2.group.all_gather import FlatShards, flat_shards
 from fsdp2.group.hooked_params import is_plain
-from fsdp2.group.param import NAME_IN_PASS, SHARDED_AS, ShardedParam, check_device, pinned
-from fsdp2.group.plain_params import warn_of_plain
+from fsdp2.group.param import NAME_IN_PASS, ShardedParam, check_device, pinned
 from fsdp2.plan.dtypes import check_grad_dtype, param_dtypes
 from fsdp2.plan.layout import contiguous_stride
 from fsdp2.plan.mesh import ParallelMesh
@@ -52,9 +51,20 @@ def is_shard(param: torch.Tensor) -> bool:
     return hasattr(param, _STEPS)
 
 
+class PlugIns:
+    """What higher layers plug in.
+
+    Attributes:
+        on_plain_step: called when an optimizer has stepped parameters that are no shards, with these, and with over how
+            many ranks the gradients of its shards are reduced; 0 if it has none.
+    """
+
+    on_plain_step: Callable[[torch.optim.Optimizer, list[torch.Tensor], int], None]
+
+
 @cache
 def _note_optimizer_steps() -> None:
-    """Count optimizer steps from now on, in the whole process; refuse those that would change nothing, or warn."""
+    """Count optimizer steps from now on, in the whole process, and refuse those that would change nothing."""
     register_optimizer_step_pre_hook(_check_step)
     register_optimizer_step_post_hook(_note_step)
 
@@ -87,24 +97,9 @@ def _note_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
         steps[0] += 1
     if is_compiling:
         return
-    if not counts:
-        _warn_of_replaced(optimizer)
-    elif plain := [param for group in optimizer.param_groups for param in group["params"] if not is_shard(param)]:
-        warn_of_plain(optimizer, plain, has_ranks=any(num_ranks > 1 for _, num_ranks in counts.values()))
-
-
-def _warn_of_replaced(optimizer: torch.optim.Optimizer) -> None:
-    """``optimizer`` has no sharded parameter. Does it have originals, and has it stepped without any gradient? With
-    one, somebody else trains the originals."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    name = next((vars(param)[SHARDED_AS] for param in params if SHARDED_AS in vars(param)), None)
-    if name is not None and all(param.grad is None for param in params):
-        kind = type(optimizer).__name__
-        warnings.warn(
-            f"{kind}.step() trained nothing: none of its parameters has a gradient. fully_shard has replaced some of "
-            f"them, for example '{name}'. Build the optimizer after fully_shard.",
-            stacklevel=2,
-        )
+    plain = [param for group in optimizer.param_groups for param in group["params"] if not is_shard(param)]
+    if plain:
+        PlugIns.on_plain_step(optimizer, plain, max((num_ranks for _, num_ranks in counts.values()), default=0))
 
 
 class GroupShards:

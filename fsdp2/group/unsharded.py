@@ -41,7 +41,8 @@ class UnshardedParams:
         requires_grad: per parameter, the flag that all its forms have had since ``follow_requires_grad``.
         trainable: the positions of the parameters that require gradients, once there are ``parameters``.
         hooked: the parameters with all-gather hooks, if there are any.
-        post_forward_mesh: the smaller mesh for shards between forward and backward, if there is one.
+        post_forward_mesh: the smaller mesh for shards between forward and backward, if there is one. Set it before the
+            first use.
     """
 
     def __init__(
@@ -68,10 +69,6 @@ class UnshardedParams:
         self.saved_versions: tuple[int, ...] = ()
 
     # What is asked for
-
-    def use_post_forward_mesh(self, mesh: ParallelMesh | None) -> None:
-        """Keep shards on ``mesh`` between forward and backward from now on; None keeps none."""
-        self.post_forward_mesh, self.post_forward = mesh, None
 
     def set_comm(self, all_gather: AllGather | None) -> None:
         """Gather with ``all_gather`` from the next launch on; None means the backend's own."""

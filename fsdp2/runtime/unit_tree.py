@@ -22,8 +22,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2 import _torch
 from fsdp2.comm.streams import lost
 from fsdp2.group.group import ParamGroup
-from fsdp2.group.param import Slot
-from fsdp2.group.plain_params import leave_alone
+from fsdp2.group.param import Slot, leave_alone
 from fsdp2.plan.dtypes import GRADIENTS_FOLLOW_SHARDS
 from fsdp2.runtime.executor import Decorator, Executor
 from fsdp2.runtime.split_backward import SplitBackwards

@@ -231,7 +231,7 @@ class _Move:
         mesh, size = made.mesh, unit.config.post_forward_size
         made.set_up_like(old, _moved_options(old.options, mesh))
         is_smaller = size is not None and mesh.has_this_rank and size < mesh.shard.size
-        made.unsharded.use_post_forward_mesh(post_forward_mesh(mesh, size) if is_smaller and size else None)
+        made.unsharded.post_forward_mesh = post_forward_mesh(mesh, size) if is_smaller and size else None
         made.on_parameters = old.on_parameters
         assert unit.hooks is not None
         made.guard(unit.hooks.guards)

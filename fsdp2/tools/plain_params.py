@@ -1,45 +1,41 @@
-"""Warns of plain parameters that an optimizer steps beside shards, though nothing reduces their gradients.
+"""Warns of plain parameters that an optimizer steps, though nothing reduces their gradients, or though shards have
+taken their place.
 
-It happens if ``fully_shard`` was called on the blocks of a model and not on the model, or on one of two tied modules.
-Rule: parameters of ``ignored_params``, of torch's ``replicate`` and of ``DistributedDataParallel`` are left alone.
+It happens if ``fully_shard`` was called on the blocks of a model and not on the model, on one of two tied modules, or
+after the optimizer was built. Rule: parameters of ``ignored_params``, of torch's ``replicate`` and of
+``DistributedDataParallel`` are left alone.
 """
 
 from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp2.group.param import SHARDED_AS
-
-_KNOWN = "_fsdp2_known_as_plain"  # attribute of plain parameters that are not to be warned of, or have been
+from fsdp2.group.param import SHARDED_AS, is_left_alone, leave_alone
 
 
-def leave_alone(params: Iterable[torch.Tensor | None]) -> None:
-    """Somebody else reduces ``params``, or the user knows that nobody does."""
-    for param in params:
-        if param is not None:
-            setattr(param, _KNOWN, True)
-
-
-def warn_of_plain(optimizer: torch.optim.Optimizer, plain: Sequence[torch.Tensor], *, has_ranks: bool) -> None:
-    """``optimizer``, which has shards, has stepped ``plain``, too. Each parameter is warned of once. ``has_ranks``:
-    gradients of the shards are reduced over several ranks.
+def warn_of_plain(optimizer: torch.optim.Optimizer, plain: list[torch.Tensor], num_ranks: int) -> None:
+    """``optimizer`` has stepped ``plain``. Each parameter is warned of once. ``num_ranks``: over how many ranks
+    gradients of its shards are reduced; 0 if it has none.
 
     Tied originals of shards are an error on one rank, too: the model has the parameter twice.
     """
+    if num_ranks == 0:
+        _warn_of_replaced(optimizer, plain)
+        return
     found = [
         param
         for param in plain
         if param.grad is not None
-        and (has_ranks or SHARDED_AS in vars(param))
+        and (num_ranks > 1 or SHARDED_AS in vars(param))
         and not isinstance(param, DTensor)
-        and _KNOWN not in vars(param)
+        and not is_left_alone(param)
     ]
     if not found:
         return
@@ -57,7 +53,7 @@ def warn_of_plain(optimizer: torch.optim.Optimizer, plain: Sequence[torch.Tensor
             "sharded in another module, and the optimizer has both. The modules are no longer tied, and each trains "
             "its own copy. Call fully_shard on a module around both, or as fully_shard([a, b]), before the optimizer "
             "is built.",
-            stacklevel=4,
+            stacklevel=5,
         )
     elif found:
         names = _name_of(found[0], modules) + (f" and {len(found) - 1} more" if len(found) > 1 else "")
@@ -66,7 +62,19 @@ def warn_of_plain(optimizer: torch.optim.Optimizer, plain: Sequence[torch.Tensor
             "Nothing reduces their gradients, so the ranks will differ. Call fully_shard on the outermost module, too, "
             "before the optimizer is built. If you reduce these gradients yourself, list the parameters in "
             "ignored_params of a fully_shard call.",
-            stacklevel=4,
+            stacklevel=5,
+        )
+
+
+def _warn_of_replaced(optimizer: torch.optim.Optimizer, params: list[torch.Tensor]) -> None:
+    """``optimizer`` has no sharded parameter. Does it have originals, and has it stepped without any gradient? With
+    one, somebody else trains the originals."""
+    name = next((vars(param)[SHARDED_AS] for param in params if SHARDED_AS in vars(param)), None)
+    if name is not None and all(param.grad is None for param in params):
+        warnings.warn(
+            f"{type(optimizer).__name__}.step() trained nothing: none of its parameters has a gradient. fully_shard "
+            f"has replaced some of them, for example '{name}'. Build the optimizer after fully_shard.",
+            stacklevel=6,
         )
 
 
