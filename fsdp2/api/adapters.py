@@ -1,15 +1,13 @@
 """Parameters of other libraries: those whose classes have no all-gather hooks, and those with types.
 
 An adapter knows one class, by its name: so nothing is imported before a model has such a parameter. The adapter makes a
-tensor subclass with hooks, which is sharded instead. ``ParamTypes`` reads what else is written on a parameter.
+tensor subclass with hooks, which is sharded instead. A ``SpecReader`` reads what else is written on a parameter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TypeVar
 
 import torch
 from torch import nn
@@ -32,8 +30,6 @@ class Adapted:
     commit: Callable[[], None]
 
 
-_T = TypeVar("_T")
-
 # Gets the name of a parameter, the parameter, and its slots. Raises ValueError if it cannot be sharded.
 Adapter = Callable[[str, nn.Parameter, Sequence[Slot]], Adapted]
 
@@ -46,30 +42,14 @@ def adapter_of(param: nn.Parameter) -> Adapter | None:
     return next((ADAPTERS[name] for name in names if name in ADAPTERS), None)
 
 
-class ParamTypes:
-    """How parameters lie on model axes, if a library has written that on plain ones."""
+# How a parameter lies on a mesh that cuts it along a dim, if a library has written that on the plain tensor; else None.
+# Gets the name of the parameter, too. Raises ValueError if what is written contradicts the mesh.
+SpecReader = Callable[[str, torch.Tensor, int, ParallelMesh], ParamSpec | None]
 
-    def spec(self, name: str, param: torch.Tensor, dim: int, parallel: ParallelMesh) -> ParamSpec | None:
-        """How ``param``, cut along ``dim``, lies on ``parallel``; None if nothing is written on it. Raises ValueError
-        if that contradicts the mesh."""
-        return None
-
-    def agreed(self, parallel: ParallelMesh, resolve: Callable[[], _T]) -> _T:
-        """What ``resolve`` returns, which calls ``spec``; if it raises on one rank, all ranks raise."""
-        return resolve()
-
-
-PARAM_TYPES: list[ParamTypes] = []  # the first who knows a parameter answers
+SPEC_READERS: list[SpecReader] = []  # the first who knows a parameter answers
 
 
 def written_spec(name: str, param: torch.Tensor, dim: int, parallel: ParallelMesh) -> ParamSpec | None:
-    """As ``ParamTypes.spec``, of all who may know the parameter."""
-    answers = (types.spec(name, param, dim, parallel) for types in PARAM_TYPES)
+    """As ``SpecReader``, of all."""
+    answers = (read(name, param, dim, parallel) for read in SPEC_READERS)
     return next((spec for spec in answers if spec is not None), None)
-
-
-def agreed(parallel: ParallelMesh, resolve: Callable[[], _T]) -> _T:
-    """As ``ParamTypes.agreed``, of all."""
-    for types in PARAM_TYPES:
-        resolve = partial(types.agreed, parallel, resolve)
-    return resolve()

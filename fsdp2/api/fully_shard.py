@@ -13,7 +13,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2 import _torch
-from fsdp2.api.adapters import agreed
 from fsdp2.api.arguments import expect
 from fsdp2.api.module import FSDPModule
 from fsdp2.api.resolve import (
@@ -120,9 +119,12 @@ class PlugIns:
 
     Attributes:
         check_module: refuses modules before anything changes, by an error; gets a prefix of names, and a module.
+        resolve: returns what a function does that checks and resolves all parameters of a call on a mesh. If it raises
+            on one rank, all may raise.
     """
 
     check_module: Callable[[str, nn.Module], None]
+    resolve: Callable[[ParallelMesh, Callable[[], list[ResolvedGroup]]], list[ResolvedGroup]]
 
 
 # Collect and check
@@ -289,7 +291,7 @@ def prepare_unit(
     size = config.post_forward_size
     home = home_for(offload_policy, parallel.device)
     resolve = partial(resolve_groups, found, parallel, shard_placement_fn, mp_policy, home, size)
-    resolved = agreed(parallel, resolve)
+    resolved = PlugIns.resolve(parallel, resolve)
     if size is not None and all(group.mesh.shard.size <= size for group in resolved):
         config = replace(config, after_forward=AfterForward.RESHARD)
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2.api.adapters import PARAM_TYPES, ParamTypes
+from fsdp2.api.adapters import SPEC_READERS
 from fsdp2.group.hooked_params import is_plain
 from fsdp2.plan.mesh import ParallelMesh
 from fsdp2.plan.placements import ParamSpec, param_spec
@@ -113,23 +113,21 @@ class LocalPartSpec(ParamSpec):
         return made
 
 
-class _LocalParts(ParamTypes):
+def _written(name: str, param: torch.Tensor, dim: int, parallel: ParallelMesh) -> ParamSpec | None:
     """Reads the geometry of parameters. Types of spmd_types come first: with these, shards are DTensors that know their
     place."""
-
-    def spec(self, name: str, param: torch.Tensor, dim: int, parallel: ParallelMesh) -> ParamSpec | None:
-        if isinstance(param, DTensor) or (geometry := geometry_of(name, param)) is None:
-            return None
-        if not is_plain(param):
-            raise ValueError(
-                f"fully_shard: parameter '{name}' is a {type(param).__name__} with the attribute global_shape of "
-                "torch's CheckpointableTensor, expected a plain nn.Parameter: how its shards lie in the global tensor "
-                "is known to its class only. Delete the attributes, or make the parameter a plain one."
-            )
-        plain = param_spec(name, param, dim, parallel)
-        return LocalPartSpec(plain.sharded, plain.unsharded, plain.data_parallel_axes, geometry=geometry)
+    if isinstance(param, DTensor) or (geometry := geometry_of(name, param)) is None:
+        return None
+    if not is_plain(param):
+        raise ValueError(
+            f"fully_shard: parameter '{name}' is a {type(param).__name__} with the attribute global_shape of "
+            "torch's CheckpointableTensor, expected a plain nn.Parameter: how its shards lie in the global tensor "
+            "is known to its class only. Delete the attributes, or make the parameter a plain one."
+        )
+    plain = param_spec(name, param, dim, parallel)
+    return LocalPartSpec(plain.sharded, plain.unsharded, plain.data_parallel_axes, geometry=geometry)
 
 
 def register() -> None:
     """Keep the geometry of parameters in each call of ``fully_shard`` from now on."""
-    PARAM_TYPES.append(_LocalParts())
+    SPEC_READERS.append(_written)

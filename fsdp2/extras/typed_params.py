@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,14 +26,14 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from fsdp2 import _torch
-from fsdp2.api.adapters import PARAM_TYPES, ParamTypes
+from fsdp2.api.adapters import SPEC_READERS
+from fsdp2.api.fully_shard import PlugIns
+from fsdp2.api.resolve import ResolvedGroup
 from fsdp2.comm.backends import exchange
 from fsdp2.extras.rank_checks import first_difference
 from fsdp2.plan.mesh import Axis, AxisRole, ParallelMesh, SpmdMesh
 from fsdp2.plan.placements import ParamSpec, TensorSpec, param_spec
 from fsdp2.runtime.hooks import InputOfShardedModule
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -68,35 +68,35 @@ class TypedSpec(ParamSpec):
         return super().local_gradient(spec.dtensor(grad), pending_in)
 
 
-class _SpmdTypes(ParamTypes):
+def _written(name: str, param: torch.Tensor, dim: int, parallel: ParallelMesh) -> ParamSpec | None:
     """Reads the types of parameters, once the library is there."""
+    if _library() is None or isinstance(param, DTensor) or not _library().get_local_type(param):
+        return None
+    if parallel.spmd is None:
+        raise ValueError(
+            f"fully_shard: parameter '{name}' has the types {_types_of(param)} of spmd_types, but the call has no "
+            "dp_mesh_dims, so it does not say which axes are data-parallel. Pass the mesh that has all axes, with "
+            'their names, and dp_mesh_dims=DataParallelMeshDims(shard="..."), or replicate="...", too.'
+        )
+    return _typed_spec(name, param, dim, parallel, parallel.spmd)
 
-    def spec(self, name: str, param: torch.Tensor, dim: int, parallel: ParallelMesh) -> ParamSpec | None:
-        if _library() is None or isinstance(param, DTensor) or not _library().get_local_type(param):
-            return None
-        if parallel.spmd is None:
-            raise ValueError(
-                f"fully_shard: parameter '{name}' has the types {_types_of(param)} of spmd_types, but the call has no "
-                "dp_mesh_dims, so it does not say which axes are data-parallel. Pass the mesh that has all axes, with "
-                'their names, and dp_mesh_dims=DataParallelMeshDims(shard="..."), or replicate="...", too.'
-            )
-        return _typed_spec(name, param, dim, parallel, parallel.spmd)
 
-    def agreed(self, parallel: ParallelMesh, resolve: Callable[[], _T]) -> _T:
-        if _library() is None:
-            return resolve()
-        _keep_out_of_checks()
-        if parallel.spmd is None:
-            return resolve()
-        error: Exception | None = None
-        found: list[str] = []
-        try:
-            resolved = resolve()
-            found = [_described(param) for group in resolved for param in group.params]  # type: ignore[attr-defined]
-        except Exception as raised:
-            error = raised
-        _check_agreement(parallel.spmd, error, found)
-        return resolved
+def _resolved(parallel: ParallelMesh, resolve: Callable[[], list[ResolvedGroup]]) -> list[ResolvedGroup]:
+    """What ``resolve`` returns. If it raises on one rank, or types differ, all ranks raise."""
+    if _library() is None:
+        return resolve()
+    _keep_out_of_checks()
+    if parallel.spmd is None:
+        return resolve()
+    error: Exception | None = None
+    found: list[str] = []
+    try:
+        resolved = resolve()
+        found = [_described(param) for group in resolved for param in group.params]
+    except Exception as raised:
+        error = raised
+    _check_agreement(parallel.spmd, error, found)
+    return resolved
 
 
 def _library() -> Any:
@@ -248,4 +248,5 @@ def _check_agreement(spmd: SpmdMesh, error: Exception | None, found: Sequence[st
 
 def register() -> None:
     """Read the types of spmd_types in each call of ``fully_shard`` from now on."""
-    PARAM_TYPES.append(_SpmdTypes())
+    SPEC_READERS.append(_written)
+    PlugIns.resolve = _resolved
