@@ -39,11 +39,11 @@ from gpu_subjects import CASES, SUBJECTS, Case, Run, Shape, Stepper, StillGroup,
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from fsdp2.api.module import sharded_unit
 from fsdp2.plan.plan import Route
 from fsdp2.runtime.unit_tree import tree_of
 from fsdp2.tools.report.call import attached
 from fsdp2.tools.report.recorder import DeviceClock, HostClock, Recorder
+from fsdp2.tools.units import sharded_unit
 
 MiB = 1 << 20
 

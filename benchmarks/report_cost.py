@@ -27,11 +27,11 @@ from launches import CASES, FEWER_BLOCKS, NUM_BLOCKS, alone, model_on_device, st
 from scale.published import CALIBRATES
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp2.api.module import sharded_unit
 from fsdp2.runtime.unit_tree import tree_of
 from fsdp2.tools.report.call import attached
 from fsdp2.tools.report.held import HeldBytes
 from fsdp2.tools.report.recorder import DeviceClock, Recorder
+from fsdp2.tools.units import sharded_unit
 from tests.accelerator import device
 
 CASE = CASES["mixed"]

@@ -536,20 +536,6 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
         raise ValueError(f"share_comm_ctx: expected modules on one device, got modules on {' and '.join(devices)}.")
 
 
-def sharded_unit(module: nn.Module, caller: str) -> Unit:
-    """The unit of ``module``, for tools that inspect sharded models.
-
-    Raises:
-        ValueError: ``module`` is not sharded.
-    """
-    unit = unit_of(module)
-    if unit is None:
-        raise ValueError(
-            f"{caller}: this {type(module).__name__} was not given to fully_shard. Pass the root of the sharded model."
-        )
-    return unit
-
-
 def _units_of(modules: list[FSDPModule], caller: str) -> tuple[Unit, ...]:
     for module in modules:
         is_sharded = isinstance(module, FSDPModule)

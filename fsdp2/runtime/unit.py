@@ -180,18 +180,6 @@ class Unit:
         note_tree_change()
 
 
-def observe(module: nn.Module, observer: Observer) -> None:
-    """Tell ``observer`` about the units inside ``module``, later ones included."""
-    for _, unit in units_under(module):
-        unit.tell([*unit.observers, observer])
-
-
-def stop_observing(module: nn.Module, observer: Observer) -> None:
-    """Tell ``observer`` no more about the units inside ``module``."""
-    for _, unit in units_under(module):
-        unit.tell([each for each in unit.observers if each is not observer])
-
-
 def unit_of(module: nn.Module) -> Unit | None:
     """The unit that ``fully_shard`` made of ``module``; of a wrapper, the unit of the module inside."""
     return module.__dict__.get(UNIT_ATTRIBUTE)

@@ -15,7 +15,6 @@ from dataclasses import astuple, dataclass, replace
 from torch import nn
 
 from fsdp2 import _torch
-from fsdp2.api.module import sharded_unit
 from fsdp2.comm.backends import ReduceComm
 from fsdp2.extras.skipped_units import nested
 from fsdp2.group.group import ParamGroup
@@ -23,6 +22,7 @@ from fsdp2.plan.plan import GatherStep, Origin, ReducePlan, Route, cut_after_for
 from fsdp2.runtime.unit import Unit, parents_of
 from fsdp2.runtime.unit_tree import UnitTree, tree_of
 from fsdp2.schedule.schedule import Action, Actions, Schedule, in_parts
+from fsdp2.tools.units import sharded_unit
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from enum import Enum
 
 from torch import nn
 
-from fsdp2.api.module import sharded_unit
 from fsdp2.comm.offload import Home, home_for
 from fsdp2.group.group import ParamGroup
 from fsdp2.runtime.unit import Unit
@@ -21,6 +20,7 @@ from fsdp2.schedule.schedule import AfterForward
 from fsdp2.tools.host_adamw.memory import host_nbytes_of
 from fsdp2.tools.memory_plan import peak_if_staged
 from fsdp2.tools.offload_moves import move_shards
+from fsdp2.tools.units import sharded_unit
 from fsdp2.types import CPUOffloadPolicy, MemoryLimitError
 
 _CALLER = "offload_by_budget"

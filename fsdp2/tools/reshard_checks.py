@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
-from fsdp2.api.module import FSDPModule, sharded_unit
+from fsdp2.api.module import FSDPModule
 from fsdp2.comm.backends import exchange
 from fsdp2.comm.custom import SymmetricMemory
 from fsdp2.extras.lending import check_idle
@@ -30,6 +30,7 @@ from fsdp2.plan.mesh import Axis, ParallelMesh, parallel_mesh
 from fsdp2.plan.trees import find_tensors
 from fsdp2.runtime.unit import Unit, units_under
 from fsdp2.schedule.states import GroupState
+from fsdp2.tools.units import sharded_unit
 from fsdp2.types import ScheduleError
 
 CALLER = "reshard_to"

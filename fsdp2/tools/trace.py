@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from fsdp2.api.module import sharded_unit
-from fsdp2.runtime.unit import observe as _observe, stop_observing
+from fsdp2.tools.units import observe as _observe, sharded_unit, stop_observing
 from fsdp2.types import Observer
 
 

@@ -17,12 +17,11 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp2 import _torch
-from fsdp2.api.module import sharded_unit
 from fsdp2.comm.backends import exchange
 from fsdp2.comm.streams import observe_activities
 from fsdp2.plan.mesh import ParallelMesh
 from fsdp2.plan.plan import Route
-from fsdp2.runtime.unit import Unit, observe, stop_observing
+from fsdp2.runtime.unit import Unit
 from fsdp2.runtime.unit_tree import UnitTree, tree_of
 from fsdp2.schedule.schedule import AfterForward
 from fsdp2.tools.auto_shard import AutoShard
@@ -43,6 +42,7 @@ from fsdp2.tools.report.recorder import DeviceClock, HostClock, Recorder, Step
 from fsdp2.tools.report.speed import Peak, Work
 from fsdp2.tools.report.text import text_of
 from fsdp2.tools.report.timeline import ALL_REDUCE, OF_HOST, spans, transfers, with_idle
+from fsdp2.tools.units import observe, sharded_unit, stop_observing
 from fsdp2.tools.whole_file import check_writable
 from fsdp2.types import CommunicationError, ScheduleError
 

@@ -1,0 +1,34 @@
+"""The units of a sharded model, for tools that inspect it: which unit a module is, and who observes the units in it."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from fsdp2.runtime.unit import Unit, unit_of, units_under
+from fsdp2.types import Observer
+
+
+def sharded_unit(module: nn.Module, caller: str) -> Unit:
+    """The unit of ``module``, for tools that inspect sharded models.
+
+    Raises:
+        ValueError: ``module`` is not sharded.
+    """
+    unit = unit_of(module)
+    if unit is None:
+        raise ValueError(
+            f"{caller}: this {type(module).__name__} was not given to fully_shard. Pass the root of the sharded model."
+        )
+    return unit
+
+
+def observe(module: nn.Module, observer: Observer) -> None:
+    """Tell ``observer`` about the units inside ``module``, later ones included."""
+    for _, unit in units_under(module):
+        unit.tell([*unit.observers, observer])
+
+
+def stop_observing(module: nn.Module, observer: Observer) -> None:
+    """Tell ``observer`` no more about the units inside ``module``."""
+    for _, unit in units_under(module):
+        unit.tell([each for each in unit.observers if each is not observer])
