@@ -138,7 +138,7 @@ class ModuleHooks:
             phase = tree.resume_forward(unit)
         else:
             self._leads_to = Outcome.NOTHING
-            phase = tree.pre_recompute(unit) if in_backward else tree.pre_forward(unit)
+            phase = tree.pre_forward(unit, in_backward=in_backward)
         if self._moves_inputs and tree.schedule.passes.root == unit.index:
             device = unit.mesh.device
             args, kwargs = map_tensors(lambda tensor: tensor.to(device, non_blocking=True), (args, kwargs))

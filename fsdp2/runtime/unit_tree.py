@@ -219,33 +219,24 @@ class UnitTree:
         elif passes.root_raised or (not unit.missing_modules and passes.has_left_behind(unit.index, self.parents)):
             self.abandon_forward()
 
-    def pre_forward(self, unit: Unit) -> Phase:
-        """``unit`` is about to compute, outside of backward. Returns the phase it is in now."""
+    def pre_forward(self, unit: Unit, *, in_backward: bool) -> Phase:
+        """``unit`` is about to compute, or, in a backward, to compute again. Returns the phase it is in now."""
         if _torch.in_transform():
-            return _torch.outside_transforms(self.pre_forward, unit)
+            return _torch.outside_transforms(self.pre_forward, unit, in_backward=in_backward)
         passes = self.schedule.passes
+        if in_backward:
+            if passes.in_backward and _torch.running_backward() != self._backward.task:
+                self._recover_backward()
         # Most units are inside a forward that goes on.
-        if passes.root is None or passes.root >= unit.index or passes.in_backward or passes.root_raised:
+        elif passes.root is None or passes.root >= unit.index or passes.in_backward or passes.root_raised:
             self._recover(unit)
             if passes.root is None:
                 self._take_changes(unit)
                 self._begin_forward()
         schedule, index = self.schedule, unit.index  # the tree may have changed
-        actions = schedule.pre_forward(index, in_backward=False, grad_enabled=torch.is_grad_enabled())
+        actions = schedule.pre_forward(index, in_backward=in_backward, grad_enabled=torch.is_grad_enabled())
         self.executor.do(actions, "pre_forward", unit)
         return schedule.passes.phases[index]
-
-    def pre_recompute(self, unit: Unit) -> Phase:
-        """``unit`` is about to compute again, in a backward. Returns the phase it is in now. It prefetches nothing; the
-        unit's own backward does."""
-        if _torch.in_transform():
-            return _torch.outside_transforms(self.pre_recompute, unit)
-        schedule = self.schedule
-        if schedule.passes.in_backward and _torch.running_backward() != self._backward.task:
-            self._recover_backward()
-        actions = schedule.pre_forward(unit.index, in_backward=True, grad_enabled=torch.is_grad_enabled())
-        self.executor.do(actions, "pre_forward", unit)
-        return schedule.passes.phases[unit.index]
 
     def resume_forward(self, unit: Unit) -> Phase:
         """``unit``'s forward goes on in another of its modules or methods; the user may have resharded before."""
