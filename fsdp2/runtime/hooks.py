@@ -167,18 +167,17 @@ class ModuleHooks:
             unit.missing_modules.discard(module)
             if unit.missing_modules:  # of several modules, the last one to run ends the unit's forward
                 return self._handed_out(output)
-        return self.end_forward(output)
-
-    def end_forward(self, output: Any) -> Any:
-        """The unit's forward is over; ``output`` leads to its backward."""
-        unit = self._unit
         tree = unit.tree
         assert tree is not None  # pre_forward has formed one
         if tree.schedule.passes.phases[unit.index] is Phase.BACKWARD:
             return output if self._output_dtype is None else cast_floating(output, self._output_dtype)
-        if tree.schedule.passes.root == unit.index:
-            output = self._end_incomplete(tree, output)
         output = self._handed_out(output)
+        if tree.schedule.passes.root == unit.index:
+            for inner in reversed(tree.units):
+                if inner.missing_modules:  # not all of them run in the root's forward
+                    assert inner.hooks is not None
+                    inner.missing_modules.clear()
+                    tree.post_forward(inner, inner.hooks._leads_to)
         tree.post_forward(unit, self._leads_to)
         return output
 
@@ -232,7 +231,7 @@ class ModuleHooks:
         unit = self._unit
         if self._runs_method or len(unit.modules) > 1:
             return self._runs_method
-        return unit.tree is not None and unit.tree.schedule.passes.is_computing(unit.index)
+        return unit.is_computing
 
     @_torch.runs_between_graphs
     def _runs_plainly(self) -> bool:
@@ -294,15 +293,6 @@ class ModuleHooks:
             # would come to them last, when the unit is reduced already.
             torch.clear_autocast_cache()
         return output if self._output_dtype is None else cast_floating(output, self._output_dtype)
-
-    def _end_incomplete(self, tree: UnitTree, output: Any) -> Any:
-        """End the forward of units with several modules if some of these modules did not run in the root's forward."""
-        for unit in reversed(tree.units):
-            if unit.missing_modules and unit is not self._unit:
-                unit.missing_modules.clear()
-                assert unit.hooks is not None
-                output = unit.hooks.end_forward(output)
-        return output
 
     @_torch.runs_between_graphs
     def _on_output_gradient(self, *_: torch.Tensor) -> None:

@@ -63,7 +63,7 @@ def _explain_shards(unit: Unit, module: nn.Module, error: RuntimeError) -> None:
         ) from error
     inner = [each for _, each in units_under(module)]
     sharded = next(filter(_is_sharded, inner), None)
-    if sharded is not None and not any(map(_runs, inner)):
+    if sharded is not None and not any(each.is_computing for each in inner):  # else the error may come from there
         inside = _name_of(sharded.modules[0], unit)
         raise ScheduleError(
             f"{kind} '{name}' read a parameter of unit '{inside}' without calling that unit, so the parameter is a "
@@ -74,11 +74,6 @@ def _explain_shards(unit: Unit, module: nn.Module, error: RuntimeError) -> None:
 
 def _is_sharded(unit: Unit) -> bool:
     return any(group.state in (GroupState.SHARDED, GroupState.SHARDED_POST_FORWARD) for group in unit.groups)
-
-
-def _runs(unit: Unit) -> bool:
-    """Whether a forward of ``unit`` has begun and not ended, so that the error may come from there."""
-    return unit.tree is not None and unit.tree.schedule.passes.is_computing(unit.index)
 
 
 def _name_of(module: nn.Module, unit: Unit) -> str:

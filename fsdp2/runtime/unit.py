@@ -10,16 +10,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
 from torch import nn
 
 from fsdp2 import _torch
 from fsdp2.group.group import ParamGroup
 from fsdp2.group.param import Slot
 from fsdp2.plan.mesh import ParallelMesh
-from fsdp2.schedule.schedule import UnitRules
+from fsdp2.schedule.schedule import COMPUTING, UnitRules
 from fsdp2.schedule.states import GroupState
-from fsdp2.types import MixedPrecisionPolicy, Observer, ScheduleError
+from fsdp2.types import MixedPrecisionPolicy, Observer
 
 if TYPE_CHECKING:  # these import this module
     from fsdp2.runtime.hooks import ModuleHooks
@@ -103,20 +102,15 @@ class Unit:
             _torch.register_composable_api(module, "fully_shard")
         note_tree_change()
 
-    def check_rank(self) -> None:
-        """Raise ``ScheduleError`` if this rank is not in the mesh of the unit."""
-        if not self.mesh.has_this_rank:
-            raise ScheduleError(
-                f"rank {dist.get_rank()} is not in the mesh of unit '{self.name}', which has the ranks "
-                f"{sorted(self.mesh.mesh.mesh.flatten().tolist())}: its shards are empty. Run the model only on ranks "
-                "where fsdp2.reshard_to returned True, or bring this rank in: call fsdp2.reshard_to on all ranks with "
-                "a mesh that has it."
-            )
-
     @property
     def running(self) -> str:
         """Which pass its root is in: see ``PassStack``."""
         return "" if self.tree is None else self.tree.schedule.passes.running
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether its forward runs, or what is computed again."""
+        return self.tree is not None and self.tree.schedule.passes.phases[self.index] in COMPUTING
 
     @property
     def is_root(self) -> bool:

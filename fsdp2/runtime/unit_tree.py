@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -507,11 +508,16 @@ def tree_of(unit: Unit) -> UnitTree:
     Raises:
         ScheduleError: this rank is not in the mesh of the unit.
     """
-    if unit.tree is None:
-        unit.check_rank()
-        if _torch.in_transform():
-            return _torch.outside_transforms(UnitTree, unit)
-    return unit.tree or UnitTree(unit)
+    if unit.tree is not None:
+        return unit.tree
+    if not unit.mesh.has_this_rank:
+        raise ScheduleError(
+            f"rank {dist.get_rank()} is not in the mesh of unit '{unit.name}', which has the ranks "
+            f"{sorted(unit.mesh.mesh.mesh.flatten().tolist())}: its shards are empty. Run the model only on ranks "
+            "where fsdp2.reshard_to returned True, or bring this rank in: call fsdp2.reshard_to on all ranks with "
+            "a mesh that has it."
+        )
+    return _torch.outside_transforms(UnitTree, unit)
 
 
 def _check_reduced(unit: Unit, group: ParamGroup) -> None:

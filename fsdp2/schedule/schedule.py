@@ -119,10 +119,6 @@ class PassStack:
             return "backward"
         return "" if self.root is None else "forward"
 
-    def is_computing(self, unit: int) -> bool:
-        """Whether a forward of ``unit`` runs, or what is computed again."""
-        return self.phases[unit] in COMPUTING
-
     def pop_raised(self, unit: int) -> None:
         """The forward of ``unit`` has raised. In the unit's backward, it was a recomputation: checkpointing ends these
         by an exception."""
