@@ -57,7 +57,6 @@ class ParamGroup:
         stamp: write stamp of the shards, noted by ``note_writes`` for what was gathered; None if not noted.
         shows: makes what compute reads of the unsharded parameters, if that is not the parameters themselves.
         on_transition: called at each change of state, if an observer is set.
-        on_work: called when a part of a reduction starts (with True) and stops (with False), if an observer is set.
         on_parameters: called when the unsharded parameters were made, or when the set of trainable ones changed.
         on_gather: called when shards are about to be gathered.
     """
@@ -71,7 +70,6 @@ class ParamGroup:
         self.is_stale = True  # users may replace parameters between fully_shard and the first use
         self.shows: Callable[[Sequence[nn.Parameter]], Sequence[nn.Parameter]] | None = None
         self.on_transition: Callable[[GroupState, GroupState], None] | None = None
-        self.on_work: Callable[[str, bool], None] | None = None
         self.on_parameters: Callable[[ParamGroup], None] | None = None
         self.on_gather: Callable[[], None] | None = None
         self.params = list(params)

@@ -41,16 +41,15 @@ _OF_GROUPS = {
 }
 
 
-def _run(work: str, group: ParamGroup, step: Callable[[], _T]) -> _T:
+def _run(work: str, unit: Unit, group: ParamGroup, step: Callable[[], _T]) -> _T:
     """Run ``step``, the part ``work`` of a reduction of ``group``, and tell observers when it starts and stops. If a
-    collective has failed, the error names the group's unit."""
-    tell = group.on_work
+    collective has failed, the error names the ``unit`` of the group."""
     try:
-        if tell is None:
-            return step()
-        tell(work, True)
+        for observer in unit.observers:
+            observer.on_start(work, unit.name)
         result = step()
-        tell(work, False)
+        for observer in unit.observers:
+            observer.on_stop(work, unit.name)
         return result
     except CommunicationError as error:
         raise group.lost("reduction", error) from error.__cause__
@@ -80,19 +79,19 @@ class Executor:
         self.limit: Decorator | None = None
         self._programs: dict[tuple[Action, int], Callable[[], object]] = {}  # what performs an action on a unit
         self._story: deque[tuple[str, str]] = deque(maxlen=_STORY_LENGTH)
-        self._pending: list[tuple[ParamGroup, Reduction]] = []  # oldest first
-        self._landing: tuple[ParamGroup, Reduction] | None = None  # finished; lands after the launch of the next one
+        self._pending: list[tuple[Unit, ParamGroup, Reduction]] = []  # oldest first
+        self._landing: tuple[Unit, ParamGroup, Reduction] | None = None  # finished; lands behind the next launch
         self._has_landed = False  # gradients for which the current stream has not waited
         self._offloaded: list[ParamGroup] = []
-        self._replicated: list[ParamGroup] = []
+        self._replicated: list[tuple[Unit, ParamGroup]] = []
 
     def take(self, units: Sequence[Unit]) -> None:
         """Work on ``units`` from now on."""
         self.units, self.limit = units, None
         self._programs = {(action, i): self._program(action, unit) for i, unit in enumerate(units) for action in Action}
-        groups = [group for unit in units for group in unit.groups]
-        self._offloaded = [group for group in groups if group.home.is_staged]
-        self._replicated = [group for group in groups if group.mesh.replicate.size > 1]
+        groups = [(unit, group) for unit in units for group in unit.groups]
+        self._offloaded = [group for _, group in groups if group.home.is_staged]
+        self._replicated = [each for each in groups if each[1].mesh.replicate.size > 1]
 
     def _program(self, action: Action, unit: Unit) -> Callable[[], object]:
         if action is Action.LAND:
@@ -160,19 +159,19 @@ class Executor:
         launch = partial(group.reduce, jointly=jointly, ends_step=self.ends_step)
         if _torch.is_profiling():
             launch = partial(_torch.in_range, "post_backward_reduce", unit.name, launch)
-        reduction = _run("reduce_launch", group, launch)
+        reduction = _run("reduce_launch", unit, group, launch)
         if reduction is not None:
             for observer in unit.observers:
                 observer.on_action("reduce", unit.name, 0)
-        self._add(group, reduction)
+        self._add(unit, group, reduction)
 
     def reduce_partial(self) -> None:
         """Reduce over the replicate axis what groups have reduced over the shard axis only."""
-        for group in reversed(self._replicated):
+        for unit, group in reversed(self._replicated):
             if group.gradients.awaits_all_reduce:
                 self._make_room(group)
                 launch = partial(group.reduce_partial, ends_step=self.ends_step)
-                self._add(group, _run("reduce_launch", group, launch))
+                self._add(unit, group, _run("reduce_launch", unit, group, launch))
 
     def land(self, *, with_partial: bool = True) -> None:
         """Land everything in flight and, ``with_partial``, what is summed over the shard axis only. If a collective has
@@ -202,7 +201,7 @@ class Executor:
         pending = self._pending if self._landing is None else [self._landing, *self._pending]
         self._pending, self._landing = [], None
         failed = None
-        for group, reduction in pending:
+        for _, group, reduction in pending:
             try:
                 reduction.drop()
             except CommunicationError as error:
@@ -217,29 +216,29 @@ class Executor:
         """Finish the oldest reductions until one more may start, and until none of ``group`` is in flight: gradients
         of a group land in the order in which they were reduced."""
         pending = self._pending
-        while pending and (len(pending) >= self.max_in_flight or any(other is group for other, _ in pending)):
+        while pending and (len(pending) >= self.max_in_flight or any(other is group for _, other, _ in pending)):
             self._finish_oldest()
-        if self._landing is not None and self._landing[0] is group:
+        if self._landing is not None and self._landing[1] is group:
             self._land_finished()
 
-    def _add(self, group: ParamGroup, reduction: Reduction | None) -> None:
+    def _add(self, unit: Unit, group: ParamGroup, reduction: Reduction | None) -> None:
         if reduction is not None:
-            self._pending.append((group, reduction))
+            self._pending.append((unit, group, reduction))
         # Its all-reduce over replicas ran beside the reduce-scatter that was just launched. Users' hooks may raise.
         self._land_finished()
 
     def _finish_oldest(self) -> None:
         self._land_finished()
-        group, reduction = self._pending.pop(0)
-        _run("reduce_finish", group, reduction.finish)
-        self._landing = group, reduction
+        unit, group, reduction = self._pending.pop(0)
+        _run("reduce_finish", unit, group, reduction.finish)
+        self._landing = unit, group, reduction
 
     def _land_finished(self) -> None:
         if self._landing is None:
             return
-        (group, reduction), self._landing = self._landing, None
-        if reduction.stages or group.on_work is not None:
-            _run("reduce_land", group, reduction.land)
+        (unit, group, reduction), self._landing = self._landing, None
+        if reduction.stages or unit.observers:
+            _run("reduce_land", unit, group, reduction.land)
         self._has_landed = True
 
     def wait_for_landed(self) -> None:

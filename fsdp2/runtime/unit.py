@@ -145,15 +145,10 @@ class Unit:
         self.observers = observers
         for group in self.groups:
             group.on_transition = self._tell_transition if observers else None
-            group.on_work = self._tell_work if observers else None
 
     def _tell_transition(self, before: GroupState, after: GroupState) -> None:
         for observer in self.observers:
             observer.on_transition(self.name, before.value, after.value)
-
-    def _tell_work(self, work: str, starts: bool) -> None:
-        for observer in self.observers:
-            (observer.on_start if starts else observer.on_stop)(work, self.name)
 
     def configure(self, **changes: object) -> None:
         """The user changes ``config``; the schedule follows."""

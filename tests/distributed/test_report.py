@@ -51,7 +51,7 @@ def _trained(model: Any, num_steps: int) -> None:
 def _is_watched(model: Any) -> bool:
     units = model._unit().tree.units
     watched = {bool(unit.observers) for unit in units} | {streams._Process.on_activity is not None}
-    watched |= {group.on_work is not None for unit in units for group in unit.groups}
+    watched |= {group.on_transition is not None for unit in units for group in unit.groups}
     assert len(watched) == 1, "watched in part"
     return watched.pop()
 

@@ -40,10 +40,9 @@ def _unit(reduce: Callable[[], object]) -> Any:
         gradients=gradients,
         reduce=reduce,
         reduce_partial=reduce_partial,
-        on_work=None,
         lost=lambda what, error: CommunicationError(f"{what} of unit 'layer': {error}"),
     )
-    return SimpleNamespace(groups=(group,), watches=[])
+    return SimpleNamespace(groups=(group,), observers=[], name="layer")
 
 
 def _executor(*reductions: mock.Mock) -> Executor:
