@@ -171,8 +171,9 @@ class Alike(RankChecks):
 
     @property
     def is_running(self) -> bool:
-        """As of the root."""
-        return self._tree.is_running
+        """Whether a forward or backward of the root runs."""
+        passes = self._tree.schedule.passes
+        return bool(passes.running) and not passes.root_raised
 
     def story(self) -> str:
         """As of the root."""

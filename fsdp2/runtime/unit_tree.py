@@ -49,9 +49,9 @@ class PlugIns:
             and its usual checks.
     """
 
-    limits_memory: Callable[[int, UnitTree], Decorator] = lambda limit, tree: lambda event, unit, actions: actions
-    checks: Callable[[UnitTree], RankChecks] = lambda tree: RankChecks()
-    where_ranks_differ: Callable[[UnitTree, RankChecks], tuple[Schedule, RankChecks]] | None = None
+    limits_memory: Callable[[int, UnitTree], Decorator]
+    checks: Callable[[UnitTree], RankChecks]
+    where_ranks_differ: Callable[[UnitTree, RankChecks], tuple[Schedule, RankChecks]]
 
 
 class RankChecks:
@@ -100,7 +100,6 @@ class UnitTree:
         self.num_resets = 0
         self.parents: Sequence[int | None] = ()  # of each unit, the innermost unit around it
         self._split: SplitBackwards | None = None  # while a step has several backwards
-        self._may_differ = False  # ranks may use other units, or other parameters of a unit
         self._seen_version = 0
         note_tree_change()  # for trees around this one, which have not seen its units yet
         self._usual_checks = self.checks = PlugIns.checks(self)
@@ -129,24 +128,21 @@ class UnitTree:
             of_parent = [] if around is None else self.units[around].observers
             unit.tell(list(dict.fromkeys([*unit.observers, *of_parent])))
         may_differ = any(unit.config.ranks_may_differ for unit in self.units)
-        if self.units != before or may_differ is not self._may_differ:
-            self._may_differ = may_differ
-            self._take_units()
         params = [param for unit in self.units for group in unit.groups for param in group.params]
         known = {slot for param in params for slot in param.slots}.union(*(unit.left_alone for unit in self.units))
         warned = _warn_of_unsharded(self.root.modules, known)
         self.root.left_alone.update(warned)
         leave_alone(getattr(slot.module, slot.name) for slot in warned)
-
-    def _take_units(self) -> None:
+        if self.units == before and may_differ is (self.checks is not self._usual_checks):
+            return
         for unit in self.units:
             for group in unit.groups:
                 group.gradients.on_missing = None
-        earlier, make = self.schedule, PlugIns.where_ranks_differ if self._may_differ else None
-        if make is None:
-            self.schedule, self.checks = Schedule([self.rules_of(unit) for unit in self.units]), self._usual_checks
+        earlier = self.schedule
+        if may_differ:
+            self.schedule, self.checks = PlugIns.where_ranks_differ(self, self._usual_checks)
         else:
-            self.schedule, self.checks = make(self, self._usual_checks)
+            self.schedule, self.checks = Schedule([self.rules_of(unit) for unit in self.units]), self._usual_checks
         self.schedule.take_over(earlier)
         self.executor.take(self.units)
 
@@ -177,14 +173,6 @@ class UnitTree:
     def class_name(self) -> str:
         """The class name of the root's module."""
         return type(self.root.modules[0]).__name__
-
-    # What is noted
-
-    @property
-    def is_running(self) -> bool:
-        """Whether a forward or backward runs."""
-        passes = self.schedule.passes
-        return bool(passes.running) and not passes.root_raised
 
     def agree(self, what: str, agree: Callable[[], _T]) -> _T:
         """Call ``agree``, which communicates. If that fails, the error says that it was ``what``."""
@@ -232,8 +220,7 @@ class UnitTree:
         elif passes.root is None or passes.root >= unit.index or passes.in_backward or passes.root_raised:
             self._recover(unit)
             if passes.root is None:
-                self._take_changes(unit)
-                self._begin_forward()
+                self._begin_forward(unit)
         schedule, index = self.schedule, unit.index  # the tree may have changed
         actions = schedule.pre_forward(index, in_backward=in_backward, grad_enabled=torch.is_grad_enabled())
         self.executor.do(actions, "pre_forward", unit)
@@ -259,8 +246,9 @@ class UnitTree:
                 self.checks.end_forward(unit)
         return None
 
-    def _take_changes(self, unit: Unit) -> None:
-        """Take over what the user has changed since the last pass. ``unit`` is the outermost one of the next pass.
+    def _begin_forward(self, unit: Unit) -> None:
+        """A forward pass begins, of which ``unit`` is the outermost one. Take over what the user has changed since the
+        last pass.
 
         Raises:
             ScheduleError: autograd would copy the memory of parameters that is freed.
@@ -279,9 +267,6 @@ class UnitTree:
         if self._seen_version != ModuleTrees.version:
             self._collect()
         self.checks.begin_pass()
-
-    def _begin_forward(self) -> None:
-        """A forward pass begins."""
         self.order_gathers()
         self.post_optim_event = None
         limit = self.root.config.memory_limit

@@ -96,7 +96,7 @@ _LISTED = {
     ),
     62: ("ParamGroup.unshard", "self.reshard_if_outdated()", "pass"),
     63: ("UnitTree._recover", "passes.in_backward", "False"),
-    64: ("UnitTree._take_changes", "self._seen_version != ModuleTrees.version", "self._seen_version is None"),
+    64: ("UnitTree._begin_forward", "self._seen_version != ModuleTrees.version", "self._seen_version is None"),
     65: (
         "ChecksWhereRanksDiffer.end_step",
         'self._tree.agree("the agreement on which parameters had gradients", used.land_kept)',
