@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -21,11 +22,14 @@ from fsdp2.comm.backends import exchange
 from fsdp2.comm.streams import wait_for
 from fsdp2.group.group import ParamGroup, groups_by_slot
 from fsdp2.group.hooked_params import is_plain
-from fsdp2.group.param import WHOLE, ShardedParam, Slot, whole_subclass
+from fsdp2.group.param import ShardedParam, Slot
+from fsdp2.plan.layout import contiguous_stride
 from fsdp2.plan.mesh import Axis, ParallelMesh, replicated
 from fsdp2.runtime.unit import Unit, units_under
 from fsdp2.schedule.states import GroupState
 from fsdp2.types import ScheduleError
+
+WHOLE = "fsdp2_whole"  # a method that a tensor subclass may have: see whole_subclass
 
 
 @contextmanager
@@ -250,6 +254,24 @@ def _gathered_subclass(param: ShardedParam) -> torch.Tensor:
             "also sharded over model axes. Read this parameter with full_tensor()."
         )
     return whole_subclass(param, _torch.local_of(param.sharded).detach())
+
+
+def whole_subclass(param: ShardedParam, local: torch.Tensor) -> torch.Tensor:
+    """All of ``param``, of which this rank has the tensor subclass ``local``. Collective. DTensor gathers what the
+    operations of the class read. Instead, a class may have ``fsdp2_whole(gather)``: ``gather`` joins a plain tensor
+    that is cut as the parameter is, and the method returns a wrapper of such tensors."""
+    like = param.spec.sharded.dtensor(local)
+    if not hasattr(local, WHOLE):
+        return like.full_tensor()
+    whole: torch.Tensor = getattr(local, WHOLE)(partial(joined_along_dim_0, like))
+    return whole
+
+
+def joined_along_dim_0(like: DTensor, inner: torch.Tensor) -> torch.Tensor:
+    """The plain tensor that is cut along dim 0 as ``like`` is, of which this rank has ``inner``. Collective."""
+    shape = torch.Size((like.shape[0], *inner.shape[1:]))
+    mesh, placements, strides = like.device_mesh, like.placements, contiguous_stride(shape)
+    return DTensor.from_local(inner, mesh, placements, run_check=False, shape=shape, stride=strides).full_tensor()
 
 
 def _value(param: ShardedParam) -> torch.Tensor:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -31,10 +30,6 @@ from fsdp2.types import ExtensionError, MixedPrecisionPolicy
 # Attribute of the original parameter, set when it is sharded: it shows a tie that crosses units. Also set on the
 # sharded parameter: it shows that an inner module was sharded after an outer one.
 SHARDED_AS = "_fsdp2_sharded_as"
-
-# Methods that a tensor subclass may have. For the first one, see whole_subclass. The other one gives a FileTensor
-# for each tensor that files have of it, by what comes behind the name of the parameter.
-WHOLE, IN_FILES = "fsdp2_whole", "fsdp2_in_files"
 
 NAME_IN_PASS = "_fsdp2_name_in_pass"  # attribute of parameters that stand for the sharded one during a pass: its name
 _LEFT_ALONE = "_fsdp2_left_alone"  # attribute of plain parameters that are not to be warned of, or have been
@@ -331,23 +326,6 @@ def subclass_shard(name: str, full: torch.Tensor, layout: Layout, rank: int, dev
             f"shape {tuple(local.shape)}. Sharding would lose the class. Let {cls}.__torch_dispatch__ keep the class."
         )
     return local
-
-
-def whole_subclass(param: ShardedParam, local: torch.Tensor) -> torch.Tensor:
-    """All of ``param``, of which this rank has the tensor subclass ``local``. Collective. DTensor gathers what the
-    operations of the class read. Instead, a class may have ``fsdp2_whole(gather)``: ``gather`` joins a plain tensor
-    that is cut as the parameter is, and the method returns a wrapper of such tensors."""
-    like = param.spec.sharded.dtensor(local)
-    if not hasattr(local, WHOLE):
-        return like.full_tensor()
-    return cast(torch.Tensor, getattr(local, WHOLE)(partial(joined_along_dim_0, like)))
-
-
-def joined_along_dim_0(like: DTensor, inner: torch.Tensor) -> torch.Tensor:
-    """The plain tensor that is cut along dim 0 as ``like`` is, of which this rank has ``inner``. Collective."""
-    shape = torch.Size((like.shape[0], *inner.shape[1:]))
-    mesh, placements, strides = like.device_mesh, like.placements, contiguous_stride(shape)
-    return DTensor.from_local(inner, mesh, placements, run_check=False, shape=shape, stride=strides).full_tensor()
 
 
 def pinned(name: str, local: torch.Tensor, home: Home) -> torch.Tensor:

@@ -20,11 +20,11 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
 from fsdp2 import _torch
-from fsdp2.extras.lending import check_idle, gathered, joined, packed
+from fsdp2.extras.lending import WHOLE, check_idle, gathered, joined, joined_along_dim_0, packed, whole_subclass
 from fsdp2.extras.state import bound_state
 from fsdp2.group.group import ParamGroup, groups_by_slot
 from fsdp2.group.hooked_params import is_plain
-from fsdp2.group.param import IN_FILES, WHOLE, ShardedParam, Slot, joined_along_dim_0, whole_subclass
+from fsdp2.group.param import ShardedParam, Slot
 from fsdp2.plan.mesh import mesh_device
 from fsdp2.tensors.in_files import FileTensor
 from fsdp2.tools import torch_names
@@ -33,6 +33,9 @@ from fsdp2.tools.checkpoint_pieces import Run, runs
 
 Rename = Mapping[str, str] | Callable[[str], str | None]
 
+# A method that a tensor subclass may have: it gives a FileTensor for each tensor that files have of it, by what comes
+# behind the name of the parameter.
+IN_FILES = "fsdp2_in_files"
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 # How the headers of safetensors files call dtypes.
