@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from fsdp2 import extensions
+from fsdp2 import _torch, extensions
 from fsdp2.api.adapters import ADAPTERS, Adapted
 from fsdp2.api.fully_shard import fully_shard
 from fsdp2.api.module import FSDPModule, GradientReductionHandle, UnshardHandle, share_comm_ctx
@@ -174,6 +174,7 @@ def _adapt_4bit(*parameter: Any) -> Adapted:
     return made
 
 
+@_torch.runs_between_graphs  # the step of an optimizer may be compiled, and no compiler follows an import
 def _warn_of_plain(*step: Any) -> None:
     import_module("fsdp2.tools.plain_params").warn_of_plain(*step)
 

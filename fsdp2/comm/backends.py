@@ -67,8 +67,9 @@ class AxisComm(GatherComm, ReduceComm, Protocol):
 class CollectiveComm(AxisComm):
     """The backend's own collectives, all tensors of a group in one launch: NCCL, and any backend but gloo."""
 
-    # NCCL groups few large tensors well, and many small ones badly (NVIDIA/nccl#725, pytorch/pytorch#153673). Not
-    # measured so far, which takes several GPUs; of one, benchmarks/gpu_direct.py measures launches and copies.
+    # NCCL groups few large tensors well, and many small ones badly (NVIDIA/nccl#725, pytorch/pytorch#153673). The wire
+    # was not measured, which takes several GPUs. On one H200, launches and copies took 0.8 to 1.0 of what buckets take
+    # (benchmarks/gpu_direct.py).
     routing = Routing(direct_min_nbytes=1024 * 1024, reduces_uneven=False)
 
     def __init__(self, group: dist.ProcessGroup, *, on_stream: bool) -> None:

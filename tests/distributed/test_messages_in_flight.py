@@ -109,7 +109,7 @@ def test_memory_stays_when_a_gather_from_the_post_forward_mesh_is_lost(ctx: Rank
     step(model)
     loss = model(batch()).sum()
     unsharded = model._unit().groups[0].unsharded
-    sent = [flat.untyped_storage() for flat in unsharded.post_forward._flats.values()]
+    sent = [storage for storage, _ in unsharded.post_forward._memory]
     dist.barrier()
     with mock.patch.multiple(peers._Messages, **FAULTS[fault]):
         with pytest.raises((fsdp2.CommunicationError, KeyboardInterrupt), match="connection closed"):

@@ -165,10 +165,10 @@ def test_shards_on_a_node_are_gathered_from_until_the_parameters_change(ctx: Ran
     for unit in (*model.blocks, model):
         unit.reshard()  # as ranks do that write to some shards only
     assert gathers_of(lambda: step(model)) == (num_units, num_units)
-    flats = [flat for group in groups for flat in group.unsharded.post_forward._flats.values()]
-    assert all(flat.untyped_storage().nbytes() > 0 for flat in flats)
+    sent = [storage for group in groups for storage, _ in group.unsharded.post_forward._memory]
+    assert all(storage.nbytes() > 0 for storage in sent)
     model.set_reshard_after_backward(True)
-    assert [flat.untyped_storage().nbytes() for flat in flats] == [0] * len(flats)
+    assert [storage.nbytes() for storage in sent] == [0] * len(sent)
     assert gathers_of(lambda: step(model)) == (num_units, num_units)
 
 
