@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from fsdp2 import _torch, extensions
-from fsdp2.api.adapters import ADAPTERS, Adapted
+from fsdp2.api.adapters import ADAPTERS
 from fsdp2.api.fully_shard import fully_shard
 from fsdp2.api.module import FSDPModule, GradientReductionHandle, UnshardHandle, share_comm_ctx
 from fsdp2.extras import (
@@ -20,9 +20,10 @@ from fsdp2.extras import (
 )
 from fsdp2.extras.lending import unsharded
 from fsdp2.extras.no_sync import no_sync
+from fsdp2.group.codec import PlugIns as _OfCodecs
 from fsdp2.group.shards import PlugIns as _OfSteps
 from fsdp2.runtime.hooks import register_fsdp_forward_method
-from fsdp2.runtime.unit_tree import PlugIns, UnitTree
+from fsdp2.runtime.unit_tree import PlugIns
 from fsdp2.types import (
     AllGather,
     Comm,
@@ -165,25 +166,24 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-def _limit_memory(limit: int, tree: UnitTree) -> Any:
-    return import_module("fsdp2.tools.memory_limit").MemoryLimit(limit, tree)
+def _later(module: str, name: str) -> Any:
+    """The function ``name`` of ``module``, which is imported at the first call."""
 
+    # The step of an optimizer may be compiled, and no compiler follows an import.
+    @_torch.runs_between_graphs
+    def call(*args: Any) -> Any:
+        return getattr(import_module(f"fsdp2.{module}"), name)(*args)
 
-def _adapt_4bit(*parameter: Any) -> Adapted:
-    made: Adapted = import_module("fsdp2.tensors.params4bit").adapt(*parameter)
-    return made
-
-
-@_torch.runs_between_graphs  # the step of an optimizer may be compiled, and no compiler follows an import
-def _warn_of_plain(*step: Any) -> None:
-    import_module("fsdp2.tools.plain_params").warn_of_plain(*step)
+    return call
 
 
 for _extra in (_alike, _copying, _empty_buffers, _peers, _ranks_may_differ, _refusals, _state):
     _extra.register()
 for _types in (_typed_params, _local_parts):  # the first who knows a parameter answers
     _types.register()
-PlugIns.limits_memory = _limit_memory
-_OfSteps.on_plain_step = _warn_of_plain
-ADAPTERS["bitsandbytes.nn.modules.Params4bit"] = _adapt_4bit
+PlugIns.limits_memory = _later("tools.memory_limit", "MemoryLimit")
+_OfSteps.on_plain_step = _later("tools.plain_params", "warn_of_plain")
+_OfCodecs.cut, _OfCodecs.pin = _later("tensors.cut", "pinned_shard"), _later("tensors.cut", "pinned")
+_OfCodecs.codec = _later("tensors.all_gather_hooks", "HookedParams")
+ADAPTERS["bitsandbytes.nn.modules.Params4bit"] = _later("tensors.params4bit", "adapt")
 del globals()["plan"]  # the folder, which hides the function

@@ -506,9 +506,6 @@ def buffers_dict(module: nn.Module) -> dict[str, torch.Tensor | None]:
 
 # Wrapper subclasses
 
-# Wrappers that describe more than this rank's memory: a tensor of all ranks, or one that has not arrived.
-DISTRIBUTED_TENSORS = (DTensor, AsyncCollectiveTensor)
-
 # Wrapper subclasses define ``__tensor_flatten__``; torch's test for that is private. Its type guard confuses mypy.
 _is_wrapper: Callable[[object], bool] = is_traceable_wrapper_subclass
 
@@ -528,22 +525,6 @@ def leaves(tensor: torch.Tensor) -> list[torch.Tensor]:
 def versioned(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The tensors whose versions autograd compares: ``tensor``, and its inner tensors, which compiled blocks save."""
     return [tensor, *(leaf for leaf in leaves(tensor) if leaf is not tensor)]
-
-
-def rebuilder(tensor: torch.Tensor) -> Callable[[Iterator[torch.Tensor]], torch.Tensor]:
-    """A function that takes leaves from an iterator, in the order of ``leaves``, and makes a tensor of them that is
-    nested as ``tensor`` is. Wrappers get the shape of their first inner tensor. The function keeps no memory alive."""
-    if not inner_names(tensor):
-        return next
-    cls, (_, context) = type(tensor), cast(Any, tensor).__tensor_flatten__()
-    parts = {name: rebuilder(getattr(tensor, name)) for name in inner_names(tensor)}
-
-    def rebuild(iterator: Iterator[torch.Tensor]) -> torch.Tensor:
-        inner = {name: part(iterator) for name, part in parts.items()}
-        like = next(iter(inner.values()))
-        return cast(torch.Tensor, cls.__tensor_unflatten__(inner, context, like.shape, like.stride()))  # type: ignore[attr-defined]
-
-    return rebuild
 
 
 def rewrapped(like: torch.Tensor, inner: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -23,9 +23,9 @@ from fsdp2 import _torch
 from fsdp2.api.adapters import adapter_of, written_spec
 from fsdp2.api.arguments import expect
 from fsdp2.comm.offload import Home
+from fsdp2.group.codec import PlugIns, has_hooks, is_plain
 from fsdp2.group.group import ParamGroup
-from fsdp2.group.hooked_params import has_hooks, is_plain
-from fsdp2.group.param import NAME_IN_PASS, SHARDED_AS, ShardedParam, Slot, pinned, subclass_shard
+from fsdp2.group.param import NAME_IN_PASS, SHARDED_AS, ShardedParam, Slot
 from fsdp2.group.shards import is_shard
 from fsdp2.plan.dtypes import check_grad_dtype, own_policy, param_dtypes
 from fsdp2.plan.layout import Layout, shard_layout
@@ -273,7 +273,7 @@ def _subclass_shard(
     if is_plain(full):
         return None
     with torch.no_grad():
-        return pinned(name, subclass_shard(name, full, layout, rank, home.device), home)
+        return PlugIns.cut(name, full, layout, rank, home)
 
 
 def _resolve_dim(name: str, param: nn.Parameter, placement: Shard | None) -> int:

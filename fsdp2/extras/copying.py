@@ -16,8 +16,8 @@ from torch import nn
 from fsdp2 import _torch
 from fsdp2.api.module import PlugIns
 from fsdp2.extras import torch_names
+from fsdp2.group.codec import is_plain
 from fsdp2.group.group import ParamGroup
-from fsdp2.group.hooked_params import is_plain
 from fsdp2.group.param import ShardedParam, Slot
 from fsdp2.runtime.hooks import FORWARD_METHOD, ModuleHooks
 from fsdp2.runtime.unit import UNIT_ATTRIBUTE, Unit, unit_of

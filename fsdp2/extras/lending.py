@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 from fsdp2 import _torch
 from fsdp2.comm.backends import exchange
 from fsdp2.comm.streams import wait_for
+from fsdp2.group.codec import is_plain
 from fsdp2.group.group import ParamGroup, groups_by_slot
-from fsdp2.group.hooked_params import is_plain
 from fsdp2.group.param import ShardedParam, Slot
 from fsdp2.plan.layout import contiguous_stride
 from fsdp2.plan.mesh import Axis, ParallelMesh, replicated

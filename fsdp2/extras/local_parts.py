@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2.api.adapters import SPEC_READERS
-from fsdp2.group.hooked_params import is_plain
+from fsdp2.group.codec import is_plain
 from fsdp2.plan.mesh import ParallelMesh
 from fsdp2.plan.placements import ParamSpec, param_spec
 

@@ -17,8 +17,8 @@ from fsdp2.comm.streams import wait_for
 from fsdp2.extras.lending import gathered_together, whole_subclass
 from fsdp2.fsdp1 import torch_names
 from fsdp2.fsdp1.names import Wrapper
+from fsdp2.group.codec import is_plain
 from fsdp2.group.group import ParamGroup
-from fsdp2.group.hooked_params import is_plain
 from fsdp2.group.param import ShardedParam
 
 CPU = torch.device("cpu")

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from fsdp2 import _torch
+from fsdp2.group.codec import is_plain
 from fsdp2.group.group import forget
-from fsdp2.group.hooked_params import is_plain
 from fsdp2.runtime.unit import unit_of
 
 

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,12 +22,10 @@ from fsdp2.comm.backends import GatherComm
 from fsdp2.comm.memory import tensor_on
 from fsdp2.comm.offload import FlatStage
 from fsdp2.comm.streams import Streams, Waitable, is_of_backend, wait_for
+from fsdp2.group.codec import Codec
 from fsdp2.plan.layout import Layout, contiguous_stride
 from fsdp2.plan.plan import GatherBucket, GatherPlan, GatherStep, Origin, Route
 from fsdp2.types import CommunicationError
-
-if TYPE_CHECKING:
-    from fsdp2.group.hooked_params import HookedParams
 
 FlatShards = dict[torch.dtype, torch.Tensor]
 
@@ -91,7 +88,7 @@ class Gather:
         rank: int,
         comm: GatherComm,
         streams: Streams,
-        hooks: HookedParams | None,
+        hooks: Codec | None,
         *,
         stage: FlatStage | None = None,
         calls_pre_hooks: bool = True,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import nn
@@ -25,7 +25,7 @@ from fsdp2.plan.dtypes import GRADIENTS_FOLLOW_SHARDS, ParamDtypes, param_dtypes
 from fsdp2.plan.layout import Layout, contiguous_stride
 from fsdp2.plan.mesh import ParallelMesh
 from fsdp2.plan.placements import ParamSpec, plain_spec
-from fsdp2.types import ExtensionError, MixedPrecisionPolicy
+from fsdp2.types import MixedPrecisionPolicy
 
 # Attribute of the original parameter, set when it is sharded: it shows a tie that crosses units. Also set on the
 # sharded parameter: it shows that an inner module was sharded after an outer one.
@@ -295,59 +295,6 @@ class ShardedParam:
         its local tensor, and a wrapper subclass its inner tensors; each has its own version."""
         local = _torch.local_of(self.sharded)
         return [self.sharded, local, *(leaf for leaf in _torch.leaves(local) if leaf is not local)]
-
-
-def subclass_shard(name: str, full: torch.Tensor, layout: Layout, rank: int, device: torch.device) -> torch.Tensor:
-    """``rank``'s shard of the tensor subclass ``full``, in its own memory on ``device`` (or still on meta).
-
-    Raises:
-        ExtensionError: the class lacks an operation that cutting needs, or the operation returns another class.
-    """
-    cls = type(full).__name__
-    if type(full).__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
-        raise ExtensionError(
-            f"parameter '{name}' is a {cls} without __torch_dispatch__. A DTensor would lose this class and ignore its "
-            f"hooks. Make {cls} a wrapper subclass, or make the parameter a plain tensor."
-        )
-    options: dict[str, Any] = {} if full.device == device or full.is_meta else {"device": device}
-    try:
-        local = full.new_zeros(layout.shard_shape(rank), **options)
-        chunks = torch.chunk(full, layout.num_shards, layout.dim)
-        if rank < len(chunks) and local.numel() > 0:
-            local.copy_(chunks[rank])
-    except Exception as error:
-        raise ExtensionError(
-            f"parameter '{name}': cutting a {cls} into shards raised {type(error).__name__}: {error}\n"
-            f"Let {cls}.__torch_dispatch__ support new_zeros, split and copy_."
-        ) from error
-    if type(local) is not type(full) or local.shape != layout.shard_shape(rank):
-        raise ExtensionError(
-            f"parameter '{name}': new_zeros{layout.shard_shape(rank)} of a {cls} returned a {type(local).__name__} of "
-            f"shape {tuple(local.shape)}. Sharding would lose the class. Let {cls}.__torch_dispatch__ keep the class."
-        )
-    return local
-
-
-def pinned(name: str, local: torch.Tensor, home: Home) -> torch.Tensor:
-    """The shard ``local`` of a tensor subclass in pinned memory, if ``home`` asks for that. A plain tensor with its own
-    hooks stays as it is, since a copy would lose the hooks.
-
-    Raises:
-        ExtensionError: the class lacks an operation that pinning needs, or the operation returns another class.
-    """
-    if not home.pin_memory or local.is_meta or type(local) in (torch.Tensor, nn.Parameter):
-        return local
-    cls = type(local).__name__
-    advice = f"Let {cls}.__torch_dispatch__ support is_pinned and _pin_memory, or pass "
-    advice += "CPUOffloadPolicy(pin_memory=False)."
-    try:
-        copy = local.pin_memory()
-    except Exception as error:
-        problem = f"raised {type(error).__name__}: {error}\n"
-        raise ExtensionError(f"parameter '{name}': pin_memory() of a {cls} {problem}{advice}") from error
-    if type(copy) is not type(local):
-        raise ExtensionError(f"parameter '{name}': pin_memory() of a {cls} returned a {type(copy).__name__}. {advice}")
-    return copy
 
 
 def check_device(name: str, found: torch.device, home: Home) -> None:

@@ -16,7 +16,7 @@ from fsdp2.comm.backends import comm_for
 from fsdp2.comm.custom import gather_comm
 from fsdp2.comm.streams import Streams
 from fsdp2.group.all_gather import Gather, allocate, flat_shards, shard_slice
-from fsdp2.group.hooked_params import HookedParams
+from fsdp2.group.codec import Codec
 from fsdp2.group.param import ShardedParam
 from fsdp2.plan.mesh import ParallelMesh
 from fsdp2.plan.plan import compile_gather, cut_after_forward
@@ -37,7 +37,7 @@ class PostForwardShards:
         self,
         params: Sequence[ShardedParam],
         full: Gather,
-        hooks: HookedParams | None,
+        hooks: Codec | None,
         mesh: ParallelMesh,
         streams: Streams,
         all_gather: AllGather | None,

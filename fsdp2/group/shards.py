@@ -24,9 +24,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from fsdp2 import _torch
 from fsdp2.comm.memory import alias
 from fsdp2.comm.offload import Home
+from fsdp2.group import codec
 from fsdp2.group.all_gather import FlatShards, flat_shards
-from fsdp2.group.hooked_params import is_plain
-from fsdp2.group.param import NAME_IN_PASS, ShardedParam, check_device, pinned
+from fsdp2.group.codec import is_plain
+from fsdp2.group.param import NAME_IN_PASS, ShardedParam, check_device
 from fsdp2.plan.dtypes import check_grad_dtype, param_dtypes
 from fsdp2.plan.layout import contiguous_stride
 from fsdp2.plan.mesh import ParallelMesh
@@ -268,7 +269,7 @@ class GroupShards:
         if local is self.locals[index] and index in self.plain and not local.is_meta:
             with torch.no_grad():
                 local.set_(local.clone().untyped_storage(), 0, local.shape, local.stride())
-        return pinned(self._params[index].full_name, local, self._home)
+        return codec.PlugIns.pin(self._params[index].full_name, local, self._home)
 
     def _warn_of_lost_hooks(self, current: Sequence[torch.Tensor]) -> None:
         for index, bound in enumerate(current):

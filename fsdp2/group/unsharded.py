@@ -19,7 +19,7 @@ from fsdp2.comm.custom import gather_comm
 from fsdp2.comm.offload import FlatStage, Home
 from fsdp2.comm.streams import Streams, streams_for
 from fsdp2.group.all_gather import FlatShards, Gather, GatheredMemory, LocalGather
-from fsdp2.group.hooked_params import HookedParams
+from fsdp2.group.codec import Codec, PlugIns
 from fsdp2.group.param import ShardedParam
 from fsdp2.group.post_forward import PostForwardShards
 from fsdp2.group.shards import GroupShards
@@ -40,7 +40,7 @@ class UnshardedParams:
         versioned, saved_versions: the tensors whose versions autograd compares, and the versions that it has saved.
         requires_grad: per parameter, the flag that all its forms have had since ``follow_requires_grad``.
         trainable: the positions of the parameters that require gradients, once there are ``parameters``.
-        hooked: the parameters with all-gather hooks, if there are any.
+        hooked: the codec of the parameters with all-gather hooks, if there are any.
         post_forward_mesh: the smaller mesh for shards between forward and backward, if there is one. Set it before the
             first use.
     """
@@ -55,7 +55,7 @@ class UnshardedParams:
         self._all_gather: AllGather | None = None
         self._memory: GatheredMemory | None = None
         self._places: object = None  # where each tensor lies in ``_memory``
-        self.hooked: HookedParams | None = None
+        self.hooked: Codec | None = None
         self.unbind()
 
     def unbind(self) -> None:
@@ -119,7 +119,7 @@ class UnshardedParams:
             inputs = self._shards.plain_inputs()
             first_key = len(self._params)
             hooked = [param for index, param in enumerate(self._params) if index not in self._shards.plain]
-            self.hooked = HookedParams(hooked, self._mesh, self._home) if hooked else None
+            self.hooked = PlugIns.codec(hooked, self._mesh, self._home) if hooked else None
             if self.hooked is not None:
                 # What hooks consume is freed on arrival, unless the post-forward mesh needs a part of it.
                 inputs |= self.hooked.inputs(first_key, keeps_consumed=self.post_forward_mesh is not None)

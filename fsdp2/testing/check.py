@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fsdp2 import _torch
-from fsdp2.group.hooked_params import is_plain
+from fsdp2.group.codec import is_plain
 from fsdp2.testing.findings import Findings, Values, are_equal, check_equal, values_of
 from fsdp2.testing.world import Case, Rank, StandInDTensor, World, local_of
 from fsdp2.types import ExtensionError, MixedPrecisionPolicy

@@ -17,13 +17,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2 import _torch
 from fsdp2.comm.memory import tensor_on
-from fsdp2.group.hooked_params import HookedParam
-from fsdp2.group.param import ShardedParam, Slot, subclass_shard
+from fsdp2.group.param import ShardedParam, Slot
 from fsdp2.plan.dtypes import param_dtypes
 from fsdp2.plan.layout import Layout, contiguous_stride, join, shard_layout
 from fsdp2.plan.mesh import ParallelMesh
 from fsdp2.plan.placements import ParamSpec, TensorSpec
 from fsdp2.plan.trees import map_tensors
+from fsdp2.tensors.all_gather_hooks import HookedParam
+from fsdp2.tensors.cut import subclass_shard
 from fsdp2.tensors.wrapper import WrapperTensor
 from fsdp2.types import ExtensionError, MixedPrecisionPolicy
 

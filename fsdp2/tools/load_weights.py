@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2.extras.empty_buffers import empty_buffers
-from fsdp2.group.hooked_params import is_plain
+from fsdp2.group.codec import is_plain
 from fsdp2.tools.checkpoint_mapping import MappingLike, Shape, listed
 from fsdp2.tools.checkpoint_pieces import Piece, Resolved, Run, reads, resolved_to_load, whole_piece
 from fsdp2.tools.progress import progress

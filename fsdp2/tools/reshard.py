@@ -20,16 +20,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp2 import _torch
 from fsdp2.comm.custom import BackendAllGather, BackendMemory, BackendReduceScatter
 from fsdp2.comm.offload import Home
+from fsdp2.group.codec import is_plain
 from fsdp2.group.gradients import GroupOptions
 from fsdp2.group.group import ParamGroup, forget
-from fsdp2.group.hooked_params import is_plain
-from fsdp2.group.param import ShardedParam, pinned
+from fsdp2.group.param import ShardedParam
 from fsdp2.plan.layout import pack, shard_layout
 from fsdp2.plan.mesh import AxisRole, ParallelMesh, post_forward_mesh, replicated, separate_axis
 from fsdp2.plan.placements import plain_spec
 from fsdp2.runtime.unit import Unit
 from fsdp2.runtime.unit_tree import UnitTree, tree_of
 from fsdp2.schedule.schedule import AfterForward
+from fsdp2.tensors.cut import pinned
 from fsdp2.tools import torch_names
 from fsdp2.tools.reshard_checks import (
     Belongings,

@@ -23,8 +23,8 @@ from fsdp2.comm.backends import exchange
 from fsdp2.comm.custom import SymmetricMemory
 from fsdp2.extras.lending import check_idle
 from fsdp2.extras.rank_checks import first_difference
+from fsdp2.group.codec import is_plain
 from fsdp2.group.group import ParamGroup
-from fsdp2.group.hooked_params import is_plain
 from fsdp2.group.param import ShardedParam
 from fsdp2.plan.mesh import Axis, ParallelMesh, parallel_mesh
 from fsdp2.plan.trees import find_tensors

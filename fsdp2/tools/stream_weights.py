@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2 import _torch
 from fsdp2.comm.backends import Launch
 from fsdp2.comm.streams import Waitable, launched, streams_for, wait_for
-from fsdp2.group.hooked_params import is_plain
+from fsdp2.group.codec import is_plain
 from fsdp2.plan.layout import ALIGNMENT_NBYTES
 from fsdp2.tools.progress import progress
 from fsdp2.tools.sizes import nbytes_of

@@ -22,8 +22,8 @@ from torch.distributed.tensor.placement_types import Placement
 from fsdp2 import _torch
 from fsdp2.extras.lending import WHOLE, check_idle, gathered, joined, joined_along_dim_0, packed, whole_subclass
 from fsdp2.extras.state import bound_state
+from fsdp2.group.codec import is_plain
 from fsdp2.group.group import ParamGroup, groups_by_slot
-from fsdp2.group.hooked_params import is_plain
 from fsdp2.group.param import ShardedParam, Slot
 from fsdp2.plan.mesh import mesh_device
 from fsdp2.tensors.in_files import FileTensor

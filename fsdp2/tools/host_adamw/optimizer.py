@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
 from fsdp2.comm.streams import Streams, streams_for
+from fsdp2.group.codec import is_plain
 from fsdp2.group.group import ParamGroup, groups_by_slot
-from fsdp2.group.hooked_params import is_plain
 from fsdp2.tools import torch_names
 from fsdp2.tools.clip import factor_of, norm_of_gradients
 from fsdp2.tools.host_adamw.jobs import MOMENTS, Factor, HostUnit, Job, Options

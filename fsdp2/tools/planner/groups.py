@@ -174,7 +174,7 @@ def _shards_nbytes(inputs: list[PlanInput]) -> int:
 
 
 def _in_float8(param: PlanInput, num_shards: int) -> PlanInput:
-    """What ``Float8AllGatherTensor`` sends with a scale per tensor, as ``fsdp2.group.hooked_params`` joins it."""
+    """What ``Float8AllGatherTensor`` sends with a scale per tensor, as ``tensors/all_gather_hooks.py`` joins it."""
     shapes = [param.layout.shard_shape(rank) for rank in range(num_shards)]
     return PlanInput(param.name, join(shapes, param.layout.dim), ParamDtypes.uncast(torch.uint8), Origin.HOOK)
 

@@ -20,36 +20,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2 import _torch
 from fsdp2.comm.backends import exchange
 from fsdp2.comm.offload import Home
 from fsdp2.group.all_gather import allocate
+from fsdp2.group.codec import POST, PRE, is_plain
 from fsdp2.group.param import ShardedParam
 from fsdp2.plan.dtypes import ParamDtypes
 from fsdp2.plan.layout import join
 from fsdp2.plan.mesh import ParallelMesh
 from fsdp2.plan.plan import Origin, PlanInput
 from fsdp2.plan.trees import find_tensors
+from fsdp2.tensors import torch_names
 from fsdp2.types import ExtensionError
 
-_PRE = "fsdp_pre_all_gather"
-_POST = "fsdp_post_all_gather"
 _RELEASE = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
 
 _Kinds = tuple[tuple[torch.Size, torch.dtype], ...]  # of the tensors that travel
-
-
-def has_hooks(local: torch.Tensor) -> bool:
-    """Whether ``local``, or its class, defines one of the two hooks."""
-    return hasattr(local, _PRE) or hasattr(local, _POST)
-
-
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is an ordinary tensor without hooks, which can lie in a flat buffer."""
-    return type(tensor) in (torch.Tensor, nn.Parameter) and not has_hooks(tensor)
 
 
 class HookedParam:
@@ -74,15 +63,15 @@ class HookedParam:
         self.gathered: tuple[torch.Tensor, ...] = ()
         self.outputs: tuple[torch.Tensor, ...] = ()
         self.out: torch.Tensor
-        for name, other in ((_PRE, _POST), (_POST, _PRE)):
+        for name, other in ((PRE, POST), (POST, PRE)):
             if not callable(getattr(local, name, None)):
                 only, lost = f"the class defines only {other}", "sharding would lose what the class adds"
                 found = only if hasattr(local, other) else lost
                 raise self.error(
                     name, f"is not defined: {found}. Define both hooks, or list the parameter in ignored_params"
                 )
-        self._pre: Callable[[], object] = self._bind_pre(getattr(local, _PRE))
-        self._post = getattr(local, _POST)
+        self._pre: Callable[[], object] = self._bind_pre(getattr(local, PRE))
+        self._post = getattr(local, POST)
         self._expected: _Kinds | None = None
         self._rebuild: list[Callable[[Iterator[torch.Tensor]], torch.Tensor]] = []  # per tensor of the payload
         self._has_seen_result = False  # of a call with ``out``; only the first result is looked at
@@ -101,24 +90,24 @@ class HookedParam:
         try:
             result = self._pre()
         except Exception as error:
-            raise self.error(_PRE, f"raised {type(error).__name__}: {error}") from error
+            raise self.error(PRE, f"raised {type(error).__name__}: {error}") from error
         if type(result) is not tuple or len(result) != 2:
-            raise self.error(_PRE, f"returned {_described(result)}, expected (tuple of tensors, metadata)")
+            raise self.error(PRE, f"returned {_described(result)}, expected (tuple of tensors, metadata)")
         tensors, metadata = result
         if type(tensors) is not tuple:
-            raise self.error(_PRE, f"returned {_described(tensors)} as the tensors, expected a tuple of tensors")
+            raise self.error(PRE, f"returned {_described(tensors)} as the tensors, expected a tuple of tensors")
         if any(type(tensor) is not torch.Tensor for tensor in tensors):
             tensors = self._flattened(tensors)
         for tensor in tensors:
             if not tensor.is_contiguous():
                 problem = f"returned {_described(tensor)} with strides {tensor.stride()}"
-                raise self.error(_PRE, f"{problem}, expected contiguous tensors. Call .contiguous()")
+                raise self.error(PRE, f"{problem}, expected contiguous tensors. Call .contiguous()")
             if self._expected is None and tensor.device != self._device:
-                raise self.error(_PRE, f"returned a tensor on {tensor.device}, expected {self._device}")
+                raise self.error(PRE, f"returned a tensor on {tensor.device}, expected {self._device}")
         found = _kinds_of(tensors)
         if self._expected is not None and found != self._expected:
             raise self.error(
-                _PRE,
+                PRE,
                 f"returned {_payload(found)}, expected {_payload(self._expected)} as in the first gather of the group. "
                 "Return the same shapes and dtypes each time, because the plan is made once",
             )
@@ -129,15 +118,15 @@ class HookedParam:
         """The plain tensors that ``tensors`` are made of."""
         plain: list[torch.Tensor] = []
         for tensor in tensors:
-            if not isinstance(tensor, torch.Tensor) or isinstance(tensor, _torch.DISTRIBUTED_TENSORS):
-                raise self.error(_PRE, f"returned {_described(tensor)} to be gathered, expected tensors of this rank")
+            if not isinstance(tensor, torch.Tensor) or isinstance(tensor, torch_names.DISTRIBUTED_TENSORS):
+                raise self.error(PRE, f"returned {_described(tensor)} to be gathered, expected tensors of this rank")
             parts = [leaf.detach().as_subclass(torch.Tensor) for leaf in _torch.leaves(tensor)]
             if any(part.shape != tensor.shape for part in parts):
                 problem = f"returned {_described(tensor)}, which has inner tensors of other shapes"
-                raise self.error(_PRE, f"{problem}. Return the inner tensors, and wrap them in {_POST}")
+                raise self.error(PRE, f"{problem}. Return the inner tensors, and wrap them in {POST}")
             plain += parts
         if self._expected is None:
-            self._rebuild = [_torch.rebuilder(tensor) for tensor in tensors]  # type: ignore[arg-type]  # checked above
+            self._rebuild = [torch_names.rebuilder(tensor) for tensor in tensors]  # type: ignore[arg-type]  # checked above
         return tuple(plain)
 
     def bind_outputs(self, gathered: Sequence[torch.Tensor]) -> None:
@@ -170,7 +159,7 @@ class HookedParam:
         try:
             result = self._post(self.outputs, self.metadata, self.param.dtypes.param, out=self.out)
         except Exception as error:
-            raise self.error(_POST, f"(with out) raised {type(error).__name__}: {error}") from error
+            raise self.error(POST, f"(with out) raised {type(error).__name__}: {error}") from error
         if result is None or self._has_seen_result:
             return
         self._has_seen_result = True
@@ -181,7 +170,7 @@ class HookedParam:
                 f"returned {_described(result)} in new memory although out was given. fsdp2 ignores this result. Fill "
                 "out in place, because autograd has saved out"
             )
-            warnings.warn(str(self.error(_POST, problem)), stacklevel=2)
+            warnings.warn(str(self.error(POST, problem)), stacklevel=2)
 
     def first_post(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """The unsharded tensor of the outer size, and the tensors to free with it.
@@ -189,19 +178,19 @@ class HookedParam:
         Raises:
             ExtensionError: the hook raised, or returned something that cannot be the parameter.
         """
-        self._post = getattr(self._local, _POST)  # users may have mended it, since it failed
+        self._post = getattr(self._local, POST)  # users may have mended it, since it failed
         try:
             result = self._post(self.outputs, self.metadata, self.param.dtypes.param)
         except Exception as error:
-            raise self.error(_POST, f"raised {type(error).__name__}: {error}") from error
+            raise self.error(POST, f"raised {type(error).__name__}: {error}") from error
         expected = "expected (unsharded tensor, tuple of inner tensors to free)"
         if not isinstance(result, tuple) or len(result) != 2:
-            raise self.error(_POST, f"returned {_described(result)}, {expected}")
+            raise self.error(POST, f"returned {_described(result)}, {expected}")
         tensor, inner = result
         if not isinstance(tensor, torch.Tensor):
-            raise self.error(_POST, f"returned {_described(tensor)} as the unsharded tensor, {expected}")
+            raise self.error(POST, f"returned {_described(tensor)} as the unsharded tensor, {expected}")
         if not isinstance(inner, (tuple, list)) or not all(isinstance(item, torch.Tensor) for item in inner):
-            raise self.error(_POST, f"returned {_described(inner)} as the inner tensors, {expected}")
+            raise self.error(POST, f"returned {_described(inner)} as the inner tensors, {expected}")
         return self._cut(tensor), list(inner)
 
     def _cut(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -213,14 +202,14 @@ class HookedParam:
         has_rows = tensor.dim() == len(size) and tensor.shape[1:] == size[1:] and tensor.shape[0] >= size[0]
         if not (is_flat or has_rows) or not tensor.is_contiguous():
             raise self.error(
-                _POST,
+                POST,
                 f"returned {_described(tensor)} with strides {tensor.stride()}, expected a contiguous tensor of shape "
                 f"{tuple(size)}, or with more rows",
             )
         cut = torch.as_strided(tensor, size, self.param.stride, tensor.storage_offset())
         if type(cut) is not type(tensor):
             raise self.error(
-                _POST,
+                POST,
                 f"returned a {type(tensor).__name__} of shape {tuple(tensor.shape)}, but cutting to {tuple(size)} made "
                 f"a {type(cut).__name__} of that tensor. Let as_strided keep the class",
             )
@@ -232,7 +221,7 @@ class HookedParam:
         arguments = (self._mesh, self._size, param.stride, param.slots[0].module, param.policy)
         if len(signature.parameters) not in (1, len(arguments)):
             raise self.error(
-                _PRE,
+                PRE,
                 f"has the signature {signature}, expected (self, mesh) or (self, mesh, outer_size, outer_stride, "
                 "module, mp_policy)",
             )
@@ -260,15 +249,15 @@ class HookedParam:
         tensor, inner = self.first_post()
         if versions != [output._version for output in self.gathered]:
             problem = "wrote into all_gather_outputs, but the outputs are read again. Make a new tensor instead"
-            raise self.error(_POST, problem)
+            raise self.error(POST, problem)
         if not tensor.dtype.is_floating_point and param.sharded.requires_grad:
             problem = f"made a tensor of {tensor.dtype} for a trainable parameter, expected a floating-point dtype"
-            raise self.error(_POST, problem)
+            raise self.error(POST, problem)
         try:
             made = param.unsharded_parameter(tensor)
         except RuntimeError as error:  # nn.Parameter wants detach() to keep the class
             problem = f"made a {type(tensor).__name__} that cannot be an nn.Parameter: {error}"
-            raise self.error(_POST, problem) from error
+            raise self.error(POST, problem) from error
         inner_memory = self._owned(inner)
         memory = {output.untyped_storage().data_ptr() for output in self.gathered if output.numel()}
         if self.are_released and not memory.isdisjoint(_memory_of(made)):
@@ -276,7 +265,7 @@ class HookedParam:
                 f"made a tensor on the memory of all_gather_outputs, but {_RELEASE} returned True, so this memory "
                 f"may be freed. Copy the outputs, or return False from {_RELEASE}"
             )
-            raise self.error(_POST, problem)
+            raise self.error(POST, problem)
         param.unsharded, param.inner = made, inner_memory
 
     def fill_first(self) -> None:
@@ -288,7 +277,7 @@ class HookedParam:
         replaced = before.difference(_memory_of(self.out))
         if not replaced.isdisjoint(before if is_plain(self.out) else self._freed_memory()):
             problem = "put other memory under out. Write into the memory of out, because autograd has saved out"
-            raise self.error(_POST, problem)
+            raise self.error(POST, problem)
 
     def _freed_memory(self) -> set[int]:
         """Memory that is freed between gathers, and is there again when a hook fills it. A wrapper tensor may also hold
@@ -308,7 +297,7 @@ class HookedParam:
                 continue
             if pointer in shards:
                 problem = "listed memory of the shard among the tensors to free. List a tensor with its own memory"
-                raise self.error(_POST, problem)
+                raise self.error(POST, problem)
             owned[pointer] = (storage, storage.nbytes())
         return list(owned.values())
 
@@ -387,13 +376,13 @@ class HookedParams:
                 if mine != its:
                     problem = f"returned {_payload(mine)} on one replica and {_payload(its)} on another replica. "
                     problem += "Replicas hold the same shards. Return the same shapes and dtypes on all replicas"
-                    raise hooked.error(_PRE, problem)
+                    raise hooked.error(PRE, problem)
             dtypes = [tuple(dtype for _, dtype in kinds) for kinds in by_rank]
             for rank, found in enumerate(dtypes):
                 if found != dtypes[0]:
                     problem = f"returned tensors of {dtypes[0]} on the first rank, but of {found} on rank {rank} of "
                     problem += "the shard axis. Return the same dtypes on all ranks"
-                    raise hooked.error(_PRE, problem)
+                    raise hooked.error(PRE, problem)
             is_consumed = hooked.are_released and not keeps_consumed
             origin = Origin.HOOK_CONSUMED if is_consumed else Origin.HOOK
             for k, dtype in enumerate(dtypes[0]):
@@ -401,7 +390,7 @@ class HookedParams:
                     layout = join([tuple(kinds[k][0]) for kinds in by_rank], hooked.param.layout.dim)
                 except ValueError as error:
                     problem = f"returned tensors that cannot be joined over the ranks: {error}. Return equal other dims"
-                    raise hooked.error(_PRE, problem) from None
+                    raise hooked.error(PRE, problem) from None
                 name = f"{hooked.param.name}[{k}]"
                 inputs[first_key + len(inputs)] = PlanInput(name, layout, ParamDtypes.uncast(dtype), origin)
         return inputs
