@@ -31,6 +31,7 @@ def _assert_flat(found: list[Counter[str]], what: str) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.in_turns
 @pytest.mark.timeout(1800)
 def test_nothing_grows_in_10_000_steps() -> None:
     """``python -m tests.faults.growth`` runs the other variants, too: they are too long for a suite."""

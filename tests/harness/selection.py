@@ -2,9 +2,11 @@
 
 - ``make test``, the short suite: all that is not long.
 - ``make test-ci``, in CI, beyond that: all long cases that are not rare.
-- ``make test-exhaustive``: all, before a release.
+- ``make clients``: all of ``tests/clients``. CI leaves out what is rare there, too.
+- ``make test-exhaustive``: all others, before a release.
 
-Every test function runs in CI. Long, and in turns rare, is:
+Every test function runs in CI, but for those marked ``@pytest.mark.in_turns``, which take minutes. Long, and in turns
+rare, is:
 
 - what is marked ``@pytest.mark.long``, or is in ``*long(...)`` in a list of parameters;
 - all but the first size in ``@distributed(2, 4)``, unless ``short`` names more;
@@ -17,8 +19,9 @@ Every test function runs in CI. Long, and in turns rare, is:
 Of these cases, CI runs one share in ``SHARES`` at each landing, another one at the next; ``landing`` says which. Where
 all cases of a test are such cases, it always runs the first.
 
-Of all but the first case of a test on a pool of ranks, it runs one share in ``SHARES_COVERING``, unless the test is
-marked ``@pytest.mark.every_case``, since a planted defect or a behaviour shows in one of the others only.
+Of all but the first case of a test on a pool of ranks, it runs one share in ``SHARES_COVERING``, and of one of a client
+one share in ``SHARES_OF_CLIENTS``, unless the test is marked ``@pytest.mark.every_case``, since a planted defect or a
+behaviour shows in one of the others only.
 
 Long, but never rare, is what is marked ``@pytest.mark.ci``, or is in ``*in_ci(...)``: it takes a second and more, or
 notices a defect that nothing else does.
@@ -39,9 +42,11 @@ import pytest
 
 _DOCS = Path(__file__).parents[1] / "docs"
 _MIGRATING = _DOCS / "migrating"  # a test for each row of that page
+_CLIENTS = Path(__file__).parents[1] / "clients"
 WORLD_SIZE = "world_size"  # the parameter that ``@distributed`` adds
-SHARES = 8
-SHARES_COVERING = 3
+SHARES = 16
+SHARES_COVERING = 6
+SHARES_OF_CLIENTS = 3
 LANDING = "LANDING"  # the environment variable
 
 
@@ -83,10 +88,13 @@ def mark_suites(items: Sequence[pytest.Item], number: int) -> None:
     for cases in tests.values():
         others = _cases_in_turns(cases)
         always = [case for case in cases if case not in others]
-        is_sampled = pool_of(cases[0]) and cases[0].get_closest_marker("every_case") is None
+        is_of_client = _CLIENTS in cases[0].path.parents
+        is_sampled = (is_of_client or pool_of(cases[0])) and cases[0].get_closest_marker("every_case") is None
         short = [case for case in always if case.get_closest_marker("ci") is None]
         rest = short[1:] if is_sampled else []
-        for shares, in_turns in ((SHARES, others if always else others[1:]), (SHARES_COVERING, rest)):
+        shares_of_rest = SHARES_OF_CLIENTS if is_of_client else SHARES_COVERING
+        all_in_turns = bool(always) or cases[0].get_closest_marker("in_turns") is not None
+        for shares, in_turns in ((SHARES, others if all_in_turns else others[1:]), (shares_of_rest, rest)):
             for case in in_turns:
                 if not _has_its_turn(case, number, shares):
                     case.add_marker("rare")

@@ -75,6 +75,13 @@ def test_landings_in_sequence_run_every_long_case_and_each_runs_the_first(module
     assert _without("rare", cases) == [0]
 
 
+def test_what_takes_minutes_runs_at_one_landing_in_sequence(module: pytest.Module) -> None:
+    suites = [_cases(module, 1, "long", "in_turns") for _ in range(SHARES)]
+    for number, cases in enumerate(suites, start=1):
+        mark_suites(cases, number)
+    assert [_without("rare", cases) for cases in suites].count([0]) == 1
+
+
 def test_short_suite_runs_one_case_on_a_pool_and_ci_those_that_cover_in_turns(module: pytest.Module) -> None:
     numbers = range(1, 1 + SHARES)
     suites = [_cases(module, 16, world_size=2) for _ in numbers]

@@ -246,7 +246,8 @@ def test_the_table_of_python_calls_is_that_of_this_commit(tmp_path: Path) -> Non
         assert counts == {name: pytest.approx(each, abs=1) for name, each in wanted.items()}
 
 
-@pytest.mark.ci
+@pytest.mark.long
+@pytest.mark.in_turns
 @pytest.mark.timeout(900)
 @_with("scale_model")
 def test_the_tables_of_the_scale_model_are_those_of_this_commit(tmp_path: Path) -> None:
