@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp2.group.param import SHARDED_AS, is_left_alone, leave_alone
+from fsdp2.runtime.unit import unit_of
 
 
 def warn_of_plain(optimizer: torch.optim.Optimizer, plain: list[torch.Tensor], num_ranks: int) -> None:
@@ -44,6 +45,9 @@ def warn_of_plain(optimizer: torch.optim.Optimizer, plain: list[torch.Tensor], n
     reduced = {
         id(param) for each in modules if isinstance(each, DistributedDataParallel) for param in _reduced_by(each)
     }
+    # What is materialised after fully_shard takes the place of the parameter that was left alone.
+    slots = [slot for each in modules if (unit := unit_of(each)) is not None for slot in unit.left_alone]
+    reduced.update(id(getattr(slot.module, slot.name, None)) for slot in slots)
     found = [param for param in found if id(param) not in reduced]
     ties = [param for param in found if SHARDED_AS in vars(param)]
     kind = type(optimizer).__name__

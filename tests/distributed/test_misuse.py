@@ -227,6 +227,16 @@ def _beside_shards(ctx: RankContext, *, ignored: bool = False) -> Steps:
     return torch.optim.AdamW(model.parameters()), lambda: model(batch(ctx.rank)), 2
 
 
+def _ignored_and_materialised(ctx: RankContext) -> Steps:
+    with torch.device("meta"):
+        model = Stack()
+    fully_shard(model, mesh=ctx.mesh_1d(), ignored_params=set(model.exit.parameters()))
+    model.to_empty(device="cpu")
+    for param in model.parameters():
+        nn.init.ones_(param)
+    return torch.optim.AdamW(model.parameters()), lambda: model(batch(ctx.rank)), 2
+
+
 def _of_no_module(ctx: RankContext) -> Steps:
     model, scale = sharded(ctx), nn.Parameter(torch.ones(()))
     return torch.optim.SGD([*model.parameters(), scale]), lambda: model(batch()) * scale, 2
@@ -249,6 +259,7 @@ WARNED: dict[str, Callable[[RankContext], Steps]] = {
     "built before fully_shard": _stale,
     "plain parameters beside shards": _beside_shards,
     "ignored parameters beside shards": functools.partial(_beside_shards, ignored=True),
+    "ignored parameters that were materialised since": _ignored_and_materialised,
     "plain parameter that no module has": _of_no_module,
     "plain parameters where nothing is reduced": _nothing_is_reduced,
     "one of two tied modules is sharded": _one_of_a_tie,
