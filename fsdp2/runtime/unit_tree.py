@@ -128,13 +128,15 @@ class UnitTree:
             of_parent = [] if around is None else self.units[around].observers
             unit.tell(list(dict.fromkeys([*unit.observers, *of_parent])))
         may_differ = any(unit.config.ranks_may_differ for unit in self.units)
+        if self.units != before or may_differ is (self.checks is self._usual_checks):
+            self._schedule_units(may_differ=may_differ)
         params = [param for unit in self.units for group in unit.groups for param in group.params]
         known = {slot for param in params for slot in param.slots}.union(*(unit.left_alone for unit in self.units))
-        warned = _warn_of_unsharded(self.root.modules, known)
+        warned = _warn_of_unsharded(self.root.modules, known)  # last: users may make warnings errors
         self.root.left_alone.update(warned)
         leave_alone(getattr(slot.module, slot.name) for slot in warned)
-        if self.units == before and may_differ is (self.checks is not self._usual_checks):
-            return
+
+    def _schedule_units(self, *, may_differ: bool) -> None:
         for unit in self.units:
             for group in unit.groups:
                 group.gradients.on_missing = None

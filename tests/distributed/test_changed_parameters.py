@@ -383,6 +383,22 @@ def test_plain_parameters_added_without_fully_shard_are_warned_of_once(golden: C
 
 
 @distributed(2)
+def test_a_forward_runs_after_one_whose_warning_was_an_error(ctx: RankContext) -> None:
+    """A unit has joined at the same time."""
+    model, adapter = sharded(ctx), seeded(_adapter)
+    step_and_zero(model)
+    fully_shard(adapter, mesh=ctx.mesh_1d())
+    model.exit, model.plain = _Adapted(model.exit, adapter), nn.Linear(1, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match=r"parameters were added .*: 'plain\.weight'"):
+            step(model)
+        warnings.simplefilter("ignore")
+        step(model)
+    assert all(param.grad is not None for param in adapter.parameters())
+
+
+@distributed(2)
 def test_ignored_and_frozen_plain_parameters_are_not_warned_of(ctx: RankContext) -> None:
     """Warnings are errors here. On the meta device, too, where materialising makes new parameters."""
     for device in (ctx.device_type, "meta"):
