@@ -236,9 +236,11 @@ class AcceleratorStreams(Streams):
             return
         current = self._module.current_stream()
         stream.wait_stream(current)  # user's stream waits for the current one: it reads what that has made
-        with self._module.stream(stream):
-            yield
-        current.wait_stream(stream)  # the current stream waits for the user's: it goes on with the result
+        try:
+            with self._module.stream(stream):
+                yield
+        finally:
+            current.wait_stream(stream)  # the current stream waits for the user's: it goes on with the result
 
     def record(self) -> torch.Event | None:
         return self._module.current_stream().record_event()

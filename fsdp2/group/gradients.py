@@ -112,6 +112,7 @@ class Reduction:
         sums: this rank's sums: over the shard axis; then over all ranks; then averaged.
         present: per step of the plans, whether this rank had a gradient.
         copies: copies of offloaded gradients, in flight to the host.
+        added_to: gradients of earlier backwards that landed without a copy. Users' hooks may drop them at once.
         ends_step: whether no later backward of the step adds to these gradients.
     """
 
@@ -126,6 +127,7 @@ class Reduction:
     ) -> None:
         self.bound, self.present, self.ends_step = bound, present, ends_step
         self.sums, self._works, self._inputs, self._read = launched
+        self.added_to: object = None
         self.copies: list[HostCopies] = []
         self._streams: Streams = bound.reduce.streams
         self.stages = deque(stages)
@@ -141,7 +143,7 @@ class Reduction:
             self._streams.compute_after_reduce()
         elif self._read is not None:
             self._streams.wait_here(self._read)  # compute waits for the reduce stream: compute frees what that read
-        self._inputs = None
+        self._inputs = self.added_to = None
 
     def land(self) -> None:
         """Run the remaining stages. Called after ``finish``."""
@@ -462,6 +464,8 @@ class GroupGradients:
             if self.on_missing is not None:
                 self.on_missing(len(self._used), missing)
         self._used += used
+        if bound.reduce.lands_gradients:
+            reduction.added_to = [param.sharded.grad for param in landed.params]
         land_in_grad(landed)
         if self.on_landed is not None:
             self.on_landed(list(map(_sharded_of, landed.params)), reduction.ends_step)

@@ -53,6 +53,10 @@ def _run(work: str, unit: Unit, group: ParamGroup, step: Callable[[], _T]) -> _T
         return result
     except CommunicationError as error:
         raise group.lost("reduction", error) from error.__cause__
+    except BaseException:
+        # Compute waits for the reduce stream: compute frees what that reads, and gathers what hooks have written there.
+        group.unsharded.streams.compute_after_reduce()
+        raise
 
 
 def _run_all(runs: Sequence[Callable[[], object]]) -> None:
@@ -206,6 +210,7 @@ class Executor:
                 reduction.drop()
             except CommunicationError as error:
                 failed = failed or group.lost("reduction", error)
+        self._has_landed |= bool(pending)  # on an accelerator, some have written ``.grad`` already
         self.wait_for_landed()
         for group in self._offloaded:
             group.gradients.drop_copies()

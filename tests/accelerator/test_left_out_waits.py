@@ -107,6 +107,7 @@ _PENDING = "distributed/test_model_parallel_state.py::test_gradient_whose_collec
 _TIED = "parity/fsdp1/test_state_dicts.py::test_a_parameter_tied_across_wrappers_is_saved_under_both_names"
 _IN_ONE_MEMORY = "distributed/test_custom_comm.py::test_messages_in_flight_may_lie_in_the_same_memory"
 _UNCUT = "distributed/test_scopes.py::test_forwards_without_gradients_run_on_whole_parameters"
+_STOPPED = "distributed/test_stream_order.py::test_a_wait_that_is_left_out_is_noticed"
 _EXCHANGED = "accelerator/test_whole_matrices.py::test_wait_of_the_exchange_that_is_left_out_is_noticed"
 _STREAMED = "distributed/test_weights.py::test_weights_go_in_and_out_on_2_ranks"
 _WHOLE = "distributed/test_whole_matrices.py::test_each_matrix_is_whole_once_and_comes_back"
@@ -115,6 +116,7 @@ _ASKED = "distributed/test_stream.py::test_a_transform_gets_whole_tensors_togeth
 ELSEWHERE: dict[str, str] = {
     # collectives that the CPU waits for, as gloo's; _issue is for backends that return a work where NCCL returns none
     "comm.backends.CollectiveComm._issue-work": _ON_STREAMS,
+    "runtime.executor._run-compute_after_reduce": _STOPPED,
     "extras.peers._Messages.wait-work": "distributed/test_comm.py::test_messages_of_two_groups_are_never_mixed_up",
     "comm.backends._summed-work": "distributed/test_agreement.py::test_ranks_compare_once",
     "tools.clip._summed_over_ranks-work": "parity/test_clipping.py::test_gradients_are_clipped_as_torch_clips_them",

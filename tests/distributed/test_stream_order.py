@@ -7,6 +7,7 @@ and those below.
 
 from __future__ import annotations
 
+import gc
 import math
 import sys
 from dataclasses import replace
@@ -69,6 +70,81 @@ def clip(step: Step, model: Any) -> list[Tensor]:
     return [*losses, fsdp2.clip_grad_norm_(model.parameters(), 0.05)]
 
 
+def update_in_last_backward(step: Step, model: Any) -> list[Tensor]:
+    """Gradients of the first backward are added to, and dropped as soon as that is enqueued."""
+    losses = one_backward(step, model)
+    hooks = [parameter.register_post_accumulate_grad_hook(cases._update) for parameter in model.parameters()]
+    losses += one_backward(step, model)
+    for hook in hooks:
+        hook.remove()
+    return losses
+
+
+class StoppedError(Exception):
+    """A step has raised."""
+
+
+def stop(*_: object) -> None:
+    raise StoppedError
+
+
+def stop_and_repeat(step: Step, model: Any, *hooks: Any, resets: bool = True) -> list[Tensor]:
+    """A step that raises in one of ``hooks``, and one that does not. Between them, gradients are read and written."""
+    parameters = list(model.parameters())
+    with pytest.raises(StoppedError):
+        one_backward(step, model)
+    gc.collect()  # the error holds what was in flight
+    for hook in hooks:
+        hook.remove()
+    if resets:
+        model.reset_iter_state()
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.to_local().mul_(0.5)
+    return one_backward(step, model)
+
+
+def stop_when_landed(step: Step, model: Any) -> list[Tensor]:
+    hook = model.blocks[-1].up.weight.register_post_accumulate_grad_hook(stop)  # the first to land
+    return stop_and_repeat(step, model, hook)
+
+
+def stop_when_updated(step: Step, model: Any) -> list[Tensor]:
+    """What was updated in backward is gathered next."""
+    weights = [block.up.weight for block in model.blocks]
+    hooks = [weight.register_post_accumulate_grad_hook(cases._update) for weight in weights]
+    stops = weights[0].register_post_accumulate_grad_hook(stop)
+    losses = stop_and_repeat(step, model, stops, resets=False)
+    for hook in hooks:
+        hook.remove()
+    return losses
+
+
+def stop_in_backward(step: Step, model: Any) -> list[Tensor]:
+    """The only reduction so far is given up; its gradients may be in place already."""
+
+    def stop_at(module: Any, inputs: Any, output: Tensor) -> None:
+        output.register_hook(stop)
+
+    return stop_and_repeat(step, model, model.blocks[-2].register_forward_hook(stop_at))
+
+
+def stop_on_own_stream(step: Step, model: Any) -> list[Tensor]:
+    assert SimulatedGroup.simulation is not None
+    stream = SimulatedGroup.simulation.device.Stream()
+
+    def halve_and_stop(reduced: Tensor) -> None:
+        reduced.mul_(0.5)
+        stop()
+
+    model.blocks[1].set_all_reduce_hook(halve_and_stop, stream=stream)
+    with pytest.raises(StoppedError):
+        one_backward(step, model)
+    gc.collect()
+    model.blocks[1].set_all_reduce_hook(lambda reduced: reduced.mul_(0.5), stream=stream)
+    return one_backward(step, model)
+
+
 def prefetch_two(model: Any, runtime: Runtime) -> None:
     blocks = list(model.blocks)
     for index, block in enumerate(blocks):
@@ -117,6 +193,12 @@ CASES: dict[str, Trained] = {
     "switched streams": Trained(step=switch_streams, policy=bf16),
     "used twice": Trained(policy=bf16_fp32, then=lambda model, _: model.blocks.append(model.blocks[0])),
     "replicated, clipped": Trained(shape=(2, 2), step=clip, policy=bf16_fp32),
+    "alone, updated in the last backward": Trained(step=update_in_last_backward, shard=cases.on_each_rank_alone),
+    "stopped when landed": Trained(step=stop_when_landed, policy=bf16_fp32),
+    "replicated, stopped when landed": Trained(shape=(2, 2), step=stop_when_landed, policy=bf16_fp32),
+    "stopped when updated": Trained(step=stop_when_updated, policy=bf16_fp32),
+    "stopped in backward": Trained(step=stop_in_backward),
+    "stopped on a stream of its own": Trained(step=stop_on_own_stream, policy=bf16_fp32),
     "own buffers": Trained(policy=bf16, then=partial(communicate_by_hand, persistent=False)),
     "offloaded, zeroed in place": Trained(step=zero_in_place),
     **{
@@ -133,6 +215,7 @@ _SHORT = [
     *("plain", "uneven", "on a smaller mesh, gathered in vain", "kept storage", "replicated, partial sums"),
     *("hook on a stream of its own", "communicated by hand", "loaded by assignment", "bfloat16 on a smaller mesh"),
     "offloaded, evaluated",
+    *("alone, updated in the last backward", "stopped when landed", "stopped in backward"),
 ]
 
 
@@ -161,6 +244,7 @@ _WAITS = [
     ("wait_here", "group.all_gather.drop", "on a smaller mesh, gathered in vain"),
     ("gather_after_compute", "group.all_gather.release", "kept storage"),
     ("compute_after_reduce", "runtime.executor.wait_for_landed", "plain"),
+    ("compute_after_reduce", "runtime.executor._run", "stopped when updated"),
     ("wait_on_cpu", "comm.offload.wait", "offloaded, evaluated"),
 ]
 

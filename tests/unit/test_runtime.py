@@ -38,6 +38,7 @@ def _unit(reduce: Callable[[], object]) -> Any:
         mesh=SimpleNamespace(replicate=SimpleNamespace(size=2)),
         home=SimpleNamespace(is_staged=False),
         gradients=gradients,
+        unsharded=SimpleNamespace(streams=mock.Mock()),
         reduce=reduce,
         reduce_partial=reduce_partial,
         lost=lambda what, error: CommunicationError(f"{what} of unit 'layer': {error}"),
@@ -60,6 +61,14 @@ def test_landed_gradients_are_waited_for_when_the_rest_is_dropped() -> None:
     executor.streams = mock.Mock()
     executor.land_down_to(0)
     assert _log(reduction) == ["finish", "land"]
+    executor.drop()
+    executor.drop()
+    executor.streams.compute_after_reduce.assert_called_once_with()
+
+
+def test_gradients_that_may_have_landed_at_launch_are_waited_for_when_they_are_dropped() -> None:
+    executor = _executor(mock.Mock())
+    executor.streams = mock.Mock()
     executor.drop()
     executor.drop()
     executor.streams.compute_after_reduce.assert_called_once_with()
