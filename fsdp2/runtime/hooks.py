@@ -16,13 +16,14 @@ from torch import nn
 
 from fsdp2 import _torch
 from fsdp2.group.group import Guard
+from fsdp2.group.param import NAME_IN_PASS
 from fsdp2.plan.dtypes import cast_floating, need_cast
 from fsdp2.plan.trees import find_tensors, map_tensors
 from fsdp2.runtime.loading import check_loaded
 from fsdp2.runtime.outside_calls import guards_of
 from fsdp2.runtime.unit import Unit, unit_of, units_under
 from fsdp2.runtime.unit_tree import UnitTree, tree_of
-from fsdp2.schedule.schedule import COMPUTING, Phase
+from fsdp2.schedule.schedule import COMPUTING, AfterForward, Phase
 from fsdp2.schedule.states import GroupState, Outcome
 from fsdp2.types import ScheduleError
 
@@ -171,7 +172,8 @@ class ModuleHooks:
         assert tree is not None  # pre_forward has formed one
         if tree.schedule.passes.phases[unit.index] is Phase.BACKWARD:
             return output if self._output_dtype is None else cast_floating(output, self._output_dtype)
-        output = self._handed_out(output)
+        is_freed = tree.schedule.rules[unit.index].after_forward is not AfterForward.KEEP
+        output = self._handed_out(output, is_freed=is_freed)
         if tree.schedule.passes.root == unit.index:
             for inner in reversed(tree.units):
                 if inner.missing_modules:  # not all of them run in the root's forward
@@ -266,8 +268,9 @@ class ModuleHooks:
         return (args, kwargs) if self._input_dtype is None else cast_floating((args, kwargs), self._input_dtype)
 
     @_torch.runs_between_graphs
-    def _handed_out(self, output: Any) -> Any:
-        """``output`` for the unit's caller, cast and with hooks: its gradients start the unit's backward."""
+    def _handed_out(self, output: Any, *, is_freed: bool = False) -> Any:
+        """``output`` for the unit's caller, cast and with hooks: its gradients start the unit's backward. ``is_freed``:
+        the memory of the unit's parameters is about to be freed."""
         if _torch.in_func_transform():
             self._leads_to, reached = Outcome.BACKWARD, self._on_output_gradient
             mark = OutputOfShardedModule.apply
@@ -284,15 +287,35 @@ class ModuleHooks:
                     output = map_tensors(lambda each: each.view_as(each) if each is view else each, output)
                     found = find_tensors(output, [])
             for tensor in found:
+                if is_freed and (base := tensor if tensor._base is None else tensor._base).is_leaf:
+                    self._check_outlives(base)
                 if tensor.requires_grad:
                     self._pre_backward.add_to(tensor)
                     self._leads_to = Outcome.BACKWARD
         else:
             self._leads_to = Outcome.UNKNOWN
+            for tensor in find_tensors(output, []) if is_freed else ():
+                self._check_outlives(tensor if tensor._base is None else tensor._base)
             # autocast keeps casts of parameters, with their nodes. If a later forward used these old nodes, autograd
             # would come to them last, when the unit is reduced already.
             torch.clear_autocast_cache()
         return output if self._output_dtype is None else cast_floating(output, self._output_dtype)
+
+    def _check_outlives(self, memory: torch.Tensor) -> None:
+        """The unit's forward returns ``memory``, or a view of it.
+
+        Raises:
+            ScheduleError: it is an unsharded parameter of the unit. Whoever reads it would read address 0 on the CPU.
+        """
+        groups = [group for group in self._unit.groups if group.unsharded.versioned and not group.keeps_storage]
+        if any(memory is each for group in groups for each in group.unsharded.parameters):
+            self._pop_raised()
+            raise ScheduleError(
+                f"forward of unit '{self._unit.name}' returned parameter '{getattr(memory, NAME_IN_PASS)}', or a view "
+                "of it, but the unit is resharded after its forward, which frees this memory. Return a copy, with "
+                "clone(). Or pass reshard_after_forward=False to fully_shard for this unit, or leave out that call, so "
+                "that the unit around it has the parameter."
+            )
 
     @_torch.runs_between_graphs
     def _on_output_gradient(self, *_: torch.Tensor) -> None:

@@ -208,6 +208,57 @@ def test_two_inputs_changed_in_place(ctx: RankContext, copies: bool) -> None:
         module.reset_iter_state()
 
 
+def _whole(table: Tensor) -> Tensor:
+    return table
+
+
+def _view(table: Tensor) -> Tensor:
+    return table[:DIM]
+
+
+class _Positions(nn.Module):
+    def __init__(self, returned: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.table, self.returned = nn.Parameter(torch.randn(2 * DIM)), returned
+
+    def forward(self) -> Any:
+        return (self.returned(self.table),)
+
+
+class _AddsPositions(nn.Module):
+    def __init__(self, returned: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.positions, self.linear = _Positions(returned), nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        (table,) = self.positions()
+        output: Tensor = self.linear(x) + table[:DIM]
+        return output
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("records", [True, False])
+@pytest.mark.parametrize("returned", [_whole, _view])
+@golden_on_ranks()
+def test_parameter_that_outlives_its_memory(
+    ctx: RankContext, returned: Callable[[Tensor], Tensor], records: bool
+) -> str:
+    """Reading it would end the process. It may be returned where it is kept, and its copy anywhere."""
+    model, reference = (seeded(lambda: _AddsPositions(returned)) for _ in range(2))
+    reference(batch()).square().mean().backward()
+    shard_each(model.positions, model, mesh=ctx.mesh_1d())
+    with torch.set_grad_enabled(records):
+        error = error_of(lambda: model(batch()))
+    model.positions.returned = lambda table: returned(table).clone()
+    for _ in range(2):
+        model.zero_grad()
+        model(batch()).square().mean().backward()
+        assert_gradients(model, reference)
+        model.positions.returned = returned
+        model.positions.set_reshard_after_forward(False)
+    return error
+
+
 # Optimizers, and hooks for gradients that nothing would call, are warned of
 
 Steps = tuple[torch.optim.Optimizer, Callable[[], Tensor], int]  # on the gradients of what, and how many
