@@ -37,8 +37,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
 from fsdp2.comm.offload import StagedOffloadPolicy
-from fsdp2.runtime.root import form_root
 from fsdp2.runtime.unit import unit_of
+from fsdp2.runtime.unit_tree import tree_of
 from fsdp2.tools.host_adamw.memory import HostParam, host_nbytes_of, make_travelling
 from fsdp2.tools.memory_plan import peak_if_staged
 
@@ -144,8 +144,8 @@ class Budgeted:
             fsdp2.fully_shard(unit, mesh=mesh, offload_policy=STAGED if share is None else None)
         params = list(self.model.parameters())
         if share is None:
-            root = form_root(unit_of(self.model))  # type: ignore[arg-type]
-            self.device_nbytes = peak_if_staged(root, [True] * len(root.units))
+            tree = tree_of(unit_of(self.model))  # type: ignore[arg-type]
+            self.device_nbytes = peak_if_staged(tree, [True] * len(tree.units))
             numel = sum(param.to_local().numel() for param in params)
             self.host_nbytes = numel * host_nbytes_of(torch.float32, is_on_host=True)
             self.parameters_on_host = num_blocks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import os
@@ -232,6 +233,16 @@ def _tables_of_this_commit(name: str, folder: Path) -> list[dict[str, Any]]:
     command = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py")]
     subprocess.run(command, env=environment, check=True, capture_output=True, timeout=800)
     return json.loads((folder / f"{name}.json").read_text())["tables"]
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "benchmarks").glob("*.py")), ids=lambda script: script.stem)
+def test_names_of_the_package_that_a_benchmark_imports_exist(script: Path) -> None:
+    """Most are run by hand only."""
+    imports = [each for each in ast.walk(ast.parse(script.read_text())) if isinstance(each, ast.ImportFrom)]
+    names = [(each.module, alias.name) for each in imports for alias in each.names]
+    for module, name in names:
+        if module is not None and module.partition(".")[0] == "fsdp2":
+            exec(f"from {module} import {name}", {})
 
 
 @pytest.mark.ci
