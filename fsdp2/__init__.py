@@ -1,25 +1,30 @@
 """fsdp2: a composable ``fully_shard`` runtime for PyTorch."""
 
+import sys
+from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from fsdp2 import _torch, extensions
-from fsdp2.api.adapters import ADAPTERS
-from fsdp2.api.fully_shard import fully_shard
-from fsdp2.api.module import FSDPModule, GradientReductionHandle, UnshardHandle, share_comm_ctx
+from fsdp2.api.adapters import ADAPTERS, SPEC_READERS
+from fsdp2.api.fully_shard import PlugIns as _OfCalls, fully_shard
+from fsdp2.api.module import (
+    FSDPModule,
+    GradientReductionHandle,
+    PlugIns as _OfModules,
+    UnshardHandle,
+    share_comm_ctx,
+)
 from fsdp2.extras import (
     alike as _alike,
-    copying as _copying,
     empty_buffers as _empty_buffers,
     local_parts as _local_parts,
     peers as _peers,
     ranks_may_differ as _ranks_may_differ,
     refusals as _refusals,
     state as _state,
-    typed_params as _typed_params,
 )
 from fsdp2.extras.lending import unsharded
-from fsdp2.extras.no_sync import no_sync
 from fsdp2.group.codec import PlugIns as _OfCodecs
 from fsdp2.group.shards import PlugIns as _OfSteps
 from fsdp2.runtime.hooks import register_fsdp_forward_method
@@ -55,6 +60,7 @@ if TYPE_CHECKING:
     from fsdp2.tools.memory_plan import memory_plan
     from fsdp2.tools.merge_lora import MergedLora, merge_lora
     from fsdp2.tools.muon import Muon, muon_groups
+    from fsdp2.tools.no_sync import no_sync
     from fsdp2.tools.offload_budget import OffloadChoice, offload_by_budget
     from fsdp2.tools.planner.plan import Workload, plan
     from fsdp2.tools.report import compare_reports, report
@@ -143,6 +149,7 @@ _LAZY = {
     "tools.memory_plan": ("memory_plan",),
     "tools.merge_lora": ("MergedLora", "merge_lora"),
     "tools.muon": ("Muon", "muon_groups"),
+    "tools.no_sync": ("no_sync",),
     "tools.offload_budget": ("OffloadChoice", "offload_by_budget"),
     "tools.planner.plan": ("Workload", "plan"),
     "tools.report": ("compare_reports", "report"),
@@ -177,10 +184,17 @@ def _later(module: str, name: str) -> Any:
     return call
 
 
-for _extra in (_alike, _copying, _empty_buffers, _peers, _ranks_may_differ, _refusals, _state):
+def _once_imported(library: str, function: Callable[..., Any], without: Callable[..., Any]) -> Callable[..., Any]:
+    """Calls ``function`` where somebody has imported ``library``, else ``without``."""
+    return lambda *args: (function if library in sys.modules else without)(*args)
+
+
+_types = "tensors.typed_params"  # in front of local parts: the first who knows a parameter answers
+SPEC_READERS.append(_once_imported("spmd_types", _later(_types, "written"), lambda *_: None))
+_OfCalls.resolve = _once_imported("spmd_types", _later(_types, "resolved"), lambda _, resolve: resolve())
+for _extra in (_alike, _empty_buffers, _local_parts, _peers, _ranks_may_differ, _refusals, _state):
     _extra.register()
-for _types in (_typed_params, _local_parts):  # the first who knows a parameter answers
-    _types.register()
+_OfModules.copied = _later("tools.copying", "copied_module")
 PlugIns.limits_memory = _later("tools.memory_limit", "MemoryLimit")
 _OfSteps.on_plain_step = _later("tools.plain_params", "warn_of_plain")
 _OfCodecs.cut, _OfCodecs.pin = _later("tensors.cut", "pinned_shard"), _later("tensors.cut", "pinned")

@@ -26,16 +26,6 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | No
         return None
 
 
-def remove_hooks(module: torch.nn.Module, owner: object) -> None:
-    """Remove the hooks that are methods of ``owner`` from ``module``. A copied module has no handles for them."""
-    of_forward, of_state = ("forward_pre_hooks", "forward_hooks"), ("state_dict_pre_hooks", "load_state_dict_pre_hooks")
-    for name in (*of_forward, *of_state, "load_state_dict_post_hooks"):
-        hooks = getattr(module, f"_{name}")
-        for key, hook in list(hooks.items()):
-            if getattr(getattr(hook, "hook", hook), "__self__", None) is owner:
-                del hooks[key]
-
-
 def watch_calls(
     module: nn.Module,
     hook: _torch.GradientHook,

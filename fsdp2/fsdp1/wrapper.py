@@ -29,8 +29,6 @@ from fsdp2 import _torch
 from fsdp2.api.fully_shard import PreparedUnit, prepare_unit
 from fsdp2.api.module import UnshardHandle
 from fsdp2.api.resolve import check_not_flattened
-from fsdp2.extras.copying import copied_module
-from fsdp2.extras.no_sync import no_sync
 from fsdp2.fsdp1 import (
     comm_hooks,
     extensions,
@@ -65,6 +63,8 @@ from fsdp2.plan.dtypes import cast_floating
 from fsdp2.runtime.unit import UNIT_ATTRIBUTE, Unit, unit_of, units_under
 from fsdp2.runtime.unit_tree import tree_of
 from fsdp2.schedule.states import GroupState
+from fsdp2.tools.copying import copied_module
+from fsdp2.tools.no_sync import no_sync
 
 
 class FullyShardedDataParallel(nn.Module):

@@ -149,3 +149,13 @@ def storage_key(tensor: torch.Tensor) -> int:
     """The same number for all tensors in one storage, as long as it lives, also when its memory is freed and allocated
     again: the public ``data_ptr`` changes then."""
     return tensor.untyped_storage()._cdata
+
+
+def remove_hooks(module: nn.Module, owner: object) -> None:
+    """Remove the hooks that are methods of ``owner`` from ``module``. A copied module has no handles for them."""
+    of_forward, of_state = ("forward_pre_hooks", "forward_hooks"), ("state_dict_pre_hooks", "load_state_dict_pre_hooks")
+    for name in (*of_forward, *of_state, "load_state_dict_post_hooks"):
+        hooks = getattr(module, f"_{name}")
+        for key, hook in list(hooks.items()):
+            if getattr(getattr(hook, "hook", hook), "__self__", None) is owner:
+                del hooks[key]

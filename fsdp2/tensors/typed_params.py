@@ -26,8 +26,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from fsdp2 import _torch
-from fsdp2.api.adapters import SPEC_READERS
-from fsdp2.api.fully_shard import PlugIns
 from fsdp2.api.resolve import ResolvedGroup
 from fsdp2.comm.backends import exchange
 from fsdp2.extras.rank_checks import first_difference
@@ -68,9 +66,9 @@ class TypedSpec(ParamSpec):
         return super().local_gradient(spec.dtensor(grad), pending_in)
 
 
-def _written(name: str, param: torch.Tensor, dim: int, parallel: ParallelMesh) -> ParamSpec | None:
-    """Reads the types of parameters, once the library is there."""
-    if _library() is None or isinstance(param, DTensor) or not _library().get_local_type(param):
+def written(name: str, param: torch.Tensor, dim: int, parallel: ParallelMesh) -> ParamSpec | None:
+    """Reads the types of parameters. It is a ``SpecReader``."""
+    if isinstance(param, DTensor) or not _library().get_local_type(param):
         return None
     if parallel.spmd is None:
         raise ValueError(
@@ -81,10 +79,8 @@ def _written(name: str, param: torch.Tensor, dim: int, parallel: ParallelMesh) -
     return _typed_spec(name, param, dim, parallel, parallel.spmd)
 
 
-def _resolved(parallel: ParallelMesh, resolve: Callable[[], list[ResolvedGroup]]) -> list[ResolvedGroup]:
+def resolved(parallel: ParallelMesh, resolve: Callable[[], list[ResolvedGroup]]) -> list[ResolvedGroup]:
     """What ``resolve`` returns. If it raises on one rank, or types differ, all ranks raise."""
-    if _library() is None:
-        return resolve()
     _keep_out_of_checks()
     if parallel.spmd is None:
         return resolve()
@@ -100,8 +96,8 @@ def _resolved(parallel: ParallelMesh, resolve: Callable[[], list[ResolvedGroup]]
 
 
 def _library() -> Any:
-    """The module ``spmd_types``, if anybody has imported it."""
-    return sys.modules.get("spmd_types")
+    """The module ``spmd_types``, which somebody has imported."""
+    return sys.modules["spmd_types"]
 
 
 def _keep_out_of_checks() -> None:
@@ -244,9 +240,3 @@ def _check_agreement(spmd: SpmdMesh, error: Exception | None, found: Sequence[st
         raise ValueError(
             "\n".join(["fully_shard: the ranks have other types of spmd_types:", *said, "Give all ranks the same."])
         )
-
-
-def register() -> None:
-    """Read the types of spmd_types in each call of ``fully_shard`` from now on."""
-    SPEC_READERS.append(_written)
-    PlugIns.resolve = _resolved

@@ -14,14 +14,13 @@ import torch
 from torch import nn
 
 from fsdp2 import _torch
-from fsdp2.api.module import PlugIns
-from fsdp2.extras import torch_names
 from fsdp2.group.codec import is_plain
 from fsdp2.group.group import ParamGroup
 from fsdp2.group.param import ShardedParam, Slot
 from fsdp2.runtime.hooks import FORWARD_METHOD, ModuleHooks
 from fsdp2.runtime.unit import UNIT_ATTRIBUTE, Unit, unit_of
 from fsdp2.runtime.unit_tree import tree_of
+from fsdp2.tools import torch_names
 from fsdp2.types import ScheduleError
 
 Memo = dict[Any, Any]
@@ -131,8 +130,3 @@ def _resolve_prefetch(memo: Memo) -> None:
     for made, name, units in memo.get(_PENDING, ()):
         if all(memo.get(id(unit)) is not None for unit in units):
             made.configure(**{name: tuple(memo[id(unit)] for unit in units)})
-
-
-def register() -> None:
-    """Let ``copy.deepcopy`` copy sharded modules so."""
-    PlugIns.copied = copied_module
