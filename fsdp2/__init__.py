@@ -19,15 +19,18 @@ from fsdp2.extras import (
     alike as _alike,
     empty_buffers as _empty_buffers,
     local_parts as _local_parts,
+    outside_calls as _outside_calls,
     peers as _peers,
     ranks_may_differ as _ranks_may_differ,
     refusals as _refusals,
+    split_backward as _split_backward,
     state as _state,
+    unit_checks as _unit_checks,
 )
 from fsdp2.extras.lending import unsharded
 from fsdp2.group.codec import PlugIns as _OfCodecs
 from fsdp2.group.shards import PlugIns as _OfSteps
-from fsdp2.runtime.hooks import register_fsdp_forward_method
+from fsdp2.runtime.hooks import PlugIns as _OfHooks, register_fsdp_forward_method
 from fsdp2.runtime.unit_tree import PlugIns
 from fsdp2.types import (
     AllGather,
@@ -192,8 +195,12 @@ def _once_imported(library: str, function: Callable[..., Any], without: Callable
 _types = "tensors.typed_params"  # in front of local parts: the first who knows a parameter answers
 SPEC_READERS.append(_once_imported("spmd_types", _later(_types, "written"), lambda *_: None))
 _OfCalls.resolve = _once_imported("spmd_types", _later(_types, "resolved"), lambda _, resolve: resolve())
-for _extra in (_alike, _empty_buffers, _local_parts, _peers, _ranks_may_differ, _refusals, _state):
+for _extra in (
+    *(_unit_checks, _alike, _split_backward),  # each tree asks them in this order
+    *(_empty_buffers, _local_parts, _outside_calls, _peers, _ranks_may_differ, _refusals, _state),
+):
     _extra.register()
+_OfHooks.check_loaded = _later("tools.loading", "check_loaded")
 _OfModules.copied = _later("tools.copying", "copied_module")
 PlugIns.limits_memory = _later("tools.memory_limit", "MemoryLimit")
 _OfSteps.on_plain_step = _later("tools.plain_params", "warn_of_plain")

@@ -19,12 +19,12 @@ from functools import partial
 import torch.distributed as dist
 
 from fsdp2.extras.claims import FLAGS, GRADIENTS, UNFINISHED, UNITS, Claim
-from fsdp2.extras.rank_checks import by_mesh, check_agreement, compare_on
+from fsdp2.extras.rank_checks import agree, by_mesh, check_agreement, compare_on
 from fsdp2.extras.stalls import Meeting, await_claim, watch_for_stalls
 from fsdp2.group.group import ParamGroup
 from fsdp2.plan.mesh import ParallelMesh
 from fsdp2.runtime.unit import Unit
-from fsdp2.runtime.unit_tree import PlugIns, RankChecks, UnitTree
+from fsdp2.runtime.unit_tree import PlugIns, TreeChecks, UnitTree
 
 _next_number: defaultdict[int, int] = defaultdict(int)  # of a scope, by its ranks
 
@@ -57,7 +57,7 @@ class _Scope:
         return {param.full_name: flag for params, its in flags for param, flag in zip(params, its, strict=False)}
 
 
-class Alike(RankChecks):
+class Alike(TreeChecks):
     """The checks of one root.
 
     Attributes:
@@ -87,18 +87,19 @@ class Alike(RankChecks):
         units = [(unit, unit.groups) for unit in tree.units]  # a tie may have moved a parameter to another group
         if units == self._agreed:
             return
-        tree.agree("the comparison of the models", partial(check_agreement, tree.class_name, tree.units))
+        agree(tree, "the comparison of the models", partial(check_agreement, tree.class_name, tree.units))
         groups = [group for unit in tree.units for group in unit.groups if group.mesh.data_parallel_size > 1]
         self._scopes = [self._scope(mesh, its) for mesh, its in by_mesh(groups)]
         self._agreed = units
-        tree.take_flags()
+        for group in [group for unit in tree.units for group in unit.groups]:
+            group.take_flags()
         self._has_new_flags, self._orders, self._expected = False, {}, ()
         self._claims = {_named(FLAGS, scope.everyone): scope.trainable() for scope in self._scopes}
 
     def _scope(self, mesh: ParallelMesh, groups: Sequence[ParamGroup]) -> _Scope:
         """Its name is agreed on: some ranks may have had more roots before than others, in worlds that are gone."""
         ranks = zlib.crc32(repr(mesh.ranks).encode())
-        found = self._tree.agree("the comparison of the models", partial(compare_on, mesh, _next_number[ranks]))
+        found = agree(self._tree, "the comparison of the models", partial(compare_on, mesh, _next_number[ranks]))
         number = max(found)
         _next_number[ranks] = number + 1
         self.identity = f"{ranks:x}/{number}"  # in the end, that of the largest mesh
@@ -157,7 +158,7 @@ class Alike(RankChecks):
         if claim != before.get(name):
             self._claims = {**before, name: claim}  # other threads may read the old ones
             try:
-                self._tree.agree(f"the comparison of {what}", partial(await_claim, meeting, name, claim))
+                agree(self._tree, f"the comparison of {what}", partial(await_claim, meeting, name, claim))
             except BaseException:
                 self._claims = before  # so the next pass claims again
                 raise
@@ -201,4 +202,4 @@ def _named(what: str, meeting: Meeting) -> str:
 
 def register() -> None:
     """Let every root check that ranks do alike."""
-    PlugIns.checks = Alike
+    PlugIns.checks.append(Alike)

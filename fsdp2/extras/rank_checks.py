@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from itertools import zip_longest
@@ -18,14 +18,15 @@ import torch
 import torch.distributed as dist
 
 from fsdp2.comm.backends import all_reduce, exchange
-from fsdp2.comm.streams import launched, wait_for
+from fsdp2.comm.streams import launched, lost, wait_for
 from fsdp2.extras.claims import named_ranks
 from fsdp2.extras.local_parts import LocalPartSpec
 from fsdp2.extras.peers import match_channels
 from fsdp2.group.group import ParamGroup
 from fsdp2.plan.mesh import ParallelMesh
 from fsdp2.runtime.unit import Unit
-from fsdp2.types import ScheduleError
+from fsdp2.runtime.unit_tree import UnitTree
+from fsdp2.types import CommunicationError, ScheduleError
 
 _T = TypeVar("_T")
 
@@ -52,6 +53,15 @@ def software() -> str:
     except PackageNotFoundError:  # a checkout that was not installed
         own = "not installed"
     return f"torch {torch.__version__}, fsdp2 {own}"
+
+
+def agree(tree: UnitTree, what: str, communicate: Callable[[], _T]) -> _T:
+    """Call ``communicate``. If that fails, the error says that it was ``what``."""
+    try:
+        return communicate()
+    except CommunicationError as error:
+        groups = [each for unit in tree.units for group in unit.groups for each in group.mesh.process_groups]
+        raise lost(what, error, tree.executor.story(), groups) from error.__cause__
 
 
 def compare(units: Sequence[Unit], found: _T) -> list[_T]:

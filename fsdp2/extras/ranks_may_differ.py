@@ -13,13 +13,14 @@ from itertools import compress
 import torch
 import torch.distributed as dist
 
-from fsdp2.extras.rank_checks import by_mesh, compare, reduce
+from fsdp2.extras.alike import Alike
+from fsdp2.extras.rank_checks import agree, by_mesh, compare, reduce
 from fsdp2.extras.skipped_units import Event, SkippedUnits
 from fsdp2.group.gradients import Landed, land_in_grad
 from fsdp2.group.group import ParamGroup
 from fsdp2.plan.mesh import ParallelMesh
-from fsdp2.runtime.unit import Unit, note_tree_change
-from fsdp2.runtime.unit_tree import PlugIns, RankChecks, UnitTree
+from fsdp2.runtime.unit import Unit, note_tree_change, unit_of
+from fsdp2.runtime.unit_tree import PlugIns, TreeChecks, UnitTree
 from fsdp2.schedule.schedule import Action, Actions, Phase, Schedule, UnitRules
 from fsdp2.schedule.states import Outcome
 
@@ -93,7 +94,7 @@ class JoiningSchedule(Schedule):
         tree = self._tree
         for event in events:
             unit = tree.units[event.unit]
-            if not tree.is_in_tree(unit):
+            if not _is_in_tree(tree, unit):
                 self.skipping.forward.events.remove(event)
                 note_tree_change()
             elif event.begins:
@@ -112,11 +113,19 @@ class JoiningSchedule(Schedule):
                 tree.enter_backward("join_backward", tree.units[event.unit], super().pre_backward(event.unit))
 
 
-class ChecksWhereRanksDiffer(RankChecks):
+def _is_in_tree(tree: UnitTree, unit: Unit) -> bool:
+    """Whether the unit's module is still at its old place in the tree."""
+    try:
+        return unit_of(tree.root.modules[0].get_submodule(unit.name)) is unit
+    except AttributeError:
+        return unit is tree.root
+
+
+class ChecksWhereRanksDiffer(TreeChecks):
     """Instead of comparing which units and parameters were used, the ranks tell each other. ``usual``: the checks of
     everything else."""
 
-    def __init__(self, tree: UnitTree, schedule: JoiningSchedule, usual: RankChecks) -> None:
+    def __init__(self, tree: UnitTree, schedule: JoiningSchedule, usual: TreeChecks) -> None:
         self._tree, self._schedule, self._usual = tree, schedule, usual
         groups = [group for unit in tree.units for group in unit.groups]
         self._used_params = [UsedParams(*each) for each in by_mesh(groups)]
@@ -140,12 +149,12 @@ class ChecksWhereRanksDiffer(RankChecks):
             trainable = {i for i, unit in units for group in unit.groups if group.gradients.trainable}
         used = skipping.end_forward(trainable)
         if used is not None:
-            used_by_all = tree.agree("the agreement on the order of units", partial(compare, tree.units, used))
+            used_by_all = agree(tree, "the agreement on the order of units", partial(compare, tree.units, used))
             schedule.tape.expected = skipping.agree(used_by_all, trainable)
 
     def end_step(self) -> None:
         for used in self._used_params:
-            self._tree.agree("the agreement on which parameters had gradients", used.land_kept)
+            agree(self._tree, "the agreement on which parameters had gradients", used.land_kept)
 
     def drop_step(self) -> None:
         for used in self._used_params:
@@ -213,9 +222,10 @@ def _keep(kept: list[tuple[int, Landed]], at: int, landed: Landed) -> None:
     kept.append((at, landed._replace(shards=[shard.clone() for shard in landed.shards])))
 
 
-def _plug_in(tree: UnitTree, usual: RankChecks) -> tuple[Schedule, RankChecks]:
+def _plug_in(tree: UnitTree, usual: Sequence[TreeChecks]) -> tuple[Schedule, Sequence[TreeChecks]]:
     schedule = JoiningSchedule(tree)
-    return schedule, ChecksWhereRanksDiffer(tree, schedule, usual)
+    checks = [ChecksWhereRanksDiffer(tree, schedule, each) if isinstance(each, Alike) else each for each in usual]
+    return schedule, checks
 
 
 def register() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,13 +19,24 @@ from fsdp2.group.group import Guard
 from fsdp2.group.param import NAME_IN_PASS
 from fsdp2.plan.dtypes import cast_floating, need_cast
 from fsdp2.plan.trees import find_tensors, map_tensors
-from fsdp2.runtime.loading import check_loaded
-from fsdp2.runtime.outside_calls import guards_of
 from fsdp2.runtime.unit import Unit, unit_of, units_under
 from fsdp2.runtime.unit_tree import UnitTree, tree_of
 from fsdp2.schedule.schedule import COMPUTING, AfterForward, Phase
 from fsdp2.schedule.states import GroupState, Outcome
 from fsdp2.types import ScheduleError
+
+
+class PlugIns:
+    """What higher layers plug in.
+
+    Attributes:
+        check_loaded: refuses what ``load_state_dict`` must not load; gets a module, the state dict, the prefix of the
+            module's keys, and whether tensors are assigned.
+        guards_of: makes guards for the submodules of a unit that compute with parameters of the modules given.
+    """
+
+    check_loaded: Callable[[nn.Module, Mapping[str, Any], str, bool], None]
+    guards_of: Callable[[Unit, Iterable[nn.Module]], list[Guard]]
 
 
 class InputOfShardedModule(torch.autograd.Function):
@@ -96,7 +107,7 @@ class ModuleHooks:
     def hold(self, modules: Iterable[nn.Module]) -> None:
         """Install what the unit's modules need, and those that hold parameters of the unit directly."""
         holders = list(dict.fromkeys(modules))
-        self.guards += guards_of(self._unit, holders)
+        self.guards += PlugIns.guards_of(self._unit, holders)
         for group in self._unit.groups:
             group.guard(self.guards)
         self.modules += holders
@@ -114,7 +125,7 @@ class ModuleHooks:
     ) -> None:
         for inner in dict.fromkeys((*(unit for _name, unit in units_under(module)), self._unit)):
             _reshard_if_needed(inner)
-        check_loaded(module, state, prefix, is_assigned=metadata.get("assign_to_params_buffers", False))
+        PlugIns.check_loaded(module, state, prefix, metadata.get("assign_to_params_buffers", False))
 
     def post_load(self, *_: object) -> None:
         """Loaded parameters are checked before their next use."""

@@ -138,7 +138,7 @@ class Unit:
         """Work in ``tree`` from now on, under ``name``, the module's name from its root."""
         self.tree, self.index, self.name = tree, index, name or "(root)"
         for group in self.groups:
-            group.attach(name, tree.executor.story, lambda: self.running, lambda: tree.checks.note_flags())
+            group.attach(name, tree.executor.story, lambda: self.running, tree.note_flags)
 
     def tell(self, observers: list[Observer]) -> None:
         """Tell ``observers`` what happens to the unit from now on. Groups have no callback while nobody observes."""

@@ -9,33 +9,22 @@ The first unit whose forward runs becomes the root. If a unit around it runs lat
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TypeVar
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
-from fsdp2.comm.streams import lost
 from fsdp2.group.group import ParamGroup
-from fsdp2.group.param import Slot, leave_alone
 from fsdp2.plan.dtypes import GRADIENTS_FOLLOW_SHARDS
 from fsdp2.runtime.executor import Decorator, Executor
-from fsdp2.runtime.split_backward import SplitBackwards
-from fsdp2.runtime.ties import ties_across
-from fsdp2.runtime.unit import ModuleTrees, Unit, note_tree_change, parents_of, unit_of, units_under
+from fsdp2.runtime.unit import ModuleTrees, Unit, note_tree_change, parents_of, units_under
 from fsdp2.schedule.schedule import Action, Actions, AfterForward, Phase, Schedule, UnitRules
 from fsdp2.schedule.states import GroupState, Outcome
-from fsdp2.types import CommunicationError, ScheduleError
-
-_MAX_NAMES = 4
-
-_T = TypeVar("_T")
+from fsdp2.types import ScheduleError
 
 
 class PlugIns:
@@ -44,18 +33,24 @@ class PlugIns:
     Attributes:
         limits_memory: decorates the actions of a tree with a ``memory_limit``, from the start of a forward up to the
             next one; gets the limit in bytes, and the tree.
-        checks: the checks of a tree.
+        checks: make the checks of a tree.
         where_ranks_differ: the schedule and the checks of a tree where ranks may differ in some unit; gets the tree,
             and its usual checks.
     """
 
     limits_memory: Callable[[int, UnitTree], Decorator]
-    checks: Callable[[UnitTree], RankChecks]
-    where_ranks_differ: Callable[[UnitTree, RankChecks], tuple[Schedule, RankChecks]]
+    checks: ClassVar[list[Callable[[UnitTree], TreeChecks]]] = []
+    where_ranks_differ: Callable[[UnitTree, Sequence[TreeChecks]], tuple[Schedule, Sequence[TreeChecks]]]
 
 
-class RankChecks:
-    """What a tree asks so that all ranks do alike. Here it asks nothing."""
+class TreeChecks:
+    """What a tree asks at each of its events, such as whether all ranks do alike. Here it asks nothing."""
+
+    def check_units(self, units: Sequence[tuple[Unit, str]]) -> None:
+        """``units``, with their names, the root first, are about to be those of the tree."""
+
+    def end_collection(self) -> None:
+        """The units of the tree are known, and scheduled."""
 
     def begin_pass(self) -> None:
         """A pass begins. What the user has changed in the tree is known."""
@@ -72,6 +67,12 @@ class RankChecks:
     def begin_backward(self) -> None:
         """A backward begins."""
 
+    def end_backward(self) -> None:
+        """A backward is over; unless it ends the step, it may have left gradients."""
+
+    def finalize_backward(self) -> None:
+        """The user asks to reduce the gradients that backwards have left."""
+
     def end_step(self) -> None:
         """A step's gradients have landed."""
 
@@ -86,7 +87,7 @@ class UnitTree:
         root: the outermost unit.
         units: all units; the units inside a unit follow that unit.
         is_reducing: ``finalize_backward`` has started to reduce, and nobody has waited for it yet.
-        checks: what makes sure that all ranks do alike.
+        checks: what is asked at each event.
     """
 
     def __init__(self, unit: Unit) -> None:
@@ -99,10 +100,10 @@ class UnitTree:
         self._backward = _torch.RunningBackward()
         self.num_resets = 0
         self.parents: Sequence[int | None] = ()  # of each unit, the innermost unit around it
-        self._split: SplitBackwards | None = None  # while a step has several backwards
         self._seen_version = 0
         note_tree_change()  # for trees around this one, which have not seen its units yet
-        self._usual_checks = self.checks = PlugIns.checks(self)
+        self.checks: Sequence[TreeChecks] = [make(self) for make in PlugIns.checks]
+        self._usual_checks = self.checks
         self._collect()
 
     # The tree
@@ -111,11 +112,8 @@ class UnitTree:
         """Take over the units of the present tree; between passes only. If the units have changed, their order is
         recorded anew."""
         found = {unit: name for module in self.root.modules for name, unit in units_under(module)}
-        named = list(found.items())
-        joins = ties_across(named)
-        _check_tree(self.class_name, named)
-        for join in joins:
-            join()
+        for check in self.checks:
+            check.check_units(list(found.items()))
         before, self.units = self.units, list(found)
         self._seen_version = ModuleTrees.version
         for unit in dict.fromkeys([*before, *self.units]):
@@ -130,11 +128,8 @@ class UnitTree:
         may_differ = any(unit.config.ranks_may_differ for unit in self.units)
         if self.units != before or may_differ is (self.checks is self._usual_checks):
             self._schedule_units(may_differ=may_differ)
-        params = [param for unit in self.units for group in unit.groups for param in group.params]
-        known = {slot for param in params for slot in param.slots}.union(*(unit.left_alone for unit in self.units))
-        warned = _warn_of_unsharded(self.root.modules, known)  # last: users may make warnings errors
-        self.root.left_alone.update(warned)
-        leave_alone(getattr(slot.module, slot.name) for slot in warned)
+        for check in self.checks:
+            check.end_collection()  # last: users may make warnings errors
 
     def _schedule_units(self, *, may_differ: bool) -> None:
         for unit in self.units:
@@ -164,25 +159,10 @@ class UnitTree:
     def _indices(self, units: Sequence[Unit] | None) -> tuple[int, ...] | None:
         return None if units is None else tuple(unit.index for unit in units if unit.tree is self)
 
-    def is_in_tree(self, unit: Unit) -> bool:
-        """Whether the unit's module is still at its old place in the tree."""
-        try:
-            return unit_of(self.root.modules[0].get_submodule(unit.name)) is unit
-        except AttributeError:
-            return unit is self.root
-
     @property
     def class_name(self) -> str:
         """The class name of the root's module."""
         return type(self.root.modules[0]).__name__
-
-    def agree(self, what: str, agree: Callable[[], _T]) -> _T:
-        """Call ``agree``, which communicates. If that fails, the error says that it was ``what``."""
-        try:
-            return agree()
-        except CommunicationError as error:
-            groups = [each for unit in self.units for group in unit.groups for each in group.mesh.process_groups]
-            raise lost(what, error, self.executor.story(), groups) from error.__cause__
 
     # Forward
 
@@ -245,7 +225,8 @@ class UnitTree:
         if schedule.passes.root is None:
             self._end_pass()
             if is_root:
-                self.checks.end_forward(unit)
+                for check in self.checks:
+                    check.end_forward(unit)
         return None
 
     def _begin_forward(self, unit: Unit) -> None:
@@ -268,7 +249,8 @@ class UnitTree:
                     _check_reduced(unit, group)
         if self._seen_version != ModuleTrees.version:
             self._collect()
-        self.checks.begin_pass()
+        for check in self.checks:
+            check.begin_pass()
         self.order_gathers()
         self.post_optim_event = None
         limit = self.root.config.memory_limit
@@ -323,15 +305,13 @@ class UnitTree:
     def _begin_backward(self) -> None:
         """The first unit's backward is about to begin."""
         self._backward.begin()
-        self.take_flags()
-        self.checks.agree_on_flags()
-        self.checks.begin_backward()
+        self._take_flags()
+        for check in self.checks:
+            check.begin_backward()
         self.schedule.begin_backward()
         _torch.at_end_of_backward(self.end_backward)
         schedule = self.schedule
         self.executor.ends_step = schedule.is_last_backward and not schedule.finalizes_by_hand
-        if not self.executor.ends_step:
-            self._watch_for_lost_gradients()
         self.executor.max_in_flight = max([unit.config.max_reductions for unit in self.units])
         if [group for unit in self.units for group in unit.groups if group.unsharded.hooked]:
             # Pre-hooks may read what was written since forward began.
@@ -347,11 +327,10 @@ class UnitTree:
             unit.missing_modules.clear()
         self.executor.do(self.schedule.end_backward())
         self._end_pass()
+        for check in self.checks:
+            check.end_backward()
         if self.schedule.is_last_backward and not self.schedule.finalizes_by_hand:
-            self._split = None
             self._end_step()
-        elif self._split is not None:
-            self._split.end()
         return None
 
     def finalize_backward(self) -> None:
@@ -360,10 +339,9 @@ class UnitTree:
         Raises:
             ScheduleError: the gradients of parameters were to be computed later, and are lost.
         """
-        if self._split is not None:
-            self._split.check(may_compute_shapes=self.schedule.finalizes_by_hand)
-        self.take_flags()
-        self.checks.agree_on_flags()
+        for check in self.checks:
+            check.finalize_backward()
+        self._take_flags()
         self.executor.do(self.schedule.finalize(), "finalize_backward()", self.root)
         self.executor.reduce_partial()
         self.is_reducing = True
@@ -377,27 +355,20 @@ class UnitTree:
 
     def _end_step(self) -> None:
         if any(unit.config.reduces for unit in self.units):
-            self.checks.end_step()
+            for check in self.checks:
+                check.end_step()
 
-    def take_flags(self) -> None:
+    def _take_flags(self) -> None:
         for unit in self.units:
             for group in unit.groups:
                 group.take_flags()
+        for check in self.checks:
+            check.agree_on_flags()
 
-    def _watch_for_lost_gradients(self) -> None:
-        """A backward begins that ends no step. Gradients that are reduced at once are not lost."""
-        kept = [(unit, rules) for unit, rules in zip(self.units, self.schedule.rules, strict=True) if not rules.reduces]
-        resharded = [
-            unit.name
-            for unit, rules in kept
-            if rules.after_forward is not AfterForward.KEEP or rules.reshard_after_backward
-            if any(group.unsharded.trainable for group in unit.groups)
-        ]
-        if resharded:
-            groups = [group for unit, _ in kept for group in unit.groups]
-            params = [group.params[index] for group in groups for index in group.unsharded.trainable]
-            self._split = self._split or SplitBackwards()
-            self._split.begin(resharded[0], params)
+    def note_flags(self) -> None:
+        """A group has found flags that the user has changed."""
+        for check in self.checks:
+            check.note_flags()
 
     # Between passes
 
@@ -460,9 +431,9 @@ class UnitTree:
         try:
             self._come_to_rest()
         finally:
-            self._split = None
             self.schedule.drop_kept()
-            self.checks.drop_step()
+            for check in self.checks:
+                check.drop_step()
             for unit in self.units:
                 for group in unit.groups:
                     group.gradients.take_used()
@@ -522,56 +493,3 @@ def _check_reduced(unit: Unit, group: ParamGroup) -> None:
                 "once, after all calls of fully_shard. To go on without this gradient, call reset_iter_state() on the "
                 "root."
             )
-
-
-def _check_tree(root_class: str, units: Sequence[tuple[Unit, str]]) -> None:
-    """Check that ``units`` with their names, the root first, can work in one tree, whose root is a ``root_class``.
-
-    Raises:
-        ScheduleError: a unit has settings that only a root may have, or leaves out a tied parameter.
-    """
-    for unit, name in units[1:]:
-        settings = (
-            (unit.finalizes_by_hand, "set_manual_backward_finalization", "False"),
-            (unit.config.memory_limit is not None, "set_temporary_memory_limit", "None"),
-        )
-        for is_set, method, default in settings:
-            if is_set:
-                raise ScheduleError(
-                    f"{method} was called on unit '{name}', but the root is {root_class}. "
-                    f"Call {method}({default}) on '{name}'. Then call {method} on the root."
-                )
-    for unit, name in units:
-        for slot in unit.left_out:
-            where = f"a {type(slot.module).__name__} in unit '{name or '(root)'}'"
-            raise ScheduleError(
-                f"parameter '{slot.name}' of {where} is tied to a parameter of another unit, but fully_shard was not "
-                "called on a module that contains both. Call fully_shard on the outermost module, too, or list the "
-                "parameter in ignored_params."
-            )
-
-
-def _warn_of_unsharded(roots: Iterable[nn.Module], known: Collection[Slot]) -> list[Slot]:
-    """Warn of trainable plain parameters under ``roots`` that are in none of the ``known`` slots: nothing reduces their
-    gradients, so ranks diverge. Returns their slots."""
-    found = {
-        f"{prefix}.{name}" if prefix else name: slot
-        for root in roots
-        for prefix, module in root.named_modules()
-        for name, param in _torch.parameters_dict(module).items()
-        if param is not None
-        and param.requires_grad
-        and not isinstance(param, DTensor)
-        and (slot := Slot(module, name)) not in known
-    }
-    if found:
-        names = ", ".join(f"'{name}'" for name in list(found)[:_MAX_NAMES])
-        if len(found) > _MAX_NAMES:
-            names += f" and {len(found) - _MAX_NAMES} more"
-        warnings.warn(
-            f"parameters were added to a sharded module after fully_shard: {names}. These parameters are not sharded, "
-            "and their gradients are not reduced, so the ranks will differ. Call fully_shard on the new modules, then "
-            "build the optimizer. Or freeze these parameters with requires_grad_(False).",
-            stacklevel=2,
-        )
-    return list(found.values())

@@ -15,9 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import CommunicationError, _torch
 from fsdp2.extras import torch_names
+from fsdp2.extras.split_backward import SplitBackwards
 from fsdp2.plan.trees import find_tensors
 from fsdp2.runtime.executor import Executor
-from fsdp2.runtime.split_backward import SplitBackwards
+from fsdp2.schedule.schedule import Schedule, UnitRules
 from fsdp2.types import ScheduleError
 
 
@@ -109,12 +110,17 @@ def test_reduction_over_replicas_that_cannot_start_names_the_unit() -> None:
 
 
 def test_a_backward_that_computes_no_gradient_of_a_parameter_is_refused_at_the_end_of_the_step() -> None:
-    backwards, param = SplitBackwards(), SimpleNamespace(unsharded_grad=None, accumulated=None)
-    backwards.begin("layers.0", [param])  # type: ignore[list-item]
-    backwards.end()
+    param = SimpleNamespace(unsharded_grad=None, accumulated=None)
+    group = SimpleNamespace(unsharded=SimpleNamespace(trainable=[0]), params=[param])
+    schedule = Schedule([UnitRules(reduces=False)])
+    schedule.is_last_backward = False
+    unit = SimpleNamespace(name="layers.0", groups=[group])
+    backwards = SplitBackwards(SimpleNamespace(units=[unit], schedule=schedule))  # type: ignore[arg-type]
+    backwards.begin_backward()
+    backwards.end_backward()
     with pytest.raises(ScheduleError, match=r"unit 'layers\.0' is resharded"):
-        backwards.check(may_compute_shapes=False)
-    backwards.check(may_compute_shapes=False)  # said once
+        backwards.finalize_backward()
+    backwards.finalize_backward()  # said once
 
 
 class _Twice(nn.Module):

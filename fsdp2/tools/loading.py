@@ -18,7 +18,7 @@ from fsdp2 import _torch
 _MAX_NAMES = 4
 
 
-def check_loaded(module: nn.Module, state: Mapping[str, Any], prefix: str, *, is_assigned: bool) -> None:
+def check_loaded(module: nn.Module, state: Mapping[str, Any], prefix: str, is_assigned: bool) -> None:
     """Check what ``state`` has for the shards under ``module``, whose keys begin with ``prefix``.
 
     Raises:

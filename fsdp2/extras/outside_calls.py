@@ -15,6 +15,7 @@ from torch import nn
 
 from fsdp2 import _torch
 from fsdp2.group.group import Guard
+from fsdp2.runtime.hooks import PlugIns
 from fsdp2.runtime.unit import Unit, units_under
 from fsdp2.schedule.states import GroupState
 from fsdp2.types import ScheduleError
@@ -81,3 +82,8 @@ def _name_of(module: nn.Module, unit: Unit) -> str:
     around = unit if unit.tree is None else unit.tree.root
     found = (name for top in around.modules for name, each in top.named_modules() if each is module)
     return next(found, type(module).__name__)
+
+
+def register() -> None:
+    """Guard the submodules of every unit."""
+    PlugIns.guards_of = guards_of

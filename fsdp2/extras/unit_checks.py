@@ -1,0 +1,106 @@
+"""Checks the units of a tree when they are known: before the first pass, and whenever something has changed.
+
+Ties made after ``fully_shard`` move to a unit around them, or are refused (``ties``). Only the root may have settings
+of a root. Plain parameters that were added to a sharded module are warned of, once.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Iterable, Sequence
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp2 import _torch
+from fsdp2.extras.ties import ties_across
+from fsdp2.group.param import Slot, leave_alone
+from fsdp2.runtime.unit import Unit
+from fsdp2.runtime.unit_tree import PlugIns, TreeChecks, UnitTree
+from fsdp2.types import ScheduleError
+
+_MAX_NAMES = 4
+
+
+class UnitChecks(TreeChecks):
+    """Those of one tree."""
+
+    def __init__(self, tree: UnitTree) -> None:
+        self._tree = tree
+
+    def check_units(self, units: Sequence[tuple[Unit, str]]) -> None:
+        """Move ties to where they belong.
+
+        Raises:
+            ScheduleError: a tie cannot move, or units cannot work in one tree.
+        """
+        joins = ties_across(units)
+        _check_tree(self._tree.class_name, units)
+        for join in joins:
+            join()
+
+    def end_collection(self) -> None:
+        units, root = self._tree.units, self._tree.root
+        params = [param for unit in units for group in unit.groups for param in group.params]
+        known = {slot for param in params for slot in param.slots}.union(*(unit.left_alone for unit in units))
+        warned = _warn_of_unsharded(root.modules, known)
+        root.left_alone.update(warned)
+        leave_alone(getattr(slot.module, slot.name) for slot in warned)
+
+
+def _check_tree(root_class: str, units: Sequence[tuple[Unit, str]]) -> None:
+    """Check that ``units`` with their names, the root first, can work in one tree, whose root is a ``root_class``.
+
+    Raises:
+        ScheduleError: a unit has settings that only a root may have, or leaves out a tied parameter.
+    """
+    for unit, name in units[1:]:
+        settings = (
+            (unit.finalizes_by_hand, "set_manual_backward_finalization", "False"),
+            (unit.config.memory_limit is not None, "set_temporary_memory_limit", "None"),
+        )
+        for is_set, method, default in settings:
+            if is_set:
+                raise ScheduleError(
+                    f"{method} was called on unit '{name}', but the root is {root_class}. "
+                    f"Call {method}({default}) on '{name}'. Then call {method} on the root."
+                )
+    for unit, name in units:
+        for slot in unit.left_out:
+            where = f"a {type(slot.module).__name__} in unit '{name or '(root)'}'"
+            raise ScheduleError(
+                f"parameter '{slot.name}' of {where} is tied to a parameter of another unit, but fully_shard was not "
+                "called on a module that contains both. Call fully_shard on the outermost module, too, or list the "
+                "parameter in ignored_params."
+            )
+
+
+def _warn_of_unsharded(roots: Iterable[nn.Module], known: Collection[Slot]) -> list[Slot]:
+    """Warn of trainable plain parameters under ``roots`` that are in none of the ``known`` slots: nothing reduces their
+    gradients, so ranks diverge. Returns their slots."""
+    found = {
+        f"{prefix}.{name}" if prefix else name: slot
+        for root in roots
+        for prefix, module in root.named_modules()
+        for name, param in _torch.parameters_dict(module).items()
+        if param is not None
+        and param.requires_grad
+        and not isinstance(param, DTensor)
+        and (slot := Slot(module, name)) not in known
+    }
+    if found:
+        names = ", ".join(f"'{name}'" for name in list(found)[:_MAX_NAMES])
+        if len(found) > _MAX_NAMES:
+            names += f" and {len(found) - _MAX_NAMES} more"
+        warnings.warn(
+            f"parameters were added to a sharded module after fully_shard: {names}. These parameters are not sharded, "
+            "and their gradients are not reduced, so the ranks will differ. Call fully_shard on the new modules, then "
+            "build the optimizer. Or freeze these parameters with requires_grad_(False).",
+            stacklevel=2,
+        )
+    return list(found.values())
+
+
+def register() -> None:
+    """Let every root check its units."""
+    PlugIns.checks.append(UnitChecks)
