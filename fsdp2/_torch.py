@@ -344,12 +344,6 @@ def set_local(tensor: torch.Tensor, local: torch.Tensor) -> None:
     cast(DTensor, tensor)._local_tensor = local
 
 
-def replicates_plain_tensors() -> bool:
-    """Whether ``torch.distributed.tensor.experimental.implicit_replication`` is active: operations then take a plain
-    tensor beside a DTensor for one that is the same on all ranks."""
-    return DTensor._op_dispatcher._allow_implicit_replication
-
-
 def arrived_local(tensor: DTensor) -> torch.Tensor:
     """A DTensor's local tensor, after the collective that makes it: DTensor leaves some pending."""
     local = tensor._local_tensor
@@ -407,15 +401,6 @@ pack_rows: Callable[..., torch.Tensor] = torch._chunk_cat
 # Modules and optimizers
 
 
-def changes_what_it_loads(module: nn.Module, is_known: Callable[[object], bool]) -> bool:
-    """Whether the module's class, or a hook that is not ``is_known``, may change a state dict before it is loaded."""
-    hooks = (getattr(each, "hook", each) for each in module._load_state_dict_pre_hooks.values())
-    return type(module)._load_from_state_dict is not nn.Module._load_from_state_dict or not all(map(is_known, hooks))
-
-
-_MIXED = "mixed torch.Tensor and DTensor"  # what torch says if an operation gets a plain tensor and a DTensor
-
-
 # The attribute of a module that its calls run, if it is set: ``Module.compile`` sets it. Copies and pickles of a module
 # leave it behind. With a forward hook, a call takes 11 thousand instructions more.
 CALL = "_compiled_call_impl"
@@ -430,23 +415,6 @@ def is_called_inside_itself(module: nn.Module) -> bool:
         num_calls += frame.f_code is _CALL_IMPL and frame.f_locals.get("self") is module
         frame = frame.f_back
     return num_calls == 2
-
-
-def guarded_call(module: nn.Module, on_shards: Callable[[RuntimeError], None]) -> Callable[..., Any]:
-    """What calls of ``module`` run, and then, if a call raised because it got shards, ``on_shards``, which may raise a
-    better error."""
-    call = module._call_impl
-
-    def guarded(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return call(*args, **kwargs)
-        except RuntimeError as error:
-            if type(error) is RuntimeError and _MIXED in str(error):
-                on_shards(error)
-            raise
-
-    keep_out_of_graphs(guarded)
-    return guarded
 
 
 def keep_out_of_graphs(function: Callable[..., Any], *, recursive: bool = False) -> None:

@@ -14,6 +14,7 @@ from functools import partial
 from torch import nn
 
 from fsdp2 import _torch
+from fsdp2.extras import torch_names
 from fsdp2.group.group import Guard
 from fsdp2.runtime.hooks import PlugIns
 from fsdp2.runtime.unit import Unit, units_under
@@ -26,7 +27,7 @@ def guards_of(unit: Unit, holders: Iterable[nn.Module]) -> list[Guard]:
     units inside may read their shards in its unit's forward, so its guard stays."""
     guards = []
     for module in called_with(unit.modules, holders):
-        guard = Guard(vars(module), _torch.guarded_call(module, partial(_explain_shards, unit, module)))
+        guard = Guard(vars(module), torch_names.guarded_call(module, partial(_explain_shards, unit, module)))
         if next(units_under(module), None) is None:
             guards.append(guard)
         elif guard.attributes.get(_torch.CALL) is None:

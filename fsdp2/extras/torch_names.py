@@ -26,6 +26,26 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | No
         return None
 
 
+_MIXED = "mixed torch.Tensor and DTensor"  # what torch says if an operation gets a plain tensor and a DTensor
+
+
+def guarded_call(module: nn.Module, on_shards: Callable[[RuntimeError], None]) -> Callable[..., Any]:
+    """What calls of ``module`` run, and then, if a call raised because it got shards, ``on_shards``, which may raise a
+    better error."""
+    call = module._call_impl
+
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(*args, **kwargs)
+        except RuntimeError as error:
+            if type(error) is RuntimeError and _MIXED in str(error):
+                on_shards(error)
+            raise
+
+    _torch.keep_out_of_graphs(guarded)
+    return guarded
+
+
 def watch_calls(
     module: nn.Module,
     hook: _torch.GradientHook,

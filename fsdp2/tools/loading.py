@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
+from fsdp2.tools import torch_names
 
 _MAX_NAMES = 4
 
@@ -24,7 +25,7 @@ def check_loaded(module: nn.Module, state: Mapping[str, Any], prefix: str, is_as
     Raises:
         RuntimeError: values are plain tensors. It is the type that ``load_state_dict`` raises.
     """
-    if not is_assigned and _torch.replicates_plain_tensors():
+    if not is_assigned and torch_names.replicates_plain_tensors():
         return
     plain = [
         key
@@ -47,7 +48,7 @@ def check_loaded(module: nn.Module, state: Mapping[str, Any], prefix: str, is_as
 
 def _loaded_parameters(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters under ``module`` with their keys, but for those whose values somebody else may change."""
-    if _torch.changes_what_it_loads(module, _is_own_hook):
+    if torch_names.changes_what_it_loads(module, _is_own_hook):
         return
     for name, param in _torch.parameters_dict(module).items():
         if param is not None:

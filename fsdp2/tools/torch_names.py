@@ -159,3 +159,15 @@ def remove_hooks(module: nn.Module, owner: object) -> None:
         for key, hook in list(hooks.items()):
             if getattr(getattr(hook, "hook", hook), "__self__", None) is owner:
                 del hooks[key]
+
+
+def replicates_plain_tensors() -> bool:
+    """Whether ``torch.distributed.tensor.experimental.implicit_replication`` is active: operations then take a plain
+    tensor beside a DTensor for one that is the same on all ranks."""
+    return DTensor._op_dispatcher._allow_implicit_replication
+
+
+def changes_what_it_loads(module: nn.Module, is_known: Callable[[object], bool]) -> bool:
+    """Whether the module's class, or a hook that is not ``is_known``, may change a state dict before it is loaded."""
+    hooks = (getattr(each, "hook", each) for each in module._load_state_dict_pre_hooks.values())
+    return type(module)._load_from_state_dict is not nn.Module._load_from_state_dict or not all(map(is_known, hooks))
