@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from typing import Any
 
+from tests.accelerator import device as accelerator
 from tests.fuzz.check import OneSidedRefusalError, Outcome, Verdict, check
 from tests.fuzz.program import Block, Micro, Program, Step
 from tests.harness.compare import oracle_records
+from tests.harness.cpp import build
 from tests.harness.distributed import RankContext
 from tests.harness.pool import WorkerError, WorkerPool
 
@@ -30,6 +32,8 @@ class Runner:
 
     def __init__(self, world_size: int, device: str = "cpu", body: Callable[..., Any] | None = None) -> None:
         self._body = body or (check if device == "cpu" else check_on_device)
+        if device == accelerator.DEVICE:
+            build(accelerator.NAME, accelerator.SOURCE)  # else the first program waits for the compiler
         self._pool = WorkerPool(world_size, device)
 
     def verdict(self, program: Program) -> Verdict:
