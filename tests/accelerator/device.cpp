@@ -760,7 +760,6 @@ OnMeta run_on_meta(const c10::OperatorHandle& op, const Stack& arguments) {
   static auto& known = *new std::unordered_map<std::string, OnMeta>();
   static std::mutex mutex;
   std::string key = op.schema().name() + '.' + op.schema().overload_name() + '|';
-  key += static_cast<char>(c10::typeMetaToScalarType(c10::get_default_dtype()));
   bool is_described = true;
   for (const IValue& each : arguments) is_described = is_described && describe(each, key);
   if (is_described) {

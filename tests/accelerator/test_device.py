@@ -66,6 +66,28 @@ def test_a_seed_gives_one_order_and_seeds_give_many(ctx: RankContext) -> None:
     assert len({value[0] for value in values}) > 2
 
 
+FLOATS = (torch.float32, torch.float64)
+SQUARES = (torch.ones(2, 2), torch.ones(2, 2).t())
+# Pairs that differ in one thing only that decides the shape or dtype of the result.
+ALIKE: list[Callable[[str], Tensor]] = [
+    *(lambda at, dim=dim: torch.ones(2, 3, device=at).std(dim) for dim in (0, 1)),
+    *(lambda at, keep=keep: torch.ones(2, 3, device=at).std(1, keepdim=keep) for keep in (False, True)),
+    *(lambda at, by=by: torch.ones(3, dtype=torch.int32, device=at) * by for by in (2, 2.0, True, torch.tensor(2.0))),
+    *(lambda at, to=to: F.embedding(torch.tensor([0]).to(at), torch.ones(3, 2, dtype=to, device=at)) for to in FLOATS),
+    *(lambda at, n=n: F.embedding(torch.tensor([0] * n).to(at), torch.ones(3, 2, device=at)) for n in (1, 2)),
+    *(lambda at, x=x: torch.where(x.to(at) > 0, x.to(at), x.to(at)) for x in SQUARES),
+    *(lambda at, n=n: torch.cat([torch.ones(1, device=at)] * n) for n in (1, 2)),
+]
+
+
+@on_device(1)
+def test_result_has_the_form_that_its_own_arguments_give_it(ctx: RankContext) -> None:
+    for _ in range(2):  # what is known of an operation is kept
+        for call in ALIKE:
+            found, expected = call(SIM), call("cpu")
+            torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=0, check_stride=True)
+
+
 @on_device(1)
 def test_error_of_an_operation_is_raised_when_the_host_waits(ctx: RankContext) -> None:
     table, index = torch.zeros(3, 2, device=SIM), torch.tensor([5]).to(SIM)
