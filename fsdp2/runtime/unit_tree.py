@@ -128,6 +128,9 @@ class UnitTree:
         may_differ = any(unit.config.ranks_may_differ for unit in self.units)
         if self.units != before or may_differ is (self.checks is self._usual_checks):
             self._schedule_units(may_differ=may_differ)
+        else:  # the user may have configured them while another root had them
+            for unit in self.units:
+                self.schedule.set_rules(unit.index, self.rules_of(unit))
         for check in self.checks:
             check.end_collection()  # last: users may make warnings errors
 

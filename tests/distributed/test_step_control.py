@@ -268,6 +268,24 @@ def test_method_that_does_not_exist(ctx: RankContext) -> str:
     return "\n".join(error_of(partial(register_fsdp_forward_method, model, name)) for name in names)
 
 
+# Roots that share units
+
+
+@distributed(2)
+def test_a_root_that_takes_a_trunk_back_follows_what_was_set_meanwhile(ctx: RankContext) -> None:
+    """The gradients of the trunk stayed on their rank: when communication was allowed again, another root had it."""
+    trunk, reference = sharded(ctx), seeded(Stack)
+    first, second = (fsdp2.fully_shard(nn.Sequential(trunk), mesh=ctx.mesh_1d()) for _ in range(2))
+    first.set_requires_gradient_sync(False)
+    step(first)
+    evaluate(second)
+    first.set_requires_gradient_sync(True)
+    step(first)
+    for _ in range(2):
+        step(reference)
+    assert_gradients(trunk, reference)
+
+
 # Shared streams
 
 
