@@ -180,6 +180,7 @@ def _check_with_lost_partial_sums(ctx: RankContext, **given: Any) -> list[Verdic
 
 
 @pytest.mark.long
+@pytest.mark.in_turns
 def test_program_shrunk_from_a_defect_is_small_and_fails_alone(tmp_path: Path) -> None:
     def shows_it(program: Program) -> bool:
         keeps_partial = any(micro.sync == "no all-reduce" for step in program.steps for micro in step.micros)

@@ -5,8 +5,8 @@
 - ``make clients``: all of ``tests/clients``. CI leaves out what is rare there, too.
 - ``make test-exhaustive``: all others, before a release.
 
-Every test function runs in CI, but for those marked ``@pytest.mark.in_turns``, which take minutes. Long, and in turns
-rare, is:
+Every test function runs in CI, but for those marked ``@pytest.mark.in_turns``, which take long, for clients, and for
+what runs once more on the simulated accelerator. Long, and in turns rare, is:
 
 - what is marked ``@pytest.mark.long``, or is in ``*long(...)`` in a list of parameters;
 - all but the first size in ``@distributed(2, 4)``, unless ``short`` names more;
@@ -17,11 +17,12 @@ rare, is:
 - what runs the pages' examples on ranks: ``make docs`` runs it.
 
 Of these cases, CI runs one share in ``SHARES`` at each landing, another one at the next; ``landing`` says which. Where
-all cases of a test are such cases, it always runs the first.
+all cases of a test are such cases, it always runs the first; of what runs once more on the simulated accelerator, one
+share in ``SHARES_AGAIN`` of the first ones.
 
-Of all but the first case of a test on a pool of ranks, it runs one share in ``SHARES_COVERING``, and of one of a client
-one share in ``SHARES_OF_CLIENTS``, unless the test is marked ``@pytest.mark.every_case``, since a planted defect or a
-behaviour shows in one of the others only.
+Of all but the first case of a test on a pool of ranks, it runs one share in ``SHARES_COVERING``, unless the test is
+marked ``@pytest.mark.every_case``, since a planted defect or a behaviour shows in one of the others only. Of all cases
+of clients without that mark, it runs one share in ``SHARES_OF_CLIENTS``.
 
 Long, but never rare, is what is marked ``@pytest.mark.ci``, or is in ``*in_ci(...)``: it takes a second and more, or
 notices a defect that nothing else does.
@@ -43,10 +44,11 @@ import pytest
 _DOCS = Path(__file__).parents[1] / "docs"
 _MIGRATING = _DOCS / "migrating"  # a test for each row of that page
 _CLIENTS = Path(__file__).parents[1] / "clients"
+_AGAIN = ("test_distributed_on_device.py", "test_parity_on_device.py")
 WORLD_SIZE = "world_size"  # the parameter that ``@distributed`` adds
 SHARES = 16
 SHARES_COVERING = 6
-SHARES_OF_CLIENTS = 3
+SHARES_OF_CLIENTS = SHARES_AGAIN = 3
 LANDING = "LANDING"  # the environment variable
 
 
@@ -91,10 +93,13 @@ def mark_suites(items: Sequence[pytest.Item], number: int) -> None:
         is_of_client = _CLIENTS in cases[0].path.parents
         is_sampled = (is_of_client or pool_of(cases[0])) and cases[0].get_closest_marker("every_case") is None
         short = [case for case in always if case.get_closest_marker("ci") is None]
-        rest = short[1:] if is_sampled else []
-        shares_of_rest = SHARES_OF_CLIENTS if is_of_client else SHARES_COVERING
-        all_in_turns = bool(always) or cases[0].get_closest_marker("in_turns") is not None
-        for shares, in_turns in ((SHARES, others if all_in_turns else others[1:]), (shares_of_rest, rest)):
+        num_first = 0 if always or cases[0].get_closest_marker("in_turns") is not None else 1
+        sampled = [(SHARES, others[num_first:])]
+        if is_sampled:
+            sampled.append((SHARES_OF_CLIENTS, always) if is_of_client else (SHARES_COVERING, short[1:]))
+        if cases[0].path.name in _AGAIN:
+            sampled.append((SHARES_AGAIN, others[:num_first]))
+        for shares, in_turns in sampled:
             for case in in_turns:
                 if not _has_its_turn(case, number, shares):
                     case.add_marker("rare")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from tests.harness import selection
-from tests.harness.selection import LANDING, SHARES, SHARES_COVERING, covering, landing, mark_suites
+from tests.harness.selection import LANDING, SHARES, SHARES_COVERING, SHARES_OF_CLIENTS, covering, landing, mark_suites
 
 
 def _product(**values: str) -> list[dict[str, str]]:
@@ -36,9 +37,12 @@ def test_pairs_are_kept_or_where_there_are_only_two_parameters_values(
         assert held == wanted
 
 
+TESTS = Path(__file__).parents[1]
+
+
 @pytest.fixture
 def module(request: pytest.FixtureRequest) -> pytest.Module:
-    return request.node.parent
+    return pytest.Module.from_parent(request.session, path=request.path)
 
 
 def _cases(module: pytest.Module, number: int, *markers: str, **parameters: int) -> list[pytest.Function]:
@@ -77,6 +81,20 @@ def test_landings_in_sequence_run_every_long_case_and_each_runs_the_first(module
 
 def test_what_takes_minutes_runs_at_one_landing_in_sequence(module: pytest.Module) -> None:
     suites = [_cases(module, 1, "long", "in_turns") for _ in range(SHARES)]
+    for number, cases in enumerate(suites, start=1):
+        mark_suites(cases, number)
+    assert [_without("rare", cases) for cases in suites].count([0]) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "markers"),
+    [("accelerator/test_parity_on_device.py", ["long"]), ("clients/test_peft.py", [])],
+)
+def test_what_runs_once_more_on_the_device_and_clients_run_a_third_of_first_cases(
+    module: pytest.Module, path: str, markers: list[str]
+) -> None:
+    module.path = TESTS / path
+    suites = [_cases(module, 1, *markers, world_size=2) for _ in range(SHARES_OF_CLIENTS)]
     for number, cases in enumerate(suites, start=1):
         mark_suites(cases, number)
     assert [_without("rare", cases) for cases in suites].count([0]) == 1

@@ -25,7 +25,7 @@ from tests.harness.worker import RankContext
 from tests.memory_errors.allocator import CHOICE, environment, num_guarded_allocations
 
 pytestmark = [
-    pytest.mark.long,  # a tool of the tests, not a part of the package
+    *(pytest.mark.long, pytest.mark.in_turns),  # a tool of the tests, not a part of the package
     pytest.mark.skipif(sys.platform != "linux", reason="the allocator is written for Linux"),
     pytest.mark.skipif(compiler() is None, reason="no C++ compiler: the allocator cannot be built"),
 ]

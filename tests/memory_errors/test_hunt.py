@@ -15,7 +15,7 @@ import pytest
 from tests.harness.worker import RankContext
 from tests.memory_errors.hunt import PROGRAMS_PER_CALL, Totals, hunt_programs, main
 
-pytestmark = pytest.mark.long  # a tool of the tests, not a part of the package
+pytestmark = [pytest.mark.long, pytest.mark.in_turns]  # a tool of the tests, not a part of the package
 
 OPTIONS = Namespace(work="programs", allocator="none", world_size=2, seed=7)
 
