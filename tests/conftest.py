@@ -33,8 +33,8 @@ def pytest_report_header() -> str:
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mark_suites(items, _NUMBER)
-    # The accelerator last: it is compiled meanwhile.
-    items.sort(key=lambda item: (pool_of(item), _ACCELERATOR in item.path.parents))
+    # Short tests last, else one process waits for another: those on two ranks. The accelerator is compiled meanwhile.
+    items.sort(key=lambda item: (pool_of(item) == 2, pool_of(item), _ACCELERATOR in item.path.parents))
 
 
 @pytest.hookimpl(trylast=True)

@@ -142,6 +142,7 @@ def test_memory_of_a_device_is_what_its_allocator_says_and_no_step_waits(ctx: Ra
     assert 0.9 * allocated < peak <= allocated  # asked for at events only
 
 
+@pytest.mark.in_turns
 @pytest.mark.long
 def test_the_benchmark_of_what_a_report_costs_runs() -> None:
     """It runs on ranks that are not there, whose group overrides a private method of this device's."""

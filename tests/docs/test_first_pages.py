@@ -51,6 +51,7 @@ def test_the_variant_for_gpus_replaces_lines_that_are_there() -> None:
     assert "gloo" not in constants
 
 
+@pytest.mark.in_turns
 @pytest.mark.long
 def test_the_training_script_learns_resumes_and_copies_per_node(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

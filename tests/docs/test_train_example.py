@@ -146,6 +146,7 @@ runpy.run_path(script, run_name="__main__")
 """
 
 
+@pytest.mark.in_turns
 @pytest.mark.long
 @pytest.mark.parametrize("step", [2, 5], ids=["before the first checkpoint", "after a checkpoint"])
 def test_torchrun_restarts_a_run_whose_rank_died_to_the_same_losses(
@@ -162,6 +163,7 @@ def test_torchrun_restarts_a_run_whose_rank_died_to_the_same_losses(
     assert json.loads((output / "result.json").read_text())["loss"] == _records(uninterrupted)[-2]["loss"]
 
 
+@pytest.mark.in_turns
 @pytest.mark.long
 def test_a_run_may_train_on_when_its_disk_is_full(uninterrupted: Path, tmp_path: Path) -> None:
     checkpoints = tmp_path / "checkpoints"

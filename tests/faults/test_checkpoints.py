@@ -133,6 +133,7 @@ def test_a_kill_before_each_file_operation_leaves_a_complete_checkpoint(
     assert found == {1, 2}
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("killed", long((0,), (1,), (0, 1)))
 def test_a_kill_at_a_random_time_leaves_a_complete_checkpoint(
     killed: tuple[int, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -5,8 +5,8 @@
 - ``make clients``: all of ``tests/clients``. CI leaves out what is rare there, too.
 - ``make test-exhaustive``: all others, before a release.
 
-Every test function runs in CI, but for those marked ``@pytest.mark.in_turns``, which take long, for clients, and for
-what runs once more on the simulated accelerator. Long, and in turns rare, is:
+Every test function runs in CI at every landing, but for those marked ``@pytest.mark.in_turns``, which take long, for
+clients, and for what runs once more on the simulated accelerator. Long, and in turns rare, is:
 
 - what is marked ``@pytest.mark.long``, or is in ``*long(...)`` in a list of parameters;
 - all but the first size in ``@distributed(2, 4)``, unless ``short`` names more;
@@ -17,12 +17,11 @@ what runs once more on the simulated accelerator. Long, and in turns rare, is:
 - what runs the pages' examples on ranks: ``make docs`` runs it.
 
 Of these cases, CI runs one share in ``SHARES`` at each landing, another one at the next; ``landing`` says which. Where
-all cases of a test are such cases, it always runs the first; of what runs once more on the simulated accelerator, one
-share in ``SHARES_AGAIN`` of the first ones.
+all cases of a test are such cases, it always runs the first. It runs one share in ``FEW_SHARES`` of
 
-Of all but the first case of a test on a pool of ranks, it runs one share in ``SHARES_COVERING``, unless the test is
-marked ``@pytest.mark.every_case``, since a planted defect or a behaviour shows in one of the others only. Of all cases
-of clients without that mark, it runs one share in ``SHARES_OF_CLIENTS``.
+- the first cases of what is marked ``in_turns``, and of what runs once more on the simulated accelerator;
+- all but the first case of a test on a pool of ranks, and all cases of clients, unless the test is marked
+  ``@pytest.mark.every_case``, since a planted defect or a behaviour shows in one of the others only.
 
 Long, but never rare, is what is marked ``@pytest.mark.ci``, or is in ``*in_ci(...)``: it takes a second and more, or
 notices a defect that nothing else does.
@@ -46,9 +45,8 @@ _MIGRATING = _DOCS / "migrating"  # a test for each row of that page
 _CLIENTS = Path(__file__).parents[1] / "clients"
 _AGAIN = ("test_distributed_on_device.py", "test_parity_on_device.py")
 WORLD_SIZE = "world_size"  # the parameter that ``@distributed`` adds
-SHARES = 16
-SHARES_COVERING = 6
-SHARES_OF_CLIENTS = SHARES_AGAIN = 3
+SHARES = 32
+FEW_SHARES = 6
 LANDING = "LANDING"  # the environment variable
 
 
@@ -93,13 +91,11 @@ def mark_suites(items: Sequence[pytest.Item], number: int) -> None:
         is_of_client = _CLIENTS in cases[0].path.parents
         is_sampled = (is_of_client or pool_of(cases[0])) and cases[0].get_closest_marker("every_case") is None
         short = [case for case in always if case.get_closest_marker("ci") is None]
-        num_first = 0 if always or cases[0].get_closest_marker("in_turns") is not None else 1
-        sampled = [(SHARES, others[num_first:])]
-        if is_sampled:
-            sampled.append((SHARES_OF_CLIENTS, always) if is_of_client else (SHARES_COVERING, short[1:]))
-        if cases[0].path.name in _AGAIN:
-            sampled.append((SHARES_AGAIN, others[:num_first]))
-        for shares, in_turns in sampled:
+        num_first = 0 if always else 1
+        in_few = (always if is_of_client else short[1:]) if is_sampled else []
+        if cases[0].get_closest_marker("in_turns") is not None or cases[0].path.name in _AGAIN:
+            in_few = [*in_few, *others[:num_first]]
+        for shares, in_turns in ((SHARES, others[num_first:]), (FEW_SHARES, in_few)):
             for case in in_turns:
                 if not _has_its_turn(case, number, shares):
                     case.add_marker("rare")

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.harness import selection
-from tests.harness.selection import LANDING, SHARES, SHARES_COVERING, SHARES_OF_CLIENTS, covering, landing, mark_suites
+from tests.harness.selection import FEW_SHARES, LANDING, SHARES, covering, landing, mark_suites
 
 
 def _product(**values: str) -> list[dict[str, str]]:
@@ -79,22 +79,19 @@ def test_landings_in_sequence_run_every_long_case_and_each_runs_the_first(module
     assert _without("rare", cases) == [0]
 
 
-def test_what_takes_minutes_runs_at_one_landing_in_sequence(module: pytest.Module) -> None:
-    suites = [_cases(module, 1, "long", "in_turns") for _ in range(SHARES)]
-    for number, cases in enumerate(suites, start=1):
-        mark_suites(cases, number)
-    assert [_without("rare", cases) for cases in suites].count([0]) == 1
-
-
 @pytest.mark.parametrize(
     ("path", "markers"),
-    [("accelerator/test_parity_on_device.py", ["long"]), ("clients/test_peft.py", [])],
+    [
+        ("docs/test_train_example.py", ["long", "in_turns"]),
+        ("accelerator/test_parity_on_device.py", ["long"]),
+        ("clients/test_peft.py", []),
+    ],
 )
-def test_what_runs_once_more_on_the_device_and_clients_run_a_third_of_first_cases(
+def test_first_case_of_what_takes_long_runs_at_one_landing_of_few(
     module: pytest.Module, path: str, markers: list[str]
 ) -> None:
     module.path = TESTS / path
-    suites = [_cases(module, 1, *markers, world_size=2) for _ in range(SHARES_OF_CLIENTS)]
+    suites = [_cases(module, 1, *markers, world_size=2) for _ in range(FEW_SHARES)]
     for number, cases in enumerate(suites, start=1):
         mark_suites(cases, number)
     assert [_without("rare", cases) for cases in suites].count([0]) == 1
@@ -108,7 +105,7 @@ def test_short_suite_runs_one_case_on_a_pool_and_ci_those_that_cover_in_turns(mo
         assert _without("long", cases) == [0]
     in_ci = [set(_without("rare", cases)) for cases in suites]
     assert set.intersection(*in_ci) == {0}
-    assert set().union(*in_ci[:SHARES_COVERING]) >= set(covering([case.callspec.params for case in suites[0]]))
+    assert set().union(*in_ci[:FEW_SHARES]) >= set(covering([case.callspec.params for case in suites[0]]))
     assert set().union(*in_ci) == set(range(16))
 
 

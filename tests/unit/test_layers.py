@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import functools
 from pathlib import Path
 
 import pytest
@@ -34,11 +35,16 @@ def _module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-MODULES = {name: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py")) if (name := _module_name(path))}
+MODULES = {name: path for path in sorted(PACKAGE.rglob("*.py")) if (name := _module_name(path))}
 KNOWS_NO_TORCH = {name for name in MODULES if name.split(".")[0] == "schedule"} | {"plan.layout"}
 # Types of meshes and placements are words; process groups are not.
 KNOWS_NO_PROCESS_GROUP = {name for name in MODULES if name.split(".")[0] == "plan"} - {"plan.mesh", "plan.placements"}
 DOORS = {"_torch", "torch_names"}  # the core's, and those of folders above it
+
+
+@functools.cache  # the whole package takes a second: only the process that runs these tests spends it
+def _tree(module: str) -> ast.Module:
+    return ast.parse(MODULES[module].read_text())
 
 
 def _folder(module: str) -> str:
@@ -68,7 +74,7 @@ class _WithoutTypes(ast.NodeTransformer):
 def _imported_modules(module: str, tree: ast.AST | None = None) -> set[str]:
     """The modules of this package that ``module`` imports, or that ``tree``, a part of it, imports."""
     found = set()
-    for name in _imported_names(tree or MODULES[module]):
+    for name in _imported_names(tree or _tree(module)):
         parts = name.split(".")
         if parts[0] != "fsdp2":
             continue
@@ -79,7 +85,7 @@ def _imported_modules(module: str, tree: ast.AST | None = None) -> set[str]:
 
 def _torch_chains(module: str) -> set[str]:
     """Dotted paths of all torch names that are imported, or read from an imported torch module."""
-    tree = MODULES[module]
+    tree = _tree(module)
     bound: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -113,7 +119,7 @@ def test_modules_import_from_their_own_or_lower_folders_only() -> None:
 
 @pytest.mark.ci
 def test_no_two_modules_import_each_other_by_any_way_round() -> None:
-    running = {module: _WithoutTypes().visit(copy.deepcopy(tree)) for module, tree in MODULES.items()}
+    running = {module: _WithoutTypes().visit(copy.deepcopy(_tree(module))) for module in MODULES}
     remaining = {module: _imported_modules(module, tree) for module, tree in running.items()}
     while leaves := {module for module, imported in remaining.items() if not imported & set(remaining)}:
         for module in leaves:
@@ -124,7 +130,7 @@ def test_no_two_modules_import_each_other_by_any_way_round() -> None:
 @pytest.mark.parametrize("module", MODULES)
 def test_torchs_own_fsdp_is_imported_nowhere(module: str) -> None:
     """FSDP1's front takes over settings and policies, which are plain data and functions of modules."""
-    theirs = _imported_names(MODULES[module]) | _torch_chains(module)
+    theirs = _imported_names(_tree(module)) | _torch_chains(module)
     theirs = {name for name in theirs if name.startswith("torch.distributed.fsdp")}
     if _folder(module) == "fsdp1":
         runtime = {"FullyShardedDataParallel", "FlatParameter", *torch.distributed.fsdp._fully_shard.__all__}
@@ -141,6 +147,6 @@ def test_private_names_of_torch_are_used_behind_the_door_only(module: str) -> No
 
 @pytest.mark.parametrize("module", sorted(KNOWS_NO_TORCH | KNOWS_NO_PROCESS_GROUP))
 def test_module_of_plain_values_knows_no_torch_and_plans_no_process_group(module: str) -> None:
-    known = _imported_names(MODULES[module]) | _torch_chains(module)
+    known = _imported_names(_tree(module)) | _torch_chains(module)
     what = "torch" if module in KNOWS_NO_TORCH else "torch.distributed"
     assert {name for name in known if name == what or name.startswith(f"{what}.")} == set()

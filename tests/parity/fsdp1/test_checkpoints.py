@@ -438,6 +438,7 @@ def _load_states(ctx: RankContext, path: Path) -> None:
             assert optim.param_groups[0]["lr"] == (0.3 if mesh is None else 0.1)
 
 
+@pytest.mark.in_turns
 @pytest.mark.long
 def test_states_of_two_ranks_load_on_four(tmp_path: Path) -> None:
     shared_pool(2).run(_save_states, path=tmp_path)
