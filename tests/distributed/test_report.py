@@ -188,7 +188,6 @@ def test_compute_belongs_to_the_module_whose_work_it_is(ctx: RankContext, owner:
     rows = {row["name"]: row for row in data["compute"]}
     head = rows["lm_head"]
     assert (head["unit"], head["backward_ms"] >= 50, head["forward_ms"] > 0) == (owner, True, True)
-    assert all(row["backward_ms"] < 40 for row in data["compute"] if row is not head)
     assert rows["loss and other code after forward"]["other_ms"] >= 30
     assert rows["other code outside of units"]["other_ms"] >= 10
     assert rows["optimizer"]["other_ms"] >= 20

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -55,6 +55,17 @@ def _model(num_blocks: int) -> MLP:
     return model
 
 
+class Head(nn.Module):
+    """A root around the model."""
+
+    def __init__(self, trunk: MLP) -> None:
+        super().__init__()
+        self.trunk, self.head = trunk, nn.Linear(trunk.exit.out_features, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.trunk(x))
+
+
 # What a change is about: the parameters whose names contain one of these.
 PARTS = {
     "everything": ("",),
@@ -77,6 +88,7 @@ class Passes:
     root: bool | None  # reshard_after_forward of the root
     by_hand: bool  # flags are set on the parameters that were listed before the first pass, not on those bound
     operations: tuple[tuple[Any, ...], ...]  # each the name of a method of Side, and its arguments
+    roots: str = "one"  # or "nested": the model and a head around it; or "heads": two, as an actor's and a critic's
 
 
 def draw(seed: int) -> Passes:
@@ -114,13 +126,28 @@ def draw(seed: int) -> Passes:
         changes(1)
         # A step needs a backward that communicates.
         operations += [("thaw", "everything"), ("forward",), ("backward", True), ("step",)]
-    return Passes(
+    program = Passes(
         way=pick.choice(WAYS),
         reshards=tuple(pick.choice([None, True, False, False, "no unit"]) for _ in range(pick.randint(1, 3))),
         root=pick.choice([None, None, True, False]),
         by_hand=pick.random() < 0.3,
         operations=tuple(operations),
     )
+    return _of_two_roots(program, pick) if program.way == UNITS and pick.random() < 0.5 else program
+
+
+def _of_two_roots(program: Passes, pick: random.Random) -> Passes:
+    """Both take part by turns, and raise now and then. Whether backwards reduce is set apart from them, so that the
+    other root may run in between."""
+    operations: list[tuple[Any, ...]] = []
+    for operation in program.operations:
+        operations += [("reduces", pick.random() < 0.5)] * (pick.random() < 0.2)
+        operations += [("turn_to", pick.randrange(2))] * (pick.random() < 0.4)
+        operations += [("forward_raises",)] * (pick.random() < 0.05)
+        if operation[0] == "step":
+            operation = ("step_of_both", *pick.sample([0, 1], 2))
+        operations.append(("backward", True) if operation[0] == "backward" else operation)
+    return replace(program, roots=pick.choice(["nested", "heads"]), operations=tuple(operations))
 
 
 class Side:
@@ -128,7 +155,11 @@ class Side:
 
     def __init__(self, program: Passes, rank: int) -> None:
         torch.manual_seed(0)
-        self.model: Any = self.sharded(_model(len(program.reshards)), program)
+        trunk = self.sharded(_model(len(program.reshards)), program)
+        heads = [self.sharded_head(Head(trunk)) for _ in range({"one": 0, "nested": 1, "heads": 2}[program.roots])]
+        self.model: Any = nn.ModuleList(heads) if heads else trunk
+        self.roots: list[Any] = heads if len(heads) == 2 else [trunk, *heads]
+        self.root = self.roots[-1]
         self.blocks = [module for module in self.model.modules() if isinstance(module, Block)]
         self.listed = dict(_named(self.model))
         self._by_hand, self._rank = program.by_hand, rank
@@ -138,6 +169,9 @@ class Side:
 
     def sharded(self, model: MLP, program: Passes) -> nn.Module:
         return model
+
+    def sharded_head(self, head: Head) -> Head:
+        return head
 
     @contextmanager
     def accumulating(self, communicates: bool) -> Iterator[None]:
@@ -154,6 +188,9 @@ class Side:
     def control(self, method: str) -> None:
         """Only a sharded model has it."""
 
+    def reduces(self, enabled: bool) -> None:
+        """Whether backwards from now on communicate."""
+
     # Operations. What they return is compared.
 
     def forward(self) -> Tensor:
@@ -162,6 +199,19 @@ class Side:
 
     def forward_in_vain(self) -> Tensor:
         return self._output().detach().clone()
+
+    def forward_raises(self) -> None:
+        def fail(*_: object) -> None:
+            raise InterruptedError
+
+        handle = self.blocks[-1].register_forward_hook(fail)
+        with suppress(InterruptedError):
+            self._output()
+        handle.remove()
+
+    def turn_to(self, root: int) -> None:
+        """What comes next is about this root."""
+        self.root = self.roots[root]
 
     def evaluate(self, mode: str) -> list[float]:
         with getattr(torch, mode)():
@@ -179,6 +229,15 @@ class Side:
         self._optimizer.step()
         self._optimizer.zero_grad()
         return gradients
+
+    def step_of_both(self, first: int, last: int) -> dict[str, Tensor | None]:
+        """After a backward of each root that reduces."""
+        self.reduces(True)
+        for root in (first, last):
+            self.turn_to(root)
+            self.forward()
+            self.backward(True)
+        return self.step()
 
     def freeze(self, part: str) -> None:
         for param in self._of(part).values():
@@ -216,7 +275,7 @@ class Side:
     def _output(self) -> Tensor:
         self._num_batches += 1
         generator = torch.Generator().manual_seed(1000 * self._num_batches + self._rank)
-        return self.model(torch.randn(5, DIM, generator=generator))
+        return self.root(torch.randn(5, DIM, generator=generator))
 
     def _of(self, part: str) -> dict[str, nn.Parameter]:
         named = self.listed if self._by_hand else dict(_named(self.model))
@@ -243,6 +302,9 @@ class ShardedSide(Side):
                     fully_shard(block, reshard_after_forward=reshard)
             return fully_shard(model, reshard_after_forward=program.root)
 
+    def sharded_head(self, head: Head) -> Head:
+        return fsdp2.fully_shard(head)
+
     @contextmanager
     def accumulating(self, communicates: bool) -> Iterator[None]:
         if communicates:
@@ -251,9 +313,13 @@ class ShardedSide(Side):
             with self.model.no_sync():
                 yield
         else:
-            self.model.set_requires_gradient_sync(False)
+            self.reduces(False)
             yield
-            self.model.set_requires_gradient_sync(True)
+            self.reduces(True)
+
+    def reduces(self, enabled: bool) -> None:
+        for root in self.roots:
+            root.set_requires_gradient_sync(enabled)
 
     def gradients(self) -> dict[str, Tensor | None]:
         whole = {n: None if p.grad is None else p.grad.full_tensor() for n, p in self.listed.items()}
@@ -263,7 +329,7 @@ class ShardedSide(Side):
 
     def control(self, method: str) -> None:
         if not self._is_fsdp1:
-            getattr(self.model, method)()
+            getattr(self.root, method)()
 
 
 def _wrapped(model: MLP, way: str) -> nn.Module:
@@ -300,7 +366,8 @@ def difference(program: Passes, rank: int) -> str | None:
         expected, found = getattr(plain, name)(*given), getattr(sharded, name)(*given)
         what = _unequal(found, expected)
         # Parameters that were listed before, and those that are bound, agree when a forward comes.
-        if what is None and (not program.by_hand or name in ("forward", "evaluate")):
+        agree = program.roots == "one" and name in ("forward", "evaluate")
+        if what is None and (agree or not program.by_hand):
             what = _unequal(sharded.flags(), plain.flags())
         if what is not None:
             return f"after operation {index}, {name}{tuple(given)}: {what}"
