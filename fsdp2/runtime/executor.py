@@ -21,7 +21,7 @@ from fsdp2.group.group import ParamGroup
 from fsdp2.runtime.unit import Unit
 from fsdp2.schedule.schedule import Action, Actions, in_parts
 from fsdp2.schedule.states import GroupState
-from fsdp2.types import CommunicationError
+from fsdp2.types import CommunicationError, ScheduleError
 
 # Decorates the schedule: the event, its unit if it has one, and the actions that follow; returns what is performed.
 Decorator = Callable[[str, Unit | None, Actions], Iterable[tuple[Action, int]]]
@@ -156,6 +156,22 @@ class Executor:
         """Whether some reduction has not landed, or the current stream has not waited for one that has."""
         return bool(self._pending) or self._landing is not None or self._has_landed
 
+    def check_landed(self) -> None:
+        """Check that optimizers that have stepped had what was reduced before.
+
+        Raises:
+            ScheduleError: the gradients of a unit are still in flight.
+        """
+        for unit, group, reduction in self._pending:
+            if group.shards.num_steps != reduction.num_steps:
+                raise ScheduleError(
+                    f"an optimizer stepped while gradients of unit '{unit.name}' were in flight: no backward waited "
+                    "for them, since set_is_last_backward(False) was called. Call set_is_last_backward(True) on the "
+                    "root before the last backward of each step. Or, after set_manual_backward_finalization(True), "
+                    "call finalize_backward() before the step. To go on without these gradients, call "
+                    "reset_iter_state() on the root."
+                )
+
     def _reduce(self, unit: Unit, group: ParamGroup, *, jointly: bool) -> None:
         if group.state is not GroupState.SHARDED or group.keeps_post_forward:
             group.note_writes()  # before the reduction lands: then hooks on the shards may run an optimizer
@@ -228,6 +244,7 @@ class Executor:
 
     def _add(self, unit: Unit, group: ParamGroup, reduction: Reduction | None) -> None:
         if reduction is not None:
+            reduction.num_steps = group.shards.num_steps
             self._pending.append((unit, group, reduction))
         # Its all-reduce over replicas ran beside the reduce-scatter that was just launched. Users' hooks may raise.
         self._land_finished()

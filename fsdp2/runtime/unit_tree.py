@@ -237,7 +237,8 @@ class UnitTree:
         last pass.
 
         Raises:
-            ScheduleError: autograd would copy the memory of parameters that is freed.
+            ScheduleError: autograd would copy the memory of parameters that is freed; or an optimizer has stepped
+                without gradients that backward has computed.
         """
         if _torch.copies_written_tensors():
             raise ScheduleError(
@@ -245,6 +246,7 @@ class UnitTree:
                 "mode copies what autograd has saved, but fsdp2 frees the saved parameters and gathers them again. "
                 "Leave the block, and clone what you write in place."
             )
+        self.executor.check_landed()
         for index, unit in enumerate(self.units):
             for group in unit.groups:
                 is_outdated = group.state is not GroupState.SHARDED and group.has_stepped

@@ -192,6 +192,22 @@ class _WritesInputs(nn.Module):
         return self.linear(x.mul_(2) + y.mul_(3))
 
 
+@golden_on_ranks()
+def test_step_before_all_gradients_have_landed(ctx: RankContext) -> str:
+    """They would land in the next step's ``.grad``. torch's runtime has set ``.grad``, and does not wait for it."""
+    model = sharded(ctx)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    model.set_is_last_backward(False)
+    for _ in range(2):  # gradients of two backwards are one sum
+        step(model)
+    optimizer.step()
+    error = error_of(lambda: model(batch()))
+    model.reset_iter_state()
+    model.set_is_last_backward(True)
+    _assert_trains_like_new(model)
+    return error
+
+
 @pytest.mark.parametrize("copies", [False, True])
 @distributed(2)
 def test_two_inputs_changed_in_place(ctx: RankContext, copies: bool) -> None:
