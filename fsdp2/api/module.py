@@ -184,8 +184,8 @@ class FSDPModule:
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the next backward is the last one over the forwards recorded so far. The last backward waits for the
-        reductions in flight. The order of the forwards, which backward prefetch follows, is kept until then. Call it on
-        the root."""
+        reductions in flight. The order of the forwards, which backward prefetch follows, is kept until then. If an
+        optimizer steps before, the next forward raises ``ScheduleError``. Call it on the root."""
         tree_of(self._unit()).schedule.is_last_backward = is_last_backward
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:

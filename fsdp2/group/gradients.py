@@ -112,7 +112,6 @@ class Reduction:
         sums: this rank's sums: over the shard axis; then over all ranks; then averaged.
         present: per step of the plans, whether this rank had a gradient.
         copies: copies of offloaded gradients, in flight to the host.
-        num_steps: how often optimizers had stepped the parameters at the launch.
         added_to: gradients of earlier backwards that landed without a copy. Users' hooks may drop them at once.
         ends_step: whether no later backward of the step adds to these gradients.
     """
@@ -128,7 +127,6 @@ class Reduction:
     ) -> None:
         self.bound, self.present, self.ends_step = bound, present, ends_step
         self.sums, self._works, self._inputs, self._read = launched
-        self.num_steps = 0
         self.added_to: object = None
         self.copies: list[HostCopies] = []
         self._streams: Streams = bound.reduce.streams

@@ -80,6 +80,7 @@ class Executor:
         self.units: Sequence[Unit] = ()
         self.max_in_flight = 1
         self.ends_step = False
+        self._num_steps: list[tuple[Unit, ParamGroup, int]] = []
         self.limit: Decorator | None = None
         self._programs: dict[tuple[Action, int], Callable[[], object]] = {}  # what performs an action on a unit
         self._story: deque[tuple[str, str]] = deque(maxlen=_STORY_LENGTH)
@@ -156,14 +157,20 @@ class Executor:
         """Whether some reduction has not landed, or the current stream has not waited for one that has."""
         return bool(self._pending) or self._landing is not None or self._has_landed
 
+    def note_steps(self) -> None:
+        """A backward has ended, and leaves reductions in flight: see ``check_landed``."""
+        self._num_steps = [(unit, group, group.shards.num_steps) for unit, group, _ in self._pending]
+
     def check_landed(self) -> None:
-        """Check that optimizers that have stepped had what was reduced before.
+        """Check that optimizers that have stepped since ``note_steps`` had what was in flight then.
 
         Raises:
             ScheduleError: the gradients of a unit are still in flight.
         """
-        for unit, group, reduction in self._pending:
-            if group.shards.num_steps != reduction.num_steps:
+        if not self._pending:
+            self._num_steps = []
+        for unit, group, num_steps in self._num_steps:
+            if group.shards.num_steps != num_steps and any(other is group for _, other, _ in self._pending):
                 raise ScheduleError(
                     f"an optimizer stepped while gradients of unit '{unit.name}' were in flight: no backward waited "
                     "for them, since set_is_last_backward(False) was called. Call set_is_last_backward(True) on the "
@@ -244,7 +251,6 @@ class Executor:
 
     def _add(self, unit: Unit, group: ParamGroup, reduction: Reduction | None) -> None:
         if reduction is not None:
-            reduction.num_steps = group.shards.num_steps
             self._pending.append((unit, group, reduction))
         # Its all-reduce over replicas ran beside the reduce-scatter that was just launched. Users' hooks may raise.
         self._land_finished()

@@ -336,6 +336,8 @@ class UnitTree:
             check.end_backward()
         if self.schedule.is_last_backward and not self.schedule.finalizes_by_hand:
             self._end_step()
+        else:
+            self.executor.note_steps()
         return None
 
     def finalize_backward(self) -> None:

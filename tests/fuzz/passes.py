@@ -7,10 +7,11 @@ at each step. Torch's runtime does not follow most of these changes.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,15 @@ DIM = 6
 UNITS = "fully_shard"
 INSTALLED = "install"
 WAYS = (UNITS, UNITS, UNITS, INSTALLED, "FSDP1 SHARD_GRAD_OP", "FSDP1 FULL_SHARD", "FSDP1 FULL_SHARD, one wrapper")
+
+
+OPTIMIZERS = (
+    *("SGD", "SGD", "AdamW, flat", "HostAdamW", "HostAdamW, overlap", "HostAdamW, clipped"),
+    *("Muon", "Muon, in backward"),
+)
+ADAMW = {"lr": 1e-2, "eps": 1e-3}  # eps is well above the rounding noise of a gradient
+MAX_NORM = 0.05
+NEAR, NEAR_OF_OTHERS = 1e-5, 1e-3  # others than SGD divide by what a gradient was; a step of theirs is 1e-2
 
 
 class Block(nn.Module):
@@ -88,6 +98,7 @@ class Passes:
     root: bool | None  # reshard_after_forward of the root
     by_hand: bool  # flags are set on the parameters that were listed before the first pass, not on those bound
     operations: tuple[tuple[Any, ...], ...]  # each the name of a method of Side, and its arguments
+    optimizer: str = "SGD"  # one of OPTIMIZERS
     roots: str = "one"  # or "nested": the model and a head around it; or "heads": two, as an actor's and a critic's
 
 
@@ -133,7 +144,21 @@ def draw(seed: int) -> Passes:
         by_hand=pick.random() < 0.3,
         operations=tuple(operations),
     )
-    return _of_two_roots(program, pick) if program.way == UNITS and pick.random() < 0.5 else program
+    if program.way == UNITS:
+        program = _with_optimizer(program, pick)
+        return _of_two_roots(program, pick) if pick.random() < 0.5 else program
+    return program
+
+
+def _with_optimizer(program: Passes, pick: random.Random) -> Passes:
+    """A step and the last backward before it are one operation: some optimizers begin in backward."""
+    operations: list[tuple[Any, ...]] = []
+    for operation in program.operations:
+        if operation[0] == "step":
+            del operations[-2:]  # a forward and its backward
+            operation = ("step_after", 0)
+        operations.append(operation)
+    return replace(program, optimizer=pick.choice(OPTIMIZERS), operations=(*operations, ("values",)))
 
 
 def _of_two_roots(program: Passes, pick: random.Random) -> Passes:
@@ -144,10 +169,17 @@ def _of_two_roots(program: Passes, pick: random.Random) -> Passes:
         operations += [("reduces", pick.random() < 0.5)] * (pick.random() < 0.2)
         operations += [("turn_to", pick.randrange(2))] * (pick.random() < 0.4)
         operations += [("forward_raises",)] * (pick.random() < 0.05)
-        if operation[0] == "step":
-            operation = ("step_of_both", *pick.sample([0, 1], 2))
+        if operation[0] == "step_after":
+            operation = ("step_after", *pick.sample([0, 1], 2))
         operations.append(("backward", True) if operation[0] == "backward" else operation)
-    return replace(program, roots=pick.choice(["nested", "heads"]), operations=tuple(operations))
+    # An optimizer that begins in backward would begin in that of the first root.
+    optimizer = "SGD" if _begins_in_backward(program.optimizer) else program.optimizer
+    roots = pick.choice(["nested", "heads"])
+    return replace(program, roots=roots, optimizer=optimizer, operations=tuple(operations))
+
+
+def _begins_in_backward(optimizer: str) -> bool:
+    return optimizer.startswith("HostAdamW") or optimizer == "Muon, in backward"
 
 
 class Side:
@@ -163,7 +195,8 @@ class Side:
         self.blocks = [module for module in self.model.modules() if isinstance(module, Block)]
         self.listed = dict(_named(self.model))
         self._by_hand, self._rank = program.by_hand, rank
-        self._optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self._kind = program.optimizer
+        self._optimizer = self.optimizer(list(self.model.parameters()))
         self._losses: list[Tensor] = []
         self._num_batches = 0
 
@@ -184,6 +217,24 @@ class Side:
                 dist.all_reduce(param.grad)
                 param.grad /= dist.get_world_size()
         return {name: None if param.grad is None else param.grad.clone() for name, param in self.listed.items()}
+
+    def values(self) -> dict[str, Tensor]:
+        return {name: param.detach().clone() for name, param in self.listed.items()}
+
+    def optimizer(self, params: list[nn.Parameter]) -> Any:
+        if self._kind == "SGD":
+            return torch.optim.SGD(params, lr=0.1)
+        if not self._kind.startswith("Muon"):
+            return torch.optim.AdamW(params, **ADAMW)
+        matrices, others = (
+            [param for param in params if (param.ndim == 2) is is_matrix] for is_matrix in (True, False)
+        )
+        return _Both(torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(others, **ADAMW))
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Around the last backward before a step."""
+        yield
 
     def control(self, method: str) -> None:
         """Only a sharded model has it."""
@@ -226,18 +277,29 @@ class Side:
 
     def step(self) -> dict[str, Tensor | None]:
         gradients = self.gradients()
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        self.apply()
         return gradients
 
-    def step_of_both(self, first: int, last: int) -> dict[str, Tensor | None]:
-        """After a backward of each root that reduces."""
+    def apply(self) -> None:
+        if "clipped" in self._kind:
+            nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
+        with mock.patch.object(Tensor, "bfloat16", Tensor.float):  # torch's Muon rounds what the other one need not
+            self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def step_after(self, *roots: int) -> Mapping[str, Tensor | None] | None:
+        """A forward and a backward that reduces of each of ``roots``, and a step."""
         self.reduces(True)
-        for root in (first, last):
+        for index, root in enumerate(roots):
             self.turn_to(root)
             self.forward()
-            self.backward(True)
-        return self.step()
+            with self.stepping() if index == len(roots) - 1 else nullcontext():
+                self.backward(True)
+        if self._kind == "SGD":
+            return self.step()
+        self.gradients()
+        self.apply()
+        return None if "overlap" in self._kind else self.values()
 
     def freeze(self, part: str) -> None:
         for param in self._of(part).values():
@@ -289,6 +351,21 @@ class Side:
             param.requires_grad_(before[name])
 
 
+class _Both:
+    """Two optimizers as one."""
+
+    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+        self._optimizers = optimizers
+
+    def step(self) -> None:
+        for each in self._optimizers:
+            each.step()
+
+    def zero_grad(self) -> None:
+        for each in self._optimizers:
+            each.zero_grad()
+
+
 class ShardedSide(Side):
     """The sharded model."""
 
@@ -327,6 +404,39 @@ class ShardedSide(Side):
             return {n: None if value is None or not value.any() else value for n, value in whole.items()}
         return whole
 
+    def values(self) -> dict[str, Tensor]:
+        if "overlap" in self._kind:
+            self._optimizer.wait()
+        return {name: param.detach().full_tensor() for name, param in self.listed.items()}
+
+    def optimizer(self, params: list[nn.Parameter]) -> Any:
+        if _begins_in_backward(self._kind):
+            self.model.set_is_last_backward(False)
+        if self._kind == "AdamW, flat":
+            return fsdp2.flatten_optimizer(super().optimizer(params))
+        if self._kind.startswith("HostAdamW"):
+            max_norm = MAX_NORM if "clipped" in self._kind else None
+            return fsdp2.HostAdamW(params, **ADAMW, max_norm=max_norm, overlap_forward="overlap" in self._kind)
+        if self._kind.startswith("Muon"):
+            matrices, others = ([each for each in params if (each.ndim == 2) is flag] for flag in (True, False))
+            groups = [{"params": matrices, "lr": 1e-2}, {"params": others, "use_muon": False, **ADAMW}]
+            return fsdp2.Muon(groups, ns_dtype=torch.float32)
+        return super().optimizer(params)
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        if not _begins_in_backward(self._kind):
+            yield
+            return
+        self.model.set_is_last_backward(True)
+        with self._optimizer.overlap_backward() if self._kind == "Muon, in backward" else nullcontext():
+            yield
+        self.model.set_is_last_backward(False)
+
+    def apply(self) -> None:
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
     def control(self, method: str) -> None:
         if not self._is_fsdp1:
             getattr(self.root, method)()
@@ -364,23 +474,23 @@ def difference(program: Passes, rank: int) -> str | None:
     plain, sharded = Side(program, rank), ShardedSide(program, rank)
     for index, (name, *given) in enumerate(program.operations):
         expected, found = getattr(plain, name)(*given), getattr(sharded, name)(*given)
-        what = _unequal(found, expected)
+        what = _unequal(found, expected, NEAR if program.optimizer == "SGD" else NEAR_OF_OTHERS)
         # Parameters that were listed before, and those that are bound, agree when a forward comes.
         agree = program.roots == "one" and name in ("forward", "evaluate")
         if what is None and (agree or not program.by_hand):
-            what = _unequal(sharded.flags(), plain.flags())
+            what = _unequal(sharded.flags(), plain.flags(), NEAR)
         if what is not None:
             return f"after operation {index}, {name}{tuple(given)}: {what}"
     return None
 
 
-def _unequal(found: Any, expected: Any) -> str | None:
+def _unequal(found: Any, expected: Any, near: float) -> str | None:
     if isinstance(expected, dict):
-        said = {name: _unequal(found[name], expected[name]) for name in expected}
+        said = {name: _unequal(found[name], expected[name], near) for name in expected}
         return next((f"{name}: {what}" for name, what in said.items() if what is not None), None)
     if isinstance(expected, (Tensor, list)) and found is not None:
         far = (torch.as_tensor(found) - torch.as_tensor(expected)).abs().max().item()
-        return None if far < 1e-5 else f"{far} apart"
+        return None if far < near else f"{far} apart"
     return None if found is expected else f"{_brief(found)}, expected {_brief(expected)}"
 
 
