@@ -308,7 +308,12 @@ class UnitTree:
             self.reset()
 
     def _begin_backward(self) -> None:
-        """The first unit's backward is about to begin."""
+        """The first unit's backward is about to begin.
+
+        Raises:
+            ScheduleError: an optimizer has stepped without gradients that the backward before has computed.
+        """
+        self.executor.check_landed()
         self._backward.begin()
         self._take_flags()
         for check in self.checks:

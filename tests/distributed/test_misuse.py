@@ -198,10 +198,13 @@ def test_step_before_all_gradients_have_landed(ctx: RankContext) -> str:
     model = sharded(ctx)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     model.set_is_last_backward(False)
+    loss, waiting = (model(batch()).square().mean() for _ in range(2))
     for _ in range(2):  # gradients of two backwards are one sum
         step(model)
+    loss.backward()
     optimizer.step()
-    error = error_of(lambda: model(batch()))
+    error = error_of(waiting.backward)
+    assert error_of(lambda: model(batch())) == error
     model.reset_iter_state()
     model.set_is_last_backward(True)
     _assert_trains_like_new(model)
