@@ -41,6 +41,8 @@ _FOLDERS = ("api", "extras", "runtime", "group", "comm", "schedule", "plan", "",
 _SECTION = re.compile(r"^(Args|Attributes|Returns|Raises):$")
 _SECTION_TITLES = {"Args": "Arguments", "Attributes": "Attributes", "Returns": "Returns", "Raises": "Raises"}
 _MADE_BY_FSDP2 = (fsdp2.FSDPModule, fsdp2.FullParamStream, fsdp2.UnshardHandle, fsdp2.GradientReductionHandle)
+# Bases whose methods are listed with those of the class: it is written in two files.
+_PARTS = ("fsdp2.fsdp1.has_state_dicts.HasStateDicts",)
 # Private by its name, but part of torch's FSDPModule, which users call.
 _LISTED_METHODS = {"_set_unshard_async_op", "__call__"}
 
@@ -236,8 +238,8 @@ def _class(name: str, cls: type) -> Iterator[str]:
     parameters = _constructor(cls)
     if parameters:
         yield from _fenced(_signature(name, parameters, None))
-    bases = [base.__name__ for base in cls.__bases__ if base.__module__.startswith("fsdp2.")]
-    bases = [base for base in bases if not base.startswith("_")]
+    ours = [base for base in cls.__bases__ if base.__module__.startswith("fsdp2.")]
+    bases = [base.__name__ for base in ours if not _is_part(base)]
     if bases:
         yield f"Base classes: {', '.join(f'`{base}`' for base in bases)}."
         yield ""
@@ -268,11 +270,11 @@ def _function(name: str, function: Any) -> Iterator[str]:
 
 
 def _members(cls: type) -> Iterator[tuple[str, Any]]:
-    """Public methods and properties that ``cls`` or a private base of it defines with a docstring."""
+    """Public methods and properties that ``cls``, or a base that is a part of it, defines with a docstring."""
     if issubclass(cls, Exception):
         return
     seen: set[str] = set()
-    for owner in (base for base in cls.__mro__ if base is cls or _is_private_base(base)):
+    for owner in (base for base in cls.__mro__ if base is cls or _is_part(base)):
         for name, value in vars(owner).items():
             is_listed = name in _LISTED_METHODS or not name.startswith("_")
             value = getattr(value, "__func__", value)  # of static and class methods
@@ -282,8 +284,9 @@ def _members(cls: type) -> Iterator[tuple[str, Any]]:
                 yield name, value
 
 
-def _is_private_base(base: type) -> bool:
-    return base.__module__.startswith("fsdp2.") and base.__name__.startswith("_")
+def _is_part(base: type) -> bool:
+    is_private = base.__module__.startswith("fsdp2.") and base.__name__.startswith("_")
+    return is_private or f"{base.__module__}.{base.__name__}" in _PARTS
 
 
 # Signatures

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
@@ -12,31 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    BackwardPrefetch,
-    CPUOffload,
-    MixedPrecision,
-    OptimStateDictConfig,
-    OptimStateKeyType,
-    ShardingStrategy,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
-)
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
 from fsdp2.api.fully_shard import PreparedUnit, prepare_unit
 from fsdp2.api.module import UnshardHandle
 from fsdp2.api.resolve import check_not_flattened
-from fsdp2.fsdp1 import (
-    comm_hooks,
-    extensions,
-    full_params,
-    optim_load,
-    optim_state_dict as optim_saving,
-    state_dict as state_dicts,
-)
+from fsdp2.fsdp1 import comm_hooks, extensions, full_params, state_dict as state_dicts
 from fsdp2.fsdp1.auto_wrap import (
     add_full_precision,
     check_nothing_is_wrapped,
@@ -45,6 +28,7 @@ from fsdp2.fsdp1.auto_wrap import (
     replace_everywhere,
 )
 from fsdp2.fsdp1.flat_param import FlatParameter, flat_parameter
+from fsdp2.fsdp1.has_state_dicts import HasStateDicts
 from fsdp2.fsdp1.init_states import (
     broadcast,
     cast_buffers,
@@ -67,7 +51,7 @@ from fsdp2.tools.copying import copied_module
 from fsdp2.tools.no_sync import no_sync
 
 
-class FullyShardedDataParallel(nn.Module):
+class FullyShardedDataParallel(HasStateDicts):
     """Shards the parameters of ``module``, as torch's class of this name, on the runtime of :func:`fsdp2.fully_shard`.
 
     The wrapper and what it wraps form one unit: parameters that no wrapper inside manages are gathered together, and
@@ -507,186 +491,7 @@ class FullyShardedDataParallel(nn.Module):
         """What clients of torch's class write attributes to."""
         return self._flat_param
 
-    # State dicts
-
-    @staticmethod
-    def state_dict_type(
-        module: nn.Module,
-        state_dict_type: StateDictType,
-        state_dict_config: StateDictConfig | None = None,
-        optim_state_dict_config: OptimStateDictConfig | None = None,
-    ) -> AbstractContextManager[None]:
-        """Set the kind of state dicts inside the block: see :meth:`set_state_dict_type`. Also after an exception, the
-        earlier settings come back."""
-        return state_dicts.types_set(module, state_dict_type, state_dict_config, optim_state_dict_config)
-
-    @staticmethod
-    def set_state_dict_type(
-        module: nn.Module,
-        state_dict_type: StateDictType,
-        state_dict_config: StateDictConfig | None = None,
-        optim_state_dict_config: OptimStateDictConfig | None = None,
-    ) -> StateDictSettings | None:
-        """Set the kind of state dicts of all wrappers in ``module``.
-
-        Full state dicts, the default, have whole tensors. Sharded ones have this rank's shards: DTensors if the wrapper
-        got a ``device_mesh``, else ShardedTensors. Local ones have one ``_flat_param`` per wrapper, as torch's class
-        lays it out; they fit only the same wrapping and number of ranks.
-
-        Returns:
-            What was set before; None if there are no wrappers.
-
-        Raises:
-            RuntimeError: a config is of another kind than ``state_dict_type``; wrappers have different settings.
-        """
-        return state_dicts.set_types(module, state_dict_type, state_dict_config, optim_state_dict_config)
-
-    @staticmethod
-    def get_state_dict_type(module: nn.Module) -> StateDictSettings | None:
-        """The settings of the wrappers in ``module``; None if there are none.
-
-        Raises:
-            RuntimeError: wrappers have different settings.
-        """
-        return state_dicts.get_types(module)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Parameters and buffers under their original names, of the kind that :meth:`set_state_dict_type` has set.
-        Collective, if it is a full or local one. Values do not change when the model is trained on.
-
-        Raises:
-            ScheduleError: a forward or backward runs.
-            RuntimeError: parameters are on the meta device.
-        """
-        return state_dicts.save(self, super().state_dict, args, kwargs)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load whole or sharded values, or local ones if they are set. All ranks must call it.
-
-        Raises:
-            RuntimeError: keys are missing or unexpected, or shapes differ, on some rank. No rank has loaded anything.
-            ScheduleError: a forward or backward runs.
-        """
-        return state_dicts.load(self, super().load_state_dict, state_dict, strict=strict, assign=assign)
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        state_dicts.load_into_wrapper(self, super()._load_from_state_dict, state_dict, prefix, *args)
-
-    def _fqn_modifiers(self) -> dict[str, str]:
-        """What ``torch.distributed.checkpoint.state_dict`` asks, to leave the wrapper out of names."""
-        return state_dicts.names_for_checkpoints(self)
-
-    # State dicts of optimizers
-
-    @staticmethod
-    def optim_state_dict(
-        model: nn.Module,
-        optim: torch.optim.Optimizer,
-        optim_state_dict: dict[str, Any] | None = None,
-        group: dist.ProcessGroup | None = None,
-    ) -> dict[str, Any]:
-        """The state dict of ``optim``, by clean names of parameters, of the kind that :meth:`set_state_dict_type` has
-        set. Collective. Values do not change when ``optim`` steps on.
-
-        Args:
-            model: the module whose parameters ``optim`` has; it may have wrappers inside.
-            optim_state_dict: what to convert; by default ``optim.state_dict()``.
-            group: with ``rank0_only``, its first rank gets the result, the others an empty dict.
-
-        Raises:
-            ValueError: ``optim`` has parameters of another model.
-            RuntimeError: a rank lacks states that other ranks have.
-        """
-        return optim_saving.saved(model, optim, optim_state_dict, group=group)
-
-    @staticmethod
-    def optim_state_dict_to_load(
-        model: nn.Module,
-        optim: torch.optim.Optimizer,
-        optim_state_dict: dict[str, Any],
-        is_named_optimizer: bool = False,
-        load_directly: bool = False,
-        group: dist.ProcessGroup | None = None,
-    ) -> dict[str, Any]:
-        """``optim_state_dict`` as ``optim`` loads it. It may be full or sharded, and of any wrapping. Collective.
-
-        Args:
-            is_named_optimizer: keys of the result are names, as of TorchRec's optimizers.
-            load_directly: also load the result into ``optim``.
-            group: with ``rank0_only``, its first rank has ``optim_state_dict``; the others may pass anything.
-
-        Raises:
-            ValueError: it does not fit the model and the optimizer, on some rank. No rank has loaded anything.
-        """
-        made = optim_load.loadable(model, optim, optim_state_dict, is_named=is_named_optimizer, group=group)
-        if load_directly:
-            optim.load_state_dict(made)
-        return made
-
-    @staticmethod
-    def full_optim_state_dict(
-        model: nn.Module,
-        optim: torch.optim.Optimizer,
-        optim_input: optim_load.OptimInput = None,
-        rank0_only: bool = True,
-        group: dist.ProcessGroup | None = None,
-    ) -> dict[str, Any]:
-        """:meth:`optim_state_dict` with whole values on the CPU, whatever kind is set. ``optim`` alone says
-        which parameters it has, not ``optim_input``."""
-        return optim_saving.save(model, optim, is_full=True, rank0_only=rank0_only, group=group)
-
-    @staticmethod
-    def sharded_optim_state_dict(
-        model: nn.Module, optim: torch.optim.Optimizer, group: dist.ProcessGroup | None = None
-    ) -> dict[str, Any]:
-        """:meth:`optim_state_dict` with sharded values on the CPU, whatever kind is set."""
-        return optim_saving.save(model, optim, is_full=False, group=group)
-
-    @staticmethod
-    def shard_full_optim_state_dict(
-        full_optim_state_dict: dict[str, Any],
-        model: nn.Module,
-        optim_input: optim_load.OptimInput = None,
-        optim: torch.optim.Optimizer | None = None,
-    ) -> dict[str, Any]:
-        """A full state dict, which each rank has, as the optimizer loads it. It does not communicate."""
-        return optim_load.to_load(model, optim, full_optim_state_dict, optim_input=optim_input, is_collective=False)
-
-    @staticmethod
-    def scatter_full_optim_state_dict(
-        full_optim_state_dict: dict[str, Any] | None,
-        model: nn.Module,
-        optim_input: optim_load.OptimInput = None,
-        optim: torch.optim.Optimizer | None = None,
-        group: Any | None = None,
-    ) -> dict[str, Any]:
-        """A full state dict, which only the first rank of ``group`` has, as the optimizer loads it. Collective."""
-        return optim_load.to_load(
-            model, optim, full_optim_state_dict, rank0_only=True, optim_input=optim_input, group=group
-        )
-
-    @staticmethod
-    def flatten_sharded_optim_state_dict(
-        sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer
-    ) -> dict[str, Any]:
-        """A sharded state dict as the optimizer loads it. Collective."""
-        return optim_load.to_load(model, optim, sharded_optim_state_dict)
-
-    @staticmethod
-    def rekey_optim_state_dict(
-        optim_state_dict: dict[str, Any],
-        optim_state_key_type: OptimStateKeyType,
-        model: nn.Module,
-        optim_input: optim_load.OptimInput = None,
-        optim: torch.optim.Optimizer | None = None,
-    ) -> dict[str, Any]:
-        """Full state dicts with other keys: numbers of parameters, as plain optimizers have them, or names. ``model``
-        and ``optim``, without wrappers, say which is which. What has the right keys comes back as it is.
-
-        Raises:
-            ValueError: the model or the optimizer lacks parameters of the state dict.
-        """
-        return optim_load.rekeyed(optim_state_dict, optim_state_key_type, model, optim_input, optim)
+    # What torch and Python call
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Apply ``to``, ``cuda`` and similar methods to the shards."""
