@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.fuzz import passes
 from tests.fuzz.check import check
 from tests.fuzz.program import draw
 from tests.harness.runtimes import SUBJECT_IS_TORCH
@@ -16,3 +17,8 @@ def run_programs(ctx: RankContext, seeds: list[int]) -> None:
     if SUBJECT_IS_TORCH:
         programs = [program for program in programs if not program.ranks_differ]
     check(ctx, programs, with_torch=False)
+
+
+def run_passes(ctx: RankContext, seeds: list[int]) -> None:
+    """Programs of passes: changed parameters, several roots, optimizers. Under fsdp2 only."""
+    passes.check(ctx, range(seeds[0], seeds[-1] + 1))
