@@ -27,7 +27,6 @@ from fsdp2.extras import (
     state as _state,
     unit_checks as _unit_checks,
 )
-from fsdp2.extras.lending import unsharded
 from fsdp2.group.codec import PlugIns as _OfCodecs
 from fsdp2.group.shards import PlugIns as _OfSteps
 from fsdp2.runtime.hooks import PlugIns as _OfHooks, register_fsdp_forward_method
@@ -59,6 +58,7 @@ if TYPE_CHECKING:
     from fsdp2.tools.flat_optimizer import flatten_optimizer
     from fsdp2.tools.host_adamw import HostAdamW
     from fsdp2.tools.install import install, installed, uninstall
+    from fsdp2.tools.lending import unsharded
     from fsdp2.tools.load_weights import LoadedKeys, load_safetensors
     from fsdp2.tools.memory_plan import memory_plan
     from fsdp2.tools.merge_lora import MergedLora, merge_lora
@@ -148,6 +148,7 @@ _LAZY = {
     "tools.flat_optimizer": ("flatten_optimizer",),
     "tools.host_adamw": ("HostAdamW",),
     "tools.install": ("install", "installed", "uninstall"),
+    "tools.lending": ("unsharded",),
     "tools.load_weights": ("LoadedKeys", "load_safetensors"),
     "tools.memory_plan": ("memory_plan",),
     "tools.merge_lora": ("MergedLora", "merge_lora"),

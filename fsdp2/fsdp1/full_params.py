@@ -17,7 +17,6 @@ from torch import nn
 
 from fsdp2 import _torch
 from fsdp2.comm.backends import exchange
-from fsdp2.extras.lending import all_ranks, check_idle, check_not_lent, gathered_together, lent_whole, params_under
 from fsdp2.fsdp1.extensions import bind_plain, bind_shown, extended_in
 from fsdp2.fsdp1.names import Wrapper, wrappers_in
 from fsdp2.group.group import ParamGroup
@@ -25,6 +24,7 @@ from fsdp2.group.param import ShardedParam, Slot
 from fsdp2.plan.mesh import Axis
 from fsdp2.runtime.unit import Unit, units_under
 from fsdp2.tools.clip import clip_grad_norm_
+from fsdp2.tools.lending import all_ranks, check_idle, check_not_lent, gathered_together, lent_whole, params_under
 
 _CALLER = "summon_full_params"
 

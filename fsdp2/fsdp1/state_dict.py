@@ -32,7 +32,6 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
 from fsdp2.comm.backends import exchange
-from fsdp2.extras.lending import all_ranks, check_idle
 from fsdp2.extras.state import collects_shards
 from fsdp2.fsdp1 import extensions, torch_names
 from fsdp2.fsdp1.names import FLAT, WRAPPED, Wrapper, clean_name, is_wrapper, saved_name, wrappers_in
@@ -50,6 +49,7 @@ from fsdp2.fsdp1.state_values import (
 from fsdp2.group.group import ParamGroup
 from fsdp2.group.param import ShardedParam, Slot
 from fsdp2.schedule.states import GroupState
+from fsdp2.tools.lending import all_ranks, check_idle
 from fsdp2.tools.together import together
 from fsdp2.types import ScheduleError
 

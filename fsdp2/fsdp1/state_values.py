@@ -14,12 +14,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp2 import _torch
 from fsdp2.comm.streams import wait_for
-from fsdp2.extras.lending import gathered_together, whole_subclass
 from fsdp2.fsdp1 import torch_names
 from fsdp2.fsdp1.names import Wrapper
 from fsdp2.group.codec import is_plain
 from fsdp2.group.group import ParamGroup
 from fsdp2.group.param import ShardedParam
+from fsdp2.tools.lending import gathered_together, whole_subclass
 
 CPU = torch.device("cpu")
 _ALIGNMENT_NBYTES = 16  # of parameters in torch's flat parameter, with use_orig_params

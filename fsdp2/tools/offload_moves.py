@@ -17,12 +17,12 @@ from torch import nn
 from fsdp2 import _torch
 from fsdp2.api.module import FSDPModule
 from fsdp2.comm.offload import Home
-from fsdp2.extras.lending import check_idle
 from fsdp2.group.codec import is_plain
 from fsdp2.group.group import ParamGroup, forget
 from fsdp2.group.param import ShardedParam
 from fsdp2.runtime.unit import Unit
 from fsdp2.tensors.cut import pinned
+from fsdp2.tools.lending import check_idle
 from fsdp2.tools.reshard import restore_settings
 from fsdp2.tools.reshard_checks import check_nothing_in_flight
 

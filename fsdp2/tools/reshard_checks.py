@@ -21,7 +21,6 @@ from fsdp2 import _torch
 from fsdp2.api.module import FSDPModule
 from fsdp2.comm.backends import exchange
 from fsdp2.comm.custom import SymmetricMemory
-from fsdp2.extras.lending import check_idle
 from fsdp2.extras.rank_checks import first_difference
 from fsdp2.group.codec import is_plain
 from fsdp2.group.group import ParamGroup
@@ -30,6 +29,7 @@ from fsdp2.plan.mesh import Axis, ParallelMesh, parallel_mesh
 from fsdp2.plan.trees import find_tensors
 from fsdp2.runtime.unit import Unit, units_under
 from fsdp2.schedule.states import GroupState
+from fsdp2.tools.lending import check_idle
 from fsdp2.tools.units import sharded_unit
 from fsdp2.types import ScheduleError
 

@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
 from fsdp2 import _torch
-from fsdp2.extras.lending import WHOLE, check_idle, gathered, joined, joined_along_dim_0, packed, whole_subclass
 from fsdp2.extras.state import bound_state
 from fsdp2.group.codec import is_plain
 from fsdp2.group.group import ParamGroup, groups_by_slot
@@ -30,6 +29,7 @@ from fsdp2.tensors.in_files import FileTensor
 from fsdp2.tools import torch_names
 from fsdp2.tools.checkpoint_mapping import Shape
 from fsdp2.tools.checkpoint_pieces import Run, runs
+from fsdp2.tools.lending import WHOLE, check_idle, gathered, joined, joined_along_dim_0, packed, whole_subclass
 
 Rename = Mapping[str, str] | Callable[[str], str | None]
 

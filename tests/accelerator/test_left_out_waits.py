@@ -121,7 +121,7 @@ ELSEWHERE: dict[str, str] = {
     "comm.backends._summed-work": "distributed/test_agreement.py::test_ranks_compare_once",
     "tools.clip._summed_over_ranks-work": "parity/test_clipping.py::test_gradients_are_clipped_as_torch_clips_them",
     "comm.custom._run-work": _IN_ONE_MEMORY,
-    "extras.lending.gathered_together-work": _UNCUT,
+    "tools.lending.gathered_together-work": _UNCUT,
     "fsdp1.state_values.locals_of_flat-work": _TIED,
     "_torch.arrived_local-work": _PENDING,
     "tools.weights._do-work": "distributed/test_weights.py::test_weights_go_in_and_out_on_2_ranks",
