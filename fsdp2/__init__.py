@@ -203,6 +203,7 @@ for _extra in (
     _extra.register()
 _OfHooks.check_loaded = _later("tools.loading", "check_loaded")
 _OfModules.copied = _later("tools.copying", "copied_module")
+_OfModules.communicate_by = _later("tools.custom_comm", "communicate_by")
 PlugIns.limits_memory = _later("tools.memory_limit", "MemoryLimit")
 _OfSteps.on_plain_step = _later("tools.plain_params", "warn_of_plain")
 _OfCodecs.cut, _OfCodecs.pin = _later("tensors.cut", "pinned_shard"), _later("tensors.cut", "pinned")

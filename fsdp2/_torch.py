@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.distributed import _symmetric_memory
 from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -221,10 +220,6 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
     """The backend that serves ``device`` in ``group``, which knows its own memory."""
     return group._get_backend(device)
-
-
-# Memory at addresses that all ranks know.
-symmetric_memory = _symmetric_memory
 
 
 @contextmanager

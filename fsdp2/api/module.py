@@ -13,7 +13,6 @@ from torch import nn
 
 from fsdp2 import _torch
 from fsdp2.api.arguments import expect
-from fsdp2.comm.custom import BackendAllGather, BackendMemory, BackendReduceScatter, SymmetricMemory
 from fsdp2.group.group import ParamGroup
 from fsdp2.group.reduce_scatter import AllReduceHook
 from fsdp2.plan.mesh import separate_axis
@@ -29,10 +28,12 @@ class PlugIns:
     Attributes:
         copied: copies a sharded module; gets the memo of ``copy.deepcopy``, too.
         around_apply: the block in which tensors of a sharded module are replaced, as ``to`` does.
+        communicate_by: lets a unit communicate by what one of the setters was given; gets the setter's name first.
     """
 
     copied: Callable[[nn.Module, dict[Any, Any]], nn.Module]
     around_apply: Callable[[nn.Module], AbstractContextManager[None]]
+    communicate_by: Callable[[str, Unit, object], None]
 
 
 class UnshardHandle:
@@ -264,7 +265,7 @@ class FSDPModule:
             ValueError: ``stream`` is given on HSDP, or the unit has several groups.
         """
         caller = "set_all_reduce_hook"
-        cut = self._cut_groups(caller)
+        cut = cut_groups(self._unit(), caller)
         expect(hook is None or callable(hook), f"{caller}: hook", hook, "a function of a tensor, or None")
         if stream is not None and any(group.mesh.replicate.group is not None for group in cut):
             raise ValueError(
@@ -405,8 +406,7 @@ class FSDPModule:
             TypeError: ``comm`` is not an :class:`AllGather`.
             ValueError: the unit has several groups.
         """
-        self._check_comm("set_custom_all_gather", comm, "AllGather")
-        self._configure_groups(False, all_gather=comm)
+        PlugIns.communicate_by("set_custom_all_gather", self._unit(), comm)
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Reduce-scatter this unit's gradients by ``comm``. See :class:`ReduceScatter`.
@@ -415,8 +415,7 @@ class FSDPModule:
             TypeError: ``comm`` is not a :class:`ReduceScatter`.
             ValueError: the unit has several groups.
         """
-        self._check_comm("set_custom_reduce_scatter", comm, "ReduceScatter")
-        self._configure_groups(False, reduce_scatter=comm)
+        PlugIns.communicate_by("set_custom_reduce_scatter", self._unit(), comm)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Whether messages are copied into memory of the backend's allocator, if it has one, such as NCCL's registered
@@ -425,14 +424,7 @@ class FSDPModule:
         Raises:
             ValueError: the unit has a custom all-gather or reduce-scatter, or symmetric memory.
         """
-        self._check_no_other_comm("set_allocate_memory_from_process_group_for_comm", BackendMemory)
-        for group in self._groups(False):
-            shard = group.mesh.shard.group
-            if not enable or shard is None:
-                group.configure(all_gather=None, reduce_scatter=None)
-            else:
-                memory = BackendMemory(shard)
-                group.configure(all_gather=BackendAllGather(memory), reduce_scatter=BackendReduceScatter(memory))
+        PlugIns.communicate_by("set_allocate_memory_from_process_group_for_comm", self._unit(), enable)
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
         """All-gather in symmetric memory. After :meth:`set_force_sum_reduction_for_comms`, also reduce in it.
@@ -442,21 +434,7 @@ class FSDPModule:
             ValueError: the backend is not NCCL; the mesh is not on CUDA devices; the unit has a custom all-gather or
                 reduce-scatter, or memory from the process group.
         """
-        caller = "set_symm_mem_for_comm"
-        self._check_no_other_comm(caller, SymmetricMemory)
-        expect(backend == "NCCL", f"{caller}: backend", backend, "'NCCL'", "No other is supported.", by_value=True)
-        device = self._unit().mesh.device
-        if device.type != "cuda":
-            raise ValueError(
-                f"{caller}: the mesh of unit '{self._unit().name}' is on {device.type}, expected cuda. Only CUDA has "
-                f"symmetric memory here. Do not call {caller} on other devices."
-            )
-        for group in self._groups(False):
-            shard = group.mesh.shard.group
-            if shard is not None:
-                memory = SymmetricMemory(shard, backend)
-                reduce_scatter = BackendReduceScatter(memory) if group.options.divides_behind_hook else None
-                group.configure(all_gather=BackendAllGather(memory), reduce_scatter=reduce_scatter)
+        PlugIns.communicate_by("set_symm_mem_for_comm", self._unit(), backend)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Whether reduce-scatters use a separate process group, so that they do not queue behind all-gathers in
@@ -496,33 +474,20 @@ class FSDPModule:
             )
         return unit
 
-    def _cut_groups(self, caller: str) -> Sequence[ParamGroup]:
-        """The unit's group, or none. The group of scalars is left out: no comm moves scalars."""
-        cut = [group for group in self._groups(False) if any(param.layout.shape for param in group.params)]
-        if len(cut) > 1:
-            raise ValueError(
-                f"{caller}: unit '{self._unit().name}' has {len(cut)} parameter groups on different meshes, expected "
-                "one group. Call fully_shard separately on the modules of each mesh."
-            )
-        return cut
 
-    def _check_comm(self, caller: str, comm: object, expected: str) -> None:
-        """Accept any object with the two methods: a comm may be a subclass of torch's interface."""
-        self._cut_groups(caller)
-        is_comm = not isinstance(comm, type) and callable(comm) and callable(getattr(comm, "allocate", None))
-        expect(is_comm, f"{caller}: comm", comm, f"an fsdp2.{expected}, with allocate() and __call__()")
+def cut_groups(unit: Unit, caller: str) -> Sequence[ParamGroup]:
+    """The group of ``unit``, or none. The group of scalars is left out: no comm moves scalars.
 
-    def _check_no_other_comm(self, caller: str, memory: type) -> None:
-        """Refuse a unit that has a comm which ``caller`` did not set; comms of ``caller`` have ``memory``."""
-        options = [group.options for group in self._groups(False)]
-        for comm in (comm for each in options for comm in (each.all_gather, each.reduce_scatter)):
-            if comm is not None and not isinstance(getattr(comm, "memory", None), memory):
-                raise ValueError(
-                    f"{caller}: unit '{self._unit().name}' already communicates by a {type(comm).__name__}, which "
-                    "allocates its own memory. For each unit, call only one of: set_custom_all_gather and "
-                    "set_custom_reduce_scatter; set_allocate_memory_from_process_group_for_comm; "
-                    "set_symm_mem_for_comm."
-                )
+    Raises:
+        ValueError: there are several.
+    """
+    cut = [group for group in unit.groups if any(param.layout.shape for param in group.params)]
+    if len(cut) > 1:
+        raise ValueError(
+            f"{caller}: unit '{unit.name}' has {len(cut)} parameter groups on different meshes, expected one group. "
+            "Call fully_shard separately on the modules of each mesh."
+        )
+    return cut
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:

@@ -13,7 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -58,6 +58,21 @@ class ReduceComm(Protocol):
     def reduce_buffer_nbytes(self, nbytes: int) -> int:
         """Memory that the comm itself allocates while ``nbytes`` of all ranks' parts are reduced."""
         return 0
+
+
+# What the user has put in the place of the backend's own collectives: makes the comm of an axis on a device.
+GathersBy = Callable[[GatherComm, Axis, torch.device], GatherComm]
+ReducesBy = Callable[[ReduceComm, Axis, torch.device], ReduceComm]
+_Default = TypeVar("_Default")
+_Other = TypeVar("_Other")
+
+
+def carrier(
+    default: _Default, by: Callable[[_Default, Axis, torch.device], _Other] | None, axis: Axis, device: torch.device
+) -> _Default | _Other:
+    """The comm of ``axis``: the backend's own, ``default``, unless the user has put another in its place, and there is
+    something to move."""
+    return default if by is None or axis.size == 1 else by(default, axis, device)
 
 
 class AxisComm(GatherComm, ReduceComm, Protocol):

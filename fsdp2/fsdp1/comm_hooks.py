@@ -12,6 +12,7 @@ from fsdp2.fsdp1 import torch_names
 from fsdp2.fsdp1.names import Wrapper, wrappers_in
 from fsdp2.fsdp1.settings import HYBRID
 from fsdp2.group.reduce_scatter import AllReduceHook
+from fsdp2.tools.custom_comm import ReducesBy
 from fsdp2.types import ReduceScatter
 
 Hook = Callable[..., Any]
@@ -113,7 +114,8 @@ def register(wrapper: Wrapper, state: object, hook: Hook) -> None:
         each.__dict__[_KEY] = hook
         for group in each._unit.groups:
             if group.mesh.shard.size > 1:
-                group.configure(reduce_scatter=HookedReduceScatter(state, hook), gradient_divide_factor=1.0)
+                by = ReducesBy(HookedReduceScatter(state, hook))
+                group.configure(reduces_by=by, gradient_divide_factor=1.0)
             else:
                 run = AllReduceHook(HookedAllReduce(state, hook))
                 group.configure(all_reduce_hook=run, hook_reduces=True, gradient_divide_factor=1.0)

@@ -19,8 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp2 import _torch
-from fsdp2.comm.backends import ReduceComm, can_average, comm_for
-from fsdp2.comm.custom import reduce_comm
+from fsdp2.comm.backends import GathersBy, ReduceComm, ReducesBy, can_average, carrier, comm_for
 from fsdp2.comm.memory import alias
 from fsdp2.comm.offload import Home, HostCopies
 from fsdp2.comm.streams import Streams, Waitable, wait_for
@@ -29,7 +28,7 @@ from fsdp2.group.reduce_scatter import AllReduceHook, Launched, Reduce
 from fsdp2.group.unsharded import UnshardedParams
 from fsdp2.plan.mesh import Axis, ParallelMesh
 from fsdp2.plan.plan import PlanInput, ReducePlan, compile_reduces
-from fsdp2.types import AllGather, ExtensionError, ReduceScatter
+from fsdp2.types import ExtensionError
 
 # In C, since they run once per parameter and step.
 _is_there = partial(is_not, None)
@@ -49,8 +48,8 @@ class GroupOptions:
     gradient_divide_factor: float | None = None
     divides_behind_hook: bool = False
     all_reduce_hook: AllReduceHook | None = None
-    all_gather: AllGather | None = None
-    reduce_scatter: ReduceScatter | None = None
+    gathers_by: GathersBy | None = None
+    reduces_by: ReducesBy | None = None
     reduce_axis: Axis | None = None
     fills_gradients: bool = False
     fills_beside_others: bool = False
@@ -223,10 +222,10 @@ class GroupGradients:
         before, self.options = self.options, options
         if replace(before, requires_all_reduce=options.requires_all_reduce) != options:  # else plans stay
             self.unbind()
-        if options.reduce_scatter is not before.reduce_scatter or options.reduce_axis is not before.reduce_axis:
+        if options.reduces_by is not before.reduces_by or options.reduce_axis is not before.reduce_axis:
             axis, device = options.reduce_axis or self._mesh.shard, self._mesh.device
             default = self._default_comm if axis is self._mesh.shard else comm_for(axis, device)
-            self._comm = reduce_comm(default, axis, device, options.reduce_scatter)
+            self._comm = carrier(default, options.reduces_by, axis, device)
 
     def discard_unreduced(self) -> None:
         """Drop gradients that are not in the shards' ``.grad`` yet."""
@@ -348,7 +347,7 @@ class GroupGradients:
     def _averages(self) -> bool:
         """Whether the collectives may take the mean. A user's own collective or axis must return sums."""
         options = self.options
-        is_own = options.reduce_scatter is not None or options.reduce_axis is not None
+        is_own = options.reduces_by is not None or options.reduce_axis is not None
         return not (is_own or options.divides_behind_hook) and can_average(self._mesh)
 
     def _reduced(self, trainable: Sequence[int]) -> list[ShardedParam]:

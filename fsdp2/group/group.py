@@ -114,8 +114,8 @@ class ParamGroup:
         """Replace options. Collectives in flight keep the old options."""
         before, self.options = self.options, replace(self.options, **changes)  # type: ignore[arg-type]
         self.gradients.configure(self.options)
-        if self.options.all_gather is not before.all_gather:
-            self.unsharded.set_comm(self.options.all_gather)
+        if self.options.gathers_by is not before.gathers_by:
+            self.unsharded.set_comm(self.options.gathers_by)
 
     def keep_post_forward(self, enabled: bool) -> None:
         """Whether the shards on the post-forward mesh stay until the parameters change."""

@@ -12,15 +12,13 @@ from collections.abc import Sequence
 import torch
 
 from fsdp2 import _torch
-from fsdp2.comm.backends import comm_for
-from fsdp2.comm.custom import gather_comm
+from fsdp2.comm.backends import GathersBy, carrier, comm_for
 from fsdp2.comm.streams import Streams
 from fsdp2.group.all_gather import Gather, allocate, flat_shards, shard_slice
 from fsdp2.group.codec import Codec
 from fsdp2.group.param import ShardedParam
 from fsdp2.plan.mesh import ParallelMesh
 from fsdp2.plan.plan import compile_gather, cut_after_forward
-from fsdp2.types import AllGather
 
 
 class PostForwardShards:
@@ -40,7 +38,7 @@ class PostForwardShards:
         hooks: Codec | None,
         mesh: ParallelMesh,
         streams: Streams,
-        all_gather: AllGather | None,
+        gathers_by: GathersBy | None,
     ) -> None:
         self._mesh = mesh
         self._comm = comm_for(mesh.shard, mesh.device, is_async=streams.gathers_are_async)
@@ -48,8 +46,8 @@ class PostForwardShards:
         plan = compile_gather(inputs, self._comm.routing, back_into=full.plan)
         flats = flat_shards(plan, mesh.device)
         rank = mesh.shard.rank
-        carrier = gather_comm(self._comm, mesh, all_gather)
-        self.gather = Gather(plan, flats, full.gathered, rank, carrier, streams, hooks, calls_pre_hooks=False)
+        comm = carrier(self._comm, gathers_by, mesh.shard, mesh.device)
+        self.gather = Gather(plan, flats, full.gathered, rank, comm, streams, hooks, calls_pre_hooks=False)
         self._targets: list[torch.Tensor] = []
         self._sources: list[torch.Tensor] = []
         # Sharded parameters stay bound where no DTensor describes what is kept: with hooks, or on model axes.
@@ -65,9 +63,9 @@ class PostForwardShards:
         self._memory = [(flat.untyped_storage(), flat.untyped_storage().nbytes()) for flat in flats.values()]
         self.release()
 
-    def set_comm(self, all_gather: AllGather | None) -> None:
-        """Gather with ``all_gather`` from the next launch on; None means the backend's own."""
-        self.gather.set_comm(gather_comm(self._comm, self._mesh, all_gather))
+    def set_comm(self, gathers_by: GathersBy | None) -> None:
+        """Gather by the comms that ``gathers_by`` makes from the next launch on; None: by the backend's own."""
+        self.gather.set_comm(carrier(self._comm, gathers_by, self._mesh.shard, self._mesh.device))
 
     def cut(self) -> None:
         """Copy this rank's part out of the unsharded parameters. The caller then releases them, and gathers wait for

@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from fsdp2 import _torch
-from fsdp2.comm.backends import AxisComm, GatherComm, comm_for
-from fsdp2.comm.custom import gather_comm
+from fsdp2.comm.backends import AxisComm, GatherComm, GathersBy, carrier, comm_for
 from fsdp2.comm.offload import FlatStage, Home
 from fsdp2.comm.streams import Streams, streams_for
 from fsdp2.group.all_gather import FlatShards, Gather, GatheredMemory, LocalGather
@@ -25,7 +24,6 @@ from fsdp2.group.post_forward import PostForwardShards
 from fsdp2.group.shards import GroupShards
 from fsdp2.plan.mesh import ParallelMesh
 from fsdp2.plan.plan import GatherPlan, compile_gather
-from fsdp2.types import AllGather
 
 
 class UnshardedParams:
@@ -52,7 +50,7 @@ class UnshardedParams:
         self.comm, self.streams = comm, streams_for(mesh.device)
         self.carrier: GatherComm = comm
         self.post_forward_mesh: ParallelMesh | None = None
-        self._all_gather: AllGather | None = None
+        self._gathers_by: GathersBy | None = None
         self._memory: GatheredMemory | None = None
         self._places: object = None  # where each tensor lies in ``_memory``
         self.hooked: Codec | None = None
@@ -70,15 +68,15 @@ class UnshardedParams:
 
     # What is asked for
 
-    def set_comm(self, all_gather: AllGather | None) -> None:
-        """Gather with ``all_gather`` from the next launch on; None means the backend's own."""
-        self._all_gather = all_gather
-        self.carrier = gather_comm(self.comm, self._mesh, all_gather)
+    def set_comm(self, gathers_by: GathersBy | None) -> None:
+        """Gather by the comms that ``gathers_by`` makes from the next launch on; None: by the backend's own."""
+        self._gathers_by = gathers_by
+        self.carrier = carrier(self.comm, gathers_by, self._mesh.shard, self._mesh.device)
         with torch.inference_mode(False), torch.no_grad(), self.streams.on_gather:
             if isinstance(self.gather, Gather):
                 self.gather.set_comm(self.carrier)
             if self.post_forward is not None:
-                self.post_forward.set_comm(all_gather)
+                self.post_forward.set_comm(gathers_by)
 
     def move_to(self, streams: Streams) -> None:
         """Gather on ``streams`` from now on. Nothing is unsharded, or in flight."""
@@ -86,7 +84,7 @@ class UnshardedParams:
             self.gather.release()  # kept memory, too: memory belongs to the stream that it was allocated on
         self.streams = streams
         self.comm = comm_for(self._mesh.shard, self._mesh.device, is_async=streams.gathers_are_async)
-        self.carrier = gather_comm(self.comm, self._mesh, self._all_gather)
+        self.carrier = carrier(self.comm, self._gathers_by, self._mesh.shard, self._mesh.device)
         self.unbind()
 
     # What there is
@@ -206,7 +204,7 @@ class UnshardedParams:
             assert self.post_forward_mesh is not None
             with torch.inference_mode(False), torch.no_grad():
                 self.post_forward = PostForwardShards(
-                    self._params, self.gather, self.hooked, self.post_forward_mesh, self.streams, self._all_gather
+                    self._params, self.gather, self.hooked, self.post_forward_mesh, self.streams, self._gathers_by
                 )
         if not self.post_forward.has_values:
             self.post_forward.cut()

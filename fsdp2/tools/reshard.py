@@ -18,7 +18,6 @@ from torch import nn, optim
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2 import _torch
-from fsdp2.comm.custom import BackendAllGather, BackendMemory, BackendReduceScatter
 from fsdp2.comm.offload import Home
 from fsdp2.group.codec import is_plain
 from fsdp2.group.gradients import GroupOptions
@@ -32,6 +31,7 @@ from fsdp2.runtime.unit_tree import UnitTree, tree_of
 from fsdp2.schedule.schedule import AfterForward
 from fsdp2.tensors.cut import pinned
 from fsdp2.tools import torch_names
+from fsdp2.tools.custom_comm import BackendMemory, has_memory, in_memory
 from fsdp2.tools.reshard_checks import (
     Belongings,
     Cut,
@@ -370,9 +370,8 @@ def _moved_options(options: GroupOptions, mesh: ParallelMesh) -> GroupOptions:
     changes: dict[str, Any] = {}
     if options.reduce_axis is not None:
         changes["reduce_axis"] = separate_axis(mesh.shard, mesh.device)
-    if isinstance(getattr(options.all_gather, "memory", None), BackendMemory) and mesh.shard.group is not None:
-        memory = BackendMemory(mesh.shard.group)
-        changes |= {"all_gather": BackendAllGather(memory), "reduce_scatter": BackendReduceScatter(memory)}
+    if has_memory(options, BackendMemory) and mesh.shard.group is not None:
+        changes |= in_memory(BackendMemory(mesh.shard.group))
     return replace(options, **changes)
 
 

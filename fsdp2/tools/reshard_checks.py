@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor
 from fsdp2 import _torch
 from fsdp2.api.module import FSDPModule
 from fsdp2.comm.backends import exchange
-from fsdp2.comm.custom import SymmetricMemory
 from fsdp2.extras.rank_checks import first_difference
 from fsdp2.group.codec import is_plain
 from fsdp2.group.group import ParamGroup
@@ -29,6 +28,7 @@ from fsdp2.plan.mesh import Axis, ParallelMesh, parallel_mesh
 from fsdp2.plan.trees import find_tensors
 from fsdp2.runtime.unit import Unit, units_under
 from fsdp2.schedule.states import GroupState
+from fsdp2.tools.custom_comm import SymmetricMemory, has_memory
 from fsdp2.tools.lending import check_idle
 from fsdp2.tools.units import sharded_unit
 from fsdp2.types import ScheduleError
@@ -191,7 +191,7 @@ class Survey:
                     f"{_BY_CHECKPOINT}"
                 )
             options = group.options
-            if isinstance(getattr(options.all_gather, "memory", None), SymmetricMemory):
+            if has_memory(options, SymmetricMemory):
                 raise ValueError(
                     f"{CALLER}: unit '{name}' has symmetric memory, which knows the addresses of the old ranks. "
                     f"{_BY_CHECKPOINT}"

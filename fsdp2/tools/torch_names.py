@@ -8,6 +8,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
+from torch.distributed import _symmetric_memory
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -17,6 +18,9 @@ from torch.utils import _python_dispatch
 from fsdp2 import _torch
 
 _get_grad = attrgetter("grad")
+
+# Memory at addresses that all ranks know.
+symmetric_memory = _symmetric_memory
 
 
 def grads_of(params: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:

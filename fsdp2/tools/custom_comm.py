@@ -1,14 +1,16 @@
 """Communication by the interfaces ``AllGather`` and ``ReduceScatter``, the user's own or those shipped here.
 
-Parameter groups use it like any other comm. It puts the tensors of a launch side by side in one buffer, which the
-interface allocates, and copies the data to the outputs. So plans and memory are the same for every interface, at the
-price of these copies. As in torch, a launch ends when its message has arrived.
+The setters of ``FSDPModule`` load this file. Parameter groups use what it makes like any other comm. It puts the
+tensors of a launch side by side in one buffer, which the interface allocates, and copies the data to the outputs. So
+plans and memory are the same for every interface, at the price of these copies. As in torch, a launch ends when its
+message has arrived.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -17,10 +19,15 @@ import torch.distributed as dist
 from torch.nn.functional import pad
 
 from fsdp2 import _torch
+from fsdp2.api.arguments import expect
+from fsdp2.api.module import cut_groups
 from fsdp2.comm.backends import GatherComm, Launch, ReduceComm
 from fsdp2.comm.streams import Waitable, waiting
-from fsdp2.plan.mesh import Axis, ParallelMesh
+from fsdp2.group.gradients import GroupOptions
+from fsdp2.plan.mesh import Axis
 from fsdp2.plan.plan import Routing
+from fsdp2.runtime.unit import Unit
+from fsdp2.tools import torch_names
 from fsdp2.types import AllGather, Comm, ReduceScatter
 
 
@@ -119,21 +126,25 @@ def _allocated(comm: Comm, numel: int, dtype: torch.dtype, device: torch.device)
     return buffer.view(-1)
 
 
-def gather_comm(default: GatherComm, mesh: ParallelMesh, all_gather: AllGather | None) -> GatherComm:
-    """The comm for gathers on ``mesh``: ``default``, unless there is an ``all_gather``, and something to move."""
-    if all_gather is None or mesh.shard.size == 1:
-        return default
-    # Plans stay as compiled for the default comm: they define where the shards lie in their buffers.
-    return CustomGather(all_gather, mesh.shard, mesh.device, default.routing)
+@dataclass(frozen=True)
+class GathersBy:
+    """Makes the comms of ``interface``."""
+
+    interface: AllGather
+
+    def __call__(self, default: GatherComm, axis: Axis, device: torch.device) -> GatherComm:
+        # Plans stay as compiled for the default comm: they define where the shards lie in their buffers.
+        return CustomGather(self.interface, axis, device, default.routing)
 
 
-def reduce_comm(
-    default: ReduceComm, axis: Axis, device: torch.device, reduce_scatter: ReduceScatter | None
-) -> ReduceComm:
-    """The same for reductions."""
-    if reduce_scatter is None or axis.size == 1:
-        return default
-    return CustomReduce(reduce_scatter, axis, device)
+@dataclass(frozen=True)
+class ReducesBy:
+    """Makes the comms of ``interface``."""
+
+    interface: ReduceScatter
+
+    def __call__(self, default: ReduceComm, axis: Axis, device: torch.device) -> ReduceComm:
+        return CustomReduce(self.interface, axis, device)
 
 
 # The shipped interfaces: the backend's own collectives, in the memory that the backend moves fastest
@@ -159,15 +170,16 @@ class SymmetricMemory:
     """Memory at addresses that all ranks know. Not tried so far: it takes several GPUs."""
 
     def __init__(self, group: dist.ProcessGroup, backend: str) -> None:
-        _torch.symmetric_memory.set_backend(cast(Any, backend))
+        torch_names.symmetric_memory.set_backend(cast(Any, backend))
         dist.barrier(group=group)  # makes the communicator that the memory needs
 
     def allocate(self, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        with torch.cuda.use_mem_pool(_torch.symmetric_memory.get_mem_pool(device)):  # saves most exchanges of addresses
+        pool = torch_names.symmetric_memory.get_mem_pool(device)  # saves most exchanges of addresses
+        with torch.cuda.use_mem_pool(pool):
             return torch.empty(size, dtype=dtype, device=device)
 
     def prepare(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-        _torch.symmetric_memory.rendezvous(tensor, group.group_name)
+        torch_names.symmetric_memory.rendezvous(tensor, group.group_name)
 
 
 class _InMemory(Comm):
@@ -208,3 +220,97 @@ class BackendReduceScatter(_InMemory, ReduceScatter):
         self.memory.prepare(input_tensor, group)
         self.memory.prepare(output_tensor, group)
         return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
+
+
+def in_memory(memory: BackendMemory | SymmetricMemory) -> dict[str, Any]:
+    """The options of a group that communicates in ``memory``."""
+    return {"gathers_by": GathersBy(BackendAllGather(memory)), "reduces_by": ReducesBy(BackendReduceScatter(memory))}
+
+
+def has_memory(options: GroupOptions, kind: type) -> bool:
+    """Whether a group with ``options`` gathers in memory of ``kind``."""
+    return isinstance(options.gathers_by, GathersBy) and _is_in(options.gathers_by.interface, kind)
+
+
+def _is_in(comm: Comm, kind: type) -> bool:
+    return isinstance(getattr(comm, "memory", None), kind)
+
+
+# What the setters do
+
+
+def communicate_by(caller: str, unit: Unit, value: Any) -> None:
+    """Let ``unit`` communicate by ``value``, which the setter ``caller`` of its module was given.
+
+    Raises:
+        TypeError, ValueError: as the setter says.
+    """
+    _SETTERS[caller](caller, unit, value)
+
+
+def _gather_by(caller: str, unit: Unit, comm: Any) -> None:
+    _check_comm(caller, unit, comm, "AllGather")
+    _configure(unit, gathers_by=GathersBy(comm))
+
+
+def _reduce_by(caller: str, unit: Unit, comm: Any) -> None:
+    _check_comm(caller, unit, comm, "ReduceScatter")
+    _configure(unit, reduces_by=ReducesBy(comm))
+
+
+def _use_backend_memory(caller: str, unit: Unit, enable: Any) -> None:
+    _check_no_other_comm(caller, unit, BackendMemory)
+    for group in unit.groups:
+        shard = group.mesh.shard.group
+        none = {"gathers_by": None, "reduces_by": None}
+        group.configure(**(none if not enable or shard is None else in_memory(BackendMemory(shard))))
+
+
+def _use_symmetric_memory(caller: str, unit: Unit, backend: Any) -> None:
+    _check_no_other_comm(caller, unit, SymmetricMemory)
+    expect(backend == "NCCL", f"{caller}: backend", backend, "'NCCL'", "No other is supported.", by_value=True)
+    device = unit.mesh.device
+    if device.type != "cuda":
+        raise ValueError(
+            f"{caller}: the mesh of unit '{unit.name}' is on {device.type}, expected cuda. Only CUDA has symmetric "
+            f"memory here. Do not call {caller} on other devices."
+        )
+    for group in unit.groups:
+        shard = group.mesh.shard.group
+        if shard is not None:
+            options = in_memory(SymmetricMemory(shard, backend))
+            if not group.options.divides_behind_hook:
+                options["reduces_by"] = None
+            group.configure(**options)
+
+
+_SETTERS: dict[str, Callable[[str, Unit, Any], None]] = {
+    "set_custom_all_gather": _gather_by,
+    "set_custom_reduce_scatter": _reduce_by,
+    "set_allocate_memory_from_process_group_for_comm": _use_backend_memory,
+    "set_symm_mem_for_comm": _use_symmetric_memory,
+}
+
+
+def _configure(unit: Unit, **changes: object) -> None:
+    for group in unit.groups:
+        group.configure(**changes)
+
+
+def _check_comm(caller: str, unit: Unit, comm: object, expected: str) -> None:
+    """Accept any object with the two methods: a comm may be a subclass of torch's interface."""
+    cut_groups(unit, caller)
+    is_comm = not isinstance(comm, type) and callable(comm) and callable(getattr(comm, "allocate", None))
+    expect(is_comm, f"{caller}: comm", comm, f"an fsdp2.{expected}, with allocate() and __call__()")
+
+
+def _check_no_other_comm(caller: str, unit: Unit, kind: type) -> None:
+    """Refuse a unit that has a comm which ``caller`` did not set; comms of ``caller`` have memory of ``kind``."""
+    made = [by for group in unit.groups for by in (group.options.gathers_by, group.options.reduces_by)]
+    for comm in (by.interface for by in made if isinstance(by, (GathersBy, ReducesBy))):
+        if not _is_in(comm, kind):
+            raise ValueError(
+                f"{caller}: unit '{unit.name}' already communicates by a {type(comm).__name__}, which allocates its "
+                "own memory. For each unit, call only one of: set_custom_all_gather and set_custom_reduce_scatter; "
+                "set_allocate_memory_from_process_group_for_comm; set_symm_mem_for_comm."
+            )
