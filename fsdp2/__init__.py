@@ -5,7 +5,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from fsdp2 import _torch, extensions
+from fsdp2 import _torch
 from fsdp2.api.adapters import ADAPTERS, SPEC_READERS
 from fsdp2.api.fully_shard import PlugIns as _OfCalls, fully_shard
 from fsdp2.api.module import (
@@ -48,6 +48,7 @@ from fsdp2.types import (
 )
 
 if TYPE_CHECKING:
+    from fsdp2 import extensions
     from fsdp2.extras.inner_losses import allow_inner_losses
     from fsdp2.fsdp1.extensions import FSDPExtensions, set_fsdp_extensions
     from fsdp2.fsdp1.wrapper import FullyShardedDataParallel
@@ -140,7 +141,6 @@ __version__ = "0.1.0"
 _LAZY = {
     "extras.inner_losses": ("allow_inner_losses",),
     "fsdp1": ("FSDPExtensions", "FullyShardedDataParallel", "set_fsdp_extensions"),
-    "tools": ("trace",),
     "tools.auto_shard": ("AutoShard", "auto_shard"),
     "tools.checkpointable": ("from_checkpointable", "to_checkpointable"),
     "tools.clip": ("clip_grad_norm_",),
@@ -162,14 +162,15 @@ _LAZY = {
     "tools.stream_weights": ("FullParamStream", "stream_full_params"),
     "tools.whole_matrices": ("MatrixRule", "WholeMatrices", "whole_matrices"),
 }
-_MODULE_OF = {name: module for module, names in _LAZY.items() for name in names}
+_LAZY_MODULES = {"extensions": "extensions", "trace": "tools.trace"}
+_MODULE_OF = {name: module for module, names in _LAZY.items() for name in names} | _LAZY_MODULES
 
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'fsdp2' has no attribute {name!r}")
     module = import_module(f"fsdp2.{_MODULE_OF[name]}")
-    found = globals()[name] = import_module("fsdp2.tools.trace") if name == "trace" else getattr(module, name)
+    found = globals()[name] = module if name in _LAZY_MODULES else getattr(module, name)
     return found
 
 

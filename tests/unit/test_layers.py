@@ -15,7 +15,7 @@ import fsdp2
 # From the top to the bottom. A folder imports from folders below it; its own files import each other without circles.
 FOLDERS: list[set[str]] = [
     {"__main__"},
-    {"tools", "tensors", "testing", "fsdp1"},
+    {"tools", "tensors", "testing", "fsdp1", "extensions"},
     {"extras"},
     {"api"},
     {"runtime"},
@@ -23,7 +23,7 @@ FOLDERS: list[set[str]] = [
     {"comm"},
     {"schedule"},
     {"plan"},
-    {"types", "extensions", "_torch"},
+    {"types", "_torch"},
 ]
 LEVEL_OF = {folder: level for level, folders in enumerate(FOLDERS) for folder in folders}
 PACKAGE = Path(fsdp2.__file__).parent
