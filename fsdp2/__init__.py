@@ -29,7 +29,7 @@ from fsdp2.extras import (
 )
 from fsdp2.group.codec import PlugIns as _OfCodecs
 from fsdp2.group.shards import PlugIns as _OfSteps
-from fsdp2.runtime.hooks import PlugIns as _OfHooks, register_fsdp_forward_method
+from fsdp2.runtime.hooks import PlugIns as _OfHooks
 from fsdp2.runtime.unit_tree import PlugIns
 from fsdp2.types import (
     AllGather,
@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from fsdp2.tools.checkpointable import from_checkpointable, to_checkpointable
     from fsdp2.tools.clip import clip_grad_norm_
     from fsdp2.tools.flat_optimizer import flatten_optimizer
+    from fsdp2.tools.forward_methods import register_fsdp_forward_method
     from fsdp2.tools.host_adamw import HostAdamW
     from fsdp2.tools.install import install, installed, uninstall
     from fsdp2.tools.lending import unsharded
@@ -146,6 +147,7 @@ _LAZY = {
     "tools.clip": ("clip_grad_norm_",),
     "tools.expert_parallel": ("ExpertMeshes", "expert_meshes"),
     "tools.flat_optimizer": ("flatten_optimizer",),
+    "tools.forward_methods": ("register_fsdp_forward_method",),
     "tools.host_adamw": ("HostAdamW",),
     "tools.install": ("install", "installed", "uninstall"),
     "tools.lending": ("unsharded",),

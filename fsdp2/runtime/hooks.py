@@ -5,7 +5,6 @@ Hooks stay out of compiled graphs: a compiled block calls them between its graph
 
 from __future__ import annotations
 
-import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,7 +18,7 @@ from fsdp2.group.group import Guard
 from fsdp2.group.param import NAME_IN_PASS
 from fsdp2.plan.dtypes import cast_floating, need_cast
 from fsdp2.plan.trees import find_tensors, map_tensors
-from fsdp2.runtime.unit import Unit, unit_of, units_under
+from fsdp2.runtime.unit import Unit, units_under
 from fsdp2.runtime.unit_tree import UnitTree, tree_of
 from fsdp2.schedule.schedule import COMPUTING, AfterForward, Phase
 from fsdp2.schedule.states import GroupState, Outcome
@@ -76,6 +75,8 @@ class ModuleHooks:
     Attributes:
         modules: the modules with these hooks.
         guards: of the unit's submodules.
+        runs_method: a registered method of the unit is running (see ``tools/forward_methods.py``).
+        is_resumed: that method has called the unit again, as generate() calls forward().
     """
 
     def __init__(self, unit: Unit) -> None:
@@ -83,8 +84,7 @@ class ModuleHooks:
         self._input_dtype = unit.policy.param_dtype if unit.policy.cast_forward_inputs else None
         self._output_dtype = unit.policy.output_dtype
         self._moves_inputs = unit.mesh.device.type != "cpu"
-        self._runs_method = False  # a registered method of the unit is running
-        self._is_resumed = False  # that method has called the unit again, as generate() calls forward()
+        self.runs_method = self.is_resumed = False
         self._leads_to = Outcome.NOTHING  # what the outputs of this forward lead to, so far
         self._marked: weakref.ref[torch.Tensor] | None = None  # the input with a hook, of the last forward
         self._marked_version = 0  # its version then
@@ -135,13 +135,13 @@ class ModuleHooks:
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         unit = self._unit
         seems_to_run = unit.tree is not None and unit.tree.schedule.passes.phases[unit.index] in COMPUTING
-        if self._runs_method or (seems_to_run and _torch.is_called_inside_itself(module)):
+        if self.runs_method or (seems_to_run and _torch.is_called_inside_itself(module)):
             self._outer.append(self._handled)
             self._handled = id(sys.exc_info()[1])
-            return self._resume(args, kwargs)
+            return self.resume(args, kwargs)
         self._outer.clear()
         self._handled = id(sys.exc_info()[1])
-        if unit.is_whole is not None and self._runs_plainly():
+        if unit.is_whole is not None and self.runs_plainly():
             return args, kwargs
         tree = unit.tree or tree_of(unit)
         in_backward = _torch.running_backward() != -1
@@ -169,22 +169,22 @@ class ModuleHooks:
         has_raised = id(sys.exc_info()[1]) != self._handled  # or a hook of the user behind it has
         if self._outer:  # the unit has called itself, or its method has: that belongs to the forward around it
             self._handled = self._outer.pop()
-            return None if has_raised else self._handed_out(output)
+            return None if has_raised else self.hand_out(output)
         if has_raised:
-            self._pop_raised()
+            self.pop_raised()
             return None
-        if unit.is_whole is not None and self._runs_plainly():
+        if unit.is_whole is not None and self.runs_plainly():
             return output
         if unit.missing_modules and _torch.running_backward() == -1:
             unit.missing_modules.discard(module)
             if unit.missing_modules:  # of several modules, the last one to run ends the unit's forward
-                return self._handed_out(output)
+                return self.hand_out(output)
         tree = unit.tree
         assert tree is not None  # pre_forward has formed one
         if tree.schedule.passes.phases[unit.index] is Phase.BACKWARD:
             return output if self._output_dtype is None else cast_floating(output, self._output_dtype)
         is_freed = tree.schedule.rules[unit.index].after_forward is not AfterForward.KEEP
-        output = self._handed_out(output, is_freed=is_freed)
+        output = self.hand_out(output, is_freed=is_freed)
         if tree.schedule.passes.root == unit.index:
             for inner in reversed(tree.units):
                 if inner.missing_modules:  # not all of them run in the root's forward
@@ -193,33 +193,6 @@ class ModuleHooks:
                     tree.post_forward(inner, inner.hooks._leads_to)
         tree.post_forward(unit, self._leads_to)
         return output
-
-    def forward_method(self, module: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
-        """``method`` of ``module``, run like its forward. Calls inside it to the same unit belong to it."""
-
-        @functools.wraps(method)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if self._unit.is_whole is not None and self._runs_plainly():
-                return method(*args, **kwargs)
-            if self._is_running():
-                args, kwargs = self._resume(args, kwargs)
-                return self._handed_out(method(*args, **kwargs))
-            args, kwargs = self.pre_forward(module, args, kwargs)
-            self._runs_method, self._is_resumed = True, False
-            try:
-                output = method(*args, **kwargs)
-            except BaseException:
-                self._pop_raised()
-                raise
-            finally:
-                self._runs_method = False
-            output = self.post_forward(module, args, output)
-            if self._is_resumed:
-                self._reshard_between_passes()
-            return output
-
-        setattr(run, FORWARD_METHOD, method)
-        return torch.compiler.disable(run, recursive=False)  # the method itself may be compiled
 
     def _begins_forward(self, tree: UnitTree, *, in_backward: bool) -> bool:
         """Whether the unit's forward begins now: one of its several modules is the first to run. Outside of the root's
@@ -233,21 +206,13 @@ class ModuleHooks:
         return is_first
 
     @_torch.runs_between_graphs
-    def _pop_raised(self) -> None:
+    def pop_raised(self) -> None:
         """The unit's forward, or a method that runs like it, has raised."""
         if self._unit.tree is not None:
             self._unit.tree.schedule.passes.pop_raised(self._unit.index)
 
     @_torch.runs_between_graphs
-    def _is_running(self) -> bool:
-        """Whether a method is called from inside the unit's own forward, or from another method."""
-        unit = self._unit
-        if self._runs_method or len(unit.modules) > 1:
-            return self._runs_method
-        return unit.is_computing
-
-    @_torch.runs_between_graphs
-    def _runs_plainly(self) -> bool:
+    def runs_plainly(self) -> bool:
         """Whether a forward of the unit, whose parameters are lent, runs without the runtime. If the forward is inside
         another pass, the answer is no, and the state table refuses the forward later.
 
@@ -265,21 +230,14 @@ class ModuleHooks:
         raise ScheduleError(f"forward of unit '{unit.name}' inside fsdp2.unsharded(...): {problem}")
 
     @_torch.runs_between_graphs
-    def _reshard_between_passes(self) -> None:
-        """After a method like ``generate``, as in torch: an optimizer that is built then must find shards."""
-        unit = self._unit
-        if unit.tree is not None and unit.tree.schedule.passes.root is None:
-            unit.reshard()
-
-    @_torch.runs_between_graphs
-    def _resume(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        self._is_resumed = True
+    def resume(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        self.is_resumed = True
         if self._unit.tree is not None:
             self._unit.tree.resume_forward(self._unit)
         return (args, kwargs) if self._input_dtype is None else cast_floating((args, kwargs), self._input_dtype)
 
     @_torch.runs_between_graphs
-    def _handed_out(self, output: Any, *, is_freed: bool = False) -> Any:
+    def hand_out(self, output: Any, *, is_freed: bool = False) -> Any:
         """``output`` for the unit's caller, cast and with hooks: its gradients start the unit's backward. ``is_freed``:
         the memory of the unit's parameters is about to be freed."""
         if _torch.in_func_transform():
@@ -320,7 +278,7 @@ class ModuleHooks:
         """
         groups = [group for group in self._unit.groups if group.unsharded.versioned and not group.keeps_storage]
         if any(memory is each for group in groups for each in group.unsharded.parameters):
-            self._pop_raised()
+            self.pop_raised()
             raise ScheduleError(
                 f"forward of unit '{self._unit.name}' returned parameter '{getattr(memory, NAME_IN_PASS)}', or a view "
                 "of it, but the unit is resharded after its forward, which frees this memory. Return a copy, with "
@@ -367,35 +325,6 @@ class ModuleHooks:
 def _has_gradient(tensor: torch.Tensor) -> bool:
     """Whether ``tensor`` may have a gradient at some level of a transform."""
     return tensor.is_floating_point() or tensor.is_complex()
-
-
-FORWARD_METHOD = "_fsdp2_forward_method"  # attribute of the wrapper of a registered method: the method itself
-
-
-def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Treat the method ``method_name`` of ``module`` like its ``forward``: parameters are unsharded before it runs, and
-    the steps that follow a forward follow the method.
-
-    Calls inside the method to the same unit, ``forward`` included, belong to it: the unit stays unsharded until the
-    outermost call returns. If there were such calls, a root is resharded then, although a forward would leave it
-    unsharded. Nothing happens if ``module`` is not sharded, or if the method is already registered.
-
-    Raises:
-        ValueError: ``module`` has no such method.
-    """
-    unit = unit_of(module)
-    if unit is None:
-        return
-    method = getattr(module, method_name, None)
-    if not callable(method):
-        found = "no such attribute" if method is None else f"a {type(method).__name__}"
-        raise ValueError(
-            f"register_fsdp_forward_method: expected a method '{method_name}' of {type(module).__name__}, "
-            f"found {found}. Pass the name of a method."
-        )
-    if not hasattr(method, FORWARD_METHOD):
-        assert unit.hooks is not None
-        setattr(module, method_name, unit.hooks.forward_method(module, method))
 
 
 def _reshard_if_needed(unit: Unit) -> None:

@@ -17,10 +17,11 @@ from fsdp2 import _torch
 from fsdp2.group.codec import is_plain
 from fsdp2.group.group import ParamGroup
 from fsdp2.group.param import ShardedParam, Slot
-from fsdp2.runtime.hooks import FORWARD_METHOD, ModuleHooks
+from fsdp2.runtime.hooks import ModuleHooks
 from fsdp2.runtime.unit import UNIT_ATTRIBUTE, Unit, unit_of
 from fsdp2.runtime.unit_tree import tree_of
 from fsdp2.tools import torch_names
+from fsdp2.tools.forward_methods import FORWARD_METHOD, like_forward
 from fsdp2.types import ScheduleError
 
 Memo = dict[Any, Any]
@@ -117,12 +118,12 @@ def _renew_hooks(unit: Unit, made: Unit, memo: Memo) -> None:
     for module in unit.hooks.modules:
         if id(module) in memo:
             torch_names.remove_hooks(memo[id(module)], unit.hooks)
-    made.hooks = hooks = ModuleHooks(made)
+    made.hooks = ModuleHooks(made)
     for module in made.modules:
         for name, value in list(vars(module).items()):
             method = getattr(value, FORWARD_METHOD, None)
             if method is not None:
-                setattr(module, name, hooks.forward_method(module, copy.deepcopy(method, memo)))
+                setattr(module, name, like_forward(made, module, copy.deepcopy(method, memo)))
 
 
 def _resolve_prefetch(memo: Memo) -> None:

@@ -27,9 +27,9 @@ from torch import nn
 from fsdp2.api.fully_shard import fully_shard
 from fsdp2.api.module import FSDPModule, GradientReductionHandle, UnshardHandle, share_comm_ctx
 from fsdp2.extras.state import state_of
-from fsdp2.runtime.hooks import register_fsdp_forward_method
 from fsdp2.runtime.unit import unit_of
 from fsdp2.tools import torch_names
+from fsdp2.tools.forward_methods import register_fsdp_forward_method
 from fsdp2.types import (
     AllGather,
     CPUOffloadPolicy,

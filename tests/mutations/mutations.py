@@ -167,7 +167,7 @@ _LISTED = {
     120: ("FullyShardedDataParallel._flat_owner", "inside_checkpoint(self._unit.modules[0])", "self._unit.modules[0]"),
     121: ("ShardedParam.keep_grad", "self._take_unsharded_grad(dtype)", "self._take_unsharded_grad()"),
     122: (
-        "ModuleHooks._handed_out",
+        "ModuleHooks.hand_out",
         "map_tensors(lambda each: each.view_as(each) if each is view else each, output)",
         "output",
     ),
@@ -179,7 +179,7 @@ _LISTED = {
     128: ("_wait_for_lent", "_lent and time.monotonic() < until", "False"),
     129: ("Alike.end_step", "its != scope.used and any(its)", "False"),
     130: ("Alike.end_forward", "units != self._orders.get(unit.index)", "False"),
-    131: ("ModuleHooks._handed_out", "_torch.before_in_place(view, num_writes, self._on_input_gradient)", "pass"),
+    131: ("ModuleHooks.hand_out", "_torch.before_in_place(view, num_writes, self._on_input_gradient)", "pass"),
     132: ("PassStack.pop_raised", "phase is Phase.FORWARD and unit == self.root", "False"),
     133: ("Bindings.rebind", "attributes.get(_torch.CALL) is expected", "False"),
     134: ("RunningBackward.was_left", "thread == its_thread and depth <= its_depth", "False"),
