@@ -25,6 +25,7 @@ from fsdp2.extras import (
     refusals as _refusals,
     split_backward as _split_backward,
     state as _state,
+    ties as _ties,
     unit_checks as _unit_checks,
 )
 from fsdp2.group.codec import PlugIns as _OfCodecs
@@ -201,7 +202,7 @@ SPEC_READERS.append(_once_imported("spmd_types", _later(_types, "written"), lamb
 _OfCalls.resolve = _once_imported("spmd_types", _later(_types, "resolved"), lambda _, resolve: resolve())
 for _extra in (
     *(_unit_checks, _alike, _split_backward),  # each tree asks them in this order
-    *(_empty_buffers, _local_parts, _outside_calls, _peers, _ranks_may_differ, _refusals, _state),
+    *(_empty_buffers, _local_parts, _outside_calls, _peers, _ranks_may_differ, _refusals, _state, _ties),
 ):
     _extra.register()
 _OfHooks.check_loaded = _later("tools.loading", "check_loaded")

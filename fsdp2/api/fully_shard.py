@@ -19,10 +19,8 @@ from fsdp2.api.resolve import (
     Found,
     ResolvedGroup,
     ShardPlacementFn,
-    divide_ties,
     read_reshard_after_forward,
     resolve_groups,
-    take_over,
 )
 from fsdp2.comm.offload import Home, home_for
 from fsdp2.group.group import ParamGroup
@@ -121,10 +119,15 @@ class PlugIns:
         check_module: refuses modules before anything changes, by an error; gets a prefix of names, and a module.
         resolve: returns what a function does that checks and resolves all parameters of a call on a mesh. If it raises
             on one rank, all may raise.
+        divide_ties: the parameters that a call on modules manages, of those found under them, and the slots of tied
+            ones that it leaves to an outer call.
+        take_over: makes inner units give up the parameters that a call on modules manages from now on.
     """
 
     check_module: Callable[[str, nn.Module], None]
     resolve: Callable[[ParallelMesh, Callable[[], list[ResolvedGroup]]], list[ResolvedGroup]]
+    divide_ties: Callable[[Sequence[Found], Sequence[nn.Module]], tuple[list[Found], list[Slot]]]
+    take_over: Callable[[Sequence[Found], Sequence[nn.Module]], None]
 
 
 # Collect and check
@@ -286,7 +289,7 @@ def prepare_unit(
         ValueError, TypeError, ExtensionError: as ``fully_shard``.
     """
     found, managed, left_alone = _collect(roots, ignored_params)
-    found, left_out = divide_ties(found, roots)
+    found, left_out = PlugIns.divide_ties(found, roots)
     config = read_reshard_after_forward(reshard_after_forward, parallel)
     size = config.post_forward_size
     home = home_for(offload_policy, parallel.device)
@@ -299,7 +302,7 @@ def prepare_unit(
     def commit() -> Unit:
         leave_alone(ignored_params)
         leave_alone(getattr(slot.module, slot.name) for slot in left_alone)
-        take_over(found, roots)
+        PlugIns.take_over(found, roots)
         for module in managed:
             for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
                 if not buffer.is_meta:

@@ -1,16 +1,10 @@
-"""Checks the arguments of ``fully_shard`` and decides what they mean. Only ``take_over`` changes anything.
-
-Weights tied across units move to the nearest unit that contains all their uses. The first inner call takes the
-parameter: it does not see the other use. A call on another module that also uses the parameter leaves it out. The first
-call around both modules takes the parameter over, if the parameter is untouched since it was sharded. A use that no
-unit has taken when the model runs is an error.
-"""
+"""Checks the arguments of ``fully_shard`` and decides what they mean. Changes nothing."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,7 +25,7 @@ from fsdp2.plan.dtypes import check_grad_dtype, own_policy, param_dtypes
 from fsdp2.plan.layout import Layout, shard_layout
 from fsdp2.plan.mesh import ParallelMesh, parallel_mesh, post_forward_mesh, replicated
 from fsdp2.plan.placements import local_part, param_spec
-from fsdp2.runtime.unit import Unit, UnitConfig, units_under
+from fsdp2.runtime.unit import Unit, UnitConfig
 from fsdp2.schedule.schedule import AfterForward
 from fsdp2.types import DataParallelMeshDims, ExtensionError, MixedPrecisionPolicy, ParamPlacement
 
@@ -51,51 +45,6 @@ class Found:
     def add(self, slot: Slot) -> None:
         if slot not in self.slots:
             self.slots.append(slot)
-
-
-# Ties across units
-
-
-def divide_ties(found: Sequence[Found], roots: Sequence[nn.Module]) -> tuple[list[Found], list[Slot]]:
-    """The parameters that a call manages, and the slots of tied parameters that it leaves to an outer call."""
-    inner = [(name, unit) for root in roots for name, unit in units_under(root)]
-    items = {id(item.param): item for item in found}
-    for name, unit in inner:
-        for slot in unit.left_out:  # slots that inner calls have left to an outer call
-            param = getattr(slot.module, slot.name)
-            items.setdefault(id(param), Found(f"{name}.{slot.name}" if name else slot.name, param)).add(slot)
-    owners = {
-        id(origin): (unit, group, param)
-        for _, unit in inner
-        for group in unit.groups
-        for param in group.params
-        if (origin := param.origin()) is not None
-    }
-    managed: list[Found] = []
-    left_out: list[Slot] = []
-    for item in items.values():
-        if hasattr(item.param, SHARDED_AS) and not is_shard(item.param):  # another unit has it
-            if id(item.param) not in owners:
-                left_out += item.slots
-                continue
-            unit, group, param = owners[id(item.param)]
-            if group.may_give_up(param):
-                slots = list(dict.fromkeys([*item.slots, *param.slots]))
-                item = replace(item, slots=slots, owner=(unit, group, param))
-        managed.append(item)
-    return managed, left_out
-
-
-def take_over(found: Sequence[Found], roots: Sequence[nn.Module]) -> None:
-    """Make inner units give up the parameters that this call manages from now on."""
-    for item in found:
-        if item.owner is not None:
-            unit, group, param = item.owner
-            group.give_up(param)
-            unit.groups = tuple(each for each in unit.groups if each.params)
-    taken = {slot for item in found for slot in item.slots}
-    for _, unit in (each for root in roots for each in units_under(root)):
-        unit.left_out = [slot for slot in unit.left_out if slot not in taken]
 
 
 # Groups

@@ -1,20 +1,76 @@
-"""Sharded parameters of several units that the user has bound as one, after ``fully_shard``: transformers does so.
+"""Parameters tied across units move to the nearest unit that contains all their uses.
 
-They move to the nearest unit around all of them, before the first use, as parameters do that were tied before
-``fully_shard``. Ties that cannot move are refused.
+Tied before ``fully_shard``: the first inner call takes the parameter, since it does not see the other use. A call on
+another module that also uses the parameter leaves it out. The first call around both modules takes the parameter over,
+if the parameter is untouched since it was sharded. A use that no unit has taken when the model runs is an error.
+
+Tied after ``fully_shard``, as transformers does: sharded parameters of several units, bound as one. They move before
+the first use. Ties that cannot move are refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
+from torch import nn
+
+from fsdp2.api.fully_shard import PlugIns
+from fsdp2.api.resolve import Found
 from fsdp2.group.group import ParamGroup
-from fsdp2.group.param import ShardedParam
-from fsdp2.runtime.unit import Unit
+from fsdp2.group.param import SHARDED_AS, ShardedParam, Slot
+from fsdp2.group.shards import is_shard
+from fsdp2.runtime.unit import Unit, units_under
 from fsdp2.schedule.states import GroupState
 from fsdp2.types import ScheduleError
+
+# Tied before fully_shard
+
+
+def divide_ties(found: Sequence[Found], roots: Sequence[nn.Module]) -> tuple[list[Found], list[Slot]]:
+    """The parameters that a call manages, and the slots of tied parameters that it leaves to an outer call."""
+    inner = [(name, unit) for root in roots for name, unit in units_under(root)]
+    items = {id(item.param): item for item in found}
+    for name, unit in inner:
+        for slot in unit.left_out:  # slots that inner calls have left to an outer call
+            param = getattr(slot.module, slot.name)
+            items.setdefault(id(param), Found(f"{name}.{slot.name}" if name else slot.name, param)).add(slot)
+    owners = {
+        id(origin): (unit, group, param)
+        for _, unit in inner
+        for group in unit.groups
+        for param in group.params
+        if (origin := param.origin()) is not None
+    }
+    managed: list[Found] = []
+    left_out: list[Slot] = []
+    for item in items.values():
+        if hasattr(item.param, SHARDED_AS) and not is_shard(item.param):  # another unit has it
+            if id(item.param) not in owners:
+                left_out += item.slots
+                continue
+            unit, group, param = owners[id(item.param)]
+            if group.may_give_up(param):
+                slots = list(dict.fromkeys([*item.slots, *param.slots]))
+                item = replace(item, slots=slots, owner=(unit, group, param))
+        managed.append(item)
+    return managed, left_out
+
+
+def take_over(found: Sequence[Found], roots: Sequence[nn.Module]) -> None:
+    """Make inner units give up the parameters that this call manages from now on."""
+    for item in found:
+        if item.owner is not None:
+            unit, group, param = item.owner
+            group.give_up(param)
+            unit.groups = tuple(each for each in unit.groups if each.params)
+    taken = {slot for item in found for slot in item.slots}
+    for _, unit in (each for root in roots for each in units_under(root)):
+        unit.left_out = [slot for slot in unit.left_out if slot not in taken]
+
+
+# Tied after fully_shard
 
 
 @dataclass(frozen=True)
@@ -92,3 +148,8 @@ def _may_join(group: ParamGroup, first: ShardedParam, member: Member) -> bool:
 
 def _is_fresh(group: ParamGroup) -> bool:
     return group.state is GroupState.SHARDED and group.unsharded.gather is None
+
+
+def register() -> None:
+    """Let ``fully_shard`` divide parameters that modules of several calls share."""
+    PlugIns.divide_ties, PlugIns.take_over = divide_ties, take_over
