@@ -119,15 +119,13 @@ class PlugIns:
         check_module: refuses modules before anything changes, by an error; gets a prefix of names, and a module.
         resolve: returns what a function does that checks and resolves all parameters of a call on a mesh. If it raises
             on one rank, all may raise.
-        divide_ties: the parameters that a call on modules manages, of those found under them, and the slots of tied
-            ones that it leaves to an outer call.
-        take_over: makes inner units give up the parameters that a call on modules manages from now on.
+        divide_ties: the parameters that a call on modules manages, of those found under them; the slots of tied ones
+            that it leaves to an outer call; and what makes inner units give up those that they have managed so far.
     """
 
     check_module: Callable[[str, nn.Module], None]
     resolve: Callable[[ParallelMesh, Callable[[], list[ResolvedGroup]]], list[ResolvedGroup]]
-    divide_ties: Callable[[Sequence[Found], Sequence[nn.Module]], tuple[list[Found], list[Slot]]]
-    take_over: Callable[[Sequence[Found], Sequence[nn.Module]], None]
+    divide_ties: Callable[[Sequence[Found], Sequence[nn.Module]], tuple[list[Found], list[Slot], Callable[[], None]]]
 
 
 # Collect and check
@@ -219,22 +217,10 @@ def _collect(roots: Sequence[nn.Module], ignored: Set[nn.Parameter]) -> tuple[li
 
 def _modules_outside_units(module: nn.Module, prefix: str, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     """The module tree of ``module`` without the subtrees of other units, each module once. Nothing under a module that
-    torch's ``replicate`` was applied to.
-
-    Raises:
-        ValueError: torch's ``fully_shard`` was applied to a module of the tree.
-    """
+    torch's ``replicate`` was applied to."""
     seen.add(module)
-    applied = _torch.composable_apis(module)
-    if "fully_shard" in applied:
-        where = f"module '{prefix[:-1]}', a {type(module).__name__}," if prefix else f"this {type(module).__name__}"
-        raise ValueError(
-            f"fsdp2.fully_shard: {where} was given to torch.distributed.fsdp.fully_shard before. One of the two can "
-            "shard a model, not both. Import fully_shard from fsdp2 wherever you call it, or call fsdp2.install() "
-            "first."
-        )
     yield prefix, module
-    if "replicate" in applied:
+    if "replicate" in _torch.composable_apis(module):
         return
     for name, child in module.named_children():
         if child not in seen and unit_of(child) is None:
@@ -289,7 +275,7 @@ def prepare_unit(
         ValueError, TypeError, ExtensionError: as ``fully_shard``.
     """
     found, managed, left_alone = _collect(roots, ignored_params)
-    found, left_out = PlugIns.divide_ties(found, roots)
+    found, left_out, take_over = PlugIns.divide_ties(found, roots)
     config = read_reshard_after_forward(reshard_after_forward, parallel)
     size = config.post_forward_size
     home = home_for(offload_policy, parallel.device)
@@ -302,7 +288,7 @@ def prepare_unit(
     def commit() -> Unit:
         leave_alone(ignored_params)
         leave_alone(getattr(slot.module, slot.name) for slot in left_alone)
-        PlugIns.take_over(found, roots)
+        take_over()
         for module in managed:
             for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
                 if not buffer.is_meta:

@@ -18,14 +18,13 @@ from fsdp2.api.adapters import adapter_of, written_spec
 from fsdp2.api.arguments import expect
 from fsdp2.comm.offload import Home
 from fsdp2.group.codec import PlugIns, has_hooks, is_plain
-from fsdp2.group.group import ParamGroup
-from fsdp2.group.param import NAME_IN_PASS, SHARDED_AS, ShardedParam, Slot
+from fsdp2.group.param import NAME_IN_PASS, ShardedParam, Slot
 from fsdp2.group.shards import is_shard
 from fsdp2.plan.dtypes import check_grad_dtype, own_policy, param_dtypes
 from fsdp2.plan.layout import Layout, shard_layout
 from fsdp2.plan.mesh import ParallelMesh, parallel_mesh, post_forward_mesh, replicated
 from fsdp2.plan.placements import local_part, param_spec
-from fsdp2.runtime.unit import Unit, UnitConfig
+from fsdp2.runtime.unit import UnitConfig
 from fsdp2.schedule.schedule import AfterForward
 from fsdp2.types import DataParallelMeshDims, ExtensionError, MixedPrecisionPolicy, ParamPlacement
 
@@ -34,13 +33,11 @@ ShardPlacementFn = Callable[[nn.Parameter], Shard | Replicate | ParamPlacement |
 
 @dataclass(frozen=True)
 class Found:
-    """A parameter in the tree: its first name, and every slot that binds it. ``owner``: the inner unit that gives the
-    parameter up, with its group and its sharded parameter."""
+    """A parameter in the tree: its first name, and every slot that binds it."""
 
     name: str
     param: nn.Parameter
     slots: list[Slot] = field(default_factory=list)
-    owner: tuple[Unit, ParamGroup, ShardedParam] | None = None
 
     def add(self, slot: Slot) -> None:
         if slot not in self.slots:
@@ -182,7 +179,6 @@ def _check_param(item: Found, device: torch.device) -> None:
             "subclass that has the methods fsdp_pre_all_gather, fsdp_post_all_gather and __torch_dispatch__: see "
             "docs/guide/extensions.md#all-gather-hooks. Or list the parameter in ignored_params."
         )
-    sharded_as = getattr(param, SHARDED_AS, None)
     if is_shard(param) or hasattr(param, NAME_IN_PASS):  # the root stays unsharded after forward
         raise ValueError(
             f"fully_shard: parameter '{name}' is already sharded, by a call on a module around this one, or on one "
@@ -193,13 +189,6 @@ def _check_param(item: Found, device: torch.device) -> None:
         raise ValueError(
             f"fully_shard: parameter '{name}' is a DTensor on a mesh of {param.device_mesh.device_type}, but the mesh "
             f"given to fully_shard is on {device.type}. Use parts of one mesh for both."
-        )
-    if sharded_as is not None and item.owner is None:
-        raise ValueError(
-            f"fully_shard: parameter '{name}' is tied to '{sharded_as}' of a unit that is already sharded. This call "
-            "would break the tie. The parameter moves to the new unit only if the old "
-            "unit has not run and none of its parameters was written or replaced. Otherwise, call fully_shard([a, b]) "
-            "on the modules that share the parameter, to make one unit."
         )
     layout = "nested" if param.is_nested else "quantized" if param.is_quantized else str(param.layout)
     if layout != str(torch.strided):

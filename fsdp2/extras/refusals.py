@@ -2,7 +2,8 @@
 
 ``MultiheadAttention`` never calls its ``out_proj``, which so cannot be a unit. ``DistributedDataParallel`` around
 sharded parameters is refused where it is built: its own error names an operation of a process group. Rule: it may be
-around a sharded model if it ignores the sharded parameters, since it then reduces only the others.
+around a sharded model if it ignores the sharded parameters, since it then reduces only the others. What torch's
+``fully_shard`` has sharded is refused, too.
 """
 
 from __future__ import annotations
@@ -22,8 +23,24 @@ from fsdp2.runtime.unit import unit_of
 
 def check_module(prefix: str, module: nn.Module) -> None:
     """Check a module that a unit is to manage. From the first one on, look at what is wrapped around modules, too."""
+    _check_unsharded(prefix, module)
     _check_attention(prefix, module)
     _refuse_ddp()
+
+
+def _check_unsharded(prefix: str, module: nn.Module) -> None:
+    """``module`` is no unit of ours.
+
+    Raises:
+        ValueError: torch's ``fully_shard`` was applied to it.
+    """
+    if "fully_shard" in _torch.composable_apis(module):
+        where = f"module '{prefix[:-1]}', a {type(module).__name__}," if prefix else f"this {type(module).__name__}"
+        raise ValueError(
+            f"fsdp2.fully_shard: {where} was given to torch.distributed.fsdp.fully_shard before. One of the two can "
+            "shard a model, not both. Import fully_shard from fsdp2 wherever you call it, or call fsdp2.install() "
+            "first."
+        )
 
 
 def _check_attention(prefix: str, module: nn.Module) -> None:

@@ -28,8 +28,15 @@ from fsdp2.types import ScheduleError
 # Tied before fully_shard
 
 
-def divide_ties(found: Sequence[Found], roots: Sequence[nn.Module]) -> tuple[list[Found], list[Slot]]:
-    """The parameters that a call manages, and the slots of tied parameters that it leaves to an outer call."""
+def divide_ties(
+    found: Sequence[Found], roots: Sequence[nn.Module]
+) -> tuple[list[Found], list[Slot], Callable[[], None]]:
+    """The parameters that a call manages, the slots of tied parameters that it leaves to an outer call, and what makes
+    inner units give up those that they have managed so far.
+
+    Raises:
+        ValueError: an inner unit cannot give up a parameter.
+    """
     inner = [(name, unit) for root in roots for name, unit in units_under(root)]
     items = {id(item.param): item for item in found}
     for name, unit in inner:
@@ -45,29 +52,33 @@ def divide_ties(found: Sequence[Found], roots: Sequence[nn.Module]) -> tuple[lis
     }
     managed: list[Found] = []
     left_out: list[Slot] = []
+    given_up: list[tuple[Unit, ParamGroup, ShardedParam]] = []
     for item in items.values():
         if hasattr(item.param, SHARDED_AS) and not is_shard(item.param):  # another unit has it
             if id(item.param) not in owners:
                 left_out += item.slots
                 continue
-            unit, group, param = owners[id(item.param)]
-            if group.may_give_up(param):
-                slots = list(dict.fromkeys([*item.slots, *param.slots]))
-                item = replace(item, slots=slots, owner=(unit, group, param))
+            _, group, param = owners[id(item.param)]
+            if not group.may_give_up(param):
+                raise ValueError(
+                    f"fully_shard: parameter '{item.name}' is tied to '{param.name}' of a unit that is already "
+                    "sharded. This call would break the tie. The parameter moves to the new unit only if the old unit "
+                    "has not run and none of its parameters was written or replaced. Otherwise, call "
+                    "fully_shard([a, b]) on the modules that share the parameter, to make one unit."
+                )
+            item = replace(item, slots=list(dict.fromkeys([*item.slots, *param.slots])))
+            given_up.append(owners[id(item.param)])
         managed.append(item)
-    return managed, left_out
 
-
-def take_over(found: Sequence[Found], roots: Sequence[nn.Module]) -> None:
-    """Make inner units give up the parameters that this call manages from now on."""
-    for item in found:
-        if item.owner is not None:
-            unit, group, param = item.owner
+    def take_over() -> None:
+        for unit, group, param in given_up:
             group.give_up(param)
             unit.groups = tuple(each for each in unit.groups if each.params)
-    taken = {slot for item in found for slot in item.slots}
-    for _, unit in (each for root in roots for each in units_under(root)):
-        unit.left_out = [slot for slot in unit.left_out if slot not in taken]
+        taken = {slot for item in managed for slot in item.slots}
+        for _, unit in inner:
+            unit.left_out = [slot for slot in unit.left_out if slot not in taken]
+
+    return managed, left_out, take_over
 
 
 # Tied after fully_shard
@@ -152,4 +163,4 @@ def _is_fresh(group: ParamGroup) -> bool:
 
 def register() -> None:
     """Let ``fully_shard`` divide parameters that modules of several calls share."""
-    PlugIns.divide_ties, PlugIns.take_over = divide_ties, take_over
+    PlugIns.divide_ties = divide_ties

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
-from fsdp2.api.resolve import SHARDED_AS
+from fsdp2.group.param import SHARDED_AS
 from fsdp2.plan.placements import local_part
 
 
