@@ -365,12 +365,6 @@ def flattened_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
     return mesh._flatten(name)
 
 
-def is_sharded_tensor(value: object) -> bool:
-    """Whether ``value`` is a ShardedTensor."""
-    names = sys.modules.get("torch.distributed._shard.sharded_tensor")
-    return names is not None and isinstance(value, names.ShardedTensor)
-
-
 # Tools that watch
 
 # Whether a profiler records. Asking takes 0.03 us; opening a range takes 3 us even if nothing records.

@@ -7,19 +7,17 @@ on its own, and whether the backend averages. All ranks issue all calls in the s
 from __future__ import annotations
 
 import atexit
-import ctypes
-import pickle
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from fsdp2 import _torch
-from fsdp2.comm.streams import Waitable, launched, streams_for, wait_for, waiting
+from fsdp2.comm.streams import Waitable, streams_for
 from fsdp2.plan.mesh import Axis, ParallelMesh
 from fsdp2.plan.plan import Routing
 
@@ -180,37 +178,6 @@ def can_average(mesh: ParallelMesh) -> bool:
     """Whether reductions on ``mesh`` can take the mean themselves: NCCL and backends like it do, gloo does not."""
     is_able = mesh.device.type not in ("cpu", "mtia")
     return is_able and all(_torch.backend_name(group, mesh.device) != "gloo" for group in mesh.process_groups)
-
-
-def exchange(axis: Axis, value: object) -> list[Any]:
-    """The ``value`` of every rank on ``axis``, in rank order. Slow, and the CPU waits: only for one-time agreements."""
-    if axis.group is None or axis.size == 1:
-        return [value]
-    if _torch.backend_name(axis.group, torch.device("cpu")) == "gloo":
-        return launched(_exchange_by_sums, axis, value)
-    values: list[Any] = [None] * axis.size
-    with waiting():
-        launched(dist.all_gather_object, values, value, group=axis.group)
-    return values
-
-
-def _exchange_by_sums(axis: Axis, value: object) -> list[Any]:
-    """As ``dist.all_gather_object``, with tensors that are known here: see ``_lent``."""
-    assert axis.group is not None
-    mine, rank = pickle.dumps(value), axis.group.rank()
-    sizes = torch.zeros(axis.size, dtype=torch.int64, device="cpu")  # whatever the user's default device is
-    sizes[rank] = len(mine)
-    lengths = _summed(axis, sizes).tolist()
-    whole = torch.zeros(sum(lengths), dtype=torch.uint8, device="cpu")
-    parts = whole.split(lengths)
-    parts[rank].copy_(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
-    _summed(axis, whole)
-    return [pickle.loads(ctypes.string_at(part.data_ptr(), part.numel())) for part in parts]
-
-
-def _summed(axis: Axis, tensor: torch.Tensor) -> torch.Tensor:
-    wait_for(all_reduce(axis.group, tensor))
-    return tensor
 
 
 # Tensors that gloo's threads may still hold. Such a thread drops a collective after it has told us that it is done, and

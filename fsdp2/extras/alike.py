@@ -148,7 +148,7 @@ class Alike(TreeChecks):
             if its != scope.used and any(its):  # else gradients are kept for a later step
                 claim: dict[str, bool] = {}
                 for group in scope.groups:
-                    claim.update(group.gradients.described(used[group]))
+                    claim.update(_described(group, used[group]))
                 self._claim(scope.everyone, GRADIENTS, claim)
                 scope.used = its
 
@@ -198,6 +198,17 @@ class Alike(TreeChecks):
 
 def _named(what: str, meeting: Meeting) -> str:
     return f"{what} @ {meeting.key}"
+
+
+def _described(group: ParamGroup, used: bytes) -> dict[str, bool]:
+    """By name, which trainable parameters had a gradient. ``used``: what ``take_used`` has returned."""
+    found, trainable = {}, group.gradients.trainable
+    for position, has_gradient in enumerate(used or bytes(len(group.params))):
+        number, index = divmod(position, len(group.params))
+        if has_gradient or index in trainable:
+            behind = f" in reduction {number + 1}" if number else ""
+            found[f"{group.params[index].full_name}{behind}"] = bool(has_gradient)
+    return found
 
 
 def register() -> None:

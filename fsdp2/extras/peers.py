@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 
 from fsdp2 import _torch
-from fsdp2.comm.backends import AxisComm, Launch, copies, exchange, register_comm
+from fsdp2.comm.backends import AxisComm, Launch, copies, register_comm
 from fsdp2.comm.streams import Waitable, launched
+from fsdp2.extras.exchange import exchange
 from fsdp2.plan.mesh import Axis
 from fsdp2.plan.plan import Routing
 

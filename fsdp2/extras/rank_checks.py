@@ -17,9 +17,10 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from fsdp2.comm.backends import all_reduce, exchange
+from fsdp2.comm.backends import all_reduce
 from fsdp2.comm.streams import launched, lost, wait_for
 from fsdp2.extras.claims import named_ranks
+from fsdp2.extras.exchange import exchange
 from fsdp2.extras.local_parts import LocalPartSpec
 from fsdp2.extras.peers import match_channels
 from fsdp2.group.group import ParamGroup

@@ -27,6 +27,7 @@ from fsdp2.fsdp1.optim_values import whole_of_pieces
 from fsdp2.group.group import ParamGroup, groups_by_slot
 from fsdp2.group.param import ShardedParam, Slot
 from fsdp2.schedule.states import GroupState
+from fsdp2.tools.torch_names import is_sharded_tensor
 from fsdp2.types import ExtensionError
 
 _PLAIN = (torch.Tensor, nn.Parameter)
@@ -360,7 +361,7 @@ def loaded_value(wrapper: Wrapper, param: ShardedParam, value: object) -> object
     if extension is None or not isinstance(value, torch.Tensor):
         return value
     shape = param.spec.sharded.shape if param.spec.unsharded is None else param.layout.shape
-    if _torch.is_sharded_tensor(value):
+    if is_sharded_tensor(value):
         return extension.loaded_shards(param.full_name, value, shape)
     known = extension.of(param)
     if isinstance(value, DTensor):
@@ -376,7 +377,7 @@ def loaded_state(wrapper: Wrapper, param: ShardedParam, value: object) -> object
     extension = extension_of(wrapper)
     if extension is None or not isinstance(value, torch.Tensor):
         return value
-    if _torch.is_sharded_tensor(value):
+    if is_sharded_tensor(value):
         return whole_of_pieces(value, wrapper)
     if isinstance(value, DTensor):
         return value if param.spec.unsharded is not None else value.full_tensor().detach()

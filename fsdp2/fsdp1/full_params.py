@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from fsdp2 import _torch
-from fsdp2.comm.backends import exchange
+from fsdp2.extras.exchange import exchange
 from fsdp2.fsdp1.extensions import bind_plain, bind_shown, extended_in
 from fsdp2.fsdp1.names import Wrapper, wrappers_in
 from fsdp2.group.group import ParamGroup

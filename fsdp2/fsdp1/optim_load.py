@@ -14,7 +14,7 @@ from torch.distributed.fsdp import OptimStateKeyType
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
-from fsdp2.comm.backends import exchange
+from fsdp2.extras.exchange import exchange
 from fsdp2.fsdp1 import torch_names
 from fsdp2.fsdp1.extensions import loaded_state, shown_shape
 from fsdp2.fsdp1.names import saved_name
@@ -24,6 +24,7 @@ from fsdp2.fsdp1.state_dict import FULL, Entry, get_types
 from fsdp2.fsdp1.state_values import is_replicated, local_value
 from fsdp2.plan.mesh import NO_AXIS
 from fsdp2.tools.together import together
+from fsdp2.tools.torch_names import is_sharded_tensor
 
 _STEP = "step"  # a count, whatever the shape of the parameter; Optimizer.load_state_dict knows the name, too
 
@@ -245,7 +246,7 @@ def _ways(owners: Owners, state: Mapping[str, States]) -> list[tuple[str, str, s
             for name, value in sorted((states or {}).items()):
                 if isinstance(value, DTensor):
                     ways.append((names[0], name, f"{value.placements} {value.device_mesh.shape}"))
-                elif _torch.is_sharded_tensor(value):
+                elif is_sharded_tensor(value):
                     ways.append((names[0], name, "ShardedTensor"))
     return ways
 
@@ -294,7 +295,7 @@ def _loaded(entry: Entry, name: str, value: Any, fetch: Fetch) -> Any:
 
 def _local(entry: Entry, value: Any, fetch: Fetch) -> torch.Tensor:
     value = loaded_state(entry.wrapper, entry.param, fetch(value))
-    if _torch.is_sharded_tensor(value) and is_replicated(entry.wrapper):
+    if is_sharded_tensor(value) and is_replicated(entry.wrapper):
         value = whole_of_pieces(value, entry.wrapper)
     local = local_value(entry.param, value)
     assert local is not None  # the shape was checked

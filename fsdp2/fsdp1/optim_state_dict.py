@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
-from fsdp2.comm.backends import exchange
+from fsdp2.extras.exchange import exchange
 from fsdp2.fsdp1.extensions import chunked_value as extended_value, extension_of, shown_value
 from fsdp2.fsdp1.optim_owners import Owner, Owners, States, groups_in, listed
 from fsdp2.fsdp1.optim_values import chunked_value, copied

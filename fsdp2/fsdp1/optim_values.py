@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from fsdp2 import _torch
 from fsdp2.fsdp1 import torch_names
 from fsdp2.fsdp1.names import Wrapper
+from fsdp2.tools.torch_names import is_sharded_tensor
 
 
 def copied(value: Any, device: torch.device | None = None) -> Any:
@@ -93,7 +93,7 @@ def _travels(value: Any) -> bool:
 
 def _described(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        if isinstance(value, DTensor) or _torch.is_sharded_tensor(value):
+        if isinstance(value, DTensor) or is_sharded_tensor(value):
             return value.shape
         return Remote(tuple(value.shape), value.dtype) if _travels(value) else value.detach().cpu()
     if isinstance(value, Mapping):

@@ -31,7 +31,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
-from fsdp2.comm.backends import exchange
+from fsdp2.extras.exchange import exchange
 from fsdp2.extras.state import collects_shards
 from fsdp2.fsdp1 import extensions, torch_names
 from fsdp2.fsdp1.names import FLAT, WRAPPED, Wrapper, clean_name, is_wrapper, saved_name, wrappers_in
@@ -51,6 +51,7 @@ from fsdp2.group.param import ShardedParam, Slot
 from fsdp2.schedule.states import GroupState
 from fsdp2.tools.lending import all_ranks, check_idle
 from fsdp2.tools.together import together
+from fsdp2.tools.torch_names import is_sharded_tensor
 from fsdp2.types import ScheduleError
 
 FULL, SHARDED, LOCAL = (
@@ -225,7 +226,7 @@ def save(wrapper: Wrapper, call: Callable[..., Any], args: Sequence[Any], given:
         prefix = given.get("prefix", "")
         detached: dict[int, torch.Tensor] = {}
         for name, value in result.items():
-            if name.startswith(prefix) and isinstance(value, torch.Tensor) and not _torch.is_sharded_tensor(value):
+            if name.startswith(prefix) and isinstance(value, torch.Tensor) and not is_sharded_tensor(value):
                 result[name] = detached.setdefault(id(value), value.detach())  # ties stay ties
     return result
 
@@ -392,7 +393,7 @@ def _check_local(wrapper: Wrapper, state_dict: Mapping[str, Any]) -> None:
 
 def _doubt(wrapper: Wrapper, state_dict: Mapping[str, Any], *, strict: bool) -> bool:
     """Whether loading ``state_dict`` may fail, as far as names and shapes tell. Hooks of modules may accept it."""
-    if any(map(_torch.is_sharded_tensor, state_dict.values())):  # they may be cut otherwise
+    if any(map(is_sharded_tensor, state_dict.values())):  # they may be cut otherwise
         return True
     expected = _expected_shapes(wrapper)
     if strict and set(expected) != set(state_dict):

@@ -20,6 +20,7 @@ from fsdp2.group.codec import is_plain
 from fsdp2.group.group import ParamGroup
 from fsdp2.group.param import ShardedParam
 from fsdp2.tools.lending import gathered_together, whole_subclass
+from fsdp2.tools.torch_names import is_sharded_tensor
 
 CPU = torch.device("cpu")
 _ALIGNMENT_NBYTES = 16  # of parameters in torch's flat parameter, with use_orig_params
@@ -99,7 +100,7 @@ def local_value(param: ShardedParam, value: object) -> torch.Tensor | None:
         value, found = value[0], torch.Size(())
     if found != shape:
         return None
-    if _torch.is_sharded_tensor(value):
+    if is_sharded_tensor(value):
         return _local_of_sharded_tensor(param, value)
     if isinstance(value, DTensor):
         return _local_of_dtensor(param, value)
@@ -217,7 +218,7 @@ def flat_problem(wrapper: Wrapper, group: ParamGroup, name: str, value: object) 
             "parameter of each wrapper. Set the kind of state dict that was saved."
         )
     shape, mine = torch_names.shape_of(value), []
-    if _torch.is_sharded_tensor(value):
+    if is_sharded_tensor(value):
         mine = [local.numel() for local in torch_names.local_shards(value)]
         if shape == (layout.numel,) and len(mine) <= 1 and sum(mine) == stop - start:
             return None

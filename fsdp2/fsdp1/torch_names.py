@@ -18,7 +18,7 @@ from torch.distributed.fsdp.wrap import (
     _wrap_module_cls_individually,
 )
 
-from fsdp2 import _torch
+from fsdp2.tools.torch_names import is_sharded_tensor
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 KEEPS_PARAMETERS = (
@@ -86,12 +86,12 @@ def shape_of(value: object) -> torch.Size | None:
     """The shape of a tensor; None of anything else. A ShardedTensor would warn that it is deprecated."""
     if not isinstance(value, torch.Tensor):
         return None
-    return cast(Any, value).metadata().size if _torch.is_sharded_tensor(value) else value.shape
+    return cast(Any, value).metadata().size if is_sharded_tensor(value) else value.shape
 
 
 def dtype_of(value: torch.Tensor) -> torch.dtype:
     """The dtype of a tensor. A ShardedTensor would warn that it is deprecated."""
-    found = cast(Any, value).metadata().tensor_properties.dtype if _torch.is_sharded_tensor(value) else value.dtype
+    found = cast(Any, value).metadata().tensor_properties.dtype if is_sharded_tensor(value) else value.dtype
     return cast(torch.dtype, found)
 
 

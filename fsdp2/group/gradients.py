@@ -320,16 +320,6 @@ class GroupGradients:
         used, self._used = self._used, b""
         return used
 
-    def described(self, used: bytes) -> dict[str, bool]:
-        """By name, which trainable parameters had a gradient. ``used``: what ``take_used`` has returned."""
-        found = {}
-        for position, has_gradient in enumerate(used or bytes(len(self.params))):
-            number, index = divmod(position, len(self.params))
-            if has_gradient or index in self.trainable:
-                behind = f" in reduction {number + 1}" if number else ""
-                found[f"{self.params[index].full_name}{behind}"] = bool(has_gradient)
-        return found
-
     def plans(self, trainable: Sequence[int]) -> tuple[tuple[ReducePlan, ...], ReduceComm]:
         """The plans that reduce the parameters ``trainable`` (indices), and the comm."""
         options = self.options

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import cached_property
 from weakref import WeakKeyDictionary
 
 import torch
@@ -87,14 +86,6 @@ class ParallelMesh:
     def process_groups(self) -> list[dist.ProcessGroup]:
         """Those of the axes with more than one rank."""
         return [axis.group for axis in (self.shard, self.replicate) if axis.group is not None and axis.size > 1]
-
-    @cached_property
-    def shard_mesh(self) -> DeviceMesh:
-        """The shard axis as a 1D mesh of its own: what all-gather hooks are given."""
-        if self.mesh.ndim == 1 or self.shard.group is None:
-            return self.mesh
-        names = self.mesh.mesh_dim_names
-        return self.mesh[names[-1]] if names else DeviceMesh.from_group(self.shard.group, self.mesh.device_type)
 
 
 def replicated(parallel: ParallelMesh) -> ParallelMesh:

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2 import _torch
-from fsdp2.comm.backends import exchange
 from fsdp2.comm.offload import Home
+from fsdp2.extras.exchange import exchange
 from fsdp2.group.all_gather import allocate
 from fsdp2.group.codec import POST, PRE, is_plain
 from fsdp2.group.param import ShardedParam
@@ -343,9 +343,8 @@ class HookedParams:
         mine: list[_Kinds] = []
         failure = text = None
         try:
-            self._params = [
-                HookedParam(param, mesh.shard_mesh, mesh.device, is_staged=home.is_staged) for param in params
-            ]
+            its = _shard_mesh(mesh)
+            self._params = [HookedParam(param, its, mesh.device, is_staged=home.is_staged) for param in params]
             self._first = [hooked.payload() for hooked in self._params]
             for hooked in self._params:
                 hooked.are_released = hooked.releases_outputs()
@@ -449,3 +448,12 @@ class HookedParams:
 
 def _memory_of(tensor: torch.Tensor) -> list[int]:
     return [leaf.untyped_storage().data_ptr() for leaf in _torch.leaves(tensor)]
+
+
+def _shard_mesh(mesh: ParallelMesh) -> DeviceMesh:
+    """The shard axis of ``mesh`` as a 1D mesh of its own."""
+    whole = mesh.mesh
+    if whole.ndim == 1 or mesh.shard.group is None:
+        return whole
+    names = whole.mesh_dim_names
+    return whole[names[-1]] if names else DeviceMesh.from_group(mesh.shard.group, whole.device_type)

@@ -27,7 +27,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from fsdp2 import _torch
 from fsdp2.api.resolve import ResolvedGroup
-from fsdp2.comm.backends import exchange
+from fsdp2.extras.exchange import exchange
 from fsdp2.extras.rank_checks import first_difference
 from fsdp2.plan.mesh import Axis, AxisRole, ParallelMesh, SpmdMesh
 from fsdp2.plan.placements import ParamSpec, TensorSpec, param_spec

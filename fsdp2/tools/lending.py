@@ -18,8 +18,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
-from fsdp2.comm.backends import exchange
 from fsdp2.comm.streams import wait_for
+from fsdp2.extras.exchange import exchange
 from fsdp2.group.codec import is_plain
 from fsdp2.group.group import ParamGroup, groups_by_slot
 from fsdp2.group.param import ShardedParam, Slot

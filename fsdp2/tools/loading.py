@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
 from fsdp2.tools import torch_names
+from fsdp2.tools.torch_names import is_sharded_tensor
 
 _MAX_NAMES = 4
 
@@ -63,6 +64,6 @@ def _is_own_hook(hook: object) -> bool:
 
 def _is_plain(value: object, *, is_assigned: bool) -> bool:
     """Whether ``value`` is a tensor that a shard does not take. torch copies a single element into any DTensor."""
-    if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or _torch.is_sharded_tensor(value):
+    if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or is_sharded_tensor(value):
         return False
     return is_assigned or value.numel() != 1

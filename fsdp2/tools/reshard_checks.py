@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
 from fsdp2.api.module import FSDPModule
-from fsdp2.comm.backends import exchange
+from fsdp2.extras.exchange import exchange
 from fsdp2.extras.rank_checks import first_difference
 from fsdp2.group.codec import is_plain
 from fsdp2.group.group import ParamGroup

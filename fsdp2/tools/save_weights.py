@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2.comm.backends import exchange
+from fsdp2.extras.exchange import exchange
 from fsdp2.extras.state import bound_state
 from fsdp2.plan.mesh import Axis
 from fsdp2.tools.checkpoint_mapping import MappingLike, Shape, listed

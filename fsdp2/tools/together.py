@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from fsdp2.comm.backends import exchange
+from fsdp2.extras.exchange import exchange
 from fsdp2.plan.mesh import NO_AXIS, Axis
 from fsdp2.types import ScheduleError
 

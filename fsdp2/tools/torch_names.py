@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any, TypeVar, cast
@@ -21,6 +22,12 @@ _get_grad = attrgetter("grad")
 
 # Memory at addresses that all ranks know.
 symmetric_memory = _symmetric_memory
+
+
+def is_sharded_tensor(value: object) -> bool:
+    """Whether ``value`` is a ShardedTensor."""
+    names = sys.modules.get("torch.distributed._shard.sharded_tensor")
+    return names is not None and isinstance(value, names.ShardedTensor)
 
 
 def grads_of(params: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:

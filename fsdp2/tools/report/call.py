@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp2 import _torch
-from fsdp2.comm.backends import exchange
 from fsdp2.comm.streams import observe_activities
+from fsdp2.extras.exchange import exchange
 from fsdp2.plan.mesh import ParallelMesh
 from fsdp2.plan.plan import Route
 from fsdp2.runtime.unit import Unit

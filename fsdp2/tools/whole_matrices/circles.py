@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp2 import _torch
-from fsdp2.comm.backends import all_reduce, exchange
+from fsdp2.comm.backends import all_reduce
 from fsdp2.comm.streams import launched, wait_for
+from fsdp2.extras.exchange import exchange
 from fsdp2.plan.mesh import Axis, mesh_device
 from fsdp2.tools.whole_matrices.axes import joint_axis, ranks_along
 from fsdp2.tools.whole_matrices.domains import Subject, cuts_of
