@@ -18,6 +18,8 @@ from fsdp2.api.module import (
 from fsdp2.extras import (
     alike as _alike,
     empty_buffers as _empty_buffers,
+    handed_out as _handed_out,
+    late_gradients as _late_gradients,
     local_parts as _local_parts,
     outside_calls as _outside_calls,
     peers as _peers,
@@ -29,12 +31,11 @@ from fsdp2.extras import (
     unit_checks as _unit_checks,
 )
 from fsdp2.group.codec import PlugIns as _OfCodecs
+from fsdp2.group.param import PlugIns as _OfParams
 from fsdp2.group.shards import PlugIns as _OfSteps
 from fsdp2.runtime.hooks import PlugIns as _OfHooks
 from fsdp2.runtime.unit_tree import PlugIns
 from fsdp2.types import (
-    AllGather,
-    Comm,
     CommunicationError,
     CPUOffloadPolicy,
     DataParallelMeshDims,
@@ -44,7 +45,6 @@ from fsdp2.types import (
     Observer,
     OffloadPolicy,
     ParamPlacement,
-    ReduceScatter,
     ScheduleError,
 )
 
@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from fsdp2.tools.auto_shard import AutoShard, auto_shard
     from fsdp2.tools.checkpointable import from_checkpointable, to_checkpointable
     from fsdp2.tools.clip import clip_grad_norm_
+    from fsdp2.tools.custom_comm import AllGather, Comm, ReduceScatter
     from fsdp2.tools.flat_optimizer import flatten_optimizer
     from fsdp2.tools.forward_methods import register_fsdp_forward_method
     from fsdp2.tools.host_adamw import HostAdamW
@@ -146,6 +147,7 @@ _LAZY = {
     "tools.auto_shard": ("AutoShard", "auto_shard"),
     "tools.checkpointable": ("from_checkpointable", "to_checkpointable"),
     "tools.clip": ("clip_grad_norm_",),
+    "tools.custom_comm": ("AllGather", "Comm", "ReduceScatter"),
     "tools.expert_parallel": ("ExpertMeshes", "expert_meshes"),
     "tools.flat_optimizer": ("flatten_optimizer",),
     "tools.forward_methods": ("register_fsdp_forward_method",),
@@ -201,14 +203,15 @@ _types = "tensors.typed_params"  # in front of local parts: the first who knows 
 SPEC_READERS.append(_once_imported("spmd_types", _later(_types, "written"), lambda *_: None))
 _OfCalls.resolve = _once_imported("spmd_types", _later(_types, "resolved"), lambda _, resolve: resolve())
 for _extra in (
-    *(_unit_checks, _alike, _split_backward),  # each tree asks them in this order
-    *(_empty_buffers, _local_parts, _outside_calls, _peers, _ranks_may_differ, _refusals, _state, _ties),
+    *(_unit_checks, _late_gradients, _alike, _split_backward),  # each tree asks them in this order
+    *(_empty_buffers, _handed_out, _local_parts, _outside_calls, _peers, _ranks_may_differ, _refusals, _state, _ties),
 ):
     _extra.register()
 _OfHooks.check_loaded = _later("tools.loading", "check_loaded")
 _OfModules.copied = _later("tools.copying", "copied_module")
 _OfModules.communicate_by = _later("tools.custom_comm", "communicate_by")
 PlugIns.limits_memory = _later("tools.memory_limit", "MemoryLimit")
+_OfParams.why_not = _later("tools.replaced", "why_not")
 _OfSteps.on_plain_step = _later("tools.plain_params", "warn_of_plain")
 _OfCodecs.cut, _OfCodecs.pin = _later("tensors.cut", "pinned_shard"), _later("tensors.cut", "pinned")
 _OfCodecs.codec = _later("tensors.all_gather_hooks", "HookedParams")

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Literal, cast, overload
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fsdp2 import _torch
@@ -19,7 +20,7 @@ from fsdp2.plan.mesh import separate_axis
 from fsdp2.runtime.unit import Unit, note_tree_change, unit_of, units_under
 from fsdp2.runtime.unit_tree import UnitTree, tree_of
 from fsdp2.schedule.schedule import AfterForward
-from fsdp2.types import AllGather, ReduceScatter, ScheduleError
+from fsdp2.types import ScheduleError
 
 
 class PlugIns:
@@ -399,8 +400,8 @@ class FSDPModule:
 
     # What carries the bytes
 
-    def set_custom_all_gather(self, comm: AllGather) -> None:
-        """All-gather this unit's parameters by ``comm``, unless the shard axis has one rank. See :class:`AllGather`.
+    def set_custom_all_gather(self, comm: Callable[..., dist.Work | None]) -> None:
+        """All-gather this unit's parameters by ``comm``, an :class:`AllGather`, unless the shard axis has one rank.
 
         Raises:
             TypeError: ``comm`` is not an :class:`AllGather`.
@@ -408,8 +409,8 @@ class FSDPModule:
         """
         PlugIns.communicate_by("set_custom_all_gather", self._unit(), comm)
 
-    def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
-        """Reduce-scatter this unit's gradients by ``comm``. See :class:`ReduceScatter`.
+    def set_custom_reduce_scatter(self, comm: Callable[..., dist.Work | None]) -> None:
+        """Reduce-scatter this unit's gradients by ``comm``, a :class:`ReduceScatter`.
 
         Raises:
             TypeError: ``comm`` is not a :class:`ReduceScatter`.

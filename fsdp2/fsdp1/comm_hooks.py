@@ -12,8 +12,7 @@ from fsdp2.fsdp1 import torch_names
 from fsdp2.fsdp1.names import Wrapper, wrappers_in
 from fsdp2.fsdp1.settings import HYBRID
 from fsdp2.group.reduce_scatter import AllReduceHook
-from fsdp2.tools.custom_comm import ReducesBy
-from fsdp2.types import ReduceScatter
+from fsdp2.tools.custom_comm import ReducesBy, ReduceScatter
 
 Hook = Callable[..., Any]
 

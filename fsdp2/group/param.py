@@ -8,15 +8,13 @@ autograd saves it (I1).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple, cast
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement
 
 from fsdp2 import _torch
 from fsdp2._torch import GradDtype
@@ -45,6 +43,16 @@ def leave_alone(params: Iterable[torch.Tensor | None]) -> None:
 def is_left_alone(param: torch.Tensor) -> bool:
     """Whether ``param`` was given to ``leave_alone``."""
     return hasattr(param, _LEFT_ALONE)
+
+
+class PlugIns:
+    """What higher layers plug in.
+
+    Attributes:
+        why_not: why what a user has bound cannot take the place of a sharded parameter.
+    """
+
+    why_not: Callable[[ShardedParam, object], str]
 
 
 class Slot(NamedTuple):
@@ -198,7 +206,7 @@ class ShardedParam:
         """
         bound = self.bound()
         if not self._may_take_over(bound):
-            raise TypeError(self._why_not(bound))
+            raise TypeError(PlugIns.why_not(self, bound))
         return cast(nn.Parameter, bound)
 
     def _may_take_over(self, bound: object) -> bool:
@@ -210,27 +218,6 @@ class ShardedParam:
             and bound.placements == spec.placements
             and bound.device_mesh == spec.mesh
             and tuple(_torch.local_of(bound).shape) == self.shard_shape
-        )
-
-    def _why_not(self, bound: object) -> str:
-        text = f"parameter '{self.full_name}': "
-        if bound is None:
-            return text + (
-                "the parameter was removed after fully_shard. Put the parameter back. To train without this parameter, "
-                "call requires_grad_(False) on it, or remove it before fully_shard."
-            )
-        spec = self.spec.sharded
-        text += f"expected a parameter that is a {_described_dtensor(spec.shape, spec.placements, spec.mesh)}, found "
-        text += f"{_described(bound)}. "
-        if isinstance(bound, torch.Tensor) and not isinstance(bound, nn.Parameter):
-            return text + (
-                "Parametrize modules before fully_shard. Assign only nn.Parameters that are sharded like the old "
-                "parameters, and pass only such parameters to torch.func.functional_call. Transforms, as "
-                "torch.func.grad, take inputs."
-            )
-        return text + (
-            f"Assign nn.Parameter(distribute_tensor(value, mesh, {spec.placements})) with that mesh. A state dict for "
-            "load_state_dict(assign=True) must hold such DTensors."
         )
 
     def adopt(self, param: nn.Parameter, dtypes: ParamDtypes) -> None:
@@ -315,18 +302,3 @@ def check_device(name: str, found: torch.device, home: Home) -> None:
         f"parameter '{name}' is on {found}, but its mesh is on {home.device}. "
         f"Move the model with model.to('{home.device}'), or load a state dict from that device."
     )
-
-
-def _described(found: object) -> str:
-    if not isinstance(found, torch.Tensor):
-        return f"a {type(found).__name__}"
-    shape, kind = tuple(found.shape), "" if isinstance(found, nn.Parameter) else " that is not an nn.Parameter"
-    if not isinstance(found, DTensor):
-        return f"a plain {type(found).__name__} of shape {shape}{kind}"
-    local = tuple(_torch.local_of(found).shape)
-    own = _described_dtensor(shape, found.placements, found.device_mesh)
-    return f"a {own}, with a shard of shape {local} here{kind and ','}{kind}"
-
-
-def _described_dtensor(shape: tuple[int, ...], placements: Sequence[Placement], mesh: DeviceMesh) -> str:
-    return f"DTensor of shape {shape} with placements {tuple(placements)} on {mesh}"

@@ -21,7 +21,7 @@ from fsdp2.group.group import ParamGroup
 from fsdp2.runtime.unit import Unit
 from fsdp2.schedule.schedule import Action, Actions, in_parts
 from fsdp2.schedule.states import GroupState
-from fsdp2.types import CommunicationError, ScheduleError
+from fsdp2.types import CommunicationError
 
 # Decorates the schedule: the event, its unit if it has one, and the actions that follow; returns what is performed.
 Decorator = Callable[[str, Unit | None, Actions], Iterable[tuple[Action, int]]]
@@ -80,7 +80,6 @@ class Executor:
         self.units: Sequence[Unit] = ()
         self.max_in_flight = 1
         self.ends_step = False
-        self._num_steps: list[tuple[Unit, ParamGroup, int]] = []
         self.limit: Decorator | None = None
         self._programs: dict[tuple[Action, int], Callable[[], object]] = {}  # what performs an action on a unit
         self._story: deque[tuple[str, str]] = deque(maxlen=_STORY_LENGTH)
@@ -157,27 +156,10 @@ class Executor:
         """Whether some reduction has not landed, or the current stream has not waited for one that has."""
         return bool(self._pending) or self._landing is not None or self._has_landed
 
-    def note_steps(self) -> None:
-        """A backward has ended, and leaves reductions in flight: see ``check_landed``."""
-        self._num_steps = [(unit, group, group.shards.num_steps) for unit, group, _ in self._pending]
-
-    def check_landed(self) -> None:
-        """Check that optimizers that have stepped since ``note_steps`` had what was in flight then.
-
-        Raises:
-            ScheduleError: the gradients of a unit are still in flight.
-        """
-        if not self._pending:
-            self._num_steps = []
-        for unit, group, num_steps in self._num_steps:
-            if group.shards.num_steps != num_steps and any(other is group for _, other, _ in self._pending):
-                raise ScheduleError(
-                    f"an optimizer stepped while gradients of unit '{unit.name}' were in flight: no backward waited "
-                    "for them, since set_is_last_backward(False) was called. Call set_is_last_backward(True) on the "
-                    "root before the last backward of each step. Or, after set_manual_backward_finalization(True), "
-                    "call finalize_backward() before the step. To go on without these gradients, call "
-                    "reset_iter_state() on the root."
-                )
+    @property
+    def in_flight(self) -> list[tuple[Unit, ParamGroup]]:
+        """Of which groups reductions have not landed. The same on all ranks."""
+        return [(unit, group) for unit, group, _ in self._pending]
 
     def _reduce(self, unit: Unit, group: ParamGroup, *, jointly: bool) -> None:
         if group.state is not GroupState.SHARDED or group.keeps_post_forward:

@@ -15,7 +15,6 @@ from torch import nn
 
 from fsdp2 import _torch
 from fsdp2.group.group import Guard
-from fsdp2.group.param import NAME_IN_PASS
 from fsdp2.plan.dtypes import cast_floating, need_cast
 from fsdp2.plan.trees import find_tensors, map_tensors
 from fsdp2.runtime.unit import Unit, units_under
@@ -32,10 +31,12 @@ class PlugIns:
         check_loaded: refuses what ``load_state_dict`` must not load; gets a module, the state dict, the prefix of the
             module's keys, and whether tensors are assigned.
         guards_of: makes guards for the submodules of a unit that compute with parameters of the modules given.
+        check_handed_out: refuses memory that the forward of a unit returns, if it is about to be freed.
     """
 
     check_loaded: Callable[[nn.Module, Mapping[str, Any], str, bool], None]
     guards_of: Callable[[Unit, Iterable[nn.Module]], list[Guard]]
+    check_handed_out: Callable[[Unit, torch.Tensor], None]
 
 
 class InputOfShardedModule(torch.autograd.Function):
@@ -257,34 +258,18 @@ class ModuleHooks:
                     found = find_tensors(output, [])
             for tensor in found:
                 if is_freed and (base := tensor if tensor._base is None else tensor._base).is_leaf:
-                    self._check_outlives(base)
+                    PlugIns.check_handed_out(self._unit, base)
                 if tensor.requires_grad:
                     self._pre_backward.add_to(tensor)
                     self._leads_to = Outcome.BACKWARD
         else:
             self._leads_to = Outcome.UNKNOWN
             for tensor in find_tensors(output, []) if is_freed else ():
-                self._check_outlives(tensor if tensor._base is None else tensor._base)
+                PlugIns.check_handed_out(self._unit, tensor if tensor._base is None else tensor._base)
             # autocast keeps casts of parameters, with their nodes. If a later forward used these old nodes, autograd
             # would come to them last, when the unit is reduced already.
             torch.clear_autocast_cache()
         return output if self._output_dtype is None else cast_floating(output, self._output_dtype)
-
-    def _check_outlives(self, memory: torch.Tensor) -> None:
-        """The unit's forward returns ``memory``, or a view of it.
-
-        Raises:
-            ScheduleError: it is an unsharded parameter of the unit. Whoever reads it would read address 0 on the CPU.
-        """
-        groups = [group for group in self._unit.groups if group.unsharded.versioned and not group.keeps_storage]
-        if any(memory is each for group in groups for each in group.unsharded.parameters):
-            self.pop_raised()
-            raise ScheduleError(
-                f"forward of unit '{self._unit.name}' returned parameter '{getattr(memory, NAME_IN_PASS)}', or a view "
-                "of it, but the unit is resharded after its forward, which frees this memory. Return a copy, with "
-                "clone(). Or pass reshard_after_forward=False to fully_shard for this unit, or leave out that call, so "
-                "that the unit around it has the parameter."
-            )
 
     @_torch.runs_between_graphs
     def _on_output_gradient(self, *_: torch.Tensor) -> None:

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 
 from fsdp2 import _torch
-from fsdp2.group.group import ParamGroup
 from fsdp2.plan.dtypes import GRADIENTS_FOLLOW_SHARDS
 from fsdp2.runtime.executor import Decorator, Executor
 from fsdp2.runtime.unit import ModuleTrees, Unit, note_tree_change, parents_of, units_under
@@ -205,7 +204,7 @@ class UnitTree:
         elif passes.root is None or passes.root >= unit.index or passes.in_backward or passes.root_raised:
             self._recover(unit)
             if passes.root is None:
-                self._begin_forward(unit)
+                self._begin_forward()
         schedule, index = self.schedule, unit.index  # the tree may have changed
         actions = schedule.pre_forward(index, in_backward=in_backward, grad_enabled=torch.is_grad_enabled())
         self.executor.do(actions, "pre_forward", unit)
@@ -232,26 +231,8 @@ class UnitTree:
                     check.end_forward(unit)
         return None
 
-    def _begin_forward(self, unit: Unit) -> None:
-        """A forward pass begins, of which ``unit`` is the outermost one. Take over what the user has changed since the
-        last pass.
-
-        Raises:
-            ScheduleError: autograd would copy the memory of parameters that is freed; or an optimizer has stepped
-                without gradients that backward has computed.
-        """
-        if _torch.copies_written_tensors():
-            raise ScheduleError(
-                f"forward of unit '{unit.name}' inside torch.autograd.graph.allow_mutation_on_saved_tensors(): this "
-                "mode copies what autograd has saved, but fsdp2 frees the saved parameters and gathers them again. "
-                "Leave the block, and clone what you write in place."
-            )
-        self.executor.check_landed()
-        for index, unit in enumerate(self.units):
-            for group in unit.groups:
-                is_outdated = group.state is not GroupState.SHARDED and group.has_stepped
-                if is_outdated and unit.config.reduces and index not in self.schedule.kept:
-                    _check_reduced(unit, group)
+    def _begin_forward(self) -> None:
+        """A forward pass begins. Take over what the user has changed since the last pass."""
         if self._seen_version != ModuleTrees.version:
             self._collect()
         for check in self.checks:
@@ -308,12 +289,7 @@ class UnitTree:
             self.reset()
 
     def _begin_backward(self) -> None:
-        """The first unit's backward is about to begin.
-
-        Raises:
-            ScheduleError: an optimizer has stepped without gradients that the backward before has computed.
-        """
-        self.executor.check_landed()
+        """The first unit's backward is about to begin."""
         self._backward.begin()
         self._take_flags()
         for check in self.checks:
@@ -341,8 +317,6 @@ class UnitTree:
             check.end_backward()
         if self.schedule.is_last_backward and not self.schedule.finalizes_by_hand:
             self._end_step()
-        else:
-            self.executor.note_steps()
         return None
 
     def finalize_backward(self) -> None:
@@ -488,20 +462,3 @@ def tree_of(unit: Unit) -> UnitTree:
             "a mesh that has it."
         )
     return _torch.outside_transforms(UnitTree, unit)
-
-
-def _check_reduced(unit: Unit, group: ParamGroup) -> None:
-    """An optimizer has stepped: check that it had all gradients of ``group``. A backward that reaches no output of the
-    unit leaves them on the unsharded parameters: the next one reduces them, but that may come too late.
-
-    Raises:
-        ScheduleError: an optimizer has stepped without.
-    """
-    for param in group.params:
-        if param.unsharded_grad is not None:
-            raise ScheduleError(
-                f"parameter '{param.full_name}' had a gradient that was not reduced when the optimizer stepped: a "
-                f"backward reached it, but no output of its unit '{unit.name}'. Call fsdp2.allow_inner_losses(model) "
-                "once, after all calls of fully_shard. To go on without this gradient, call reset_iter_state() on the "
-                "root."
-            )

@@ -9,6 +9,7 @@ message has arrived.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +29,57 @@ from fsdp2.plan.mesh import Axis
 from fsdp2.plan.plan import Routing
 from fsdp2.runtime.unit import Unit
 from fsdp2.tools import torch_names
-from fsdp2.types import AllGather, Comm, ReduceScatter
+
+
+class Comm(ABC):
+    """Communication that the user implements. Subclass :class:`AllGather` or :class:`ReduceScatter`."""
+
+    @abstractmethod
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return a contiguous, uninitialised tensor for one message, allocated on the stream of the message. Each call
+        may return the same memory: the runtime copies the old message out before it writes the next one."""
+
+
+class AllGather(Comm):
+    """An all-gather for :meth:`FSDPModule.set_custom_all_gather`. Source: the interface of PyTorch's FSDP2."""
+
+    @abstractmethod
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Gather ``input_tensor`` ``[n]`` of all ranks of ``group`` into ``output_tensor`` ``[W * n]``, in rank order.
+
+        ``output_tensor`` came from ``allocate``; ``input_tensor`` is this rank's slice of ``output_tensor``. One call
+        gathers a whole unit; several dtypes travel as bytes (``uint8``). ``async_op`` is not passed: the call enqueues
+        on the current stream or, on the CPU, returns when the data has arrived. A ``Work`` that it returns is waited
+        for.
+        """
+
+
+class ReduceScatter(Comm):
+    """A reduce-scatter for :meth:`FSDPModule.set_custom_reduce_scatter`. Source: the interface of PyTorch's FSDP2."""
+
+    @abstractmethod
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Reduce ``input_tensor`` ``[W * n]`` over the ranks of ``group`` by ``op``, which is ``SUM``. Rank r receives
+        elements ``[r * n, (r + 1) * n)`` in ``output_tensor`` ``[n]``.
+
+        Both tensors came from ``allocate`` and have the reduce dtype. ``async_op`` is not passed, as for an all-gather.
+        """
+
+
+# As comms of the runtime
 
 
 def _run(call: Callable[[], dist.Work | None]) -> None:

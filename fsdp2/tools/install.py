@@ -29,15 +29,9 @@ from fsdp2.api.module import FSDPModule, GradientReductionHandle, UnshardHandle,
 from fsdp2.extras.state import state_of
 from fsdp2.runtime.unit import unit_of
 from fsdp2.tools import torch_names
+from fsdp2.tools.custom_comm import AllGather, ReduceScatter
 from fsdp2.tools.forward_methods import register_fsdp_forward_method
-from fsdp2.types import (
-    AllGather,
-    CPUOffloadPolicy,
-    DataParallelMeshDims,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    ReduceScatter,
-)
+from fsdp2.types import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 
 TRIED_IN = "2.13"
 

@@ -1,0 +1,34 @@
+"""Refuses a unit whose forward returns one of its parameters, if that is freed then. Whoever reads it would read
+address 0 on the CPU: torch's ``fully_shard`` ends with a segmentation fault."""
+
+from __future__ import annotations
+
+import torch
+
+from fsdp2.group.param import NAME_IN_PASS
+from fsdp2.runtime.hooks import PlugIns
+from fsdp2.runtime.unit import Unit
+from fsdp2.types import ScheduleError
+
+
+def check_handed_out(unit: Unit, memory: torch.Tensor) -> None:
+    """The forward of ``unit`` returns ``memory``, or a view of it, and is resharded after it.
+
+    Raises:
+        ScheduleError: it is an unsharded parameter of the unit.
+    """
+    groups = [group for group in unit.groups if group.unsharded.versioned and not group.keeps_storage]
+    if any(memory is each for group in groups for each in group.unsharded.parameters):
+        assert unit.hooks is not None
+        unit.hooks.pop_raised()
+        raise ScheduleError(
+            f"forward of unit '{unit.name}' returned parameter '{getattr(memory, NAME_IN_PASS)}', or a view of it, but "
+            "the unit is resharded after its forward, which frees this memory. Return a copy, with clone(). Or pass "
+            "reshard_after_forward=False to fully_shard for this unit, or leave out that call, so that the unit around "
+            "it has the parameter."
+        )
+
+
+def register() -> None:
+    """Let every unit check what it hands out."""
+    PlugIns.check_handed_out = check_handed_out
