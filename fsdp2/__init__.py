@@ -19,13 +19,12 @@ from fsdp2.extras import (
     alike as _alike,
     empty_buffers as _empty_buffers,
     handed_out as _handed_out,
-    late_gradients as _late_gradients,
     local_parts as _local_parts,
+    lost_gradients as _lost_gradients,
     outside_calls as _outside_calls,
     peers as _peers,
     ranks_may_differ as _ranks_may_differ,
     refusals as _refusals,
-    split_backward as _split_backward,
     state as _state,
     ties as _ties,
     unit_checks as _unit_checks,
@@ -203,7 +202,7 @@ _types = "tensors.typed_params"  # in front of local parts: the first who knows 
 SPEC_READERS.append(_once_imported("spmd_types", _later(_types, "written"), lambda *_: None))
 _OfCalls.resolve = _once_imported("spmd_types", _later(_types, "resolved"), lambda _, resolve: resolve())
 for _extra in (
-    *(_unit_checks, _late_gradients, _alike, _split_backward),  # each tree asks them in this order
+    *(_unit_checks, _lost_gradients, _alike),  # each tree asks them in this order
     *(_empty_buffers, _handed_out, _local_parts, _outside_calls, _peers, _ranks_may_differ, _refusals, _state, _ties),
 ):
     _extra.register()

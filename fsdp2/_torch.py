@@ -128,6 +128,12 @@ def outside_transforms(function: Callable[_P, T], *args: _P.args, **kwargs: _P.k
         return function(*args, **kwargs)
 
 
+def copies_written_tensors() -> bool:
+    """Whether ``torch.autograd.graph.allow_mutation_on_saved_tensors()`` is active: it copies what autograd has saved
+    before somebody writes it. torch has no public way to ask."""
+    return torch.autograd.graph._allow_mutation_on_saved_tensors_enabled
+
+
 # Runs a function when the running backward has executed its last node; autograd has no public hook for that.
 at_end_of_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 

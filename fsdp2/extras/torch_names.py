@@ -87,9 +87,3 @@ def watch_calls(
 def non_persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
     """A module's own buffers that state dicts leave out."""
     return {name: each for name, each in module._buffers.items() if name in module._non_persistent_buffers_set}
-
-
-def copies_written_tensors() -> bool:
-    """Whether ``torch.autograd.graph.allow_mutation_on_saved_tensors()`` is active: it copies what autograd has saved
-    before somebody writes it. torch has no public way to ask."""
-    return torch.autograd.graph._allow_mutation_on_saved_tensors_enabled

@@ -13,7 +13,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
-from fsdp2.extras import torch_names
 from fsdp2.extras.ties import ties_across
 from fsdp2.group.param import Slot, leave_alone
 from fsdp2.runtime.unit import Unit
@@ -39,19 +38,6 @@ class UnitChecks(TreeChecks):
         _check_tree(self._tree.class_name, units)
         for join in joins:
             join()
-
-    def begin_pass(self) -> None:
-        """Nobody may read the memory of parameters that is freed.
-
-        Raises:
-            ScheduleError: autograd would copy it.
-        """
-        if torch_names.copies_written_tensors():
-            raise ScheduleError(
-                f"forward of {self._tree.class_name} inside torch.autograd.graph.allow_mutation_on_saved_tensors(): "
-                "this mode copies what autograd has saved, but fsdp2 frees the saved parameters and gathers them "
-                "again. Leave the block, and clone what you write in place."
-            )
 
     def end_collection(self) -> None:
         units, root = self._tree.units, self._tree.root

@@ -232,7 +232,17 @@ class UnitTree:
         return None
 
     def _begin_forward(self) -> None:
-        """A forward pass begins. Take over what the user has changed since the last pass."""
+        """A forward pass begins. Take over what the user has changed since the last pass.
+
+        Raises:
+            ScheduleError: autograd would copy the memory of parameters that is freed.
+        """
+        if _torch.copies_written_tensors():
+            raise ScheduleError(
+                f"forward of {self.class_name} inside torch.autograd.graph.allow_mutation_on_saved_tensors(): this "
+                "mode copies what autograd has saved, but fsdp2 frees the saved parameters and gathers them again. "
+                "Leave the block, and clone what you write in place."
+            )
         if self._seen_version != ModuleTrees.version:
             self._collect()
         for check in self.checks:

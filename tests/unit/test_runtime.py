@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import CommunicationError, _torch
 from fsdp2.extras import torch_names
-from fsdp2.extras.split_backward import SplitBackwards
+from fsdp2.extras.lost_gradients import SplitBackwards
 from fsdp2.plan.trees import find_tensors
 from fsdp2.runtime.executor import Executor
 from fsdp2.schedule.schedule import Schedule, UnitRules

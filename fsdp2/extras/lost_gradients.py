@@ -1,0 +1,150 @@
+"""Notices gradients that a step loses.
+
+Late ones: an optimizer steps without gradients that a backward has computed, and they would be part of the next step.
+torch's ``fully_shard`` says nothing. They are in flight, if no backward has waited for them. Or they lie on unsharded
+parameters, if a backward has reached the parameters of a unit, but no output of it. Rule: what all ranks do alike
+decides, never the state of one message.
+
+Backwards in two halves: zero-bubble pipeline schedules compute gradients of inputs first, and those of parameters
+later. Both halves ask the module for its parameters. From a module that is resharded by then, they get shards, which
+are in no graph. The gradients of its parameters are left out, without an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fsdp2 import _torch
+from fsdp2.group.group import ParamGroup
+from fsdp2.group.param import ShardedParam
+from fsdp2.runtime.unit import Unit
+from fsdp2.runtime.unit_tree import PlugIns, TreeChecks, UnitTree
+from fsdp2.schedule.schedule import AfterForward
+from fsdp2.schedule.states import GroupState
+from fsdp2.types import ScheduleError
+
+
+class LateGradients(TreeChecks):
+    """Watches the steps of one root."""
+
+    def __init__(self, tree: UnitTree) -> None:
+        self._tree = tree
+        self._num_steps: list[tuple[Unit, ParamGroup, int]] = []  # of what the last backward has left in flight
+
+    def begin_pass(self) -> None:
+        self._check_landed()
+        kept = self._tree.schedule.kept
+        for index, unit in enumerate(self._tree.units):
+            for group in unit.groups:
+                is_outdated = group.state is not GroupState.SHARDED and group.has_stepped
+                if is_outdated and unit.config.reduces and index not in kept:
+                    _check_reduced(unit, group)
+
+    def begin_backward(self) -> None:
+        self._check_landed()
+
+    def end_backward(self) -> None:
+        self._num_steps = [(unit, group, group.shards.num_steps) for unit, group in self._tree.executor.in_flight]
+
+    def _check_landed(self) -> None:
+        """Check that optimizers that have stepped since the last backward had what it has left in flight.
+
+        Raises:
+            ScheduleError: the gradients of a unit are still in flight.
+        """
+        in_flight = [group for _, group in self._tree.executor.in_flight]
+        for unit, group, num_steps in self._num_steps if in_flight else ():
+            if group.shards.num_steps != num_steps and group in in_flight:
+                raise ScheduleError(
+                    f"an optimizer stepped while gradients of unit '{unit.name}' were in flight: no backward waited "
+                    "for them, since set_is_last_backward(False) was called. Call set_is_last_backward(True) on the "
+                    "root before the last backward of each step. Or, after set_manual_backward_finalization(True), "
+                    "call finalize_backward() before the step. To go on without these gradients, call "
+                    "reset_iter_state() on the root."
+                )
+
+
+def _check_reduced(unit: Unit, group: ParamGroup) -> None:
+    """An optimizer has stepped: check that it had all gradients of ``group``.
+
+    Raises:
+        ScheduleError: an optimizer has stepped without.
+    """
+    for param in group.params:
+        if param.unsharded_grad is not None:
+            raise ScheduleError(
+                f"parameter '{param.full_name}' had a gradient that was not reduced when the optimizer stepped: a "
+                f"backward reached it, but no output of its unit '{unit.name}'. Call fsdp2.allow_inner_losses(model) "
+                "once, after all calls of fully_shard. To go on without this gradient, call reset_iter_state() on the "
+                "root."
+            )
+
+
+class SplitBackwards(TreeChecks):
+    """Watches the backwards of a step of one root, if there are several."""
+
+    def __init__(self, tree: UnitTree) -> None:
+        self._tree = tree
+        self._params: Sequence[ShardedParam] = ()  # of the running backward, those whose gradients it keeps
+        self._before: list[tuple[int, int]] = []
+        self._unit = ""  # in the running backward: a unit that is resharded between the two halves
+        self._losers: list[str] = []  # such a unit, for each backward that computed no gradient of a parameter
+
+    def begin_backward(self) -> None:
+        """Gradients that are reduced at once are not lost."""
+        if self._ends_step:
+            return
+        rules = zip(self._tree.units, self._tree.schedule.rules, strict=True)
+        kept = [(unit, its) for unit, its in rules if not its.reduces]
+        resharded = [
+            unit.name
+            for unit, its in kept
+            if its.after_forward is not AfterForward.KEEP or its.reshard_after_backward
+            if any(group.unsharded.trainable for group in unit.groups)
+        ]
+        if resharded:
+            groups = [group for unit, _ in kept for group in unit.groups]
+            self._params = [group.params[index] for group in groups for index in group.unsharded.trainable]
+            self._unit, self._before = resharded[0], self._gradients()
+
+    def end_backward(self) -> None:
+        if self._ends_step:
+            self.drop_step()
+        elif self._params and self._gradients() == self._before:
+            self._losers.append(self._unit)
+        self._params = ()
+
+    def finalize_backward(self) -> None:
+        """The step is about to be reduced. Where the user ends it, one backward without gradients of parameters may be
+        the one by which a pipeline finds out shapes.
+
+        Raises:
+            ScheduleError: gradients are lost.
+        """
+        losers, self._losers = self._losers, []
+        if len(losers) > self._tree.schedule.finalizes_by_hand:
+            raise ScheduleError(
+                f"a backward computed gradients of inputs, but not of parameters, and unit '{losers[0]}' is resharded "
+                "between forward and the end of the step. A schedule that computes the gradients of parameters later "
+                "finds shards, and these gradients are lost. Pass reshard_after_forward=False to fully_shard for all "
+                "units of the stage, call set_reshard_after_backward(False) before the backwards, and repeat the step "
+                "after reset_iter_state()."
+            )
+
+    def drop_step(self) -> None:
+        self._params, self._losers = (), []
+
+    @property
+    def _ends_step(self) -> bool:
+        return self._tree.schedule.is_last_backward and not self._tree.schedule.finalizes_by_hand
+
+    def _gradients(self) -> list[tuple[int, int]]:
+        """Differs once autograd has computed a gradient of a parameter."""
+        both = [grad for param in self._params for grad in (param.unsharded_grad, param.accumulated)]
+        found = [grad for grad in both if grad is not None]
+        return list(zip(map(id, found), _torch.versions_of(found), strict=True))
+
+
+def register() -> None:
+    """Let every root watch its backwards and steps."""
+    PlugIns.checks += [LateGradients, SplitBackwards]
