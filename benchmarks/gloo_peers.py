@@ -216,7 +216,7 @@ def _bare(data: Bytes) -> tuple[list[Callable[[], Sequence[Any]]], list[Callable
     ]
 
     def reduction(i: int) -> Callable[[], Sequence[Any]]:
-        return lambda: comms[i].reduce_scatter([data.reduced[i]], [data.full[i]])
+        return lambda: comms[i].reduce_scatter()([data.reduced[i]], [data.full[i]])
 
     return gathers, [reduction(i) for i in range(len(comms))]
 

@@ -170,9 +170,9 @@ def collectives_of_one_rank(on: Device) -> Iterator[list[str]]:
             launch = super().all_gather(outputs, inputs)
             return lambda: (launches.append(GATHER), launch())[1]
 
-        def reduce_scatter(self, outputs: list[Tensor], inputs: list[Tensor], *, averages: bool = False) -> Any:
-            launches.append(REDUCE)
-            return super().reduce_scatter(outputs, inputs, averages=averages)
+        def reduce_scatter(self, *, averages: bool = False) -> Any:
+            launch = super().reduce_scatter(averages=averages)
+            return lambda outputs, inputs: (launches.append(REDUCE), launch(outputs, inputs))[1]
 
     def comm_for(axis: Any, where: torch.device, *, is_async: bool = False) -> Any:
         if axis.group is None:

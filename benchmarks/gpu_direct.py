@@ -8,7 +8,7 @@ what launches and copies cost is there. What small messages cost on the wire is 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -21,7 +21,7 @@ from gpu_subjects import BF16, Block, Shape
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp2.comm.backends import CollectiveComm, Launch
+from fsdp2.comm.backends import CollectiveComm, Launch, ReduceLaunch
 from fsdp2.comm.streams import Waitable, streams_for, wait_for
 from fsdp2.group.all_gather import Gather, GatheredMemory, flat_shards
 from fsdp2.group.reduce_scatter import Reduce
@@ -51,9 +51,14 @@ class ChunkComm(CollectiveComm):
         chunks = [output[: mine.numel()] for output, mine in zip(outputs, inputs, strict=True)]
         return super().all_gather(chunks, inputs)
 
-    def reduce_scatter(self, outputs: list[Tensor], inputs: list[Tensor], *, averages: bool = False) -> list[Waitable]:
-        chunks = [values[: output.numel()] for output, values in zip(outputs, inputs, strict=True)]
-        return [*super().reduce_scatter(outputs, chunks, averages=averages)]
+    def reduce_scatter(self, *, averages: bool = False) -> ReduceLaunch:
+        launch = super().reduce_scatter(averages=averages)
+
+        def launch_chunks(outputs: list[Tensor], inputs: list[Tensor]) -> Sequence[Waitable]:
+            chunks = [values[: output.numel()] for output, values in zip(outputs, inputs, strict=True)]
+            return launch(outputs, chunks)
+
+        return launch_chunks
 
 
 def inputs_of(shape: Shape, num_ranks: int) -> list[PlanInput]:

@@ -13,7 +13,6 @@ from fsdp2.api.module import (
     GradientReductionHandle,
     PlugIns as _OfModules,
     UnshardHandle,
-    share_comm_ctx,
 )
 from fsdp2.extras import (
     alike as _alike,
@@ -56,7 +55,7 @@ if TYPE_CHECKING:
     from fsdp2.tools.auto_shard import AutoShard, auto_shard
     from fsdp2.tools.checkpointable import from_checkpointable, to_checkpointable
     from fsdp2.tools.clip import clip_grad_norm_
-    from fsdp2.tools.custom_comm import AllGather, Comm, ReduceScatter
+    from fsdp2.tools.custom_comm import AllGather, Comm, ReduceScatter, share_comm_ctx
     from fsdp2.tools.flat_optimizer import flatten_optimizer
     from fsdp2.tools.forward_methods import register_fsdp_forward_method
     from fsdp2.tools.host_adamw import HostAdamW
@@ -146,7 +145,7 @@ _LAZY = {
     "tools.auto_shard": ("AutoShard", "auto_shard"),
     "tools.checkpointable": ("from_checkpointable", "to_checkpointable"),
     "tools.clip": ("clip_grad_norm_",),
-    "tools.custom_comm": ("AllGather", "Comm", "ReduceScatter"),
+    "tools.custom_comm": ("AllGather", "Comm", "ReduceScatter", "share_comm_ctx"),
     "tools.expert_parallel": ("ExpertMeshes", "expert_meshes"),
     "tools.flat_optimizer": ("flatten_optimizer",),
     "tools.forward_methods": ("register_fsdp_forward_method",),

@@ -272,6 +272,20 @@ def reduce_scatter(
     return launch
 
 
+def with_works(launch: Callable[..., dist.Work | None], *, on_stream: bool) -> Callable[..., Sequence[dist.Work]]:
+    """``launch``, with what the CPU has to wait for as its result. On a stream, NCCL returns no work. If another
+    backend returns one, the stream waits for it, not the CPU."""
+
+    def issue(*tensors: list[torch.Tensor]) -> Sequence[dist.Work]:
+        work = launch(*tensors)
+        if work is None or not on_stream:
+            return () if work is None else (work,)
+        work.wait()
+        return ()
+
+    return issue
+
+
 def _method(group: dist.ProcessGroup, name: str, older_name: str) -> Callable[..., dist.Work | None]:
     """torch 2.13 renamed these methods; groups written in Python have one of the names only."""
     return cast(Callable[..., dist.Work | None], getattr(group, name, None) or getattr(group, older_name))
@@ -454,11 +468,6 @@ def sets_attributes_plainly(module: nn.Module) -> bool:
 def parameters_dict(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """The dict that holds a module's own parameters."""
     return module._parameters
-
-
-def buffers_dict(module: nn.Module) -> dict[str, torch.Tensor | None]:
-    """The dict that holds a module's own buffers."""
-    return module._buffers
 
 
 # Wrapper subclasses

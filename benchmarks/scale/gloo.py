@@ -269,7 +269,7 @@ class _Bare:
         with _Clock() as launch:
             if self._bucketed:
                 self._packed[0].copy_(self._unpacked)
-            works = self._comm.reduce_scatter(self._sums, self._packed)
+            works = self._comm.reduce_scatter()(self._sums, self._packed)
         with _Clock() as travel:
             _wait(works)  # forms the sums, too
         return {

@@ -165,11 +165,11 @@ class FSDPModule:
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """In this module's forward, start gathering ``modules`` instead of the unit that came next in the last forward.
         Each gather in flight takes the memory of its unsharded parameters."""
-        self._unit().configure(forward_units=_units_of(modules, "set_modules_to_forward_prefetch"))
+        self._unit().configure(forward_units=units_of(modules, "set_modules_to_forward_prefetch"))
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
         """In this module's backward, start gathering ``modules`` instead of the unit whose forward ran before."""
-        self._unit().configure(backward_units=_units_of(modules, "set_modules_to_backward_prefetch"))
+        self._unit().configure(backward_units=units_of(modules, "set_modules_to_backward_prefetch"))
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Make the gathers of the next forward wait for ``event`` only. Record ``event`` after the optimizer step; call
@@ -491,18 +491,8 @@ def cut_groups(unit: Unit, caller: str) -> Sequence[ParamGroup]:
     return cut
 
 
-def share_comm_ctx(modules: list[FSDPModule]) -> None:
-    """Let several roots share streams for communication. Roots on one device always share them: this call only checks.
-
-    Raises:
-        ValueError: an item of ``modules`` is not sharded, or ``modules`` are on several devices.
-    """
-    devices = dict.fromkeys(str(unit.mesh.device) for unit in _units_of(modules, "share_comm_ctx"))
-    if len(devices) > 1:
-        raise ValueError(f"share_comm_ctx: expected modules on one device, got modules on {' and '.join(devices)}.")
-
-
-def _units_of(modules: list[FSDPModule], caller: str) -> tuple[Unit, ...]:
+def units_of(modules: list[FSDPModule], caller: str) -> tuple[Unit, ...]:
+    """The units of ``modules``, which the user has passed to ``caller``."""
     for module in modules:
         is_sharded = isinstance(module, FSDPModule)
         expect(is_sharded, f"{caller}: a module", module, "one that fully_shard was called on", by_value=True)

@@ -22,6 +22,7 @@ from fsdp2.plan.mesh import Axis, ParallelMesh
 from fsdp2.plan.plan import Routing
 
 Launch = Callable[[], Sequence[Waitable]]
+ReduceLaunch = Callable[[list[torch.Tensor], list[torch.Tensor]], Sequence[Waitable]]  # gets outputs and inputs
 
 
 class GatherComm(Protocol):
@@ -45,12 +46,10 @@ class ReduceComm(Protocol):
 
     routing: Routing
 
-    def reduce_scatter(
-        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *, averages: bool = False
-    ) -> Sequence[Waitable]:
-        """Sum, or average, ``inputs[i]`` ``[W * n]`` over the ranks; rank r gets elements ``[r * n, (r + 1) * n)`` in
-        ``outputs[i]`` ``[n]``. If ``routing.reduces_uneven``, an input may be shorter; then the last ranks get fewer
-        elements. May empty the list ``inputs`` once nothing reads the tensors any more.
+    def reduce_scatter(self, *, averages: bool = False) -> ReduceLaunch:
+        """A function that sums, or averages, each ``inputs[i]`` ``[W * n]`` over the ranks; rank r gets elements
+        ``[r * n, (r + 1) * n)`` in ``outputs[i]`` ``[n]``. If ``routing.reduces_uneven``, an input may be shorter; then
+        the last ranks get fewer elements. It may empty the list ``inputs`` once nothing reads the tensors any more.
         """
 
     def reduce_buffer_nbytes(self, nbytes: int) -> int:
@@ -88,26 +87,17 @@ class CollectiveComm(AxisComm):
     def __init__(self, group: dist.ProcessGroup, *, on_stream: bool) -> None:
         self._group = group
         self._on_stream = on_stream
-        self._sum = _torch.reduce_scatter(group, dist.ReduceOp.SUM, on_stream=on_stream)
-        self._average = _torch.reduce_scatter(group, dist.ReduceOp.AVG, on_stream=on_stream)
+        self._launch_of = launch_of = partial(_torch.with_works, on_stream=on_stream)
+        self._sum = launch_of(_torch.reduce_scatter(group, dist.ReduceOp.SUM, on_stream=on_stream))
+        self._average = launch_of(_torch.reduce_scatter(group, dist.ReduceOp.AVG, on_stream=on_stream))
 
     def all_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Launch:
         if not outputs:  # hooks may send nothing; a coalesced launch takes no empty list
             return lambda: ()
-        return partial(self._issue, _torch.all_gather(self._group, outputs, inputs, on_stream=self._on_stream))
+        return self._launch_of(_torch.all_gather(self._group, outputs, inputs, on_stream=self._on_stream))
 
-    def reduce_scatter(
-        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *, averages: bool = False
-    ) -> Sequence[Waitable]:
-        return self._issue(self._average if averages else self._sum, outputs, inputs)
-
-    def _issue(self, launch: Callable[..., dist.Work | None], *tensors: list[torch.Tensor]) -> Sequence[Waitable]:
-        """On a stream, NCCL returns no work. If another backend returns one, the stream waits for it, not the CPU."""
-        work = launch(*tensors)
-        if work is None or not self._on_stream:
-            return () if work is None else (work,)
-        work.wait()
-        return ()
+    def reduce_scatter(self, *, averages: bool = False) -> ReduceLaunch:
+        return self._average if averages else self._sum
 
 
 class OneByOneComm(CollectiveComm):
@@ -118,11 +108,14 @@ class OneByOneComm(CollectiveComm):
         launches = [gather([output], [mine]) for output, mine in pairs]
         return lambda: [work for launch in launches for work in launch()]
 
-    def reduce_scatter(
-        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *, averages: bool = False
-    ) -> Sequence[Waitable]:
-        reduce, pairs = super().reduce_scatter, zip(outputs, inputs, strict=True)
-        return [work for output, mine in pairs for work in reduce([output], [mine], averages=averages)]
+    def reduce_scatter(self, *, averages: bool = False) -> ReduceLaunch:
+        reduce = super().reduce_scatter(averages=averages)
+
+        def reduce_each(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Sequence[Waitable]:
+            pairs = zip(outputs, inputs, strict=True)
+            return [work for output, mine in pairs for work in reduce([output], [mine])]
+
+        return reduce_each
 
 
 class LocalComm(AxisComm):
@@ -133,11 +126,13 @@ class LocalComm(AxisComm):
     def all_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Launch:
         return copies(outputs, inputs)
 
-    def reduce_scatter(
-        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *, averages: bool = False
-    ) -> Sequence[Waitable]:
-        _torch.foreach_copy(outputs, inputs)
-        return ()
+    def reduce_scatter(self, *, averages: bool = False) -> ReduceLaunch:
+        return _copy_all
+
+
+def _copy_all(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Sequence[Waitable]:
+    _torch.foreach_copy(outputs, inputs)
+    return ()
 
 
 def copies(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> Launch:

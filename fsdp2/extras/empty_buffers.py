@@ -15,6 +15,7 @@ from torch import nn
 from fsdp2 import _torch
 from fsdp2.api.module import PlugIns
 from fsdp2.extras import torch_names
+from fsdp2.extras.torch_names import buffers_dict
 
 _EMPTY = "_fsdp2_empty_at"  # attribute of a buffer: its version when it got its memory
 
@@ -44,7 +45,7 @@ def _noting_replaced(module: nn.Module) -> Iterator[None]:
     before = empty_buffers(module)
     yield
     for owner, name, _ in before:
-        buffer = _torch.buffers_dict(owner)[name]
+        buffer = buffers_dict(owner)[name]
         if buffer is not None and not buffer.is_meta:
             setattr(buffer, _EMPTY, _torch.versions_of([buffer]))
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp2 import _torch
-from fsdp2.comm.backends import AxisComm, Launch, copies, register_comm
+from fsdp2.comm.backends import AxisComm, Launch, ReduceLaunch, copies, register_comm
 from fsdp2.comm.streams import Waitable, launched
 from fsdp2.extras.exchange import exchange
 from fsdp2.plan.mesh import Axis
@@ -107,10 +107,12 @@ class PeerComm(AxisComm):
 
         return launch
 
-    def reduce_scatter(
-        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *, averages: bool = False
-    ) -> Sequence[Waitable]:
+    def reduce_scatter(self, *, averages: bool = False) -> ReduceLaunch:
         assert not averages  # see can_average
+        return self.reduce
+
+    def reduce(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Sequence[Waitable]:
+        """Sum each of ``inputs`` into its output."""
         pairs = zip(outputs, inputs, strict=True)
         return [self._reduce_one(output, values) for output, values in pairs]
 

@@ -87,3 +87,8 @@ def watch_calls(
 def non_persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
     """A module's own buffers that state dicts leave out."""
     return {name: each for name, each in module._buffers.items() if name in module._non_persistent_buffers_set}
+
+
+def buffers_dict(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """The dict that holds a module's own buffers."""
+    return module._buffers

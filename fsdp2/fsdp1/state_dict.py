@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2 import _torch
 from fsdp2.extras.exchange import exchange
 from fsdp2.extras.state import collects_shards
+from fsdp2.extras.torch_names import buffers_dict
 from fsdp2.fsdp1 import extensions, torch_names
 from fsdp2.fsdp1.names import FLAT, WRAPPED, Wrapper, clean_name, is_wrapper, saved_name, wrappers_in
 from fsdp2.fsdp1.state_values import (
@@ -434,7 +435,7 @@ def _restoring(wrapper: Wrapper) -> Iterator[Callable[[], None]]:
             {key: _plain_part(value).clone() for key, value in place.items() if value is not None},
         )
         for module in wrapper.modules()
-        for place in (_torch.parameters_dict(module), _torch.buffers_dict(module))
+        for place in (_torch.parameters_dict(module), buffers_dict(module))
     ]
 
     def restore() -> None:
@@ -528,7 +529,7 @@ def names_for_checkpoints(wrapper: Wrapper) -> dict[str, str]:
     """For each name in the wrapped module, the child of the wrapper that has it: the wrapped module. Also for names
     that the wrapper itself has, such as ``module``."""
     inner = wrapper._fsdp_wrapped_module
-    names = [*_torch.parameters_dict(inner), *_torch.buffers_dict(inner), *dict(inner.named_children())]
+    names = [*_torch.parameters_dict(inner), *buffers_dict(inner), *dict(inner.named_children())]
     found = {"": WRAPPED, **dict.fromkeys(names, WRAPPED)}
     return found if torch_names.takes_for_fsdp1(wrapper) else _WrappedNames(found)
 

@@ -61,10 +61,11 @@ class Reduce:
         hook: AllReduceHook | None,
     ) -> None:
         self.plans = tuple(plans)
-        self._mesh, self._comm, self.streams = mesh, comm, streams
+        self._mesh, self.streams = mesh, streams
         self._parts = [_Part(plan, mesh, is_hooked=hook is not None) for plan in plans]
         self._hook = hook
         self._averages = any(plan.factors.averages for plan in plans)  # if one plan averages, all do
+        self._reduce_scatter = comm.reduce_scatter(averages=self._averages)
         self.lands_gradients = any(part.is_local for part in self._parts)
 
     def launch(self, grads: list[torch.Tensor]) -> Launched:
@@ -82,7 +83,7 @@ class Reduce:
             held = packed if streams.runs_ahead else sent  # on the CPU, the comm empties ``sent`` once it was read
             del packed
             try:
-                works = self._comm.reduce_scatter(outputs, sent, averages=self._averages) if outputs else ()
+                works = self._reduce_scatter(outputs, sent) if outputs else ()
             except RuntimeError as error:  # as launched(), without another call
                 if is_of_backend(error):
                     raise CommunicationError(str(error)) from error

@@ -21,8 +21,8 @@ from torch.nn.functional import pad
 
 from fsdp2 import _torch
 from fsdp2.api.arguments import expect
-from fsdp2.api.module import cut_groups
-from fsdp2.comm.backends import GatherComm, Launch, ReduceComm
+from fsdp2.api.module import FSDPModule, cut_groups, units_of
+from fsdp2.comm.backends import GatherComm, Launch, ReduceComm, ReduceLaunch
 from fsdp2.comm.streams import Waitable, waiting
 from fsdp2.group.gradients import GroupOptions
 from fsdp2.plan.mesh import Axis
@@ -131,10 +131,14 @@ class CustomReduce:
     def __init__(self, comm: ReduceScatter, axis: Axis, device: torch.device) -> None:
         self._comm, self._axis, self._device = comm, axis, device
 
-    def reduce_scatter(
-        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *, averages: bool = False
-    ) -> Sequence[Waitable]:
+    def reduce_scatter(self, *, averages: bool = False) -> ReduceLaunch:
         assert not averages  # the interface is asked for sums
+        return self._launch
+
+    def reduce_buffer_nbytes(self, nbytes: int) -> int:
+        return nbytes + nbytes // self._axis.size
+
+    def _launch(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Sequence[Waitable]:
         pairs = list(zip(outputs, inputs, strict=True))
         inputs.clear()
         for dtype in dict.fromkeys(output.dtype for output in outputs):
@@ -142,9 +146,6 @@ class CustomReduce:
             pairs = [(output, values) for output, values in pairs if output.dtype is not dtype]
             self._reduce([output for output, _ in alike], [values for _, values in alike], dtype)
         return ()
-
-    def reduce_buffer_nbytes(self, nbytes: int) -> int:
-        return nbytes + nbytes // self._axis.size
 
     def _reduce(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], dtype: torch.dtype) -> None:
         assert self._axis.group is not None
@@ -365,3 +366,14 @@ def _check_no_other_comm(caller: str, unit: Unit, kind: type) -> None:
                 "own memory. For each unit, call only one of: set_custom_all_gather and set_custom_reduce_scatter; "
                 "set_allocate_memory_from_process_group_for_comm; set_symm_mem_for_comm."
             )
+
+
+def share_comm_ctx(modules: list[FSDPModule]) -> None:
+    """Let several roots share streams for communication. Roots on one device always share them: this call only checks.
+
+    Raises:
+        ValueError: an item of ``modules`` is not sharded, or ``modules`` are on several devices.
+    """
+    devices = dict.fromkeys(str(unit.mesh.device) for unit in units_of(modules, "share_comm_ctx"))
+    if len(devices) > 1:
+        raise ValueError(f"share_comm_ctx: expected modules on one device, got modules on {' and '.join(devices)}.")

@@ -25,11 +25,11 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp2.api.fully_shard import fully_shard
-from fsdp2.api.module import FSDPModule, GradientReductionHandle, UnshardHandle, share_comm_ctx
+from fsdp2.api.module import FSDPModule, GradientReductionHandle, UnshardHandle
 from fsdp2.extras.state import state_of
 from fsdp2.runtime.unit import unit_of
 from fsdp2.tools import torch_names
-from fsdp2.tools.custom_comm import AllGather, ReduceScatter
+from fsdp2.tools.custom_comm import AllGather, ReduceScatter, share_comm_ctx
 from fsdp2.tools.forward_methods import register_fsdp_forward_method
 from fsdp2.types import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 

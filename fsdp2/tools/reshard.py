@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2 import _torch
 from fsdp2.comm.offload import Home
+from fsdp2.extras.torch_names import buffers_dict
 from fsdp2.group.codec import is_plain
 from fsdp2.group.gradients import GroupOptions
 from fsdp2.group.group import ParamGroup, forget
@@ -325,7 +326,7 @@ class _Move:
         made: dict[int, torch.Tensor] = {}
         for unit in (unit for _, unit in self._survey.units):
             for module in (inner for outer in unit.modules for inner in outer.modules()):
-                for name, buffer in _torch.buffers_dict(module).items():
+                for name, buffer in buffers_dict(module).items():
                     if buffer is not None and buffer.is_meta:
                         new = made.setdefault(id(buffer), torch.empty_like(buffer, device=self._new.device))
                         setattr(module, name, new)

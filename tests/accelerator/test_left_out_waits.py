@@ -114,11 +114,11 @@ _WHOLE = "distributed/test_whole_matrices.py::test_each_matrix_is_whole_once_and
 _CLOCK = "accelerator/test_report.py::test_clock_starts_when_the_device_has_come_to_it"
 _ASKED = "distributed/test_stream.py::test_a_transform_gets_whole_tensors_together_and_may_quantise_them"
 ELSEWHERE: dict[str, str] = {
-    # collectives that the CPU waits for, as gloo's; _issue is for backends that return a work where NCCL returns none
-    "comm.backends.CollectiveComm._issue-work": _ON_STREAMS,
+    # collectives that the CPU waits for, as gloo's; on a stream, a backend may return a work where NCCL returns none
+    "_torch.with_works.issue-work": _ON_STREAMS,
     "runtime.executor._run-compute_after_reduce": _STOPPED,
     "extras.peers._Messages.wait-work": "distributed/test_comm.py::test_messages_of_two_groups_are_never_mixed_up",
-    "comm.backends._summed-work": "distributed/test_agreement.py::test_ranks_compare_once",
+    "extras.exchange._summed-work": "distributed/test_agreement.py::test_ranks_compare_once",
     "tools.clip._summed_over_ranks-work": "parity/test_clipping.py::test_gradients_are_clipped_as_torch_clips_them",
     "tools.custom_comm._run-work": _IN_ONE_MEMORY,
     "tools.lending.gathered_together-work": _UNCUT,

@@ -61,7 +61,7 @@ def test_one_call_per_tensor_moves_several_dtypes(ctx: RankContext, on_stream: b
         work.wait()
     assert [output.tolist() for output in outputs] == [[1.0] * 3 + [2.0] * 3] * 2
     sums = [torch.empty(3, dtype=dtype) for dtype in dtypes]
-    for work in comm.reduce_scatter(sums, outputs):
+    for work in comm.reduce_scatter()(sums, outputs):
         work.wait()
     assert [each.tolist() for each in sums] == [[2.0 + 2 * ctx.rank] * 3] * 2
 
@@ -71,7 +71,7 @@ def test_reduction_of_uneven_tensors_sums_every_element_once(ctx: RankContext) -
     chunk, numel = 3, 3 * ctx.world_size - 4
     values = torch.arange(numel, dtype=torch.float32) + 100 * ctx.rank
     output = torch.full((chunk,), -1.0)
-    for work in _comm(ctx).reduce_scatter([output], [values.clone()]):
+    for work in _comm(ctx).reduce_scatter()([output], [values.clone()]):
         work.wait()
     ranks = torch.arange(ctx.world_size, dtype=torch.float32)
     total = torch.arange(numel) * ctx.world_size + 100 * ranks.sum()
@@ -87,7 +87,7 @@ def test_sums_run_in_rank_order_from_behind_this_rank_in_dtypes_that_round(ctx: 
             torch.randn(numel * size, generator=torch.Generator().manual_seed(r)).to(dtype) for r in range(size)
         ]
         mine, output = of_ranks[rank].clone(), torch.empty(numel, dtype=dtype)
-        for work in _comm(ctx).reduce_scatter([output], [mine]):
+        for work in _comm(ctx).reduce_scatter()([output], [mine]):
             work.wait()
         parts = [of_ranks[(rank - step) % size].split(numel)[rank] for step in range(1, size + 1)]
         assert torch.equal(output, sum(parts[1:], parts[0]))

@@ -37,14 +37,14 @@ def _dtypes(tensors: list[Tensor]) -> list[str]:
 def reductions_noted() -> Iterator[list[list[str]]]:
     """The dtypes of the tensors of each reduce-scatter that is launched meanwhile, sorted."""
     noted: list[list[str]] = []
-    launch = PeerComm.reduce_scatter
+    launch = PeerComm.reduce
 
-    def noting(self: PeerComm, outputs: list[Tensor], inputs: list[Tensor], **options: bool) -> Any:
+    def noting(self: PeerComm, outputs: list[Tensor], inputs: list[Tensor]) -> Any:
         noted.append(_dtypes(inputs))
-        return launch(self, outputs, inputs, **options)
+        return launch(self, outputs, inputs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PeerComm, "reduce_scatter", noting)
+        patch.setattr(PeerComm, "reduce", noting)
         yield noted
 
 

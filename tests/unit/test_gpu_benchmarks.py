@@ -149,12 +149,12 @@ def test_thresholds_differ_in_what_travels_direct() -> None:
 def test_each_launch_sends_one_chunk_of_each_tensor_and_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[list[tuple[int, int]]] = []
 
-    def note(_: object, outputs: list[Tensor], inputs: list[Tensor], **__: Any) -> Any:
+    def note(outputs: list[Tensor], inputs: list[Tensor]) -> list[Any]:
         sent.append([(a.numel(), b.numel()) for a, b in zip(outputs, inputs, strict=True)])
         return []
 
-    monkeypatch.setattr(CollectiveComm, "all_gather", note)
-    monkeypatch.setattr(CollectiveComm, "reduce_scatter", note)
+    monkeypatch.setattr(CollectiveComm, "all_gather", lambda _, *tensors: note(*tensors))
+    monkeypatch.setattr(CollectiveComm, "reduce_scatter", lambda _, **__: note)
     with real_group(device("cpu")):
         OneBlock(TOY, torch.device("cpu"), 8, direct_min_nbytes=1024).reduce()
     matrices = [64 * 64, 64 * 64, 128 * 64, 128 * 64, 64 * 128]  # q, out, gate, up, down; k and v have 512 bytes

@@ -79,7 +79,7 @@ def test_collectives_on_a_stream_leave_nothing_to_the_cpu(returns_work: bool, nu
     comm, asked = _comm(work, on_stream=True)
     tensors = [torch.zeros(2)] * num_tensors
     assert list(comm.all_gather(tensors, tensors)()) == []
-    assert list(comm.reduce_scatter(tensors, tensors)) == []
+    assert list(comm.reduce_scatter()(tensors, tensors)) == []
     assert _asynchronous(asked) == [False, False]
     assert work is None or work.wait.call_count == 2  # the stream waits, once for each collective
 
@@ -87,7 +87,7 @@ def test_collectives_on_a_stream_leave_nothing_to_the_cpu(returns_work: bool, nu
 def test_collectives_beside_a_stream_are_waited_for_where_their_data_is_needed() -> None:
     comm, asked = _comm(work := mock.Mock(), on_stream=False)
     assert list(comm.all_gather([torch.zeros(2)], [torch.zeros(2)])()) == [work]
-    assert list(comm.reduce_scatter([torch.zeros(2)], [torch.zeros(2)])) == [work]
+    assert list(comm.reduce_scatter()([torch.zeros(2)], [torch.zeros(2)])) == [work]
     assert (_asynchronous(asked), work.wait.call_count) == ([True, True], 0)
 
 

@@ -168,7 +168,8 @@ def _collectives(
         part = torch.ones(whole.numel() // axis.size, device=device)
 
         def start() -> Sequence[Waitable]:
-            return comm.all_gather([whole], [part])() if name == "all-gather" else comm.reduce_scatter([part], [whole])
+            is_gather = name == "all-gather"
+            return comm.all_gather([whole], [part])() if is_gather else comm.reduce_scatter()([part], [whole])
 
         def finish(works: Sequence[Waitable]) -> None:
             for work in works:
