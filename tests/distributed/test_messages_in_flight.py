@@ -142,7 +142,7 @@ def test_reduction_that_is_lost_names_the_unit_and_its_last_events(ctx: RankCont
     model = sharded(ctx)
     step(model)
     with (
-        mock.patch.object(peers.PeerComm, "reduce_scatter", return_value=[mock.Mock(wait=_fail)]),
+        mock.patch.object(peers.PeerComm, "_reduce_one", return_value=mock.Mock(wait=_fail)),
         pytest.raises(fsdp2.CommunicationError) as raised,
     ):
         step(model)
@@ -155,7 +155,7 @@ def test_reduction_that_is_lost_names_the_unit_and_its_last_events(ctx: RankCont
     model.reset_iter_state()
 
 
-@pytest.mark.parametrize("collective", ["all_gather", *long("reduce_scatter")])
+@pytest.mark.parametrize("collective", ["all_gather", *long("_reduce_one")])
 @distributed(2)
 def test_memory_that_a_launch_lacks_is_no_lost_collective(ctx: RankContext, collective: str) -> None:
     model = sharded(ctx)
