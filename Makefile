@@ -32,7 +32,7 @@ test-ci: $(VENV)/.installed ## run what CI runs beyond that: of the long tests, 
 	$(PYTEST) -n 2 -m "long and not rare" $(ARGS)
 
 test-exhaustive: $(VENV)/.installed ## run all tests: before a release
-	$(PYTEST) -m "" $(ARGS)
+	$(PYTEST) -n 2 --timeout 900 -m "" $(ARGS)
 
 fuzz: $(VENV)/.installed ## compare runtimes on random programs: make fuzz SEEDS=1000 ARGS="--first 5000 --ranks 4"
 	$(BIN)/python -m tests.fuzz --seeds $(SEEDS) $(ARGS)

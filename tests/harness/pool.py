@@ -22,8 +22,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from tests.harness.patience import patience
 from tests.harness.worker import READY, Call, Failure, Success, main
-from tests.memory_errors.allocator import environment, patience
+from tests.memory_errors.allocator import environment
 
 START_TIMEOUT_S = 120.0
 CALL_TIMEOUT_S = 120.0  # some machines of CI take twice the time of others
@@ -94,10 +95,10 @@ class WorkerPool:
         ``body`` travels by module and qualified name; ``kwargs`` and the results are pickled.
 
         Raises:
-            WorkerError: a rank raised, died, or did not answer within ``timeout_s``; the next call starts new ranks.
+            WorkerError: a rank raised, died, or did not answer within ``timeout_s`` of an idle machine; the next call
+                starts new ranks.
         """
         __tracebackhide__ = True
-        timeout_s *= patience()
         if not self._ranks:
             self._start()
         message = pickle.dumps(Call(body.__module__, body.__qualname__, kwargs))
@@ -146,7 +147,7 @@ class WorkerPool:
             process.start()
             theirs.close()
             self._ranks.append(_Rank(index, process, ours, stacks))
-        answers = self._collect(START_TIMEOUT_S * patience())
+        answers = self._collect(START_TIMEOUT_S)
         if any(answers.get(index) != READY for index in range(self.world_size)):
             report = self._report(answers, START_TIMEOUT_S)
             self.close(kill=True)
@@ -154,11 +155,15 @@ class WorkerPool:
 
     def _collect(self, timeout_s: float) -> dict[int, Any]:
         answers: dict[int, Any] = {}
-        deadline = time.monotonic() + timeout_s
+        start, deadline = time.monotonic(), float("inf")
+
+        def left() -> float:
+            return max(0.0, min(deadline, start + timeout_s * patience()) - time.monotonic())
+
         while len(answers) < len(self._ranks):
             pending = {rank.connection: rank for rank in self._ranks if rank.index not in answers}
-            ready = multiprocessing.connection.wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
-            if not ready:
+            ready = multiprocessing.connection.wait(list(pending), timeout=left())
+            if not ready and not left():
                 break
             for connection in ready:
                 rank = pending[connection]  # type: ignore[index]
