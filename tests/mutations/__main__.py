@@ -118,7 +118,7 @@ def first_failure(tree: Path, tests: tuple[str, ...], marked: str) -> str | None
         return "hangs"
     if ended.returncode in (0, 5):  # all pass, or none is marked so
         return None
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", ended.stdout, re.MULTILINE)
+    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", ended.stdout, re.MULTILINE)
     return failed[1] if failed else f"pytest ends with {ended.returncode}"
 
 
