@@ -46,6 +46,7 @@ def main() -> None:
     args = parser.parse_args()
     numbers = sorted({number for text in args.numbers for number in _range(text)}) or sorted(MUTATIONS)
     rows = rows_of_table()
+    tests = {number: files_of_tests(number) for number in numbers}  # now: the table changes while others run
     with tempfile.TemporaryDirectory() as folder:
         trees: SimpleQueue[Path] = SimpleQueue()
         for job in range(args.jobs):
@@ -54,7 +55,7 @@ def main() -> None:
         def row_of(number: int) -> str:
             tree = trees.get()
             try:
-                return _row(number, *_noticed_by(number, files_of_tests(number), tree))
+                return _row(number, *_noticed_by(number, tests[number], tree))
             finally:
                 trees.put(tree)
 
@@ -84,7 +85,7 @@ def files_of_tests(number: int) -> tuple[str, ...]:
 
 
 def _copy_of_package(tree: Path) -> Path:
-    unneeded = shutil.ignore_patterns(".*", "__pycache__", "runs", "dist")
+    unneeded = shutil.ignore_patterns(".git", ".venv*", ".*_cache", "__pycache__", "runs", "dist")
     shutil.copytree(ROOT, tree, ignore=unneeded)
     return tree
 
