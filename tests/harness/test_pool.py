@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 
 from tests.harness.distributed import RankContext
+from tests.harness.patience import patience
 from tests.harness.pool import CALL_TIMEOUT_S, WorkerError, shared_pool
+from tests.memory_errors import allocator
 
 pytestmark = pytest.mark.long
 
@@ -73,3 +75,11 @@ def test_failure_names_rank_and_cause_and_the_pool_restarts(how: str, message: s
 def test_ranks_with_many_process_groups_are_replaced() -> None:
     """Idle groups take time from the tests that come after."""
     assert shared_pool(2).run(_make_groups) != shared_pool(2).run(_process_id)
+
+
+@pytest.mark.parametrize(("load_per_core", "expected"), [(0.2, 1), (5.0, 5)])
+def test_ranks_may_take_as_many_times_longer_as_programs_outnumber_cores(
+    load_per_core: float, expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (load_per_core * (os.cpu_count() or 1), 0.0, 0.0))
+    assert patience() == expected * allocator.patience()
