@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from tests.clients.server import RUNTIMES, Call, serve
 from tests.harness.compare import compare_values
 from tests.harness.distributed import as_test_of
-from tests.harness.patience import patience
+from tests.harness.patience import patient
 from tests.harness.training import EXACT, Tolerance
 
 TIMEOUT_S = 120.0
@@ -73,7 +73,7 @@ def run_both(
     body: Callable[..., Any], preload: tuple[str, ...], num_ranks: int, kwargs: dict[str, Any]
 ) -> list[list[Any] | str]:
     """With torch's runtime and with ours, what each rank returned, or a text if one failed; both run at once."""
-    call = Call(body.__module__, f"{body.__qualname__}.body", kwargs, num_ranks, TIMEOUT_S * patience())
+    call = Call(body.__module__, f"{body.__qualname__}.body", kwargs, num_ranks, patient(TIMEOUT_S))
     connections = [_server(runtime, preload) for runtime in RUNTIMES]
     for connection in connections:
         connection.send(call)

@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.harness.patience import patience
+from tests.harness.patience import patient
 from tests.harness.pool import PRELOADED
 
 ROOT = Path(__file__).parents[2]
@@ -31,8 +31,7 @@ def torchrun(
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     command += [*options, str(script), *arguments]
     environment = {**os.environ, **settings()}
-    timeout_s = TIMEOUT_S * patience()
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=patient(TIMEOUT_S), env=environment)
 
 
 def forked_ranks(script: Path, arguments: Sequence[str], *, num_ranks: int = 2) -> subprocess.CompletedProcess[str]:
@@ -49,7 +48,7 @@ def forked_ranks(script: Path, arguments: Sequence[str], *, num_ranks: int = 2) 
             ranks.append(context.Process(target=_run_rank, args=given, daemon=True))
             ranks[-1].start()
         for process in ranks:
-            process.join(TIMEOUT_S * patience())
+            process.join(patient(TIMEOUT_S))
             process.kill()
             process.join()
         texts = [path.read_text() if path.exists() else "" for path in outputs]

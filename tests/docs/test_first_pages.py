@@ -16,7 +16,7 @@ import gpu_acceptance
 
 from tests.docs.launch import TIMEOUT_S, free_port, settings, torchrun
 from tests.docs.markdown import ROOT, read
-from tests.harness.patience import patience
+from tests.harness.patience import patient
 
 README, PAGE = ROOT / "README.md", ROOT / "docs" / "quickstart.md"
 TEXT = README.read_text()
@@ -78,7 +78,7 @@ def _on_two_nodes(script: Path) -> list[str]:
     command = [sys.executable, "-m", "torch.distributed.run", *arguments, str(script)]
     environment = {**os.environ, **settings()}
     nodes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) for _ in range(2)]
-    outputs = [node.communicate(timeout=TIMEOUT_S * patience())[0] for node in nodes]
+    outputs = [node.communicate(timeout=patient(TIMEOUT_S))[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0]
     return outputs
 

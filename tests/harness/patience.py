@@ -6,9 +6,12 @@ import os
 
 from tests.memory_errors import allocator
 
+# Ranks that hang are reported with their stacks before pytest's own timeout, 300 s, ends the process.
+MOST_S = 240.0
 
-def patience() -> float:
-    """How many times longer than alone on this machine something may take now: as often as programs that want to run
-    outnumber cores, on the average of the last minute."""
-    cores = os.cpu_count() or 1
-    return max(1.0, os.getloadavg()[0] / cores) * allocator.patience()
+
+def patient(timeout_s: float) -> float:
+    """``timeout_s`` of an idle machine, in seconds of this one now: as many times longer as programs that want to run
+    outnumber cores, on the average of the last minute. Beyond ``MOST_S`` only if ``timeout_s`` is."""
+    load = os.getloadavg()[0] / (os.cpu_count() or 1)
+    return max(timeout_s, min(timeout_s * load, MOST_S)) * allocator.patience()

@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from tests.harness.patience import patience
+from tests.harness.patience import patient
 from tests.harness.worker import READY, Call, Failure, Success, main
 from tests.memory_errors.allocator import environment
 
@@ -158,7 +158,7 @@ class WorkerPool:
         start, deadline = time.monotonic(), float("inf")
 
         def left() -> float:
-            return max(0.0, min(deadline, start + timeout_s * patience()) - time.monotonic())
+            return max(0.0, min(deadline, start + patient(timeout_s)) - time.monotonic())
 
         while len(answers) < len(self._ranks):
             pending = {rank.connection: rank for rank in self._ranks if rank.index not in answers}
