@@ -37,7 +37,8 @@ def allow_inner_losses(module: nn.Module) -> None:
     output, or in a backward that reaches the activation first. Call it once, after all calls of ``fully_shard``.
 
     From then on, each call of a submodule with parameters costs some microseconds. Losses that also depend on the
-    unit's output do not need it: autograd comes to the output first. All ranks must use the same losses.
+    unit's output do not need it if that was computed last: autograd comes to it first. All ranks must use the same
+    losses.
 
     Call it again for a copy of the module, and if you have tied sharded parameters since: these move in the next
     forward.

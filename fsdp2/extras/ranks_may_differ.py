@@ -70,6 +70,7 @@ class JoiningSchedule(Schedule):
         return () if unit in backward.ended else super().post_backward(unit, is_last_use=backward.is_last_use)
 
     def end_backward(self, ended: Collection[int] = ()) -> Actions:
+        """Late gradients, ``ended``, are of no use here: other ranks may have none."""
         is_last = self.is_last_backward and not self.finalizes_by_hand
         self._join_backward(self.skipping.backward.finish(is_last=is_last, ends_open=not self.finalizes_by_hand))
         return super().end_backward(self.skipping.backward.ended)

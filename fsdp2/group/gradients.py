@@ -203,6 +203,10 @@ class GroupGradients:
         """Whether backwards without communication have left gradients on this rank."""
         return any(p.accumulated is not None or p.unsharded_grad is not None for p in self.params)
 
+    def has_late(self) -> bool:
+        """Whether gradients came behind the unit's backward: an autocast region keeps casts of earlier forwards."""
+        return any(map(_is_there, map(_grad_of, self._unsharded.parameters)))
+
     @property
     def are_partial(self) -> bool:
         """Whether there are gradients that were reduced over the shard axis, not over the replicate axis."""

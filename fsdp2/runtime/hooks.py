@@ -315,3 +315,5 @@ def _has_gradient(tensor: torch.Tensor) -> bool:
 def _reshard_if_needed(unit: Unit) -> None:
     if any(group.state not in (GroupState.SHARDED, GroupState.LENT) for group in unit.groups):
         unit.reshard()
+    for group in unit.groups:
+        group.unsharded.release_post_forward()  # what is handed out may be written unnoticed

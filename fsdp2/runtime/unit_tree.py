@@ -321,7 +321,8 @@ class UnitTree:
         torch.clear_autocast_cache()  # as after a forward without gradients: see ModuleHooks
         for unit in self.units:
             unit.missing_modules.clear()
-        self.executor.do(self.schedule.end_backward())
+        late = [u.index for u in self.units if u.config.reduces for g in u.groups if g.gradients.has_late()]
+        self.executor.do(self.schedule.end_backward(late))
         self._end_pass()
         for check in self.checks:
             check.end_backward()

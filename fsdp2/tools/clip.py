@@ -18,6 +18,7 @@ from fsdp2 import _torch
 from fsdp2.comm.backends import all_reduce
 from fsdp2.comm.streams import launched, lost, wait_for
 from fsdp2.group.group import ParamGroup, groups_by_slot
+from fsdp2.group.param import NAME_IN_PASS
 from fsdp2.plan.mesh import mesh_device
 from fsdp2.tools import torch_names
 from fsdp2.types import CommunicationError
@@ -71,6 +72,8 @@ def clip_grad_norm_(
     params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     if any(hasattr(cls, "_is_flat_param") for cls in set(map(type, params))):
         params = [shard for param in params for shard in _shards_of(param)]
+    if any(NAME_IN_PASS in attributes for attributes in filter(None, map(vars, params))):
+        params = _sharded_forms(params)
     if not params:
         return torch.zeros(())
     classes = _classes(params)
@@ -84,7 +87,8 @@ def clip_grad_norm_(
     pieces = [tensors for each in classes for tensors in each.pieces]
     for tensors in pieces:
         torch_names.foreach_mul(tensors, factor.to(tensors[0].device))
-    return total if any(tensors[0].dtype is torch.float64 for tensors in pieces) else total.float()
+    wide = torch.float64, torch.complex128
+    return total if any(tensors[0].dtype in wide for tensors in pieces) else total.float()
 
 
 def norm_of_gradients(params: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -111,21 +115,35 @@ def _shards_of(param: torch.Tensor) -> list[torch.Tensor]:
     return [each.sharded for each in group.params] if isinstance(group, ParamGroup) else [param]
 
 
+def _sharded_forms(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The sharded parameter in place of each that stays unsharded, since that one has the gradient."""
+    managed = [group.params[i] for group, i in groups_by_slot().values()]
+    sharded = {id(param.bound()): param.sharded for param in managed}
+    return [sharded.get(id(param), param) for param in params]
+
+
 def _classes(params: Sequence[torch.Tensor]) -> list[_Class]:
     """The classes of ``params``. All ranks get the same order, since parameters without a gradient count, too."""
     grads = torch_names.grads_of(params)
     locals_ = torch_names.locals_placed_like(params, grads)
-    # Group by spec first: parameters that fully_shard cuts in the same way share one spec.
-    by_spec: dict[object, tuple[torch.Tensor, list[torch.Tensor]]] = {}  # a parameter, and the gradients of all
+    # A gradient that DTensor has placed in another way than its parameter counts as it lies.
+    placed = [
+        grad if local is None and isinstance(grad, DTensor) else param
+        for param, grad, local in zip(params, grads, locals_, strict=True)
+    ]
+    # Group by spec first: what fully_shard cuts in the same way shares one spec.
+    by_spec: dict[object, tuple[torch.Tensor, dist.ProcessGroup | None, list[torch.Tensor]]] = {}  # one, and all
     apart = _apart_over()
-    for param, spec, grad, local in zip(params, torch_names.specs_of(params), grads, locals_, strict=True):
-        key = param.device if spec is None else id(spec)
-        _, found = by_spec.setdefault((key, apart.get(id(param))) if apart else key, (param, []))
+    for param, like, spec, grad, local in zip(
+        params, placed, torch_names.specs_of(placed), grads, locals_, strict=True
+    ):
+        key, apart_over = like.device if spec is None else id(spec), apart.get(id(param))
+        *_, found = by_spec.setdefault((key, apart_over) if apart else key, (like, apart_over, []))
         if grad is not None:
             found.append(_local(grad) if local is None else local)
     by_groups: dict[tuple[tuple[dist.ProcessGroup, ...], torch.device], list[torch.Tensor]] = {}
-    for param, found in by_spec.values():
-        by_groups.setdefault(_groups_of(param, apart.get(id(param))), []).extend(found)
+    for like, apart_over, found in by_spec.values():
+        by_groups.setdefault(_groups_of(like, apart_over), []).extend(found)
     return [_Class(groups, device, _alike(joined_neighbours(found))) for (groups, device), found in by_groups.items()]
 
 
@@ -136,14 +154,14 @@ def _apart_over() -> dict[int, dist.ProcessGroup]:
 
 
 def _groups_of(
-    param: torch.Tensor, apart: dist.ProcessGroup | None
+    tensor: torch.Tensor, apart: dist.ProcessGroup | None
 ) -> tuple[tuple[dist.ProcessGroup, ...], torch.device]:
-    """The process groups that ``param`` is cut over, and the device that they communicate on. ``apart``: one more, over
-    which ranks have other values of it."""
-    if not isinstance(param, DTensor):
-        return (), param.device
-    mesh = param.device_mesh
-    cut = [axis for axis, placement in enumerate(param.placements) if not placement.is_replicate()]
+    """The process groups that ``tensor`` is cut over, and the device that they communicate on. ``apart``: one more,
+    over which ranks have other values of it."""
+    if not isinstance(tensor, DTensor):
+        return (), tensor.device
+    mesh = tensor.device_mesh
+    cut = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
     groups = [mesh.get_group(axis) for axis in cut if mesh.size(axis) > 1]
     return (*groups, *(() if apart is None else (apart,))), mesh_device(mesh)
 
@@ -200,9 +218,10 @@ def _power_here(of: _Class, order: float, foreach: bool | None) -> torch.Tensor:
     would overflow in half precision."""
     norms: list[torch.Tensor] = []
     for tensors in of.pieces:
-        wide = torch.float64 if tensors[0].dtype is torch.float64 else torch.float32
+        dtype = tensors[0].dtype
+        wide = dtype if dtype.is_complex or dtype is torch.float64 else torch.float32
         cut = [part for tensor in tensors for part in (tensor.split(_MAX_NUMEL) if tensor.dim() == 1 else (tensor,))]
-        if foreach is False:
+        if foreach is False or dtype.is_complex:
             norms += [torch.linalg.vector_norm(tensor, order, dtype=wide) for tensor in cut]
         else:
             norms += torch_names.foreach_norm(cut, order, wide)

@@ -78,6 +78,7 @@ def lent_whole(
     ranks = {mesh: all_ranks(mesh) for mesh in dict.fromkeys(group.mesh for group in lent)} if rank0_only else {}
     with ExitStack() as stack:
         whole = set()  # groups that this rank gets completely
+        handed_out: dict[ShardedParam, nn.Parameter] = {}
         for group, params in lent.items():
             group.take_replaced()
             group.lend()
@@ -86,13 +87,14 @@ def lent_whole(
             if is_here and len(params) == len(group.params):
                 whole.add(group)
             for param in params:
-                _hand_out(group, param, is_here=is_here, device=torch.device("cpu") if offload_to_cpu else None)
+                device = torch.device("cpu") if offload_to_cpu else None
+                handed_out[param] = _hand_out(group, param, is_here=is_here, device=device)
         for unit in units:
             stack.callback(setattr, unit, "is_whole", unit.is_whole)
             unit.is_whole = whole.issuperset(unit.groups)
         with _raising_on_all_ranks(ranks.values() if writeback else ()):
             yield
-            values = {param: _value(param) for params in lent.values() for param in params}
+            values = {param: _value(param, bound) for param, bound in handed_out.items()}
     if writeback:
         with torch.no_grad():
             for group, params in lent.items():
@@ -192,16 +194,19 @@ def _refuse_running(passes: Iterable[str], module: nn.Module, caller: str) -> No
         )
 
 
-def _hand_out(group: ParamGroup, param: ShardedParam, *, is_here: bool, device: torch.device | None) -> None:
-    """Gather ``param``. If ``is_here``, bind it whole on ``device``; None means the device of the mesh."""
+def _hand_out(group: ParamGroup, param: ShardedParam, *, is_here: bool, device: torch.device | None) -> nn.Parameter:
+    """Gather ``param``. If ``is_here``, bind it whole on ``device``; None means the device of the mesh. Returns what is
+    bound."""
     with torch.no_grad():
         local = _torch.local_of(param.sharded)
         full = gathered(group, param, local) if is_plain(local) else _gathered_subclass(param)
-        if is_here:
-            own = torch.empty_like(full, device=device or full.device).copy_(full)
-            whole = param.spec.unsharded_parameter(own, requires_grad=param.sharded.requires_grad)
-            for module, name in param.slots:
-                setattr(module, name, whole)
+        if not is_here:
+            return param.sharded
+        own = torch.empty_like(full, device=device or full.device).copy_(full)
+        whole = param.spec.unsharded_parameter(own, requires_grad=param.sharded.requires_grad)
+        for module, name in param.slots:
+            setattr(module, name, whole)
+        return whole
 
 
 def gathered(group: ParamGroup, param: ShardedParam, local: torch.Tensor) -> torch.Tensor:
@@ -274,10 +279,10 @@ def joined_along_dim_0(like: DTensor, inner: torch.Tensor) -> torch.Tensor:
     return DTensor.from_local(inner, mesh, placements, run_check=False, shape=shape, stride=strides).full_tensor()
 
 
-def _value(param: ShardedParam) -> torch.Tensor:
+def _value(param: ShardedParam, handed_out: nn.Parameter) -> torch.Tensor:
     """What the user has left in the slots of ``param``. If the user replaced one slot of a tie, the replacement."""
-    found = [getattr(module, name, None) for module, name in param.slots]
-    bound = next((each for each in found if each is not found[0]), found[0])
+    found = (getattr(module, name, None) for module, name in param.slots)
+    bound = next((each for each in found if each is not handed_out), handed_out)
     local = _torch.local_of(bound) if isinstance(bound, DTensor) else bound
     if bound is param.sharded:
         return param.sharded.detach()

@@ -171,6 +171,8 @@ class _Shard:
         if self._num_left == 0 and self._values is not None:
             local.copy_(self._values)
             self._values = None
+        elif self._num_left == 0 and local.numel() == 0:
+            local.zero_()  # all ranks write, so that what depends on writes is alike on all
         return numel * local.dtype.itemsize
 
     def finish(self) -> None:

@@ -41,7 +41,8 @@ def check_loaded(module: nn.Module, state: Mapping[str, Any], prefix: str, is_as
         f"load_state_dict: found plain tensors for {names}{more}, expected DTensors that are sharded like these "
         f"parameters. Nothing was loaded into this {type(module).__name__}. For a state dict of whole tensors, use "
         "torch.distributed.checkpoint.state_dict.set_model_state_dict(model, state_dict, "
-        "options=StateDictOptions(full_state_dict=True)); for safetensors files, fsdp2.load_safetensors(model, path). "
+        "options=StateDictOptions(full_state_dict=True)), after model.reshard(); for safetensors files, "
+        "fsdp2.load_safetensors(model, path). "
         "Or load before fully_shard, or give each value as distribute_tensor(value, parameter.device_mesh, "
         "parameter.placements)."
     )

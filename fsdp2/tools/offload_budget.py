@@ -17,6 +17,7 @@ from fsdp2.group.group import ParamGroup
 from fsdp2.runtime.unit import Unit
 from fsdp2.runtime.unit_tree import UnitTree, tree_of
 from fsdp2.schedule.schedule import AfterForward
+from fsdp2.schedule.states import GroupState
 from fsdp2.tools.host_adamw.memory import host_nbytes_of
 from fsdp2.tools.memory_plan import peak_if_staged
 from fsdp2.tools.offload_moves import move_shards
@@ -155,6 +156,9 @@ def offload_by_budget(
             f"{_CALLER}: offload_policy is a {type(offload_policy).__name__}, expected an fsdp2.CPUOffloadPolicy."
         )
     tree = tree_of(sharded_unit(module, f"fsdp2.{_CALLER}"))
+    for group in (group for unit in tree.units for group in unit.groups):
+        if group.state is GroupState.SHARDED:
+            group.take_replaced()  # those that loading has put in the place of parameters on the meta device
     found = _chosen(tree, device_nbytes, host_nbytes)
     _move(module, tree.units, found, offload_policy)
     return found

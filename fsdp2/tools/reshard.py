@@ -79,9 +79,9 @@ def reshard_to(model: nn.Module, optimizer: optim.Optimizer | Sequence[optim.Opt
 
     Raises:
         ScheduleError: a forward or backward runs; a unit is unsharded; gradients are in flight or not reduced.
-        ValueError: the model has model axes, several meshes, or was made by ``FullyShardedDataParallel``; the ranks of
-            a mesh are not in ascending order; a setting or an optimizer state does not fit; models, optimizers or
-            meshes differ between ranks.
+        ValueError: the model has model axes, several meshes, was made by ``FullyShardedDataParallel``, or is stepped by
+            a ``HostAdamW``; the ranks of a mesh are not in ascending order; a setting or an optimizer state does not
+            fit; models, optimizers or meshes differ between ranks.
         TypeError: an argument is of the wrong type.
         RuntimeError: a parameter is on the meta device, on a rank of the old mesh.
     """

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from fsdp2.plan.trees import find_tensors
 from fsdp2.runtime.unit import Unit, units_under
 from fsdp2.schedule.states import GroupState
 from fsdp2.tools.custom_comm import SymmetricMemory, has_memory
+from fsdp2.tools.host_adamw.optimizer import HostAdamW, stepped_by
 from fsdp2.tools.lending import check_idle
 from fsdp2.tools.units import sharded_unit
 from fsdp2.types import ScheduleError
@@ -172,6 +173,8 @@ class Survey:
             )
         self._check_settings(name, unit)
         check_nothing_in_flight(CALLER, name, unit)
+        if any(stepped_by(group) is not None for group in unit.groups):
+            _refuse_host_adamw()
         for group in unit.groups if self.old.has_this_rank else ():
             group.take_replaced()
             group.shards.check_ready()
@@ -231,6 +234,8 @@ class Survey:
                 f"{CALLER}: expected a torch.optim.Optimizer or a sequence of them, got a {type(optimizer).__name__}. "
                 "If the object wraps an optimizer, pass that optimizer."
             )
+        if isinstance(optimizer, HostAdamW):
+            _refuse_host_adamw()
         for index, group in enumerate(optimizer.param_groups):
             for param in group["params"]:
                 if id(param) not in self._names:
@@ -317,6 +322,12 @@ def _new_mesh(mesh: object, old: ParallelMesh) -> ParallelMesh:
                 "sorted ranks."
             )
     return parallel_mesh(mesh)
+
+
+def _refuse_host_adamw() -> NoReturn:
+    raise ValueError(
+        f"{CALLER}: a HostAdamW steps this model, and {CALLER} moves nothing on the host. {_BY_CHECKPOINT}"
+    )
 
 
 def check_nothing_in_flight(caller: str, name: str, unit: Unit) -> None:

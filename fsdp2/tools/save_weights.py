@@ -102,8 +102,8 @@ def save_safetensors(
     in the folder is replaced: whoever reads the folder finds the old one or the new one, whenever the processes are
     killed. Other files stay. All ranks must call it, between steps, and see the folder. A rank holds one whole tensor
     at a time; if ``mapping`` fuses several to one, that one, too. Tied weights are written once, under the first name.
-    Plain tensors, such as buffers, are written as the first rank has them. A tensor subclass is written as the values
-    that compute reads, and 4-bit weights of bitsandbytes under the keys that it writes itself.
+    Plain tensors, such as buffers, are written as the first rank has them, wire formats as the values of the shards,
+    quantised weights dequantised, and 4-bit weights of bitsandbytes under the keys that it writes itself.
 
     Args:
         model: the model, or a part of it.

@@ -167,7 +167,8 @@ def stream_full_params(
     ``for name, tensor in stream`` gives one after another, ``for bucket in stream.buckets()`` those of a bucket, which
     one message can carry; ``stream.manifest`` says what comes, without communication. All ranks of the model iterate,
     between steps. Parameters come in the order of ``named_parameters``, under the names of the state dict, tied ones
-    once. The tensors are plain, contiguous, detached copies; tensor subclasses give the values that compute reads.
+    once. The tensors are plain, contiguous, detached copies: of wire formats the values of the shards, of quantised
+    weights the dequantised ones.
     Shards, gradients and the optimizer stay as they are. The model must not train meanwhile.
 
     **Order.** Nothing is gathered for a bucket before all ranks that receive have asked for it. While a caller has a

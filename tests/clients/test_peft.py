@@ -96,8 +96,10 @@ def test_reference_forward_without_adapters_keeps_the_policys_gradients(rank: in
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @hf_client()
 def test_adapters_are_merged_while_their_model_is_streamed(rank: int, folder: Path, dtype: torch.dtype) -> Any:
-    """To the names and values of ``merge_and_unload``; the model that trains stays as it is."""
+    """To the names and values of ``merge_and_unload``; the model that trains stays as it is. One layer is checkpointed,
+    as accelerate does it."""
     import peft
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
     from torch.distributed.fsdp import fully_shard  # of the runtime that is compared
 
     import fsdp2
@@ -115,7 +117,9 @@ def test_adapters_are_merged_while_their_model_is_streamed(rank: int, folder: Pa
     model = made()
     expected = dict(made().merge_and_unload().named_parameters())
     mesh = dist.init_device_mesh("cpu", (2,))
-    for layer in [*model.base_model.model.model.layers, model]:
+    layers = model.base_model.model.model.layers
+    layers[0] = checkpoint_wrapper(layers[0])
+    for layer in [*layers, model]:
         fully_shard(layer, mesh=mesh)
     before = {name: whole(param) for name, param in model.named_parameters()}
     found = {}

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -222,6 +223,10 @@ def test_wrong_options_are_refused_before_anything_changes(ctx: RankContext) -> 
     assert fsdp2.auto_shard(language_model(), mesh, budget="1GiB", workload=WORKLOAD).plan.num_gpus == 2
     with pytest.raises(ValueError, match="this FSDPLanguageModel is sharded already"):
         planned(ctx, model)
+    checkpointed = language_model()
+    checkpointed.layers[1] = checkpoint_wrapper(checkpointed.layers[1])
+    with pytest.raises(ValueError, match=r"'layers\.1' has activation checkpointing already\. A plan chooses it"):
+        planned(ctx, checkpointed)
     with pytest.raises(ValueError, match=r"master_dtype is 'bf16', but the model is in float32\. Cast it first"):
         planned(ctx, workload=replace(WORKLOAD, master_dtype="bf16"))
 

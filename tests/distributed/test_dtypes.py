@@ -220,36 +220,39 @@ def test_parameter_of_a_tensor_parallel_module(ctx: RankContext) -> None:
 
 
 class _Casting(Stack):
-    """Blocks of two layers. ``checkpoints``: they run again in backward."""
+    """Blocks of two layers. ``checkpoints``: they run again in backward. ``recycles``: each runs ahead, too."""
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Sequential(StackBlock(), StackBlock()) for _ in range(3))
-        self.checkpoints = False
+        self.checkpoints = self.recycles = False
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.entry(x)
         for block in self.blocks:
+            x = x + block(x).detach() if self.recycles else x
             x = checkpoint(block, x, use_reentrant=True) if self.checkpoints else block(x)
         return self.exit(x)
 
 
 def _backward_under_autocast(model: Any, kind: str) -> None:
-    """``evaluation first``: as models that condition on their own output, or recycle it."""
-    model.checkpoints = kind == "checkpointed"
+    """``evaluation first``: as models that condition on their own output, or recycle it. ``target first``: gradients
+    are recorded for nothing."""
+    model.checkpoints, model.recycles = kind == "checkpointed", kind == "recycled"
+    has_earlier = kind in ("evaluation first", "target first")
     with torch.autocast("cpu", torch.bfloat16):
-        with torch.no_grad():
-            earlier = model(batch(1)) if kind == "evaluation first" else 0.0
+        with torch.set_grad_enabled(kind == "target first"):
+            earlier = model(batch(1)).detach() if has_earlier else 0.0
         for seed in range(2 if kind == "two micro-batches" else 1):
             loss = model(batch(seed)).float().square().mean()
-            if kind == "evaluation first":
+            if has_earlier:
                 loss = loss + (model(batch(2)) - earlier).float().square().mean()
             loss.backward()
-    model.checkpoints = False
+    model.checkpoints = model.recycles = False
 
 
 @pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize("kind", ["evaluation first", "two micro-batches", "checkpointed"])
+@pytest.mark.parametrize("kind", ["evaluation first", "target first", "two micro-batches", "checkpointed", "recycled"])
 @distributed(2)
 def test_no_gradient_is_lost_in_one_autocast_region(ctx: RankContext, kind: str, reshard: bool) -> None:
     """As torch's loses some, through a cast that autocast keeps until its region ends."""

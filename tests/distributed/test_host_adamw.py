@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn, optim
+from torch.optim.adamw import adamw
 
 import fsdp2
 from fsdp2 import HostAdamW
@@ -46,6 +49,11 @@ def _made(ctx: RankContext, kind: str = "plain", seed: int = 0, **options: Any) 
     return model, HostAdamW(model.parameters(), **{**OPTIONS, **options})
 
 
+def _slow_adamw(*args: Any, **options: Any) -> None:
+    time.sleep(0.05)
+    adamw(*args, **options)
+
+
 # When
 
 
@@ -68,10 +76,11 @@ def test_last_unit_is_stepped_while_backward_goes_on(ctx: RankContext) -> None:
     optimizer.step()
 
 
+@pytest.mark.parametrize("overlaps", [False, True])
 @distributed(2)
-def test_what_no_backward_has_announced_is_stepped_by_step(ctx: RankContext) -> None:
-    """Gradients that the user sets; and after ``remove``, all."""
-    model, host = _made(ctx)
+def test_what_no_backward_has_announced_is_stepped_by_step(ctx: RankContext, overlaps: bool) -> None:
+    """Gradients that the user sets; and after ``remove``, all, at once."""
+    model, host = _made(ctx, overlap_forward=overlaps)
     other = sharded(ctx)
     plain = optim.AdamW(other.parameters(), fused=True, **OPTIONS)
     for param in (*model.parameters(), *other.parameters()):
@@ -83,7 +92,8 @@ def test_what_no_backward_has_announced_is_stepped_by_step(ctx: RankContext) -> 
     step(model)
     step(other)
     assert all(param.grad is not None for param in model.parameters())
-    host.step()
+    with mock.patch.object(jobs, "adamw", _slow_adamw):
+        host.step()
     plain.step()
     assert all(param.grad is None for param in model.parameters())
     torch.testing.assert_close(shards(model), shards(other))
@@ -121,6 +131,32 @@ def test_step_before_clips_by_the_norm_of_the_step_before(ctx: RankContext) -> N
         plain.zero_grad()
         torch.testing.assert_close(optimizer.grad_norm, norms[-1])
     torch.testing.assert_close(shards(model), shards(other))
+
+
+@distributed(2)
+def test_a_limit_of_infinity_only_measures(ctx: RankContext) -> None:
+    for optimizer in [_made(ctx, max_norm=limit)[1] for limit in (None, float("inf"))]:
+        params = optimizer.param_groups[0]["params"]
+        for param in params:
+            param.grad = torch.ones_like(param)
+        params[0].grad.to_local().fill_(float("inf"))
+        optimizer.step()
+        assert all(param.to_local().isfinite().all() for param in params[1:])
+    assert optimizer.grad_norm is not None
+    assert optimizer.grad_norm.isinf()
+
+
+@pytest.mark.parametrize("by_budget", [False, True])
+@distributed(2)
+def test_parameters_that_loading_has_assigned_are_stepped_before_any_forward(ctx: RankContext, by_budget: bool) -> None:
+    other, model = sharded(ctx), shard(ctx, Stack().to("meta"))
+    model.load_state_dict({name: value.clone() for name, value in other.state_dict().items()}, assign=True)
+    if by_budget:
+        optimizer: optim.Optimizer = optim.AdamW(fsdp2.offload_by_budget(model, 1 << 30).device_params, **OPTIONS)
+    else:
+        optimizer = HostAdamW(model.parameters(), **OPTIONS)
+    plain = optim.AdamW(other.parameters(), **OPTIONS)
+    torch.testing.assert_close(train(model, optimizer, steps=range(2)), train(other, plain, steps=range(2)))
 
 
 # Masters
@@ -241,6 +277,22 @@ def _in_between(ctx: RankContext) -> None:
     optimizer.add_param_group({"params": list(model.entry.parameters())})
 
 
+def _half(ctx: RankContext) -> None:
+    """The error holds what was made of the first optimizer, as a notebook does."""
+    model = sharded(ctx)
+    try:
+        HostAdamW([{"params": list(each.parameters())} for each in (model, nn.Linear(2, 2))])
+    except ValueError:
+        HostAdamW(model.parameters()).step()
+        raise
+
+
+def _unsharded(ctx: RankContext) -> None:
+    model = sharded(ctx)
+    model.unshard()
+    HostAdamW(model.parameters())
+
+
 def _state(ctx: RankContext, **changes: Any) -> None:
     model, optimizer = _made(ctx)
     before = train(model, optimizer, steps=range(1))
@@ -268,6 +320,9 @@ REFUSED: dict[str, Any] = {
     "second gradient before the step": _second_gradient,
     "plain parameter": lambda ctx: HostAdamW(nn.Linear(32, 4).named_parameters()),
     "originals": _originals,
+    "a plain one in the second group": _half,
+    "unsharded": _unsharded,
+    "copied": lambda ctx: copy.deepcopy(_made(ctx)[1]),
     "tensor subclass": lambda ctx: _of(shard(ctx, wrap(seeded(Stack), Halved))),
     "another HostAdamW": _two,
     "group in the midst of a step": _in_between,

@@ -153,6 +153,8 @@ CASES = {
     "foreign_parameter": _given(
         optimizer=lambda job: optim.SGD([*job.model.parameters(), nn.Parameter(torch.zeros(3))])
     ),
+    "host_adamw": _given(optimizer=lambda job: fsdp2.HostAdamW(job.model.parameters())),
+    "stepped_by_a_host_adamw": _trained(lambda job: job.stack.callback(fsdp2.HostAdamW(job.model.parameters()).remove)),
     "strange_state": _trained(lambda job: job.optimizer.state[job.model.exit.weight].update(row=torch.zeros(DIM))),
     "wrapped_optimizer": _given(optimizer=lambda job: optim.lr_scheduler.StepLR(job.optimizer, 1)),
     "on_meta": _untrained(lambda ctx: shard(ctx, Stack().to("meta"))),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -70,6 +71,18 @@ def test_whole_parameters_are_written_back(ctx: RankContext, setup: str, rank0_o
         for parameter in reference.parameters():
             parameter.mul_(2)
     assert torch.equal(STEP.loss(model), STEP.loss(reference))
+
+
+@pytest.mark.parametrize("place", ["embedding", "output"])
+@distributed(2)
+def test_what_has_replaced_one_place_of_a_tie_is_written_back(ctx: RankContext, place: str) -> None:
+    model = seeded(partial(Transformer, tied=True))
+    before = model.embedding.weight.detach().clone()
+    fsdp2.fully_shard(model, mesh=ctx.mesh_1d())
+    with fsdp2.unsharded(model):
+        getattr(model, place).weight = nn.Parameter(before + 1)
+    assert model.embedding.weight is model.output.weight
+    assert torch.equal(model.embedding.weight.full_tensor(), before + 1)
 
 
 @distributed(4)

@@ -159,6 +159,9 @@ def test_shards_on_a_node_are_gathered_from_until_the_parameters_change(ctx: Ran
     model.load_state_dict(model.state_dict())
     assert gathers_of(lambda: evaluate(model)) == (num_units, 0)
     step(model)
+    for value in model.state_dict().values():
+        value.detach().to_local().mul_(0.5)  # as torch.distributed.checkpoint loads: unnoticed
+    assert gathers_of(lambda: step(model)) == (num_units, num_units)
     with torch.no_grad():
         model.entry.weight.zero_()  # in the root's group
     assert gathers_of(lambda: step(model)) == (1, 2 * num_units - 1)

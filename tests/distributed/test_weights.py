@@ -28,7 +28,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_modul
 import fsdp2
 from fsdp2 import DataParallelMeshDims, MixedPrecisionPolicy, ParamPlacement, fully_shard
 from fsdp2.comm.offload import StagedOffloadPolicy
-from fsdp2.tensors import BFloat16AllGatherTensor, NF4Tensor, wrap_parameters
+from fsdp2.tensors import (
+    BFloat16AllGatherTensor,
+    Float8AllGatherTensor,
+    NF4Tensor,
+    precompute_float8_scales,
+    wrap_parameters,
+)
 from fsdp2.tools import save_weights
 from tests.distributed.changes import step_and_zero_all, whole
 from tests.distributed.support import seeded, shard_each, shard_units
@@ -324,6 +330,20 @@ def test_subclasses_take_and_give_plainlocals_of(ctx: RankContext, tmp_path: Pat
     _same(dict(fsdp2.stream_full_params(model)), expected)
     assert type(model.codes.to_local()) is NF4Tensor
     assert type(model.layer.weight.to_local()) is BFloat16AllGatherTensor
+
+
+@distributed(2)
+def test_a_rank_that_gets_no_rows_makes_its_scale_anew_like_the_others(ctx: RankContext, tmp_path: Path) -> None:
+    """Else one rank would ask for the largest magnitude of all, and the other one not."""
+    layer, other = (nn.Linear(16, 1, bias=False) for _ in range(2))
+    fsdp2.save_safetensors(other, tmp_path)
+    wrap_parameters(layer, Float8AllGatherTensor)
+    fully_shard(layer, mesh=ctx.mesh_1d())
+    precompute_float8_scales(layer)
+    fsdp2.load_safetensors(layer, tmp_path)
+    layer.unshard()
+    assert torch.allclose(layer.weight, other.weight, rtol=0.07)
+    _same(locals_of(layer), {"weight": other.weight.detach()[ctx.rank :]})
 
 
 # In the middle of training

@@ -25,7 +25,7 @@ from tests.faults.ranks import World
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.golden import same_on_all_ranks, texts_beside
 from tests.harness.messages import Heard, error_of, wrapped
-from tests.harness.selection import in_ci, long
+from tests.harness.selection import in_ci
 
 TEXTS = texts_beside(__file__)
 SOFTWARE = ["torch 2.12.0, fsdp2 0.1.0", "torch 2.11.0, fsdp2 0.2.0"]
@@ -100,7 +100,8 @@ def _freezes_on_one_rank(ctx: RankContext, mesh: DeviceMesh, after_forward: bool
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("after_forward", [False, *long(True)])
+@pytest.mark.every_case
+@pytest.mark.parametrize("after_forward", [False, True])
 def test_flag_that_differs_is_named_on_all_ranks_before_the_timeout(after_forward: bool) -> None:
     for rank, ended in enumerate(World(_freezes_on_one_rank, timeout_s=20, after_forward=after_forward).join()):
         assert ended.value, ended.trace

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from fsdp2 import ParamPlacement, clip_grad_norm_
 from fsdp2.tools import torch_names
@@ -143,6 +143,35 @@ def test_norm_is_that_of_the_unsharded_model(ctx: RankContext, way: str, order: 
 def test_empty_shards_and_missing_gradients_count_nothing(ctx: RankContext, order: float) -> None:
     _clips(ctx, Setup(Uneven), order)
     _clips(ctx, WAYS["tp"], order, without="blocks.1.down.weight")
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@distributed(2)
+def test_gradients_may_be_complex_and_lie_otherwise_than_their_parameters(ctx: RankContext, order: float) -> None:
+    """As DTensor leaves the gradient of a whole scale that has met a shard."""
+    mesh, whole_, cut = ctx.mesh_1d(), Replicate(), Shard(0)
+    values = [torch.randn(6, 4), torch.randn(5), torch.randn(3, 4, dtype=torch.complex64)]
+    plain, placed = [], []
+    for value, (of_param, of_grad) in zip(values, ((whole_, cut), (cut, whole_), (cut, cut)), strict=True):
+        plain.append(nn.Parameter(torch.zeros_like(value)))
+        placed.append(nn.Parameter(distribute_tensor(torch.zeros_like(value), mesh, [of_param])))
+        plain[-1].grad, placed[-1].grad = value.clone(), distribute_tensor(value, mesh, [of_grad])
+    expected = nn.utils.clip_grad_norm_(plain, 0.5, norm_type=order)
+    torch.testing.assert_close(clip_grad_norm_(placed, 0.5, norm_type=order), expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(*(whole([p.grad for p in each]) for each in (placed, plain)), rtol=1e-5, atol=1e-8)
+
+
+@distributed(2)
+def test_parameters_that_stay_unsharded_count_with_the_gradients_of_their_shards(ctx: RankContext) -> None:
+    model = _sharded(ctx)
+    shards = list(model.parameters())
+    model.set_reshard_after_backward(False)
+    one_backward(Step(0, ctx.rank, subject()), model)
+    assert not any(isinstance(param, DTensor) for param in model.parameters())
+    reference = _unsharded(WAYS["plain"], ctx)
+    expected = nn.utils.clip_grad_norm_(reference, MAX_NORM)
+    torch.testing.assert_close(clip_grad_norm_(model.parameters(), MAX_NORM), expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(*(whole([p.grad for p in each]) for each in (shards, reference)), rtol=1e-4, atol=1e-7)
 
 
 @distributed(2)

@@ -6,6 +6,7 @@ fp32 is compared to 1e-5. In bf16, torch's products round alike, but the gradien
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -15,6 +16,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn, optim
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -260,6 +262,32 @@ def test_a_backward_that_fails_takes_back_what_it_has_sent(ctx: RankContext) -> 
         models.append(model)
     for mine, other in zip(*(model.parameters() for model in models), strict=True):
         assert torch.equal(mine.full_tensor(), other.full_tensor())
+
+
+@distributed(2)
+def test_a_copy_steps_on_and_what_was_frozen_meanwhile_is_left_alone(ctx: RankContext) -> None:
+    pairs = []
+    for overlaps in (False, True):
+        model: Any = seeded(Net).to(ctx.device_type)
+        sharded(model, mesh=ctx.mesh_1d())
+        optimizer = Muon(muon_groups(model, verbose=False), bucket_nbytes=1, last_first=True)
+        train(model, optimizer, tokens, range(1))
+        model.head.requires_grad_(False)
+        model.mid.requires_grad_(False)
+        model, optimizer = copy.deepcopy((model, optimizer)) if overlaps else (model, optimizer)
+        train(model, optimizer, tokens, overlaps=overlaps)
+        pairs.append(model)
+    for mine, other in zip(*(model.parameters() for model in pairs), strict=True):
+        assert torch.equal(mine.full_tensor(), other.full_tensor())
+
+
+def test_heads_are_known_by_their_names_inside_of_wrappers() -> None:
+    model: Any = nn.Module()
+    model.hidden, model.head, model.score = nn.Linear(4, 4), checkpoint_wrapper(nn.Linear(4, 4)), nn.Linear(4, 4)
+    model.score = torch.compile(model.score, backend="eager")
+    taken, others = muon_groups(model, verbose=False)
+    assert [name for name, _ in taken["params"]] == ["hidden.weight"]
+    assert len(others["params"]) == 5
 
 
 class Fused(nn.Module):

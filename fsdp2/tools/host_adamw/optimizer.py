@@ -24,6 +24,7 @@ from fsdp2 import _torch
 from fsdp2.comm.streams import Streams, streams_for
 from fsdp2.group.codec import is_plain
 from fsdp2.group.group import ParamGroup, groups_by_slot
+from fsdp2.schedule.states import GroupState
 from fsdp2.tools import torch_names
 from fsdp2.tools.clip import factor_of, norm_of_gradients
 from fsdp2.tools.host_adamw.jobs import MOMENTS, Factor, HostUnit, Job, Options
@@ -86,7 +87,9 @@ class HostAdamW(optim.Optimizer):
         options: dict[str, Any] = {"betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
         # torch checks the options, and knows which keys the checkpoints of this version have.
         plain = optim.AdamW([torch.zeros(1, device="cpu")], lr=lr, maximize=maximize, fused=True, **options)
-        self._max_norm, self._clip_by, self._overlaps_forward = max_norm, clip_by, overlap_forward
+        self._measures = max_norm is not None
+        self._max_norm = None if max_norm is None or math.isinf(max_norm) else max_norm
+        self._clip_by, self._overlaps_forward = clip_by, overlap_forward
         self._homes: dict[nn.Parameter, HostParam] = {}
         self._groups: list[ParamGroup] = []
         self._is_settled = False
@@ -100,7 +103,16 @@ class HostAdamW(optim.Optimizer):
         defaults = dict(plain.defaults)
         if clip_by == "step before":
             defaults[_LAST_NORM] = None
-        super().__init__(params, defaults)
+        try:
+            super().__init__(params, defaults)
+        except Exception:
+            self.remove()  # units of earlier param groups
+            raise
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            "HostAdamW cannot be copied or pickled: its thread steps parameters in place. Use state_dict()."
+        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters of ``fully_shard``.
@@ -127,19 +139,19 @@ class HostAdamW(optim.Optimizer):
 
     def _manage(self, group: Mapping[str, Any]) -> None:
         """Take the parameters of the param ``group``, the last one."""
+        _take_replaced(group["params"])
         managed = _managed()
         names = group.get("param_names", [None] * len(group["params"]))
         found: list[HostParam] = []
         for position, (name, param) in enumerate(zip(names, group["params"], strict=True)):
             if param not in managed:
                 raise ValueError(
-                    f"HostAdamW: {f'parameter {name!r}' if name else f'parameter {position} of a param group'} is not "
-                    f"managed by fully_shard (a {type(param).__name__} of shape {tuple(param.shape)}). Call "
-                    "fully_shard before you build the optimizer, and step other parameters with torch.optim.AdamW."
+                    f"HostAdamW: {f'parameter {name!r}' if name else f'parameter {position} of a param group'} is "
+                    f"{_why_not_managed(param)}."
                 )
             unit, full_name = managed[param]
             _check_shard(full_name, param)
-            if _owner_of(unit) not in (None, self):
+            if stepped_by(unit) not in (None, self):
                 raise ValueError(
                     f"HostAdamW: another HostAdamW steps parameters of the unit of parameter '{full_name}'. Pass param "
                     "groups to one HostAdamW, or call remove() of the other one."
@@ -183,7 +195,7 @@ class HostAdamW(optim.Optimizer):
     def _leave_units(self) -> None:
         self.wait()
         for group in self._groups:
-            if _owner_of(group) is self:
+            if stepped_by(group) is self:
                 group.gradients.on_landed = group.on_gather = None
         self._groups.clear()
 
@@ -216,7 +228,7 @@ class HostAdamW(optim.Optimizer):
             keeps_gradients = self._clip_by == "step before"  # whose norm is computed at the end of the step
             job = Job(homes, *self._states_of(mine), streams, keeps_gradients=keeps_gradients)
             self._begun.update(dict.fromkeys(mine))
-            if self._max_norm is None:
+            if not self._measures:
                 _drop_gradients(mine)
             if self._max_norm is None or self._factor is not None:
                 unit.start(job, self._factor, self._thread)
@@ -267,22 +279,22 @@ class HostAdamW(optim.Optimizer):
             self._settle()
             params = [param for group in self.param_groups for param in group["params"]]
             self._take(param for param in params if param not in self._begun)
-            if self._max_norm is not None:
-                self._clip(params, self._max_norm)
+            if self._measures:
+                self._norm = norm_of_gradients(params)
+                if self._max_norm is not None:
+                    self._clip(self._norm, self._max_norm)
             _drop_gradients(self._begun)
             self._begun.clear()
-            if not self._overlaps_forward:
+            if not self._overlaps_forward or not self._groups:  # after ``remove``, no gather waits
                 self.wait()
         return loss
 
-    def _clip(self, params: Sequence[nn.Parameter], max_norm: float) -> None:
-        """Start what waits for the norm of all gradients. The device computes it; only the host's thread waits."""
-        total = norm_of_gradients(params)
+    def _clip(self, total: Tensor, max_norm: float) -> None:
+        """Start what waits for ``total``, the norm of all gradients. Only the host's thread waits for its value."""
         factor = Factor(factor_of(total, max_norm), cast(Streams, self._streams))
         held, self._held = self._held, []
         for unit, job in reversed(held):  # the next forward needs the unit first whose gradients have landed last
             unit.start(job, factor, self._thread)
-        self._norm = total
         if self._clip_by == "step before":
             self._factor = factor
 
@@ -352,9 +364,10 @@ class HostAdamW(optim.Optimizer):
         self._begun.clear()
         self._held.clear()
         self._factor = self._norm = None
-        if norm is not None and self._clip_by == "step before" and self._max_norm is not None:
+        if norm is not None and self._clip_by == "step before":
             self._norm = torch.tensor(norm, dtype=torch.float64, device="cpu")
-            self._factor = Factor(factor_of(self._norm, self._max_norm), cast(Streams, self._streams))
+            if self._max_norm is not None:
+                self._factor = Factor(factor_of(self._norm, self._max_norm), cast(Streams, self._streams))
 
     def _check_state(self, param: nn.Parameter, state: Mapping[str, Any]) -> None:
         name = self._homes[param].name
@@ -412,8 +425,31 @@ def _managed() -> dict[nn.Parameter, tuple[ParamGroup, str]]:
     return {group.params[i].sharded: (group, group.params[i].full_name) for group, i in found}
 
 
-def _owner_of(group: ParamGroup) -> HostAdamW | None:
-    """Who steps parameters of ``group`` in backward."""
+def _take_replaced(params: Iterable[nn.Parameter]) -> None:
+    """Let units know of ``params`` that have taken the place of sharded ones, as in loading a model on the meta
+    device."""
+    given = set(map(id, params))
+    for group, i in groups_by_slot().values():
+        param = group.params[i]
+        if id(param.sharded) not in given and id(param.bound()) in given and group.state is GroupState.SHARDED:
+            group.take_replaced()
+
+
+def _why_not_managed(param: nn.Parameter) -> str:
+    found = f"(a {type(param).__name__} of shape {tuple(param.shape)})"
+    if any(group.params[i].bound() is param for group, i in groups_by_slot().values()):
+        return (
+            f"unsharded {found}. Build the optimizer while parameters are sharded: before the first forward, or after "
+            "model.reshard()"
+        )
+    return (
+        f"not managed by fully_shard {found}. Call fully_shard before you build the optimizer, and step other "
+        "parameters with torch.optim.AdamW"
+    )
+
+
+def stepped_by(group: ParamGroup) -> HostAdamW | None:
+    """The optimizer that steps parameters of ``group`` in backward."""
     landing = group.gradients.on_landed
     return landing.optimizer() if isinstance(landing, _Landing) else None
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fsdp2.tools.torch_names import INSIDE_COMPILED, INSIDE_WRAPPERS
 from fsdp2.tools.whole_matrices.run import Rule
 
 
@@ -64,7 +65,7 @@ class _UsualRule:
         }
 
     def __call__(self, name: str, param: Tensor) -> bool:
-        *path, leaf = name.split(".")
+        *path, leaf = (part for part in name.split(".") if part not in (INSIDE_COMPILED, *INSIDE_WRAPPERS))
         if self._rule is not None and self._rule(name, param) is not None:
             return True
         is_head = len(path) > 0 and path[-1] in self._HEADS and len(path) <= 2

@@ -76,12 +76,7 @@ class Muon(optim.Optimizer):
             "copies": copies,
             "last_first": last_first,
         }
-        self._plan: WholeMatrices | None = None
-        self._planned: list[object] = []  # parameters and how they are placed
-        self._position_of: dict[int, int] = {}  # by id of a matrix: that of its parameter
-        self._early: EarlyRun | None = None  # a run that has begun in backward
-        self._parts: list[list[Part]] = []  # by position
-        self._adamw: optim.AdamW | None = None
+        self._forget_plan()
         defaults = {
             "lr": lr,
             "weight_decay": weight_decay,
@@ -95,6 +90,21 @@ class Muon(optim.Optimizer):
         }
         _check_options(defaults)
         super().__init__(params, defaults)
+
+    def _forget_plan(self) -> None:
+        self._plan: WholeMatrices | None = None
+        self._planned: list[object] = []  # parameters and how they are placed
+        self._position_of: dict[int, int] = {}  # by id of a matrix: that of its parameter
+        self._early: EarlyRun | None = None  # a run that has begun in backward
+        self._parts: list[list[Part]] = []  # by position
+        self._adamw: optim.AdamW | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_rule": self._rule, "_settings": self._settings}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._forget_plan()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; those of a group with ``use_muon=False`` need not be matrices.
@@ -226,6 +236,7 @@ class Muon(optim.Optimizer):
         handles = [
             param.register_post_accumulate_grad_hook(lambda _, position=position: early.land(position))
             for position, param in enumerate(params)
+            if param.requires_grad  # else its bucket is sent by ``step``
         ]
         try:
             yield

@@ -15,6 +15,7 @@ from torch import nn
 
 from fsdp2.api.module import FSDPModule
 from fsdp2.schedule.schedule import AfterForward
+from fsdp2.tools import torch_names
 from fsdp2.tools.planner import words
 from fsdp2.tools.planner.blocks import Units, find_units
 from fsdp2.tools.planner.code import code_for
@@ -297,6 +298,7 @@ def compare(
         built = model if isinstance(model, nn.Module) else build(model)
         if any(isinstance(module, FSDPModule) for module in built.modules()):
             raise ValueError(f"this {type(built).__name__} is sharded already. Plan for it before fully_shard.")
+        _check_computes_once(built)
         units = find_units(built)
         advance(1)
         work = observed(built, units, workload)
@@ -331,6 +333,17 @@ def compare(
         sharded_in=sharded_in,
         host_budget_nbytes=_host_budget(machine),
     )
+
+
+def _check_computes_once(model: nn.Module) -> None:
+    """Refuse a model with activation checkpointing, which would be applied twice."""
+    for name, module in model.named_modules():
+        is_switched_on = getattr(module, "gradient_checkpointing", False) is True  # as in transformers
+        if is_switched_on or torch_names.is_checkpoint_wrapper(module):
+            raise ValueError(
+                f"'{name or type(module).__name__}' has activation checkpointing already. A plan chooses it: leave "
+                "checkpoint_wrapper out, or call gradient_checkpointing_disable() first."
+            )
 
 
 def _rank(candidate: Candidate) -> tuple[Any, ...]:
