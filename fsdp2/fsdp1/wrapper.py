@@ -19,7 +19,7 @@ from fsdp2 import _torch
 from fsdp2.api.fully_shard import PreparedUnit, prepare_unit
 from fsdp2.api.module import UnshardHandle
 from fsdp2.api.resolve import check_not_flattened
-from fsdp2.fsdp1 import comm_hooks, extensions, full_params, state_dict as state_dicts
+from fsdp2.fsdp1 import comm_hooks, evaluation, extensions, full_params, state_dict as state_dicts
 from fsdp2.fsdp1.auto_wrap import (
     add_full_precision,
     check_nothing_is_wrapped,
@@ -49,6 +49,8 @@ from fsdp2.runtime.unit_tree import tree_of
 from fsdp2.schedule.states import GroupState
 from fsdp2.tools.copying import copied_module
 from fsdp2.tools.no_sync import no_sync
+
+evaluation.register()
 
 
 class FullyShardedDataParallel(HasStateDicts):
@@ -405,8 +407,8 @@ class FullyShardedDataParallel(HasStateDicts):
             return super().apply(fn)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients, also those of ``no_sync`` that no backward has reduced. An optimizer's ``zero_grad`` does
-        not find the latter."""
+        """Drop all gradients, also those of ``no_sync`` that no backward has reduced. ``zero_grad`` of an optimizer, or
+        of another module, does not find the latter."""
         super().zero_grad(set_to_none)
         for module in self.modules():
             if isinstance(module, FullyShardedDataParallel):

@@ -188,7 +188,7 @@ def test_an_optimizer_copied_with_the_model_steps_the_copy(front: Front, order: 
 @each_strategy
 @as_torchs(2, both_modes=True)
 def test_parameters_are_shards_after_an_evaluation(front: Front, strategy) -> Any:
-    """The root, or all units, stay unsharded after it."""
+    """Also for modules around the wrapper or inside it."""
     model = wrapped_mlp(front, sharding_strategy=strategy)
     for i, param in enumerate(model.parameters()):
         param.tag = i
@@ -202,7 +202,7 @@ def test_parameters_are_shards_after_an_evaluation(front: Front, strategy) -> An
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(front.batch(3, 8, seed=1)).square().mean().backward()
     evaluate()
-    model.zero_grad()
+    nn.ModuleList([model]).zero_grad()
     front.train(model, optimizer, num_steps=range(2, 3))
     return [tags, evaluate()]
 
