@@ -72,6 +72,7 @@ class Alike(TreeChecks):
         self._claims: dict[str, Claim] = {}  # what this rank did last, of what ranks must do alike
         self._orders: dict[int, Sequence[int]] = {}  # by the outermost unit, the units of its last forward
         self._expected: Sequence[int] = ()  # the units that the last backward was to reach
+        self._is_claiming = False
         self.identity = f"new/{id(self):x}"
         watch_for_stalls(self, tree.executor.streams, tree.root.mesh)
 
@@ -157,11 +158,14 @@ class Alike(TreeChecks):
         name, before = _named(what, meeting), self._claims
         if claim != before.get(name):
             self._claims = {**before, name: claim}  # other threads may read the old ones
+            self._is_claiming = True
             try:
                 agree(self._tree, f"the comparison of {what}", partial(await_claim, meeting, name, claim))
             except BaseException:
                 self._claims = before  # so the next pass claims again
                 raise
+            finally:
+                self._is_claiming = False
 
     # What other threads ask for
 
@@ -172,9 +176,9 @@ class Alike(TreeChecks):
 
     @property
     def is_running(self) -> bool:
-        """Whether a forward or backward of the root runs."""
+        """Whether a forward or backward of the root runs, or waits at its end for other ranks."""
         passes = self._tree.schedule.passes
-        return bool(passes.running) and not passes.root_raised
+        return self._is_claiming or (bool(passes.running) and not passes.root_raised)
 
     def story(self) -> str:
         """As of the root."""

@@ -36,7 +36,7 @@ _UNTIL_COMPARED_S = 5.0
 _UNTIL_TOLD = 0.5  # part of the timeout: the collective that hangs may have started long before the last event
 _ADVICE = (
     "The ranks diverged at the first difference. If they are meant to use different units or parameters, call "
-    "set_ranks_may_differ(True) on the root."
+    "set_ranks_may_differ(True) on the root; what must not differ even then is in docs/advanced/ranks.md."
 )
 
 _log = logging.getLogger("fsdp2")
@@ -143,7 +143,8 @@ class StallWatch:
         changed = [root for root in roots if self._seen.get(root.identity, root) is not root.last_event]
         if changed or len(roots) != len(self._seen):
             self._seen = {root.identity: root.last_event for root in roots}
-            self._latest = max(changed, key=lambda root: root.is_running).identity if changed else ""
+            if changed:
+                self._latest = max(changed, key=lambda root: root.is_running).identity
             self._since, self._has_told, self._others, self.differing = now, False, [], ()
             if self._shown is not None and self._board is not None:
                 self._shown = None

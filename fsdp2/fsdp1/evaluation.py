@@ -12,8 +12,8 @@ from fsdp2.schedule.states import GroupState
 
 
 class BindsShards(TreeChecks):
-    """Reshards what stays unsharded behind an evaluation, if a wrapped module is the root. A training step is left alone: its
-    backward reshards."""
+    """Reshards what stays unsharded behind an evaluation, if a wrapped module is the root. A step that trains is left
+    alone: its backward reshards."""
 
     def __init__(self, tree: UnitTree) -> None:
         self._tree = tree

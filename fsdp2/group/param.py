@@ -29,7 +29,7 @@ from fsdp2.types import MixedPrecisionPolicy
 # sharded parameter: it shows that an inner module was sharded after an outer one.
 SHARDED_AS = "_fsdp2_sharded_as"
 
-NAME_IN_PASS = "_fsdp2_name_in_pass"  # attribute of parameters that stand for the sharded one during a pass: its name
+NAME_IN_PASS, STANDS_FOR = "_fsdp2_name_in_pass", "_fsdp2_stands_for"  # of what is bound in a pass: of which shard
 _LEFT_ALONE = "_fsdp2_left_alone"  # attribute of plain parameters that are not to be warned of, or have been
 
 
@@ -154,7 +154,7 @@ class ShardedParam:
 
     def _of_a_pass(self, made: nn.Parameter) -> nn.Parameter:
         """``made`` is bound during a pass, and no optimizer may step it."""
-        setattr(made, NAME_IN_PASS, self.full_name)
+        vars(made).update({NAME_IN_PASS: self.full_name, STANDS_FOR: self.sharded})
         return made
 
     def grad_dtype_of(self, bound: torch.Tensor) -> GradDtype | None:
@@ -194,8 +194,9 @@ class ShardedParam:
             _torch.set_grad_dtype(self.unsharded, None)
 
     def bound(self) -> object:
-        """What is bound now. Users may have replaced the sharded parameter, in one slot or in all."""
-        found = (getattr(module, name, None) for module, name in self.slots)
+        """What is bound now, or the sharded parameter that it stands for. Users may have replaced it in some slots."""
+        bound = (getattr(module, name, None) for module, name in self.slots)
+        found = (getattr(each, STANDS_FOR, each) for each in bound)
         return next((each for each in found if each is not self.sharded), self.sharded)
 
     def current(self) -> nn.Parameter:
@@ -222,14 +223,13 @@ class ShardedParam:
 
     def adopt(self, param: nn.Parameter, dtypes: ParamDtypes) -> None:
         """Manage ``param`` in all slots from now on."""
-        is_alike = dtypes == self.dtypes and type(_torch.local_of(param)) is type(_torch.local_of(self.sharded))
+        if param is not self.sharded or dtypes != self.dtypes:
+            self.dtypes = self.compute_dtypes = dtypes
+            self.forget_unsharded()
         self.grad_dtype = self.grad_dtype_of(param)
         self._keep_grad_dtype(param)
         self.sharded = param
         setattr(param, SHARDED_AS, self.name)
-        if not is_alike:
-            self.dtypes = self.compute_dtypes = dtypes
-            self.forget_unsharded()
 
     def forget_unsharded(self) -> None:
         """Forget the unsharded parameter: its memory or dtype has changed. The next use makes it anew."""

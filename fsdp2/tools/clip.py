@@ -18,7 +18,7 @@ from fsdp2 import _torch
 from fsdp2.comm.backends import all_reduce
 from fsdp2.comm.streams import launched, lost, wait_for
 from fsdp2.group.group import ParamGroup, groups_by_slot
-from fsdp2.group.param import NAME_IN_PASS
+from fsdp2.group.param import STANDS_FOR
 from fsdp2.plan.mesh import mesh_device
 from fsdp2.tools import torch_names
 from fsdp2.types import CommunicationError
@@ -72,8 +72,8 @@ def clip_grad_norm_(
     params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     if any(hasattr(cls, "_is_flat_param") for cls in set(map(type, params))):
         params = [shard for param in params for shard in _shards_of(param)]
-    if any(NAME_IN_PASS in attributes for attributes in filter(None, map(vars, params))):
-        params = _sharded_forms(params)
+    if any(STANDS_FOR in attributes for attributes in filter(None, map(vars, params))):
+        params = [vars(param).get(STANDS_FOR, param) for param in params]  # which has the gradient
     if not params:
         return torch.zeros(())
     classes = _classes(params)
@@ -113,13 +113,6 @@ def _shards_of(param: torch.Tensor) -> list[torch.Tensor]:
     """The shards that a ``FlatParameter`` stands for, whose gradients share its gradient's memory; else ``param``."""
     group = vars(param).get("_group")
     return [each.sharded for each in group.params] if isinstance(group, ParamGroup) else [param]
-
-
-def _sharded_forms(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The sharded parameter in place of each that stays unsharded, since that one has the gradient."""
-    managed = [group.params[i] for group, i in groups_by_slot().values()]
-    sharded = {id(param.bound()): param.sharded for param in managed}
-    return [sharded.get(id(param), param) for param in params]
 
 
 def _classes(params: Sequence[torch.Tensor]) -> list[_Class]:

@@ -263,6 +263,17 @@ def _second_gradient(ctx: RankContext) -> None:
         train(model, optimizer, steps=range(1))
 
 
+def _term_on_parameters(ctx: RankContext) -> None:
+    model, optimizer = _made(ctx)
+    term = model.blocks[2].linear.weight.square().sum().full_tensor()
+    (model(batch()).square().mean() + term).backward()
+    try:
+        optimizer.step()
+    finally:
+        optimizer.zero_grad()
+        train(model, optimizer, steps=range(1))
+
+
 def _originals(ctx: RankContext) -> None:
     model = seeded(Stack)
     params = list(model.parameters())
@@ -318,6 +329,7 @@ def _two(ctx: RankContext) -> None:
 
 REFUSED: dict[str, Any] = {
     "second gradient before the step": _second_gradient,
+    "term on the parameters before the forward": _term_on_parameters,
     "plain parameter": lambda ctx: HostAdamW(nn.Linear(32, 4).named_parameters()),
     "originals": _originals,
     "a plain one in the second group": _half,

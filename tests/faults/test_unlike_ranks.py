@@ -126,7 +126,9 @@ class _Routed(nn.Module):
 
 
 def _parts_in_the_second_step(ctx: RankContext, mesh: DeviceMesh, what: str) -> tuple[list[str], str]:
-    """All messages have the same size on both ranks, so no backend notices anything."""
+    """All messages have the same size on both ranks, so no backend notices anything. Other roots run before, as the
+    references of a policy do."""
+    others = [fsdp2.fully_shard(nn.Linear(DIM, DIM), mesh=mesh) for _ in range(3)]
     model = seeded(_Routed)
     shard_each(*model.experts, mesh=mesh)
     fsdp2.fully_shard(model, mesh=mesh, reshard_after_forward=True)
@@ -135,6 +137,9 @@ def _parts_in_the_second_step(ctx: RankContext, mesh: DeviceMesh, what: str) -> 
         for number in range(3):
             other = ctx.rank if number else 0
             way = {"gate": 0, "expert": 0, what: other}
+            with torch.no_grad():
+                for each in others:
+                    each(batch(number))
             model(batch(number), **way).square().mean().backward()
 
     with Heard() as heard:

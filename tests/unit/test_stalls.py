@@ -55,7 +55,8 @@ def test_message_has_the_last_events_of_all_roots() -> None:
     )
     assert last == (
         "Compare the last events of all ranks. The ranks diverged at the first difference. If they are meant to use "
-        "different units or parameters, call set_ranks_may_differ(True) on the root."
+        "different units or parameters, call set_ranks_may_differ(True) on the root; what must not differ even then is "
+        "in docs/advanced/ranks.md."
     )
 
 

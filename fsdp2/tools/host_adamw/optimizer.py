@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
 from itertools import chain
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, NoReturn, cast, get_args
 
 import torch
 from torch import Tensor, nn, optim
@@ -24,6 +24,7 @@ from fsdp2 import _torch
 from fsdp2.comm.streams import Streams, streams_for
 from fsdp2.group.codec import is_plain
 from fsdp2.group.group import ParamGroup, groups_by_slot
+from fsdp2.group.param import STANDS_FOR
 from fsdp2.schedule.states import GroupState
 from fsdp2.tools import torch_names
 from fsdp2.tools.clip import factor_of, norm_of_gradients
@@ -96,7 +97,8 @@ class HostAdamW(optim.Optimizer):
         self._unit_of: dict[nn.Parameter, HostUnit] = {}
         self._group_of: dict[nn.Parameter, int] = {}  # index of the param group
         self._streams: Streams | None = None
-        self._begun: dict[nn.Parameter, None] = {}  # stepped, or to be stepped, with the gradients of this step
+        # What is stepped, or to be stepped, with the gradients of this step: these, if they stay, and their versions.
+        self._begun: dict[nn.Parameter, tuple[Tensor | None, list[int]]] = {}
         self._held: list[tuple[HostUnit, Job]] = []  # until the norm is known
         self._factor: Factor | None = None  # of the step before
         self._norm: Tensor | None = None
@@ -207,14 +209,26 @@ class HostAdamW(optim.Optimizer):
         mine = [param for param in params if param in self._homes]
         again = next((param for param in mine if param in self._begun), None)
         if again is not None:
-            raise ScheduleError(
-                f"HostAdamW: parameter '{self._homes[again].name}' has got another gradient after the backward that "
-                "began the step. Call step() after each backward; or, if gradients of several backwards add up, call "
-                "set_is_last_backward(False) on the root for all but the last, or do not reduce in them (no_sync)."
-            )
+            self._refuse_another_gradient(again)
         if ends_step:
             self._settle()
             self._take(mine)
+
+    def _refuse_another_gradient(self, param: nn.Parameter) -> NoReturn:
+        raise ScheduleError(
+            f"HostAdamW: parameter '{self._homes[param].name}' has got another gradient after the backward that began "
+            "the step. Call step() after each backward; or, if gradients of several backwards add up, call "
+            "set_is_last_backward(False) on the root for all but the last, or do not reduce in them (no_sync). If the "
+            "loss has a term on the parameters themselves, compute that term after the forward."
+        )
+
+    def _check_begun(self) -> None:
+        """Gradients that were taken are still those: nothing has come since, which would be lost."""
+        for (param, (taken, versions)), grad in zip(
+            self._begun.items(), torch_names.grads_of(list(self._begun)), strict=True
+        ):
+            if grad is not taken or versions != _versions_of(grad):
+                self._refuse_another_gradient(param)
 
     def _take(self, params: Iterable[nn.Parameter]) -> None:
         """Begin the step of those of ``params`` that have a gradient."""
@@ -227,9 +241,10 @@ class HostAdamW(optim.Optimizer):
             homes, streams = [self._homes[param] for param in mine], cast(Streams, self._streams)
             keeps_gradients = self._clip_by == "step before"  # whose norm is computed at the end of the step
             job = Job(homes, *self._states_of(mine), streams, keeps_gradients=keeps_gradients)
-            self._begun.update(dict.fromkeys(mine))
             if not self._measures:
                 _drop_gradients(mine)
+            taken = torch_names.grads_of(mine)
+            self._begun.update((param, (grad, _versions_of(grad))) for param, grad in zip(mine, taken, strict=True))
             if self._max_norm is None or self._factor is not None:
                 unit.start(job, self._factor, self._thread)
             else:
@@ -263,7 +278,7 @@ class HostAdamW(optim.Optimizer):
         the current stream waits for results in the shards. Returns the result of ``closure``, which is called first.
 
         Raises:
-            ScheduleError: a backward is running.
+            ScheduleError: a backward is running; a parameter has got another gradient since its step has begun.
             RuntimeError: the host's step has failed.
         """
         if _torch.in_backward():
@@ -277,6 +292,7 @@ class HostAdamW(optim.Optimizer):
                 loss = closure()
         with torch.no_grad():
             self._settle()
+            self._check_begun()
             params = [param for group in self.param_groups for param in group["params"]]
             self._take(param for param in params if param not in self._begun)
             if self._measures:
@@ -437,7 +453,7 @@ def _take_replaced(params: Iterable[nn.Parameter]) -> None:
 
 def _why_not_managed(param: nn.Parameter) -> str:
     found = f"(a {type(param).__name__} of shape {tuple(param.shape)})"
-    if any(group.params[i].bound() is param for group, i in groups_by_slot().values()):
+    if STANDS_FOR in vars(param):
         return (
             f"unsharded {found}. Build the optimizer while parameters are sharded: before the first forward, or after "
             "model.reshard()"
@@ -459,6 +475,10 @@ def _before_gather(unit: weakref.ref[HostUnit], group: weakref.ref[ParamGroup]) 
     stepped, gathered = unit(), group()
     if stepped is not None and gathered is not None:
         stepped.wait_before_gather(on_compute=gathered.gathers_on_compute)
+
+
+def _versions_of(grad: Tensor | None) -> list[int]:
+    return [] if grad is None else _torch.versions_of([grad, _local(grad)])
 
 
 def _drop_gradients(params: Iterable[nn.Parameter]) -> None:
