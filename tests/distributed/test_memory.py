@@ -137,7 +137,7 @@ def test_gathers_by_hand_start_once_and_their_handles_wait_for_no_later_one(ctx:
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
 @distributed(2)
 def test_parameter_objects_are_the_same_in_every_step(ctx: RankContext, reshard_after_forward: bool) -> None:
-    """Autograd's are what is gathered into (I1). Behind a load that replaces the shards, others stand for those: whoever
+    """Autograd's are what is gathered into (I1). Behind a load that replaces the shards, others stand for these: who
     has kept the old ones has the old shards."""
     model = sharded(ctx, reshard_after_forward=reshard_after_forward)
     weights = list(model.parameters())
