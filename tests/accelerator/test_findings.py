@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from functools import partial
 from typing import Any
 
@@ -58,6 +59,7 @@ def peak_of_a_step(ctx: RankContext, runtime: Runtime, policy: Any) -> int:
         batch = model.batch(torch.Generator().manual_seed(ctx.rank))
         loss = model.loss(model(*batch), batch)
         del batch
+        gc.collect()  # of earlier tests, which else may go in the midst of a step
         torch.accelerator.synchronize()
         before = device.load().memory_allocated()
         device.load().reset_peak_memory()
