@@ -17,9 +17,10 @@ from fsdp2.extras.local_parts import Geometry, LocalPartSpec, geometry_of
 from fsdp2.group.group import groups_by_slot
 from fsdp2.group.param import Slot
 from fsdp2.plan.placements import TensorSpec
+from fsdp2.tools import torch_names
 
 # Modules around modules, whose names state dicts leave out.
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+_WRAPPERS = (torch_names.INSIDE_COMPILED, *torch_names.INSIDE_WRAPPERS)
 
 
 @dataclass(frozen=True)
