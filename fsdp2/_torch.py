@@ -8,7 +8,8 @@ above the core needs are in the same kind of file there: ``extras/torch_names.py
 from __future__ import annotations
 
 import sys
-import threading
+import time
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -25,11 +26,30 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 T = TypeVar("T")
 _Called = TypeVar("_Called", bound=Callable[..., Any])
 _P = ParamSpec("_P")
+
+# The compiler
+
+
+def keep_out_of_graphs(function: Callable[..., Any], *, recursive: bool = False) -> None:
+    """Let the compiler run ``function`` as it is; also what it calls, if ``recursive``. ``torch.compiler.disable``
+    would put three Python calls around each call; ``skip_code`` would import the compiler."""
+    frames = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    of_calls = skip if recursive else frames._FrameAction.DEFAULT
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, of_calls))
+
+
+def runs_between_graphs(function: _Called) -> _Called:
+    """The compiler ends its graph where ``function`` is called, and runs it, and all that it calls, as it is."""
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    keep_out_of_graphs(function, recursive=True)
+    return function
+
 
 # Autograd: gradients, versions and hooks
 
@@ -59,83 +79,131 @@ def set_grad_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> None:
 
 # A different number for each backward that runs on this thread, nested ones included; -1 outside of a backward.
 running_backward: Callable[[], int] = torch._C._current_graph_task_id
+NO_BACKWARD = -1
 
 
 def in_backward() -> bool:
     """Whether the autograd engine is executing a graph on this thread."""
-    return running_backward() != -1
+    return running_backward() != NO_BACKWARD
 
 
-_NO_BACKWARD = -1
-_RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
+class BackwardToken:
+    """The last backward that has begun under a root, in whichever threads it runs.
 
-
-class RunningBackward:
-    """The last backward that has begun under a root. Autograd tells of the end of a backward only if nothing raises.
+    The engine holds a callback as long as it executes a graph, and calls it after the last node. If a node raises, the
+    engine calls nothing, but lets the callback go. Nothing else holds it, so this tells that the backward is over.
+    There is no public hook for the end of a backward, and none at all for one that has raised.
 
     Attributes:
-        task: autograd's number of it.
+        task: the engine's number of it.
     """
 
     def __init__(self) -> None:
-        self.task, self._nested = _NO_BACKWARD, _NO_BACKWARD
-        self._place = (0, 0)
+        self.task = NO_BACKWARD
+        self._held_by_engine: Callable[[], object] = lambda: None
 
-    def begin(self) -> None:
-        """A backward has begun."""
-        self.task, self._place = running_backward(), _backward_depth()
+    def begin(self, at_end: Callable[[], None]) -> None:
+        """The running backward has begun; the engine calls ``at_end`` at its end, unless it raises."""
+        callback = _AtEnd(at_end)
+        self.task, self._held_by_engine = running_backward(), weakref.ref(callback)
+        torch.autograd.Variable._execution_engine.queue_callback(callback)
 
-    def was_left(self) -> bool:
-        """Whether it is over, since autograd now runs another one that is not nested in it. A backward on another
-        thread counts as nested."""
-        now = running_backward()
-        if now in (self.task, self._nested):
-            return False
-        (thread, depth), (its_thread, its_depth) = _backward_depth(), self._place
-        if thread == its_thread and depth <= its_depth:
-            return True
-        self._nested = now
+    def is_over(self) -> bool:
+        """Whether the engine has left it."""
+        return self._held_by_engine() is None
+
+    def is_over_soon(self) -> bool:
+        """The same, for a thread that runs no backward. A device's thread may need the interpreter to let go."""
+        for _ in range(100):
+            if self.is_over():
+                return True
+            time.sleep(0.01)
         return False
 
 
-def _backward_depth() -> tuple[int, int]:
-    """This thread, and how many backwards are on its stack: a nested one is on top of the one that it is nested in. A
-    device has a thread of its own, which does not count the outermost one."""
-    depth, frame = 0, sys._getframe()
-    while (caller := frame.f_back) is not None:
-        depth += caller.f_code is _RUN_BACKWARD
-        frame = caller
-    return threading.get_ident(), depth
+class _AtEnd:
+    def __init__(self, function: Callable[[], None]) -> None:
+        self._function = function
+
+    @runs_between_graphs  # of a step that is compiled with its backward
+    def __call__(self) -> None:
+        self._function()
 
 
+# What surrounds the user's code: see runtime/door.py
+
+# How many modes see each operation of this thread below autograd, and each call of torch's Python functions.
+num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+num_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 # Whether a transform of torch.func (grad, vmap, ...) is active on this thread.
 in_func_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
 in_transform = in_func_transform  # or a checker: see add_checker
+is_autocasting: Callable[[], bool] = torch._C._is_any_autocast_enabled
+without_autocast: Callable[[], AbstractContextManager[None]] = torch._C._DisableAutocast  # its keys of dispatch
 _pause_checker: Callable[[], AbstractContextManager[None]] = nullcontext
+SURROUNDINGS: list[Callable[[], int]] = [
+    *(num_dispatch_modes, num_function_modes),
+    *(in_func_transform, is_autocasting, torch.is_inference_mode_enabled),
+]
 
 
 def add_checker(is_checking: Callable[[], bool], pause: Callable[[], AbstractContextManager[None]]) -> None:
     """A checker follows each operation of the user's, as a transform does. Keep out of it what keeps out of those."""
     global in_transform, _pause_checker
     in_transform, _pause_checker = lambda: in_func_transform() or is_checking(), pause
+    SURROUNDINGS.append(is_checking)
 
 
-def outside_transforms(function: Callable[_P, T], *args: _P.args, **kwargs: _P.kwargs) -> T:
-    """What ``function`` returns, which runs as if no transform of ``torch.func`` were active: what it makes and writes
-    is no part of what is transformed. The transforms take it for one more operation of the function that they
-    transform."""
+@contextmanager
+def without_transforms() -> Iterator[None]:
+    """In the block, no transform of ``torch.func`` is active: what is made and written there is no part of what is
+    transformed."""
     with temporarily_clear_interpreter_stack(), _pause_checker():
-        return function(*args, **kwargs)
+        yield
 
 
-def copies_written_tensors() -> bool:
-    """Whether ``torch.autograd.graph.allow_mutation_on_saved_tensors()`` is active: it copies what autograd has saved
-    before somebody writes it. torch has no public way to ask."""
-    return torch.autograd.graph._allow_mutation_on_saved_tensors_enabled
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """In the block, no mode keeps or replaces what operations return. Dispatch modes that watch stay."""
+    of_functions = [torch._C._pop_torch_function_stack() for _ in range(num_function_modes())]
+    modes = [torch._C._get_dispatch_stack_at(index) for index in range(num_dispatch_modes())]
+    users = [mode for mode in modes if not mode.is_infra_mode()]  # the others say what tensors are: fake ones, proxies
+    staying = [mode for mode in users if not _replaces_results(mode)]
+    swapped = len(staying) < len(users)
+    if swapped:
+        _swap_modes(users, staying)
+    try:
+        yield
+    finally:
+        if swapped:
+            _swap_modes(staying, users)
+        for mode in reversed(of_functions):
+            torch._C._push_on_torch_function_stack(mode)
 
 
-# Runs a function when the running backward has executed its last node; autograd has no public hook for that.
-at_end_of_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
+def has_replacing_modes() -> bool:
+    """Whether ``without_modes`` would leave any."""
+    modes = map(torch._C._get_dispatch_stack_at, range(num_dispatch_modes()))
+    return num_function_modes() > 0 or any(map(_replaces_results, modes))
+
+
+def _swap_modes(before: Sequence[TorchDispatchMode], after: Sequence[TorchDispatchMode]) -> None:
+    for _ in before:
+        torch._C._pop_torch_dispatch_stack(None)
+    for mode in after:
+        torch._C._push_on_torch_dispatch_stack(mode)
+
+
+# Selective checkpointing's, which return saved results instead of computing, and one that copies what is written.
+_REPLACING = (
+    torch.utils.checkpoint._CachingTorchDispatchMode,
+    torch.utils.checkpoint._CachedTorchDispatchMode,
+    torch.autograd.graph._CloneArgBeforeMutateMode,
+)
+
+
+def _replaces_results(mode: object) -> bool:
+    return isinstance(mode, _REPLACING) or getattr(mode, "replaces_results", False)
 
 
 class GradientHook:
@@ -418,22 +486,6 @@ def is_called_inside_itself(module: nn.Module) -> bool:
         num_calls += frame.f_code is _CALL_IMPL and frame.f_locals.get("self") is module
         frame = frame.f_back
     return num_calls == 2
-
-
-def keep_out_of_graphs(function: Callable[..., Any], *, recursive: bool = False) -> None:
-    """Let the compiler run ``function`` as it is; also what it calls, if ``recursive``. ``torch.compiler.disable``
-    would put three Python calls around each call; ``skip_code`` would import the compiler."""
-    frames = torch._C._dynamo.eval_frame
-    skip = frames._FrameAction.SKIP
-    of_calls = skip if recursive else frames._FrameAction.DEFAULT
-    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, of_calls))
-
-
-def runs_between_graphs(function: _Called) -> _Called:
-    """The compiler ends its graph where ``function`` is called, and runs it, and all that it calls, as it is."""
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    keep_out_of_graphs(function, recursive=True)
-    return function
 
 
 def composable_apis(module: nn.Module) -> Collection[str]:

@@ -17,6 +17,7 @@ from fsdp2.api.arguments import expect
 from fsdp2.group.group import ParamGroup
 from fsdp2.group.reduce_scatter import AllReduceHook
 from fsdp2.plan.mesh import separate_axis
+from fsdp2.runtime import door
 from fsdp2.runtime.unit import Unit, note_tree_change, unit_of, units_under
 from fsdp2.runtime.unit_tree import UnitTree, tree_of
 from fsdp2.schedule.schedule import AfterForward
@@ -37,6 +38,7 @@ class PlugIns:
     communicate_by: Callable[[str, Unit, object], None]
 
 
+@door.all_entries
 class UnshardHandle:
     """A pending :meth:`FSDPModule.unshard`."""
 
@@ -51,6 +53,7 @@ class UnshardHandle:
             tree_of(unit).finish_unshard(unit)
 
 
+@door.all_entries
 class GradientReductionHandle:
     """A pending :meth:`FSDPModule.finalize_backward`."""
 
@@ -75,6 +78,7 @@ class GradientReductionHandle:
         self._tree = None
 
 
+@door.all_entries
 class FSDPModule:
     """Mixed into the class of every module given to :func:`fsdp2.fully_shard`, in front of the original class.
 
@@ -176,6 +180,7 @@ class FSDPModule:
         on the root. By default, gathers wait for all earlier work of the current stream. No effect on the CPU."""
         tree_of(self._unit()).post_optim_event = event
 
+    @door.entry
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Whether unsharded parameters are allocated and filled on the caller's stream. Casts and copies around the
         collective then do not overlap with compute. Acts on inner units too, and reshards. No effect on the CPU."""
@@ -353,7 +358,7 @@ class FSDPModule:
         tree = tree_of(self._unit())
         if not keep_unreduced:
             tree.reset()
-        elif tree.schedule.passes.in_backward:
+        elif tree.passes.in_backward:
             raise ScheduleError(
                 "reset_iter_state(keep_unreduced=True): an exception in backward has left incomplete sums in unreduced "
                 "gradients. Call reset_iter_state() and zero_grad(). Then repeat all micro-batches."

@@ -79,8 +79,8 @@ def waiting() -> Iterator[None]:
         _Process.is_waiting = False
 
 
-def wait_for(works: Sequence[Waitable]) -> None:
-    """Wait for collectives.
+def wait_for(works: Sequence[Waitable], on_lost: Callable[[], None] | None = None) -> None:
+    """Wait for collectives. If one fails, call ``on_lost``: others may still read and write their memory.
 
     Raises:
         CommunicationError: one failed.
@@ -97,9 +97,11 @@ def wait_for(works: Sequence[Waitable]) -> None:
         if tell is not None:
             tell(Activity.WAIT, False)
     except RuntimeError as error:
-        if is_of_backend(error):
-            raise CommunicationError(str(error)) from error
-        raise
+        if not is_of_backend(error):
+            raise
+        if on_lost is not None:
+            on_lost()
+        raise CommunicationError(str(error)) from error
     finally:
         _Process.is_waiting = False
 

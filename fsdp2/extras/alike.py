@@ -177,7 +177,7 @@ class Alike(TreeChecks):
     @property
     def is_running(self) -> bool:
         """Whether a forward or backward of the root runs, or waits at its end for other ranks."""
-        passes = self._tree.schedule.passes
+        passes = self._tree.passes
         return self._is_claiming or (bool(passes.running) and not passes.root_raised)
 
     def story(self) -> str:

@@ -52,13 +52,13 @@ def _watch(unit: Unit) -> None:
     def on_gradient(_: torch.Tensor) -> None:
         """Usually, backward began at the unit's output. In the unit's forward, the user computes gradients."""
         tree = unit.tree
-        phase = Phase.IDLE if tree is None else tree.schedule.passes.phases[unit.index]
+        phase = Phase.IDLE if tree is None else tree.passes.phases[unit.index]
         if phase is not Phase.BACKWARD and phase is not Phase.FORWARD:
             (tree or tree_of(unit)).pre_backward(unit)
 
     @_torch.runs_between_graphs
     def has_begun() -> bool:
-        return unit.tree is not None and unit.tree.schedule.passes.phases[unit.index] is Phase.BACKWARD
+        return unit.tree is not None and unit.tree.passes.phases[unit.index] is Phase.BACKWARD
 
     hook = _torch.GradientHook(on_gradient)
     holders = [slot.module for group in unit.groups for param in group.params for slot in param.slots]

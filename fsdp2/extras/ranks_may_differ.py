@@ -18,6 +18,7 @@ from fsdp2.extras.rank_checks import agree, by_mesh, compare, reduce
 from fsdp2.extras.skipped_units import Event, SkippedUnits
 from fsdp2.group.gradients import Landed, land_in_grad
 from fsdp2.group.group import ParamGroup
+from fsdp2.plan.dtypes import GRADIENTS_FOLLOW_SHARDS
 from fsdp2.plan.mesh import ParallelMesh
 from fsdp2.runtime.unit import Unit, note_tree_change, unit_of
 from fsdp2.runtime.unit_tree import PlugIns, TreeChecks, UnitTree
@@ -35,7 +36,7 @@ class JoiningSchedule(Schedule):
 
     def __init__(self, tree: UnitTree) -> None:
         self._tree, self.skipping = tree, SkippedUnits(tree.parents)
-        super().__init__([tree.rules_of(unit) for unit in tree.units])
+        super().__init__([tree.rules_of(unit) for unit in tree.units], tree.passes)
         for unit, rules in enumerate(self.rules):
             self.set_rules(unit, rules)
 
@@ -43,19 +44,19 @@ class JoiningSchedule(Schedule):
         super().set_rules(unit, rules)
         self.skipping.may_skip(unit, enabled=rules.ranks_may_differ)
 
-    def pre_forward(self, unit: int, *, in_backward: bool, grad_enabled: bool) -> Actions:
-        if not in_backward:
+    def pre_forward(self, unit: int, *, grad_enabled: bool) -> Actions:
+        if not self.passes.in_backward:
             if self.passes.root is None:
                 self.skipping.begin_forward(unit, grad_enabled=grad_enabled)
             self._join_forward(self.skipping.forward.begin(unit), grad_enabled=grad_enabled)
         elif self.passes.phases[unit] is not Phase.BACKWARD:
             self._join_backward(self.skipping.backward.recompute(unit))
-        return super().pre_forward(unit, in_backward=in_backward, grad_enabled=grad_enabled)
+        return super().pre_forward(unit, grad_enabled=grad_enabled)
 
     def post_forward(self, unit: int, leads_to: Outcome = Outcome.BACKWARD) -> Actions:
         if self.passes.phases[unit] is Phase.FORWARD:
             self._join_forward(self.skipping.forward.end(unit, leads_to), grad_enabled=torch.is_grad_enabled())
-        return super().post_forward(unit, leads_to)
+        return super().post_forward(unit)  # ranks that skip the unit do not know what it leads to
 
     def begin_backward(self) -> None:
         self.skipping.begin_backward()
@@ -99,7 +100,7 @@ class JoiningSchedule(Schedule):
                 self.skipping.forward.events.remove(event)
                 note_tree_change()
             elif event.begins:
-                actions = super().pre_forward(event.unit, in_backward=False, grad_enabled=grad_enabled)
+                actions = super().pre_forward(event.unit, grad_enabled=grad_enabled)
                 tree.executor.do(actions, "join_forward", unit)
             else:
                 tree.executor.do(super().post_forward(event.unit))
@@ -111,7 +112,10 @@ class JoiningSchedule(Schedule):
             if event.begins:  # its backward ends
                 tree.executor.do(super().post_backward(event.unit, is_last_use=event.is_last_use))
             else:
-                tree.enter_backward("join_backward", tree.units[event.unit], super().pre_backward(event.unit))
+                unit = tree.units[event.unit]
+                tree.executor.do(super().pre_backward(event.unit), "join_backward", unit)
+                if GRADIENTS_FOLLOW_SHARDS:
+                    tree.begin_gradients(unit)
 
 
 def _is_in_tree(tree: UnitTree, unit: Unit) -> bool:

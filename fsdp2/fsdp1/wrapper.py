@@ -413,7 +413,7 @@ class FullyShardedDataParallel(HasStateDicts):
         for module in self.modules():
             if isinstance(module, FullyShardedDataParallel):
                 for group in module._unit.groups:
-                    group.gradients.discard_unreduced()
+                    group.gradients.drop()
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

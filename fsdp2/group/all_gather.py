@@ -182,7 +182,7 @@ class Gather:
             CommunicationError: the all-gather failed; ``drop`` it.
         """
         if not self._has_arrived:
-            self._wait_for_works()
+            wait_for(self._works, self._lose)
             self._arrive()
             self._has_arrived = True
         if self._done is not None:
@@ -191,7 +191,8 @@ class Gather:
     def drop(self) -> None:
         """Give up the gather in flight: wait until no rank writes or reads the memory of this gather any more."""
         if not self._has_arrived:
-            self._wait_for_works()
+            wait_for(self._works, self._lose)
+            self._works = ()
             self._empty(self._passing)
         self._streams.wait_here(self._done)  # compute waits for the gather stream: compute releases what that fills
 
@@ -203,21 +204,19 @@ class Gather:
             for storage, _ in self._lasting if self._hooks is None else self._lasting + self._hooks.storages:
                 storage.resize_(0)
 
-    def _wait_for_works(self) -> None:
-        try:
-            wait_for(self._works)
-        except CommunicationError:
-            self.gathered.is_lost, self._works = True, ()  # no later call waits for them again
-            raise
-        self._works = ()
+    def _lose(self) -> None:
+        """A collective has failed. No later call waits for it again."""
+        self.gathered.is_lost, self._works = True, ()
 
     def _arrive(self) -> None:
         """The data has arrived: copy it to where compute reads it."""
+        self._works = ()
         for unpack in self._unpacks:
             unpack()
         if self._hooks is not None:
             self._hooks.arrive()
-        self._empty(self._passing)
+        if self._passing:
+            self._empty(self._passing)
 
     @contextmanager
     def _placed(self) -> Iterator[None]:

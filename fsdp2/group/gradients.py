@@ -1,7 +1,13 @@
 """The gradients of one group, on their way from the unsharded parameters to ``.grad`` of the sharded ones.
 
-On this way they may rest twice: unreduced, if a backward without communication left them on this rank; and partial, if
-they were reduced over the shard axis, not over the replicate axis.
+The group owns them all the way, whichever root it works under. On this way they are
+
+1. unreduced: on the unsharded parameters, or in ``accumulated``, if a backward without communication left them;
+2. in flight: one reduction, from its launch until it has landed;
+3. partial: summed over the shard axis, not over the replicate axis, if the user has disabled that;
+4. on their way to the host, if that is where the shards live.
+
+``drop_in_flight`` drops 2 and 4, which a collective may still write; ``drop`` drops 1 and 3, too.
 """
 
 from __future__ import annotations
@@ -57,6 +63,9 @@ class GroupOptions:
     apart_over: dist.ProcessGroup | None = None
 
 
+Stage = Callable[["Reduction"], Sequence[Waitable]]
+
+
 @dataclass(frozen=True, eq=False)
 class BoundReduce:
     """Bound plans, and what each of their steps reduces.
@@ -66,6 +75,7 @@ class BoundReduce:
         is_wrapped: some unsharded parameter is a tensor subclass, so its gradient may be one.
         plain: the unsharded parameters, if their gradients can be reduced as autograd leaves them; else empty.
         used: a byte per parameter of the group, 1 if it is reduced.
+        landing: the stages by which sums over the shard axis land.
     """
 
     reduce: Reduce
@@ -73,6 +83,7 @@ class BoundReduce:
     is_wrapped: bool
     plain: list[nn.Parameter]
     used: bytes
+    landing: tuple[Stage, ...]
 
     def is_like(self, other: BoundReduce) -> bool:
         """Whether sums of both may be added: nothing was frozen, unfrozen, cast or configured between them."""
@@ -94,9 +105,6 @@ class Landed(NamedTuple):
     def where(self, chosen: Sequence[bool]) -> Landed:
         """Those at positions that are ``chosen``."""
         return Landed(list(compress(self.params, chosen)), list(compress(self.shards, chosen)))
-
-
-Stage = Callable[["Reduction"], Sequence[Waitable]]
 
 
 class Reduction:
@@ -171,6 +179,7 @@ class GroupGradients:
     Attributes:
         params: the parameters of the group.
         options: what the user has configured.
+        in_flight: the reduction that has been launched and has not landed.
         on_missing: called with what has landed of parameters that had no gradient on this rank, and with how many bytes
             ``take_used`` would return without that reduction. Without it, these sums are dropped.
         on_landed: called when gradients have landed, on the stream that has landed them, with their parameters and
@@ -191,6 +200,7 @@ class GroupGradients:
         self.on_missing: Callable[[int, Landed], object] | None = None
         self.on_landed: Callable[[list[nn.Parameter], bool], object] | None = None
         self._bound: dict[tuple[int, ...], BoundReduce] = {}  # by the indices of trainable parameters
+        self.in_flight: Reduction | None = None
         self._partial: Reduction | None = None  # summed over the shard axis only
         self._to_host: list[Reduction] = []  # averaged; copies to the host are in flight
         self._keeps = False  # whether the last backward left its gradients on this rank
@@ -202,6 +212,11 @@ class GroupGradients:
     def are_unreduced(self) -> bool:
         """Whether backwards without communication have left gradients on this rank."""
         return any(p.accumulated is not None or p.unsharded_grad is not None for p in self.params)
+
+    @property
+    def are_kept(self) -> bool:
+        """Whether backwards have kept gradients here since the last reduction. All ranks say the same."""
+        return self._has_kept
 
     def has_late(self) -> bool:
         """Whether gradients came behind the unit's backward: an autocast region keeps casts of earlier forwards."""
@@ -231,8 +246,19 @@ class GroupGradients:
             default = self._default_comm if axis is self._mesh.shard else comm_for(axis, device)
             self._comm = carrier(default, options.reduces_by, axis, device)
 
-    def discard_unreduced(self) -> None:
-        """Drop gradients that are not in the shards' ``.grad`` yet."""
+    def drop_in_flight(self) -> None:
+        """Wait until no collective reads or writes gradients any more, and land none of them.
+
+        Raises:
+            CommunicationError: a collective has failed. Nothing is in flight then.
+        """
+        self._to_host.clear()
+        reduction, self.in_flight = self.in_flight, None
+        if reduction is not None:
+            reduction.drop()
+
+    def drop(self) -> None:
+        """Drop all gradients that are not in ``.grad`` of the shards yet. Nothing is in flight."""
         self._partial = None
         for param in self.params:
             param.accumulated = None
@@ -244,8 +270,7 @@ class GroupGradients:
     @property
     def trainable(self) -> tuple[int, ...]:
         """The positions of the parameters that the next reduction has."""
-        now = self._unsharded.trainable
-        return tuple(sorted(self._frozen_since.union(now))) if self._frozen_since else now
+        return tuple(sorted(self._frozen_since.union(self._unsharded.trainable)))
 
     def owe(self, frozen: Iterable[int]) -> None:
         """The parameters at the positions ``frozen`` were trainable up to now. If backwards have left gradients here,
@@ -267,13 +292,13 @@ class GroupGradients:
             if param.compute_dtypes.param is not param.compute_dtypes.reduce:  # else autograd itself adds up in it
                 param.keep_grad()
 
-    def reduce(self, *, jointly: bool, ends_step: bool) -> Reduction | None:
-        """Start reducing the gradients that this and earlier backwards left; None if there are none. ``jointly``: other
-        ranks may have some, so this rank reduces zeros then. ``ends_step``: no later backward of the step adds to
-        them."""
-        trainable = self.trainable
+    def reduce(self, *, jointly: bool, ends_step: bool) -> bool:
+        """Start reducing the gradients that this and earlier backwards left. Returns False if there are none.
+        ``jointly``: other ranks may have some, so this rank reduces zeros then. ``ends_step``: no later backward of the
+        step adds to them. Nothing is in flight."""
+        trainable = self.trainable if self._frozen_since else self._unsharded.trainable
         if not trainable:
-            return None
+            return False
         bound = self._bound.get(trainable) or self._bind(trainable)
         grads = self._take_all(bound)
         self._has_kept = False
@@ -282,7 +307,7 @@ class GroupGradients:
         if self.options.fills_gradients or (self.options.fills_beside_others and True in present):
             present = [True] * len(present)
         elif not jointly and True not in present:
-            return None
+            return False
         earlier, self._partial = self._partial, None
         if earlier is not None and not earlier.bound.is_like(bound):
             self._start_landing(earlier, ends_step=False).land()
@@ -291,19 +316,35 @@ class GroupGradients:
         launched = bound.reduce.launch(whole)
         stages: list[Stage] = [] if earlier is None else [partial(_add_earlier, earlier)]
         keeps_partial = self._mesh.replicate.group is not None and not self.options.requires_all_reduce
-        stages += [self._keep_partial] if keeps_partial else self._landing_stages()
-        return Reduction(bound, launched, present, stages, ends_step=ends_step)
+        stages += [self._keep_partial] if keeps_partial else bound.landing
+        self.in_flight = Reduction(bound, launched, present, stages, ends_step=ends_step)
+        return True
 
     @property
     def awaits_all_reduce(self) -> bool:
         """Whether there are partial gradients, and the user allows to sum them over the replicate axis."""
         return self._partial is not None and self.options.requires_all_reduce
 
-    def reduce_partial(self, *, ends_step: bool) -> Reduction:
+    def reduce_partial(self, *, ends_step: bool) -> bool:
         """Start to sum partial gradients over the replicate axis, too. ``ends_step`` as for ``reduce``."""
         earlier, self._partial = self._partial, None
         assert earlier is not None
-        return self._start_landing(earlier, ends_step=ends_step)
+        self.in_flight = self._start_landing(earlier, ends_step=ends_step)
+        return True
+
+    def finish(self) -> None:
+        """Free what the reduction in flight reads, once it has read it. If no collective follows, it lands."""
+        reduction = self.in_flight
+        assert reduction is not None
+        reduction.finish()
+        if not reduction.stages:
+            self.in_flight = None
+
+    def land(self) -> None:
+        """Land the reduction that was finished, if it has not landed."""
+        reduction, self.in_flight = self.in_flight, None
+        if reduction is not None:
+            reduction.land()
 
     def finish_copies(self) -> None:
         """Make the CPU wait for gradients in flight to the host, and land them."""
@@ -313,10 +354,6 @@ class GroupGradients:
                 copies.wait()
             if reduction.sums:  # else they landed at once
                 self._land_shards(reduction, reduction.bound.reduce.shards(reduction.sums))
-
-    def drop_copies(self) -> None:
-        """Forget gradients in flight to the host."""
-        self._to_host.clear()
 
     def take_used(self) -> bytes:
         """For each reduction that has landed since the last call, a byte per parameter: 1 if it had a gradient on this
@@ -355,12 +392,14 @@ class GroupGradients:
         ordered = [params[step.index] for plan in plans for step in plan.steps]
         is_wrapped = any(param.is_wrapped for param in params)
         is_plain = not is_wrapped and all(param.spec.unsharded is None for param in params)
+        sums_replicas = self._mesh.replicate.size > 1 and not self.options.hook_reduces
         bound = BoundReduce(
             reduce=Reduce(plans, self._mesh, comm, self._unsharded.streams, self.options.all_reduce_hook),
             params=ordered,
             is_wrapped=is_wrapped,
             plain=[param.unsharded for param in ordered if is_plain and param.unsharded is not None],
             used=self._flags(params),
+            landing=(_all_reduce, self._land) if sums_replicas else (self._land,),
         )
         self._bound[trainable] = bound
         return bound
@@ -404,15 +443,11 @@ class GroupGradients:
 
     # From the reduction to the shards
 
-    def _landing_stages(self) -> list[Stage]:
-        reduces = self._mesh.replicate.size > 1 and not self.options.hook_reduces
-        return [_all_reduce, self._land] if reduces else [self._land]
-
     def _start_landing(self, summed: Reduction, *, ends_step: bool) -> Reduction:
         """Land sums over the shard axis; no further reduction adds to them."""
         self._unsharded.streams.reduce_after_compute()
         launched = Launched(summed.sums, (), None, None)
-        return Reduction(summed.bound, launched, summed.present, self._landing_stages(), ends_step=ends_step)
+        return Reduction(summed.bound, launched, summed.present, summed.bound.landing, ends_step=ends_step)
 
     def _keep_partial(self, reduction: Reduction) -> Sequence[Waitable]:
         """Keep the sums over the shard axis: the user has disabled the all-reduce."""

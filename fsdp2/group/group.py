@@ -26,6 +26,7 @@ from fsdp2.group.param import ShardedParam, Slot
 from fsdp2.group.shards import GroupShards
 from fsdp2.group.unsharded import UnshardedParams
 from fsdp2.plan.mesh import ParallelMesh
+from fsdp2.schedule.schedule import Passes
 from fsdp2.schedule.states import TRANSITIONS, GroupEvent, GroupState
 from fsdp2.types import CommunicationError, ScheduleError
 
@@ -54,7 +55,7 @@ class ParamGroup:
         keeps_storage: resharding does not free the memory of the unsharded parameters.
         keeps_post_forward: the shards on the post-forward mesh stay until the parameters change.
         is_stale: users may have replaced parameters since the last check.
-        stamp: write stamp of the shards, noted by ``note_writes`` for what was gathered; None if not noted.
+        stamp: write stamp of the shards, noted by ``note_writes`` for what is unsharded or kept; None if not noted.
         shows: makes what compute reads of the unsharded parameters, if that is not the parameters themselves.
         on_transition: called at each change of state, if an observer is set.
         on_parameters: called when the unsharded parameters were made, or when the set of trainable ones changed.
@@ -77,9 +78,8 @@ class ParamGroup:
         self.shards = GroupShards(self.params, mesh, home, comm.routing)
         self.unsharded = UnshardedParams(self.params, self.shards, mesh, home, comm)
         self.gradients = GroupGradients(self.params, self.unsharded, mesh, comm, home)
-        self.reduce, self.reduce_partial = self.gradients.reduce, self.gradients.reduce_partial
         self._story: Callable[[], str] = lambda: "none"
-        self._running: Callable[[], str] = lambda: ""
+        self._passes = Passes(0)
         self._on_flags: Callable[[], object] = lambda: None
         self.stamp: list[int] | None = None
         self._in_flight: Gather | LocalGather | None = None
@@ -96,19 +96,18 @@ class ParamGroup:
         bindings.guards = guards
         self.is_stale |= bindings.rebind(bindings.forms, are_shards=True)
 
-    def attach(
-        self, name: str, story: Callable[[], str], running: Callable[[], str], on_flags: Callable[[], object]
-    ) -> None:
+    def attach(self, name: str, story: Callable[[], str], passes: Passes, on_flags: Callable[[], object]) -> None:
         """Work under another root from now on, as unit ``name`` (empty for the root itself). ``story`` returns the
-        recent events of that root, ``running`` its pass. ``on_flags`` is called when ``take_flags`` has found any."""
-        self.name, self._story, self._running, self._on_flags = name or "(root)", story, running, on_flags
+        recent events of that root, ``passes`` says what it does. ``on_flags`` is called when ``take_flags`` has found
+        any."""
+        self.name, self._story, self._passes, self._on_flags = name or "(root)", story, passes, on_flags
         for param in self.params:
             param.full_name = f"{name}.{param.name}" if name else param.name
 
     @property
     def running(self) -> str:
-        """Which pass the root is in: see ``PassStack``."""
-        return self._running()
+        """Which pass the root is in: see ``Passes``."""
+        return self._passes.running
 
     def configure(self, **changes: object) -> None:
         """Replace options. Collectives in flight keep the old options."""
@@ -230,20 +229,29 @@ class ParamGroup:
 
     # From form to form
 
+    def are_current(self) -> bool:
+        """Whether the shards that are bound are those of the last gather, and what is unsharded or kept has their
+        values. All that may change them answers here: users who replace, move or load parameters, writes in place, and
+        optimizer steps."""
+        if self.is_stale or not self._is_intact():
+            return False
+        return self.stamp is None or self.stamp == self.shards.write_stamp()
+
     def unshard(self) -> None:
-        """Start gathering the unsharded parameters, unless they are there or in flight, and up to date."""
-        in_backward = _torch.running_backward() != -1
-        if self.stamp is not None and not in_backward:
-            self.reshard_if_outdated()
+        """Start gathering the unsharded parameters, unless they are there or in flight, and current. A backward gets
+        the values that its forward had, as far as these are there."""
+        is_outdated = not self._passes.in_backward and not self.are_current()
+        if is_outdated and self.state is not GroupState.LENT:  # else the table refuses it below
+            self.reshard()
+            self.unsharded.release_post_forward()
         before = self._transition(GroupEvent.UNSHARD)
         if self.state is before:
             return
         unsharded = self.unsharded
-        is_replaceable = before is GroupState.SHARDED and not in_backward  # backward needs the old ones
         try:
             if self.on_gather is not None:
                 self.on_gather()
-            if self.is_stale or (is_replaceable and not self._is_intact()):
+            if self.is_stale or (is_outdated and not self._is_intact()):
                 self._refresh()
             if unsharded.gather is None:  # so on all ranks, also behind a post-hook that failed on one
                 unsharded.bind()
@@ -266,7 +274,7 @@ class ParamGroup:
 
     def wait(self) -> None:
         """Bind the unsharded parameters. After this call, the current stream may read them."""
-        if _torch.running_backward() == -1:
+        if not self._passes.in_backward:
             self.take_flags()
         before = self._transition(GroupEvent.WAIT)
         if before is GroupState.UNSHARDED:
@@ -374,15 +382,6 @@ class ParamGroup:
     def has_stepped(self) -> bool:
         """Whether an optimizer has stepped since ``note_writes``. All ranks say the same: none looks at its shards."""
         return self.stamp is not None and self.stamp[0] != self.shards.num_steps
-
-    def reshard_if_outdated(self) -> None:
-        """Reshard, also from the post-forward mesh, if shards were written (by an optimizer) or replaced since
-        ``note_writes``: so the next use gathers the parameters again."""
-        if (self.state is GroupState.SHARDED and not self.keeps_post_forward) or self.stamp is None:
-            return
-        if self.stamp != self.shards.write_stamp() or not self._is_intact():
-            self.reshard()
-            self.unsharded.release_post_forward()
 
     def take_flags(self) -> None:
         """Give all forms of each parameter the ``requires_grad`` that the user has set, on the form that is bound or on

@@ -1,7 +1,8 @@
-"""Performs the schedule's actions on the units of one root, and owns what is in flight under that root.
+"""Performs the schedule's actions on the units of one root.
 
-The executor owns the reductions, and gradients in flight to the host; gathers belong to their groups. It notes each
-event and tells observers. It decides nothing; only a ``limit`` may leave out or add actions.
+The executor knows which groups have a reduction in flight, and in which order they land. The reductions, like gathers,
+belong to the groups. It notes each event and tells observers. It decides nothing; only a ``limit`` may leave out or add
+actions.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import torch
 
 from fsdp2 import _torch
 from fsdp2.comm.streams import streams_for
-from fsdp2.group.gradients import Reduction
 from fsdp2.group.group import ParamGroup
 from fsdp2.runtime.unit import Unit
 from fsdp2.schedule.schedule import Action, Actions, in_parts
@@ -83,8 +83,8 @@ class Executor:
         self.limit: Decorator | None = None
         self._programs: dict[tuple[Action, int], Callable[[], object]] = {}  # what performs an action on a unit
         self._story: deque[tuple[str, str]] = deque(maxlen=_STORY_LENGTH)
-        self._pending: list[tuple[Unit, ParamGroup, Reduction]] = []  # oldest first
-        self._landing: tuple[Unit, ParamGroup, Reduction] | None = None  # finished; lands behind the next launch
+        self._pending: list[tuple[Unit, ParamGroup]] = []  # have a reduction in flight, oldest first
+        self._landing: tuple[Unit, ParamGroup] | None = None  # its reduction is finished; lands after the next launch
         self._has_landed = False  # gradients for which the current stream has not waited
         self._offloaded: list[ParamGroup] = []
         self._replicated: list[tuple[Unit, ParamGroup]] = []
@@ -159,28 +159,38 @@ class Executor:
     @property
     def in_flight(self) -> list[tuple[Unit, ParamGroup]]:
         """Of which groups reductions have not landed. The same on all ranks."""
-        return [(unit, group) for unit, group, _ in self._pending]
+        return list(self._pending)
 
     def _reduce(self, unit: Unit, group: ParamGroup, *, jointly: bool) -> None:
         if group.state is not GroupState.SHARDED or group.keeps_post_forward:
             group.note_writes()  # before the reduction lands: then hooks on the shards may run an optimizer
-        self._make_room(group)
-        launch = partial(group.reduce, jointly=jointly, ends_step=self.ends_step)
+        launch = partial(group.gradients.reduce, jointly=jointly, ends_step=self.ends_step)
         if _torch.is_profiling():
             launch = partial(_torch.in_range, "post_backward_reduce", unit.name, launch)
-        reduction = _run("reduce_launch", unit, group, launch)
-        if reduction is not None:
+        if self._launch(unit, group, launch):
             for observer in unit.observers:
                 observer.on_action("reduce", unit.name, 0)
-        self._add(unit, group, reduction)
 
     def reduce_partial(self) -> None:
         """Reduce over the replicate axis what groups have reduced over the shard axis only."""
         for unit, group in reversed(self._replicated):
             if group.gradients.awaits_all_reduce:
-                self._make_room(group)
-                launch = partial(group.reduce_partial, ends_step=self.ends_step)
-                self._add(unit, group, _run("reduce_launch", unit, group, launch))
+                self._launch(unit, group, partial(group.gradients.reduce_partial, ends_step=self.ends_step))
+
+    def _launch(self, unit: Unit, group: ParamGroup, launch: Callable[[], bool]) -> bool:
+        """Launch a reduction. Returns whether there was anything to reduce. First, finish the oldest ones until one
+        more may be in flight, and until none of ``group`` is: its gradients land in the order of their reductions."""
+        pending = self._pending
+        while pending and (len(pending) >= self.max_in_flight or (unit, group) in pending):
+            self._finish_oldest()
+        if self._landing is not None and self._landing[1] is group:
+            self._land_finished()
+        is_launched = _run("reduce_launch", unit, group, launch)
+        if is_launched:
+            pending.append((unit, group))
+        if self._landing is not None:  # its all-reduce over replicas ran next to what was just launched
+            self._land_finished()
+        return is_launched
 
     def land(self, *, with_partial: bool = True) -> None:
         """Land everything in flight and, ``with_partial``, what is summed over the shard axis only. If a collective has
@@ -199,7 +209,8 @@ class Executor:
         """Land the oldest reductions until no more than ``count`` are in flight."""
         while len(self._pending) > count:
             self._finish_oldest()
-        self._land_finished()
+        if self._landing is not None:
+            self._land_finished()
 
     def drop(self) -> None:
         """Wait for all reductions in flight, and land none.
@@ -207,48 +218,34 @@ class Executor:
         Raises:
             CommunicationError: one of them failed. None is in flight then.
         """
-        pending = self._pending if self._landing is None else [self._landing, *self._pending]
+        pending = [*([] if self._landing is None else [self._landing]), *self._pending]
         self._pending, self._landing = [], None
         failed = None
-        for _, group, reduction in pending:
+        for _, group in pending:
             try:
-                reduction.drop()
+                group.gradients.drop_in_flight()
             except CommunicationError as error:
                 failed = failed or group.lost("reduction", error)
         self._has_landed |= bool(pending)  # on an accelerator, some have written ``.grad`` already
         self.wait_for_landed()
         for group in self._offloaded:
-            group.gradients.drop_copies()
+            group.gradients.drop_in_flight()
         if failed is not None:
             raise failed
 
-    def _make_room(self, group: ParamGroup) -> None:
-        """Finish the oldest reductions until one more may start, and until none of ``group`` is in flight: gradients
-        of a group land in the order in which they were reduced."""
-        pending = self._pending
-        while pending and (len(pending) >= self.max_in_flight or any(other is group for _, other, _ in pending)):
-            self._finish_oldest()
-        if self._landing is not None and self._landing[1] is group:
-            self._land_finished()
-
-    def _add(self, unit: Unit, group: ParamGroup, reduction: Reduction | None) -> None:
-        if reduction is not None:
-            self._pending.append((unit, group, reduction))
-        # Its all-reduce over replicas ran beside the reduce-scatter that was just launched. Users' hooks may raise.
-        self._land_finished()
-
     def _finish_oldest(self) -> None:
-        self._land_finished()
-        unit, group, reduction = self._pending.pop(0)
-        _run("reduce_finish", unit, group, reduction.finish)
-        self._landing = unit, group, reduction
+        if self._landing is not None:
+            self._land_finished()
+        unit, group = self._pending.pop(0)
+        _run("reduce_finish", unit, group, group.gradients.finish)
+        self._landing = unit, group
 
     def _land_finished(self) -> None:
-        if self._landing is None:
-            return
-        (unit, group, reduction), self._landing = self._landing, None
-        if reduction.stages or unit.observers:
-            _run("reduce_land", unit, group, reduction.land)
+        """Land what was finished. Users' hooks may raise."""
+        assert self._landing is not None
+        (unit, group), self._landing = self._landing, None
+        if group.gradients.in_flight is not None or unit.observers:
+            _run("reduce_land", unit, group, group.gradients.land)
         self._has_landed = True
 
     def wait_for_landed(self) -> None:

@@ -1,6 +1,7 @@
 """Turns hooks of nn.Module and autograd into events. It decides nothing: the schedule decides what follows an event.
 
-Hooks stay out of compiled graphs: a compiled block calls them between its graphs.
+What is done here with inputs and outputs is part of the user's computation; the tree's methods are entries of the
+runtime: see ``door.py``.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from fsdp2 import _torch
 from fsdp2.group.group import Guard
 from fsdp2.plan.dtypes import cast_floating, need_cast
 from fsdp2.plan.trees import find_tensors, map_tensors
+from fsdp2.runtime import door
+from fsdp2.runtime.door import MODES, ask
 from fsdp2.runtime.unit import Unit, units_under
-from fsdp2.runtime.unit_tree import UnitTree, tree_of
+from fsdp2.runtime.unit_tree import tree_of
 from fsdp2.schedule.schedule import COMPUTING, AfterForward, Phase
 from fsdp2.schedule.states import GroupState, Outcome
 from fsdp2.types import ScheduleError
@@ -86,11 +89,9 @@ class ModuleHooks:
         self._output_dtype = unit.policy.output_dtype
         self._moves_inputs = unit.mesh.device.type != "cpu"
         self.runs_method = self.is_resumed = False
-        self._leads_to = Outcome.NOTHING  # what the outputs of this forward lead to, so far
         self._marked: weakref.ref[torch.Tensor] | None = None  # the input with a hook, of the last forward
         self._marked_version = 0  # its version then
-        self._handled = 0  # the identity of the exception that the user handled when the last forward began
-        self._outer: list[int] = []  # the same of each forward around it, if the unit calls itself
+        self._handled = [0]  # per running call, innermost last: the exception that the user handled when it began
         self.guards: list[Guard] = []
         self._pre_backward = _torch.GradientHook(self._on_output_gradient)
         self._post_backward = _torch.GradientHook(self._on_input_gradient)
@@ -117,10 +118,12 @@ class ModuleHooks:
             module.register_load_state_dict_pre_hook(self.pre_load)
             module.register_load_state_dict_post_hook(self.post_load)
 
+    @door.entry
     def pre_state_dict(self, *_: object) -> None:
         """State dicts see shards, or what ``unsharded`` has bound."""
         _reshard_if_needed(self._unit)
 
+    @door.entry
     def pre_load(
         self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: object
     ) -> None:
@@ -128,6 +131,7 @@ class ModuleHooks:
             _reshard_if_needed(inner)
         PlugIns.check_loaded(module, state, prefix, metadata.get("assign_to_params_buffers", False))
 
+    @door.entry
     def post_load(self, *_: object) -> None:
         """Loaded parameters are checked before their next use."""
         self._unit.mark_stale()
@@ -135,24 +139,18 @@ class ModuleHooks:
     @_torch.runs_between_graphs
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         unit = self._unit
-        seems_to_run = unit.tree is not None and unit.tree.schedule.passes.phases[unit.index] in COMPUTING
-        if self.runs_method or (seems_to_run and _torch.is_called_inside_itself(module)):
-            self._outer.append(self._handled)
-            self._handled = id(sys.exc_info()[1])
+        seems_to_run = unit.tree is not None and unit.tree.passes.phases[unit.index] in COMPUTING
+        is_nested = self.runs_method or (seems_to_run and _torch.is_called_inside_itself(module))
+        if not is_nested:
+            self._handled.clear()  # torch calls no hook when a KeyboardInterrupt ends a forward
+        self._handled.append(id(sys.exc_info()[1]))
+        if is_nested:
             return self.resume(args, kwargs)
-        self._outer.clear()
-        self._handled = id(sys.exc_info()[1])
         if unit.is_whole is not None and self.runs_plainly():
             return args, kwargs
         tree = unit.tree or tree_of(unit)
-        in_backward = _torch.running_backward() != -1
-        is_first = len(unit.modules) == 1 or self._begins_forward(tree, in_backward=in_backward)
-        if not is_first:
-            phase = tree.resume_forward(unit)
-        else:
-            self._leads_to = Outcome.NOTHING
-            phase = tree.pre_forward(unit, in_backward=in_backward)
-        if self._moves_inputs and tree.schedule.passes.root == unit.index:
+        phase, is_first = tree.pre_forward(unit, grad_enabled=torch.is_grad_enabled())
+        if self._moves_inputs and tree.passes.root == unit.index:
             device = unit.mesh.device
             args, kwargs = map_tensors(lambda tensor: tensor.to(device, non_blocking=True), (args, kwargs))
         found = None  # the tensors in args and kwargs, if somebody has looked for them
@@ -166,51 +164,38 @@ class ModuleHooks:
 
     @_torch.runs_between_graphs
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        unit = self._unit
-        has_raised = id(sys.exc_info()[1]) != self._handled  # or a hook of the user behind it has
-        if self._outer:  # the unit has called itself, or its method has: that belongs to the forward around it
-            self._handled = self._outer.pop()
+        unit, has_raised, is_nested = self._unit, self._raised_since_entry(), len(self._handled) > 1
+        if is_nested:  # the unit has called itself, or its method has: that belongs to the forward around it
+            self._handled.pop()
             return None if has_raised else self.hand_out(output)
         if has_raised:
             self.pop_raised()
             return None
         if unit.is_whole is not None and self.runs_plainly():
             return output
-        if unit.missing_modules and _torch.running_backward() == -1:
+        tree = unit.tree
+        assert tree is not None  # pre_forward has formed one
+        if unit.missing_modules and not tree.passes.in_backward:
             unit.missing_modules.discard(module)
             if unit.missing_modules:  # of several modules, the last one to run ends the unit's forward
                 return self.hand_out(output)
-        tree = unit.tree
-        assert tree is not None  # pre_forward has formed one
-        if tree.schedule.passes.phases[unit.index] is Phase.BACKWARD:
+        if tree.passes.phases[unit.index] is Phase.BACKWARD:
             return output if self._output_dtype is None else cast_floating(output, self._output_dtype)
         is_freed = tree.schedule.rules[unit.index].after_forward is not AfterForward.KEEP
         output = self.hand_out(output, is_freed=is_freed)
-        if tree.schedule.passes.root == unit.index:
-            for inner in reversed(tree.units):
-                if inner.missing_modules:  # not all of them run in the root's forward
-                    assert inner.hooks is not None
-                    inner.missing_modules.clear()
-                    tree.post_forward(inner, inner.hooks._leads_to)
-        tree.post_forward(unit, self._leads_to)
+        tree.post_forward(unit)
         return output
 
-    def _begins_forward(self, tree: UnitTree, *, in_backward: bool) -> bool:
-        """Whether the unit's forward begins now: one of its several modules is the first to run. Outside of the root's
-        forward, or in a backward, each module's call is a separate forward."""
-        unit = self._unit
-        if in_backward or tree.schedule.passes.root is None:
-            return True
-        is_first = not unit.missing_modules
-        if is_first:
-            unit.missing_modules = set(unit.modules)
-        return is_first
+    def _raised_since_entry(self) -> bool:
+        """Whether the innermost call of the unit has raised, or a hook of the user after it. torch calls hooks of
+        modules while it handles the exception; the user may have called the unit while handling another one."""
+        return id(sys.exc_info()[1]) != self._handled[-1]
 
     @_torch.runs_between_graphs
     def pop_raised(self) -> None:
         """The unit's forward, or a method that runs like it, has raised."""
         if self._unit.tree is not None:
-            self._unit.tree.schedule.passes.pop_raised(self._unit.index)
+            self._unit.tree.passes.raise_from(self._unit.index)
 
     @_torch.runs_between_graphs
     def runs_plainly(self) -> bool:
@@ -241,8 +226,11 @@ class ModuleHooks:
     def hand_out(self, output: Any, *, is_freed: bool = False) -> Any:
         """``output`` for the unit's caller, cast and with hooks: its gradients start the unit's backward. ``is_freed``:
         the memory of the unit's parameters is about to be freed."""
+        if any(map(ask, MODES)) and _torch.has_replacing_modes():
+            return door.outside_modes(self.hand_out, output, is_freed=is_freed)
+        unit = self._unit
         if _torch.in_func_transform():
-            self._leads_to, reached = Outcome.BACKWARD, self._on_output_gradient
+            unit.leads_to, reached = Outcome.BACKWARD, self._on_output_gradient
             mark = OutputOfShardedModule.apply
             output = map_tensors(lambda each: mark(reached, each)[0] if _has_gradient(each) else each, output)
         elif torch.is_grad_enabled():
@@ -258,14 +246,14 @@ class ModuleHooks:
                     found = find_tensors(output, [])
             for tensor in found:
                 if is_freed and (base := tensor if tensor._base is None else tensor._base).is_leaf:
-                    PlugIns.check_handed_out(self._unit, base)
+                    PlugIns.check_handed_out(unit, base)
                 if tensor.requires_grad:
                     self._pre_backward.add_to(tensor)
-                    self._leads_to = Outcome.BACKWARD
+                    unit.leads_to = Outcome.BACKWARD
         else:
-            self._leads_to = Outcome.UNKNOWN
+            unit.leads_to = Outcome.UNKNOWN
             for tensor in find_tensors(output, []) if is_freed else ():
-                PlugIns.check_handed_out(self._unit, tensor if tensor._base is None else tensor._base)
+                PlugIns.check_handed_out(unit, tensor if tensor._base is None else tensor._base)
             # autocast keeps casts of parameters, with their nodes. If a later forward used these old nodes, autograd
             # would come to them last, when the unit is reduced already.
             torch.clear_autocast_cache()
@@ -287,6 +275,8 @@ class ModuleHooks:
         """Mark the inputs, to learn when the gradients of all are known. ``found``: the tensors in them, if known. Most
         blocks have one input. Then a hook on a view is enough; it is cheaper than an ``autograd.Function`` in Python.
         """
+        if any(map(ask, MODES)) and _torch.has_replacing_modes():
+            return door.outside_modes(self._mark_inputs, args, kwargs, found)
         if found is None:
             is_one = len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor
             found = args if is_one else find_tensors(kwargs, find_tensors(args, []))

@@ -17,7 +17,7 @@ from fsdp2.group.group import ParamGroup
 from fsdp2.group.param import Slot
 from fsdp2.plan.mesh import ParallelMesh
 from fsdp2.schedule.schedule import COMPUTING, UnitRules
-from fsdp2.schedule.states import GroupState
+from fsdp2.schedule.states import GroupState, Outcome
 from fsdp2.types import MixedPrecisionPolicy, Observer
 
 if TYPE_CHECKING:  # these import this module
@@ -69,6 +69,7 @@ class Unit:
         modules: the module given, or the modules given together.
         tree: the root that the unit is under, and all units under it; None before its first pass.
         missing_modules: of several modules, those whose forward has not run in this pass.
+        leads_to: what the outputs of the running forward lead to, so far.
         left_alone: slots whose parameters stay plain, because the user asked for it or has been warned.
         left_out: slots whose tied parameters stay plain until a unit around this one takes them.
         observers: who observes the unit, under any root.
@@ -89,6 +90,7 @@ class Unit:
         self.policy = policy
         self.config = config
         self.missing_modules: set[nn.Module] = set()
+        self.leads_to = Outcome.NOTHING
         self.left_alone: set[Slot] = set()
         self.left_out: list[Slot] = []
         self.observers: list[Observer] = []
@@ -104,13 +106,13 @@ class Unit:
 
     @property
     def running(self) -> str:
-        """Which pass its root is in: see ``PassStack``."""
-        return "" if self.tree is None else self.tree.schedule.passes.running
+        """Which pass its root is in: see ``Passes``."""
+        return "" if self.tree is None else self.tree.passes.running
 
     @property
     def is_computing(self) -> bool:
         """Whether its forward runs, or what is computed again."""
-        return self.tree is not None and self.tree.schedule.passes.phases[self.index] in COMPUTING
+        return self.tree is not None and self.tree.passes.phases[self.index] in COMPUTING
 
     @property
     def is_root(self) -> bool:
@@ -128,17 +130,17 @@ class Unit:
             self.tree.reshard(self)
 
     def leave(self) -> None:
-        """Leave the present root: another one takes over, or the unit was taken out of the tree. A module does not run
-        inside its own child: if a forward of the present root still counts as running, that forward has raised."""
-        if self.tree is not None and self.tree.schedule.passes.root is not None:
-            self.tree.abandon_forward()
+        """Leave the present root: another one takes over, or the unit was taken out of the tree. Gradients that the old
+        root has in flight land first."""
+        if self.tree is not None:
+            self.tree.release()
         self.tree = None
 
     def join(self, tree: UnitTree, index: int, name: str) -> None:
         """Work in ``tree`` from now on, under ``name``, the module's name from its root."""
         self.tree, self.index, self.name = tree, index, name or "(root)"
         for group in self.groups:
-            group.attach(name, tree.executor.story, lambda: self.running, tree.note_flags)
+            group.attach(name, tree.executor.story, tree.passes, tree.note_flags)
 
     def tell(self, observers: list[Observer]) -> None:
         """Tell ``observers`` what happens to the unit from now on. Groups have no callback while nobody observes."""

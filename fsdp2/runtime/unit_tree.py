@@ -19,9 +19,11 @@ import torch.distributed as dist
 
 from fsdp2 import _torch
 from fsdp2.plan.dtypes import GRADIENTS_FOLLOW_SHARDS
+from fsdp2.runtime import door
+from fsdp2.runtime.door import SURROUNDINGS, ask, must_leave
 from fsdp2.runtime.executor import Decorator, Executor
 from fsdp2.runtime.unit import ModuleTrees, Unit, note_tree_change, parents_of, units_under
-from fsdp2.schedule.schedule import Action, Actions, AfterForward, Phase, Schedule, UnitRules
+from fsdp2.schedule.schedule import Action, AfterForward, Passes, Phase, Schedule, UnitRules
 from fsdp2.schedule.states import GroupState, Outcome
 from fsdp2.types import ScheduleError
 
@@ -85,6 +87,7 @@ class UnitTree:
     Attributes:
         root: the outermost unit.
         units: all units; the units inside a unit follow that unit.
+        passes: what the units do now.
         is_reducing: ``finalize_backward`` has started to reduce, and nobody has waited for it yet.
         checks: what is asked at each event.
     """
@@ -93,10 +96,11 @@ class UnitTree:
         self.root = unit
         self.units: list[Unit] = []
         self.executor = Executor(unit.mesh.device)
-        self.schedule = Schedule(())
+        self.passes = Passes(0)
+        self.schedule = Schedule((), self.passes)
         self.post_optim_event: torch.Event | None = None
         self.is_reducing = False
-        self._backward = _torch.RunningBackward()
+        self._backward = _torch.BackwardToken()
         self.num_resets = 0
         self.parents: Sequence[int | None] = ()  # of each unit, the innermost unit around it
         self._seen_version = 0
@@ -113,11 +117,12 @@ class UnitTree:
         found = {unit: name for module in self.root.modules for name, unit in units_under(module)}
         for check in self.checks:
             check.check_units(list(found.items()))
+        for unit in dict.fromkeys([*self.units, *found]):
+            belongs, is_here = unit in found, unit.tree is self
+            if belongs != is_here:
+                unit.leave()
         before, self.units = self.units, list(found)
         self._seen_version = ModuleTrees.version
-        for unit in dict.fromkeys([*before, *self.units]):
-            if (unit.tree is self) is not (unit in found):
-                unit.leave()
         for index, (unit, name) in enumerate(found.items()):
             unit.join(self, index, name)
         self.parents = parents_of(self.units)
@@ -137,12 +142,14 @@ class UnitTree:
         for unit in self.units:
             for group in unit.groups:
                 group.gradients.on_missing = None
-        earlier = self.schedule
+        earlier, rules = self.schedule, [self.rules_of(unit) for unit in self.units]
+        self.passes.restart(len(self.units))
         if may_differ:
             self.schedule, self.checks = PlugIns.where_ranks_differ(self, self._usual_checks)
         else:
-            self.schedule, self.checks = Schedule([self.rules_of(unit) for unit in self.units]), self._usual_checks
-        self.schedule.take_over(earlier)
+            self.schedule, self.checks = Schedule(rules, self.passes), self._usual_checks
+        owing = {unit.index for unit in self.units if any(group.gradients.are_kept for group in unit.groups)}
+        self.schedule.take_over(earlier, owing)
         self.executor.take(self.units)
 
     def rules_of(self, unit: Unit) -> UnitRules:
@@ -175,74 +182,87 @@ class UnitTree:
             ScheduleError: one of several modules of a unit runs, but no module around them ever has; or nobody has
                 waited for the gradients that ``finalize_backward`` has started to reduce.
         """
-        passes = self.schedule.passes
         if unit is self.root and len(unit.modules) > 1:
             names = ", ".join(type(module).__name__ for module in unit.modules)
             raise ScheduleError(
                 f"fully_shard([{names}]) made one unit without a root, and one of these modules ran alone. "
                 "Call fully_shard also on the module that contains these modules, and run that module first."
             )
-        if self.is_reducing and passes.root is None:
+        if self.is_reducing and self.passes.root is None:
             raise ScheduleError(
                 f"forward of unit '{unit.name}': the handle of finalize_backward(async_op=True) is still pending. Call "
                 "wait() on that handle first."
             )
-        if passes.in_backward:
-            self.reset()
-        elif passes.root_raised or (not unit.missing_modules and passes.has_left_behind(unit.index, self.parents)):
+        if self.passes.root_raised or (
+            not unit.missing_modules and self.passes.has_left_behind(unit.index, self.parents)
+        ):
             self.abandon_forward()
 
-    def pre_forward(self, unit: Unit, *, in_backward: bool) -> Phase:
-        """``unit`` is about to compute, or, in a backward, to compute again. Returns the phase it is in now."""
-        if _torch.in_transform():
-            return _torch.outside_transforms(self.pre_forward, unit, in_backward=in_backward)
-        passes = self.schedule.passes
-        if in_backward:
-            if passes.in_backward and _torch.running_backward() != self._backward.task:
-                self._recover_backward()
+    def _recover_backward(self) -> None:
+        """A backward counts as running, but it is not the one that computes here. If it has raised, clean up after it;
+        else the one here is nested in it.
+
+        Raises:
+            ScheduleError: it runs in another thread.
+        """
+        if _torch.running_backward() != _torch.NO_BACKWARD:
+            if not self._backward.is_over():
+                return
+        elif not self._backward.is_over_soon():
+            raise ScheduleError(
+                f"a backward of {self.class_name} is running in another thread. Run forwards and backwards of one "
+                "model one after another."
+            )
+        self.reset()
+
+    def pre_forward(self, unit: Unit, *, grad_enabled: bool) -> tuple[Phase, bool]:
+        """``unit`` is about to compute, or to compute again. Returns the phase it is in now, and whether its forward
+        begins: several modules of a unit have one forward, which lasts from the first module to the last."""
+        if any(map(ask, SURROUNDINGS)) and must_leave():
+            return door.outside(self.pre_forward, unit, grad_enabled=grad_enabled)
+        passes = self.passes
+        if passes.in_backward and _torch.running_backward() != self._backward.task:
+            self._recover_backward()
         # Most units are inside a forward that goes on.
-        elif passes.root is None or passes.root >= unit.index or passes.in_backward or passes.root_raised:
+        if not passes.in_backward and (passes.root is None or passes.root >= unit.index or passes.root_raised):
             self._recover(unit)
             if passes.root is None:
                 self._begin_forward()
+        if len(unit.modules) > 1 and passes.root is not None and not passes.in_backward:
+            if unit.missing_modules:
+                return self.resume_forward(unit), False
+            unit.missing_modules = set(unit.modules)  # outside of the root's forward, each module's call is a forward
+        unit.leads_to = Outcome.NOTHING
         schedule, index = self.schedule, unit.index  # the tree may have changed
-        actions = schedule.pre_forward(index, in_backward=in_backward, grad_enabled=torch.is_grad_enabled())
-        self.executor.do(actions, "pre_forward", unit)
-        return schedule.passes.phases[index]
+        self.executor.do(schedule.pre_forward(index, grad_enabled=grad_enabled), "pre_forward", unit)
+        return passes.phases[index], True
 
+    @door.entry
     def resume_forward(self, unit: Unit) -> Phase:
         """``unit``'s forward goes on in another of its modules or methods; the user may have resharded before."""
-        if _torch.in_transform():
-            return _torch.outside_transforms(self.resume_forward, unit)
         self.executor.do(((Action.USE, unit.index),))
-        return self.schedule.passes.phases[unit.index]
+        return self.passes.phases[unit.index]
 
-    def post_forward(self, unit: Unit, leads_to: Outcome) -> None:
-        """``unit`` has computed, in a forward or a recomputation. ``leads_to``: what its output leads to."""
-        if _torch.in_transform():
-            return _torch.outside_transforms(self.post_forward, unit, leads_to)
-        schedule, index = self.schedule, unit.index
-        is_root = schedule.passes.root == index
-        self.executor.do(schedule.post_forward(index, leads_to), "post_forward", unit)
-        if schedule.passes.root is None:
+    def post_forward(self, unit: Unit) -> None:
+        """``unit`` has computed, in a forward or a recomputation."""
+        if any(map(ask, SURROUNDINGS)) and must_leave():
+            door.outside(self.post_forward, unit)
+            return
+        passes = self.passes
+        is_root, ending = passes.root == unit.index, [unit]
+        if is_root:  # also of units whose modules have not all run in it
+            ending = [*(inner for inner in reversed(self.units) if inner.missing_modules), unit]
+        for each in ending:
+            each.missing_modules.clear()
+            self.executor.do(self.schedule.post_forward(each.index, each.leads_to), "post_forward", each)
+        if passes.root is None:
             self._end_pass()
             if is_root:
                 for check in self.checks:
                     check.end_forward(unit)
-        return None
 
     def _begin_forward(self) -> None:
-        """A forward pass begins. Take over what the user has changed since the last pass.
-
-        Raises:
-            ScheduleError: autograd would copy the memory of parameters that is freed.
-        """
-        if _torch.copies_written_tensors():
-            raise ScheduleError(
-                f"forward of {self.class_name} inside torch.autograd.graph.allow_mutation_on_saved_tensors(): this "
-                "mode copies what autograd has saved, but fsdp2 frees the saved parameters and gathers them again. "
-                "Leave the block, and clone what you write in place."
-            )
+        """A forward pass begins. Take over what the user has changed since the last pass."""
         if self._seen_version != ModuleTrees.version:
             self._collect()
         for check in self.checks:
@@ -256,56 +276,52 @@ class UnitTree:
 
     def pre_backward(self, unit: Unit) -> None:
         """A gradient has reached ``unit``: the gradient of its output, or of an output of something inside it."""
-        if _torch.in_transform():
-            return _torch.outside_transforms(self.pre_backward, unit)
-        schedule, index = self.schedule, unit.index
-        if schedule.passes.in_backward and _torch.running_backward() != self._backward.task:
+        if any(map(ask, SURROUNDINGS)) and must_leave():
+            door.outside(self.pre_backward, unit)
+            return
+        passes = self.passes
+        if passes.in_backward and _torch.running_backward() != self._backward.task:
             self._recover_backward()
-        if not schedule.passes.in_backward:
+        if not passes.in_backward:
             self._begin_backward()
-        elif schedule.passes.phases[index] is Phase.BACKWARD:
-            return None
-        return self.enter_backward("pre_backward", unit, schedule.pre_backward(index))
-
-    def enter_backward(self, event: str, unit: Unit, actions: Actions) -> None:
-        """``event`` begins the backward of ``unit``, in a backward that has begun: perform ``actions``."""
-        self.executor.do(actions, event, unit)
+        elif passes.phases[unit.index] is Phase.BACKWARD:
+            return
+        self.executor.do(self.schedule.pre_backward(unit.index), "pre_backward", unit)
         if GRADIENTS_FOLLOW_SHARDS:
-            for group in unit.groups:
-                group.gradients.begin_backward(keeps=not unit.config.reduces)
+            self.begin_gradients(unit)
+
+    def begin_gradients(self, unit: Unit) -> None:
+        """The backward of ``unit`` has begun; with torch 2.15, dtypes of gradients depend on it."""
+        for group in unit.groups:
+            group.gradients.begin_backward(keeps=not unit.config.reduces)
 
     def post_backward(self, unit: Unit) -> None:
         """The gradients of ``unit``'s parameters are there."""
-        if _torch.in_transform():
-            return _torch.outside_transforms(self.post_backward, unit)
-        schedule, index = self.schedule, unit.index
-        if schedule.passes.phases[index] is Phase.FORWARD:  # the unit's own forward computes gradients inside
+        if any(map(ask, SURROUNDINGS)) and must_leave():
+            door.outside(self.post_backward, unit)
+            return
+        schedule, passes, index = self.schedule, self.passes, unit.index
+        if passes.phases[index] is Phase.FORWARD:  # the unit's own forward computes gradients inside
             if torch.is_grad_enabled():
                 # With create_graph, and on an accelerator, what this made has low sequence numbers: autograd comes to
                 # it last, behind the gradient of the unit's input.
                 schedule.reduced_last.add(index)
-            return None
+            return
         if index in schedule.reduced_last:
-            return None
-        if schedule.passes.in_backward and _torch.running_backward() != self._backward.task:
+            return
+        if passes.in_backward and _torch.running_backward() != self._backward.task:
             self._recover_backward()
-        if not schedule.passes.in_backward:  # the loss comes from no output, and the parameters were kept unsharded
+        if not passes.in_backward:  # the loss comes from no output, and the parameters were kept unsharded
             self.pre_backward(unit)
-        return self.executor.do(schedule.post_backward(index), "post_backward", unit)
-
-    def _recover_backward(self) -> None:
-        """Another backward than the one that has begun computes. If that one raised, clean up after it."""
-        if self._backward.was_left():
-            self.reset()
+        self.executor.do(schedule.post_backward(index), "post_backward", unit)
 
     def _begin_backward(self) -> None:
         """The first unit's backward is about to begin."""
-        self._backward.begin()
+        self._backward.begin(self.end_backward)
         self._take_flags()
         for check in self.checks:
             check.begin_backward()
         self.schedule.begin_backward()
-        _torch.at_end_of_backward(self.end_backward)
         schedule = self.schedule
         self.executor.ends_step = schedule.is_last_backward and not schedule.finalizes_by_hand
         self.executor.max_in_flight = max([unit.config.max_reductions for unit in self.units])
@@ -313,10 +329,12 @@ class UnitTree:
             # Pre-hooks may read what was written since forward began.
             self.executor.streams.gather_after_compute()
 
+    @_torch.runs_between_graphs
     def end_backward(self) -> None:
         """Autograd has executed the last node of a backward."""
-        if _torch.in_transform():
-            return _torch.outside_transforms(self.end_backward)
+        if any(map(ask, SURROUNDINGS)) and must_leave():
+            door.outside(self.end_backward)
+            return
         self.executor.do((), "end_backward", self.root)
         torch.clear_autocast_cache()  # as after a forward without gradients: see ModuleHooks
         for unit in self.units:
@@ -328,7 +346,6 @@ class UnitTree:
             check.end_backward()
         if self.schedule.is_last_backward and not self.schedule.finalizes_by_hand:
             self._end_step()
-        return None
 
     def finalize_backward(self) -> None:
         """Start reducing the gradients that backwards have left; the user asks for it.
@@ -409,6 +426,25 @@ class UnitTree:
             group.unsharded.release_post_forward()  # the user may write the shards next
         self.executor.wait_for_reads()
 
+    def release(self) -> None:
+        """A unit is about to leave for another root. Nothing of it stays here: what is in flight lands.
+
+        Raises:
+            ScheduleError: a backward of the present root runs.
+        """
+        if self.passes.in_backward and _torch.running_backward() != self._backward.task:
+            self._recover_backward()
+        if self.passes.in_backward:
+            raise ScheduleError(
+                f"a backward of {self.class_name} is running, and a module that takes over its units runs for the "
+                "first time. Run that module before, or after backward() has returned."
+            )
+        if self.passes.root is not None:  # a module does not run inside its own child: that forward has raised
+            self.abandon_forward()
+        elif self.executor.has_unwaited:
+            self.abandon_forward()
+            self._end_step()
+
     def abandon_forward(self) -> None:
         """Clean up after an exception in forward: nothing in flight, shards bound. Gradients of earlier backwards stay
         valid, and land."""
@@ -434,7 +470,7 @@ class UnitTree:
             for unit in self.units:
                 for group in unit.groups:
                     group.gradients.take_used()
-                    group.gradients.discard_unreduced()
+                    group.gradients.drop()
 
     def _come_to_rest(self) -> None:
         """Give up what is in flight, and bind the shards. If a collective has failed, raise its error afterwards."""
@@ -453,7 +489,7 @@ class UnitTree:
             for group in unit.groups:
                 if group.state is not GroupState.SHARDED or group.keeps_post_forward:
                     group.note_writes()
-        if not self.schedule.passes.in_backward:  # I12
+        if not self.passes.in_backward:  # I12
             self.executor.finish_copies()
 
 
@@ -472,4 +508,9 @@ def tree_of(unit: Unit) -> UnitTree:
             "where fsdp2.reshard_to returned True, or bring this rank in: call fsdp2.reshard_to on all ranks with "
             "a mesh that has it."
         )
-    return _torch.outside_transforms(UnitTree, unit)
+    return _tree_of_root(unit)
+
+
+@door.entry
+def _tree_of_root(unit: Unit) -> UnitTree:
+    return UnitTree(unit)

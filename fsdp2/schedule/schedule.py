@@ -60,6 +60,7 @@ class Phase(Enum):
 
 
 COMPUTING = (Phase.FORWARD, Phase.RECOMPUTE)
+MAX_ENDED = 4096  # uses of units whose backward is yet to come; more activations than these fit nowhere
 
 
 @dataclass(frozen=True)
@@ -91,9 +92,9 @@ _AFTER_FORWARD = {
 }
 
 
-class PassStack:
-    """Which units run. Where the model stands follows from this, and from nothing else. A unit's forward is pushed when
-    it begins, and popped when it ends or raises; backwards of units are popped together, when the backward ends.
+class Passes:
+    """Which passes the units of one tree are in. Where the model stands follows from this, and from nothing else; and
+    nothing else writes it.
 
     Attributes:
         phases: of each unit, what it is in: the innermost of its passes.
@@ -103,12 +104,15 @@ class PassStack:
     """
 
     def __init__(self, num_units: int) -> None:
-        self.phases = [Phase.IDLE] * num_units
-        self.clear()
+        self.restart(num_units)
 
     def clear(self) -> None:
         """Nothing runs."""
-        self.phases = [Phase.IDLE] * len(self.phases)
+        self.restart(len(self.phases))
+
+    def restart(self, num_units: int) -> None:
+        """Nothing runs, and the tree has ``num_units`` from now on."""
+        self.phases = [Phase.IDLE] * num_units
         self.root: int | None = None
         self.in_backward = self.root_raised = False
 
@@ -119,13 +123,44 @@ class PassStack:
             return "backward"
         return "" if self.root is None else "forward"
 
-    def pop_raised(self, unit: int) -> None:
+    def begin_forward(self, unit: int) -> bool:
+        """``unit`` is about to compute. Returns whether that is the whole pass."""
+        is_root = self.root is None
+        if is_root:
+            self.root = unit
+        self.phases[unit] = Phase.FORWARD
+        return is_root
+
+    def begin_recomputation(self, unit: int) -> None:
+        """``unit`` is about to compute again, for a backward that has not reached the unit."""
+        self.phases[unit] = Phase.RECOMPUTE
+
+    def end_forward(self, unit: int) -> bool:
+        """``unit`` has computed. Returns whether that was the whole pass."""
+        self.phases[unit] = Phase.IDLE
+        is_root = unit == self.root
+        if is_root:
+            self.root = None
+        return is_root
+
+    def raise_from(self, unit: int) -> None:
         """The forward of ``unit`` has raised. In the unit's backward, it was a recomputation: checkpointing ends these
         by an exception."""
         phase = self.phases[unit]
         if phase is not Phase.BACKWARD:
             self.phases[unit] = Phase.IDLE
             self.root_raised = self.root_raised or (phase is Phase.FORWARD and unit == self.root)
+
+    def begin_backward(self, unit: int) -> bool:
+        """A gradient has reached ``unit``. Returns False if its backward has begun already."""
+        self.in_backward = True
+        is_first = self.phases[unit] is not Phase.BACKWARD
+        self.phases[unit] = Phase.BACKWARD
+        return is_first
+
+    def end_backward(self, unit: int) -> None:
+        """The gradients of ``unit`` have been computed."""
+        self.phases[unit] = Phase.REDUCED
 
     def has_left_behind(self, unit: int, parents: Sequence[int | None]) -> bool:
         """A forward of ``unit`` begins, outside of backward: whether the pass that seems to run has raised. It has if
@@ -144,7 +179,8 @@ class Tape:
     Attributes:
         began: units in the order in which they began in the running forward, or in the last one.
         expected: ``began`` of the last complete forward. Whoever can predict the next one better may replace it.
-        ended: units in the order in which forwards that record gradients ended; no backward has reached these.
+        ended: units in the order in which forwards ended that a backward may follow; no backward has reached these.
+            Users may run forwards whose backward never comes, so the oldest are forgotten.
         records: whether the last forward has recorded gradients.
     """
 
@@ -158,6 +194,7 @@ class Tape:
     def start(self, *, records: bool) -> None:
         """A forward pass begins."""
         self.began, self._position, self.records = [], 0, records
+        del self.ended[:-MAX_ENDED]
 
     def begin(self, unit: int) -> Sequence[int]:
         """The forward of ``unit`` begins. Returns the unit after this use of ``unit`` in the last forward; none if this
@@ -184,9 +221,9 @@ class Tape:
 class Schedule:
     """Decides from the passes that run and from the tape. The owner may replace ``rules`` between passes."""
 
-    def __init__(self, rules: Sequence[UnitRules]) -> None:
+    def __init__(self, rules: Sequence[UnitRules], passes: Passes | None = None) -> None:
         self.rules = list(rules)
-        self.passes, self.tape = PassStack(len(self.rules)), Tape()
+        self.passes, self.tape = passes or Passes(len(self.rules)), Tape()
         # Built once: looking up members of an Enum is slow in Python 3.11.
         self._use = [((Action.USE, unit),) for unit in range(len(self.rules))]
         self.is_last_backward = True  # set by the user: the next backward is the last of the step
@@ -196,25 +233,22 @@ class Schedule:
         self._unused_prefetches: set[int] = set()  # units prefetched in the running pass and not used so far
         self.kept: set[int] = set()  # units whose gradients are kept until they are reduced
 
-    def take_over(self, earlier: Schedule) -> None:
-        """Take over the settings of a schedule of other units. If one of those owes gradients, assume all now do."""
+    def take_over(self, earlier: Schedule, kept: set[int]) -> None:
+        """Take over the settings of a schedule of other units. ``kept``: units that owe gradients."""
         self.is_last_backward = earlier.is_last_backward
         self.finalizes_by_hand = earlier.finalizes_by_hand
         self.awaits_finalization = earlier.awaits_finalization
-        self.kept = set(range(len(self.rules))) if earlier.kept else set()
+        self.kept = kept
 
-    def pre_forward(self, unit: int, *, in_backward: bool, grad_enabled: bool) -> Actions:
-        """``unit`` is about to compute; ``in_backward``: autograd is running."""
+    def pre_forward(self, unit: int, *, grad_enabled: bool) -> Actions:
+        """``unit`` is about to compute."""
         passes, use = self.passes, self._use[unit]
-        if passes.phases[unit] is Phase.BACKWARD:  # checkpointing around the unit: it stays in its own backward
+        if passes.in_backward:
+            if passes.phases[unit] is not Phase.BACKWARD:  # else checkpointing is around the unit: it stays in backward
+                passes.begin_recomputation(unit)
             return use
-        if in_backward:
-            passes.phases[unit] = Phase.RECOMPUTE
-            return use
-        if passes.root is None:
-            passes.root = unit
+        if passes.begin_forward(unit):
             self.tape.start(records=grad_enabled)
-        passes.phases[unit] = Phase.FORWARD
         predicted, listed = self.tape.begin(unit), self.rules[unit].forward_prefetch
         self._unused_prefetches.discard(unit)
         actions = list(use)
@@ -230,17 +264,17 @@ class Schedule:
         phase = passes.phases[unit]
         if phase is Phase.BACKWARD:
             return ()
-        passes.phases[unit] = Phase.IDLE
+        is_root = passes.end_forward(unit)
         if phase is Phase.RECOMPUTE:  # its backward follows at once, and reshards
             return ()
-        if self.tape.records:
+        if self.tape.records and leads_to is not Outcome.NOTHING:
             self.tape.ended.append(unit)
-        rules, is_root = self.rules[unit], unit == passes.root
+        rules = self.rules[unit]
         reshard = _AFTER_FORWARD.get(rules.after_forward)
         actions = () if reshard is None or (is_root and rules.keeps_alone) else ((reshard, unit),)
         if not is_root:
             return actions
-        passes.root, self.tape.expected = None, self.tape.began
+        self.tape.expected = self.tape.began
         return *actions, *((Action.RESHARD, other) for other in self._take_unused())
 
     def begin_backward(self) -> None:
@@ -249,10 +283,8 @@ class Schedule:
     def pre_backward(self, unit: int) -> Actions:
         """The gradient of an output of ``unit`` has been computed."""
         passes = self.passes
-        passes.in_backward = True
-        if passes.phases[unit] is Phase.BACKWARD:  # a second output of the same forward
+        if not passes.begin_backward(unit):  # a second output of the same forward
             return ()
-        passes.phases[unit] = Phase.BACKWARD
         self._unused_prefetches.discard(unit)
         rules, predicted = self.rules[unit], self.tape.reach(unit)
         actions = list(self._use[unit]) if rules.unshard_in_backward else []
@@ -267,7 +299,7 @@ class Schedule:
         """The gradients of ``unit``'s parameters have been computed. If not ``is_last_use``, this backward adds to
         them: nothing is reduced but what earlier backwards have kept, as in torch. Autograd has the gradient of a
         parameter behind the last use; so before that, there is nothing to reduce."""
-        self.passes.phases[unit] = Phase.REDUCED
+        self.passes.end_backward(unit)
         reshard = self._reshard_after_backward(unit)
         return (*reshard, self._reduce(unit, jointly=True)) if is_last_use or unit in self.kept else reshard
 

@@ -82,5 +82,5 @@ def _is_running(unit: Unit) -> bool:
 @_torch.runs_between_graphs
 def _reshard_between_passes(unit: Unit) -> None:
     """After a method like ``generate``, as in torch: an optimizer that is built then must find shards."""
-    if unit.tree is not None and unit.tree.schedule.passes.root is None:
+    if unit.tree is not None and unit.tree.passes.root is None:
         unit.reshard()

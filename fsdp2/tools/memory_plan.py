@@ -355,7 +355,7 @@ def simulate(
     events = nested(order, parents)
     uses = Counter(unit for unit, is_start in events if is_start)  # whose backward is to come
     for unit, is_start in events:
-        before = schedule.pre_forward(unit, in_backward=False, grad_enabled=True) if is_start else ()
+        before = schedule.pre_forward(unit, grad_enabled=True) if is_start else ()
         replay(before if is_start else schedule.post_forward(unit))
     for unit, is_start in reversed(events):
         if is_start:

@@ -38,15 +38,6 @@ def _refused(model: Any, *calls: Callable[[], Any]) -> str:
 
 
 @golden_on_ranks()
-def test_forward_where_saved_tensors_may_be_written(ctx: RankContext) -> str:
-    model = sharded(ctx)
-    with torch.autograd.graph.allow_mutation_on_saved_tensors():
-        error = error_of(lambda: model(batch()))
-    _assert_trains_like_new(model)
-    return error
-
-
-@golden_on_ranks()
 def test_forward_on_the_meta_device(ctx: RankContext) -> str:
     model = shard(ctx, Stack().to("meta"))
     error = error_of(lambda: model(batch()))

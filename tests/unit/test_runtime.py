@@ -3,7 +3,6 @@ gradients of parameters are lost; and the hook for gradients of what the calls o
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -27,21 +26,28 @@ def _log(reduction: mock.Mock) -> list[str]:
     return [name for name, *_ in reduction.method_calls]
 
 
-def _unit(reduce: Callable[[], object]) -> Any:
-    """A unit whose group has partial gradients."""
-    gradients = SimpleNamespace(awaits_all_reduce=True)
+def _unit(reduction: mock.Mock) -> Any:
+    """A unit whose group has partial gradients, and reduces them by ``reduction``."""
 
-    def reduce_partial(*, ends_step: bool) -> object:
+    def reduce_partial(*, ends_step: bool) -> bool:
         gradients.awaits_all_reduce = False
-        return reduce()
+        reduction.launch()
+        reduction.reset_mock()  # but for what it raises
+        return True
 
+    gradients = SimpleNamespace(
+        awaits_all_reduce=True,
+        in_flight=reduction,
+        reduce_partial=reduce_partial,
+        finish=reduction.finish,
+        land=reduction.land,
+        drop_in_flight=reduction.drop,
+    )
     group = SimpleNamespace(
         mesh=SimpleNamespace(replicate=SimpleNamespace(size=2)),
         home=SimpleNamespace(is_staged=False),
         gradients=gradients,
         unsharded=SimpleNamespace(streams=mock.Mock()),
-        reduce=reduce,
-        reduce_partial=reduce_partial,
         lost=lambda what, error: CommunicationError(f"{what} of unit 'layer': {error}"),
     )
     return SimpleNamespace(groups=(group,), observers=[], name="layer")
@@ -51,7 +57,7 @@ def _executor(*reductions: mock.Mock) -> Executor:
     """With all ``reductions`` in flight."""
     executor = Executor(torch.device("cpu"))
     executor.max_in_flight = len(reductions)
-    executor.take([_unit(lambda reduction=reduction: reduction) for reduction in reversed(reductions)])
+    executor.take([_unit(reduction) for reduction in reversed(reductions)])
     executor.reduce_partial()
     return executor
 
@@ -104,7 +110,7 @@ def test_reductions_behind_one_that_cannot_land_are_dropped_and_its_error_is_rai
 
 def test_reduction_over_replicas_that_cannot_start_names_the_unit() -> None:
     executor = _executor()
-    executor.take([_unit(mock.Mock(side_effect=LOST))])
+    executor.take([_unit(mock.Mock(**{"launch.side_effect": LOST}))])
     with pytest.raises(CommunicationError, match="reduction of unit 'layer': no peer"):
         executor.land()
 

@@ -2,8 +2,8 @@
 single units, and passes cut short. Orders of whole steps of the runtime are in ``tests/distributed/test_traces.py``.
 
 What is done, and what follows, is in ``golden/schedule.txt``. A step is written as words: ``+f1`` and ``-f1`` begin and
-end the forward of unit 1, ``+e1`` begins one without gradients, ``+r1`` one that is computed again in backward; ``+b1``
-and ``-b1`` begin and end its backward; ``end`` ends the whole backward. Others of ``WORDS`` are settings. Unit 0 is the
+end the forward of unit 1, ``+e1`` begins one without gradients; ``+b1`` and ``-b1``
+begin and end its backward; ``end`` ends the whole backward. Others of ``WORDS`` are settings. Unit 0 is the
 root; its forward surrounds the others.
 """
 
@@ -30,9 +30,8 @@ def _has(**rule: Any) -> Callable[[Schedule, int], None]:
 
 
 WORDS: dict[str, Callable[[Schedule, int], Actions | None]] = {
-    "+f": lambda schedule, unit: schedule.pre_forward(unit, in_backward=False, grad_enabled=True),
-    "+e": lambda schedule, unit: schedule.pre_forward(unit, in_backward=False, grad_enabled=False),
-    "+r": lambda schedule, unit: schedule.pre_forward(unit, in_backward=True, grad_enabled=True),
+    "+f": lambda schedule, unit: schedule.pre_forward(unit, grad_enabled=True),
+    "+e": lambda schedule, unit: schedule.pre_forward(unit, grad_enabled=False),
     "-f": lambda schedule, unit: schedule.post_forward(unit),
     "+b": lambda schedule, unit: schedule.pre_backward(unit),
     "-b": lambda schedule, unit: schedule.post_backward(unit),
@@ -85,7 +84,7 @@ def schedule_of(**of_the_root: Any) -> Schedule:
 # Every cell. Unit 2 is looked at, in the first step, so that nothing is predicted.
 
 PHASES = {Phase.IDLE: "+f0", Phase.FORWARD: "+f0 +f2"}
-PHASES[Phase.RECOMPUTE] = PHASES[Phase.FORWARD] + " -f2 -f0 +b0 +r2"
+PHASES[Phase.RECOMPUTE] = PHASES[Phase.FORWARD] + " -f2 -f0 +b0 +f2"
 PHASES[Phase.BACKWARD] = PHASES[Phase.FORWARD] + " -f2 -f0 +b0 +b2"
 PHASES[Phase.REDUCED] = PHASES[Phase.BACKWARD] + " -b2"
 # Where an event finds a unit in a phase that its pass does not lead to, an exception has cut that pass short, or a
@@ -96,7 +95,7 @@ PHASES[Phase.REDUCED] = PHASES[Phase.BACKWARD] + " -b2"
 def test_cells(phase: Phase, golden: Check) -> None:
     """Behind nothing, and behind each event: its actions, the phase, and in which pass the whole model is."""
     said = []
-    for word in ("", "+f2", "+r2", "-f2", "+b2", "-b2", "end", "reset"):
+    for word in ("", "+f2", "-f2", "+b2", "-b2", "end", "reset"):
         schedule = schedule_of(reshard_after_backward=False)
         perform(schedule, PHASES[phase])
         passes = schedule.passes
@@ -125,7 +124,7 @@ def test_actions(case: str) -> None:
 
 def test_a_forward_inside_a_backward_is_over_when_it_ends() -> None:
     schedule = schedule_of()
-    perform(schedule, f"{forward(1)} +b0 +r1 -f1")
+    perform(schedule, f"{forward(1)} +b0 +f1 -f1")
     assert schedule.passes.running == "backward"
 
 

@@ -39,7 +39,7 @@ class Rank:
         for unit, begins in self._events:
             if begins:
                 self._join_forward(self.skipped.forward.begin(unit))
-                self._do(self.schedule.pre_forward(unit, in_backward=False, grad_enabled=grad_enabled))
+                self._do(self.schedule.pre_forward(unit, grad_enabled=grad_enabled))
             else:
                 leads_to = Outcome.NOTHING if unit in without_gradient else Outcome.BACKWARD
                 self._join_forward(self.skipped.forward.end(unit, leads_to))
@@ -97,7 +97,7 @@ class Rank:
     def _join_forward(self, events: Sequence[Event]) -> None:
         for event in events:
             if event.begins:
-                self._do(self.schedule.pre_forward(event.unit, in_backward=False, grad_enabled=True))
+                self._do(self.schedule.pre_forward(event.unit, grad_enabled=True))
             else:
                 self._do(self.schedule.post_forward(event.unit))
 

@@ -85,9 +85,9 @@ class Accelerator:
         """Enqueue forward, backward and optimizer."""
         schedule, rest = self.schedule, range(1, len(self.units))
         self.queues.wait(Stream.GATHER, self.queues.last(Stream.COMPUTE))  # it reads what the optimizer has written
-        self.do(schedule.pre_forward(0, in_backward=False, grad_enabled=True))
+        self.do(schedule.pre_forward(0, grad_enabled=True))
         for unit in rest:
-            self.do(schedule.pre_forward(unit, in_backward=False, grad_enabled=True))
+            self.do(schedule.pre_forward(unit, grad_enabled=True))
             self._forward(unit)
             self.do(schedule.post_forward(unit))
         self.do(schedule.post_forward(0))

@@ -1,0 +1,88 @@
+"""The door between the user's code and the runtime. Every entry passes it.
+
+Entries are hooks of modules and tensors, callbacks of autograd's engine, and public methods. What surrounds the user's
+code there may record, transform, keep or replace operations. That is meant for the user's operations. For example, a
+copy that selective checkpointing does not repeat would leave a gather without its values. So the door leaves what
+surrounds the user's code, and returns to it afterwards:
+
+- graphs that ``torch.compile`` records, also of a step that calls ``backward`` inside;
+- dispatch modes that keep or replace results: those of selective checkpointing and of
+  ``allow_mutation_on_saved_tensors``, and modes whose class sets ``replaces_results = True``;
+- modes that replace torch's Python functions, such as ``torch.device("meta")`` and ``torch.set_default_device``;
+- transforms of ``torch.func``, autocast, and inference mode.
+
+What only watches still sees the runtime: ``CommDebugMode``, profilers, memory trackers. Saved-tensor hooks need no
+care, since the runtime saves nothing for backward.
+
+The hooks themselves work on the user's tensors, so for gradients and transforms they are part of the user's
+computation. They leave modes where they make a view: a checkpoint must not see another operation in its recomputation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from operator import methodcaller
+from types import FunctionType
+from typing import ParamSpec, TypeVar
+
+import torch
+
+from fsdp2 import _torch
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+# Entries that every unit passes in every step ask in line, and in C: ``any(map(ask, SURROUNDINGS)) and must_leave()``.
+ask = methodcaller("__call__")
+SURROUNDINGS = _torch.SURROUNDINGS
+MODES = SURROUNDINGS[:2]
+
+
+def must_leave() -> bool:
+    """Whether more surrounds this entry than what watches."""
+    others = _torch.in_transform() or _torch.is_autocasting() or torch.is_inference_mode_enabled()
+    return others or _torch.has_replacing_modes()
+
+
+def outside(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    """What ``function`` returns, called outside of all that surrounds the user's code."""
+    with _left():
+        return function(*args, **kwargs)
+
+
+def outside_modes(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    """What ``function`` returns, called outside of modes, but inside transforms."""
+    with _torch.without_modes():
+        return function(*args, **kwargs)
+
+
+def entry(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """``function`` enters the runtime."""
+
+    @wraps(function)
+    def enter(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        return outside(function, *args, **kwargs) if must_leave() else function(*args, **kwargs)
+
+    return _torch.runs_between_graphs(enter)
+
+
+def all_entries(cls: type[_T]) -> type[_T]:
+    """Every public method of ``cls`` enters the runtime."""
+    for name, each in list(vars(cls).items()):
+        if isinstance(each, FunctionType) and not name.startswith("_"):
+            setattr(cls, name, entry(each))
+    return cls
+
+
+@contextmanager
+def _left() -> Iterator[None]:
+    with ExitStack() as stack:
+        stack.enter_context(_torch.without_modes())
+        stack.enter_context(_torch.without_transforms())
+        stack.enter_context(_torch.without_autocast())
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.no_grad())  # as in inference mode
+        yield
