@@ -41,6 +41,7 @@ _is_there = partial(is_not, None)
 _accumulated_of, _dtype_of, _grad_of = attrgetter("accumulated"), attrgetter("dtype"), attrgetter("grad")
 _sharded_of = attrgetter("sharded")
 _PLAIN = {torch.Tensor}
+MAX_USED = 2**16  # bytes of ``take_used``: users may run backwards for ever without a last one
 
 
 @dataclass(frozen=True)
@@ -491,7 +492,7 @@ class GroupGradients:
             used = self._flags(landed.params)
             if self.on_missing is not None:
                 self.on_missing(len(self._used), missing)
-        self._used += used
+        self._used = (self._used + used)[-MAX_USED:]
         if bound.reduce.lands_gradients:
             reduction.added_to = [param.sharded.grad for param in landed.params]
         land_in_grad(landed)

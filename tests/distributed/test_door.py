@@ -126,12 +126,7 @@ NOT_AT = {  # where the plain model does not train either
     "no gradients": (_forward, _backward, _both),
     "mutation of saved tensors": (_forward, _backward),
 }
-CASES = [
-    (place, name)
-    for place in PLACES
-    for name in AROUND
-    if place not in NOT_AT.get(name, ())
-]
+CASES = [(place, name) for place in PLACES for name in AROUND if place not in NOT_AT.get(name, ())]
 
 
 @pytest.mark.parametrize(("place", "name"), CASES, ids=lambda each: getattr(each, "__name__", each))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import itertools
 import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -51,6 +53,15 @@ def _stepped(*seeds: int, num_blocks: int = 3) -> Stack:
     return model
 
 
+def _here(run: Callable[[], object]) -> None:
+    run()
+
+
+def _in_thread(run: Callable[[], object]) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(run).result()
+
+
 @pytest.mark.every_case
 @pytest.mark.parametrize("warm", [False, True])
 @pytest.mark.parametrize("fault", ["forward", "backward"])
@@ -66,9 +77,15 @@ def test_step_after_an_exception_is_right_without_a_reset(ctx: RankContext, faul
 @pytest.mark.every_case
 @pytest.mark.parametrize("checkpoints", [None, *long("blocks", "blocks, nested")])
 @pytest.mark.parametrize("num_failures", [1, *long(2)])
+@pytest.mark.parametrize("thread", ["", "of the failures", *long("of the retry")])
 @distributed(2)
-def test_backward_is_repeated_on_the_kept_graph(ctx: RankContext, num_failures: int, checkpoints: str | None) -> None:
-    """A gradient hook raises in the middle. The graph was kept, so the user zeroes the gradients and tries again."""
+def test_backward_is_repeated_on_the_kept_graph(
+    ctx: RankContext, thread: str, num_failures: int, checkpoints: str | None
+) -> None:
+    """A gradient hook raises in the middle. The graph was kept, so the user zeroes the gradients and tries again, all
+    in one thread or in another ``thread``."""
+    fails = _in_thread if thread == "of the failures" else _here
+    repeats = _in_thread if thread == "of the retry" else _here
     models = shard(ctx, seeded(Stack)), seeded(Stack)
     for block in (*models[0].blocks, *models[1].blocks) if checkpoints is not None else ():
         block.forward = partial(checkpoint, block.forward, use_reentrant=checkpoints == "blocks, nested")
@@ -89,9 +106,9 @@ def test_backward_is_repeated_on_the_kept_graph(ctx: RankContext, num_failures: 
             handle.remove()
             while failures:
                 with pytest.raises(InjectedError):
-                    loss.backward(retain_graph=True)
+                    fails(partial(loss.backward, retain_graph=True))
                 model.zero_grad()
-            loss.backward()
+            repeats(loss.backward)
         assert_gradients(*models)
         for model in models:
             model.zero_grad()

@@ -61,10 +61,19 @@ def held() -> Counter[str]:
     process = Path("/proc/self")
     found["resident_nbytes"] = int((process / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     found["malloc_nbytes"] = malloc.uordblks + malloc.hblkhd
+    found["entries"] = entries_of_the_runtime()
     found["threads"] = len(list((process / "task").iterdir()))
     found["descriptors"] = len(list((process / "fd").iterdir()))
     found["mappings"] = (process / "maps").read_text().count("\n")
     return found
+
+
+def entries_of_the_runtime() -> int:
+    """How many entries all containers have that objects of the package hold. Numbers in a list are no objects that the
+    garbage collector knows, and take a few bytes each."""
+    owners = [each for each in gc.get_objects() if str(type(each).__module__).startswith("fsdp2.")]
+    values = [value for each in owners for value in getattr(each, "__dict__", {}).values()]
+    return sum(len(value) for value in values if isinstance(value, (list, dict, set, deque, bytes, tuple)))
 
 
 def _update(optimizer: torch.optim.Optimizer) -> None:
@@ -110,6 +119,38 @@ def _state_dicts(model: Any, optimizer: torch.optim.Optimizer, index: int) -> li
     if index % 10 == 0:
         return [model.state_dict(), get_state_dict(model, optimizer)]
     return []
+
+
+def _without_backward(model: Any, optimizer: torch.optim.Optimizer, index: int) -> list[Any]:
+    """An inference that forgets no_grad."""
+    model(batch(index))
+    return []
+
+
+def _frozen(model: Any, optimizer: torch.optim.Optimizer, index: int) -> list[Any]:
+    model.requires_grad_(False)
+    model(batch(index))
+    return []
+
+
+def _partly_frozen(model: Any, optimizer: torch.optim.Optimizer, index: int) -> list[Any]:
+    model.entry.requires_grad_(False)
+    model.blocks[0].requires_grad_(False)
+    return _one_backward(model, optimizer, index)
+
+
+def _never_last(model: Any, optimizer: torch.optim.Optimizer, index: int) -> list[Any]:
+    """The user forgets to say which backward is the last one, and drops the gradients."""
+    model.set_is_last_backward(False)
+    step(model, index)
+    optimizer.zero_grad()
+    return []
+
+
+def _parts(model: Any, optimizer: torch.optim.Optimizer, index: int) -> list[Any]:
+    """A unit alone, then its root."""
+    model.blocks[0](batch(index)).square().mean().backward()
+    return _one_backward(model, optimizer, index)
 
 
 def _scopes(model: Any, optimizer: torch.optim.Optimizer, index: int) -> list[Any]:
@@ -171,6 +212,11 @@ VARIANTS = {
     "tensors kept by the user": Variant(step=_kept),
     "compiled, tensors kept by the user": Variant(step=_kept, compiled=True),
     "clipping": Variant(step=_clipping),
+    "forwards without a backward": Variant(step=_without_backward),
+    "a frozen model": Variant(step=_frozen),
+    "a partly frozen model": Variant(step=_partly_frozen),
+    "no last backward": Variant(step=_never_last),
+    "a unit alone, then its root": Variant(step=_parts),
     "state dicts between steps": Variant(step=_state_dicts),
     "unsharded() and unshard()": Variant(step=_scopes, needs_ours=True),
     "errors and reset_iter_state()": Variant(step=_recovery, needs_ours=True),

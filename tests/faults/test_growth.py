@@ -11,8 +11,10 @@ from unittest import mock
 import pytest
 import torch
 
+from fsdp2.group import gradients
+from fsdp2.schedule import schedule
 from tests.faults.growth import MIB, VARIANTS, Variant, growth, train
-from tests.harness.distributed import RankContext
+from tests.harness.distributed import RankContext, distributed
 from tests.harness.pool import WorkerPool
 
 MANY_STEPS = (3_000, 10_000)  # see growth.py for why no earlier
@@ -25,7 +27,7 @@ MOST_MAPPINGS = 8  # of such pages
 
 def _assert_flat(found: list[Counter[str]], what: str) -> None:
     most = {"resident_nbytes": MOST_RESIDENT_NBYTES, "malloc_nbytes": MOST_MALLOC_NBYTES, "mappings": MOST_MAPPINGS}
-    most |= dict.fromkeys(("tensors", "threads", "descriptors"), 0)
+    most |= dict.fromkeys(("tensors", "threads", "descriptors", "entries"), 0)
     too_much = {name: by for name, by in growth(found).items() if by > most.get(name, MOST_OBJECTS)}
     assert not too_much, f"{what} has grown: {too_much}"
 
@@ -38,6 +40,15 @@ def test_nothing_grows_in_10_000_steps() -> None:
     with closing(WorkerPool(2)) as pool:
         for rank, found in enumerate(pool.run(train, 1800, variant="tensors kept by the user", at=MANY_STEPS)):
             _assert_flat(found, f"rank {rank}")
+
+
+@pytest.mark.parametrize("variant", [name for name, each in VARIANTS.items() if not each.compiled])
+@distributed(2)
+def test_no_container_of_the_runtime_grows(ctx: RankContext, variant: str) -> None:
+    """Limits are small here: in 10,000 steps, the model would be far beyond those of the package."""
+    with mock.patch.object(schedule, "MAX_ENDED", 32), mock.patch.object(gradients, "MAX_USED", 32):
+        found = train(ctx, variant, (60, 120))
+    assert found[0]["entries"] == found[1]["entries"]
 
 
 _kept: list[object] = []

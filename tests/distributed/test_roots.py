@@ -1,0 +1,194 @@
+"""Several roots: one takes units over from another, or computes inside another one's backward. Values are those of the
+plain model."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fsdp2 import CPUOffloadPolicy, FSDPModule
+from tests.distributed.changes import alike, assert_gradients
+from tests.distributed.support import seeded, shard_each
+from tests.harness.distributed import RankContext, distributed
+from tests.harness.messages import error_of
+from tests.harness.selection import long
+
+DIM = 8
+
+
+def _nested() -> nn.Sequential:
+    """Three modules inside one another, each with parameters of its own."""
+    inner = nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh())
+    middle = nn.Sequential(inner, nn.Linear(DIM, DIM), nn.Tanh())
+    return nn.Sequential(middle, nn.Linear(DIM, DIM))
+
+
+def _levels(model: Any) -> list[Any]:
+    """From the inside out."""
+    return [model[0][0], model[0], model]
+
+
+def _x(seed: int = 0) -> Tensor:
+    return torch.randn(4, DIM, generator=torch.Generator().manual_seed(seed))
+
+
+def _backward(module: nn.Module, seed: int) -> None:
+    module(_x(seed)).square().mean().backward()
+
+
+# How the backwards before the last one leave their gradients: what is set before, and what after them.
+LEAVES: dict[str, tuple[Callable[[Any], object], Callable[[Any], object]]] = {
+    "in flight": (lambda root: root.set_is_last_backward(False), lambda root: root.set_is_last_backward(True)),
+    "on this rank": (
+        lambda root: root.set_requires_gradient_sync(False),
+        lambda root: root.set_requires_gradient_sync(True),
+    ),
+    "partial": (lambda root: root.set_requires_all_reduce(False), lambda root: root.set_requires_all_reduce(True)),
+    "landed": (lambda root: None, lambda root: None),
+}
+OPTIONS: dict[str, Callable[[RankContext], dict[str, Any]]] = {
+    "": lambda ctx: {"mesh": ctx.mesh_1d()},
+    "HSDP": lambda ctx: {"mesh": ctx.mesh_2d(2, 1)},
+    "offload": lambda ctx: {"mesh": ctx.mesh_1d(), "offload_policy": CPUOffloadPolicy(pin_memory=False)},
+    "kept": lambda ctx: {"mesh": ctx.mesh_1d(), "reshard_after_forward": False},
+}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("leaves", LEAVES)
+@distributed(2)
+def test_roots_in_every_order_share_a_step(ctx: RankContext, leaves: str, options: str) -> None:
+    """Two backwards of the levels in each order, on new models. A backward of the whole model ends the step."""
+    before, after = LEAVES[leaves]
+    for order in itertools.product(range(3), repeat=2):
+        model, plain = seeded(_nested), seeded(_nested)
+        shard_each(*_levels(model), **OPTIONS[options](ctx))
+        for seed, level in enumerate(order):
+            root = _levels(model)[level]
+            before(root)
+            _backward(root, seed)
+            after(root)
+            _backward(_levels(plain)[level], seed)
+        for each in (model, plain):
+            _backward(each, 9)
+        assert_gradients(model, plain)
+
+
+@pytest.mark.parametrize("differ", [False, True])
+@distributed(2)
+def test_gradients_in_flight_land_where_ranks_differ_and_a_root_takes_over(ctx: RankContext, differ: bool) -> None:
+    """Only rank 0 runs a part of the inner root. With ``differ``, it is the other rank in the second backward."""
+
+    class Either(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+
+        def forward(self, x: Tensor, chosen: int) -> Tensor:
+            return (self.first, self.second)[chosen](x)
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.either, self.head = Either(), nn.Linear(DIM, DIM)
+
+        def forward(self, x: Tensor, chosen: int) -> Tensor:
+            return self.head(self.either(x, chosen))
+
+    model, plains = seeded(Outer), [seeded(Outer) for _ in range(2)]
+    shard_each(model.either.first, model.either.second, model.either, model, mesh=ctx.mesh_1d())
+    model.set_ranks_may_differ(True)
+    model.either.set_is_last_backward(False)
+    model.either(_x(), ctx.rank).square().mean().backward()
+    model.either.set_is_last_backward(True)
+    model(_x(1), ctx.rank ^ differ).square().mean().backward()
+    for rank, plain in enumerate(plains):
+        plain.either(_x(), rank).square().mean().backward()
+        plain(_x(1), rank ^ differ).square().mean().backward()
+    assert_gradients(model, *plains)
+
+
+@distributed(2)
+def test_a_root_that_takes_over_in_a_backward_is_refused(ctx: RankContext) -> None:
+    """And nothing has changed: the backward goes on, and the root takes over afterwards."""
+    model, plain = seeded(_nested), seeded(_nested)
+    shard_each(*_levels(model), mesh=ctx.mesh_1d())
+    errors = []
+    output = model[0](_x())
+    output.register_hook(lambda _: errors.append(error_of(lambda: _backward(model, 1))))
+    output.square().mean().backward()
+    _backward(plain[0], 0)
+    assert "ScheduleError" in errors[0]
+    assert "a backward of" in errors[0]
+    for each in (model, plain):
+        _backward(each, 1)
+    assert_gradients(model, plain)
+
+
+# Another model inside a backward
+
+
+def _write(model: Any) -> None:
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(0.5)
+
+
+def _step(model: Any) -> None:
+    _backward(model, 3)
+    torch.optim.SGD(model.parameters(), lr=0.5).step()
+
+
+def _load(model: Any) -> None:
+    model.load_state_dict({name: value + 0.5 for name, value in model.state_dict().items()})
+
+
+def _replace(model: Any) -> None:
+    if isinstance(model, FSDPModule):
+        model.reshard()
+    weight = model[1].weight.detach()
+    changed = alike(weight, weight.full_tensor() + 0.5) if isinstance(weight, DTensor) else nn.Parameter(weight + 0.5)
+    model[1].weight = changed
+
+
+CHANGES = {"written": _write, "stepped": _step, "loaded": _load, "replaced": _replace}
+
+
+@pytest.mark.parametrize("reshards", [True, *long(False)])
+@pytest.mark.parametrize("records", [False, True])
+@pytest.mark.parametrize("change", CHANGES)
+@distributed(2)
+def test_a_model_inside_the_backward_of_another_computes_with_current_values(
+    ctx: RankContext, change: str, records: bool, reshards: bool
+) -> None:
+    """It is a teacher, of which only a hook takes outputs, or gradients of its inputs."""
+    found: list[list[Tensor]] = []
+    for is_sharded in (True, False):
+        student, teacher = seeded(_nested), seeded(_nested, 1)
+        if is_sharded:
+            for each in (student, teacher):
+                shard_each(*_levels(each), mesh=ctx.mesh_1d(), reshard_after_forward=reshards)
+        seen: list[Tensor] = []
+
+        def ask(_: Tensor, teacher: Any = teacher, seen: list[Tensor] = seen) -> None:
+            with torch.set_grad_enabled(records):
+                x = _x(5).requires_grad_()
+                output = teacher(x)
+                seen.append(torch.autograd.grad(output.square().sum(), x)[0] if records else output.detach().clone())
+
+        for _ in range(3):
+            output = student(_x())
+            output.register_hook(ask)
+            output.sum().backward()
+            teacher.zero_grad()
+            CHANGES[change](teacher)
+            teacher.zero_grad()
+        found.append(seen)
+    torch.testing.assert_close(*found, rtol=0, atol=1e-6)
