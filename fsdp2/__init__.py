@@ -24,6 +24,7 @@ from fsdp2.extras import (
     peers as _peers,
     ranks_may_differ as _ranks_may_differ,
     refusals as _refusals,
+    shared_memory as _shared_memory,
     state as _state,
     ties as _ties,
     unit_checks as _unit_checks,
@@ -202,7 +203,18 @@ SPEC_READERS.append(_once_imported("spmd_types", _later(_types, "written"), lamb
 _OfCalls.resolve = _once_imported("spmd_types", _later(_types, "resolved"), lambda _, resolve: resolve())
 for _extra in (
     *(_unit_checks, _lost_gradients, _alike),  # each tree asks them in this order
-    *(_empty_buffers, _handed_out, _local_parts, _outside_calls, _peers, _ranks_may_differ, _refusals, _state, _ties),
+    *(
+        _empty_buffers,
+        _handed_out,
+        _local_parts,
+        _outside_calls,
+        _peers,
+        _ranks_may_differ,
+        _refusals,
+        _shared_memory,
+        _state,
+        _ties,
+    ),
 ):
     _extra.register()
 _OfHooks.check_loaded = _later("tools.loading", "check_loaded")

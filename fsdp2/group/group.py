@@ -34,6 +34,11 @@ _get_requires_grad = attrgetter("requires_grad")
 _alive: weakref.WeakSet[ParamGroup] = weakref.WeakSet()
 
 
+def alive_groups() -> list[ParamGroup]:
+    """All groups of this process that manage parameters."""
+    return list(_alive)
+
+
 def groups_by_slot() -> dict[Slot, tuple[ParamGroup, int]]:
     """For every slot of a managed parameter, its group and the parameter's position in the group."""
     return {slot: (group, i) for group in _alive for i, param in enumerate(group.params) for slot in param.slots}

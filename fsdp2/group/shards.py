@@ -58,9 +58,12 @@ class PlugIns:
     Attributes:
         on_plain_step: called when an optimizer has stepped parameters that are no shards, with these, and with over how
             many ranks the gradients of its shards are reduced; 0 if it has none.
+        adopt_memory: called with shards that are about to take over other tensors, and with these. If they lie in the
+            buffers of other shards, it may call ``lie_in``; it returns whether it has.
     """
 
     on_plain_step: Callable[[torch.optim.Optimizer, list[torch.Tensor], int], None]
+    adopt_memory: Callable[[GroupShards, Sequence[torch.Tensor]], bool]
 
 
 @cache
@@ -234,8 +237,33 @@ class GroupShards:
 
     def _replace(self, shards: list[torch.Tensor]) -> None:
         """Place ``shards`` anew. The sharded parameters stay the same objects."""
-        self._place(shards)
+        if not PlugIns.adopt_memory(self, shards):
+            self._place(shards)
         self._note()
+
+    def would_lie_in(self, other: GroupShards, shards: Sequence[torch.Tensor]) -> bool:
+        """Whether ``shards`` lie in the buffers of ``other`` where they would lie in buffers of this group."""
+        if not all(map(is_plain, shards)) or self._home != other._home:
+            return False
+        self.plain = list(range(len(shards)))
+        plan = compile_gather(self.plain_inputs(), self._routing)
+        sizes = {dtype: flat.numel() for dtype, flat in other.flats.items()}
+        starts = {dtype: flat.data_ptr() for dtype, flat in other.flats.items()}
+        return dict(plan.shard_numels) == sizes and all(
+            shards[step.index].data_ptr() == starts[step.source] + step.shard_offset * step.source.itemsize
+            for step in plan.steps
+            if shards[step.index].numel()
+        )
+
+    def lie_in(self, other: GroupShards, shards: Sequence[torch.Tensor]) -> None:
+        """Use the buffers of ``other``, where ``shards`` lie. Each step of an optimizer counts for both."""
+        self.flats, self._steps, self._sharing = other.flats, other._steps, []
+        self.locals = list(shards)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the parameters, from the root."""
+        return [param.full_name for param in self._params]
 
     def _note(self) -> None:
         """Make ``locals`` the local tensors of the sharded parameters, and look from now on at what these are."""
