@@ -1,39 +1,11 @@
 """fsdp2: a composable ``fully_shard`` runtime for PyTorch."""
 
-import sys
-from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from fsdp2 import _torch
-from fsdp2.api.adapters import ADAPTERS, SPEC_READERS
-from fsdp2.api.fully_shard import PlugIns as _OfCalls, fully_shard
-from fsdp2.api.module import (
-    FSDPModule,
-    GradientReductionHandle,
-    PlugIns as _OfModules,
-    UnshardHandle,
-)
-from fsdp2.extras import (
-    alike as _alike,
-    empty_buffers as _empty_buffers,
-    handed_out as _handed_out,
-    local_parts as _local_parts,
-    lost_gradients as _lost_gradients,
-    outside_calls as _outside_calls,
-    peers as _peers,
-    ranks_may_differ as _ranks_may_differ,
-    refusals as _refusals,
-    shared_memory as _shared_memory,
-    state as _state,
-    ties as _ties,
-    unit_checks as _unit_checks,
-)
-from fsdp2.group.codec import PlugIns as _OfCodecs
-from fsdp2.group.param import PlugIns as _OfParams
-from fsdp2.group.shards import PlugIns as _OfSteps
-from fsdp2.runtime.hooks import PlugIns as _OfHooks
-from fsdp2.runtime.unit_tree import PlugIns
+from fsdp2.api.fully_shard import fully_shard
+from fsdp2.api.module import FSDPModule, GradientReductionHandle, UnshardHandle
+from fsdp2.extras import wiring
 from fsdp2.types import (
     CommunicationError,
     CPUOffloadPolicy,
@@ -182,48 +154,5 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-def _later(module: str, name: str) -> Any:
-    """The function ``name`` of ``module``, which is imported at the first call."""
-
-    # The step of an optimizer may be compiled, and no compiler follows an import.
-    @_torch.runs_between_graphs
-    def call(*args: Any) -> Any:
-        return getattr(import_module(f"fsdp2.{module}"), name)(*args)
-
-    return call
-
-
-def _once_imported(library: str, function: Callable[..., Any], without: Callable[..., Any]) -> Callable[..., Any]:
-    """Calls ``function`` where somebody has imported ``library``, else ``without``."""
-    return lambda *args: (function if library in sys.modules else without)(*args)
-
-
-_types = "tensors.typed_params"  # in front of local parts: the first who knows a parameter answers
-SPEC_READERS.append(_once_imported("spmd_types", _later(_types, "written"), lambda *_: None))
-_OfCalls.resolve = _once_imported("spmd_types", _later(_types, "resolved"), lambda _, resolve: resolve())
-for _extra in (
-    *(_unit_checks, _lost_gradients, _alike),  # each tree asks them in this order
-    *(
-        _empty_buffers,
-        _handed_out,
-        _local_parts,
-        _outside_calls,
-        _peers,
-        _ranks_may_differ,
-        _refusals,
-        _shared_memory,
-        _state,
-        _ties,
-    ),
-):
-    _extra.register()
-_OfHooks.check_loaded = _later("tools.loading", "check_loaded")
-_OfModules.copied = _later("tools.copying", "copied_module")
-_OfModules.communicate_by = _later("tools.custom_comm", "communicate_by")
-PlugIns.limits_memory = _later("tools.memory_limit", "MemoryLimit")
-_OfParams.why_not = _later("tools.replaced", "why_not")
-_OfSteps.on_plain_step = _later("tools.plain_params", "warn_of_plain")
-_OfCodecs.cut, _OfCodecs.pin = _later("tensors.cut", "pinned_shard"), _later("tensors.cut", "pinned")
-_OfCodecs.codec = _later("tensors.all_gather_hooks", "HookedParams")
-ADAPTERS["bitsandbytes.nn.modules.Params4bit"] = _later("tensors.params4bit", "adapt")
+wiring.wire()
 del globals()["plan"]  # the folder, which hides the function

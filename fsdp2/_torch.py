@@ -290,25 +290,6 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
     return group._get_backend(device)
 
 
-@contextmanager
-def groups_made_from_nothing() -> Iterator[None]:
-    """New groups get communicators of their own. If ``init_process_group`` was given a ``device_id``, torch would split
-    them off the world's communicator, and that takes all ranks of the world."""
-    world = dist.group.WORLD
-    device, world.bound_device_id = world.bound_device_id, None  # type: ignore[union-attr]
-    try:
-        yield
-    finally:
-        world.bound_device_id = device  # type: ignore[union-attr]
-
-
-def num_groups() -> int:
-    """By what this rank tells its process groups apart, which is part of the name of a group that only some ranks make:
-    each group that this rank makes adds one. The name was made of another number in torch 2.13 and before."""
-    world, names_read = dist.distributed_c10d._world, dist.distributed_c10d._hash_ranks_to_str.__code__.co_names
-    return world.group_count if "group_count" in names_read else len(world.pg_names)
-
-
 def all_gather(
     group: dist.ProcessGroup, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *, on_stream: bool
 ) -> Callable[[], dist.Work | None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -24,7 +23,7 @@ from fsdp2.api.resolve import (
 )
 from fsdp2.comm.offload import Home, home_for
 from fsdp2.group.group import ParamGroup
-from fsdp2.group.param import SHARDED_AS, ShardedParam, Slot, leave_alone
+from fsdp2.group.param import SHARDED_AS, PlugIns as OfParams, Slot, leave_alone
 from fsdp2.plan.dtypes import check_computes
 from fsdp2.plan.mesh import ParallelMesh, default_mesh, parallel_mesh
 from fsdp2.runtime.hooks import ModuleHooks
@@ -247,17 +246,6 @@ class PreparedUnit:
     commit: Callable[[], Unit]
 
 
-def _warn_of_hooks(param: ShardedParam) -> None:
-    way = _torch.way_of_hooks(param.sharded)
-    if way is not None:
-        warnings.warn(
-            f"fully_shard: parameter '{param.name}' has hooks of {way}, which are lost: a shard takes its "
-            "place. Call register_post_accumulate_grad_hook on the sharded parameter, after fully_shard; its hooks get "
-            "the shard, with the reduced gradient.",
-            stacklevel=6,
-        )
-
-
 def prepare_unit(
     roots: tuple[nn.Module, ...],
     parallel: ParallelMesh,
@@ -306,8 +294,8 @@ def prepare_unit(
 def _groups(resolved: Sequence[ResolvedGroup], home: Home) -> Iterator[ParamGroup]:
     """The groups, with the parameters as shards."""
     for item in resolved:
+        OfParams.warn_of_hooks(item.params, is_sharded=False)
         for param in item.params:
-            _warn_of_hooks(param)
             setattr(param.sharded, SHARDED_AS, param.name)
         group = ParamGroup(item.params, item.mesh, home)
         for commit in item.on_commit:

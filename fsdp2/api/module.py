@@ -16,7 +16,7 @@ from fsdp2 import _torch
 from fsdp2.api.arguments import expect
 from fsdp2.group.group import ParamGroup
 from fsdp2.group.reduce_scatter import AllReduceHook
-from fsdp2.plan.mesh import separate_axis
+from fsdp2.plan.mesh import Axis
 from fsdp2.runtime import door
 from fsdp2.runtime.unit import Unit, note_tree_change, unit_of, units_under
 from fsdp2.runtime.unit_tree import UnitTree, tree_of
@@ -30,11 +30,13 @@ class PlugIns:
     Attributes:
         copied: copies a sharded module; gets the memo of ``copy.deepcopy``, too.
         around_apply: the block in which tensors of a sharded module are replaced, as ``to`` does.
+        separate_axis: an axis of the same ranks, on a device, with a process group of its own.
         communicate_by: lets a unit communicate by what one of the setters was given; gets the setter's name first.
     """
 
     copied: Callable[[nn.Module, dict[Any, Any]], nn.Module]
     around_apply: Callable[[nn.Module], AbstractContextManager[None]]
+    separate_axis: Callable[[Axis, torch.device], Axis]
     communicate_by: Callable[[str, Unit, object], None]
 
 
@@ -446,7 +448,7 @@ class FSDPModule:
         """Whether reduce-scatters use a separate process group, so that they do not queue behind all-gathers in
         backward. All ranks must make the same call."""
         groups = self._groups(recurse)
-        axes = [separate_axis(group.mesh.shard, group.mesh.device) if enable else None for group in groups]
+        axes = [PlugIns.separate_axis(group.mesh.shard, group.mesh.device) if enable else None for group in groups]
         for group, axis in zip(groups, axes, strict=True):
             group.configure(reduce_axis=axis)
 

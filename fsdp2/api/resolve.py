@@ -17,12 +17,11 @@ from fsdp2 import _torch
 from fsdp2.api.adapters import adapter_of, written_spec
 from fsdp2.api.arguments import expect
 from fsdp2.comm.offload import Home
-from fsdp2.group.codec import PlugIns, has_hooks, is_plain
-from fsdp2.group.param import NAME_IN_PASS, ShardedParam, Slot
-from fsdp2.group.shards import is_shard
+from fsdp2.group.codec import PlugIns as OfCodecs, has_hooks, is_plain
+from fsdp2.group.param import ShardedParam, Slot
 from fsdp2.plan.dtypes import check_grad_dtype, own_policy, param_dtypes
 from fsdp2.plan.layout import Layout, shard_layout
-from fsdp2.plan.mesh import ParallelMesh, parallel_mesh, post_forward_mesh, replicated
+from fsdp2.plan.mesh import ParallelMesh, parallel_mesh, replicated
 from fsdp2.plan.placements import local_part, param_spec
 from fsdp2.runtime.unit import UnitConfig
 from fsdp2.schedule.schedule import AfterForward
@@ -42,6 +41,14 @@ class Found:
     def add(self, slot: Slot) -> None:
         if slot not in self.slots:
             self.slots.append(slot)
+
+
+class PlugIns:
+    """What higher layers plug in: ``check_param`` refuses a parameter that cannot be sharded on a device;
+    ``post_forward_mesh`` makes the mesh for shards over so many ranks between forward and backward."""
+
+    check_param: Callable[[Found, torch.device], None]
+    post_forward_mesh: Callable[[ParallelMesh, int], ParallelMesh]
 
 
 # Groups
@@ -81,7 +88,7 @@ def resolve_groups(
 
     members: dict[ParallelMesh, list[tuple[ShardedParam, Callable[[], None] | None]]] = {}
     for item in found:
-        _check_param(item, parallel.device)
+        PlugIns.check_param(item, parallel.device)
         placement, mesh = _asked_placement(item, parallel, placement_fn)
         # All ranks hold what stays whole, and its gradient is all-reduced. A scalar cannot be cut.
         if isinstance(placement, Replicate) or item.param.dim() == 0:
@@ -154,51 +161,6 @@ def _resolve(
     return resolved, None if adapted is None else adapted.commit
 
 
-def check_not_flattened(name: str, param: nn.Parameter) -> None:
-    """Refuse a parameter that torch's ``FullyShardedDataParallel`` has sharded.
-
-    Raises:
-        ValueError: names it.
-    """
-    if _torch.is_flattened(param):
-        raise ValueError(
-            f"fsdp2: parameter '{name}' was sharded by torch.distributed.fsdp.FullyShardedDataParallel before. One of "
-            "the two can shard a model, not both. Import FullyShardedDataParallel from fsdp2 wherever you call it, or "
-            "call fsdp2.install() first."
-        )
-
-
-def _check_param(item: Found, device: torch.device) -> None:
-    name, param = item.name, item.param
-    check_not_flattened(name, param)
-    is_own_class = nn.Parameter in type(param).__mro__[1:]
-    if is_own_class and not has_hooks(param) and adapter_of(param) is None:  # hooks: see _subclass_shard
-        raise ExtensionError(
-            f"fully_shard: parameter '{name}' is a {type(param).__name__}. Sharding would lose this class: compute "
-            "would read an nn.Parameter. Replace the parameter by nn.Parameter(...) of its values, or of a tensor "
-            "subclass that has the methods fsdp_pre_all_gather, fsdp_post_all_gather and __torch_dispatch__: see "
-            "docs/guide/extensions.md#all-gather-hooks. Or list the parameter in ignored_params."
-        )
-    if is_shard(param) or hasattr(param, NAME_IN_PASS):  # the root stays unsharded after forward
-        raise ValueError(
-            f"fully_shard: parameter '{name}' is already sharded, by a call on a module around this one, or on one "
-            "that shares it. Call fully_shard on inner modules first. To add modules later, pass only the new modules, "
-            "or list this parameter in ignored_params."
-        )
-    if isinstance(param, DTensor) and param.device_mesh.device_type != device.type:
-        raise ValueError(
-            f"fully_shard: parameter '{name}' is a DTensor on a mesh of {param.device_mesh.device_type}, but the mesh "
-            f"given to fully_shard is on {device.type}. Use parts of one mesh for both."
-        )
-    layout = "nested" if param.is_nested else "quantized" if param.is_quantized else str(param.layout)
-    if layout != str(torch.strided):
-        raise ValueError(
-            f"fully_shard: parameter '{name}' is a {layout} tensor. Only dense values can be cut into shards. Make "
-            "the parameter a dense tensor or a tensor subclass with all-gather hooks, or list the parameter in "
-            "ignored_params."
-        )
-
-
 def _subclass_shard(
     name: str, param: nn.Parameter, full: torch.Tensor, layout: Layout, rank: int, home: Home
 ) -> torch.Tensor | None:
@@ -211,7 +173,7 @@ def _subclass_shard(
     if is_plain(full):
         return None
     with torch.no_grad():
-        return PlugIns.cut(name, full, layout, rank, home)
+        return OfCodecs.cut(name, full, layout, rank, home)
 
 
 def _resolve_dim(name: str, param: nn.Parameter, placement: Shard | None) -> int:
@@ -266,4 +228,4 @@ def _post_forward_mesh(size: int | None, mesh: ParallelMesh) -> ParallelMesh | N
             f"fully_shard: reshard_after_forward={size} does not divide the {mesh.shard.size} ranks of a mesh that "
             "shard_placement_fn returned. Pass a number that divides the ranks of every shard axis, or a bool."
         )
-    return post_forward_mesh(mesh, size) if mesh.has_this_rank else None
+    return PlugIns.post_forward_mesh(mesh, size) if mesh.has_this_rank else None

@@ -32,6 +32,11 @@ class LateGradients(TreeChecks):
         self._num_steps: list[tuple[Unit, ParamGroup, int]] = []  # of what the last backward has left in flight
 
     def begin_pass(self) -> None:
+        if self._tree.is_reducing:
+            raise ScheduleError(
+                f"forward of {self._tree.class_name}: the handle of finalize_backward(async_op=True) is still pending. "
+                "Call wait() on that handle first."
+            )
         self._check_landed()
         kept = self._tree.schedule.kept
         for index, unit in enumerate(self._tree.units):

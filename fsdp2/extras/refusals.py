@@ -1,4 +1,4 @@
-"""Refuses modules that do not go together with ``fully_shard``, before they fail in another way.
+"""Refuses modules and parameters that do not go together with ``fully_shard``, before they fail in another way.
 
 ``MultiheadAttention`` never calls its ``out_proj``, which so cannot be a unit. ``DistributedDataParallel`` around
 sharded parameters is refused where it is built: its own error names an operation of a process group. Rule: it may be
@@ -10,15 +10,22 @@ from __future__ import annotations
 
 from functools import cache
 
+import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp2 import _torch
+from fsdp2.api.adapters import adapter_of
 from fsdp2.api.fully_shard import PlugIns
+from fsdp2.api.resolve import Found, PlugIns as OfParams
+from fsdp2.group.codec import has_hooks
 from fsdp2.group.group import groups_by_slot
-from fsdp2.group.param import Slot
+from fsdp2.group.param import NAME_IN_PASS, Slot
+from fsdp2.group.shards import is_shard
 from fsdp2.runtime.unit import unit_of
+from fsdp2.types import ExtensionError
 
 
 def check_module(prefix: str, module: nn.Module) -> None:
@@ -59,6 +66,56 @@ def _check_attention(prefix: str, module: nn.Module) -> None:
         )
 
 
+def check_not_flattened(name: str, param: nn.Parameter) -> None:
+    """Refuse a parameter that torch's ``FullyShardedDataParallel`` has sharded.
+
+    Raises:
+        ValueError: names it.
+    """
+    if _torch.is_flattened(param):
+        raise ValueError(
+            f"fsdp2: parameter '{name}' was sharded by torch.distributed.fsdp.FullyShardedDataParallel before. One of "
+            "the two can shard a model, not both. Import FullyShardedDataParallel from fsdp2 wherever you call it, or "
+            "call fsdp2.install() first."
+        )
+
+
+def check_param(item: Found, device: torch.device) -> None:
+    """Check a parameter that is to be sharded on ``device``. Hooks of subclasses are checked when it is cut.
+
+    Raises:
+        ValueError, ExtensionError: it cannot be sharded.
+    """
+    name, param = item.name, item.param
+    check_not_flattened(name, param)
+    is_own_class = nn.Parameter in type(param).__mro__[1:]
+    if is_own_class and not has_hooks(param) and adapter_of(param) is None:
+        raise ExtensionError(
+            f"fully_shard: parameter '{name}' is a {type(param).__name__}. Sharding would lose this class: compute "
+            "would read an nn.Parameter. Replace the parameter by nn.Parameter(...) of its values, or of a tensor "
+            "subclass that has the methods fsdp_pre_all_gather, fsdp_post_all_gather and __torch_dispatch__: see "
+            "docs/guide/extensions.md#all-gather-hooks. Or list the parameter in ignored_params."
+        )
+    if is_shard(param) or hasattr(param, NAME_IN_PASS):  # the root stays unsharded after forward
+        raise ValueError(
+            f"fully_shard: parameter '{name}' is already sharded, by a call on a module around this one, or on one "
+            "that shares it. Call fully_shard on inner modules first. To add modules later, pass only the new modules, "
+            "or list this parameter in ignored_params."
+        )
+    if isinstance(param, DTensor) and param.device_mesh.device_type != device.type:
+        raise ValueError(
+            f"fully_shard: parameter '{name}' is a DTensor on a mesh of {param.device_mesh.device_type}, but the mesh "
+            f"given to fully_shard is on {device.type}. Use parts of one mesh for both."
+        )
+    layout = "nested" if param.is_nested else "quantized" if param.is_quantized else str(param.layout)
+    if layout != str(torch.strided):
+        raise ValueError(
+            f"fully_shard: parameter '{name}' is a {layout} tensor. Only dense values can be cut into shards. Make "
+            "the parameter a dense tensor or a tensor subclass with all-gather hooks, or list the parameter in "
+            "ignored_params."
+        )
+
+
 @cache
 def _refuse_ddp() -> None:
     """Look at every module that gets another one from now on, in the whole process. A step sets no modules."""
@@ -86,5 +143,6 @@ def _check_wrapped(around: nn.Module, _: str, module: object) -> None:
 
 
 def register() -> None:
-    """Let ``fully_shard`` check modules so."""
+    """Let ``fully_shard`` check modules and parameters so."""
     PlugIns.check_module = check_module
+    OfParams.check_param = check_param

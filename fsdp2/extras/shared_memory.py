@@ -12,29 +12,47 @@ import warnings
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 
-from fsdp2.group.group import alive_groups
-from fsdp2.group.shards import GroupShards, PlugIns
+from fsdp2.group.codec import is_plain
+from fsdp2.group.group import groups_by_slot
+from fsdp2.group.shards import GroupShards, PlugIns, is_shard
 
 
-def _adopt_memory(shards: GroupShards, tensors: Sequence[torch.Tensor]) -> bool:
-    """``tensors`` are about to become those of ``shards``. Returns whether these now have the buffers of another group,
-    in which the tensors lie."""
-    others = [group.shards for group in alive_groups() if group.shards is not shards]
-    where = next((each for each in tensors if each.numel() and not each.is_meta), None)
+def _adopt_memory(shards: GroupShards, params: Sequence[nn.Parameter], tensors: Sequence[torch.Tensor]) -> bool:
+    """``params`` with the local ``tensors`` are about to become those of ``shards``. Returns whether these now have the
+    buffers of another group, in which the tensors lie. A parameter that is another group's itself is a tie."""
+    others = [each for each in {group.shards for group, _ in groups_by_slot().values()} if each is not shards]
+    assigned = [each for param, each in zip(params, tensors, strict=True) if not is_shard(param) and not each.is_meta]
+    where = next((each for each in assigned if each.numel()), None)
     owner = None if where is None else next((other for other in others if _has(other, where)), None)
     if owner is None:
         return False
-    if shards.would_lie_in(owner, tensors):
+    if _would_lie_in(shards, owner, tensors):
         shards.lie_in(owner, tensors)
         return True
     warnings.warn(
-        f"parameter '{shards.names[0]}' and others of its unit were assigned shards of another model, but the two "
+        "parameters were assigned by load_state_dict(assign=True) that are shards of another model, but the two "
         "models are sharded differently. Their values were copied, so later writes to the one do not change the other. "
         "Call fully_shard on the same modules of both models, or load without assign=True.",
         stacklevel=2,
     )
     return False
+
+
+def _would_lie_in(shards: GroupShards, other: GroupShards, tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether ``tensors`` lie in the buffers of ``other`` where they would lie in buffers of ``shards``."""
+    (home, plan), buffers = shards.layout, other.flats
+    return (
+        home == other.layout[0]
+        and all(map(is_plain, tensors))
+        and dict(plan.shard_numels) == {dtype: flat.numel() for dtype, flat in buffers.items()}
+        and all(
+            tensors[step.index].data_ptr() == buffers[step.source].data_ptr() + step.shard_offset * step.source.itemsize
+            for step in plan.steps
+            if tensors[step.index].numel()
+        )
+    )
 
 
 def _has(shards: GroupShards, tensor: torch.Tensor) -> bool:

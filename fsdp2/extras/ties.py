@@ -18,7 +18,7 @@ from torch import nn
 
 from fsdp2.api.fully_shard import PlugIns
 from fsdp2.api.resolve import Found
-from fsdp2.group.group import ParamGroup
+from fsdp2.group.group import ParamGroup, PlugIns as OfGroups
 from fsdp2.group.param import SHARDED_AS, ShardedParam, Slot
 from fsdp2.group.shards import is_shard
 from fsdp2.runtime.unit import Unit, units_under
@@ -115,6 +115,27 @@ def join_tie(members: Sequence[Member], unit: Unit, group: ParamGroup, name: str
         member.unit.groups = tuple(each for each in member.unit.groups if each.params)
 
 
+def ties_inside(group: ParamGroup) -> dict[ShardedParam, ShardedParam]:
+    """The parameters of ``group`` in whose place the user has bound another one of it, and that other one.
+
+    Raises:
+        ScheduleError: the group was used before, so autograd and optimizer states may know several parameters.
+    """
+    owners: dict[int, ShardedParam] = {}
+    ties: dict[ShardedParam, ShardedParam] = {}
+    for param in group.params:
+        bound = param.bound()
+        owner = param if bound is None else owners.setdefault(id(bound), param)
+        if owner is not param:
+            ties[param] = owner
+            if group.unsharded.gather is not None:
+                raise ScheduleError(
+                    f"parameters '{owner.full_name}' and '{param.full_name}' were tied after the first use of unit "
+                    f"'{group.name}'. Tie parameters before the first forward, and at best before fully_shard."
+                )
+    return ties
+
+
 def ties_across(units: Sequence[tuple[Unit, str]]) -> list[Callable[[], None]]:
     """What joins each tie across ``units``, which are given with their names.
 
@@ -164,3 +185,4 @@ def _is_fresh(group: ParamGroup) -> bool:
 def register() -> None:
     """Let ``fully_shard`` divide parameters that modules of several calls share."""
     PlugIns.divide_ties = divide_ties
+    OfGroups.ties_inside = ties_inside

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -24,6 +25,25 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | No
         return group._get_backend(device).options._timeout
     except (AttributeError, RuntimeError):  # it is written in Python, such as torch's for threads
         return None
+
+
+@contextmanager
+def groups_made_from_nothing() -> Iterator[None]:
+    """New groups get communicators of their own. If ``init_process_group`` was given a ``device_id``, torch would split
+    them off the world's communicator, and that takes all ranks of the world."""
+    world = dist.group.WORLD
+    device, world.bound_device_id = world.bound_device_id, None  # type: ignore[union-attr]
+    try:
+        yield
+    finally:
+        world.bound_device_id = device  # type: ignore[union-attr]
+
+
+def num_groups() -> int:
+    """By what this rank tells its process groups apart, which is part of the name of a group that only some ranks make:
+    each group that this rank makes adds one. The name was made of another number in torch 2.13 and before."""
+    world, names_read = dist.distributed_c10d._world, dist.distributed_c10d._hash_ranks_to_str.__code__.co_names
+    return world.group_count if "group_count" in names_read else len(world.pg_names)
 
 
 _MIXED = "mixed torch.Tensor and DTensor"  # what torch says if an operation gets a plain tensor and a DTensor

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Iterable, Sequence
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -32,12 +33,27 @@ class UnitChecks(TreeChecks):
         """Move ties to where they belong.
 
         Raises:
-            ScheduleError: a tie cannot move, or units cannot work in one tree.
+            ScheduleError: a tie cannot move, units cannot work in one tree, or this rank is not in the root's mesh.
         """
+        _check_rank(self._tree.root)
         joins = ties_across(units)
         _check_tree(self._tree.class_name, units)
         for join in joins:
             join()
+
+    def begin_pass(self) -> None:
+        """The root's forward begins.
+
+        Raises:
+            ScheduleError: the root is one of several modules of one unit, and no module around them ever ran.
+        """
+        modules = self._tree.root.modules
+        if len(modules) > 1:
+            names = ", ".join(type(module).__name__ for module in modules)
+            raise ScheduleError(
+                f"fully_shard([{names}]) made one unit without a root, and one of these modules ran alone. "
+                "Call fully_shard also on the module that contains these modules, and run that module first."
+            )
 
     def end_collection(self) -> None:
         units, root = self._tree.units, self._tree.root
@@ -46,6 +62,16 @@ class UnitChecks(TreeChecks):
         warned = _warn_of_unsharded(root.modules, known)
         root.left_alone.update(warned)
         leave_alone(getattr(slot.module, slot.name) for slot in warned)
+
+
+def _check_rank(root: Unit) -> None:
+    if not root.mesh.has_this_rank:
+        raise ScheduleError(
+            f"rank {dist.get_rank()} is not in the mesh of unit '{root.name}', which has the ranks "
+            f"{sorted(root.mesh.mesh.mesh.flatten().tolist())}: its shards are empty. Run the model only on ranks "
+            "where fsdp2.reshard_to returned True, or bring this rank in: call fsdp2.reshard_to on all ranks with "
+            "a mesh that has it."
+        )
 
 
 def _check_tree(root_class: str, units: Sequence[tuple[Unit, str]]) -> None:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2 import _torch
 from fsdp2.api.fully_shard import PreparedUnit, prepare_unit
 from fsdp2.api.module import UnshardHandle
-from fsdp2.api.resolve import check_not_flattened
+from fsdp2.extras.refusals import check_not_flattened
 from fsdp2.fsdp1 import comm_hooks, evaluation, extensions, full_params, state_dict as state_dicts
 from fsdp2.fsdp1.auto_wrap import (
     add_full_precision,

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import compress, repeat
 from operator import attrgetter, is_not
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,12 +29,11 @@ from fsdp2.comm.backends import GathersBy, ReduceComm, ReducesBy, can_average, c
 from fsdp2.comm.memory import alias
 from fsdp2.comm.offload import Home, HostCopies
 from fsdp2.comm.streams import Streams, Waitable, wait_for
-from fsdp2.group.param import ShardedParam
+from fsdp2.group.param import PlugIns, ShardedParam
 from fsdp2.group.reduce_scatter import AllReduceHook, Launched, Reduce
 from fsdp2.group.unsharded import UnshardedParams
 from fsdp2.plan.mesh import Axis, ParallelMesh
 from fsdp2.plan.plan import PlanInput, ReducePlan, compile_reduces
-from fsdp2.types import ExtensionError
 
 # In C, since they run once per parameter and step.
 _is_there = partial(is_not, None)
@@ -437,7 +436,7 @@ class GroupGradients:
                 if grad is None:
                     grad = torch.zeros(param.layout.shape, dtype=dtype, device=self._mesh.device)
                 elif type(grad) is not torch.Tensor:
-                    _refuse_gradient(param, grad)
+                    PlugIns.refuse_gradient(param, grad)
                 whole.append(grad.to(dtype))
         grads.clear()  # so each gradient is freed once it was sent
         return whole
@@ -556,12 +555,3 @@ def _rewrapped(landed: Landed) -> Landed:
             inner = [alias(shard, int(shard.storage_offset()), shard.shape, shard.stride()) for shard in shards]
             shards[:] = [_torch.rewrapped(_torch.local_of(param.sharded), dict(zip(names, inner, strict=True)))]
     return Landed(list(by_param), [shards[0] for shards in by_param.values()])
-
-
-def _refuse_gradient(param: ShardedParam, grad: torch.Tensor) -> NoReturn:
-    raise ExtensionError(
-        f"parameter '{param.full_name}': the gradient is a {type(grad).__name__}, expected a plain tensor. A gradient "
-        "may be a subclass only if the unsharded parameter is a wrapper of the same class, and all inner tensors have "
-        "the shape and dtype of the parameter. Let the subclass compute plain gradients, or use the inner tensors of "
-        "its activations."
-    )

@@ -34,11 +34,6 @@ _get_requires_grad = attrgetter("requires_grad")
 _alive: weakref.WeakSet[ParamGroup] = weakref.WeakSet()
 
 
-def alive_groups() -> list[ParamGroup]:
-    """All groups of this process that manage parameters."""
-    return list(_alive)
-
-
 def groups_by_slot() -> dict[Slot, tuple[ParamGroup, int]]:
     """For every slot of a managed parameter, its group and the parameter's position in the group."""
     return {slot: (group, i) for group in _alive for i, param in enumerate(group.params) for slot in param.slots}
@@ -50,6 +45,13 @@ def forget(group: ParamGroup) -> None:
     group.guard(())
     if group.unsharded.gather is not None:
         group.unsharded.gather.release()  # kept memory, too
+
+
+class PlugIns:
+    """What higher layers plug in: ``ties_inside``, the parameters of a group in whose place the user has bound another
+    one of the group, and that other one."""
+
+    ties_inside: Callable[[ParamGroup], dict[ShardedParam, ShardedParam]]
 
 
 class ParamGroup:
@@ -191,7 +193,7 @@ class ParamGroup:
 
     def _refresh(self) -> None:
         """Take over parameters that the user replaced, moved, cast, materialised or tied since the last call."""
-        ties = self._ties()
+        ties = PlugIns.ties_inside(self)
         if self.shards.refresh():
             self.stamp = None
             self._unbind()
@@ -201,26 +203,6 @@ class ParamGroup:
             owner.slots += param.slots
             self.give_up(param)
         self.is_stale = False
-
-    def _ties(self) -> dict[ShardedParam, ShardedParam]:
-        """The parameters in whose place the user has bound another one of the group, and that other one.
-
-        Raises:
-            ScheduleError: the group was used before, so autograd and optimizer states may know several parameters.
-        """
-        owners: dict[int, ShardedParam] = {}
-        ties: dict[ShardedParam, ShardedParam] = {}
-        for param in self.params:
-            bound = param.bound()
-            owner = param if bound is None else owners.setdefault(id(bound), param)
-            if owner is not param:
-                ties[param] = owner
-                if self.unsharded.gather is not None:
-                    raise ScheduleError(
-                        f"parameters '{owner.full_name}' and '{param.full_name}' were tied after the first use of unit "
-                        f"'{self.name}'. Tie parameters before the first forward, and at best before fully_shard."
-                    )
-        return ties
 
     def _is_intact(self) -> bool:
         """Whether nobody has replaced parameters, or their local tensors, since they were bound."""

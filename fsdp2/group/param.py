@@ -8,9 +8,9 @@ autograd saves it (I1).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, cast
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import nn
@@ -50,9 +50,22 @@ class PlugIns:
 
     Attributes:
         why_not: why what a user has bound cannot take the place of a sharded parameter.
+        check_device: refuses a shard by the name of its parameter, where it is, and where shards of its group live.
+        warn_of_hooks: warns of hooks for gradients that are never called; ``is_sharded``: on shards, not on what they
+            replace.
+        refuse_gradient: raises an ExtensionError, since the gradient of a parameter is a subclass that cannot travel.
+        warn_of_plain: a plain tensor has taken the place of a shard with all-gather hooks, of a class.
     """
 
     why_not: Callable[[ShardedParam, object], str]
+    check_device: Callable[[str, torch.device, Home], None]
+    warn_of_hooks: WarnsOfHooks
+    refuse_gradient: Callable[[ShardedParam, torch.Tensor], None]
+    warn_of_plain: Callable[[ShardedParam, type], None]
+
+
+class WarnsOfHooks(Protocol):
+    def __call__(self, params: Sequence[ShardedParam], *, is_sharded: bool) -> None: ...
 
 
 class Slot(NamedTuple):
@@ -282,23 +295,3 @@ class ShardedParam:
         its local tensor, and a wrapper subclass its inner tensors; each has its own version."""
         local = _torch.local_of(self.sharded)
         return [self.sharded, local, *(leaf for leaf in _torch.leaves(local) if leaf is not local)]
-
-
-def check_device(name: str, found: torch.device, home: Home) -> None:
-    """Refuse a shard that is neither where the shards of its group live nor on the meta device.
-
-    Raises:
-        ValueError: names the parameter and both devices.
-    """
-    if found == home.device or found.type == "meta":
-        return
-    if home.is_staged:
-        raise ValueError(
-            f"parameter '{name}' is on {found}, but its shards are offloaded to the host. "
-            "Materialise the model with model.to_empty(device='cpu'), move the model with model.to('cpu'), or load a "
-            "state dict from the CPU."
-        )
-    raise ValueError(
-        f"parameter '{name}' is on {found}, but its mesh is on {home.device}. "
-        f"Move the model with model.to('{home.device}'), or load a state dict from that device."
-    )

@@ -10,7 +10,6 @@ version of the DTensors nor of their local tensors. So each optimizer step is no
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -27,12 +26,12 @@ from fsdp2.comm.offload import Home
 from fsdp2.group import codec
 from fsdp2.group.all_gather import FlatShards, flat_shards
 from fsdp2.group.codec import is_plain
-from fsdp2.group.param import NAME_IN_PASS, ShardedParam, check_device
+from fsdp2.group.param import NAME_IN_PASS, PlugIns as OfParams, ShardedParam
 from fsdp2.plan.dtypes import check_grad_dtype, param_dtypes
 from fsdp2.plan.layout import contiguous_stride
 from fsdp2.plan.mesh import ParallelMesh
 from fsdp2.plan.placements import local_part
-from fsdp2.plan.plan import PlanInput, Routing, compile_gather
+from fsdp2.plan.plan import GatherPlan, PlanInput, Routing, compile_gather
 from fsdp2.types import ScheduleError
 
 # Attribute of sharded parameters, one list for those of a group: how often optimizers have stepped them, and over how
@@ -58,12 +57,12 @@ class PlugIns:
     Attributes:
         on_plain_step: called when an optimizer has stepped parameters that are no shards, with these, and with over how
             many ranks the gradients of its shards are reduced; 0 if it has none.
-        adopt_memory: called with shards that are about to take over other tensors, and with these. If they lie in the
-            buffers of other shards, it may call ``lie_in``; it returns whether it has.
+        adopt_memory: called with shards that are about to take over parameters, these, and their local tensors. If
+            these lie in the buffers of other shards, it may call ``lie_in``; it returns whether it has.
     """
 
     on_plain_step: Callable[[torch.optim.Optimizer, list[torch.Tensor], int], None]
-    adopt_memory: Callable[[GroupShards, Sequence[torch.Tensor]], bool]
+    adopt_memory: Callable[[GroupShards, Sequence[nn.Parameter], Sequence[torch.Tensor]], bool]
 
 
 @cache
@@ -166,13 +165,17 @@ class GroupShards:
             self._follow_locals()
             return False
         for param, bound in zip(self._params, current, strict=True):
-            check_device(param.full_name, _torch.local_of(bound).device, self._home)
+            OfParams.check_device(param.full_name, _torch.local_of(bound).device, self._home)
             check_grad_dtype(param.full_name, param.grad_dtype_of(bound), param.policy)
-        self._warn_of_lost_hooks(current)
+        for index, bound in enumerate(current):
+            if index not in self.plain and is_plain(_torch.local_of(bound)):
+                OfParams.warn_of_plain(self._params[index], type(self.locals[index]))
         locals_ = [self._private(index, _torch.local_of(bound)) for index, bound in enumerate(current)]
         for param, bound in zip(self._params, current, strict=True):
             param.adopt(bound, param_dtypes(bound.dtype, param.policy, param.grad_dtype_of(bound)))
-        self._replace(locals_)
+        if not PlugIns.adopt_memory(self, current, locals_):
+            self._place(locals_)
+        self._note()
         return True
 
     def are_materialised(self) -> bool:
@@ -237,33 +240,22 @@ class GroupShards:
 
     def _replace(self, shards: list[torch.Tensor]) -> None:
         """Place ``shards`` anew. The sharded parameters stay the same objects."""
-        if not PlugIns.adopt_memory(self, shards):
-            self._place(shards)
+        self._place(shards)
         self._note()
 
-    def would_lie_in(self, other: GroupShards, shards: Sequence[torch.Tensor]) -> bool:
-        """Whether ``shards`` lie in the buffers of ``other`` where they would lie in buffers of this group."""
-        if not all(map(is_plain, shards)) or self._home != other._home:
-            return False
-        self.plain = list(range(len(shards)))
-        plan = compile_gather(self.plain_inputs(), self._routing)
-        sizes = {dtype: flat.numel() for dtype, flat in other.flats.items()}
-        starts = {dtype: flat.data_ptr() for dtype, flat in other.flats.items()}
-        return dict(plan.shard_numels) == sizes and all(
-            shards[step.index].data_ptr() == starts[step.source] + step.shard_offset * step.source.itemsize
-            for step in plan.steps
-            if shards[step.index].numel()
-        )
-
     def lie_in(self, other: GroupShards, shards: Sequence[torch.Tensor]) -> None:
-        """Use the buffers of ``other``, where ``shards`` lie. Each step of an optimizer counts for both."""
+        """Use the buffers of ``other``, where ``shards`` lie as they would in those of this group. Each step of an
+        optimizer counts for both."""
+        self.plain = list(range(len(shards)))
         self.flats, self._steps, self._sharing = other.flats, other._steps, []
         self.locals = list(shards)
 
     @property
-    def names(self) -> list[str]:
-        """The names of the parameters, from the root."""
-        return [param.full_name for param in self._params]
+    def layout(self) -> tuple[Home, GatherPlan]:
+        """Where the shards live, and where they lie if all are plain."""
+        params = enumerate(self._params)
+        inputs = {index: PlanInput(param.name, param.layout, param.dtypes) for index, param in params}
+        return self._home, compile_gather(inputs, self._routing)
 
     def _note(self) -> None:
         """Make ``locals`` the local tensors of the sharded parameters, and look from now on at what these are."""
@@ -298,16 +290,6 @@ class GroupShards:
             with torch.no_grad():
                 local.set_(local.clone().untyped_storage(), 0, local.shape, local.stride())
         return codec.PlugIns.pin(self._params[index].full_name, local, self._home)
-
-    def _warn_of_lost_hooks(self, current: Sequence[torch.Tensor]) -> None:
-        for index, bound in enumerate(current):
-            if index not in self.plain and is_plain(_torch.local_of(bound)):
-                warnings.warn(
-                    f"parameter '{self._params[index].full_name}' was a {type(self.locals[index]).__name__} with "
-                    "all-gather hooks. A plain tensor has replaced the parameter, and is now gathered without hooks. "
-                    "To keep the hooks, assign a tensor of that class, or set the hooks on the new local tensor.",
-                    stacklevel=2,
-                )
 
     def _is_in_place(self, index: int, bound: torch.Tensor) -> bool:
         mine, found = self.locals[index], _torch.local_of(bound)

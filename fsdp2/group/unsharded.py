@@ -6,7 +6,6 @@ autograd has saved stay the same objects as long as their place in memory stays 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from itertools import compress, count
 
@@ -19,7 +18,7 @@ from fsdp2.comm.offload import FlatStage, Home
 from fsdp2.comm.streams import Streams, streams_for
 from fsdp2.group.all_gather import FlatShards, Gather, GatheredMemory, LocalGather
 from fsdp2.group.codec import Codec, PlugIns
-from fsdp2.group.param import ShardedParam
+from fsdp2.group.param import PlugIns as OfParams, ShardedParam
 from fsdp2.group.post_forward import PostForwardShards
 from fsdp2.group.shards import GroupShards
 from fsdp2.plan.mesh import ParallelMesh
@@ -111,7 +110,7 @@ class UnshardedParams:
             RuntimeError: a parameter is still on the meta device.
         """
         self._shards.check_ready()
-        self._warn_of_hooks()
+        OfParams.warn_of_hooks(self._params, is_sharded=True)
         # These tensors live longer than the first pass.
         with torch.inference_mode(False), torch.no_grad(), self.streams.on_gather:
             inputs = self._shards.plain_inputs()
@@ -125,17 +124,6 @@ class UnshardedParams:
             if self.hooked is not None:
                 self.hooked.bind_outputs(gather.outputs, first_key)
         self.gather = gather
-
-    def _warn_of_hooks(self) -> None:
-        """Autograd computes gradients of the unsharded parameters only."""
-        for param in self._params:
-            if _torch.way_of_hooks(param.sharded) == "register_hook":
-                warnings.warn(
-                    f"parameter '{param.full_name}': hooks of register_hook are never called on a sharded parameter. "
-                    "Call register_post_accumulate_grad_hook instead; its hooks get the shard, with the reduced "
-                    "gradient.",
-                    stacklevel=2,
-                )
 
     def _bound(self, plan: GatherPlan) -> Gather | LocalGather:
         flats, mesh, streams = self._shards.flats, self._mesh, self.streams

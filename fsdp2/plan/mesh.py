@@ -5,10 +5,9 @@ A mesh always has a shard and a replicate axis; an absent one has size 1.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -88,6 +87,13 @@ class ParallelMesh:
         return [axis.group for axis in (self.shard, self.replicate) if axis.group is not None and axis.size > 1]
 
 
+class PlugIns:
+    """What higher layers plug in: ``own_axis`` makes an axis of ranks with a process group of its own, once; gets the
+    ranks, a description, the axes over which this rank can agree with them, and the device."""
+
+    own_axis: Callable[[list[int], str, Sequence[Axis], torch.device], Axis]
+
+
 def replicated(parallel: ParallelMesh) -> ParallelMesh:
     """The ranks of ``parallel``, with parameters whole on each of them. Collective on a 2D mesh."""
     spmd = parallel.spmd
@@ -102,7 +108,7 @@ def replicated(parallel: ParallelMesh) -> ParallelMesh:
         joint = _axis_of_others(parallel.mesh.size())
     else:
         ranks = parallel.mesh.mesh.flatten().tolist()
-        joint = own_axis(ranks, "fsdp2_replicate", (parallel.shard, parallel.replicate), parallel.device)
+        joint = PlugIns.own_axis(ranks, "fsdp2_replicate", (parallel.shard, parallel.replicate), parallel.device)
     return replace(parallel, roles=_without_shard(parallel.roles), shard=NO_AXIS, replicate=joint, spmd=spmd)
 
 
@@ -149,7 +155,7 @@ def parallel_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims | None = None) ->
             'Pass a submesh, for example mesh["dp"], or name the data-parallel axes with dp_mesh_dims.'
         )
     roles = (AxisRole.REPLICATE, AxisRole.SHARD)[-mesh.ndim :]
-    return _parallel_mesh(mesh, roles)
+    return mesh_with_roles(mesh, roles)
 
 
 def mesh_device(mesh: DeviceMesh) -> torch.device:
@@ -159,7 +165,8 @@ def mesh_device(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
 
 
-def _parallel_mesh(mesh: DeviceMesh, roles: tuple[AxisRole, ...], spmd: SpmdMesh | None = None) -> ParallelMesh:
+def mesh_with_roles(mesh: DeviceMesh, roles: tuple[AxisRole, ...], spmd: SpmdMesh | None = None) -> ParallelMesh:
+    """``mesh``, of whose axes ``roles`` say what they do, as this rank sees it."""
     if mesh.get_coordinate() is None:
         axes = {role: _axis_of_others(mesh.size(i)) for i, role in enumerate(roles)}
     else:
@@ -192,7 +199,7 @@ def _data_parallel_part(mesh: DeviceMesh, dims: DataParallelMeshDims) -> Paralle
         sharded_roles = tuple(roles[i] for i in kept)
         sharded = _torch.concatenated_mesh([flat[AxisRole.SHARD] if i == first else mesh[names[i]] for i in kept])
     spmd = SpmdMesh(mesh, roles, sharded, sharded_roles)
-    return _parallel_mesh(_torch.concatenated_mesh(list(flat.values())), tuple(flat), spmd)
+    return mesh_with_roles(_torch.concatenated_mesh(list(flat.values())), tuple(flat), spmd)
 
 
 def _checked_names(mesh: DeviceMesh, dims: DataParallelMeshDims) -> tuple[str, ...]:
@@ -222,59 +229,3 @@ def _checked_names(mesh: DeviceMesh, dims: DataParallelMeshDims) -> tuple[str, .
 def _flat(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh:
     """The axes ``names`` of ``mesh`` as one axis."""
     return mesh[names[0]] if len(names) == 1 else _torch.flattened_mesh(mesh[tuple(names)], "_".join(names))
-
-
-# Process groups of our own
-
-
-def post_forward_mesh(parallel: ParallelMesh, shard_size: int) -> ParallelMesh:
-    """The mesh for shards between forward and backward: groups of ``shard_size`` neighbouring ranks of ``parallel``,
-    replicated across the groups. Collective."""
-    ranks = parallel.mesh.mesh.reshape(-1, shard_size)
-    ((row, column),) = (ranks == dist.get_rank()).nonzero().tolist()
-    axes, device = (parallel.shard, parallel.replicate), parallel.device
-    lines = (ranks[:, column].tolist(), ranks[row, :].tolist())
-    own = [own_axis(line, "fsdp2_post_forward", axes, device) for line in lines]
-    groups = [axis.group for axis in own if axis.group is not None]
-    names = ("replicate", "shard")
-    mesh = DeviceMesh.from_group(groups, parallel.mesh.device_type, ranks, mesh_dim_names=names)
-    return _parallel_mesh(mesh, (AxisRole.REPLICATE, AxisRole.SHARD))
-
-
-def separate_axis(axis: Axis, device: torch.device) -> Axis:
-    """``axis``, of a mesh on ``device``, with a process group of its own, the same for all axes of the same ranks.
-    Collective."""
-    if axis.group is None or axis.size == 1:
-        return axis
-    return own_axis(dist.get_process_group_ranks(axis.group), "fsdp2_reduce_scatter", (axis,), device)
-
-
-def _match_names(axes: Sequence[Axis], device: torch.device) -> None:
-    """Let the ranks of ``axes`` find each other in groups that they make from now on. torch counts the groups of this
-    rank in the name of a new one, and ranks that were in other meshes before have other counts. Groups of one rank make
-    up the difference."""
-    count = torch.tensor([_torch.num_groups()], dtype=torch.int64, device=device)
-    for axis in axes:
-        if axis.size > 1:
-            dist.all_reduce(count, dist.ReduceOp.MAX, group=axis.group)
-    for _ in range(int(count.item()) - _torch.num_groups()):
-        with _torch.groups_made_from_nothing():
-            dist.new_group([dist.get_rank()], use_local_synchronization=True, group_desc="fsdp2_counted")
-
-
-# I4: all ranks must decide alike whether to create a group. So keys are plain values: one rank alone may free a mesh.
-_Key = tuple[tuple[int, ...], str]
-_own_groups: WeakKeyDictionary[dist.ProcessGroup, dict[_Key, dist.ProcessGroup]] = WeakKeyDictionary()
-
-
-def own_axis(ranks: list[int], description: str, axes: Sequence[Axis], device: torch.device) -> Axis:
-    """An axis of ``ranks`` with a process group of its own for this use, made once. Collective on ``axes``, whose other
-    ranks make their own groups meanwhile, or have them."""
-    assert dist.group.WORLD is not None  # the mesh has groups
-    _match_names(axes, device)
-    made = _own_groups.setdefault(dist.group.WORLD, {})
-    key = (tuple(ranks), description)
-    if key not in made:
-        with _torch.groups_made_from_nothing():
-            made[key] = dist.new_group(ranks, use_local_synchronization=True, group_desc=description)
-    return Axis(made[key], len(ranks), dist.get_rank(made[key]))

@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import ClassVar
 
 import torch
-import torch.distributed as dist
 
 from fsdp2 import _torch
 from fsdp2.plan.dtypes import GRADIENTS_FOLLOW_SHARDS
@@ -175,29 +174,6 @@ class UnitTree:
 
     # Forward
 
-    def _recover(self, unit: Unit) -> None:
-        """``unit``'s forward begins, outside of backward. If this shows that the last pass raised, clean up after it.
-
-        Raises:
-            ScheduleError: one of several modules of a unit runs, but no module around them ever has; or nobody has
-                waited for the gradients that ``finalize_backward`` has started to reduce.
-        """
-        if unit is self.root and len(unit.modules) > 1:
-            names = ", ".join(type(module).__name__ for module in unit.modules)
-            raise ScheduleError(
-                f"fully_shard([{names}]) made one unit without a root, and one of these modules ran alone. "
-                "Call fully_shard also on the module that contains these modules, and run that module first."
-            )
-        if self.is_reducing and self.passes.root is None:
-            raise ScheduleError(
-                f"forward of unit '{unit.name}': the handle of finalize_backward(async_op=True) is still pending. Call "
-                "wait() on that handle first."
-            )
-        if self.passes.root_raised or (
-            not unit.missing_modules and self.passes.has_left_behind(unit.index, self.parents)
-        ):
-            self.abandon_forward()
-
     def _recover_backward(self) -> None:
         """A backward counts as running, but it is not the one that computes here. If it has raised, clean up after it;
         else the one here is nested in it.
@@ -225,7 +201,9 @@ class UnitTree:
             self._recover_backward()
         # Most units are inside a forward that goes on.
         if not passes.in_backward and (passes.root is None or passes.root >= unit.index or passes.root_raised):
-            self._recover(unit)
+            is_inside = bool(unit.missing_modules)  # of a forward that has begun in another of its modules
+            if passes.root_raised or (not is_inside and passes.has_left_behind(unit.index, self.parents)):
+                self.abandon_forward()
             if passes.root is None:
                 self._begin_forward()
         if len(unit.modules) > 1 and passes.root is not None and not passes.in_backward:
@@ -497,20 +475,6 @@ def tree_of(unit: Unit) -> UnitTree:
     """The tree of ``unit``. A unit without one becomes the root of its own.
 
     Raises:
-        ScheduleError: this rank is not in the mesh of the unit.
+        ScheduleError: it cannot work here.
     """
-    if unit.tree is not None:
-        return unit.tree
-    if not unit.mesh.has_this_rank:
-        raise ScheduleError(
-            f"rank {dist.get_rank()} is not in the mesh of unit '{unit.name}', which has the ranks "
-            f"{sorted(unit.mesh.mesh.mesh.flatten().tolist())}: its shards are empty. Run the model only on ranks "
-            "where fsdp2.reshard_to returned True, or bring this rank in: call fsdp2.reshard_to on all ranks with "
-            "a mesh that has it."
-        )
-    return _tree_of_root(unit)
-
-
-@door.entry
-def _tree_of_root(unit: Unit) -> UnitTree:
-    return UnitTree(unit)
+    return unit.tree or door.entry(UnitTree)(unit)

@@ -1,8 +1,10 @@
-"""Why what a user has bound cannot take the place of a sharded parameter."""
+"""Why what a user has bound cannot take the place of a sharded parameter, or what is lost if it does."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -11,7 +13,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from fsdp2 import _torch
+from fsdp2.comm.offload import Home
 from fsdp2.group.param import ShardedParam
+from fsdp2.types import ExtensionError
 
 
 def why_not(param: ShardedParam, bound: object) -> str:
@@ -50,3 +54,43 @@ def _described(found: object) -> str:
 
 def _described_dtensor(shape: tuple[int, ...], placements: Sequence[Placement], mesh: DeviceMesh) -> str:
     return f"DTensor of shape {shape} with placements {tuple(placements)} on {mesh}"
+
+
+def check_device(name: str, found: torch.device, home: Home) -> None:
+    """Refuse a shard that is neither where the shards of its group live nor on the meta device.
+
+    Raises:
+        ValueError: names the parameter and both devices.
+    """
+    if found == home.device or found.type == "meta":
+        return
+    if home.is_staged:
+        raise ValueError(
+            f"parameter '{name}' is on {found}, but its shards are offloaded to the host. "
+            "Materialise the model with model.to_empty(device='cpu'), move the model with model.to('cpu'), or load a "
+            "state dict from the CPU."
+        )
+    raise ValueError(
+        f"parameter '{name}' is on {found}, but its mesh is on {home.device}. "
+        f"Move the model with model.to('{home.device}'), or load a state dict from that device."
+    )
+
+
+def warn_of_plain(param: ShardedParam, before: type) -> None:
+    """A plain tensor has taken the place of a shard of the class ``before``, which has all-gather hooks."""
+    warnings.warn(
+        f"parameter '{param.full_name}' was a {before.__name__} with all-gather hooks. A plain tensor has replaced the "
+        "parameter, and is now gathered without hooks. To keep the hooks, assign a tensor of that class, or set the "
+        "hooks on the new local tensor.",
+        stacklevel=2,
+    )
+
+
+def refuse_gradient(param: ShardedParam, grad: torch.Tensor) -> NoReturn:
+    """The gradient of ``param`` is a subclass, and plain tensors are expected."""
+    raise ExtensionError(
+        f"parameter '{param.full_name}': the gradient is a {type(grad).__name__}, expected a plain tensor. A gradient "
+        "may be a subclass only if the unsharded parameter is a wrapper of the same class, and all inner tensors have "
+        "the shape and dtype of the parameter. Let the subclass compute plain gradients, or use the inner tensors of "
+        "its activations."
+    )

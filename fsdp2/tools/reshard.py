@@ -19,13 +19,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2 import _torch
 from fsdp2.comm.offload import Home
+from fsdp2.extras.own_groups import post_forward_mesh, separate_axis
 from fsdp2.extras.torch_names import buffers_dict
 from fsdp2.group.codec import is_plain
 from fsdp2.group.gradients import GroupOptions
 from fsdp2.group.group import ParamGroup, forget
 from fsdp2.group.param import ShardedParam
 from fsdp2.plan.layout import pack, shard_layout
-from fsdp2.plan.mesh import AxisRole, ParallelMesh, post_forward_mesh, replicated, separate_axis
+from fsdp2.plan.mesh import AxisRole, ParallelMesh, replicated
 from fsdp2.plan.placements import plain_spec
 from fsdp2.runtime.unit import Unit
 from fsdp2.runtime.unit_tree import UnitTree, tree_of

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.func import functional_call
 from torch.nn.utils import parametrize
 
-from fsdp2 import fully_shard
+from fsdp2 import FSDPModule, fully_shard
 from fsdp2.tools import trace
 from tests.distributed.changes import (
     USES,
@@ -26,7 +27,7 @@ from tests.distributed.changes import (
     reshard_all,
     step_and_zero,
 )
-from tests.distributed.support import DIM, Stack, batch, same_on_all_ranks, seeded, shard, sharded, step
+from tests.distributed.support import DIM, Stack, batch, same_on_all_ranks, seeded, shard, shard_each, sharded, step
 from tests.fuzz import passes
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.golden import Check, golden_on_ranks
@@ -481,3 +482,34 @@ def test_parameter_frozen_between_micro_batches_is_reduced_though_one_rank_did_n
     for mine, expected in zip((model.base, model.adapter), (plain.base, plain.adapter), strict=True):
         dist.all_reduce(expected.weight.grad)
         torch.testing.assert_close(mine.weight.grad.full_tensor(), expected.weight.grad / ctx.world_size)
+
+
+@pytest.mark.parametrize("are_alike", [True, False])
+@distributed(2)
+def test_models_share_memory_after_loading_with_assign(ctx: RankContext, are_alike: bool) -> None:
+    """As plain modules do. If they are sharded differently, values are copied, with a warning."""
+
+    def follow(model: Any, follower: Any) -> list[Tensor]:
+        seen, optimizer = [], torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
+        follower.load_state_dict(model.state_dict(), assign=True)
+        for seed in range(2):
+            step(model, seed)
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                seen.append(follower(batch()))
+        with torch.no_grad():
+            for module in (model, follower) if isinstance(model, FSDPModule) else ():
+                module.reshard()
+            for param in follower.parameters():
+                param.mul_(0.5)
+            seen += [model(batch()), follower(batch())]
+        return seen
+
+    model, follower = sharded(ctx), seeded(Stack, 1)
+    shard(ctx, follower) if are_alike else shard_each(follower, mesh=ctx.mesh_1d())
+    with nullcontext() if are_alike else pytest.warns(UserWarning, match="sharded differently"):
+        found = follow(model, follower)
+    expected = follow(seeded(Stack), seeded(Stack, 1))
+    is_equal = [torch.allclose(*pair, atol=1e-6) for pair in zip(found, expected, strict=True)]
+    assert all(is_equal) is are_alike, is_equal

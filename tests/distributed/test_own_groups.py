@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp2.plan import mesh as mesh_module
-from fsdp2.plan.mesh import parallel_mesh, post_forward_mesh, replicated, separate_axis
+from fsdp2.extras import own_groups
+from fsdp2.extras.own_groups import post_forward_mesh, separate_axis
+from fsdp2.plan.mesh import parallel_mesh, replicated
 from tests.distributed.support import same_on_all_ranks, sharded, step
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.selection import long
@@ -94,7 +95,7 @@ def test_ranks_of_a_part_make_their_groups_alone_though_the_world_has_a_device(c
     mesh = ctx.mesh(pp=2, dp=2)["dp"]
     world.bound_device_id = device
     try:
-        with mock.patch.object(dist, "new_group", new_group), mock.patch.object(mesh_module, "_own_groups", {}):
+        with mock.patch.object(dist, "new_group", new_group), mock.patch.object(own_groups, "_own_groups", {}):
             separate_axis(parallel_mesh(mesh).shard, torch.device("cpu"))
             post_forward_mesh(parallel_mesh(mesh), 1)
     except RuntimeError:
@@ -110,7 +111,7 @@ def test_ranks_that_were_in_different_meshes_before_find_each_other(ctx: RankCon
     mesh = parallel_mesh(init_device_mesh("cpu", (2, 2)))
     if ctx.rank < 2:
         dist.new_group([0, 1], use_local_synchronization=True, group_desc="earlier")
-    with mock.patch.object(mesh_module, "_own_groups", {}):
+    with mock.patch.object(own_groups, "_own_groups", {}):
         joint, separate = replicated(mesh).replicate, separate_axis(mesh.shard, mesh.device)
         resting = post_forward_mesh(parallel_mesh(ctx.mesh_1d()), 2)
     for axis in (joint, separate, resting.shard, resting.replicate):

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp2 import _torch
+from fsdp2.extras import torch_names
 from tests.memory_errors.allocator import watch_memory
 
 READY = "ready"
@@ -138,9 +138,9 @@ def _answer(context: RankContext, call: Call) -> bytes:
 def _make_as_many_groups_as_other_ranks() -> None:
     """torch counts the groups of a rank in the name of a group that only some ranks make. Tests before this one may
     have made more on one rank than on another, and then torch's own runtime waits for a group of another name."""
-    count = torch.tensor(_torch.num_groups())
+    count = torch.tensor(torch_names.num_groups())
     dist.all_reduce(count, dist.ReduceOp.MAX)
-    for _ in range(int(count) - _torch.num_groups()):
+    for _ in range(int(count) - torch_names.num_groups()):
         dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
 

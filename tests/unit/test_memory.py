@@ -21,11 +21,11 @@ from fsdp2.comm.memory import alias, tensor_on
 from fsdp2.comm.offload import HOST, FlatStage, Home, HostCopies, StagedOffloadPolicy, home_for
 from fsdp2.comm.streams import AcceleratorStreams, Streams, streams_for
 from fsdp2.group.all_gather import FlatShards, Gather, GatheredMemory, flat_shards, shard_slice
-from fsdp2.group.param import check_device
 from fsdp2.plan.dtypes import param_dtypes
 from fsdp2.plan.layout import shard_layout
 from fsdp2.plan.plan import PlanInput, compile_gather
 from fsdp2.tensors.cut import pinned
+from fsdp2.tools.replaced import check_device
 from fsdp2.types import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from tests.harness.extensions import Halved
 from tests.harness.golden import texts_beside

@@ -9,7 +9,8 @@ from dataclasses import replace
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp2.plan.mesh import NO_AXIS, Axis, mesh_device, own_axis
+from fsdp2.extras.own_groups import own_axis
+from fsdp2.plan.mesh import NO_AXIS, Axis, mesh_device
 
 
 def joint_axis(mesh: DeviceMesh, axes: Sequence[int]) -> Axis:

@@ -1,0 +1,78 @@
+"""Process groups that fsdp2 makes: for shards between forward and backward, for reductions that do not queue behind
+gathers, and for all ranks of an HSDP mesh.
+
+Rule: when one is made follows from ranks alone, never from what a rank has freed (I4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp2.api.module import PlugIns as OfModules
+from fsdp2.api.resolve import PlugIns as OfCalls
+from fsdp2.extras import torch_names
+from fsdp2.plan.mesh import Axis, AxisRole, ParallelMesh, PlugIns, mesh_with_roles
+
+
+def post_forward_mesh(parallel: ParallelMesh, shard_size: int) -> ParallelMesh:
+    """The mesh for shards between forward and backward: groups of ``shard_size`` neighbouring ranks of ``parallel``,
+    replicated across the groups. Collective."""
+    ranks = parallel.mesh.mesh.reshape(-1, shard_size)
+    ((row, column),) = (ranks == dist.get_rank()).nonzero().tolist()
+    axes, device = (parallel.shard, parallel.replicate), parallel.device
+    lines = (ranks[:, column].tolist(), ranks[row, :].tolist())
+    own = [own_axis(line, "fsdp2_post_forward", axes, device) for line in lines]
+    groups = [axis.group for axis in own if axis.group is not None]
+    names = ("replicate", "shard")
+    mesh = DeviceMesh.from_group(groups, parallel.mesh.device_type, ranks, mesh_dim_names=names)
+    return mesh_with_roles(mesh, (AxisRole.REPLICATE, AxisRole.SHARD))
+
+
+def separate_axis(axis: Axis, device: torch.device) -> Axis:
+    """``axis``, of a mesh on ``device``, with a process group of its own, the same for all axes of the same ranks.
+    Collective."""
+    if axis.group is None or axis.size == 1:
+        return axis
+    return own_axis(dist.get_process_group_ranks(axis.group), "fsdp2_reduce_scatter", (axis,), device)
+
+
+def _match_names(axes: Sequence[Axis], device: torch.device) -> None:
+    """Let the ranks of ``axes`` find each other in groups that they make from now on. torch counts the groups of this
+    rank in the name of a new one, and ranks that were in other meshes before have other counts. Groups of one rank make
+    up the difference."""
+    count = torch.tensor([torch_names.num_groups()], dtype=torch.int64, device=device)
+    for axis in axes:
+        if axis.size > 1:
+            dist.all_reduce(count, dist.ReduceOp.MAX, group=axis.group)
+    for _ in range(int(count.item()) - torch_names.num_groups()):
+        with torch_names.groups_made_from_nothing():
+            dist.new_group([dist.get_rank()], use_local_synchronization=True, group_desc="fsdp2_counted")
+
+
+# I4: all ranks must decide alike whether to create a group. So keys are plain values: one rank alone may free a mesh.
+_Key = tuple[tuple[int, ...], str]
+_own_groups: WeakKeyDictionary[dist.ProcessGroup, dict[_Key, dist.ProcessGroup]] = WeakKeyDictionary()
+
+
+def own_axis(ranks: list[int], description: str, axes: Sequence[Axis], device: torch.device) -> Axis:
+    """An axis of ``ranks`` with a process group of its own for this use, made once. Collective on ``axes``, whose other
+    ranks make their own groups meanwhile, or have them."""
+    assert dist.group.WORLD is not None  # the mesh has groups
+    _match_names(axes, device)
+    made = _own_groups.setdefault(dist.group.WORLD, {})
+    key = (tuple(ranks), description)
+    if key not in made:
+        with torch_names.groups_made_from_nothing():
+            made[key] = dist.new_group(ranks, use_local_synchronization=True, group_desc=description)
+    return Axis(made[key], len(ranks), dist.get_rank(made[key]))
+
+
+def register() -> None:
+    """Make them where they are asked for."""
+    PlugIns.own_axis = own_axis
+    OfCalls.post_forward_mesh, OfModules.separate_axis = post_forward_mesh, separate_axis

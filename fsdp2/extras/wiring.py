@@ -1,0 +1,82 @@
+"""Which feature plugs in where: the seams of the core, and what is loaded at the first call of one.
+
+Extras register themselves, since every model needs them. Everything else is named here, and loaded when the core first
+calls it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+from fsdp2 import _torch
+from fsdp2.api.adapters import ADAPTERS, SPEC_READERS
+from fsdp2.api.fully_shard import PlugIns as OfCalls
+from fsdp2.api.module import PlugIns as OfModules
+from fsdp2.extras import (
+    alike,
+    empty_buffers,
+    handed_out,
+    local_parts,
+    lost_gradients,
+    lost_hooks,
+    outside_calls,
+    own_groups,
+    peers,
+    ranks_may_differ,
+    refusals,
+    shared_memory,
+    state,
+    ties,
+    unit_checks,
+)
+from fsdp2.group.codec import PlugIns as OfCodecs
+from fsdp2.group.param import PlugIns as OfParams
+from fsdp2.group.shards import PlugIns as OfShards
+from fsdp2.runtime.hooks import PlugIns as OfHooks
+from fsdp2.runtime.unit_tree import PlugIns as OfTrees
+
+CHECKS = (unit_checks, lost_gradients, alike)  # each tree asks them in this order
+EXTRAS = (
+    *(empty_buffers, handed_out, local_parts, lost_hooks, outside_calls, own_groups, peers),
+    *(ranks_may_differ, refusals, shared_memory, state, ties),
+)
+
+
+def wire() -> None:
+    """Called once, when the package is imported."""
+    types = "tensors.typed_params"  # before local parts: the first reader who knows a parameter answers
+    SPEC_READERS.append(_once_imported("spmd_types", _later(types, "written"), lambda *_: None))
+    OfCalls.resolve = _once_imported("spmd_types", _later(types, "resolved"), lambda _, resolve: resolve())
+    for extra in (*CHECKS, *EXTRAS):
+        extra.register()
+    OfHooks.check_loaded = _later("tools.loading", "check_loaded")
+    OfModules.copied = _later("tools.copying", "copied_module")
+    OfModules.communicate_by = _later("tools.custom_comm", "communicate_by")
+    OfTrees.limits_memory = _later("tools.memory_limit", "MemoryLimit")
+    OfParams.why_not = _later("tools.replaced", "why_not")
+    OfParams.check_device = _later("tools.replaced", "check_device")
+    OfParams.warn_of_plain = _later("tools.replaced", "warn_of_plain")
+    OfParams.refuse_gradient = _later("tools.replaced", "refuse_gradient")
+    OfShards.on_plain_step = _later("tools.plain_params", "warn_of_plain")
+    OfCodecs.cut, OfCodecs.pin = _later("tensors.cut", "pinned_shard"), _later("tensors.cut", "pinned")
+    OfCodecs.codec = _later("tensors.all_gather_hooks", "HookedParams")
+    ADAPTERS["bitsandbytes.nn.modules.Params4bit"] = _later("tensors.params4bit", "adapt")
+
+
+def _later(module: str, name: str) -> Any:
+    """The function ``name`` of ``module``, which is imported at the first call."""
+
+    # The step of an optimizer may be compiled, and no compiler follows an import.
+    @_torch.runs_between_graphs
+    def call(*args: Any) -> Any:
+        return getattr(import_module(f"fsdp2.{module}"), name)(*args)
+
+    return call
+
+
+def _once_imported(library: str, function: Callable[..., Any], without: Callable[..., Any]) -> Callable[..., Any]:
+    """Calls ``function`` where somebody has imported ``library``, else ``without``."""
+    return lambda *args: (function if library in sys.modules else without)(*args)
