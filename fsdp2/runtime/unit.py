@@ -16,6 +16,7 @@ from fsdp2 import _torch
 from fsdp2.group.group import ParamGroup
 from fsdp2.group.param import Slot
 from fsdp2.plan.mesh import ParallelMesh
+from fsdp2.runtime.torch_names import plain_name
 from fsdp2.schedule.schedule import COMPUTING, UnitRules
 from fsdp2.schedule.states import GroupState
 from fsdp2.types import MixedPrecisionPolicy, Observer
@@ -181,7 +182,7 @@ def units_under(module: nn.Module) -> Iterator[tuple[str, Unit]]:
         unit = unit_of(child)
         if unit is not None and id(unit) not in seen:
             seen.add(id(unit))
-            yield name, unit
+            yield plain_name(module, name), unit
 
 
 def parents_of(units: Sequence[Unit]) -> list[int | None]:
