@@ -18,6 +18,7 @@ from fsdp2 import _torch
 from fsdp2.api.fully_shard import PlugIns
 from fsdp2.group.group import groups_by_slot
 from fsdp2.group.param import Slot
+from fsdp2.runtime.torch_names import plain_name
 from fsdp2.runtime.unit import unit_of
 
 
@@ -70,7 +71,7 @@ def _check_wrapped(around: nn.Module, _: str, module: object) -> None:
         return
     managed, ignored = groups_by_slot(), around.parameters_to_ignore
     found = [
-        key
+        plain_name(module, key)
         for prefix, owner in module.named_modules()
         for name in _torch.parameters_dict(owner)
         if Slot(owner, name) in managed and (key := f"{prefix}.{name}" if prefix else name) not in ignored

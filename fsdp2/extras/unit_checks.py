@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2 import _torch
 from fsdp2.extras.ties import ties_across
 from fsdp2.group.param import Slot, leave_alone
+from fsdp2.runtime.torch_names import plain_named_modules
 from fsdp2.runtime.unit import Unit
 from fsdp2.runtime.unit_tree import PlugIns, TreeChecks, UnitTree
 from fsdp2.types import ScheduleError
@@ -81,7 +82,7 @@ def _warn_of_unsharded(roots: Iterable[nn.Module], known: Collection[Slot]) -> l
     found = {
         f"{prefix}.{name}" if prefix else name: slot
         for root in roots
-        for prefix, module in root.named_modules()
+        for prefix, module in plain_named_modules(root)
         for name, param in _torch.parameters_dict(module).items()
         if param is not None
         and param.requires_grad

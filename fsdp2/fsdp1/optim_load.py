@@ -23,6 +23,7 @@ from fsdp2.fsdp1.optim_values import Fetch, Remote, broadcast_structure, copied,
 from fsdp2.fsdp1.state_dict import FULL, Entry, get_types
 from fsdp2.fsdp1.state_values import is_replicated, local_value
 from fsdp2.plan.mesh import NO_AXIS
+from fsdp2.runtime.torch_names import without
 from fsdp2.tools.together import together
 from fsdp2.tools.torch_names import is_sharded_tensor
 
@@ -71,6 +72,7 @@ def to_load(
         given, fetch = broadcast_structure(given, group, owners.wrappers[0].compute_device)
     axis = owners.axis if is_collective else NO_AXIS
     with together(axis):
+        given = _named_as_here(owners, given)
         check(owners, given)
         assert given is not None
         ways = _ways(owners, given["state"])
@@ -103,6 +105,22 @@ def to_load(
 
 def _itself(value: Any) -> Any:
     return value
+
+
+def _named_as_here(owners: Owners, given: Any) -> Any:
+    """``given``, where parameters of compiled modules may have other names than in this model."""
+    here = {without(name): name for name in owners.known}
+
+    def renamed(key: Any) -> Any:
+        is_strange = isinstance(key, str) and key not in owners.known
+        return here.get(without(key), key) if is_strange else key
+
+    if not isinstance(given, Mapping) or not isinstance(given.get("state"), Mapping):
+        return given  # check says so
+    made = {**given, "state": {renamed(key): value for key, value in given["state"].items()}}
+    if groups := given.get("param_groups"):
+        made["param_groups"] = [{**each, "params": list(map(renamed, each["params"]))} for each in groups]
+    return made
 
 
 def _check_alike(ways: Sequence[Any]) -> None:

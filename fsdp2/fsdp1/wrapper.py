@@ -40,10 +40,11 @@ from fsdp2.fsdp1.init_states import (
 from fsdp2.fsdp1.names import FLAT, WRAPPED, clean_name, wrappers_in
 from fsdp2.fsdp1.settings import DeviceId, Ignored, ProcessGroups, Settings, checked_ignored, checked_settings
 from fsdp2.fsdp1.state_values import memory_order
-from fsdp2.fsdp1.torch_names import HYBRID, inside_checkpoint
+from fsdp2.fsdp1.torch_names import HYBRID
 from fsdp2.fsdp1.undo import undone_on_error
 from fsdp2.group.param import Slot
 from fsdp2.plan.dtypes import cast_floating
+from fsdp2.runtime.torch_names import inside_checkpoint, plain_name
 from fsdp2.runtime.unit import UNIT_ATTRIBUTE, Unit, unit_of, units_under
 from fsdp2.runtime.unit_tree import tree_of
 from fsdp2.schedule.states import GroupState
@@ -142,7 +143,7 @@ class FullyShardedDataParallel(HasStateDicts):
             )
         for name, param in module.named_parameters():  # before sync_module_states writes any
             if param not in ignored.params:
-                check_not_flattened(name, param)
+                check_not_flattened(plain_name(module, name), param)
         check_materialise(module, ignored, param_init_fn)
         options = {
             "process_group": None if device_mesh is not None else settings.groups,

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fsdp2.extras.state import bound_state
-from fsdp2.tools.torch_names import name_in_state_dict
+from fsdp2.runtime.torch_names import plain_named_modules
 
 _PEFT_PREFIX = "base_model.model."
 
@@ -43,7 +43,7 @@ def merge_lora(model: nn.Module, dtype: torch.dtype | None = None) -> MergedLora
 
     Source: Hu et al., "LoRA", arXiv 2106.09685; the attributes ``scaling`` and ``active_adapters`` of peft.
     """
-    modules = {name_in_state_dict(name): each for name, each in model.named_modules(remove_duplicate=False)}
+    modules = dict(plain_named_modules(model, remove_duplicate=False))
     layers = {name: each for name, each in modules.items() if hasattr(each, "base_layer") and hasattr(each, "lora_A")}
     if not layers:
         raise ValueError(

@@ -26,6 +26,7 @@ from fsdp2.group.group import ParamGroup
 from fsdp2.group.param import ShardedParam
 from fsdp2.plan.mesh import Axis, ParallelMesh, parallel_mesh
 from fsdp2.plan.trees import find_tensors
+from fsdp2.runtime.torch_names import plain_name
 from fsdp2.runtime.unit import Unit, units_under
 from fsdp2.schedule.states import GroupState
 from fsdp2.tools.custom_comm import SymmetricMemory, has_memory
@@ -211,7 +212,7 @@ class Survey:
     def _plain_tensors(self, model: nn.Module) -> dict[str, torch.Tensor]:
         sharded = {id(param.sharded) for _, _, param in self.params}
         found = [*model.named_parameters(), *model.named_buffers()]
-        plain = {name: tensor for name, tensor in found if id(tensor) not in sharded}
+        plain = {plain_name(model, name): tensor for name, tensor in found if id(tensor) not in sharded}
         for name, tensor in plain.items():
             if isinstance(tensor, DTensor):
                 raise ValueError(

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from fsdp2.api.module import FSDPModule
+from fsdp2.runtime.torch_names import is_checkpoint_wrapper, plain_named_modules
 from fsdp2.schedule.schedule import AfterForward
-from fsdp2.tools import torch_names
 from fsdp2.tools.planner import words
 from fsdp2.tools.planner.blocks import Units, find_units
 from fsdp2.tools.planner.code import code_for
@@ -337,9 +337,9 @@ def compare(
 
 def _check_computes_once(model: nn.Module) -> None:
     """Refuse a model with activation checkpointing, which would be applied twice."""
-    for name, module in model.named_modules():
+    for name, module in plain_named_modules(model):
         is_switched_on = getattr(module, "gradient_checkpointing", False) is True  # as in transformers
-        if is_switched_on or torch_names.is_checkpoint_wrapper(module):
+        if is_switched_on or is_checkpoint_wrapper(module):
             raise ValueError(
                 f"'{name or type(module).__name__}' has activation checkpointing already. A plan chooses it: leave "
                 "checkpoint_wrapper out, or call gradient_checkpointing_disable() first."
