@@ -22,6 +22,11 @@ def sharded_unit(module: nn.Module, caller: str) -> Unit:
     return unit
 
 
+def own_class(module: nn.Module) -> type[nn.Module]:
+    """The class of ``module`` from before ``fully_shard``, torch's or ours."""
+    return next(cls for cls in type(module).__mro__ if all(base.__name__ != "FSDPModule" for base in cls.__mro__))
+
+
 def observe(module: nn.Module, observer: Observer) -> None:
     """Tell ``observer`` about the units inside ``module``, later ones included."""
     for _, unit in units_under(module):
