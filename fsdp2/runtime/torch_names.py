@@ -56,6 +56,12 @@ def inside_checkpoint(module: nn.Module) -> nn.Module:
     return module if inner is None else inner
 
 
+def inside_compiled(module: nn.Module) -> nn.Module:
+    """What ``torch.compile`` has wrapped; another module itself."""
+    inner = _children(module).get(IN_COMPILED)
+    return module if inner is None else inner
+
+
 def _inside_hidden(module: nn.Module | None) -> nn.Module | None:
     """What is inside a wrapper that leaves itself out of its own state dicts."""
     children = _children(module)

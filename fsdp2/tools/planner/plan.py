@@ -7,14 +7,14 @@ import logging
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from fsdp2.api.module import FSDPModule
-from fsdp2.runtime.torch_names import is_checkpoint_wrapper, plain_named_modules
+from fsdp2.runtime.torch_names import inside_compiled, is_checkpoint_wrapper, plain_name, plain_named_modules
 from fsdp2.schedule.schedule import AfterForward
 from fsdp2.tools.planner import words
 from fsdp2.tools.planner.blocks import Units, find_units
@@ -299,6 +299,7 @@ def compare(
         if any(isinstance(module, FSDPModule) for module in built.modules()):
             raise ValueError(f"this {type(built).__name__} is sharded already. Plan for it before fully_shard.")
         _check_computes_once(built)
+        built = inside_compiled(built)
         units = find_units(built)
         advance(1)
         work = observed(built, units, workload)
@@ -317,7 +318,7 @@ def compare(
     return Plan(
         model=type(built).__name__,
         num_params=sum(param.numel() for param in built.parameters()),
-        units=units,
+        units=units.renamed(partial(plain_name, built)),
         shapes=frozenset(tuple(param.shape) for param in built.parameters()),
         machine=machine,
         num_gpus=num_gpus,
