@@ -7,7 +7,7 @@ package hands out is that of the model without wrappers, which is the one in ``g
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -43,6 +43,11 @@ def plain_named_modules(model: nn.Module, *, remove_duplicate: bool = True) -> I
     """``model.named_modules`` by names without wrappers. A wrapper has the name of what it wraps, and comes first."""
     for name, module in model.named_modules(remove_duplicate=remove_duplicate):
         yield plain_name(model, name), module
+
+
+def plain_paths(tops: Iterable[nn.Module]) -> dict[nn.Module, str]:
+    """The names without wrappers of all modules under ``tops``."""
+    return {module: name for top in tops for name, module in plain_named_modules(top)}
 
 
 def is_checkpoint_wrapper(module: nn.Module) -> bool:

@@ -16,7 +16,7 @@ from fsdp2 import _torch
 from fsdp2.group.group import ParamGroup
 from fsdp2.group.param import Slot
 from fsdp2.plan.mesh import ParallelMesh
-from fsdp2.runtime.torch_names import plain_name
+from fsdp2.runtime.torch_names import plain_name, plain_paths
 from fsdp2.schedule.schedule import COMPUTING, UnitRules
 from fsdp2.schedule.states import GroupState
 from fsdp2.types import MixedPrecisionPolicy, Observer
@@ -140,6 +140,10 @@ class Unit:
         self.tree, self.index, self.name = tree, index, name or "(root)"
         for group in self.groups:
             group.attach(name, tree.executor.story, lambda: self.running, tree.note_flags)
+        if len(self.modules) > 1 and tree.root is not self:  # ``name`` is that of the first one
+            paths = plain_paths(tree.root.modules)
+            for param in (param for group in self.groups for param in group.params):
+                param.full_name = f"{paths[param.slots[0].module]}.{param.slots[0].name}".removeprefix(".")
 
     def tell(self, observers: list[Observer]) -> None:
         """Tell ``observers`` what happens to the unit from now on. Groups have no callback while nobody observes."""
