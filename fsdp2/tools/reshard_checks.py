@@ -26,7 +26,7 @@ from fsdp2.group.group import ParamGroup
 from fsdp2.group.param import ShardedParam
 from fsdp2.plan.mesh import Axis, ParallelMesh, parallel_mesh
 from fsdp2.plan.trees import find_tensors
-from fsdp2.runtime.torch_names import plain_name
+from fsdp2.runtime.torch_names import plain_name, plain_paths
 from fsdp2.runtime.unit import Unit, units_under
 from fsdp2.schedule.states import GroupState
 from fsdp2.tools.custom_comm import SymmetricMemory, has_memory
@@ -123,9 +123,10 @@ class Survey:
         self.new = _new_mesh(new_mesh, first.mesh)
         for name, unit in self.units:
             self._check_unit(name or "(root)", unit)
+        paths = plain_paths([model])
         self.params = [
-            (f"{name}.{param.name}" if name else param.name, group, param)
-            for name, unit in self.units
+            (f"{paths[param.slots[0].module]}.{param.slots[0].name}".removeprefix("."), group, param)
+            for _, unit in self.units
             for group in unit.groups
             for param in group.params
         ]

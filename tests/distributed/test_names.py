@@ -206,6 +206,21 @@ def test_names_are_those_of_the_model_without_wrappers(ctx: RankContext, kind: s
     assert sharded == {name for name, is_one in is_sharded.items() if is_one}
 
 
+@distributed(2)
+def test_parameters_of_a_unit_of_several_modules_have_the_names_of_these(ctx: RankContext) -> None:
+    model = seeded(Model)
+    model.blocks[1] = _compiled(model.blocks[1])
+    fully_shard([model.blocks[0], model.blocks[1]], mesh=ctx.mesh_1d())
+    model = fully_shard(model, mesh=ctx.mesh_1d())
+    with torch.compiler.set_stance("force_eager"):
+        model(torch.ones(2, DIM))
+    found = {param.full_name for _, unit in units_under(model) for group in unit.groups for param in group.params}
+    assert found == {name for name, _ in Model().named_parameters()}
+    model.reshard()
+    survey = reshard_checks.Survey(model, (), ctx.mesh_1d())
+    assert {name for name, _, _ in survey.params} == found
+
+
 @pytest.mark.parametrize("kind", MODELS)
 @distributed(2)
 def test_files_load_by_names_with_and_without_wrappers(ctx: RankContext, kind: str, tmp_path: Path) -> None:
