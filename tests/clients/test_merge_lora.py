@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 import fsdp2
+from tests.clients.hugging_face import tiny
 from tests.harness.messages import error_of
 
 pytest.importorskip("peft", reason="not installed: peft; run `make clients`")
@@ -55,6 +57,18 @@ def _like_older_peft(model: Any, *attributes: str) -> None:
     """Without what later versions say of an adapter: 0.14 has no ``lora_variant``."""
     for attribute in attributes:
         delattr(model.base_model.model.up, attribute)
+
+
+def of_x_lora() -> Any:
+    """Adapters that are plain, and that a classifier weighs for each token."""
+    import peft
+
+    made = tiny(use_cache=False)
+    with tempfile.TemporaryDirectory() as folder:
+        config = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
+        peft.get_peft_model(tiny(), config).save_pretrained(folder)
+        weighed = peft.XLoraConfig("CAUSAL_LM", hidden_size=16, adapters={"a": folder, "b": folder})
+        return peft.get_peft_model(made, weighed)
 
 
 def streamed(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -112,10 +126,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "tokens": (lambda: adapted({"trainable_token_indices": {"embedding": [1]}}), "TrainableTokensWrapper"),
     "AdaLoRA": (lambda: adapted({"total_step": 9}, method="AdaLoraConfig"), "is a peft.tuners.adalora.model"),
+    "X-LoRA": (of_x_lora, "is a peft.tuners.xlora.model.XLoraModel"),
     "another method": (lambda: adapted(method="LoHaConfig"), "no module of this PeftModel is a LoRA layer"),
 }
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_is_more_than_two_matrices_is_refused(kind: str) -> None:
     make, found = REFUSED[kind]
