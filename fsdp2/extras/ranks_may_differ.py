@@ -19,6 +19,7 @@ from fsdp2.extras.skipped_units import Event, SkippedUnits
 from fsdp2.group.gradients import Landed, land_in_grad
 from fsdp2.group.group import ParamGroup
 from fsdp2.plan.mesh import ParallelMesh
+from fsdp2.runtime.torch_names import with_inside
 from fsdp2.runtime.unit import Unit, note_tree_change, unit_of
 from fsdp2.runtime.unit_tree import PlugIns, TreeChecks, UnitTree
 from fsdp2.schedule.schedule import Action, Actions, Phase, Schedule, UnitRules
@@ -117,7 +118,8 @@ class JoiningSchedule(Schedule):
 def _is_in_tree(tree: UnitTree, unit: Unit) -> bool:
     """Whether the unit's module is still at its old place in the tree."""
     try:
-        return unit_of(tree.root.modules[0].get_submodule(unit.name)) is unit
+        there = tree.root.modules[0].get_submodule(unit.name)
+        return any(unit_of(each) is unit for each in with_inside(there))
     except AttributeError:
         return unit is tree.root
 

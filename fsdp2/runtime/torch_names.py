@@ -50,6 +50,14 @@ def plain_paths(tops: Iterable[nn.Module]) -> dict[nn.Module, str]:
     return {module: name for top in tops for name, module in plain_named_modules(top)}
 
 
+def with_inside(module: nn.Module) -> Iterator[nn.Module]:
+    """``module`` and, if it is a wrapper, what is inside: they have one name."""
+    inner: nn.Module | None = module
+    while inner is not None:
+        yield inner
+        inner = next((child for name, child in _children(inner).items() if is_left_out(inner, name)), None)
+
+
 def is_checkpoint_wrapper(module: nn.Module) -> bool:
     """Whether ``module`` was made by ``checkpoint_wrapper`` or ``offload_wrapper``."""
     return IN_CHECKPOINT in _children(module)
