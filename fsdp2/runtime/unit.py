@@ -182,11 +182,14 @@ def unit_of(module: nn.Module) -> Unit | None:
 def units_under(module: nn.Module) -> Iterator[tuple[str, Unit]]:
     """All units of ``module``'s tree with their names in it, each once, outer ones first."""
     seen: set[int] = set()
+    names: set[str] = set()
     for name, child in module.named_modules():
         unit = unit_of(child)
         if unit is not None and id(unit) not in seen:
             seen.add(id(unit))
-            yield plain_name(module, name), unit
+            plain = plain_name(module, name)
+            yield (name if plain in names else plain), unit  # a wrapper may be a unit, too
+            names.add(plain)
 
 
 def parents_of(units: Sequence[Unit]) -> list[int | None]:

@@ -221,6 +221,18 @@ def test_parameters_of_a_unit_of_several_modules_have_the_names_of_these(ctx: Ra
     assert {name for name, _, _ in survey.params} == found
 
 
+@distributed(2)
+def test_no_two_units_have_one_name(ctx: RankContext) -> None:
+    """Reports are by names."""
+    model = seeded(Model)
+    fully_shard(model.part, mesh=ctx.mesh_1d())
+    model.part = fully_shard(checkpoint_wrapper(model.part), mesh=ctx.mesh_1d())
+    fully_shard(model, mesh=ctx.mesh_1d())
+    names = [unit.name for unit in fsdp2.memory_plan(model).units]
+    assert names[:2] == ["(root)", "part"]
+    assert len(set(names)) == len(names) == 3
+
+
 @pytest.mark.parametrize("kind", MODELS)
 @distributed(2)
 def test_files_load_by_names_with_and_without_wrappers(ctx: RankContext, kind: str, tmp_path: Path) -> None:
