@@ -143,7 +143,9 @@ class Unit:
         if len(self.modules) > 1 and tree.root is not self:  # ``name`` is that of the first one
             paths = plain_paths(tree.root.modules)
             for param in (param for group in self.groups for param in group.params):
-                param.full_name = f"{paths[param.slots[0].module]}.{param.slots[0].name}".removeprefix(".")
+                module, short = param.slots[0]
+                if module in paths:  # else the root does not have it any more
+                    param.full_name = f"{paths[module]}.{short}".removeprefix(".")
 
     def tell(self, observers: list[Observer]) -> None:
         """Tell ``observers`` what happens to the unit from now on. Groups have no callback while nobody observes."""

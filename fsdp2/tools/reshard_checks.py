@@ -125,8 +125,8 @@ class Survey:
             self._check_unit(name or "(root)", unit)
         paths = plain_paths([model])
         self.params = [
-            (f"{paths[param.slots[0].module]}.{param.slots[0].name}".removeprefix("."), group, param)
-            for _, unit in self.units
+            (f"{paths.get(param.slots[0].module, name)}.{param.slots[0].name}".removeprefix("."), group, param)
+            for name, unit in self.units
             for group in unit.groups
             for param in group.params
         ]

@@ -222,6 +222,16 @@ def test_parameters_of_a_unit_of_several_modules_have_the_names_of_these(ctx: Ra
 
 
 @distributed(2)
+def test_a_module_of_a_unit_may_leave_the_model(ctx: RankContext) -> None:
+    model = seeded(Model)
+    fully_shard([model.part, model.blocks[1]], mesh=ctx.mesh_1d())
+    fully_shard(model, mesh=ctx.mesh_1d())
+    del model.blocks[1]
+    model(torch.ones(2, DIM)).sum().backward()
+    assert all(param.grad is not None for param in model.parameters())
+
+
+@distributed(2)
 def test_no_two_units_have_one_name(ctx: RankContext) -> None:
     """Reports are by names."""
     model = seeded(Model)
