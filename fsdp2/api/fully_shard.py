@@ -27,7 +27,7 @@ from fsdp2.group.param import SHARDED_AS, PlugIns as OfParams, Slot, leave_alone
 from fsdp2.plan.dtypes import check_computes
 from fsdp2.plan.mesh import ParallelMesh, default_mesh, parallel_mesh
 from fsdp2.runtime.hooks import ModuleHooks
-from fsdp2.runtime.unit import Unit, unit_of
+from fsdp2.runtime.unit import PlugIns as OfUnits, Unit, unit_of
 from fsdp2.schedule.schedule import AfterForward
 from fsdp2.types import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 
@@ -223,7 +223,8 @@ def _modules_outside_units(module: nn.Module, prefix: str, seen: set[nn.Module])
         return
     for name, child in module.named_children():
         if child not in seen and unit_of(child) is None:
-            yield from _modules_outside_units(child, f"{prefix}{name}.", seen)
+            inside = prefix if OfUnits.is_left_out(module, name) else f"{prefix}{name}."
+            yield from _modules_outside_units(child, inside, seen)
 
 
 def _slots_under(module: nn.Module) -> list[Slot]:

@@ -15,23 +15,26 @@ from torch import nn
 from fsdp2 import _torch
 from fsdp2.api.module import PlugIns
 from fsdp2.extras import torch_names
+from fsdp2.extras.plain_names import plain_name
 from fsdp2.extras.torch_names import buffers_dict
 
 _EMPTY = "_fsdp2_empty_at"  # attribute of a buffer: its version when it got its memory
 
 
 class EmptyBuffer(NamedTuple):
-    """A buffer without values, by its module and its name there. ``full_name``: from the module that was asked."""
+    """A buffer without values, by its module and its name there. ``full_name``: from the module that was asked, without
+    wrappers. ``path``: of ``owner``, as ``get_submodule`` takes it."""
 
     owner: nn.Module
     name: str
     full_name: str
+    path: str
 
 
 def empty_buffers(module: nn.Module) -> list[EmptyBuffer]:
     """The non-persistent buffers under ``module`` that nobody has filled, on the meta device or not."""
     return [
-        EmptyBuffer(owner, name, f"{prefix}.{name}" if prefix else name)
+        EmptyBuffer(owner, name, plain_name(module, f"{prefix}.{name}" if prefix else name), prefix)
         for prefix, owner in module.named_modules()
         for name, buffer in torch_names.non_persistent_buffers(owner).items()
         if buffer is not None and (buffer.is_meta or vars(buffer).get(_EMPTY) == _torch.versions_of([buffer]))
@@ -44,7 +47,7 @@ def _noting_replaced(module: nn.Module) -> Iterator[None]:
     or ``to`` casts what the memory holds. They have no values either."""
     before = empty_buffers(module)
     yield
-    for owner, name, _ in before:
+    for owner, name, *_ in before:
         buffer = buffers_dict(owner)[name]
         if buffer is not None and not buffer.is_meta:
             setattr(buffer, _EMPTY, _torch.versions_of([buffer]))

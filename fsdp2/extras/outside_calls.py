@@ -15,6 +15,7 @@ from torch import nn
 
 from fsdp2 import _torch
 from fsdp2.extras import torch_names
+from fsdp2.extras.plain_names import plain_named_modules
 from fsdp2.group.group import Guard
 from fsdp2.runtime.hooks import PlugIns
 from fsdp2.runtime.unit import Unit, units_under
@@ -81,7 +82,7 @@ def _is_sharded(unit: Unit) -> bool:
 def _name_of(module: nn.Module, unit: Unit) -> str:
     """The name of ``module`` from the root, or from ``unit`` if it has none yet."""
     around = unit if unit.tree is None else unit.tree.root
-    found = (name for top in around.modules for name, each in top.named_modules() if each is module)
+    found = (name for top in around.modules for name, each in plain_named_modules(top) if each is module)
     return next(found, type(module).__name__)
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp2.extras.alike import Alike
+from fsdp2.extras.plain_names import with_inside
 from fsdp2.extras.rank_checks import agree, by_mesh, compare, reduce
 from fsdp2.extras.skipped_units import Event, SkippedUnits
 from fsdp2.group.gradients import Landed, land_in_grad
@@ -121,7 +122,8 @@ class JoiningSchedule(Schedule):
 def _is_in_tree(tree: UnitTree, unit: Unit) -> bool:
     """Whether the unit's module is still at its old place in the tree."""
     try:
-        return unit_of(tree.root.modules[0].get_submodule(unit.name)) is unit
+        there = tree.root.modules[0].get_submodule(unit.name)
+        return any(unit_of(each) is unit for each in with_inside(there))
     except AttributeError:
         return unit is tree.root
 

@@ -20,6 +20,7 @@ from fsdp2 import _torch
 from fsdp2.api.adapters import adapter_of
 from fsdp2.api.fully_shard import PlugIns
 from fsdp2.api.resolve import Found, PlugIns as OfParams
+from fsdp2.extras.plain_names import plain_name
 from fsdp2.group.codec import has_hooks
 from fsdp2.group.group import groups_by_slot
 from fsdp2.group.param import NAME_IN_PASS, Slot
@@ -127,7 +128,7 @@ def _check_wrapped(around: nn.Module, _: str, module: object) -> None:
         return
     managed, ignored = groups_by_slot(), around.parameters_to_ignore
     found = [
-        key
+        plain_name(module, key)
         for prefix, owner in module.named_modules()
         for name in _torch.parameters_dict(owner)
         if Slot(owner, name) in managed and (key := f"{prefix}.{name}" if prefix else name) not in ignored

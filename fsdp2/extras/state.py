@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from fsdp2.api.fully_shard import fully_shard
+from fsdp2.extras.plain_names import plain_name
 from fsdp2.runtime.unit import Unit, unit_of
 from fsdp2.runtime.unit_tree import tree_of
 from fsdp2.types import MixedPrecisionPolicy
@@ -59,11 +60,11 @@ collects_shards = ContextVar("collects_shards", default=False)  # whether ``boun
 
 
 def bound_state(model: nn.Module) -> dict[str, Any]:
-    """The state dict of ``model`` with the parameters and buffers themselves. Front ends whose state dicts have other
-    values look at ``collects_shards``."""
+    """The state dict of ``model`` with the parameters and buffers themselves, by names without wrappers. Front ends
+    whose state dicts have other values look at ``collects_shards``."""
     token = collects_shards.set(True)
     try:
-        return model.state_dict(keep_vars=True)
+        return {plain_name(model, name): value for name, value in model.state_dict(keep_vars=True).items()}
     finally:
         collects_shards.reset(token)
 

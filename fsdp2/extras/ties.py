@@ -18,6 +18,7 @@ from torch import nn
 
 from fsdp2.api.fully_shard import PlugIns
 from fsdp2.api.resolve import Found
+from fsdp2.extras.plain_names import plain_named_modules
 from fsdp2.group.group import ParamGroup, PlugIns as OfGroups
 from fsdp2.group.param import SHARDED_AS, ShardedParam, Slot
 from fsdp2.group.shards import is_shard
@@ -37,15 +38,15 @@ def divide_ties(
     Raises:
         ValueError: an inner unit cannot give up a parameter.
     """
-    inner = [(name, unit) for root in roots for name, unit in units_under(root)]
+    inner = [unit for root in roots for _, unit in units_under(root)]
     items = {id(item.param): item for item in found}
-    for name, unit in inner:
+    for unit in inner:
         for slot in unit.left_out:  # slots that inner calls have left to an outer call
             param = getattr(slot.module, slot.name)
-            items.setdefault(id(param), Found(f"{name}.{slot.name}" if name else slot.name, param)).add(slot)
+            items.setdefault(id(param), Found(_name_in(roots, slot), param)).add(slot)
     owners = {
         id(origin): (unit, group, param)
-        for _, unit in inner
+        for unit in inner
         for group in unit.groups
         for param in group.params
         if (origin := param.origin()) is not None
@@ -75,10 +76,20 @@ def divide_ties(
             group.give_up(param)
             unit.groups = tuple(each for each in unit.groups if each.params)
         taken = {slot for item in managed for slot in item.slots}
-        for _, unit in inner:
+        for unit in inner:
             unit.left_out = [slot for slot in unit.left_out if slot not in taken]
 
     return managed, left_out, take_over
+
+
+def _name_in(roots: Sequence[nn.Module], slot: Slot) -> str:
+    """As ``fully_shard`` names what it finds itself."""
+    prefixes = [""] if len(roots) == 1 else [f"[{index}]." for index in range(len(roots))]
+    for prefix, root in zip(prefixes, roots, strict=True):
+        for path, module in plain_named_modules(root):
+            if module is slot.module:
+                return f"{prefix}{path}.{slot.name}" if path else f"{prefix}{slot.name}"
+    raise AssertionError("a unit has left out a slot that is not inside it")
 
 
 # Tied after fully_shard

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
+from fsdp2.extras.plain_names import plain_named_modules, plain_paths
 from fsdp2.extras.ties import ties_across
 from fsdp2.group.param import Slot, leave_alone
 from fsdp2.runtime.unit import Unit
@@ -57,6 +58,7 @@ class UnitChecks(TreeChecks):
 
     def end_collection(self) -> None:
         units, root = self._tree.units, self._tree.root
+        _name_by_modules(root, [unit for unit in units[1:] if len(unit.modules) > 1])
         params = [param for unit in units for group in unit.groups for param in group.params]
         known = {slot for param in params for slot in param.slots}.union(*(unit.left_alone for unit in units))
         warned = _warn_of_unsharded(root.modules, known)
@@ -101,13 +103,22 @@ def _check_tree(root_class: str, units: Sequence[tuple[Unit, str]]) -> None:
             )
 
 
+def _name_by_modules(root: Unit, units: Sequence[Unit]) -> None:
+    """Name the parameters of ``units``, which have several modules, by these modules, not by the first one."""
+    paths = plain_paths(root.modules) if units else {}
+    for param in (param for unit in units for group in unit.groups for param in group.params):
+        module, name = param.slots[0]
+        if module in paths:  # else the root does not have it any more
+            param.full_name = f"{paths[module]}.{name}".removeprefix(".")
+
+
 def _warn_of_unsharded(roots: Iterable[nn.Module], known: Collection[Slot]) -> list[Slot]:
     """Warn of trainable plain parameters under ``roots`` that are in none of the ``known`` slots: nothing reduces their
     gradients, so ranks diverge. Returns their slots."""
     found = {
         f"{prefix}.{name}" if prefix else name: slot
         for root in roots
-        for prefix, module in root.named_modules()
+        for prefix, module in plain_named_modules(root)
         for name, param in _torch.parameters_dict(module).items()
         if param is not None
         and param.requires_grad

@@ -25,6 +25,7 @@ from fsdp2.extras import (
     outside_calls,
     own_groups,
     peers,
+    plain_names,
     ranks_may_differ,
     refusals,
     shared_memory,
@@ -41,7 +42,7 @@ from fsdp2.runtime.unit_tree import PlugIns as OfTrees
 CHECKS = (unit_checks, lost_gradients, alike)  # each tree asks them in this order
 EXTRAS = (
     *(empty_buffers, handed_out, local_parts, lost_hooks, outside_calls, own_groups, peers),
-    *(ranks_may_differ, refusals, shared_memory, state, ties),
+    *(plain_names, ranks_may_differ, refusals, shared_memory, state, ties),
 )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp2.extras.plain_names import plain_named_modules
 from fsdp2.fsdp1.names import is_wrapper
 from fsdp2.fsdp1.torch_names import run_policy
 from fsdp2.plan.dtypes import cast_floating
@@ -90,7 +91,7 @@ def check_nothing_is_wrapped(model: nn.Module) -> None:
     Raises:
         ValueError: names the first module that is sharded.
     """
-    for name, module in model.named_modules():
+    for name, module in plain_named_modules(model):
         if unit_of(module) is not None:
             raise ValueError(
                 f"FullyShardedDataParallel: auto_wrap_policy expects a model without wrappers, but module '{name}', a "

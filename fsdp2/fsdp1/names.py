@@ -7,24 +7,24 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
+from fsdp2.extras.plain_names import IN_CHECKPOINT, IN_FSDP1, without
 from fsdp2.fsdp1.settings import Settings
 
-WRAPPED = "_fsdp_wrapped_module"  # torch's name: it is part of the names of parameters
+WRAPPED = IN_FSDP1  # torch's name: it is part of the names of parameters
 FLAT = "_flat_param"  # and of the one that stands for all parameters of a unit
-_PREFIX = f"{WRAPPED}."
-_CHECKPOINT = "_checkpoint_wrapped_module"  # in names of modules in a checkpoint_wrapper, which state dicts leave out
 
 Wrapper: TypeAlias = Any  # a FullyShardedDataParallel; to import the class would be a circle
 
 
 def clean_name(name: str) -> str:
-    """``name`` of a parameter, buffer or module as it was before anything was wrapped."""
-    return name.replace(_PREFIX, "").removesuffix(f".{WRAPPED}").removesuffix(WRAPPED)
+    """``name`` of a parameter, buffer or module without the names of wrappers in it."""
+    return without(name, (IN_FSDP1,))
 
 
 def saved_name(name: str) -> str:
-    """``clean_name`` as state dicts have it: also without the names of ``checkpoint_wrapper``."""
-    return clean_name(name.replace(f"{_CHECKPOINT}.", "").removesuffix(f".{_CHECKPOINT}"))
+    """``clean_name`` as state dicts have it, those of torch's class, too: also without the names of
+    ``checkpoint_wrapper``, but with that of ``torch.compile``."""
+    return without(name, (IN_FSDP1, IN_CHECKPOINT))
 
 
 def wrappers_in(module: nn.Module) -> list[Wrapper]:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
 from fsdp2.extras.exchange import exchange
+from fsdp2.extras.plain_names import without
 from fsdp2.fsdp1 import torch_names
 from fsdp2.fsdp1.extensions import loaded_state, shown_shape
 from fsdp2.fsdp1.names import saved_name
@@ -71,6 +72,7 @@ def to_load(
         given, fetch = broadcast_structure(given, group, owners.wrappers[0].compute_device)
     axis = owners.axis if is_collective else NO_AXIS
     with together(axis):
+        given = _named_as_here(owners, given)
         check(owners, given)
         assert given is not None
         ways = _ways(owners, given["state"])
@@ -103,6 +105,22 @@ def to_load(
 
 def _itself(value: Any) -> Any:
     return value
+
+
+def _named_as_here(owners: Owners, given: Any) -> Any:
+    """``given``, where parameters of compiled modules may have other names than in this model."""
+    here = {without(name): name for name in owners.known}
+
+    def renamed(key: Any) -> Any:
+        is_strange = isinstance(key, str) and key not in owners.known
+        return here.get(without(key), key) if is_strange else key
+
+    if not isinstance(given, Mapping) or not isinstance(given.get("state"), Mapping):
+        return given  # check says so
+    made = {**given, "state": {renamed(key): value for key, value in given["state"].items()}}
+    if groups := given.get("param_groups"):
+        made["param_groups"] = [{**each, "params": list(map(renamed, each["params"]))} for each in groups]
+    return made
 
 
 def _check_alike(ways: Sequence[Any]) -> None:

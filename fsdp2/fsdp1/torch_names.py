@@ -41,11 +41,6 @@ def run_policy(policy: Any, model: nn.Module, ignored: set[nn.Module]) -> dict[n
     return policy._run_policy(model, ignored, {}) if isinstance(policy, _Policy) else None
 
 
-def inside_checkpoint(module: nn.Module) -> nn.Module:
-    """The module inside a ``checkpoint_wrapper``; another module itself."""
-    return getattr(module, "_checkpoint_wrapped_module", module)
-
-
 # ShardedTensors: what FSDP1 has in sharded state dicts. Their module is private, and slow to import.
 
 

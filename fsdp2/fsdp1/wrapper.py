@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2 import _torch
 from fsdp2.api.fully_shard import PreparedUnit, prepare_unit
 from fsdp2.api.module import UnshardHandle
+from fsdp2.extras.plain_names import inside_checkpoint, plain_name
 from fsdp2.extras.refusals import check_not_flattened
 from fsdp2.fsdp1 import comm_hooks, evaluation, extensions, full_params, state_dict as state_dicts
 from fsdp2.fsdp1.auto_wrap import (
@@ -40,7 +41,7 @@ from fsdp2.fsdp1.init_states import (
 from fsdp2.fsdp1.names import FLAT, WRAPPED, clean_name, wrappers_in
 from fsdp2.fsdp1.settings import DeviceId, Ignored, ProcessGroups, Settings, checked_ignored, checked_settings
 from fsdp2.fsdp1.state_values import memory_order
-from fsdp2.fsdp1.torch_names import HYBRID, inside_checkpoint
+from fsdp2.fsdp1.torch_names import HYBRID
 from fsdp2.fsdp1.undo import undone_on_error
 from fsdp2.group.param import Slot
 from fsdp2.plan.dtypes import cast_floating
@@ -142,7 +143,7 @@ class FullyShardedDataParallel(HasStateDicts):
             )
         for name, param in module.named_parameters():  # before sync_module_states writes any
             if param not in ignored.params:
-                check_not_flattened(name, param)
+                check_not_flattened(plain_name(module, name), param)
         check_materialise(module, ignored, param_init_fn)
         options = {
             "process_group": None if device_mesh is not None else settings.groups,

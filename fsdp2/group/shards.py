@@ -213,8 +213,8 @@ class GroupShards:
             if _torch.local_of(param.sharded).is_meta:
                 raise RuntimeError(
                     f"parameter '{param.full_name}' is still on the meta device. "
-                    "Before the first forward, call model.to_empty(device=...). Then initialise the values, for "
-                    "example with reset_parameters() of each module."
+                    "Before the first forward, call model.to_empty(device=...). Then load a checkpoint, or initialise "
+                    "the values: see docs/checkpoints.md#initialise-on-the-meta-device."
                 )
 
     def _place(self, shards: list[torch.Tensor]) -> None:

@@ -6,7 +6,7 @@ is for its tree (``tree``), and the unit is in no tree before its first pass.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,18 @@ if TYPE_CHECKING:  # these import this module
     from fsdp2.runtime.unit_tree import UnitTree
 
 UNIT_ATTRIBUTE = "_fsdp2_unit"
+
+
+class PlugIns:
+    """What higher layers plug in: names without wrappers.
+
+    Attributes:
+        plain_name: of a module or parameter under a module, by its name there.
+        is_left_out: whether names do not have a child of a module, given by the name of that child.
+    """
+
+    plain_name: Callable[[nn.Module, str], str]
+    is_left_out: Callable[[nn.Module, str], bool]
 
 
 class ModuleTrees:
@@ -179,11 +191,14 @@ def unit_of(module: nn.Module) -> Unit | None:
 def units_under(module: nn.Module) -> Iterator[tuple[str, Unit]]:
     """All units of ``module``'s tree with their names in it, each once, outer ones first."""
     seen: set[int] = set()
+    names: set[str] = set()
     for name, child in module.named_modules():
         unit = unit_of(child)
         if unit is not None and id(unit) not in seen:
             seen.add(id(unit))
-            yield name, unit
+            plain = PlugIns.plain_name(module, name)
+            yield (name if plain in names else plain), unit  # a wrapper may be a unit, too
+            names.add(plain)
 
 
 def parents_of(units: Sequence[Unit]) -> list[int | None]:

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
+from fsdp2.extras.plain_names import plain_name
 from fsdp2.group.param import SHARDED_AS
 from fsdp2.plan.placements import local_part
 
@@ -44,7 +45,8 @@ def wrap_parameters(
     """
     made: dict[nn.Parameter, nn.Parameter] = {}
     names = []
-    for name, param in module.named_parameters():
+    for path, param in module.named_parameters():
+        name = plain_name(module, path)
         if select(name, param):
             names.append(name)
             made[param] = _made(name, param, make)

@@ -14,13 +14,10 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
 from fsdp2.extras.local_parts import Geometry, LocalPartSpec, geometry_of
+from fsdp2.extras.plain_names import plain_name
 from fsdp2.group.group import groups_by_slot
 from fsdp2.group.param import Slot
 from fsdp2.plan.placements import TensorSpec
-from fsdp2.tools import torch_names
-
-# Modules around modules, whose names state dicts leave out.
-_WRAPPERS = (torch_names.INSIDE_COMPILED, *torch_names.INSIDE_WRAPPERS)
 
 
 @dataclass(frozen=True)
@@ -106,7 +103,7 @@ def _places(model: nn.Module) -> Iterator[tuple[str, _Place | None]]:
             elif tensor is not None and not isinstance(tensor, DTensor):
                 place = _Place(name, tuple(tensor.shape), None, geometry_of(name, tensor))
             yield name, place
-            yield ".".join(part for part in name.split(".") if part not in _WRAPPERS), place
+            yield plain_name(model, name), place
 
 
 def _mapped(value: Any, leaf: Callable[[tuple[str, ...], Any], Any], path: tuple[str, ...] = ()) -> Any:

@@ -26,6 +26,7 @@ from torch import nn
 
 from fsdp2.api.fully_shard import fully_shard
 from fsdp2.api.module import FSDPModule, GradientReductionHandle, UnshardHandle
+from fsdp2.extras.plain_names import plain_named_modules
 from fsdp2.extras.state import state_of
 from fsdp2.runtime.unit import unit_of
 from fsdp2.tools import torch_names
@@ -240,7 +241,7 @@ def _refuse_our_modules(given: Any, caller: str) -> None:
         ValueError: names the module and both runtimes.
     """
     for root in given if isinstance(given, (list, tuple)) else [given]:
-        for name, module in root.named_modules() if isinstance(root, nn.Module) else ():
+        for name, module in plain_named_modules(root) if isinstance(root, nn.Module) else ():
             if unit_of(module) is not None:
                 where = f"module '{name}'" if name else "this module"
                 raise ValueError(

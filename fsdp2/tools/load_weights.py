@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2.extras.empty_buffers import empty_buffers
+from fsdp2.extras.plain_names import plain_name
 from fsdp2.group.codec import is_plain
 from fsdp2.tools.checkpoint_mapping import MappingLike, Shape, listed
 from fsdp2.tools.checkpoint_pieces import Piece, Resolved, Run, reads, resolved_to_load, whole_piece
@@ -76,7 +77,8 @@ def load_safetensors(
     the weights themselves, which it quantises shard by shard.
 
     Args:
-        model: the model, or a part of it, whose names are those of its own state dict.
+        model: the model, or a part of it, whose names are those of its own state dict, without wrappers. Files may say
+            wrappers, as ``state_dict()`` does under ``torch.compile``.
         path_or_index: a ``.safetensors`` file, an index (``.json``), or a folder with ``model.safetensors`` or
             ``model.safetensors.index.json``.
         rename: maps a key of the files to a name of the model: a mapping, in which keys may be absent, or a function,
@@ -104,7 +106,7 @@ def load_safetensors(
     with together(axis):
         library = extra("safetensors", "load_safetensors")
         weights = weights_of(model, "load_safetensors")
-        checked = _Checked(weights, rename, mapping)
+        checked = _Checked(model, weights, rename, mapping)
         for file, listed in _files(Path(path_or_index)).items():
             checked.add(library, file, listed)
         checked.finish(library)
@@ -130,13 +132,13 @@ def load_safetensors(
 
 
 def _warn_of_empty_buffers(model: nn.Module) -> None:
-    names = [each.full_name for each in empty_buffers(model)]
-    if not names:
+    found = empty_buffers(model)
+    if not found:
         return
-    listed = ", ".join(f"'{name}'" for name in names[:_MAX_LISTED])
-    more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
-    owner, _, name = names[0].rpartition(".")
-    buffer = f"model.get_submodule('{owner}').{name}" if owner else f"model.{name}"
+    listed = ", ".join(f"'{each.full_name}'" for each in found[:_MAX_LISTED])
+    more = f" and {len(found) - _MAX_LISTED} more" if len(found) > _MAX_LISTED else ""
+    path, name = found[0].path, found[0].name
+    buffer = f"model.get_submodule('{path}').{name}" if path else f"model.{name}"
     warnings.warn(
         f"load_safetensors: no checkpoint has non-persistent buffers, and nobody has filled {listed}{more} since they "
         f"were on the meta device. Fill them before the first forward: {buffer} = value, with the value that the "
@@ -272,10 +274,13 @@ class _Checked:
         unexpected: keys that are no names of the model.
     """
 
-    def __init__(self, weights: Sequence[Weight], rename: Rename | None, mapping: MappingLike | None) -> None:
+    def __init__(
+        self, model: nn.Module, weights: Sequence[Weight], rename: Rename | None, mapping: MappingLike | None
+    ) -> None:
         self.missing: list[str] = []
         self.unexpected: list[str] = []
-        self._weights, self._rename = [each for weight in weights for each in weight.in_files()], rename
+        self._model, self._rename = model, rename
+        self._weights = [each for weight in weights for each in weight.in_files()]
         self._mapping = mapping
         self._by_name = {name: weight for weight in self._weights for name in weight.names}
         self._dense: set[int] = set()  # ids of parameters that the files have as one tensor
@@ -368,6 +373,8 @@ class _Checked:
         name = renamed(key, self._rename)
         if name is None:
             return
+        if name not in self._by_name:  # state_dict() says wrappers, too
+            name = plain_name(self._model, name)
         weight = self._by_name.get(name)
         if weight is None:
             self.unexpected.append(key)

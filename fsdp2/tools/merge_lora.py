@@ -1,6 +1,7 @@
 """LoRA adapters of peft, merged while their model is streamed: the trainer's model stays as it is.
 
-Reads attributes of peft's layers and imports nothing of peft.
+Reads attributes of peft's layers and imports nothing of peft. Rule: what was not compared with peft's own merge is
+refused, whichever version brings it: classes of peft by their names, tensors and options of an adapter by theirs.
 """
 
 from __future__ import annotations
@@ -12,10 +13,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from fsdp2.extras.plain_names import plain_named_modules
 from fsdp2.extras.state import bound_state
-from fsdp2.tools.torch_names import name_in_state_dict
+from fsdp2.tools.checkpoint_mapping import listed
+from fsdp2.tools.units import own_class
 
 _PEFT_PREFIX = "base_model.model."
+# Classes that were compared with peft 0.10 to 0.21: layers, and what is around them.
+_LAYERS = {"peft.tuners.lora.layer.Linear", "peft.tuners.lora.bnb.Linear4bit"}
+_AROUND = {"peft.tuners.lora.model.LoraModel", "peft.utils.other.ModulesToSaveWrapper"}
+_MODELS = "peft.peft_model.PeftModel"  # and those for a task, whose names begin so
+# What an adapter may be told without another result of the merge. Others must be off.
+_OPTIONS = {"r", "lora_alpha", "scaling", "lora_dropout", "use_rslora"}
 
 
 class MergedLora(NamedTuple):
@@ -38,23 +47,23 @@ def merge_lora(model: nn.Module, dtype: torch.dtype | None = None) -> MergedLora
         dtype: of the merged weights. Default: that of the base weight.
 
     Raises:
-        ValueError: there is no LoRA layer; a layer is adapted in another way (DoRA, embeddings, trainable tokens,
-            convolutions, biases).
+        ValueError: there is no LoRA layer; a layer is adapted in another way (DoRA and other variants, embeddings,
+            trainable tokens, convolutions, biases, other methods than LoRA), or is of a class that was not tried.
 
     Source: Hu et al., "LoRA", arXiv 2106.09685; the attributes ``scaling`` and ``active_adapters`` of peft.
     """
-    modules = {name_in_state_dict(name): each for name, each in model.named_modules(remove_duplicate=False)}
+    modules = dict(plain_named_modules(model, remove_duplicate=False))
     layers = {name: each for name, each in modules.items() if hasattr(each, "base_layer") and hasattr(each, "lora_A")}
     if not layers:
         raise ValueError(
             f"merge_lora: no module of this {type(model).__name__} is a LoRA layer of peft. Stream it without, or pass "
             "the model that get_peft_model returned."
         )
-    for name, each in modules.items():
-        if hasattr(each, "base_layer") and hasattr(each, "adapter_layer_names") and name not in layers:
-            raise _refused(name, f"is a {type(each).__name__}")
-    transform: dict[str | tuple[str, ...], Any] = {}
     state = bound_state(model)
+    _check_classes(modules, layers)
+    for name, layer in layers.items():
+        _check_layer(name, layer, state)
+    transform: dict[str | tuple[str, ...], Any] = {}
     rename = {name: name.removeprefix(_PEFT_PREFIX) for name in state}
     for name, layer in layers.items():
         transform.update(_of_layer(name, layer, rename, dtype))
@@ -88,48 +97,77 @@ def _of_layer(
     name: str, layer: Any, rename: dict[str, str], dtype: torch.dtype | None
 ) -> Iterator[tuple[str | tuple[str, ...], Any]]:
     """What becomes of the tensors of the LoRA ``layer``. Takes ``base_layer`` out of the names."""
-    active = [each for each in layer.active_adapters if each not in layer.merged_adapters]
-    _check_layer(name, layer, active)
     for key in [key for key in rename if key.startswith(f"{name}.base_layer.")]:
         rename[key] = key.replace(f"{name}.base_layer.", f"{name}.", 1).removeprefix(_PEFT_PREFIX)
-    merged = [each for each in active if each in layer.lora_A]
+    merged = _merged_now(layer)
     pairs = [f"{name}.lora_{side}.{each}.weight" for each in merged for side in "AB"]
     base = f"{name}.base_layer.weight"
     if merged:
         scalings = [layer.scaling[each] for each in merged]
-        is_transposed = bool(getattr(layer, "fan_in_fan_out", False))
+        is_transposed = bool(layer.fan_in_fan_out)
         yield (base, *pairs), partial(_merged, name=base, scalings=scalings, is_transposed=is_transposed, dtype=dtype)
     for key in rename:
         if key.startswith(f"{name}.lora_") and key not in pairs:
             yield key, _nothing
 
 
-def _check_layer(name: str, layer: Any, active: Sequence[str]) -> None:
-    base = layer.base_layer
-    found = None
-    if hasattr(layer, "parameter_name") or getattr(base, "weight", torch.empty(0)).ndim != 2:
-        found = f"adapts a {type(base).__name__}"
-    for adapter in active:
-        if adapter in getattr(layer, "lora_variant", {}):
-            found = f"has the variant {type(layer.lora_variant[adapter]).__name__} in '{adapter}'"
-        elif adapter in layer.lora_embedding_A:
-            found = "adapts an embedding"
-        elif layer.lora_bias.get(adapter):
-            found = f"has a bias in '{adapter}'"
-    if found is not None:
-        raise _refused(name, found)
+def _merged_now(layer: Any) -> list[str]:
+    """The adapters that are added to the base weight; others are in it already."""
+    active = [each for each in layer.active_adapters if each not in layer.merged_adapters]
+    return [each for each in active if each in layer.r]
 
 
-def _refused(name: str, found: str) -> ValueError:
+def _check_classes(modules: Mapping[str, nn.Module], layers: Mapping[str, nn.Module]) -> None:
+    """Refuse modules of peft that do something else than LoRA, or that choose adapters as X-LoRA does."""
+    inside = tuple(f"{name}." for name in layers)
+    for name, each in modules.items():
+        kind = _class_name(each)
+        if name in layers:
+            is_tried = kind in _LAYERS
+        else:
+            is_tried = not kind.startswith("peft.") or kind in _AROUND or kind.startswith(_MODELS)
+        if not is_tried and not name.startswith(inside):
+            raise _refused(name or "the model", f"is a {kind}")
+
+
+def _class_name(module: nn.Module) -> str:
+    cls = own_class(module)
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _check_layer(name: str, layer: Any, state: Mapping[str, Any]) -> None:
+    """Refuse adapters of ``layer`` that are more than two matrices."""
+    if f"{name}.base_layer.weight" not in state:
+        raise _refused(name, f"adapts a {type(layer.base_layer).__name__}")
+    own = [key.removeprefix(f"{name}.").split(".") for key in state if key.startswith(f"{name}.")]
+    for adapter in _merged_now(layer):
+        variant = getattr(layer, "lora_variant", {}).get(adapter)
+        if variant is not None:
+            raise _refused(name, f"has the variant {type(variant).__name__} in '{adapter}'")
+        for option in {*layer.other_param_names, "use_dora", "lora_bias"} - _OPTIONS:
+            if getattr(layer, option, {}).get(adapter):
+                raise _refused(name, f"has {option} in '{adapter}'")
+        found = {".".join(path) for path in own if path[1:2] == [adapter]}
+        expected = {f"lora_{side}.{adapter}.weight" for side in "AB"}
+        if found != expected:
+            raise _refused(name, f"has the tensors {listed(sorted(found))}", f"only {listed(sorted(expected))} as in ")
+        down, up = (state[f"{name}.lora_{side}.{adapter}.weight"].shape for side in "AB")
+        added, expected_shape = (up[0], down[1]), (layer.out_features, layer.in_features)
+        if added != expected_shape:
+            raise _refused(name, f"has a product of shape {added} in '{adapter}'", f"{expected_shape} as in ")
+
+
+def _refused(name: str, found: str, expected: str = "") -> ValueError:
     return ValueError(
-        f"merge_lora: '{name}' {found}, expected plain LoRA of a linear layer. Pass transform=... with a function that "
-        "merges its tensors."
+        f"merge_lora: '{name}' {found}, expected {expected}plain LoRA of a linear layer. Pass transform=... with a "
+        "function that merges its tensors."
     )
 
 
 def _of_copies(name: str, module: Any, rename: dict[str, str]) -> Iterator[tuple[str, Any]]:
     """Of the copies of a whole module, the active one takes the name of the original one."""
-    active = next((each for each in module.active_adapters if each in module.modules_to_save), None)
+    chosen = module.active_adapters if hasattr(module, "active_adapters") else [module.active_adapter]  # before 0.15
+    active = next((each for each in chosen if each in module.modules_to_save), None)
     kept = f"{name}.original_module." if active is None else f"{name}.modules_to_save.{active}."
     for key in list(rename):
         if key.startswith(kept):

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from fsdp2.extras.plain_names import plain_name
 from fsdp2.group.param import SHARDED_AS, is_left_alone, leave_alone
 from fsdp2.runtime.unit import unit_of
 
@@ -88,5 +89,5 @@ def _reduced_by(ddp: DistributedDataParallel) -> list[nn.Parameter]:
 
 def _name_of(param: torch.Tensor, modules: Iterable[nn.Module]) -> str:
     """The name of ``param`` in the outermost of ``modules`` that has it, quoted."""
-    names = [name for module in modules for name, each in module.named_parameters() if each is param]
+    names = [plain_name(root, name) for root in modules for name, each in root.named_parameters() if each is param]
     return f"'{max(names, key=len)}'" if names else f"one of shape {tuple(param.shape)} that no module has"

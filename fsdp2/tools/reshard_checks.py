@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2 import _torch
 from fsdp2.api.module import FSDPModule
 from fsdp2.extras.exchange import exchange
+from fsdp2.extras.plain_names import plain_name, plain_paths
 from fsdp2.extras.rank_checks import first_difference
 from fsdp2.group.codec import is_plain
 from fsdp2.group.group import ParamGroup
@@ -122,8 +123,9 @@ class Survey:
         self.new = _new_mesh(new_mesh, first.mesh)
         for name, unit in self.units:
             self._check_unit(name or "(root)", unit)
+        paths = plain_paths([model])
         self.params = [
-            (f"{name}.{param.name}" if name else param.name, group, param)
+            (f"{paths.get(param.slots[0].module, name)}.{param.slots[0].name}".removeprefix("."), group, param)
             for name, unit in self.units
             for group in unit.groups
             for param in group.params
@@ -211,7 +213,7 @@ class Survey:
     def _plain_tensors(self, model: nn.Module) -> dict[str, torch.Tensor]:
         sharded = {id(param.sharded) for _, _, param in self.params}
         found = [*model.named_parameters(), *model.named_buffers()]
-        plain = {name: tensor for name, tensor in found if id(tensor) not in sharded}
+        plain = {plain_name(model, name): tensor for name, tensor in found if id(tensor) not in sharded}
         for name, tensor in plain.items():
             if isinstance(tensor, DTensor):
                 raise ValueError(

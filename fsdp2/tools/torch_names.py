@@ -24,20 +24,6 @@ _get_grad = attrgetter("grad")
 symmetric_memory = _symmetric_memory
 
 
-# Of names of modules: what is inside compiled modules, and inside wrappers, which state dicts leave out.
-INSIDE_COMPILED, INSIDE_WRAPPERS = "_orig_mod", ("_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-
-
-def name_in_state_dict(name: str) -> str:
-    """``name`` of a module as it is in keys of state dicts."""
-    return ".".join(part for part in name.split(".") if part not in INSIDE_WRAPPERS)
-
-
-def is_checkpoint_wrapper(module: nn.Module) -> bool:
-    """Whether ``module`` was made by ``checkpoint_wrapper``."""
-    return hasattr(module, INSIDE_WRAPPERS[0])
-
-
 def is_sharded_tensor(value: object) -> bool:
     """Whether ``value`` is a ShardedTensor."""
     names = sys.modules.get("torch.distributed._shard.sharded_tensor")

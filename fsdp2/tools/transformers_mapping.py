@@ -28,6 +28,7 @@ from fsdp2.tools.checkpoint_mapping import (
     renamed_in,
 )
 from fsdp2.tools.checkpoint_pieces import expanded, sized
+from fsdp2.tools.units import own_class
 
 _CALLER = "transformers_mapping"
 
@@ -69,18 +70,11 @@ def transformers_mapping(model: nn.Module) -> CheckpointMapping:
 
 def _unsharded(model: Any) -> Any:
     """``model``, or one that has the classes from before ``fully_shard``, by which the tables are found."""
-    classes = {name: _own_class(module) for name, module in model.named_modules()}
+    classes = {name: own_class(module) for name, module in model.named_modules()}
     if all(type(module) is classes[name] for name, module in model.named_modules()):
         return model
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         return classes[""](copy.deepcopy(model.config))
-
-
-def _own_class(module: nn.Module) -> type:
-    def is_sharded(cls: type) -> bool:
-        return any(base.__name__ == "FSDPModule" for base in cls.__mro__)
-
-    return next(cls for cls in type(module).__mro__ if not is_sharded(cls))
 
 
 class _Value(NamedTuple):

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 from torch import nn
 
-from fsdp2.runtime.unit import Unit, unit_of, units_under
+from fsdp2.runtime.unit import Unit, units_under
 from fsdp2.types import Observer
 
 
 def sharded_unit(module: nn.Module, caller: str) -> Unit:
-    """The unit of ``module``, for tools that inspect sharded models.
+    """The unit of ``module``, or of what is in the wrapper ``module``, for tools that inspect sharded models.
 
     Raises:
         ValueError: ``module`` is not sharded.
     """
-    unit = unit_of(module)
+    unit = next((unit for name, unit in units_under(module) if not name), None)
     if unit is None:
         raise ValueError(
             f"{caller}: this {type(module).__name__} was not given to fully_shard. Pass the root of the sharded model."
         )
     return unit
+
+
+def own_class(module: nn.Module) -> type[nn.Module]:
+    """The class of ``module`` from before ``fully_shard``, torch's or ours."""
+    return next(cls for cls in type(module).__mro__ if all(base.__name__ != "FSDPModule" for base in cls.__mro__))
 
 
 def observe(module: nn.Module, observer: Observer) -> None:

@@ -424,6 +424,32 @@ def test_adapters_of_peft_train_the_same_through_accelerate(rank: int, folder: P
     return {**seen, **saved_adapters(model, folder)}
 
 
+@pytest.mark.parametrize("storage", STORAGES, ids=str)
+@distributed(2)
+def test_merged_adapters_are_streamed_on_the_dequantised_base(ctx: RankContext, storage: torch.dtype) -> None:
+    from bitsandbytes.functional import dequantize_4bit
+    from peft import LoraConfig, get_peft_model
+
+    model: Any = model_of(EVEN, num_blocks=1, quant_storage=storage)
+    model.is_loaded_in_4bit = True  # as transformers says it
+    model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=["base"]))
+    for name, param in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(param, generator=torch.Generator().manual_seed(len(name)))
+    expected = {
+        f"{name.removeprefix('base_model.model.')}.weight": dequantize_4bit(weight, weight.quant_state)
+        + layer.get_delta_weight("default")
+        for name, layer in model.named_modules()
+        if hasattr(layer, "lora_A") and (weight := layer.base_layer.weight) is not None
+    }
+    fully_shard(model, mesh=ctx.mesh_1d())
+    merged = fsdp2.merge_lora(model)
+    found = dict(fsdp2.stream_full_params(model, transform=merged.transform, rename=merged.rename))
+    assert len(expected) == 2
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight.detach(), msg=name)
+
+
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @fsdp1_client("bitsandbytes")
 def test_the_older_recipe_trains_the_same(rank: int, folder: Path, use_orig_params: bool) -> Any:

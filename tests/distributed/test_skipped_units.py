@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
@@ -80,6 +81,22 @@ def _sharded(ctx: RankContext, make: Callable[[], Any] = Routed, **kwargs: Any) 
 def _may_differ(model: Any) -> Any:
     model.set_ranks_may_differ(True)
     return model
+
+
+class Wrapped(Routed):
+    """``fully_shard`` gets what is inside the wrappers."""
+
+    def __init__(self, run: Run = nn.Module.__call__) -> None:
+        super().__init__(run)
+        self.inner = list(self.blocks)
+        self.blocks = nn.ModuleList(map(checkpoint_wrapper, self.blocks))
+
+
+@distributed(2)
+def test_units_in_wrappers_are_skipped_as_well(ctx: RankContext) -> None:
+    model = seeded(Wrapped)
+    model = _may_differ(shard_each(*model.inner, *model.tower.blocks, model.tower, model, mesh=ctx.mesh_1d()))
+    _assert_steps(ctx, model, [each[:2] for each in WAYS], make=Wrapped)
 
 
 def _loss(model: Any, way: Any, seed: int) -> Tensor:

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp2 import MixedPrecisionPolicy, ScheduleError, allow_inner_losses, fully_shard
+from fsdp2.runtime.unit import units_under
 from fsdp2.tools import trace
 from tests.distributed.changes import assert_gradients, step_and_zero_all
 from tests.distributed.support import BLOCK_NBYTES, DIM, Stack, batch, seeded, shard, shard_each, sharded, step
@@ -39,6 +40,16 @@ PLACES = {
     "two blocks": ("blocks.0.linear", "blocks.2.linear"),
     "all": ("entry", "blocks.0.linear", "blocks.1.linear", "blocks.2.linear", "exit"),
 }
+
+
+@pytest.mark.parametrize("places", PLACES.values(), ids=PLACES)
+@distributed(2)
+def test_a_tied_parameter_has_one_of_its_names_in_the_model(ctx: RankContext, places: tuple[str, ...]) -> None:
+    model = shard(ctx, _tied(places))
+    step(model)
+    names = {param.full_name for _, unit in units_under(model) for group in unit.groups for param in group.params}
+    assert len(names & {f"{place}.weight" for place in places}) == 1
+    assert names <= {name for name, _ in model.named_parameters(remove_duplicate=False)}
 
 
 class _Tokens(nn.Module):

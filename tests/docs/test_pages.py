@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.docs.markdown import PAGES, ROOT, Block, anchor, programs, read
 from tests.harness.distributed import RankContext, distributed
@@ -53,6 +54,25 @@ def test_section_runs_and_prints_what_it_shows(ctx: RankContext, page: str, titl
             assert ctx.rank > 0 or printed == block.text, f"{page}:{block.line}: it prints\n{printed}"
             printed = ""
     assert not printed, f"{page}: what the end of '{title}' prints is not shown:\n{printed}"
+
+
+@pytest.mark.parametrize("replicates", [False, True])
+@distributed(4)
+def test_the_example_for_the_meta_device_gives_each_rank_its_part(ctx: RankContext, replicates: bool) -> None:
+    """Of what one process draws; ranks that draw for their own shards with one seed get equal ones."""
+    path, namespace = DOCS / "checkpoints.md", dict[str, Any](__name__="example")
+    (setup,) = dict(programs(SETUP_PAGE))[SETUP]
+    (example,) = dict(programs(path))["Initialise on the meta device"]
+    _run(setup, SETUP_PAGE, namespace)
+    if replicates:
+        namespace["mesh"] = ctx.mesh_2d(2, 2)
+    _run(example, path, namespace)
+    torch.manual_seed(0)
+    for name, param in namespace["model"].named_parameters():
+        expected = torch.nn.init.normal_(torch.empty(param.shape), std=0.02)
+        assert torch.equal(param.full_tensor(), expected), name
+        first, *others = expected.chunk(2 if replicates else 4)
+        assert not any(torch.equal(first, each) for each in others), name
 
 
 def test_every_page_with_examples_links_to_their_setup() -> None:

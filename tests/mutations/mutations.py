@@ -163,7 +163,7 @@ _LISTED = {
     116: ("watch_calls.watched", "is_traced()", "False"),
     117: ("Passes.has_left_behind", "inner == unit", "self.root == unit"),
     118: ("GroupShards.refresh", "self._follow_locals()", "pass"),
-    119: ("saved_name", 'name.replace(f"{_CHECKPOINT}.", "").removesuffix(f".{_CHECKPOINT}")', "name"),
+    119: ("saved_name", "(IN_FSDP1, IN_CHECKPOINT)", "(IN_FSDP1,)"),
     120: ("FullyShardedDataParallel._flat_owner", "inside_checkpoint(self._unit.modules[0])", "self._unit.modules[0]"),
     121: ("ShardedParam.keep_grad", "self._take_unsharded_grad(dtype)", "self._take_unsharded_grad()"),
     122: (

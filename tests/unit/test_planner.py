@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import re
 import types
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -89,6 +90,25 @@ STACKS = Stack("encoder", ("0", "1")), Stack("decoder", ("0", "1"))
 )
 def test_units_are_repeated_blocks_and_large_modules(build: Callable[[], nn.Module], units: Units) -> None:
     assert find_units(_model(build)) == units
+
+
+def _in_compiled(part: str) -> nn.Module:
+    """``part`` of a model, or the model itself, is compiled."""
+    model, compiled = LanguageModel(), functools.partial(torch.compile, backend="eager")
+    if part == "blocks":
+        model.layers = nn.ModuleList(map(compiled, model.layers))
+        return model
+    return nn.Sequential(OrderedDict({part: compiled(model)})) if part else compiled(model)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("part", ["", "blocks", "inner"])
+def test_a_plan_names_what_is_in_compiled_modules_without_these(part: str) -> None:
+    found = fsdp2.plan(functools.partial(_in_compiled, part), "H100", WORKLOAD, num_gpus=16)
+    if part == "inner":
+        assert found.units == Units((replace(LAYERS, path="inner.layers"),), ("inner.embedding", "inner.head"))
+    else:
+        assert (str(found), found.code) == (str(_plan()), _plan().code)
 
 
 class Square(nn.Linear):

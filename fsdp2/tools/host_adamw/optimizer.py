@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
 from fsdp2.comm.streams import Streams, streams_for
+from fsdp2.extras.plain_names import without
 from fsdp2.group.codec import is_plain
 from fsdp2.group.group import ParamGroup, groups_by_slot
 from fsdp2.group.param import STANDS_FOR
@@ -147,10 +148,8 @@ class HostAdamW(optim.Optimizer):
         found: list[HostParam] = []
         for position, (name, param) in enumerate(zip(names, group["params"], strict=True)):
             if param not in managed:
-                raise ValueError(
-                    f"HostAdamW: {f'parameter {name!r}' if name else f'parameter {position} of a param group'} is "
-                    f"{_why_not_managed(param)}."
-                )
+                where = f"parameter '{without(name)}'" if name else f"parameter {position} of a param group"
+                raise ValueError(f"HostAdamW: {where} is {_why_not_managed(param)}.")
             unit, full_name = managed[param]
             _check_shard(full_name, param)
             if stepped_by(unit) not in (None, self):

@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp2.tools.torch_names import INSIDE_COMPILED, INSIDE_WRAPPERS
+from fsdp2.extras.plain_names import plain_name
 from fsdp2.tools.whole_matrices.run import Rule
 
 
@@ -36,7 +36,7 @@ def muon_groups(
         At most two groups of named parameters: that of Muon, and that of AdamW. Frozen parameters are in none.
     """
     taken = is_matrix or _UsualRule(model, rule)
-    named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    named = [(plain_name(model, name), param) for name, param in model.named_parameters() if param.requires_grad]
     matrices = [(name, param) for name, param in named if taken(name, param)]
     names = {name for name, _ in matrices}
     others = [(name, param) for name, param in named if name not in names]
@@ -65,7 +65,7 @@ class _UsualRule:
         }
 
     def __call__(self, name: str, param: Tensor) -> bool:
-        *path, leaf = (part for part in name.split(".") if part not in (INSIDE_COMPILED, *INSIDE_WRAPPERS))
+        *path, leaf = name.split(".")
         if self._rule is not None and self._rule(name, param) is not None:
             return True
         is_head = len(path) > 0 and path[-1] in self._HEADS and len(path) <= 2

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
+from fsdp2.extras.plain_names import without
 from fsdp2.tools import torch_names
 from fsdp2.tools.muon.early import EarlyRun
 from fsdp2.tools.muon.update import BUFFER, Coefficients, Entry, Part, newton_schulz, parts_of
@@ -293,10 +294,10 @@ class Muon(optim.Optimizer):
 
 
 def _named(group: Mapping[str, Any], index: int) -> Iterator[tuple[str, Tensor]]:
-    """The parameters of a group, with names: their own, or made from their position."""
+    """The parameters of a group, with names: their own, without those of wrappers, or made from their position."""
     params = group["params"]
     names: Iterable[str] = group.get("param_names") or [f"parameter {i} of group {index}" for i in range(len(params))]
-    return zip(names, params, strict=True)
+    return zip(map(without, names), params, strict=True)
 
 
 def _with_options_of_adamw(group: Mapping[str, Any]) -> dict[str, Any]:

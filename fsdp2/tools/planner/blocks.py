@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -45,6 +45,11 @@ class Units:
     @property
     def block_paths(self) -> tuple[str, ...]:
         return tuple(path for stack in self.stacks for path in stack.block_paths)
+
+    def renamed(self, rename: Callable[[str], str]) -> Units:
+        """The same with other paths."""
+        stacks = tuple(replace(stack, path=rename(stack.path)) for stack in self.stacks)
+        return Units(stacks, tuple(map(rename, self.large)), tuple(map(rename, self.tied)))
 
 
 def find_units(model: nn.Module) -> Units:

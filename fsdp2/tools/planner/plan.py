@@ -7,15 +7,15 @@ import logging
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from fsdp2.api.module import FSDPModule
+from fsdp2.extras.plain_names import inside_compiled, is_checkpoint_wrapper, plain_name, plain_named_modules
 from fsdp2.schedule.schedule import AfterForward
-from fsdp2.tools import torch_names
 from fsdp2.tools.planner import words
 from fsdp2.tools.planner.blocks import Units, find_units
 from fsdp2.tools.planner.code import code_for
@@ -299,6 +299,7 @@ def compare(
         if any(isinstance(module, FSDPModule) for module in built.modules()):
             raise ValueError(f"this {type(built).__name__} is sharded already. Plan for it before fully_shard.")
         _check_computes_once(built)
+        built = inside_compiled(built)
         units = find_units(built)
         advance(1)
         work = observed(built, units, workload)
@@ -317,7 +318,7 @@ def compare(
     return Plan(
         model=type(built).__name__,
         num_params=sum(param.numel() for param in built.parameters()),
-        units=units,
+        units=units.renamed(partial(plain_name, built)),
         shapes=frozenset(tuple(param.shape) for param in built.parameters()),
         machine=machine,
         num_gpus=num_gpus,
@@ -337,9 +338,9 @@ def compare(
 
 def _check_computes_once(model: nn.Module) -> None:
     """Refuse a model with activation checkpointing, which would be applied twice."""
-    for name, module in model.named_modules():
+    for name, module in plain_named_modules(model):
         is_switched_on = getattr(module, "gradient_checkpointing", False) is True  # as in transformers
-        if is_switched_on or torch_names.is_checkpoint_wrapper(module):
+        if is_switched_on or is_checkpoint_wrapper(module):
             raise ValueError(
                 f"'{name or type(module).__name__}' has activation checkpointing already. A plan chooses it: leave "
                 "checkpoint_wrapper out, or call gradient_checkpointing_disable() first."

@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fsdp2 import _torch
+from fsdp2.extras.plain_names import plain_named_modules
 from fsdp2.plan.trees import find_tensors
 from fsdp2.runtime.unit import unit_of
 from fsdp2.runtime.unit_tree import UnitTree
@@ -30,14 +31,18 @@ def modules_around_units(tree: UnitTree) -> Mapping[nn.Module, tuple[str, str]]:
     its own. Only the outermost ones that hold no unit."""
     found: dict[nn.Module, tuple[str, str]] = {}
     for top in tree.root.modules:
-        named = dict(top.named_modules())
-        units = {name: unit for name, module in named.items() if (unit := unit_of(module)) is not None}
+        modules = list(plain_named_modules(top))
+        named: dict[str, nn.Module] = {}
+        for name, module in modules:
+            named.setdefault(name, module)  # the outermost of wrappers
+        units = {name: unit for name, module in modules if (unit := unit_of(module)) is not None}
         split = {around for name in units for around in _around(name)}  # whose children are told apart
         for name, module in named.items():
             if name in split or name.rpartition(".")[0] not in split:
                 continue
             unit = units.get(name)
-            if unit is None and type(module).forward is nn.Module.forward:  # a list: nobody calls it
+            has_forward = getattr(module.forward, "__func__", None) is not nn.Module.forward
+            if unit is None and not has_forward:  # a list: nobody calls it
                 split.add(name)
             elif unit is None:
                 found[module] = next(units[each].name for each in _around(name) if each in units), name

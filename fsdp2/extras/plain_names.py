@@ -1,0 +1,92 @@
+"""Names of modules without those of the wrappers around them.
+
+``torch.compile``, ``checkpoint_wrapper``, ``offload_wrapper``, ``FullyShardedDataParallel`` and
+``DistributedDataParallel`` put a module inside another one, and ``named_modules`` says so. Rule: every name that this
+package hands out is that of the model without wrappers, which is the one in ``get_model_state_dict`` of torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fsdp2.runtime.unit import PlugIns
+
+IN_COMPILED, IN_CHECKPOINT, IN_FSDP1 = "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"
+WRAPPED = (IN_COMPILED, IN_CHECKPOINT, IN_FSDP1)  # under which attribute a wrapper has its module
+
+
+def without(name: str, parts: tuple[str, ...] = WRAPPED) -> str:
+    """``name`` without those of its parts that are in ``parts``."""
+    return ".".join(part for part in name.split(".") if part not in parts)
+
+
+def is_left_out(module: object, child: str) -> bool:
+    """Whether names do not have ``child``, the name of the module that the wrapper ``module`` has inside."""
+    return child in WRAPPED or (child == "module" and isinstance(module, DistributedDataParallel))
+
+
+def plain_name(model: nn.Module, name: str) -> str:
+    """``name``, from ``named_modules``, ``named_parameters`` or a state dict of ``model``, without wrappers."""
+    kept: list[str] = []
+    module: nn.Module | None = model
+    for part in name.split("."):
+        while part not in _children(module) and (inner := _inside_hidden(module)) is not None:
+            module = inner
+        if not is_left_out(module, part):
+            kept.append(part)
+        module = _children(module).get(part)
+    return ".".join(kept)
+
+
+def plain_named_modules(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Module]]:
+    """``model.named_modules`` by names without wrappers. A wrapper has the name of what it wraps, and comes first."""
+    for name, module in model.named_modules(remove_duplicate=remove_duplicate):
+        yield plain_name(model, name), module
+
+
+def plain_paths(tops: Iterable[nn.Module]) -> dict[nn.Module, str]:
+    """The names without wrappers of all modules under ``tops``."""
+    return {module: name for top in tops for name, module in plain_named_modules(top)}
+
+
+def with_inside(module: nn.Module) -> Iterator[nn.Module]:
+    """``module`` and, if it is a wrapper, what is inside: they have one name."""
+    inner: nn.Module | None = module
+    while inner is not None:
+        yield inner
+        inner = next((child for name, child in _children(inner).items() if is_left_out(inner, name)), None)
+
+
+def is_checkpoint_wrapper(module: nn.Module) -> bool:
+    """Whether ``module`` was made by ``checkpoint_wrapper`` or ``offload_wrapper``."""
+    return IN_CHECKPOINT in _children(module)
+
+
+def inside_checkpoint(module: nn.Module) -> nn.Module:
+    """The module inside a ``checkpoint_wrapper``; another module itself."""
+    inner = _children(module).get(IN_CHECKPOINT)
+    return module if inner is None else inner
+
+
+def inside_compiled(module: nn.Module) -> nn.Module:
+    """What ``torch.compile`` has wrapped; another module itself."""
+    inner = _children(module).get(IN_COMPILED)
+    return module if inner is None else inner
+
+
+def _inside_hidden(module: nn.Module | None) -> nn.Module | None:
+    """What is inside a wrapper that leaves itself out of its own state dicts."""
+    children = _children(module)
+    return next((children[each] for each in (IN_CHECKPOINT, IN_FSDP1) if each in children), None)
+
+
+def _children(module: nn.Module | None) -> Mapping[str, nn.Module]:
+    return {} if module is None else dict(module.named_children())
+
+
+def register() -> None:
+    """Let units and parameters have such names."""
+    PlugIns.plain_name, PlugIns.is_left_out = plain_name, is_left_out
