@@ -249,6 +249,19 @@ def test_a_cache_that_inputs_ask_for_is_empty_first_kept_until_the_step_ends_and
     assert warning.startswith(f"the forward leaves {text_of(cache)} on each GPU until the step ends")
 
 
+def test_every_config_inside_is_told_to_keep_no_cache() -> None:
+    model = nn.Sequential(Caching(), nn.Identity())
+    code = fsdp2.plan(model, "H100", replace(WORKLOAD, loss=lambda output: output.logits.sum()), num_gpus=8).code
+    assert '    model.get_submodule("0").config.use_cache = False  # ' in code
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_the_code_passes_the_dtypes_of_the_plan(precision: str) -> None:
+    param_dtype = {"bf16": "bfloat16", "fp32": "float32"}[precision]
+    policy = f"policy = fsdp2.MixedPrecisionPolicy(param_dtype=torch.{param_dtype}, reduce_dtype=torch.float32)"
+    assert policy in _plan(precision=precision).code
+
+
 # Choices
 
 
