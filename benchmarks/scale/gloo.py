@@ -36,7 +36,7 @@ from fsdp2.tools.planner.groups import Flight, GroupCost
 from fsdp2.tools.planner.machine import Contention, Resource, Transfer
 from fsdp2.tools.planner.memory import Held
 from fsdp2.tools.planner.queues import Op, Stream
-from fsdp2.tools.planner.simulate import Accelerator, Reduction, StepTime, UnitCost, steady_step
+from fsdp2.tools.planner.simulate import Accelerator, CallCost, Reduction, StepTime, steady_step
 
 _DTYPES = ParamDtypes.uncast(torch.float32)
 
@@ -45,18 +45,18 @@ class Cpu(Accelerator):
     """The program computes, copies and sums: a gather starts when the program gets there, memory is freed at once, and
     a reduction is finished when half of the next backward is done."""
 
-    def _compute_backward(self, unit: int, cost: UnitCost) -> None:
-        half = cost.backward / 2
-        self._program(f"backward {unit}, first half", half)
+    def _compute_backward(self, call: CallCost) -> None:
+        half = call.backward / 2
+        self._program(f"backward {call.unit}, first half", half)
         self._make_room()
-        self._program(f"backward {unit}", half)
+        self._program(f"backward {call.unit}", half)
 
     def _arrive(self, unit: int, group: GroupCost) -> None:
         self._program(f"unpack {unit}", group.gather.behind)
 
     def _finish(self, reduction: Reduction) -> None:
         super()._finish(reduction)
-        group = self.units[reduction.unit].group
+        group = self.groups[reduction.unit]
         assert group is not None
         self._program(f"land {reduction.unit}", sum(flight.behind for flight in group.reduce))
 
@@ -139,9 +139,10 @@ def predict(case: Case, measured: Measured) -> StepTime:
         shards_nbytes=0,
         trained_nbytes=0,
     )
-    units = [UnitCost("block", measured.forward, measured.backward, group)] * case.num_blocks
+    calls = [CallCost(block + 1, measured.forward, measured.backward) for block in range(case.num_blocks)]
     rules = [UnitRules(after_forward=AfterForward.KEEP), *[UnitRules()] * case.num_blocks]
-    time = steady_step(Cpu(units, rules, shares_communicator=False), contention(measured))
+    groups = [None, *[group] * case.num_blocks]
+    time = steady_step(Cpu(groups, calls, rules, shares_communicator=False), contention(measured))
     return StepTime(time.step + measured.settle, time.compute)
 
 

@@ -75,6 +75,7 @@ def scenario(
         num_gpus,
         choice,
         root=work.root,
+        members=work.members,
         kernels=kernels,
         fp8=fp8,
         tensor_parallel=size,

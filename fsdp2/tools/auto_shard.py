@@ -6,7 +6,6 @@ import inspect
 from dataclasses import dataclass
 from typing import Any, overload
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -22,10 +21,10 @@ from fsdp2.tools.planner.measure import device_name
 from fsdp2.tools.planner.placement import placement_for
 from fsdp2.tools.planner.plan import Candidate, Plan, Workload, checked_inputs, compare
 from fsdp2.tools.planner.recompute import recompute
-from fsdp2.tools.planner.scenario import Choice
+from fsdp2.tools.planner.scenario import Choice, Precision
 from fsdp2.tools.progress import progress
 from fsdp2.tools.sizes import text_of
-from fsdp2.types import CPUOffloadPolicy, MixedPrecisionPolicy
+from fsdp2.types import CPUOffloadPolicy
 
 _NO_PREFETCH_LISTS = (
     "no prefetch lists: each unit prefetches the next one of the last forward, and to look further ahead gains next to "
@@ -63,7 +62,7 @@ class AutoShard:
             *self.plan.warnings,
             self._units(),
         ]
-        if self.plan.has_cache:
+        if self.plan.caches:
             lines.append(
                 "use_cache of the model's config is False now: what runs again would keep keys and values twice"
             )
@@ -169,6 +168,7 @@ def auto_shard(
         raise TypeError(f"auto_shard: mesh is {options['mesh']!r}, expected a DeviceMesh.")
     shard_size = _shard_size(options["mesh"])
     machine, limit = checked_inputs("auto_shard", machine, workload, budget, options["mesh"].size())
+    options.setdefault("mp_policy", Precision(workload.precision).policy)
     offloads = isinstance(options.get("offload_policy"), CPUOffloadPolicy)
     if offloads:
         machine.to_host()  # refuses a machine without a figure for it
@@ -186,6 +186,8 @@ def auto_shard(
             limit=limit,
             shard_sizes=[shard_size],
             is_allowed=is_allowed,
+            ignored=options.get("ignored_params") or (),
+            mp_policy=options["mp_policy"],
         )
 
     found = compared(offloads=offloads)
@@ -200,12 +202,10 @@ def auto_shard(
         fits_offloaded = may_offload and compared(offloads=True).recommended is not None
         remedy = " With offload_policy=fsdp2.CPUOffloadPolicy(), it fits." if fits_offloaded else ""
         raise ValueError(f"auto_shard: {found.why_nothing_fits()}{remedy}")
-    if workload.precision == "bf16":
-        options.setdefault("mp_policy", MixedPrecisionPolicy(torch.bfloat16, torch.float32))
     options.setdefault("shard_placement_fn", placement_for(shard_size or options["mesh"].size()))
     sharded: Any = _apply(model, found.units, found.recommended.choice, options)
-    if found.has_cache:
-        sharded.config.use_cache = False
+    for path in found.caches:
+        sharded.get_submodule(path).config.use_cache = False
     return AutoShard(sharded, found, device_name(mesh_device(options["mesh"])))
 
 

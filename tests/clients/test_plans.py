@@ -119,15 +119,45 @@ def test_the_page_says_what_torchtitan_and_the_planner_choose(row: str) -> None:
     assert dtypes == ["float32", "bfloat16", "float32"]
 
 
-def test_attention_is_causal_with_a_cache_and_without() -> None:
-    workload = fsdp2.Workload(batch=1, sequence=512)
-    attention = []
-    for use_cache in (True, False):
+def test_no_cache_is_planned_unless_inputs_ask_for_one() -> None:
+    """``use_cache=True`` is the default of configs. A cache that inputs ask for is empty first, and counts."""
+    batch, length, heads, dim = 2, 512, SCALED_DOWN["num_attention_heads"], 16
+    tokens = torch.zeros(batch, length, dtype=torch.int64)
+    asked = {"inputs": lambda: {"input_ids": tokens, "use_cache": True}}
+    works = []
+    for use_cache, options in ((False, {}), (True, {}), (True, asked)):
         model = builder({**SCALED_DOWN, "use_cache": use_cache})()
-        (block,) = observed(model, find_units(model), workload).kinds
-        attention.append(block[Checkpointing.NONE].forward.other)
-    heads, dim = SCALED_DOWN["num_attention_heads"], 16
-    assert attention == pytest.approx([heads * 512**2 * 2 * (dim + dim) / 2] * 2, rel=0.01)  # and rotations
+        works.append(observed(model, find_units(model), fsdp2.Workload(batch, length, **options)))
+        assert model.config.use_cache == use_cache
+    assert works[0] == works[1]
+    attention = [work.kinds[0][Checkpointing.NONE].forward.other for work in works]
+    assert attention == pytest.approx([batch * heads * length**2 * 2 * (dim + dim) / 2] * 3, rel=0.01)  # and rotations
+    left = [sum(unit.left_nbytes for unit in work.units(Checkpointing.FULL)) for work in works]
+    cache = 2 * batch * length * SCALED_DOWN["num_key_value_heads"] * dim * 2 * SCALED_DOWN["num_hidden_layers"]
+    assert left == [0, 0, cache]
+
+
+def _adapted(model: Any) -> Any:
+    peft: Any = pytest.importorskip("peft")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of deprecated names of transformers
+        return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear"))
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, _adapted])
+def test_an_encoder_and_a_decoder_with_one_embedding_have_each_parameter_once(wrap: Callable[[Any], Any]) -> None:
+    """Planned as built: functional calls leave every one of the embedding's names with its own parameter."""
+    from transformers import AutoConfig, AutoModelForSeq2SeqLM
+
+    config = AutoConfig.for_model("t5", d_model=64, d_ff=128, d_kv=16, num_layers=3, num_heads=4, vocab_size=512)
+    model = wrap(AutoModelForSeq2SeqLM.from_config(config))
+    before = {name: id(param) for name, param in model.named_parameters(remove_duplicate=False)}
+    inputs = lambda: {name: torch.zeros(2, 16, dtype=torch.int64) for name in ("input_ids", "decoder_input_ids")}  # noqa: E731
+    work = observed(model, find_units(model), fsdp2.Workload(2, 16, inputs=inputs))
+    assert {name: id(param) for name, param in model.named_parameters(remove_duplicate=False)} == before
+    assert len(work.params) == 1 + 2 * 3  # the root with what is tied, and blocks
+    numels = [param.numel for params in work.params.values() for param in params]
+    assert sum(numels) == sum(param.numel() for param in model.parameters())
 
 
 @pytest.mark.parametrize("is_file", [True, False])

@@ -27,6 +27,7 @@ from fsdp2.tools.planner.code import code_for
 from fsdp2.tools.planner.machine import Link, gather, ranks_of
 from fsdp2.tools.planner.machines import MACHINES, fields_of, machine_from
 from fsdp2.tools.planner.measure import _between, measure
+from fsdp2.tools.planner.memory import Held
 from fsdp2.tools.planner.scenario import Choice, Precision
 from fsdp2.tools.planner.work import Checkpointing
 from tests.harness.distributed import RankContext, distributed
@@ -135,6 +136,19 @@ def test_a_roomy_budget_shards_blocks_and_large_modules_and_computes_nothing_aga
     assert (choice.checkpointing, choice.after_forward) == (Checkpointing.NONE, AfterForward.KEEP)
     assert set(after_forward(model).values()) == {AfterForward.KEEP}
     assert done[0].model is model
+    assert trains_alike(model)
+
+
+@distributed(2)
+def test_ignored_parameters_are_planned_whole_and_groups_in_the_dtype_of_the_policy(ctx: RankContext) -> None:
+    plain, model = planned(ctx).applied.result, language_model()
+    ignored = {model.get_parameter(name) for name in ("embedding.weight", "layers.0.up.weight")}
+    whole = sum(param.nbytes for param in ignored)
+    found = planned(ctx, model, ignored_params=ignored).applied.result
+    assert found.params_nbytes - plain.params_nbytes == found.grads_nbytes - plain.grads_nbytes == whole / 2
+    assert found.optimizer_nbytes - plain.optimizer_nbytes == whole
+    in_bf16 = planned(ctx, mp_policy=fsdp2.MixedPrecisionPolicy(torch.bfloat16)).applied.result
+    assert 2 * in_bf16.memory[Held.GROUPS] == plain.memory[Held.GROUPS]
     assert trains_alike(model)
 
 

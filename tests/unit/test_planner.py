@@ -23,6 +23,7 @@ from fsdp2.tools.planner.blocks import Stack, Units, find_units
 from fsdp2.tools.planner.groups import Wire
 from fsdp2.tools.planner.machine import Contention, Link, ranks_of
 from fsdp2.tools.planner.machines import H100, MACHINES, fields_of, machine_by_name, machine_from
+from fsdp2.tools.planner.memory import Held
 from fsdp2.tools.planner.observe import ModelWork
 from fsdp2.tools.planner.placement import shard_dim
 from fsdp2.tools.planner.plan import ABOUT_AS_FAST, Candidate, Plan, Workload, observed
@@ -34,7 +35,19 @@ from fsdp2.tools.sizes import nbytes_of, text_of
 from tests.harness.golden import texts_beside
 from tests.harness.messages import error_of
 from tests.unit import planner_models
-from tests.unit.planner_models import Block, LanguageModel
+from tests.unit.planner_models import (
+    MODELS,
+    Block,
+    Cache,
+    Caching,
+    LanguageModel,
+    Repeated,
+    Translator,
+    inputs_of,
+    square,
+    tokens,
+    with_large_parts,
+)
 
 TEXTS = texts_beside(__file__)
 WORKLOAD = Workload(batch=2, sequence=128)
@@ -71,6 +84,7 @@ def _blocks() -> nn.ModuleList:
 MAPPING = Stack("layers", ("a", "b"), is_mapping=True)
 LAYERS = Stack("layers", ("0", "1", "2", "3"))
 STACKS = Stack("encoder", ("0", "1")), Stack("decoder", ("0", "1"))
+ENCODER, DECODER = Stack("encoder.layers", ("0", "1")), Stack("decoder.layers", ("0", "1", "2"))
 
 
 @pytest.mark.parametrize(
@@ -82,6 +96,9 @@ STACKS = Stack("encoder", ("0", "1")), Stack("decoder", ("0", "1"))
         (lambda: _dict(layers=_dict(a=Block(32), b=Block(32))), Units((MAPPING,), ())),
         (lambda: nn.Sequential(Block(32), Block(32)), Units((Stack("", ("0", "1")),), ())),  # the model itself
         (lambda: _dict(encoder=_blocks(), decoder=_blocks()), Units(STACKS, ())),
+        (Repeated, Units((Stack("layers", ("0",), is_whole=False),), ("embedding", "head"))),  # one unit
+        (Translator, Units((ENCODER, DECODER), ("shared", "head"))),  # a module at several paths is a unit at one
+        (with_large_parts, Units((Stack("layers", ("0", "1", "2")),), ("embedding", "head"))),  # with what is inside
         (  # what lies inside of blocks is no stack of its own
             lambda: _dict(layers=nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(4))),
             Units((LAYERS,), ()),
@@ -174,13 +191,95 @@ def test_the_order_is_that_of_forward_and_the_rest_counts_with_the_head() -> Non
     assert not any("forward" in vars(module) or module._forward_hooks for module in model.modules())
     assert all(param.grad is None for param in model.parameters())
     units = work.units(Checkpointing.NONE)
-    assert [unit.name for unit in units] == ["embedding", *["layers.0"] * 4, "head"]
+    assert [unit.name for unit in units] == ["embedding", *(f"layers.{index}" for index in range(4)), "head"]
     assert units[-1].forward.linear == 2.0 * 2 * 128 * 64 * 1024
     assert [param.name for param in work.root] == ["norm.weight"]
     logits = 2 * 128 * 1024
     assert units[-1].saved_nbytes >= 4 * logits  # log-probabilities in fp32
     numels = [param.numel for params in (work.root, *(unit.params for unit in units)) for param in params]
     assert sum(numels) == sum(param.numel() for param in model.parameters())
+
+
+def _saved_nbytes(model: nn.Module, inputs: tuple[Tensor, ...]) -> int:
+    """What autograd keeps of a forward on this device."""
+    params = {param.untyped_storage().data_ptr() for param in model.parameters()}
+    saved: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = square(model(*inputs))
+    assert loss.requires_grad
+    return sum(nbytes for place, nbytes in saved.items() if place not in params)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_activations_are_those_of_all_calls_and_the_model_stays_as_it_is(name: str) -> None:
+    model, inputs = MODELS[name](), inputs_of(name)
+    before = {key: id(value) for key, value in model.named_parameters(remove_duplicate=False)}
+    work = _observed(model, Workload(2, 32, precision="fp32", inputs=inputs, loss=square))
+    assert {key: id(value) for key, value in model.named_parameters(remove_duplicate=False)} == before
+    assert not any("forward" in vars(module) or module._forward_hooks for module in model.modules())
+    planned = sum(unit.saved_nbytes for unit in work.units(Checkpointing.NONE))
+    assert planned == _saved_nbytes(MODELS[name]().float(), inputs())
+    assert not any(unit.left_nbytes for unit in work.units(Checkpointing.NONE))
+
+
+# Caches
+
+
+def _result(plan: Plan, name: str = "FSDP, reshard") -> tuple[Any, ...]:
+    found = _named(plan, name).result
+    return found.reserved_nbytes, found.time, plan.left_nbytes
+
+
+@pytest.mark.parametrize("inputs", [None, lambda: (tokens(128),), lambda: {"tokens": tokens(128), "use_cache": False}])
+def test_a_training_step_keeps_no_cache(inputs: Any) -> None:
+    """Though the config asks for one; and the model's config stays as it is."""
+    model = Caching()
+    found = fsdp2.plan(model, "H100", replace(WORKLOAD, inputs=inputs), num_gpus=8)
+    assert model.config.use_cache
+    model.config.use_cache = False
+    plain = fsdp2.plan(model, "H100", WORKLOAD, num_gpus=8)
+    assert _result(found) == _result(plain)
+    assert found.left_nbytes == 0
+    assert not found.warnings
+    assert "    model.config.use_cache = False  # training needs no cache of keys and values\n" in found.code
+
+
+@pytest.mark.parametrize(
+    "inputs", [lambda: {"tokens": tokens(128), "use_cache": True}, lambda: (tokens(128), True, Cache())]
+)
+def test_a_cache_that_inputs_ask_for_is_empty_first_kept_until_the_step_ends_and_named(inputs: Any) -> None:
+    asked = fsdp2.plan(Caching, "H100", replace(WORKLOAD, inputs=inputs), num_gpus=8)
+    plain = fsdp2.plan(Caching, "H100", WORKLOAD, num_gpus=8)
+    cache = 4 * 2 * (2 * 128 * 64) * 2  # blocks; keys and values; of each token; bf16
+    assert asked.left_nbytes == cache
+    attention = [
+        _observed(_model(Caching), replace(WORKLOAD, inputs=each)).kinds[0][Checkpointing.NONE].forward.other
+        for each in (inputs, None)
+    ]
+    assert attention[0] == attention[1] > 0
+    for name in ("FSDP, reshard, full checkpointing", "FSDP, reshard, selective checkpointing"):
+        held, without = (_named(each, name).result.memory[Held.ACTIVATIONS] for each in (asked, plain))
+        assert held >= without + cache
+    (warning,) = asked.warnings
+    assert warning.startswith(f"the forward leaves {text_of(cache)} on each GPU until the step ends")
+
+
+def test_every_config_inside_is_told_to_keep_no_cache() -> None:
+    model = nn.Sequential(Caching(), nn.Identity())
+    code = fsdp2.plan(model, "H100", replace(WORKLOAD, loss=lambda output: output.logits.sum()), num_gpus=8).code
+    assert '    model.get_submodule("0").config.use_cache = False  # ' in code
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_the_code_passes_the_dtypes_of_the_plan(precision: str) -> None:
+    param_dtype = {"bf16": "bfloat16", "fp32": "float32"}[precision]
+    policy = f"policy = fsdp2.MixedPrecisionPolicy(param_dtype=torch.{param_dtype}, reduce_dtype=torch.float32)"
+    assert policy in _plan(precision=precision).code
 
 
 # Choices
@@ -268,6 +367,7 @@ def test_two_blocks_per_unit_would_not_be_faster(num_gpus: int, monkeypatch: pyt
         return (*units[:first], *map(both, blocks[::2], blocks[1::2]), *units[first + len(blocks) :])
 
     found = []
+    monkeypatch.setattr(ModelWork, "members", ())  # units are those of the calls
     for units in (usual, in_pairs):
         monkeypatch.setattr(ModelWork, "units", units)
         compared = fsdp2.plan(LARGE, "H100", Workload(batch=1, sequence=2048), num_gpus=num_gpus)
@@ -408,11 +508,17 @@ def _loss(loss: Callable[[Any], Any]) -> Any:
     return lambda: _observed(_model(), replace(WORKLOAD, loss=loss))
 
 
+class _Idle(LanguageModel):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.embedding(tokens))
+
+
 WRONG: dict[str, Callable[[], object]] = {
     "batch that is text": lambda: Workload("2", 64),  # type: ignore[arg-type]
     "batch of a half": lambda: Workload(1.5, 64),  # type: ignore[arg-type]
     "GPUs that are text": _wrong(num_gpus="8"),
     "model that is text": _wrong("x"),
+    "model that does not call its blocks": lambda: _observed(_model(_Idle)),
     "model without repeated blocks": lambda: find_units(nn.Linear(2, 2)),
     "no machine": _wrong(machine=None),
     "workload that is a tuple": _wrong(workload=(1, 64)),

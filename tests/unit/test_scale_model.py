@@ -21,7 +21,17 @@ from tests.harness.distributed import RankContext
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from scale import gloo
 from scale.pipeline import Pipeline, simulate_stages
-from scale.workload import LLAMA_8B, LLAMA_70B, LLAMA_405B, Batch, Checkpointing, LossOfAPart, observed, scenario
+from scale.workload import (
+    HEAD_DIM,
+    LLAMA_8B,
+    LLAMA_70B,
+    LLAMA_405B,
+    Batch,
+    Checkpointing,
+    LossOfAPart,
+    observed,
+    scenario,
+)
 
 from fsdp2.tools.planner.groups import Flight, GroupCost
 from fsdp2.tools.planner.machine import (
@@ -39,7 +49,7 @@ from fsdp2.tools.planner.machines import H100
 from fsdp2.tools.planner.memory import Held
 from fsdp2.tools.planner.queues import Op, Queues, Stream, run
 from fsdp2.tools.planner.scenario import Choice, Scenario, simulate
-from fsdp2.tools.planner.simulate import Accelerator, StepTime, UnitCost, steady_step
+from fsdp2.tools.planner.simulate import Accelerator, CallCost, StepTime, steady_step
 from fsdp2.tools.planner.work import Exchange, UnitWork, Work
 
 KEEP, SMALLER = AfterForward.KEEP, AfterForward.RESHARD_TO_SMALLER_MESH
@@ -147,8 +157,9 @@ def _device(
     after_forward: AfterForward = AfterForward.RESHARD,
     kind: type[Accelerator] = Accelerator,
 ) -> Accelerator:
-    units = [UnitCost(f"unit {i}", forward, backward, group) for i in range(num_units)]
-    return kind(units, [UnitRules(after_forward=KEEP), *[UnitRules(after_forward=after_forward)] * num_units])
+    calls = [CallCost(unit + 1, forward, backward) for unit in range(num_units)]
+    rules = [UnitRules(after_forward=KEEP), *[UnitRules(after_forward=after_forward)] * num_units]
+    return kind([None, *[group] * num_units], calls, rules)
 
 
 @pytest.mark.parametrize(
@@ -229,7 +240,8 @@ def test_tensor_parallelism_divides_parameters_and_products_and_gathers_whole_se
     assert part.saved_nbytes == block.saved_nbytes / 8 == activations / 8
     assert part.working_nbytes > block.working_nbytes / 8 + 2 * activations
     logits = 4 * 8192 * LLAMA_8B.vocab_size / 8
-    assert divided.units[-1].saved_nbytes == pytest.approx(logits + activations * (1 + 4 / 8), rel=1e-3)
+    angles = 8 * 8192 * HEAD_DIM / 2  # which all blocks are given
+    assert divided.units[-1].saved_nbytes == pytest.approx(logits + activations * (1 + 4 / 8) + angles, rel=1e-3)
     for copies, of_loss, found in ((3, 8 * logits, whole), (4, logits, divided)):
         head = found.units[-1]
         assert copies * of_loss < head.saved_nbytes + head.working_nbytes < (copies + 1) * of_loss

@@ -1,9 +1,10 @@
-"""Which modules become units: the repeated blocks, and large embeddings and heads beside them."""
+"""Which modules become units: the repeated blocks, and large embeddings and heads beside them; and whose each parameter
+is, which ``fully_shard`` decides in the same way."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -51,6 +52,35 @@ class Units:
         stacks = tuple(replace(stack, path=rename(stack.path)) for stack in self.stacks)
         return Units(stacks, tuple(map(rename, self.large)), tuple(map(rename, self.tied)))
 
+    @property
+    def paths(self) -> tuple[str, ...]:
+        return (*self.block_paths, *self.large)
+
+
+def params_of_units(
+    model: nn.Module, units: Units, ignored: Collection[nn.Parameter] = ()
+) -> dict[str, dict[str, nn.Parameter]]:
+    """The parameters of each unit by their names in it; units by path in the order of modules, the model itself by "".
+    Each parameter is there once, however many modules hold it: if these are of several units, the model has it.
+    ``ignored`` ones are nobody's."""
+    left_out = set(map(id, ignored))
+    owners: dict[int, str] = {}
+    for path in units.paths:
+        for param in model.get_submodule(path).parameters():
+            owners[id(param)] = "" if id(param) in owners else path
+    inside = {module for path in units.paths for module in model.get_submodule(path).modules()}
+    for module in set(model.modules()) - inside:
+        owners.update((id(param), "") for param in _own(module))
+    return {
+        path: {
+            name: param
+            for name, param in model.get_submodule(path).named_parameters()
+            if owners[id(param)] == path and id(param) not in left_out
+        }
+        for path, _ in model.named_modules(remove_duplicate=False)
+        if path in ("", *units.paths)
+    }
+
 
 def find_units(model: nn.Module) -> Units:
     """Find the units of ``model`` by its structure.
@@ -58,7 +88,7 @@ def find_units(model: nn.Module) -> Units:
     Raises:
         ValueError: no module list of ``model`` holds blocks of equal structure.
     """
-    stacks = tuple(_stacks(model, "", SMALLEST_SHARE * _numel(model)))
+    stacks = tuple(_stacks(model, "", SMALLEST_SHARE * _numel(model), set()))
     if not stacks:
         containers = sorted({type(module).__name__ for module in model.modules()})
         raise ValueError(
@@ -69,19 +99,10 @@ def find_units(model: nn.Module) -> Units:
         )
     blocks = {model.get_submodule(path) for stack in stacks for path in stack.block_paths}
     enough = LARGE_SHARE * max(map(_numel, blocks))
-    owners = Counter(
-        id(param)
-        for module in model.modules()
-        for param in _torch.parameters_dict(module).values()
-        if param is not None
-    )
-    large: list[str] = []
-    tied: list[str] = []
-    for path, module in _outside(model, "", blocks):
-        own = [param for param in _torch.parameters_dict(module).values() if param is not None]
-        if path and sum(param.numel() for param in own) >= enough:
-            (tied if any(owners[id(param)] > 1 for param in own) else large).append(path)
-    return Units(stacks, tuple(large), tuple(tied))
+    owners = Counter(id(param) for module in model.modules() for param in _own(module))
+    found = list(_large(model, "", set(blocks), enough, owners))
+    large, tied = (tuple(path for path, is_tied in found if is_tied == wanted) for wanted in (False, True))
+    return Units(stacks, large, tied)
 
 
 def structure(module: nn.Module) -> tuple[Any, ...]:
@@ -92,19 +113,22 @@ def structure(module: nn.Module) -> tuple[Any, ...]:
     return type(module), params
 
 
-def _stacks(module: nn.Module, path: str, enough: float) -> Iterator[Stack]:
-    """The outermost ones; what they hold is not searched."""
-    children = {name: child for name, child in module.named_children() if _numel(child)}
+def _stacks(module: nn.Module, path: str, enough: float, seen: set[nn.Module]) -> Iterator[Stack]:
+    """The outermost ones; what they hold is not searched. A module that is at several paths counts at the first."""
+    children = {name: child for name, child in module.named_children() if _numel(child) and child not in seen}
+    seen.update(children.values())
     if isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict)) and _numel(module) >= enough:
         callable_ones = {name: child for name, child in children.items() if not _is_mere_container(child)}
-        counts = Counter(map(structure, callable_ones.values()))
+        entries = list(module.values() if isinstance(module, nn.ModuleDict) else module)
+        # A block that is there several times is repeated, too.
+        counts = Counter(structure(child) for child in entries if child in callable_ones.values())
         repeated = {kind for (kind, _), count in counts.items() if count > 1}  # others of the class are blocks, too
         if repeated:
             names = tuple(name for name, child in callable_ones.items() if type(child) in repeated)
-            yield Stack(path, names, isinstance(module, nn.ModuleDict), names == tuple(dict(module.named_children())))
+            yield Stack(path, names, isinstance(module, nn.ModuleDict), len(names) == len(entries))
             return
     for name, child in children.items():
-        yield from _stacks(child, f"{path}.{name}" if path else name, enough)
+        yield from _stacks(child, f"{path}.{name}" if path else name, enough, seen)
 
 
 def _is_mere_container(module: nn.Module) -> bool:
@@ -112,12 +136,27 @@ def _is_mere_container(module: nn.Module) -> bool:
     return isinstance(module, (nn.ModuleList, nn.ModuleDict))
 
 
-def _outside(module: nn.Module, path: str, blocks: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    if module in blocks:
+def _large(
+    module: nn.Module, path: str, units: set[nn.Module], enough: float, owners: Counter[int]
+) -> Iterator[tuple[str, bool]]:
+    """Paths of large modules, and whether they are tied. ``units``: those found so far. None of them is inside, and
+    what they hold is not searched. A module that is at several paths counts at the first."""
+    if module in units:
         return
-    yield path, module
+    own = _own(module)
+    if sum(param.numel() for param in own) >= enough and units.isdisjoint(module.modules()):
+        is_tied = any(owners[id(param)] > 1 for param in own)
+        yield path, is_tied
+        if not is_tied:
+            units.add(module)
+            return
     for name, child in module.named_children():
-        yield from _outside(child, f"{path}.{name}" if path else name, blocks)
+        yield from _large(child, f"{path}.{name}" if path else name, units, enough, owners)
+
+
+def _own(module: nn.Module) -> list[nn.Parameter]:
+    """Those that ``module`` holds itself."""
+    return [param for param in _torch.parameters_dict(module).values() if param is not None]
 
 
 def _numel(module: nn.Module) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from fsdp2.schedule.schedule import AfterForward
@@ -19,22 +21,23 @@ def code_for(
     precision: Precision,
     *,
     cuts_other_dims: bool = False,
-    has_cache: bool = False,
+    caches: Sequence[str] = (),
     has_initializer: bool = False,
     master_dtype: torch.dtype | None = None,
 ) -> str:
     """Functions ``shard(model, device_type)`` and ``load(model, folder, device_type)``, and their imports.
 
-    ``cuts_other_dims``: some parameter is cut along another dim than 0. ``has_cache``: the model keeps keys and values,
-    which what runs again would keep twice. ``has_initializer``: it can fill buffers that no checkpoint has.
-    ``master_dtype``: what is trained is cast to it; None leaves it as it is built."""
+    ``cuts_other_dims``: some parameter is cut along another dim than 0. ``caches``: paths of modules whose config says
+    whether they keep keys and values, which what runs again would keep twice. ``has_initializer``: the model can fill
+    buffers that no checkpoint has. ``master_dtype``: what is trained is cast to it; None leaves it as it is built."""
     function = _function(units, choice, machine, precision, cuts_other_dims)
     if master_dtype is not None:
         function[1:1] = _master_weights(master_dtype)
-    if has_cache:
-        function.insert(1, "    model.config.use_cache = False  # training needs no cache of keys and values")
+    function[1:1] = [
+        f"    {_at(path)}.config.use_cache = False  # training needs no cache of keys and values" for path in caches
+    ]
     loads = _load(choice, has_initializer=has_initializer)
-    return "\n".join([*_imports(choice, precision, cuts_other_dims), "", "", *function, "", "", *loads, ""])
+    return "\n".join([*_imports(choice, cuts_other_dims), "", "", *function, "", "", *loads, ""])
 
 
 def _master_weights(dtype: torch.dtype) -> list[str]:
@@ -58,7 +61,7 @@ def _load(choice: Choice, *, has_initializer: bool) -> list[str]:
     ]
 
 
-def _imports(choice: Choice, precision: Precision, cuts_other_dims: bool) -> list[str]:
+def _imports(choice: Choice, cuts_other_dims: bool) -> list[str]:
     lines = ["import fsdp2"]
     if choice.wire is Wire.FP8:
         lines.append("from fsdp2.tensors import Float8AllGatherTensor, wrap_parameters")
@@ -68,7 +71,7 @@ def _imports(choice: Choice, precision: Precision, cuts_other_dims: bool) -> lis
     if helpers:
         lines.append(f"from fsdp2.tools.planner import {', '.join(helpers)}")
     return [
-        *(["import torch"] if precision is Precision.BF16 else []),
+        "import torch",
         "import torch.distributed as dist",
         "from torch import nn",
         "from torch.distributed.device_mesh import init_device_mesh",
@@ -100,10 +103,9 @@ def _options(choice: Choice, precision: Precision, cuts_other_dims: bool) -> lis
         lines.append(f"if dist.get_world_size() % {size}:")
         lines.append(f'    raise ValueError("expected a multiple of {size} ranks: each replica is on {size}.")')
     lines += [f"mesh = init_device_mesh(device_type, {shape}, mesh_dim_names={names})"]
-    policies = ["mesh=mesh"]
-    if precision is Precision.BF16:
-        lines.append("policy = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)")
-        policies.append("mp_policy=policy")
+    dtypes = f"param_dtype={precision.policy.param_dtype}, reduce_dtype={precision.policy.reduce_dtype}"
+    lines.append(f"policy = fsdp2.MixedPrecisionPolicy({dtypes})")
+    policies = ["mesh=mesh", "mp_policy=policy"]
     if cuts_other_dims:
         policies.append('shard_placement_fn=placement_for(mesh["shard"].size())')
     if choice.offloads:

@@ -5,7 +5,7 @@ Ranks hold equal parts, so one rank's plan is every rank's. Plans are compiled o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache
@@ -13,7 +13,7 @@ from functools import cache
 import torch
 
 from fsdp2.comm.backends import CollectiveComm, LocalComm
-from fsdp2.plan.dtypes import ParamDtypes
+from fsdp2.plan.dtypes import ParamDtypes, param_dtypes
 from fsdp2.plan.layout import join, shard_layout
 from fsdp2.plan.plan import (
     GatherPlan,
@@ -28,8 +28,7 @@ from fsdp2.plan.plan import (
 from fsdp2.tools.planner.machine import Machine, Ranks, Transfer, all_reduce, gather
 from fsdp2.tools.planner.placement import shard_dim
 from fsdp2.tools.planner.work import Param
-
-DtypesOf = Callable[[torch.dtype], ParamDtypes]  # of a parameter, by the dtype of its shard
+from fsdp2.types import MixedPrecisionPolicy
 
 
 class Wire(Enum):
@@ -56,7 +55,7 @@ class GroupCost:
 
     Attributes:
         regather: from where it rests between forward and backward; None if it rests with its shards.
-        reduce: one after the other: reduce-scatter, and all-reduce with HSDP.
+        reduce: one after the other: reduce-scatter, and all-reduce with HSDP; none if nothing is trained.
         rest: seconds to cut what rests.
         staging_nbytes: while a gather arrives. regather_staging_nbytes: while that from the resting shards does.
         grad_nbytes: the gradients that autograd leaves. cast_nbytes: what is made of them to be sent.
@@ -93,13 +92,13 @@ def group_cost(
     params: tuple[Param, ...],
     axes: Axes,
     wire: Wire,
-    dtypes_of: DtypesOf,
+    policy: MixedPrecisionPolicy,
     *,
     offloads: bool = False,
 ) -> GroupCost:
     """The cost of a group of ``params``. ``offloads``: its shards and their gradients are in the host's memory."""
     sizes = (axes.shard.size, axes.replicate.size, axes.resting.size if axes.resting else None)
-    plans = _compiled(params, *sizes, wire, dtypes_of)
+    plans = _compiled(params, *sizes, wire, policy)
     reduced_nbytes = sum(plan.flat_numel * plan.dtypes.grad.itemsize for plan in plans.reduces)
     resting_nbytes = sum(numel * dtype.itemsize for dtype, numel in plans.resting.shard_numels) if plans.resting else 0
     regather = None
@@ -108,13 +107,14 @@ def group_cost(
     whole, reduces = _gather_flight(machine, axes.shard, plans.gather), _reduce_flights(machine, axes, plans.reduces)
     if offloads:
         whole = replace(whole, before=whole.before + plans.shards_nbytes / machine.to_host())
+    if offloads and reduces:
         reduces = (*reduces[:-1], replace(reduces[-1], behind=reduces[-1].behind + reduced_nbytes / machine.to_host()))
     return GroupCost(
         gather=whole,
         regather=regather,
         reduce=reduces,
         unsharded_nbytes=plans.gather.unsharded_nbytes,
-        grad_nbytes=sum(param.numel * dtypes_of(param.dtype).param.itemsize for param in params if param.trainable),
+        grad_nbytes=plans.grad_nbytes,
         reduced_nbytes=0 if offloads else reduced_nbytes,
         shards_nbytes=plans.shards_nbytes,
         trained_nbytes=plans.trained_nbytes,
@@ -131,6 +131,7 @@ class _Plans:
     gather: GatherPlan
     resting: GatherPlan | None
     reduces: tuple[ReducePlan, ...]
+    grad_nbytes: int
     shards_nbytes: int
     trained_nbytes: int
 
@@ -142,7 +143,7 @@ def _compiled(
     num_replicas: int,
     resting: int | None,
     wire: Wire,
-    dtypes_of: DtypesOf,
+    policy: MixedPrecisionPolicy,
 ) -> _Plans:
     """As ``fsdp2.group.unsharded`` and ``fsdp2.group.gradients`` compile them; of a comm, its routing matters."""
     routing = (LocalComm if num_shards == 1 else CollectiveComm).routing
@@ -150,7 +151,7 @@ def _compiled(
         PlanInput(
             param.name,
             shard_layout(param.shape, shard_dim(param.shape, num_shards), num_shards),
-            dtypes_of(param.dtype),
+            param_dtypes(param.dtype, policy),
         )
         for param in params
     ]
@@ -166,7 +167,8 @@ def _compiled(
         rest = compile_gather(cut, routing, back_into=whole)
     trained = [item for item, param in zip(plain, params, strict=True) if param.trainable]
     reduces = compile_reduces(trained, routing, num_shards * num_replicas)
-    return _Plans(whole, rest, reduces, _shards_nbytes(plain), _shards_nbytes(trained))
+    grad_nbytes = sum(math.prod(item.layout.shape) * item.dtypes.param.itemsize for item in trained)
+    return _Plans(whole, rest, reduces, grad_nbytes, _shards_nbytes(plain), _shards_nbytes(trained))
 
 
 def _shards_nbytes(inputs: list[PlanInput]) -> int:
@@ -193,7 +195,10 @@ def _gather_flight(machine: Machine, ranks: Ranks, plan: GatherPlan) -> Flight:
 
 
 def _reduce_flights(machine: Machine, axes: Axes, plans: tuple[ReducePlan, ...]) -> tuple[Flight, ...]:
-    """Copies into what is sent, the reduce-scatter, with HSDP the all-reduce, and the division by the ranks."""
+    """Copies into what is sent, the reduce-scatter, with HSDP the all-reduce, and the division by the ranks. None if
+    nothing is trained."""
+    if not plans:
+        return ()
     reduced_nbytes = sum(plan.flat_numel * plan.dtypes.reduce.itemsize for plan in plans)
     nbytes = sum(step.layout.padded_numel * plan.dtypes.reduce.itemsize for plan in plans for step in plan.steps)
     read = sum(

@@ -1,18 +1,21 @@
 """What a model computes and keeps, observed under fake tensors: nothing is allocated, nothing is computed.
 
-One block of each kind runs, forward and backward; the others of its kind count as much. All that is outside of blocks
-runs once with the blocks left out. Activations are what autograd saves, each storage counted once; parameters, and what
-all blocks are given alike, are not counted per block.
+The model runs once. Of blocks that are called alike, the first runs where it is called, forward and backward; the
+others count as much. Activations are what autograd saves, each storage counted once; what several blocks are given is
+counted outside of blocks. Which parameters a unit has does not depend on the run.
 """
 
 from __future__ import annotations
 
+import gc
+import itertools
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from fsdp2.plan.trees import find_tensors, map_tensors
 from fsdp2.tools import torch_names
-from fsdp2.tools.planner.blocks import Units, structure
+from fsdp2.tools.planner.blocks import Units, params_of_units, structure
 from fsdp2.tools.planner.work import Checkpointing, Param, UnitWork, Work
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -31,28 +34,64 @@ Loss = Callable[[Any], Tensor]
 
 @dataclass(frozen=True)
 class ModelWork:
-    """``kinds``: one block of each kind, with each checkpointing. ``order``: the units as forward runs them: a kind's
-    number for a block, a path for a module beside the blocks. ``rest``: what is computed outside of blocks."""
+    """What a model has, and what its forward calls.
+
+    Attributes:
+        kinds: blocks that are called alike, with each checkpointing.
+        calls: of units, in the order of forward.
+        params: of each unit, by its path; those of the model itself by "".
+        blocks: paths of blocks.
+        rest: what is computed outside of blocks.
+        ignored: parameters that stay whole on each rank.
+        buffers_nbytes: these do, too.
+    """
 
     kinds: tuple[dict[Checkpointing, UnitWork], ...]
-    order: tuple[int | str, ...]
-    large: dict[str, tuple[Param, ...]]
-    root: tuple[Param, ...]
+    calls: tuple[Call, ...]
+    params: dict[str, tuple[Param, ...]]
+    blocks: frozenset[str]
     rest: UnitWork
+    ignored: tuple[Param, ...] = ()
+    buffers_nbytes: int = 0
+
+    @property
+    def root(self) -> tuple[Param, ...]:
+        return self.params[""]
 
     def units(self, checkpointing: Checkpointing) -> tuple[UnitWork, ...]:
-        """In the order of forward, without the root. What is outside of blocks is counted with the last of them, or
-        behind them: in language models, this is the head."""
+        """One for each call, in the order of forward, without the root. What is outside of blocks is counted with the
+        last of them, or behind them: in language models, this is the head."""
         units = []
-        for key in self.order:
-            if isinstance(key, int):
-                units.append(self.kinds[key][checkpointing])
-            else:
-                units.append(UnitWork(key, self.large[key], Work(), Work(), 0.0, 0.0))
+        for call in self.calls:
+            work = self._bare(call.path) if call.kind is None else self.kinds[call.kind][checkpointing]
+            named = replace(work, name=call.path, params=self.params[call.path])
+            units.append(replace(named, has_backward=call.has_backward, hands_on=call.hands_on))
         last = units[-1]
-        if last.is_block:
+        if last.is_block or sum(unit.name == last.name for unit in units) > 1:
             return (*units, self.rest)
-        return (*units[:-1], replace(self.rest, name=last.name, params=last.params))
+        own = {name: getattr(last, name) for name in ("name", "params", "has_backward", "hands_on")}
+        return (*units[:-1], replace(self.rest, **own))
+
+    @property
+    def members(self) -> tuple[UnitWork, ...]:
+        """All units, in the order of the model, without what they compute. Those that this forward does not use have
+        gradients and optimizer states, too: another forward may use them."""
+        return tuple(self._bare(path) for path in self.params if path)
+
+    def _bare(self, path: str) -> UnitWork:
+        """Without what it computes."""
+        return UnitWork(path, self.params[path], Work(), Work(), 0.0, 0.0, is_block=path in self.blocks)
+
+
+@dataclass(frozen=True)
+class Call:
+    """Of the unit at ``path``. ``kind``: of a block. ``has_backward``: its output needs a gradient. ``hands_on``: so
+    does its input."""
+
+    path: str
+    kind: int | None
+    has_backward: bool
+    hands_on: bool
 
 
 def observe(
@@ -62,6 +101,7 @@ def observe(
     loss: Loss,
     dtype: torch.dtype,
     master_dtype: torch.dtype | None = None,
+    ignored: Collection[nn.Parameter] = (),
 ) -> ModelWork:
     """Run ``model`` under fake tensors. Its parameters may be on the meta device.
 
@@ -70,34 +110,59 @@ def observe(
         loss: gets what ``model`` returns.
         dtype: in which floating-point parameters and inputs are in forward.
         master_dtype: that of the shards of parameters that are trained; None is that of the model.
+        ignored: parameters that are not sharded.
     """
-    blocks = {path: model.get_submodule(path) for path in units.block_paths}
-    kinds: dict[Any, list[str]] = {}
-    for path, block in blocks.items():
-        kinds.setdefault(structure(block), []).append(path)
-    with torch_names.fake_tensors(), _masks_as_with_values(), _FusedAttention():
+    with torch_names.fake_tensors(), _masks_as_with_values(), _FusedAttention(), _without_caches(model):
         made = _Fakes(model, dtype)
-        given = _as_arguments(made.cast(inputs()))
-        calls = _calls(model, made, given, units, [paths[0] for paths in kinds.values()])
+        given = _as_arguments(made.inputs(inputs()))
+        calls = _Calls(model, units, made)
+        with calls.watched():
+            seen = calls.outside.run(partial(_forward, model, made), given, loss)
         shared = calls.shared_storages()
-        per_kind = []
-        for paths in kinds.values():
-            path = paths[0]
-            if path not in calls.inputs:
-                raise ValueError(f"plan: the forward does not call block '{path}' of this {type(model).__name__}.")
-            seen = _observe(blocks[path], made.of(path), calls.inputs[path], _sum_of_outputs, shared)
-            params = _params(blocks[path].named_parameters(), master_dtype)
-            per_kind.append({each: seen.unit(path, params, each) for each in Checkpointing})
-        with _left_out({blocks[path]: calls.outputs[kind[0]] for kind in kinds.values() for path in kind}):
-            seen = _observe(model, made.of(""), given, loss, set())
-    numbers = {path: index for index, paths in enumerate(kinds.values()) for path in paths}
-    own = {path: model.get_submodule(path).named_parameters(recurse=False) for path in units.large}
-    large = {path: _params(params, master_dtype) for path, params in own.items()}
-    inside = {id(param) for path in (*blocks, *large) for param in model.get_submodule(path).parameters()}
-    beside = [(name, param) for name, param in model.named_parameters() if id(param) not in inside]
-    root = _params(beside, master_dtype)
-    rest = replace(seen.unit("(outside of blocks)", (), Checkpointing.NONE), is_block=False)
-    return ModelWork(tuple(per_kind), tuple(numbers.get(path, path) for path in calls.order), large, root, rest)
+        kinds = [{each: kind.seen.unit(kind.path, each, shared) for each in Checkpointing} for kind in calls.kinds]
+        rest = seen.unit("(outside of blocks)", Checkpointing.NONE, set())
+        saved = {key: nbytes for kind in calls.kinds for key, nbytes in kind.seen.saved.items() if key in shared}
+        shared_nbytes = sum(nbytes for key, nbytes in saved.items() if key not in seen.saved)
+    if not kinds:
+        raise ValueError(
+            f"plan: the forward of this {type(model).__name__} calls none of its blocks, such as "
+            f"'{units.block_paths[0]}'. Call them as modules, not by other methods: fully_shard sees only these calls."
+        )
+    params = {path: _params(own.items(), master_dtype) for path, own in params_of_units(model, units, ignored).items()}
+    return ModelWork(
+        kinds=tuple(kinds),
+        calls=tuple(calls.found),
+        params=params,
+        blocks=frozenset(units.block_paths),
+        rest=replace(rest, is_block=False, saved_nbytes=rest.saved_nbytes + shared_nbytes),
+        ignored=_params([("", param) for param in ignored], master_dtype),
+        buffers_nbytes=sum(buffer.nbytes for buffer in model.buffers()),
+    )
+
+
+@contextmanager
+def _without_caches(model: nn.Module) -> Iterator[None]:
+    """Training needs no cache of keys and values: meanwhile ``use_cache`` is False in the configs of ``model``. An
+    input of this name still decides."""
+    configs = cache_configs(model)
+    before = {path: config.use_cache for path, config in configs.items()}
+    try:
+        for config in configs.values():
+            config.use_cache = False
+        yield
+    finally:
+        for path, config in configs.items():
+            config.use_cache = before[path]
+
+
+def cache_configs(model: nn.Module) -> dict[str, Any]:
+    """Configs that have ``use_cache``, as in Hugging Face, by the path of a module that holds it."""
+    found: dict[int, tuple[str, Any]] = {}
+    for path, module in model.named_modules():
+        config = getattr(module, "config", None)
+        if hasattr(config, "use_cache"):
+            found.setdefault(id(config), (path, config))
+    return dict(found.values())
 
 
 @contextmanager
@@ -161,7 +226,7 @@ def _as_arguments(given: Any) -> Inputs:
 def _sum_of_outputs(output: Any) -> Tensor:
     """A loss whose backward starts from what the next block would give."""
     tensors = [each for each in find_tensors((output,), []) if each.requires_grad]
-    return _Given.apply(*tensors)
+    return _Given.apply(*tensors) if tensors else torch.empty(())
 
 
 class _Given(torch.autograd.Function):
@@ -178,104 +243,140 @@ class _Given(torch.autograd.Function):
 
 
 class _LeftOut(torch.autograd.Function):
-    """In the place of a block: its output comes from nowhere, and so does the gradient of its input."""
+    """In the place of a block: its outputs come from nowhere, and so do the gradients of its inputs."""
 
     @staticmethod
-    def forward(ctx: Any, entry: Tensor, like: Tensor) -> Tensor:
-        ctx.like = (entry.shape, entry.dtype)
-        return torch.empty_like(like)
+    def forward(ctx: Any, likes: list[Tensor], *entries: Tensor) -> tuple[Tensor, ...]:
+        ctx.likes = [(each.shape, each.dtype) for each in entries]
+        return tuple(map(torch.empty_like, likes))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        shape, dtype = ctx.like
-        return grad.new_empty(shape, dtype=dtype), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *(grads[0].new_empty(shape, dtype=dtype) for shape, dtype in ctx.likes)
+
+
+def _forward(model: nn.Module, made: _Fakes, *args: Any, **kwargs: Any) -> Any:
+    # tie_weights would swap a module of several names once for each, and not swap it back
+    return functional_call(model, made.tensors, args, kwargs, tie_weights=False)
 
 
 class _Fakes:
-    """Fake parameters and buffers of a model, in the dtype of its forward."""
+    """Fake parameters and buffers of a model by name, in the dtype of its forward. One that several modules hold is
+    there once for each; a module that has several names, under one of them."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self.tensors: dict[str, Tensor] = {}
-        for name, param in model.named_parameters():
-            self.tensors[name] = self._like(param, dtype if param.is_floating_point() else param.dtype)
-        for name, buffer in model.named_buffers():
-            self.tensors[name] = self._like(buffer, buffer.dtype)
+        self._made: dict[int, tuple[Tensor, Tensor]] = {}
+        self.tensors = {
+            f"{path}.{name}" if path else name: self._like(tensor, is_cast=_is_cast(tensor))
+            for path, module in model.named_modules()
+            for named in (module.named_parameters, module.named_buffers)
+            for name, tensor in named(recurse=False, remove_duplicate=False)
+        }
 
-    @staticmethod
-    def _like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        return torch.empty(tensor.shape, dtype=dtype, requires_grad=tensor.requires_grad)
+    def _like(self, tensor: Tensor, *, is_cast: bool) -> Tensor:
+        """One for each ``tensor``, which stays alive, so that no other one gets its id."""
+        if id(tensor) not in self._made:
+            dtype = self.dtype if is_cast else tensor.dtype
+            made = torch.empty(tensor.shape, dtype=dtype, requires_grad=tensor.requires_grad)
+            self._made[id(tensor)] = tensor, made
+        return self._made[id(tensor)][1]
 
-    def of(self, path: str) -> dict[str, Tensor]:
-        """By their names inside the module at ``path``."""
-        prefix = f"{path}." if path else ""
-        return {name.removeprefix(prefix): each for name, each in self.tensors.items() if name.startswith(prefix)}
+    def inputs(self, given: Any) -> Any:
+        """Like ``given``, whose tensors may have values."""
+        return map_tensors(lambda leaf: self._like(leaf, is_cast=leaf.is_floating_point()), given)
 
-    def cast(self, given: Any) -> Any:
-        return map_tensors(lambda leaf: leaf.to(self.dtype) if leaf.is_floating_point() else leaf, given)
+
+def _is_cast(tensor: Tensor) -> bool:
+    """Whether mixed precision casts it, of what a model holds."""
+    return isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
+
+
+_numbers: dict[int, int] = {}  # by the address of a storage that is alive
+_next_number = itertools.count()
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    """The number of its storage. No other storage ever has the same one, as it may have the same address."""
+    storage = tensor.untyped_storage()
+    address = storage._cdata
+    if address not in _numbers:
+        _numbers[address] = next(_next_number)
+        weakref.finalize(storage, _numbers.pop, address).atexit = False
+    return _numbers[address]
 
 
-@dataclass
+def _needs_grad(value: Any) -> bool:
+    return any(each.requires_grad for each in find_tensors((value,), []))
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Blocks of one structure that are called alike. ``path``: of the first. ``likes``: what it returns."""
+
+    path: str
+    seen: _Seen
+    likes: Any
+
+
 class _Calls:
-    """``order``: units as forward called them. ``inputs`` and ``outputs``: of the first block of each kind.
-    ``arguments``: what each block was given. It stays here, or a storage could get the address of one that is gone."""
+    """What a forward calls. ``outside``: the run around it, which sees nothing of the blocks."""
 
-    order: list[str]
-    inputs: dict[str, Inputs]
-    outputs: dict[str, Any]
-    arguments: dict[str, list[Tensor]]
+    def __init__(self, model: nn.Module, units: Units, made: _Fakes) -> None:
+        self.found: list[Call] = []
+        self.outside = _Run(made)
+        self._model, self._units, self._made = model, units, made
+        self._kinds: dict[Any, _Kind] = {}
+        self._given: dict[str, set[int]] = {}  # storages that each block was given
+
+    @property
+    def kinds(self) -> list[_Kind]:
+        return list(self._kinds.values())
 
     def shared_storages(self) -> set[int]:
-        counts = Counter(storage for given in self.arguments.values() for storage in set(map(_storage, given)))
+        """What several blocks were given."""
+        counts = Counter(storage for given in self._given.values() for storage in given)
         return {storage for storage, count in counts.items() if count > 1}
 
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Meanwhile blocks tell what they are given, and return tensors like those of the first of their kind."""
+        blocks = {path: self._model.get_submodule(path) for path in self._units.block_paths}
+        originals = {module: module.__dict__.get("forward", _MISSING) for module in blocks.values()}
+        handles = []
+        try:
+            for path, module in blocks.items():
+                module.forward = partial(self._call, path, structure(module), module.forward)
+            for path in self._units.large:
+                note = partial(self._note, path, None)
+                handles.append(self._model.get_submodule(path).register_forward_hook(note, with_kwargs=True))
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            _restore(originals)
 
-def _calls(model: nn.Module, made: _Fakes, given: Inputs, units: Units, firsts: Sequence[str]) -> _Calls:
-    """One forward without gradients, in which the first block of each kind runs, and the others return as much."""
-    found = _Calls([], {}, {}, {})
-    handles = []
-    first_of = {structure(model.get_submodule(path)): path for path in firsts}
-    originals: dict[nn.Module, Callable[..., Any]] = {}
+    def _note(self, path: str, kind: int | None, _: Any, args: Any, kwargs: Any, output: Any) -> None:
+        self.found.append(Call(path, kind, _needs_grad(output), _needs_grad((args, kwargs))))
 
-    def watch(path: str, module: nn.Module, *, is_block: bool) -> None:
-        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            found.order.append(path)
-            if is_block:
-                found.arguments[path] = find_tensors((args, kwargs), [])
-                if path in firsts:
-                    found.inputs[path] = (args, kwargs)
-
-        def after(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            if path in firsts:
-                found.outputs[path] = output
-
-        handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-        handles.append(module.register_forward_hook(after, with_kwargs=True))
-
-    def stand_in(module: nn.Module, first: str) -> None:
-        originals[module] = module.__dict__.get("forward", _MISSING)
-        module.forward = lambda *args, **kwargs: map_tensors(torch.empty_like, found.outputs[first])
-
-    try:
-        for path in units.block_paths:
-            module = model.get_submodule(path)
-            watch(path, module, is_block=True)
-            first = first_of[structure(module)]
-            if path != first:
-                stand_in(module, first)
-        for path in units.large:
-            watch(path, model.get_submodule(path), is_block=False)
-        with torch.no_grad():
-            functional_call(model, made.of(""), *given)
-    finally:
-        for handle in handles:
-            handle.remove()
-        _restore(originals)
-    return found
+    def _call(self, path: str, structure: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        leaves = find_tensors((args, kwargs), [])
+        key = (structure, torch.is_grad_enabled(), *((leaf.shape, leaf.dtype, leaf.requires_grad) for leaf in leaves))
+        self._given.setdefault(path, set()).update(map(_storage, leaves))
+        with self.outside.paused():
+            if key not in self._kinds:
+                likes: list[Any] = []
+                seen = _Run(self._made).run(
+                    forward, (args, kwargs), _sum_of_outputs, lambda output: likes.append(map_tensors(_like, output))
+                )
+                self._kinds[key] = _Kind(path, seen, likes[0])
+        kind = self._kinds[key]
+        self._note(path, list(self._kinds).index(key), None, args, kwargs, kind.likes)
+        differentiable = [leaf for leaf in find_tensors((kind.likes,), []) if leaf.requires_grad]
+        # Without an input that needs a gradient, its own parameters need it.
+        entries = [leaf for leaf in leaves if leaf.requires_grad] or [torch.empty((), requires_grad=True)]
+        made = iter(_LeftOut.apply(differentiable, *entries) if differentiable else ())
+        return map_tensors(lambda leaf: next(made) if leaf.requires_grad else torch.empty_like(leaf), kind.likes)
 
 
 _MISSING: Any = object()
@@ -289,108 +390,119 @@ def _restore(originals: Mapping[nn.Module, Any]) -> None:
             module.forward = forward
 
 
-@contextmanager
-def _left_out(outputs: Mapping[nn.Module, Any]) -> Iterator[None]:
-    """Meanwhile each module of ``outputs`` returns tensors like these, and keeps nothing."""
-    originals = {module: module.__dict__.get("forward", _MISSING) for module in outputs}
-
-    def stand_in(like: Any) -> Callable[..., Any]:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            leaves = find_tensors((args, kwargs), [])
-            entry = next((leaf for leaf in leaves if leaf.requires_grad), leaves[0])
-            return map_tensors(lambda leaf: _LeftOut.apply(entry, leaf), like)
-
-        return forward
-
-    try:
-        for module, like in outputs.items():
-            module.forward = stand_in(like)
-        yield
-    finally:
-        _restore(originals)
-
-
 # One run
 
 
 @dataclass(frozen=True)
 class _Seen:
-    """One forward and backward. ``input_nbytes``: what full checkpointing keeps. ``kept_nbytes``: what selective
-    checkpointing keeps besides. ``full`` and ``selective``: what these run again. ``peak_nbytes``: the most that was
-    there in backward, gradients of parameters included."""
+    """One forward and backward. ``saved``: storages that autograd keeps for backward, and their bytes. ``entries``:
+    those it was given, which full checkpointing keeps. ``left``: those that are there when all is over, in caches and
+    in attributes of modules. ``kept_nbytes``: what selective checkpointing keeps besides. ``full`` and ``selective``:
+    what these run again. ``peak_nbytes``: the most that was there in backward of what the run made, gradients of
+    parameters included."""
 
     forward: Work
     backward: Work
-    saved_nbytes: int
-    input_nbytes: int
+    saved: dict[int, int]
+    entries: dict[int, int]
+    left: dict[int, int]
     kept_nbytes: int
     full: _Again
     selective: _Again
     peak_nbytes: int
 
-    def unit(self, name: str, params: tuple[Param, ...], checkpointing: Checkpointing) -> UnitWork:
-        again, saved, read = Work(), self.saved_nbytes, self.saved_nbytes
+    def unit(self, name: str, checkpointing: Checkpointing, shared: set[int]) -> UnitWork:
+        """``shared``: storages that are not counted per block."""
+        without = shared | self.left.keys()
+        every = sum(nbytes for key, nbytes in self.saved.items() if key not in without)
+        entry_nbytes = sum(nbytes for key, nbytes in self.entries.items() if key not in shared) if self.saved else 0
+        held = sum(self.saved[key] for key in self.saved.keys() & self.entries.keys() if key not in shared)
+        again, saved, read = Work(), every, every
         if checkpointing is Checkpointing.FULL:
-            again, saved = self.full.work, self.input_nbytes
+            again, saved = self.full.work, entry_nbytes
         elif checkpointing is Checkpointing.SELECTIVE:
             again = self.selective.work
-            saved = min(self.input_nbytes + self.kept_nbytes, self.saved_nbytes)
-            read = self.input_nbytes + self.selective.read_nbytes
+            saved = min(entry_nbytes + self.kept_nbytes, every)
+            read = entry_nbytes + self.selective.read_nbytes
+        left = sum(self.left.values())
         return UnitWork(
             name,
-            params,
+            (),
             self.forward,
             self.backward + again,
             saved,
-            working_nbytes=max(self.peak_nbytes - saved, 0),
+            working_nbytes=max(self.peak_nbytes + held - left - saved, 0),
             unread_nbytes=max(saved - read, 0),
+            left_nbytes=left,
             is_block=True,
         )
 
 
-def _observe(module: nn.Module, tensors: dict[str, Tensor], given: Inputs, loss: Loss, shared: set[int]) -> _Seen:
-    args, kwargs = map_tensors(lambda leaf: _as_entry(leaf, shared), given)
-    entries = {_storage(leaf): leaf for leaf in find_tensors((args, kwargs), [])}
-    params = {_storage(tensor) for tensor in tensors.values()}
-    fixed = params | shared
-    saved: dict[int, int] = {}
-    needed: set[int] = set()
+class _Run:
+    """Runs one function of the model, forward and backward, once."""
 
-    def pack(tensor: Tensor) -> Tensor:
-        if isinstance(tensor, Tensor) and _storage(tensor) not in fixed:
-            saved[_storage(tensor)] = tensor.untyped_storage().nbytes()
-            needed.update(forward.writers_of([tensor]))
-        return tensor
+    def __init__(self, made: _Fakes) -> None:
+        self._params = {_storage(tensor): tensor for tensor in made.tensors.values()}
+        self._memory = _Live()
+        self._forward = _Counter(self._memory, set(self._params))
 
-    memory = _Live()
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), _Counter(memory, params) as forward:
-        output = functional_call(module, tensors, args, kwargs)
-        result = loss(output)
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Meanwhile, what runs inside of this forward is not counted with it."""
+        self._forward.is_paused = True
+        try:
+            yield
+        finally:
+            self._forward.is_paused = False
+
+    def run(
+        self, function: Callable[..., Any], given: Inputs, loss: Loss, returned: Callable[[Any], None] = lambda _: None
+    ) -> _Seen:
+        """``returned`` gets what the function returned, which is dropped before backward."""
+        args, kwargs = map_tensors(lambda leaf: leaf.detach().requires_grad_(leaf.requires_grad), given)
+        entries = {
+            _storage(leaf): leaf for leaf in find_tensors((args, kwargs), []) if _storage(leaf) not in self._params
+        }
+        saved: dict[int, int] = {}
+        needed: set[int] = set()
+        forward, memory = self._forward, self._memory
+
+        def pack(tensor: Tensor) -> Tensor:
+            if isinstance(tensor, Tensor) and _storage(tensor) not in self._params:
+                saved[_storage(tensor)] = tensor.untyped_storage().nbytes()
+                needed.update(forward.writers_of([tensor]))
+            return tensor.detach()  # what no backward reaches would hold itself
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), forward:
+            output = function(*args, **kwargs)
+            result = loss(output)
+        returned(output)
         del output
-    entry_nbytes = sum(leaf.untyped_storage().nbytes() for key, leaf in entries.items() if key not in fixed)
-    held = sum(nbytes for key, nbytes in saved.items() if key in entries)  # made before this run
-    memory.peak = memory.now
-    with _Counter(memory, params) as backward:
-        if result.requires_grad:
-            result.backward()
-    for tensor in tensors.values():
-        tensor.grad = None
-    return _Seen(
-        forward=forward.total,
-        backward=backward.total,
-        saved_nbytes=sum(saved.values()),
-        input_nbytes=entry_nbytes,
-        kept_nbytes=sum(op.kept_nbytes for op in forward.ops),
-        full=_run_again(forward.ops, needed, keeps=False),
-        selective=_run_again(forward.ops, needed, keeps=True),
-        peak_nbytes=memory.peak + held,
-    )
+        memory.peak = memory.now
+        with _Counter(memory, set(self._params)) as backward:
+            if result.requires_grad:
+                result.backward()
+        del result
+        for tensor in (*self._params.values(), *entries.values()):
+            tensor.grad = None
+        entry_nbytes = {key: leaf.untyped_storage().nbytes() for key, leaf in entries.items()}
+        for leaf in entries.values():  # the graph of what is left holds it, as that of the whole model would not
+            leaf.data = leaf.new_empty(0)
+        return _Seen(
+            forward=forward.total,
+            backward=backward.total,
+            saved=saved,
+            entries=entry_nbytes,
+            left=memory.left(),
+            kept_nbytes=sum(op.kept_nbytes for op in forward.ops),
+            full=_run_again(forward.ops, needed, keeps=False),
+            selective=_run_again(forward.ops, needed, keeps=True),
+            peak_nbytes=memory.peak,
+        )
 
 
-def _as_entry(leaf: Tensor, shared: set[int]) -> Tensor:
-    """An input as the unit before would hand it over: a leaf with a gradient, unless all blocks get it."""
-    is_own = leaf.is_floating_point() and _storage(leaf) not in shared
-    return leaf.detach().requires_grad_(is_own)
+def _like(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, requires_grad=False).requires_grad_(tensor.requires_grad)
 
 
 @dataclass(frozen=True)
@@ -435,20 +547,26 @@ class _Live:
 
     def __init__(self) -> None:
         self.now = self.peak = 0
-        self._known: set[int] = set()
+        self._known: dict[int, int] = {}
 
     def made(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key, nbytes = storage._cdata, storage.nbytes()
+        storage, key = tensor.untyped_storage(), _storage(tensor)
         if key in self._known:
             return
-        self._known.add(key)
+        nbytes = storage.nbytes()
+        self._known[key] = nbytes
         self.now += nbytes
         self.peak = max(self.peak, self.now)
         weakref.finalize(storage, self._freed, key, nbytes)
 
+    def left(self) -> dict[int, int]:
+        """What is still there, by storage."""
+        if self._known:
+            gc.collect()
+        return dict(self._known)
+
     def _freed(self, key: int, nbytes: int) -> None:
-        self._known.discard(key)
+        del self._known[key]
         self.now -= nbytes
 
 
@@ -458,6 +576,7 @@ class _Counter(torch_names.DispatchMode):
     def __init__(self, memory: _Live, fixed: set[int]) -> None:
         super().__init__()
         self.ops: list[_Op] = []
+        self.is_paused = False
         self._memory = memory
         self._writers: dict[int, int] = {}  # of storages, the operation that wrote them last
         self._num_products = 0
@@ -470,13 +589,13 @@ class _Counter(torch_names.DispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         result = function(*args, **kwargs)
+        if self.is_paused:
+            return result
         inputs, outputs = find_tensors((args, kwargs), []), find_tensors((result,), [])
         known = {_storage(each) for each in inputs}
         new = [each for each in outputs if _storage(each) not in known]
         for each in new:
             self._memory.made(each)
-            self._inside.discard(_storage(each))  # an address that was freed
-            self._crossed.discard(_storage(each))
         name = function.name().split("::")[-1].split(".")[0]
         if not new and not function._schema.is_mutable:
             return result  # a view

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -22,12 +22,13 @@ from fsdp2.tools.planner.code import code_for
 from fsdp2.tools.planner.groups import Wire
 from fsdp2.tools.planner.machine import Machine
 from fsdp2.tools.planner.machines import machine_by_name
-from fsdp2.tools.planner.observe import ModelWork, language_model_loss, observe, shard_dtype
+from fsdp2.tools.planner.observe import ModelWork, cache_configs, language_model_loss, observe, shard_dtype
 from fsdp2.tools.planner.placement import shard_dim
 from fsdp2.tools.planner.scenario import Choice, Kernels, Optimizer, Precision, Result, Scenario, simulate
 from fsdp2.tools.planner.work import Checkpointing
 from fsdp2.tools.progress import progress
 from fsdp2.tools.sizes import nbytes_of, text_of
+from fsdp2.types import MixedPrecisionPolicy
 
 ABOUT_AS_FAST = 1.02  # what the model can tell apart
 USABLE_SHARE = 0.95  # of a GPU's memory, and of the host's; the rest is for the driver, NCCL and the system
@@ -144,7 +145,9 @@ class Plan:
         enough_gpus: if none fits: over how many GPUs FSDP would, without offloading; None if over no number.
         enough: if none fits: the largest batch with which one would, or, with a batch of 1, the longest sequences, up
             to 1%; None if there is neither.
-        has_cache: the model's config has ``use_cache``, as in Hugging Face: ``code`` switches it off.
+        caches: paths of modules whose config has ``use_cache``, as in Hugging Face: ``code`` switches it off.
+        left_nbytes: what a forward leaves on a GPU until the step ends, in caches that the workload's inputs ask for,
+            or in attributes of modules. It counts as activations.
         has_initializer: it has ``initialize_weights``, as in transformers: ``code`` calls it before it loads weights.
         built_in, sharded_in: the dtypes of what is trained, as the model is built, and of its shards.
         host_budget_nbytes: what may be used of the host's memory of a node; None where it is not known.
@@ -162,7 +165,8 @@ class Plan:
     recommended: Candidate | None
     enough_gpus: int | None = None
     enough: Workload | None = None
-    has_cache: bool = False
+    caches: tuple[str, ...] = ()
+    left_nbytes: float = 0.0
     has_initializer: bool = False
     built_in: tuple[torch.dtype, ...] = ()
     sharded_in: tuple[torch.dtype, ...] = ()
@@ -190,7 +194,7 @@ class Plan:
             self.machine,
             Precision(self.workload.precision),
             cuts_other_dims=any(shard_dim(shape, num_shards) > 0 for shape in self.shapes),
-            has_cache=self.has_cache,
+            caches=self.caches,
             has_initializer=self.has_initializer,
             master_dtype=self.sharded_in[0] if self.built_in != self.sharded_in else None,
         )
@@ -288,8 +292,11 @@ def compare(
     limit: int,
     shard_sizes: Sequence[int | None] = (),
     is_allowed: Callable[[Choice], bool] = lambda choice: True,
+    ignored: Collection[nn.Parameter] = (),
+    mp_policy: MixedPrecisionPolicy | None = None,
 ) -> Plan:
-    """:func:`plan` with checked arguments. ``shard_sizes``: those to compare; without them, FSDP and HSDP of some."""
+    """:func:`plan` with checked arguments. ``shard_sizes``: those to compare; without them, FSDP and HSDP of some.
+    ``ignored``: parameters that are not sharded. ``mp_policy``: None is that of the workload's precision."""
     sizes = shard_sizes or _shard_sizes(machine, num_gpus)
     choices = list(filter(is_allowed, _choices(machine, num_gpus, sizes)))
     candidates: list[Candidate] = []
@@ -302,8 +309,8 @@ def compare(
         built = inside_compiled(built)
         units = find_units(built)
         advance(1)
-        work = observed(built, units, workload)
-        base = _scenario(machine, work, workload, num_gpus)
+        work = observed(built, units, workload, ignored)
+        base = replace(_scenario(machine, work, workload, num_gpus), mp_policy=mp_policy)
         advance(1)
         for choice in choices:
             candidates.append(_candidate(base, work, choice, limit))
@@ -312,7 +319,7 @@ def compare(
         recommended = _recommended(candidates)
         if recommended is None:
             enough_gpus = _enough_gpus(base, work, candidates, limit)
-            enough = _enough(built, units, base, workload, _smallest(candidates).choice, limit)
+            enough = _enough(built, units, base, workload, _smallest(candidates).choice, limit, ignored)
         advance(1)
     built_in, sharded_in = _trained_dtypes(built, None), _trained_dtypes(built, _master_dtype(workload))
     return Plan(
@@ -328,7 +335,8 @@ def compare(
         recommended=recommended,
         enough_gpus=enough_gpus,
         enough=enough,
-        has_cache=hasattr(getattr(built, "config", None), "use_cache"),
+        caches=tuple(cache_configs(built)),
+        left_nbytes=sum(unit.left_nbytes for unit in work.units(Checkpointing.NONE)),
         has_initializer=hasattr(built, "initialize_weights"),
         built_in=built_in,
         sharded_in=sharded_in,
@@ -386,8 +394,8 @@ def build(builder: Callable[[], nn.Module]) -> nn.Module:
     return built
 
 
-def observed(model: nn.Module, units: Units, workload: Workload) -> ModelWork:
-    """What ``model`` computes in ``workload``.
+def observed(model: nn.Module, units: Units, workload: Workload, ignored: Collection[nn.Parameter] = ()) -> ModelWork:
+    """What ``model`` has, and computes in ``workload``.
 
     Raises:
         ValueError: the model cannot run under fake tensors.
@@ -398,7 +406,7 @@ def observed(model: nn.Module, units: Units, workload: Workload) -> ModelWork:
     log = logging.getLogger("torch._subclasses.fake_tensor")  # prints the traceback of what is raised anyway
     before, log.disabled = log.disabled, True
     try:
-        return observe(model, units, inputs, _checked_loss(workload), dtype, _master_dtype(workload))
+        return observe(model, units, inputs, _checked_loss(workload), dtype, _master_dtype(workload), ignored)
     except (ValueError, TypeError):
         raise
     except Exception as error:
@@ -453,6 +461,9 @@ def _scenario(machine: Machine, work: ModelWork, workload: Workload, num_gpus: i
         num_gpus=num_gpus,
         choice=Choice(""),
         root=work.root,
+        members=work.members,
+        ignored=work.ignored,
+        buffers_nbytes=work.buffers_nbytes,
         precision=Precision(workload.precision),
         optimizer=Optimizer(workload.optimizer),
         kernels=Kernels(workload.kernels),
@@ -499,13 +510,12 @@ def _that_keep_some(base: Scenario, work: ModelWork, tried: list[Candidate], lim
             continue
         if choice.wire is not Wire.BF16 or choice.offloads:
             continue
-        blocks = [unit for unit in work.units(choice.checkpointing) if unit.is_block]
 
         def kept(num: int, choice: Choice = choice) -> Candidate:
             return _candidate(base, work, words.named(replace(choice, num_kept=num)), limit)
 
-        num_kept = _largest(len(blocks), lambda num: kept(num).fits)
-        if 0 < num_kept < len(blocks):
+        num_kept = _largest(len(work.blocks), lambda num: kept(num).fits)
+        if 0 < num_kept < len(work.blocks):
             yield kept(num_kept)
 
 
@@ -525,7 +535,13 @@ def _enough_gpus(base: Scenario, work: ModelWork, tried: list[Candidate], limit:
 
 
 def _enough(
-    model: nn.Module, units: Units, base: Scenario, workload: Workload, choice: Choice, limit: int
+    model: nn.Module,
+    units: Units,
+    base: Scenario,
+    workload: Workload,
+    choice: Choice,
+    limit: int,
+    ignored: Collection[nn.Parameter],
 ) -> Workload | None:
     """The largest workload that fits, with smaller batches, or else shorter sequences."""
     if workload.inputs is not None:  # they have their own size
@@ -534,7 +550,7 @@ def _enough(
     def fits(batch: int, sequence: int) -> bool:
         smaller = replace(workload, batch=batch, sequence=sequence)
         try:
-            work = observed(model, units, smaller)
+            work = observed(model, units, smaller, ignored)
         except (ValueError, TypeError):  # a model may not take all lengths
             return False
         return _candidate(replace(base, tokens=smaller.tokens), work, choice, limit).fits

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 import torch
 
-from fsdp2.plan.dtypes import ParamDtypes
 from fsdp2.schedule.schedule import AfterForward, UnitRules
 from fsdp2.tools.planner.groups import Axes, GroupCost, Wire, group_cost
 from fsdp2.tools.planner.machine import Machine, all_reduce, gather, ranks_of
 from fsdp2.tools.planner.memory import Held
-from fsdp2.tools.planner.simulate import Accelerator, StepTime, UnitCost, steady_step
+from fsdp2.tools.planner.simulate import Accelerator, CallCost, StepTime, steady_step
 from fsdp2.tools.planner.work import Checkpointing, Exchange, Param, UnitWork, Work
+from fsdp2.types import MixedPrecisionPolicy
 
 ALLOCATOR_SHARE = 1.124  # reserved per byte held: calibrated on one published row, docs/scale.md
 FP8_CAST_NBYTES = 5  # per element of an operand: bf16 read for the magnitude, bf16 read again, fp8 written
@@ -27,10 +28,10 @@ class Precision(Enum):
     BF16 = "bf16"
     FP32 = "fp32"
 
-    def dtypes(self, orig: torch.dtype) -> ParamDtypes:
-        """The dtypes of a parameter with shards of ``orig``."""
-        param = torch.bfloat16 if self is Precision.BF16 else torch.float32
-        return ParamDtypes(orig, param, torch.float32, orig)
+    @property
+    def policy(self) -> MixedPrecisionPolicy:
+        """What ``fully_shard`` is given."""
+        return MixedPrecisionPolicy(torch.bfloat16 if self is Precision.BF16 else torch.float32, torch.float32)
 
 
 class Optimizer(Enum):
@@ -84,10 +85,20 @@ class Choice:
 
 @dataclass(frozen=True)
 class Scenario:
-    """``units``: in the order of forward, without the root, whose own parameters are ``root``. ``tokens``: of one GPU,
-    or of a group of ``tensor_parallel`` GPUs. ``fp8``: the blocks' products with weights run in fp8. ``async_tp``:
-    tensor parallelism sends beside products where it can, and hides this share of what it sends there; None: transfers
-    and products take turns."""
+    """One step.
+
+    Attributes:
+        units: one for each call in the order of forward, without the root. Calls of one unit have one name.
+        tokens: of one GPU, or of a group of ``tensor_parallel`` GPUs.
+        root: the root's own parameters.
+        members: all units in the order of the model, those that this forward does not use among them; without it, those
+            of ``units``.
+        mp_policy: of units; None is that of ``precision``.
+        ignored: parameters that stay whole on each rank, as ``buffers_nbytes`` do.
+        fp8: the blocks' products with weights run in fp8.
+        async_tp: tensor parallelism sends beside products where it can, and hides this share of what it sends there;
+            None: transfers and products take turns.
+    """
 
     machine: Machine
     units: tuple[UnitWork, ...]
@@ -95,12 +106,24 @@ class Scenario:
     num_gpus: int
     choice: Choice
     root: tuple[Param, ...] = ()
+    members: tuple[UnitWork, ...] = ()
+    ignored: tuple[Param, ...] = ()
+    buffers_nbytes: int = 0
     precision: Precision = Precision.BF16
+    mp_policy: MixedPrecisionPolicy | None = None
     optimizer: Optimizer = Optimizer.ADAMW
     kernels: Kernels = Kernels.COMPILED
     fp8: bool = False
     tensor_parallel: int = 1
     async_tp: float | None = None
+
+    @property
+    def distinct(self) -> tuple[UnitWork, ...]:
+        """Each unit once."""
+        found: dict[str, UnitWork] = {}
+        for unit in (*self.members, *self.units):
+            found.setdefault(unit.name, unit)
+        return tuple(found.values())
 
     @property
     def data_parallel_size(self) -> int:
@@ -120,8 +143,9 @@ class Scenario:
 
 @dataclass(frozen=True)
 class Result:
-    """``grads_nbytes``: of the sharded gradients. ``memory``: what is held at the peak beside parameters and optimizer,
-    and for what. ``host_nbytes``: what offloading puts into the host's memory of one node. All else is of one GPU."""
+    """``grads_nbytes``: of the sharded gradients. ``memory``: what is held at the peak beside parameters, buffers and
+    optimizer, and for what. ``host_nbytes``: what offloading puts into the host's memory of one node. All else is of
+    one GPU."""
 
     time: StepTime
     tokens_per_second: float
@@ -129,11 +153,12 @@ class Result:
     optimizer_nbytes: float
     grads_nbytes: float
     memory: dict[Held, float]
+    buffers_nbytes: float = 0.0
     host_nbytes: float = 0.0
 
     @property
     def state_nbytes(self) -> float:
-        return self.params_nbytes + self.optimizer_nbytes
+        return self.params_nbytes + self.buffers_nbytes + self.optimizer_nbytes
 
     @property
     def peak_nbytes(self) -> float:
@@ -148,67 +173,82 @@ class Result:
 def simulate(scenario: Scenario) -> Result:
     """The second step of ``scenario``. With ``offloads``, the optimizer's time on the host is not known, and left
     out."""
-    choice, machine = scenario.choice, scenario.machine
-    root = _group_cost(scenario, scenario.root, Wire.BF16)
-    units = [_unit_cost(scenario, work) for work in scenario.units]
-    groups = [group for group in [root, *(unit.group for unit in units)] if group is not None]
+    choice, machine, optimizer = scenario.choice, scenario.machine, scenario.optimizer
+    device = accelerator(scenario)
+    groups = [group for group in device.groups if group is not None]
     params, trainable = (sum(getattr(group, name) for group in groups) for name in ("shards_nbytes", "trained_nbytes"))
-    device = Accelerator(
-        units,
-        _rules(scenario),
-        root=root,
-        shares_communicator=choice.shares_communicator,
-        optimizer=0.0
-        if choice.offloads
-        else trainable * scenario.optimizer.num_moved / machine.copy_bandwidth + _scales_seconds(scenario),
-    )
+    on_host = params + trainable * (1 + optimizer.num_states) if choice.offloads else 0
+    updated = _updated_nbytes(scenario, groups)
     time = steady_step(device, machine.contention)
-    tokens_per_second = scenario.tokens / scenario.tensor_parallel / time.step
-    on_device = 0 if choice.offloads else 1
-    offloaded = params + trainable * (1 + scenario.optimizer.num_states) if choice.offloads else 0
     return Result(
         time,
-        tokens_per_second,
-        params * on_device,
-        trainable * scenario.optimizer.num_states * on_device,
-        trainable * on_device,
+        scenario.tokens / scenario.tensor_parallel / time.step,
+        sum(param.nbytes for param in scenario.ignored) + (0 if choice.offloads else params),
+        updated * optimizer.num_states,
+        updated,
         device.memory.peak,
-        host_nbytes=offloaded * min(machine.node_size, scenario.num_gpus),
+        buffers_nbytes=scenario.buffers_nbytes,
+        host_nbytes=on_host * min(machine.node_size, scenario.num_gpus),
     )
+
+
+def accelerator(scenario: Scenario) -> Accelerator:
+    """The device that runs ``scenario``."""
+    groups = {unit.name: _group_cost(scenario, unit.params, _wire(scenario, unit)) for unit in scenario.distinct}
+    root = _group_cost(scenario, scenario.root, Wire.BF16)
+    updated = _updated_nbytes(scenario, [group for group in (root, *groups.values()) if group is not None])
+    return Accelerator(
+        [root, *groups.values()],
+        [_call_cost(scenario, unit, list(groups).index(unit.name) + 1) for unit in scenario.units],
+        _rules(scenario),
+        shares_communicator=scenario.choice.shares_communicator,
+        optimizer=updated * scenario.optimizer.num_moved / scenario.machine.copy_bandwidth + _scales_seconds(scenario),
+    )
+
+
+def _updated_nbytes(scenario: Scenario, groups: Sequence[GroupCost]) -> int:
+    """What the optimizer updates on the device."""
+    whole = sum(param.nbytes for param in scenario.ignored if param.trainable)
+    return whole + (0 if scenario.choice.offloads else sum(group.trained_nbytes for group in groups))
 
 
 def _rules(scenario: Scenario) -> list[UnitRules]:
     """What ``fully_shard`` is told for each unit, the root first, which stays unsharded."""
-    choice = scenario.choice
-    blocks = [index for index, unit in enumerate(scenario.units) if unit.is_block]
+    choice, units = scenario.choice, scenario.distinct
+    blocks = [index for index, unit in enumerate(units) if unit.is_block]
     kept = set(blocks[len(blocks) - choice.num_kept :])
     rules = [UnitRules(after_forward=AfterForward.KEEP)]
-    for index in range(len(scenario.units)):
+    for index in range(len(units)):
         rules.append(UnitRules(after_forward=AfterForward.KEEP if index in kept else choice.after_forward))
     return rules
+
+
+def _wire(scenario: Scenario, unit: UnitWork) -> Wire:
+    return scenario.choice.wire if unit.is_block else Wire.BF16
 
 
 def _group_cost(scenario: Scenario, params: tuple[Param, ...], wire: Wire) -> GroupCost | None:
     if not params:
         return None
-    offloads = scenario.choice.offloads
-    return group_cost(scenario.machine, params, scenario.axes, wire, scenario.precision.dtypes, offloads=offloads)
+    offloads, policy = scenario.choice.offloads, scenario.mp_policy or scenario.precision.policy
+    return group_cost(scenario.machine, params, scenario.axes, wire, policy, offloads=offloads)
 
 
-def _unit_cost(scenario: Scenario, work: UnitWork) -> UnitCost:
-    wire = scenario.choice.wire if work.is_block else Wire.BF16
+def _call_cost(scenario: Scenario, work: UnitWork, unit: int) -> CallCost:
     forward, backward = (
         sum(_exchange_seconds(scenario, each, is_block=work.is_block) for each in exchanges)
         for exchanges in work.exchanges
     )
     is_fused = work.is_block and scenario.kernels is Kernels.COMPILED
-    return UnitCost(
-        name=work.name,
+    return CallCost(
+        unit,
         forward=_seconds(scenario, work.forward, is_block=work.is_block),
         backward=_seconds(scenario, work.backward, is_block=work.is_block),
-        group=_group_cost(scenario, work.params, wire),
         saved_nbytes=work.saved_nbytes - work.unread_nbytes * is_fused,
         working_nbytes=work.working_nbytes,
+        left_nbytes=work.left_nbytes,
+        has_backward=work.has_backward,
+        hands_on=work.hands_on,
         forward_fixed=forward,
         backward_fixed=backward,
     )
@@ -248,5 +288,5 @@ def _scales_seconds(scenario: Scenario) -> float:
     """With fp8 on the wire, one all-reduce of the scales of all matrices follows the optimizer."""
     if scenario.choice.wire is not Wire.FP8:
         return 0.0
-    matrices = sum(len(param.shape) > 1 for unit in scenario.units if unit.is_block for param in unit.params)
+    matrices = sum(len(param.shape) > 1 for unit in scenario.distinct if unit.is_block for param in unit.params)
     return all_reduce(scenario.machine, scenario.axes.shard, 4.0 * matrices).alone

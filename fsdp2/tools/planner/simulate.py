@@ -7,6 +7,7 @@ which the caching allocator sees it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,17 +20,21 @@ from fsdp2.tools.planner.queues import Op, Queues, Stream, run
 
 
 @dataclass(frozen=True)
-class UnitCost:
-    """Seconds of compute of one unit. What is ``fixed`` nothing slows down: tensor parallelism on its own link."""
+class CallCost:
+    """Seconds of compute of one call of ``unit``. What is ``fixed`` nothing slows down: tensor parallelism on its own
+    link. ``has_backward``: autograd goes through it. ``hands_on``: its input gets a gradient, which tells that its
+    backward is over; that of the first call never needs one."""
 
-    name: str
+    unit: int
     forward: float
     backward: float
-    group: GroupCost | None = None
     saved_nbytes: float = 0.0
     working_nbytes: float = 0.0
+    left_nbytes: float = 0.0
     forward_fixed: float = 0.0
     backward_fixed: float = 0.0
+    has_backward: bool = True
+    hands_on: bool = True
 
 
 @dataclass
@@ -42,30 +47,31 @@ class Reduction:
 
 
 class Accelerator:
-    """See the module's text. Unit 0 is the root, whose forward surrounds the others in the order given. The inputs of
-    the first of these need no gradient.
+    """See the module's text. Unit 0 is the root, whose forward surrounds ``calls`` of the others.
 
     Attributes:
+        groups: of each unit, its parameters; None if it has none.
         performed: the actions that the schedule asked for and that changed something, in order.
         shares_communicator: whether a reduce-scatter and an all-gather wait for each other.
     """
 
     def __init__(
         self,
-        units: Sequence[UnitCost],
+        groups: Sequence[GroupCost | None],
+        calls: Sequence[CallCost],
         rules: Sequence[UnitRules],
         *,
-        root: GroupCost | None = None,
         shares_communicator: bool = True,
         optimizer: float = 0.0,
     ) -> None:
-        self.units = [UnitCost("(root)", 0.0, 0.0, root), *units]
+        self.groups, self.calls = groups, calls
         self.schedule = Schedule(rules)
         self.shares_communicator = shares_communicator
         self.queues, self.memory = Queues(), Memory()
         self.performed: list[tuple[Action, int]] = []
         self._optimizer = optimizer
-        self._states = [GroupState.SHARDED] * len(self.units)
+        self._states = [GroupState.SHARDED] * len(groups)
+        self._have_grads: set[int] = set()  # units whose gradients autograd has left
         self._gathers: dict[int, Op] = {}
         self._resting: dict[int, float] = {}
         self._released: list[tuple[Op | None, float]] = []
@@ -83,28 +89,32 @@ class Accelerator:
 
     def step(self) -> None:
         """Enqueue forward, backward and optimizer."""
-        schedule, rest = self.schedule, range(1, len(self.units))
+        schedule, memory = self.schedule, self.memory
         self.queues.wait(Stream.GATHER, self.queues.last(Stream.COMPUTE))  # it reads what the optimizer has written
         self.do(schedule.pre_forward(0, grad_enabled=True))
-        for unit in rest:
-            self.do(schedule.pre_forward(unit, grad_enabled=True))
-            self._forward(unit)
-            self.do(schedule.post_forward(unit))
+        for call in self.calls:
+            self.do(schedule.pre_forward(call.unit, grad_enabled=True))
+            self._forward(call)
+            self.do(schedule.post_forward(call.unit))
         self.do(schedule.post_forward(0))
         self._flush()
-        for unit in reversed(rest):
-            self.do(schedule.pre_backward(unit))
-            if unit == rest[-1]:  # whose output is that of the root
+        left = [number for number, call in enumerate(self.calls) if call.has_backward]
+        uses = Counter(self.calls[number].unit for number in left)
+        for number in reversed(left):
+            call = self.calls[number]
+            self.do(schedule.pre_backward(call.unit))
+            if number == left[-1]:  # whose output is that of the root
                 self.do(schedule.pre_backward(0))
-            self._backward(unit)
-            if unit > 1:
-                self.do(schedule.post_backward(unit))
-        if self.units[0].group is not None:
-            self.memory.add(Held.GRADIENTS, self.units[0].group.grad_nbytes)
+            self._backward(call)
+            uses[call.unit] -= 1
+            if call.hands_on and number:
+                self.do(schedule.post_backward(call.unit, is_last_use=uses[call.unit] == 0))
+        self._leave_grads(0)
         self.do(schedule.end_backward())
         self._flush()
         self.queues.enqueue(Stream.COMPUTE, "optimizer", work=self._optimizer)
-        self.memory.add(Held.REDUCED, -self.memory.now[Held.REDUCED])
+        memory.add(Held.REDUCED, -memory.now[Held.REDUCED])
+        memory.add(Held.ACTIVATIONS, -sum(call.left_nbytes for call in self.calls))
 
     def do(self, actions: Actions) -> None:
         for action, unit in in_parts(actions):
@@ -113,28 +123,33 @@ class Accelerator:
 
     # Compute
 
-    def _forward(self, unit: int) -> None:
-        cost = self.units[unit]
-        label = f"forward {unit}"
-        self.queues.enqueue(Stream.COMPUTE, label, fixed=cost.forward_fixed, work=cost.forward)
-        self.memory.add(Held.ACTIVATIONS, cost.saved_nbytes)
+    def _forward(self, call: CallCost) -> None:
+        label = f"forward {call.unit}"
+        self.queues.enqueue(Stream.COMPUTE, label, fixed=call.forward_fixed, work=call.forward)
+        self.memory.add(Held.ACTIVATIONS, call.saved_nbytes + call.left_nbytes)
 
-    def _backward(self, unit: int) -> None:
-        cost = self.units[unit]
-        self._compute_backward(unit, cost)
-        self.memory.touch(Held.ACTIVATIONS, cost.working_nbytes)
-        self.memory.add(Held.ACTIVATIONS, -cost.saved_nbytes)
-        if cost.group is not None:
-            self.memory.add(Held.GRADIENTS, cost.group.grad_nbytes)
+    def _backward(self, call: CallCost) -> None:
+        self._compute_backward(call)
+        self.memory.touch(Held.ACTIVATIONS, call.working_nbytes)
+        self.memory.add(Held.ACTIVATIONS, -call.saved_nbytes)
+        self._leave_grads(call.unit)
 
-    def _compute_backward(self, unit: int, cost: UnitCost) -> None:
-        self.queues.enqueue(Stream.COMPUTE, f"backward {unit}", fixed=cost.backward_fixed, work=cost.backward)
+    def _compute_backward(self, call: CallCost) -> None:
+        label = f"backward {call.unit}"
+        self.queues.enqueue(Stream.COMPUTE, label, fixed=call.backward_fixed, work=call.backward)
+
+    def _leave_grads(self, unit: int) -> None:
+        """Autograd leaves gradients, or adds to those of another call."""
+        group = self.groups[unit]
+        if group is not None and group.reduce and unit not in self._have_grads:
+            self._have_grads.add(unit)
+            self.memory.add(Held.GRADIENTS, group.grad_nbytes)
 
     # Actions
 
     def _transition(self, unit: int, event: GroupEvent) -> tuple[GroupCost | None, GroupState]:
         """The group of ``unit``, if ``event`` changes its state, and the state before."""
-        group, before = self.units[unit].group, self._states[unit]
+        group, before = self.groups[unit], self._states[unit]
         if group is None:
             return None, before
         self._states[unit] = TRANSITIONS[before, event]
@@ -189,9 +204,10 @@ class Accelerator:
         self.memory.add(Held.GROUPS, -self._resting.pop(unit, 0.0))
 
     def _reduce(self, unit: int) -> bool:
-        group = self.units[unit].group
-        if group is None:
+        group = self.groups[unit]
+        if group is None or unit not in self._have_grads:
             return False
+        self._have_grads.remove(unit)
         self._make_room()
         self.queues.wait(Stream.REDUCE, self.queues.last(Stream.COMPUTE))
         self.memory.add(Held.REDUCED, group.reduced_nbytes)

@@ -84,6 +84,12 @@ def warnings(plan: Plan) -> list[str]:
             "shards, gradients and the optimizer's states are in bf16: there are no master weights in fp32. For these, "
             "pass --master-dtype fp32, or Workload(master_dtype='fp32')."
         )
+    if plan.left_nbytes:
+        found.append(
+            f"the forward leaves {text_of(plan.left_nbytes)} on each GPU until the step ends, in a cache of keys and "
+            "values that Workload.inputs ask for, or in attributes of modules. Training needs no cache: leave "
+            "use_cache=True out of the inputs, and do not keep tensors in attributes."
+        )
     return found
 
 
@@ -171,8 +177,8 @@ def table(candidates: list[Candidate], recommended: Candidate | None, precision:
         return f"{seconds * per_second:.3f}"
 
     columns = (
-        "  shards|after forward|checkpointing|gathers|shards in|params|grads|optimizer|activations|unsharded|reserved|"
-        "host"
+        "  shards|after forward|checkpointing|gathers|shards in|params|buffers|grads|optimizer|activations|unsharded|"
+        "reserved|host"
     )
     rows: list[tuple[str, ...]] = [
         (*columns.split("|"), f"step {time_unit}", f"exposed {time_unit}", "tokens/s", "fits")
@@ -210,6 +216,7 @@ def _held(candidate: Candidate) -> dict[str, float]:
     result = candidate.result
     return {
         "params": result.params_nbytes,
+        "buffers": result.buffers_nbytes,
         "grads": result.grads_nbytes + result.memory[Held.GRADIENTS],
         "optimizer": result.optimizer_nbytes,
         "activations": result.memory[Held.ACTIVATIONS],

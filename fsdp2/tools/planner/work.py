@@ -36,6 +36,11 @@ class Param:
     def numel(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def nbytes(self) -> int:
+        """If it is whole."""
+        return self.numel * self.dtype.itemsize
+
 
 @dataclass(frozen=True)
 class Work:
@@ -76,10 +81,11 @@ class Exchange:
 
 @dataclass(frozen=True)
 class UnitWork:
-    """One unit. ``backward`` includes what is computed again. ``saved_nbytes`` stay from its forward to its backward,
-    of which backward does not read ``unread_nbytes``. ``working_nbytes`` come on top while its backward runs, gradients
-    included. ``exchanges``: what tensor parallelism sends in forward and in backward. ``is_block``: it may send and
-    compute in fp8."""
+    """One call of a unit. ``backward`` includes what is computed again. ``saved_nbytes`` stay from its forward to its
+    backward, of which backward does not read ``unread_nbytes``. ``working_nbytes`` come on top while its backward runs,
+    gradients included. ``left_nbytes`` stay until the step ends, as in a cache. ``exchanges``: what tensor parallelism
+    sends in forward and in backward. ``is_block``: it may send and compute in fp8. ``has_backward``: autograd goes
+    through it. ``hands_on``: its input gets a gradient."""
 
     name: str
     params: tuple[Param, ...]
@@ -90,3 +96,6 @@ class UnitWork:
     unread_nbytes: float = 0.0
     exchanges: tuple[tuple[Exchange, ...], tuple[Exchange, ...]] = ((), ())
     is_block: bool = False
+    left_nbytes: float = 0.0
+    has_backward: bool = True
+    hands_on: bool = True
