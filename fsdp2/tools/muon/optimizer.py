@@ -248,6 +248,11 @@ class Muon(optim.Optimizer):
             for handle in handles:
                 handle.remove()
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether a backward in ``overlap_backward`` has begun a step, which ``step`` has not ended."""
+        return self._early is not None
+
     def _drop_early(self) -> None:
         """Give up what an earlier backward has sent. All ranks then have sent the same."""
         early, self._early = self._early, None
