@@ -267,6 +267,18 @@ def test_hooks_change_what_is_loaded_and_see_what_was(ctx: RankContext) -> None:
 
 
 @distributed(2)
+def test_norm_of_a_step_long_ago_clips_nothing(ctx: RankContext) -> None:
+    """It was loaded and saved by an optimizer that does not measure."""
+    model, optimizer = _made(ctx, max_norm=0.1, clip_by="step before")
+    train(model, optimizer, steps=range(1))
+    for options in ({}, {"max_norm": 0.1, "clip_by": "step before"}):
+        saved = optimizer.state_dict()
+        model, optimizer = _made(ctx, **options)
+        optimizer.load_state_dict(saved)
+    assert [group["last_norm"] for group in optimizer.param_groups] == [None]
+
+
+@distributed(2)
 def test_master_of_a_state_that_is_not_loaded_is_the_shard(ctx: RankContext) -> None:
     """Such as after the first steps of a run that begins again."""
     model, optimizer = _made(ctx, "bf16")

@@ -410,12 +410,17 @@ class HostAdamW(optim.Optimizer):
                     _torch.local_of(mine[key]).copy_(_local(state[key]))
         for home in self._homes.values():
             home.forget_versions()
-        norm = self.param_groups[0].get(_LAST_NORM) if self.param_groups else None
+        # An optimizer that measures no norm would keep this one, and save it after other steps.
+        norms = [group.pop(_LAST_NORM, None) for group in self.param_groups]
         self._begun.clear()
         self._held.clear()
         self._factor = self._norm = None
-        if norm is not None and self._clip_by == "step before":
-            self._norm = torch.tensor(norm, dtype=torch.float64, device="cpu")
+        if self._clip_by != "step before":
+            return
+        for group in self.param_groups:
+            group[_LAST_NORM] = norms[0]
+        if norms[0] is not None:
+            self._norm = torch.tensor(norms[0], dtype=torch.float64, device="cpu")
             if self._max_norm is not None:
                 self._factor = Factor(factor_of(self._norm, self._max_norm), cast(Streams, self._streams))
 
