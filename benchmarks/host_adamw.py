@@ -236,7 +236,8 @@ def bytes_rows(numel: int = 1 << 16) -> list[list[object]]:
             device, host, pinned = 0, shard.nbytes + gradient + states, shard.nbytes + gradient
         else:
             pinned = _travelling_nbytes(shard)
-            device, host = shard.nbytes + gradient, pinned + states
+            masters = 0 if dtype is torch.float32 else 4 * numel
+            device, host = shard.nbytes + gradient, pinned + states + masters
         rows.append([name, *(f"{nbytes / numel:g}" for nbytes in (device, max(device - gradient, 0), host, pinned))])
     return rows
 
@@ -260,7 +261,7 @@ def _travelling_nbytes(shard: Tensor) -> int:
     make_travelling([param], [torch.empty_like(shard)])
     made = param.travelling
     assert made is not None
-    return sum({each.data_ptr(): each.nbytes for each in (made.gradient, made.master, made.shard)}.values())
+    return made.gradient.nbytes + made.shard.nbytes
 
 
 def main() -> None:

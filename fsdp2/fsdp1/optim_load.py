@@ -252,8 +252,12 @@ def _dtype(value: Any) -> torch.dtype | None:
 
 def _differ(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        return a.dtype != b.dtype or not torch.equal(a.cpu(), b.cpu())
-    return isinstance(a, torch.Tensor) != isinstance(b, torch.Tensor) or bool(a != b)
+        return (
+            a.dtype != b.dtype or a.shape != b.shape or not torch.allclose(a.cpu(), b.cpu(), 0.0, 0.0, equal_nan=True)
+        )
+    if isinstance(a, torch.Tensor) != isinstance(b, torch.Tensor):
+        return True
+    return bool(a != b) and bool(a == a or b == b)  # NaN does not differ from NaN
 
 
 def _ways(owners: Owners, state: Mapping[str, States]) -> list[tuple[str, str, str]]:

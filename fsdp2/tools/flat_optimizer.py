@@ -117,6 +117,11 @@ def _flat_class(cls: type[optim.Optimizer]) -> type[FlatOptimizer]:
     return type(f"Flat{cls.__name__}", (FlatOptimizer, cls), body)
 
 
+def _without_values(cls: type[optim.Optimizer]) -> FlatOptimizer:
+    flat = _flat_class(cls)  # type: ignore[arg-type]
+    return flat.__new__(flat)
+
+
 class FlatOptimizer(optim.Optimizer):
     """An optimizer that ``flatten_optimizer`` has changed."""
 
@@ -133,6 +138,10 @@ class FlatOptimizer(optim.Optimizer):
         with torch.no_grad():
             self._step_flat()
         return loss
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Its class is made again, under the name of no module's attribute."""
+        return _without_values, type(self).__bases__[1:], self.__getstate__()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Drop the layout, which holds old states. ``load_state_dict`` ends with this call, too."""

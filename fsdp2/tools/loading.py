@@ -18,6 +18,7 @@ from fsdp2.tools import torch_names
 from fsdp2.tools.torch_names import is_sharded_tensor
 
 _MAX_NAMES = 4
+_CHANGE_NOTHING = "fsdp2.runtime.hooks", "fsdp2.tools.host_adamw.optimizer"  # whose hooks change no values on their way
 
 
 def check_loaded(module: nn.Module, state: Mapping[str, Any], prefix: str, is_assigned: bool) -> None:
@@ -60,7 +61,7 @@ def _loaded_parameters(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn
 
 
 def _is_own_hook(hook: object) -> bool:
-    return getattr(hook, "__module__", None) == "fsdp2.runtime.hooks"
+    return getattr(hook, "__module__", None) in _CHANGE_NOTHING
 
 
 def _is_plain(value: object, *, is_assigned: bool) -> bool:

@@ -79,7 +79,8 @@ def reshard_to(model: nn.Module, optimizer: optim.Optimizer | Sequence[optim.Opt
         Whether this rank is in ``new_mesh``.
 
     Raises:
-        ScheduleError: a forward or backward runs; a unit is unsharded; gradients are in flight or not reduced.
+        ScheduleError: a forward or backward runs; a unit is unsharded; gradients are in flight or not reduced; a
+            backward has begun a step of ``Muon``.
         ValueError: the model has model axes, several meshes, was made by ``FullyShardedDataParallel``, or is stepped by
             a ``HostAdamW``; the ranks of a mesh are not in ascending order; a setting or an optimizer state does not
             fit; models, optimizers or meshes differ between ranks.

@@ -32,6 +32,7 @@ from fsdp2.schedule.states import GroupState
 from fsdp2.tools.custom_comm import SymmetricMemory, has_memory
 from fsdp2.tools.host_adamw.optimizer import HostAdamW, stepped_by
 from fsdp2.tools.lending import check_idle
+from fsdp2.tools.muon import Muon
 from fsdp2.tools.units import sharded_unit
 from fsdp2.types import ScheduleError
 
@@ -238,6 +239,11 @@ class Survey:
             )
         if isinstance(optimizer, HostAdamW):
             _refuse_host_adamw()
+        if isinstance(optimizer, Muon) and optimizer.has_begun:
+            raise ScheduleError(
+                f"{CALLER}: backward has begun a step of Muon, in overlap_backward(), so gradients are on their way. "
+                f"Call step() before {CALLER}."
+            )
         for index, group in enumerate(optimizer.param_groups):
             for param in group["params"]:
                 if id(param) not in self._names:

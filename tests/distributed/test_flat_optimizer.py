@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import pickle
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -559,6 +560,16 @@ def test_what_is_not_elementwise_or_no_plain_optimizer_is_refused(case: str) -> 
     kind = type(given)
     TEXTS.check(case, error_of(lambda: fsdp2.flatten_optimizer(given)), among=REFUSED)
     assert type(given) is kind
+
+
+def test_a_copy_or_what_was_pickled_is_flat_and_has_the_same_states() -> None:
+    optimizer = fsdp2.flatten_optimizer(optim.AdamW(_params()))
+    for param in optimizer.param_groups[0]["params"]:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert type(other) is type(optimizer)
+        compare_values("the other", other.state_dict(), optimizer.state_dict())
 
 
 def test_the_optimizer_stays_the_same_object_of_a_derived_class() -> None:

@@ -6,6 +6,7 @@ import copy
 import gc
 import time
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn, optim
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.optim.adamw import adamw
 
 import fsdp2
@@ -26,8 +28,8 @@ from tests.harness.distributed import RankContext, distributed
 from tests.harness.extensions import Halved, wrap
 from tests.harness.golden import golden_on_ranks
 from tests.harness.messages import error_of
-from tests.harness.selection import in_ci
-from tests.parity.setups import load_states, states_of
+from tests.harness.selection import in_ci, long
+from tests.parity.setups import load_states, states_of, whole
 
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "eps": 1e-3}
 STAGED = StagedOffloadPolicy()
@@ -177,14 +179,14 @@ def test_shards_in_bf16_have_masters_in_fp32(ctx: RankContext) -> None:
     with torch.no_grad():
         weight.mul_(2.0)
         model.exit.weight.add_(0.0)  # a write that changes nothing
-    exact = optimizer._homes[model.exit.weight].wide_master.clone()
+    exact = optimizer.state[model.exit.weight]["master"].to_local().clone()
     for param in model.parameters():
         param.grad = torch.zeros_like(param)
     optimizer.param_groups[0]["lr"] = 0.0
     optimizer.step()
-    master = optimizer._homes[weight].wide_master
-    assert torch.equal(master, weight.to_local().cpu().float())
-    assert torch.equal(optimizer._homes[model.exit.weight].wide_master, exact)
+    masters = [optimizer.state[each]["master"].to_local() for each in (weight, model.exit.weight)]
+    assert torch.equal(masters[0], weight.to_local().cpu().float())
+    assert torch.equal(masters[1], exact)
 
 
 # Checkpoints
@@ -225,6 +227,68 @@ def test_run_that_is_resumed_goes_on_with_the_same_bits(ctx: RankContext, kind: 
     compare_values("resumed", train(model, optimizer, steps=range(2, 4)), expected)
 
 
+@pytest.mark.parametrize("overlaps", [False, True])
+@distributed(2)
+def test_state_dicts_of_the_model_wait_for_the_host(ctx: RankContext, overlaps: bool) -> None:
+    """In backward and after ``step``: else a save has the values before, and what is loaded is stepped."""
+    full = StateDictOptions(full_state_dict=True)
+    model, optimizer = _made(ctx, overlap_forward=overlaps)
+    train(model, optimizer, steps=range(1))
+    loaded = {name: value.clone() for name, value in model.state_dict().items()}
+    with mock.patch.object(jobs, "adamw", _slow_adamw):
+        step(model)
+        if overlaps:
+            optimizer.step()
+        saved = get_model_state_dict(model, options=full)
+        compare_values("saved", saved, whole(model.state_dict()))
+        optimizer.step()
+        step(model)
+        if overlaps:
+            optimizer.step()
+        model.load_state_dict(loaded)
+        optimizer.wait()
+    compare_values("loaded", whole(model.state_dict()), whole(loaded))
+
+
+@distributed(2)
+def test_hooks_change_what_is_loaded_and_see_what_was(ctx: RankContext) -> None:
+    model, optimizer = _made(ctx, "bf16")
+    train(model, optimizer, steps=range(1))
+    saved = optimizer.state_dict()
+    seen: list[float] = []
+    optimizer.register_load_state_dict_pre_hook(
+        lambda _, given: {**given, "state": {0: {**given["state"][0], "step": torch.tensor(7.0)}}}
+    )
+    optimizer.register_load_state_dict_post_hook(
+        lambda each: seen.extend(float(s["step"]) for s in each.state.values())
+    )
+    optimizer.load_state_dict(saved)
+    assert seen == [7.0]
+
+
+@distributed(2)
+def test_norm_of_a_step_long_ago_clips_nothing(ctx: RankContext) -> None:
+    """It was loaded and saved by an optimizer that does not measure."""
+    model, optimizer = _made(ctx, max_norm=0.1, clip_by="step before")
+    train(model, optimizer, steps=range(1))
+    for options in ({}, {"max_norm": 0.1, "clip_by": "step before"}):
+        saved = optimizer.state_dict()
+        model, optimizer = _made(ctx, **options)
+        optimizer.load_state_dict(saved)
+    assert [group["last_norm"] for group in optimizer.param_groups] == [None]
+
+
+@distributed(2)
+def test_master_of_a_state_that_is_not_loaded_is_the_shard(ctx: RankContext) -> None:
+    """Such as after the first steps of a run that begins again."""
+    model, optimizer = _made(ctx, "bf16")
+    start = {"model": copy.deepcopy(model.state_dict()), "optimizer": optimizer.state_dict()}
+    expected = train(model, optimizer, steps=range(2))
+    model.load_state_dict(start["model"])
+    optimizer.load_state_dict(start["optimizer"])
+    compare_values("from the start", train(model, optimizer, steps=range(2)), expected)
+
+
 # What is refused
 
 
@@ -242,12 +306,14 @@ def test_failed_step_of_the_host_is_raised_by_step_or_the_next_forward(ctx: Rank
     return found
 
 
+@pytest.mark.parametrize("method", ["step", "state_dict", *long("load_state_dict")])
 @golden_on_ranks()
-def test_step_inside_backward_is_refused(ctx: RankContext) -> str:
+def test_method_inside_backward_is_refused(ctx: RankContext, method: str) -> str:
     model, optimizer = _made(ctx)
     found: list[str] = []
     x = batch().requires_grad_()
-    x.register_hook(lambda _: found.append(error_of(optimizer.step)))
+    call = partial(getattr(optimizer, method), *([optimizer.state_dict()] if method == "load_state_dict" else []))
+    x.register_hook(lambda _: found.append(error_of(call)))
     model(x).square().mean().backward()
     optimizer.step()
     return found[0]

@@ -113,6 +113,14 @@ def _without_a_state(job: Job) -> None:
         del job.optimizer.state[job.model.exit.bias]
 
 
+def _begun_by_muon(job: Job) -> None:
+    job.model.zero_grad()
+    job.optimizer = fsdp2.Muon([each.linear.weight for each in job.model.blocks])
+    with job.optimizer.overlap_backward():
+        step(job.model)
+    job.stack.callback(job.optimizer.step)
+
+
 def _tensor_parallel(ctx: RankContext) -> Any:
     mesh, model = ctx.mesh(dp=2, tp=2), seeded(Stack)
     parallelize_module(model.exit, mesh["tp"], ColwiseParallel())
@@ -155,6 +163,7 @@ CASES = {
     ),
     "host_adamw": _given(optimizer=lambda job: fsdp2.HostAdamW(job.model.parameters())),
     "stepped_by_a_host_adamw": _trained(lambda job: job.stack.callback(fsdp2.HostAdamW(job.model.parameters()).remove)),
+    "begun_by_muon": _trained(_begun_by_muon),
     "strange_state": _trained(lambda job: job.optimizer.state[job.model.exit.weight].update(row=torch.zeros(DIM))),
     "wrapped_optimizer": _given(optimizer=lambda job: optim.lr_scheduler.StepLR(job.optimizer, 1)),
     "on_meta": _untrained(lambda ctx: shard(ctx, Stack().to("meta"))),

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp2 import CPUOffloadPolicy, MatrixRule, MixedPrecisionPolicy, Muon, clip_grad_norm_, fully_shard, muon_groups
+from tests.harness.compare import compare_values
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.extensions import Halved, wrap
 from tests.harness.runtimes import oracle
@@ -279,6 +280,36 @@ def test_a_copy_steps_on_and_what_was_frozen_meanwhile_is_left_alone(ctx: RankCo
         pairs.append(model)
     for mine, other in zip(*(model.parameters() for model in pairs), strict=True):
         assert torch.equal(mine.full_tensor(), other.full_tensor())
+
+
+@distributed(2)
+def test_momentum_keeps_the_dtype_of_gradients_when_it_is_loaded(ctx: RankContext) -> None:
+    """torch would cast it to the parameter's. Also where a parameter has no gradient."""
+
+    def made() -> tuple[Any, Muon]:
+        model: Any = seeded(Even).to(ctx.device_type, torch.bfloat16)
+        for param in model.parameters():
+            param.grad_dtype = torch.float32
+        sharded(model, mesh=ctx.mesh_1d(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        return model, Muon([model.up.weight, model.down.weight])
+
+    def train(model: Any, optimizer: Muon, steps: range) -> Any:
+        for step in steps:
+            model(floats(step).to(ctx.device_type, torch.bfloat16)).square().mean().backward()
+            model.up.weight.grad = model.up.weight.grad if step < 2 else None
+            optimizer.step()
+            optimizer.zero_grad()
+        return [param.full_tensor() for param in model.parameters()], optimizer.state_dict()
+
+    model, optimizer = made()
+    train(model, optimizer, range(2))
+    saved = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    expected = train(model, optimizer, range(1, 3))
+    model, optimizer = made()
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    compare_values("saved again", optimizer.state_dict(), saved["optimizer"])
+    compare_values("resumed", train(model, optimizer, range(1, 3)), expected)
 
 
 def test_heads_are_known_by_their_names_inside_of_wrappers() -> None:

@@ -404,6 +404,22 @@ def test_tied_weights_are_saved_once_and_load_from_any_of_their_names(tmp_path: 
     assert "- 'embedding.weight' and 'output.weight' differ, but the model ties them." in message
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
+def test_a_tied_weight_with_nan_is_the_same_under_each_name(dtype: torch.dtype, tmp_path: Path) -> None:
+    model = _seeded(lambda: Transformer(tied=True)).to(dtype)
+    model.embedding.weight.data[0] = float("nan")
+    save(model, tmp_path)
+    saved = read(tmp_path)
+    both = {**saved, "output.weight": saved["embedding.weight"].clone()}
+    safetensors.save_file(both, tmp_path / ONE)
+    other = _seeded(lambda: Transformer(tied=True), 1).to(dtype)
+    assert load(other, tmp_path) == ([], [])
+    assert torch.equal(other.output.weight.view(torch.uint8), model.output.weight.view(torch.uint8))
+    both["output.weight"][0] = 1.0
+    safetensors.save_file(both, tmp_path / ONE)
+    assert "differ, but the model ties them." in _refusal(lambda: load(model, tmp_path), tmp_path)
+
+
 def test_a_tied_weight_is_compared_with_what_a_rule_makes_and_rename_gets_the_rest(tmp_path: Path) -> None:
     model = _seeded(lambda: Transformer(tied=True))
     rule = WeightRule("output.weight", Concat(["low", "high"], sizes=(1, 2)))

@@ -20,9 +20,10 @@ from torch.optim.adamw import adamw
 from fsdp2 import _torch
 from fsdp2.comm.streams import Activity, Streams, observed
 from fsdp2.tools import torch_names
-from fsdp2.tools.host_adamw.memory import HostParam, Travelling, make_travelling
+from fsdp2.tools.host_adamw.memory import HostParam, Travelling, make_travelling, take_over
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+MASTER = "master"  # a state of shards with fewer digits than their master
 
 
 class Options(NamedTuple):
@@ -78,19 +79,16 @@ class Factor:
 
 
 class _Step(NamedTuple):
-    """What a job does for one parameter: ``target`` is the memory of its shard, and the master if nothing travels.
-    ``is_read``: the master is filled from the shard first."""
+    """What a job does for one parameter: ``target`` is the memory of its shard, and the ``master`` if nothing travels.
+    ``is_read``: the master takes over the values of the shard first."""
 
     target: Tensor
+    master: Tensor
     gradient: Tensor
     state: dict[str, Any]
     options: Options
     travelling: Travelling | None
     is_read: bool
-
-    @property
-    def master(self) -> Tensor:
-        return self.target if self.travelling is None else self.travelling.master
 
 
 class Job:
@@ -121,7 +119,7 @@ class Job:
     def _step(self, param: HostParam, grad: Tensor, state: dict[str, Any], options: Options) -> _Step:
         target, travelling = param.target(), param.travelling
         if param.is_own_master or travelling is None:
-            return _Step(target, grad, state, options, None, is_read=False)
+            return _Step(target, target, grad, state, options, None, is_read=False)
         is_read = param.take_changes()
         if is_read:
             travelling.shard.copy_(target, non_blocking=True)
@@ -129,7 +127,8 @@ class Job:
             travelling.gradient.copy_(grad, non_blocking=True)
             self._sources.append(grad)
             grad = travelling.gradient
-        return _Step(target, grad, state, options, travelling, is_read)
+        master = _torch.local_of(state[MASTER]) if param.is_narrow else travelling.shard
+        return _Step(target, master, grad, state, options, travelling, is_read)
 
     @torch.no_grad()
     def run(self, factor: Factor | None, unit: str) -> torch.Event | None:
@@ -138,7 +137,7 @@ class Job:
         self._sources.clear()
         for step in self._steps:
             if step.is_read and step.travelling is not None:
-                step.travelling.read()
+                take_over(step.master, step.travelling.shard)
         scale = None if factor is None else factor.arrived()
         tell, start = _Observer.on_step, time.perf_counter()
         for options in dict.fromkeys(step.options for step in self._steps):
@@ -154,7 +153,7 @@ class Job:
         with self._streams.beside("copy back"):
             for step in self._steps:
                 if step.travelling is not None:
-                    step.travelling.write()
+                    step.travelling.shard.copy_(step.master)  # does nothing where they are the same tensor
                     step.target.copy_(step.travelling.shard, non_blocking=True)
             return self._streams.record()
 

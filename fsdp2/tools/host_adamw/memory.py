@@ -1,8 +1,9 @@
 """Where the values of parameters lie on the host: masters, optimizer states, and what travels.
 
-A shard that is on the host already, in the dtype of its master, is its own master. Any other shard has a master in
-fp32 (fp64 for fp64), and memory for its gradient and for its result on their way. What travels is pinned, so that
-copies overlap with compute.
+A shard that is on the host already, in the dtype of its master, is its own master. Any other shard has memory for its
+gradient and for its values on their way, which is pinned, so that copies overlap with compute. In the dtype of the
+master, fp32 (fp64 for fp64), the values on their way are the master. Else the master is one of the optimizer's states:
+these own all that a checkpoint holds.
 """
 
 from __future__ import annotations
@@ -54,20 +55,17 @@ def in_one_buffer(like: Sequence[tuple[Sequence[int], torch.dtype]], *, pin_memo
 
 
 class HostParam:
-    """What the host has of one parameter.
+    """What the host has of one parameter beside its states.
 
     Attributes:
         param: the sharded parameter.
         name: its full name.
-        loaded: values for the master that a checkpoint had, until there is a master.
-        travelling: memory for the gradient, the master, and the result in the dtype of the shard; None if the shard is
-            its own master.
+        travelling: memory for the gradient and for the values of the shard; None if the shard is its own master.
     """
 
     def __init__(self, param: nn.Parameter, name: str) -> None:
         self.param, self.name = param, name
         self.travelling: Travelling | None = None
-        self.loaded: Tensor | None = None
         self._local: Tensor | None = None
         self._target: Tensor | None = None
         self._versions: list[int] | None = None
@@ -78,15 +76,14 @@ class HostParam:
         return _torch.local_of(self.param)
 
     @property
-    def is_own_master(self) -> bool:
-        local = self.local
-        return local.device.type == "cpu" and local.dtype is master_dtype(local.dtype)
+    def is_narrow(self) -> bool:
+        """Whether the shard has fewer digits than its master."""
+        dtype = self.param.dtype
+        return dtype is not master_dtype(dtype)
 
     @property
-    def wide_master(self) -> Tensor | None:
-        """The master, if it has more digits than the shard."""
-        travelling = None if self.is_own_master else self.travelling
-        return None if travelling is None or travelling.shard is travelling.master else travelling.master
+    def is_own_master(self) -> bool:
+        return self.local.device.type == "cpu" and not self.is_narrow
 
     def target(self) -> Tensor:
         """The memory of the shard, with a version of its own: a step writes it while others ask whether users have."""
@@ -97,18 +94,14 @@ class HostParam:
         return self._target
 
     def take_changes(self) -> bool:
-        """Whether others may have written the shard since the last call, or its master was never filled."""
+        """Whether others may have written the shard since the last call, or the master."""
         now = _torch.versions_of([self.param, self.local])
         before, self._versions = self._versions, now
         return now != before
 
     def forget_versions(self) -> None:
-        """The master has no values of the shard yet."""
+        """The master has other values than a step has left there."""
         self._versions = None
-
-    def take_master(self, values: Tensor) -> None:
-        """Make ``values`` the master, as far as they round to the shard when that is read next."""
-        self.loaded = values.clone()
 
 
 class Travelling:
@@ -116,28 +109,23 @@ class Travelling:
 
     Attributes:
         gradient: in the dtype of the gradient.
-        master: in the dtype of the step.
-        shard: what is copied to the shard and from it: ``master``, if the dtypes are equal.
+        shard: what is copied to the shard and from it.
     """
 
-    def __init__(self, gradient: Tensor, master: Tensor, shard: Tensor) -> None:
-        self.gradient, self.master, self.shard = gradient, master, shard
+    def __init__(self, gradient: Tensor, shard: Tensor) -> None:
+        self.gradient, self.shard = gradient, shard
 
     def fits(self, local: Tensor, gradient: Tensor) -> bool:
         """Whether a shard and a gradient like these may use this memory."""
         is_same = local.dtype is self.shard.dtype and gradient.dtype is self.gradient.dtype
         return is_same and local.shape == self.shard.shape
 
-    def read(self) -> None:
-        """Take over what was copied from the shard. Masters that round to it stay: they know more digits."""
-        if self.shard is not self.master:
-            differs = self.master.to(self.shard.dtype) != self.shard
-            self.master.copy_(torch.where(differs, self.shard.to(self.master.dtype), self.master))
 
-    def write(self) -> None:
-        """Make what is to be copied to the shard."""
-        if self.shard is not self.master:
-            self.shard.copy_(self.master)
+def take_over(master: Tensor, shard: Tensor) -> None:
+    """Give ``master`` the values of ``shard``. Those that round to the shard's stay: they know more digits."""
+    if master is not shard:
+        differs = master.to(shard.dtype) != shard
+        master.copy_(torch.where(differs, shard.to(master.dtype), master))
 
 
 def make_travelling(params: Sequence[HostParam], gradients: Sequence[Tensor]) -> None:
@@ -150,20 +138,9 @@ def make_travelling(params: Sequence[HostParam], gradients: Sequence[Tensor]) ->
     if not needing:
         return
     pin_memory = any(local.device.type != "cpu" for _, local, _ in needing)
-    shapes = [local.shape for _, local, _ in needing]
-    grads = [grad.dtype for *_, grad in needing]
-    shards = [local.dtype for _, local, _ in needing]
-    masters = [master_dtype(dtype) for dtype in shards]
-    grad_views = in_one_buffer(list(zip(shapes, grads, strict=True)), pin_memory=pin_memory)
-    master_views = in_one_buffer(list(zip(shapes, masters, strict=True)), pin_memory=pin_memory)
-    low = [i for i, (shard, master) in enumerate(zip(shards, masters, strict=True)) if shard is not master]
-    shard_views = in_one_buffer([(shapes[i], shards[i]) for i in low], pin_memory=pin_memory)
-    shard_of = dict(zip(low, shard_views, strict=True))
-    for i, (each, *_) in enumerate(needing):
-        if each.travelling is not None and each.travelling.master.shape == shapes[i]:  # the shard was cast since
-            master_views[i].copy_(each.travelling.master)
-        if each.loaded is not None:
-            master_views[i].copy_(each.loaded)
-            each.loaded = None
-        each.travelling = Travelling(grad_views[i], master_views[i], shard_of.get(i, master_views[i]))
+    grads = [(local.shape, grad.dtype) for _, local, grad in needing]
+    shards = [(local.shape, local.dtype) for _, local, _ in needing]
+    made = [in_one_buffer(each, pin_memory=pin_memory) for each in (grads, shards)]
+    for (each, *_), gradient, shard in zip(needing, *made, strict=True):
+        each.travelling = Travelling(gradient, shard)
         each.forget_versions()

@@ -19,6 +19,7 @@ from typing import Any, Literal, NoReturn, cast, get_args
 import torch
 from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from fsdp2 import _torch
 from fsdp2.comm.streams import Streams, streams_for
@@ -29,13 +30,14 @@ from fsdp2.group.param import STANDS_FOR
 from fsdp2.schedule.states import GroupState
 from fsdp2.tools import torch_names
 from fsdp2.tools.clip import factor_of, norm_of_gradients
-from fsdp2.tools.host_adamw.jobs import MOMENTS, Factor, HostUnit, Job, Options
+from fsdp2.tools.host_adamw.jobs import MASTER, MOMENTS, Factor, HostUnit, Job, Options
 from fsdp2.tools.host_adamw.memory import HostParam, in_one_buffer, master_dtype
+from fsdp2.tools.own_states import States, loading_itself
 from fsdp2.types import ScheduleError
 
 ClipBy = Literal["this step", "step before"]
 
-_MASTER, _LAST_NORM = "master", "last_norm"  # beside AdamW's: in states, and in param groups
+_LAST_NORM = "last_norm"  # in param groups, beside AdamW's
 
 
 class HostAdamW(optim.Optimizer):
@@ -58,8 +60,8 @@ class HostAdamW(optim.Optimizer):
         clip_by: the norm that the factor is computed from. "this step": the exact one; it is known when all gradients
             have landed, so that only copies overlap with backward. "step before": steps overlap, too, and each is
             scaled by what its predecessor's norm asks for; the first by its own.
-        overlap_forward: ``step`` does not wait for the host; each unit's next gather does. Call ``wait`` before you
-            read or write parameters in any other way than by running the model.
+        overlap_forward: ``step`` does not wait for the host; each unit's next gather does, and state dicts of modules.
+            Call ``wait`` before you read or write parameters in any other way.
 
     Raises:
         ValueError: a parameter is not managed by ``fully_shard``, its shard is a tensor subclass or complex; a unit
@@ -94,6 +96,8 @@ class HostAdamW(optim.Optimizer):
         self._clip_by, self._overlaps_forward = clip_by, overlap_forward
         self._homes: dict[nn.Parameter, HostParam] = {}
         self._groups: list[ParamGroup] = []
+        self._hooks: list[RemovableHandle] = []
+        weakref.finalize(self, _remove, self._hooks)
         self._is_settled = False
         self._unit_of: dict[nn.Parameter, HostUnit] = {}
         self._group_of: dict[nn.Parameter, int] = {}  # index of the param group
@@ -180,6 +184,7 @@ class HostAdamW(optim.Optimizer):
                 self._groups.append(group)
                 group.gradients.on_landed = _Landing(self)
                 group.on_gather = partial(_before_gather, weakref.ref(unit), weakref.ref(group))
+                self._hooks += _hooks_of_state_dicts(unit, group)
         self._is_settled = False
 
     def _settle(self) -> None:
@@ -199,6 +204,7 @@ class HostAdamW(optim.Optimizer):
             if stepped_by(group) is self:
                 group.gradients.on_landed = group.on_gather = None
         self._groups.clear()
+        _remove(self._hooks)
 
     # In backward
 
@@ -255,10 +261,11 @@ class HostAdamW(optim.Optimizer):
         options = {index: Options.of(self.param_groups[index]) for index in set(groups)}
         pairs = zip(params, groups, strict=True)
         new = [(param, options[index].amsgrad) for param, index in pairs if not self.state.get(param)]
-        self._make_states([param for param, _ in new], [amsgrad for _, amsgrad in new])
+        self._make_moments([param for param, _ in new], [amsgrad for _, amsgrad in new])
+        self._make_masters(params)
         return [self.state[param] for param in params], [options[index] for index in groups]
 
-    def _make_states(self, params: Sequence[nn.Parameter], amsgrad: Sequence[bool]) -> None:
+    def _make_moments(self, params: Sequence[nn.Parameter], amsgrad: Sequence[bool]) -> None:
         names = [MOMENTS if each else MOMENTS[:2] for each in amsgrad]
         like = [
             (_torch.local_of(param).shape, master_dtype(param.dtype))
@@ -269,6 +276,21 @@ class HostAdamW(optim.Optimizer):
         for param, mine in zip(params, names, strict=True):
             values = _torch.dtensors_like([param] * len(mine), [next(made) for _ in mine])
             self.state[param] = {"step": torch.zeros((), device="cpu"), **dict(zip(mine, values, strict=True))}
+
+    @torch.no_grad()
+    def _make_masters(self, params: Iterable[nn.Parameter]) -> None:
+        """Give a master to states of shards that need one and have none, and to no others: a model may have been cast
+        since the last step."""
+        homes = [self._homes[param] for param in params]
+        changed = [home for home in homes if home.is_narrow != (MASTER in self.state[home.param])]
+        needing = [home for home in changed if home.is_narrow]
+        made = in_one_buffer([(home.local.shape, master_dtype(home.param.dtype)) for home in needing])
+        for home in changed:
+            home.forget_versions()
+            self.state[home.param].pop(MASTER, None)
+        for home, master in zip(needing, made, strict=True):
+            master.copy_(home.local)
+            self.state[home.param][MASTER] = _torch.dtensors_like([home.param], [master])[0]
 
     # The step
 
@@ -345,16 +367,21 @@ class HostAdamW(optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As of ``torch.optim.AdamW``. Shards that are not their master's dtype also have a state ``master``; with
-        ``clip_by="step before"``, param groups also have the norm of the last step. Waits for the host."""
+        ``clip_by="step before"``, param groups also have the norm of the last step. Waits for the host. Between a
+        backward and ``step``, it has what backward has stepped already.
+
+        Raises:
+            ScheduleError: a backward is running.
+            RuntimeError: the host's step has failed.
+        """
+        _check_outside_of_backward("state_dict")
         self.wait()
         if self._clip_by == "step before" and self._norm is not None:
             for group in self.param_groups:
                 group[_LAST_NORM] = self._norm.item()
-        for home in self._homes.values():
-            state, master = self.state.get(home.param, {}), home.wide_master
-            state.pop(_MASTER, None)
-            if state and master is not None:
-                state[_MASTER] = _torch.dtensors_like([home.param], [master])[0]
+        params = [param for param in self._homes if param in self.state]
+        self._make_masters(params)
+        self.state.update([(param, self.state.pop(param)) for param in params])  # in torch's order
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -362,38 +389,54 @@ class HostAdamW(optim.Optimizer):
 
         Raises:
             ValueError: a state has another shape or placement than its parameter, or is unknown. Nothing has changed.
+            ScheduleError: a backward is running.
+            RuntimeError: the host's step has failed.
         """
+        _check_outside_of_backward("load_state_dict")
         self.wait()
-        params = [param for group in self.param_groups for param in group["params"]]
-        saved = list(chain.from_iterable(group["params"] for group in state_dict["param_groups"]))
-        states = dict(zip(saved, params, strict=False))
-        found = {states[key]: dict(state) for key, state in state_dict["state"].items() if key in states}
+        with loading_itself(self, lambda _: True, self._check_states, self._load_states):
+            super().load_state_dict(state_dict)
+
+    @torch.no_grad()
+    def _load_states(self, found: States) -> None:
+        self._make_moments(list(found), [MOMENTS[2] in state for state in found.values()])
+        self._make_masters(found)
         for param, state in found.items():
-            self._check_state(param, state)
-        # Without states, since torch would move them to the device of the shards, and cast them to their dtype.
-        super().load_state_dict({**state_dict, "state": {}})
-        self._make_states(list(found), [MOMENTS[2] in state for state in found.values()])
-        for param, state in found.items():
-            self._load_state(self._homes[param], state)
-        norm = self.param_groups[0].get(_LAST_NORM) if self.param_groups else None
+            mine = self.state[param]
+            mine["step"].fill_(float(state["step"]))
+            for key in (*MOMENTS, MASTER):
+                if key in mine and key in state:
+                    _torch.local_of(mine[key]).copy_(_local(state[key]))
+        for home in self._homes.values():
+            home.forget_versions()
+        # An optimizer that measures no norm would keep this one, and save it after other steps.
+        norms = [group.pop(_LAST_NORM, None) for group in self.param_groups]
         self._begun.clear()
         self._held.clear()
         self._factor = self._norm = None
-        if norm is not None and self._clip_by == "step before":
-            self._norm = torch.tensor(norm, dtype=torch.float64, device="cpu")
+        if self._clip_by != "step before":
+            return
+        for group in self.param_groups:
+            group[_LAST_NORM] = norms[0]
+        if norms[0] is not None:
+            self._norm = torch.tensor(norms[0], dtype=torch.float64, device="cpu")
             if self._max_norm is not None:
                 self._factor = Factor(factor_of(self._norm, self._max_norm), cast(Streams, self._streams))
 
+    def _check_states(self, found: States) -> None:
+        for param, state in found.items():
+            self._check_state(param, state)
+
     def _check_state(self, param: nn.Parameter, state: Mapping[str, Any]) -> None:
         name = self._homes[param].name
-        unknown = set(state) - {"step", *MOMENTS, _MASTER}
+        unknown = set(state) - {"step", *MOMENTS, MASTER}
         missing = {"step", *MOMENTS[:2]} - set(state)
         if unknown or missing:
             raise ValueError(
                 f"HostAdamW.load_state_dict: the state of parameter '{name}' has the entries {sorted(state)}, expected "
                 f"those of AdamW: {['step', *MOMENTS[:2]]}."
             )
-        for key in (*MOMENTS, _MASTER):
+        for key in (*MOMENTS, MASTER):
             value = state.get(key)
             if value is None:
                 continue
@@ -406,16 +449,13 @@ class HostAdamW(optim.Optimizer):
                     "torch.distributed.checkpoint, which cuts states as this model is cut."
                 )
 
-    def _load_state(self, home: HostParam, state: Mapping[str, Any]) -> None:
-        mine = self.state[home.param]
-        mine["step"].fill_(float(state["step"]))
-        for key in MOMENTS:
-            if key in mine:
-                _torch.local_of(mine[key]).copy_(_local(state[key]))
-        home.travelling = None
-        master = state.get(_MASTER)
-        if master is not None and not home.is_own_master:
-            home.take_master(_local(master))
+
+def _check_outside_of_backward(method: str) -> None:
+    if _torch.in_backward():
+        raise ScheduleError(
+            f"HostAdamW.{method}() was called while a backward is running, so parameters are stepped in part. Call it "
+            "when backward() has returned."
+        )
 
 
 def _local(value: Tensor) -> Tensor:
@@ -474,6 +514,30 @@ def _before_gather(unit: weakref.ref[HostUnit], group: weakref.ref[ParamGroup]) 
     stepped, gathered = unit(), group()
     if stepped is not None and gathered is not None:
         stepped.wait_before_gather(on_compute=gathered.gathers_on_compute)
+
+
+class _BeforeStateDict:
+    """A hook of modules: state dicts read and write the shards of ``unit`` when the host has stepped it."""
+
+    def __init__(self, unit: HostUnit) -> None:
+        self._unit = weakref.ref(unit)
+
+    def __call__(self, *_: object) -> None:
+        unit = self._unit()
+        if unit is not None:
+            unit.wait()
+
+
+def _hooks_of_state_dicts(unit: HostUnit, group: ParamGroup) -> list[RemovableHandle]:
+    wait = _BeforeStateDict(unit)
+    modules = dict.fromkeys(slot.module for param in group.params for slot in param.slots)
+    registered = ((each.register_state_dict_pre_hook, each.register_load_state_dict_pre_hook) for each in modules)
+    return [register(wait) for register in chain.from_iterable(registered)]
+
+
+def _remove(hooks: list[RemovableHandle]) -> None:
+    while hooks:
+        hooks.pop().remove()
 
 
 def _versions_of(grad: Tensor | None) -> list[int]:

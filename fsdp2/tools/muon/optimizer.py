@@ -20,6 +20,7 @@ from fsdp2.extras.plain_names import without
 from fsdp2.tools import torch_names
 from fsdp2.tools.muon.early import EarlyRun
 from fsdp2.tools.muon.update import BUFFER, Coefficients, Entry, Part, newton_schulz, parts_of
+from fsdp2.tools.own_states import States, loading_itself
 from fsdp2.tools.whole_matrices import Matrix, MatrixRule, WholeMatrices, whole_matrices
 from fsdp2.tools.whole_matrices.domains import Copies, subject_of
 from fsdp2.tools.whole_matrices.run import DEFAULT_BUCKET_NBYTES, Rule, Run
@@ -248,6 +249,11 @@ class Muon(optim.Optimizer):
             for handle in handles:
                 handle.remove()
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether a backward in ``overlap_backward`` has begun a step, which ``step`` has not ended."""
+        return self._early is not None
+
     def _drop_early(self) -> None:
         """Give up what an earlier backward has sent. All ranks then have sent the same."""
         early, self._early = self._early, None
@@ -274,7 +280,14 @@ class Muon(optim.Optimizer):
                 for loaded, own in zip(groups, self.param_groups, strict=True)
             ]
             self._check_states(groups, state_dict["state"])
-        super().load_state_dict({**state_dict, "param_groups": groups})
+        self._drop_early()
+        with loading_itself(self, BUFFER.__eq__, lambda _: None, self._load_momentum):
+            super().load_state_dict({**state_dict, "param_groups": groups})
+
+    def _load_momentum(self, found: States) -> None:
+        for param, state in found.items():
+            for name, value in state.items():
+                self.state[param][name] = value.to(param.device, param.grad_dtype or value.dtype)  # that of gradients
 
     def _check_states(self, groups: Sequence[dict[str, Any]], states: Mapping[Any, Mapping[str, Any]]) -> None:
         for index, (loaded, own) in enumerate(zip(groups, self.param_groups, strict=True)):

@@ -73,7 +73,8 @@ class Entry:
         """What is to be orthogonalised, from the momentum after this step. Writes nothing."""
         momentum, nesterov = self.group["momentum"], self.group["nesterov"]
         if self.grad is None:
-            whole = torch.zeros((), dtype=self.local.dtype, device=self.local.device).expand(self.local.shape)
+            like = self.local if self.buffer is None else self.buffer
+            whole = torch.zeros((), dtype=like.dtype, device=like.device).expand(like.shape)
         else:
             whole = self.grad
         grad = whole[slices]
@@ -95,9 +96,9 @@ class Entry:
 
     def keep_momentum(self) -> None:
         """Write the momentum."""
-        like = self.local if self.grad is None else self.grad
         if self.buffer is None:
-            self.buffer = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
+            dtype = self.param.grad_dtype or self.local.dtype if self.grad is None else self.grad.dtype
+            self.buffer = torch.zeros_like(self.local, dtype=dtype)
             (made,) = _torch.dtensors_like([self.param], [self.buffer])
             self.states[self.param][BUFFER] = made
         grad = torch.zeros_like(self.buffer) if self.grad is None else self.grad

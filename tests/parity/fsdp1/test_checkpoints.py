@@ -312,6 +312,17 @@ def test_sharded_states_flatten_and_named_keys(front: Front) -> None:
     assert_same(expected, normal(front.cls.optim_state_dict(model, optim, named)))
 
 
+@with_ours(2, both_modes=True)
+def test_states_that_are_nan_are_loaded(front: Front) -> None:
+    """Also counts, which parameters of one flat parameter share."""
+    model, optim = trained(front, OPTIMIZERS["AdamW"])
+    for states in optim.state.values():
+        for value in states.values():
+            value.fill_(float("nan"))
+    loadable(front, model, optim, saved(front, model, optim), load_directly=True)
+    assert all(states["step"].isnan() for states in optim.state.values())
+
+
 @with_ours(2)
 def test_groups_in_another_order_get_their_own_states(front: Front) -> None:
     """``Optimizer.load_state_dict`` goes by positions. Torch's class keeps the saved order, and mixes states up."""
