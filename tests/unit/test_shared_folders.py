@@ -1,4 +1,4 @@
-"""Files that meet others: two saves in one folder, links, rights, replaced folders.
+"""Files that meet others: two saves in one folder, loads while somebody saves, links, rights, replaced folders.
 
 Without a process group. What several ranks do is in ``distributed/test_weights.py``.
 """
@@ -25,7 +25,7 @@ from fsdp2.tools import save_weights
 from fsdp2.tools.save_folder import LOCK, SaveFolder
 from fsdp2.tools.whole_file import check_writable, write_whole
 from tests.harness.models import MLP
-from tests.harness.weight_files import INDEX, ONE, bytes_of, listed, read
+from tests.harness.weight_files import INDEX, ONE, assert_same, bytes_of, listed, read, safetensors
 
 SIZES: list[int | str] = ["5GB", 1100, 550]  # 1, 2 and 3 files
 PAIRS = [
@@ -258,3 +258,106 @@ def test_rights_are_those_of_the_old_file_or_what_the_umask_leaves(
     finally:
         os.umask(before)
     assert {oct(file.stat().st_mode & 0o777) for file in tmp_path.iterdir()} == {oct(expected)}
+
+
+# Loads while somebody writes
+
+
+def _load(folder: Path) -> int:
+    """The seed of what is loaded."""
+    model = _model(3)
+    fsdp2.load_safetensors(model, folder)
+    return next(
+        seed for seed in range(3) if all(torch.equal(model.state_dict()[k], v) for k, v in _state(seed).items())
+    )
+
+
+class _Opening:
+    """Calls ``act`` before, or after, file number ``number`` is opened, and before the next ones if ``again``."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, number: int, act: Callable[[], None], *, after: bool, again: bool = False
+    ) -> None:
+        import safetensors as library
+
+        self.count = 0
+        original = library.safe_open
+
+        def opened(*args: Any, **options: Any) -> Any:
+            acts = self.count >= number if again else self.count == number
+            self.count += 1
+            if acts and not after:
+                act()
+            found = original(*args, **options)
+            if acts and after:
+                act()
+            return found
+
+        monkeypatch.setattr(library, "safe_open", opened)
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize(("old", "new"), list(itertools.product(SIZES, repeat=2)))
+def test_a_load_during_a_save_gets_one_checkpoint(
+    old: int | str, new: int | str, after: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever file has been opened before the other checkpoint is put in its place."""
+    for number in range(4):
+        folder = tmp_path / str(number)
+        _save(0, folder, old)
+        with monkeypatch.context() as context:
+            opening = _Opening(context, number, lambda: _save(1, folder, new), after=after)  # noqa: B023
+            assert _load(folder) == (0 if opening.count <= number else 1)
+
+
+@pytest.mark.parametrize("size", SIZES[:2])
+def test_a_load_that_always_meets_a_save_raises_and_loads_nothing(
+    size: int | str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fsdp2.tools import open_checkpoint
+
+    monkeypatch.setattr(open_checkpoint, "_PAUSE_S", 0)
+    _save(0, tmp_path, size)
+    _Opening(monkeypatch, 0, lambda: _save(1, tmp_path, size), after=True, again=True)
+    model = _model(2)
+    with pytest.raises(RuntimeError, match=r"load_safetensors: .* was replaced while it was opened, 10 times"):
+        fsdp2.load_safetensors(model, tmp_path)
+    assert_same(model.state_dict(), _state(2))
+
+
+def test_a_file_that_is_overwritten_while_it_is_read_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that takes its place is none: the load has the old one open."""
+    from fsdp2.tools import load_weights
+
+    take = load_weights._Shard.take
+
+    def take_and(act: Callable[[], object]) -> Any:
+        def taken(*args: Any) -> int:
+            act()
+            return take(*args)
+
+        return taken
+
+    _save(0, tmp_path, "5GB")
+    monkeypatch.setattr(load_weights._Shard, "take", take_and(lambda: _save(1, tmp_path)))
+    assert _load(tmp_path) == 0
+    _save(0, tmp_path, "5GB")
+    new = tmp_path / ONE
+    monkeypatch.setattr(load_weights._Shard, "take", take_and(lambda: new.write_bytes(new.read_bytes())))
+    with pytest.raises(RuntimeError, match="was overwritten while it was read"):
+        _load(tmp_path)
+
+
+def test_files_that_were_copied_during_a_save_are_refused(tmp_path: Path) -> None:
+    """A copy has the index and some files of one save, and a file of another one."""
+    for seed in range(2):
+        _save(seed, tmp_path / str(seed))
+    name = "model-00002-of-00002.safetensors"
+    shutil.copy(tmp_path / "1" / name, tmp_path / "0" / name)
+    with pytest.raises(ValueError, match=f"{name} is of another save than the index"):
+        _load(tmp_path / "0")
+    safetensors.save_file(safetensors.load_file(tmp_path / "0" / name), tmp_path / "0" / name)
+    with pytest.raises(ValueError, match="another save"):
+        _load(tmp_path / "0")
