@@ -13,16 +13,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
-import hashlib
 import io
 import json
-import math
 import os
 import uuid
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -34,77 +30,25 @@ from torch.distributed.tensor import DTensor
 from fsdp2.extras.exchange import exchange
 from fsdp2.extras.state import bound_state
 from fsdp2.plan.mesh import Axis
-from fsdp2.tools.checkpoint_mapping import MappingLike, Shape, listed
-from fsdp2.tools.checkpoint_pieces import Piece, Resolved, resolved_to_save, whole_piece
+from fsdp2.tools.checkpoint_mapping import MappingLike
+from fsdp2.tools.checkpoint_pieces import Piece
 from fsdp2.tools.progress import progress
 from fsdp2.tools.save_folder import LOCK, SaveFolder
+from fsdp2.tools.save_plan import Entry, File, digest_of, entries_of, files_of, tag_of
 from fsdp2.tools.sizes import nbytes_of
 from fsdp2.tools.together import axis_of, together
 from fsdp2.tools.weights import (
-    DTYPES,
     INDEX,
     ONE_FILE,
     TOKEN,
     Rename,
     Weight,
-    WeightInFiles,
     check_dtype,
     check_ready,
-    renamed,
-    shapes_of,
     weights_of,
 )
 
 _CALLER = "save_safetensors"
-_CODES = {dtype: code for code, dtype in DTYPES.items()}
-_HEADER_ALIGNMENT = 8
-_METADATA = "__metadata__"  # what headers have besides tensors
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """One tensor of a file: its key, its shape and dtype there, and of which parts of the model it is made."""
-
-    key: str
-    shape: Shape
-    dtype: torch.dtype
-    parts: tuple[tuple[Weight, Piece], ...]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    @property
-    def names(self) -> str:
-        return ", ".join(dict.fromkeys(f"'{piece.name}'" for _, piece in self.parts))
-
-
-@dataclass(frozen=True)
-class _File:
-    """One file of the checkpoint: its name at the end, the name that it is written under, its tensors, and the token of
-    its save."""
-
-    name: str
-    new_name: str
-    entries: tuple[_Entry, ...]
-    token: str
-
-    @functools.cached_property
-    def header(self) -> bytes:
-        """What safetensors files begin with: the size of the header, and where each tensor lies after it."""
-        header: dict[str, object] = {_METADATA: {"format": "pt", TOKEN: self.token}}
-        end = 0
-        for entry in self.entries:
-            start, end = end, end + entry.nbytes
-            shape = list(entry.shape)
-            header[entry.key] = {"dtype": _CODES[entry.dtype], "shape": shape, "data_offsets": [start, end]}
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % _HEADER_ALIGNMENT)
-        return len(text).to_bytes(8, "little") + text
-
-    @property
-    def nbytes(self) -> int:
-        return len(self.header) + sum(entry.nbytes for entry in self.entries)
 
 
 def save_safetensors(
@@ -160,9 +104,9 @@ def save_safetensors(
             _warn_of_others(model, axis)
             device = next((each.param.mesh.device for each in weights if each.param is not None), None)
             max_nbytes = nbytes_of(max_shard_size, f"{_CALLER}: max_shard_size", "5GB")
-            files = _files(_entries(weights, dtype, rename, mapping), max_nbytes, token)
+            files = files_of(entries_of(weights, dtype, rename, mapping), max_nbytes, token)
         with together(axis):
-            _check_alike(exchange(axis, _digest(files)))
+            _check_alike(exchange(axis, digest_of(files)))
             if axis.rank == 0:
                 opened = stack.enter_context(_opened(path, is_first=True))
                 _claim(opened, files, token)
@@ -203,7 +147,7 @@ def _opened(path: Path, *, is_first: bool = False) -> SaveFolder:
         raise _unwritable(path, error) from error
 
 
-def _claim(opened: SaveFolder, files: Sequence[_File], token: str) -> None:
+def _claim(opened: SaveFolder, files: Sequence[File], token: str) -> None:
     """Keep other saves out, and leave a mark by which the other writers know the folder."""
     try:
         opened.lock()
@@ -219,7 +163,7 @@ def _claim(opened: SaveFolder, files: Sequence[_File], token: str) -> None:
         raise _unwritable(opened.path, error) from error
 
 
-def _check_claim(opened: SaveFolder, files: Sequence[_File], token: str) -> None:
+def _check_claim(opened: SaveFolder, files: Sequence[File], token: str) -> None:
     """``files``: those from this rank's first one on."""
     if files and not opened.has(_unfinished_index(token)):
         raise FileNotFoundError(
@@ -229,118 +173,7 @@ def _check_claim(opened: SaveFolder, files: Sequence[_File], token: str) -> None
 
 
 def _unfinished_index(token: str) -> str:
-    return f"{INDEX}.{_tag(token)}"
-
-
-def _tag(token: str) -> str:
-    """What names of unfinished files have of it."""
-    return token[:8]
-
-
-# What goes where
-
-
-def _entries(
-    weights: Sequence[Weight], dtype: torch.dtype | None, rename: Rename | None, mapping: MappingLike | None
-) -> list[_Entry]:
-    """In the order of the model; what a rule is about, where the first tensor of it is."""
-    weights = [each for weight in weights for each in weight.in_files()]
-    by_name = {name: weight for weight in weights for name in weight.names}
-    rules = resolved_to_save(mapping, [weight.names[0] for weight in weights], shapes_of(by_name), _CALLER)
-    rules_of: dict[int, list[Resolved]] = {}
-    for rule in rules:
-        packed = [name for name in rule.names if isinstance(by_name[name], WeightInFiles)]
-        if packed:
-            raise ValueError(f"{_CALLER}: mapping: {listed(packed)}: no rule can write 4-bit weights otherwise.")
-        for weight in {id(by_name[name]): by_name[name] for name in rule.names}.values():
-            rules_of.setdefault(id(weight), []).append(rule)
-    done: set[int] = set()
-    found: dict[str, _Entry] = {}
-    for weight in weights:
-        for rule in rules_of.get(id(weight), []):
-            if id(rule) not in done:
-                done.add(id(rule))
-                for entry in _entries_of(rule, by_name, dtype):
-                    _add(found, entry)
-        if id(weight) not in rules_of:
-            key = renamed(weight.names[0], rename)
-            if key is not None:
-                piece = whole_piece(weight.names[0], key, weight.shape)
-                _add(found, _Entry(key, weight.shape, weight.dtype_in_files(dtype), ((weight, piece),)))
-    return list(found.values())
-
-
-def _entries_of(rule: Resolved, by_name: dict[str, Weight], dtype: torch.dtype | None) -> list[_Entry]:
-    check_dtype(rule.dtype, f"{_CALLER}: mapping")
-    parts: dict[str, list[tuple[Weight, Piece]]] = {key: [] for key in rule.keys}
-    for piece in rule.pieces:
-        parts[piece.key].append((by_name[piece.name], piece))
-    entries = []
-    for key, shape in rule.keys.items():
-        dtypes = {weight.dtype_in_files(rule.dtype or dtype) for weight, _ in parts[key]}
-        if len(dtypes) != 1:
-            names = ", ".join(f"'{piece.name}'" for _, piece in parts[key])
-            raise ValueError(
-                f"{_CALLER}: mapping: '{key}' would be made of {names}, whose dtypes differ. Pass dtype=, or give the "
-                "rule one."
-            )
-        entries.append(_Entry(key, shape, dtypes.pop(), tuple(parts[key])))
-    return entries
-
-
-def _add(found: dict[str, _Entry], entry: _Entry) -> None:
-    if entry.key == _METADATA:
-        raise ValueError(
-            f"{_CALLER}: {entry.names} would get the key '{entry.key}', which safetensors reserves. Let rename give it "
-            "another key."
-        )
-    if entry.key in found:
-        raise ValueError(
-            f"{_CALLER}: {found[entry.key].names} and {entry.names} are both renamed to '{entry.key}'. Let rename give "
-            "each its own key."
-        )
-    found[entry.key] = entry
-    if entry.dtype not in _CODES:
-        raise ValueError(
-            f"{_CALLER}: safetensors has no name for {entry.dtype}, the dtype of {entry.names}. Pass "
-            "dtype=torch.float32, or another one that it names."
-        )
-
-
-def _files(entries: Sequence[_Entry], max_nbytes: int, token: str) -> list[_File]:
-    """``entries`` in their order, cut where the next one would make a file too large. Inside a file, wide dtypes come
-    first: so each tensor starts at a multiple of its item size, which readers that map the file need."""
-    cut: list[list[_Entry]] = [[]]
-    filled = 0
-    for entry in entries:
-        if cut[-1] and filled + entry.nbytes > max_nbytes:
-            cut.append([])
-            filled = 0
-        cut[-1].append(entry)
-        filled += entry.nbytes
-    for each in cut:
-        each.sort(key=lambda entry: -entry.dtype.itemsize)
-    if len(cut) == 1:
-        return [_File(ONE_FILE, f"model.{_tag(token)}.safetensors", tuple(cut[0]), token)]
-    stems = [f"model-{i:05d}-of-{len(cut):05d}" for i in range(1, len(cut) + 1)]
-    return [
-        _File(f"{stem}.safetensors", f"{stem}.{_tag(token)}.safetensors", tuple(each), token)
-        for stem, each in zip(stems, cut, strict=True)
-    ]
-
-
-def _digest(files: Sequence[_File]) -> str:
-    """Of all that ranks must have in common."""
-    said = [
-        (file.name, each.key, str(each.dtype), each.shape, [(piece, _is_cut(weight)) for weight, piece in each.parts])
-        for file in files
-        for each in file.entries
-    ]
-    return hashlib.sha256(repr(said).encode()).hexdigest()
-
-
-def _is_cut(weight: Weight) -> bool:
-    return isinstance(weight.tensor, DTensor)
+    return f"{INDEX}.{tag_of(token)}"
 
 
 def _check_alike(digests: Sequence[str]) -> None:
@@ -363,7 +196,7 @@ def _warn_of_others(model: nn.Module, axis: Axis) -> None:
 
 def _write(
     opened: SaveFolder,
-    files: Sequence[_File],
+    files: Sequence[File],
     rights: int | None,
     axis: Axis,
     device: torch.device | None,
@@ -430,7 +263,7 @@ class _Gathering:
         self._kept: tuple[Weight, torch.dtype] | None = None
         self._whole: torch.Tensor | None = None
 
-    def values(self, entry: _Entry) -> torch.Tensor | None:
+    def values(self, entry: Entry) -> torch.Tensor | None:
         """The tensor of ``entry`` on the owner, in the dtype of the file; None elsewhere."""
         if len(entry.parts) == 1:
             ((weight, piece),) = entry.parts
@@ -483,7 +316,7 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 # Replace the old checkpoint
 
 
-def _commit(opened: SaveFolder, files: Sequence[_File], token: str) -> None:
+def _commit(opened: SaveFolder, files: Sequence[File], token: str) -> None:
     """Make ``files`` the checkpoint of the folder, and remove the old one. A reader looks for the only file first, and
     then for the index."""
     new_names = [file.new_name for file in files]
@@ -506,7 +339,7 @@ def _commit(opened: SaveFolder, files: Sequence[_File], token: str) -> None:
     _check_in_place(opened, files, new_names, token)
 
 
-def _publish(opened: SaveFolder, files: Sequence[_File], names: Sequence[str], token: str) -> str:
+def _publish(opened: SaveFolder, files: Sequence[File], names: Sequence[str], token: str) -> str:
     """Let one rename make ``files``, which have ``names`` now, the checkpoint. Returns the name that it replaces."""
     unfinished, place = (names[0], ONE_FILE) if len(files) == 1 else (_unfinished_index(token), INDEX)
     try:
@@ -521,7 +354,7 @@ def _publish(opened: SaveFolder, files: Sequence[_File], names: Sequence[str], t
     return place
 
 
-def _check_seen(opened: SaveFolder, files: Sequence[_File], names: Sequence[str]) -> None:
+def _check_seen(opened: SaveFolder, files: Sequence[File], names: Sequence[str]) -> None:
     """Refuse what this rank does not see as it was written."""
     stays = "The checkpoint that was in the folder is there."
     if not opened.is_at_path():
@@ -539,7 +372,7 @@ class _NotSeenError(OSError):
     """A file is not there as it was written."""
 
 
-def _problem_of(opened: SaveFolder, file: _File, name: str) -> str | None:
+def _problem_of(opened: SaveFolder, file: File, name: str) -> str | None:
     """What this rank finds under ``name`` instead of ``file``."""
     try:
         nbytes, header = opened.beginning(name, len(file.header))
@@ -550,7 +383,7 @@ def _problem_of(opened: SaveFolder, file: _File, name: str) -> str | None:
     return None if header == file.header else "another file"
 
 
-def _check_in_place(opened: SaveFolder, files: Sequence[_File], names: Sequence[str], token: str) -> None:
+def _check_in_place(opened: SaveFolder, files: Sequence[File], names: Sequence[str], token: str) -> None:
     """Notice other saves, which no lock has kept out on some file systems."""
     if len(files) == 1:
         is_ours = _problem_of(opened, files[0], ONE_FILE) is None
@@ -563,7 +396,7 @@ def _check_in_place(opened: SaveFolder, files: Sequence[_File], names: Sequence[
         )
 
 
-def _usual_names(opened: SaveFolder, files: Sequence[_File], new_names: list[str], token: str) -> list[str]:
+def _usual_names(opened: SaveFolder, files: Sequence[File], new_names: list[str], token: str) -> list[str]:
     """Give files the names that may have belonged to the old checkpoint until now, and return the names that they have
     at the end. Each has both names for a moment."""
     linked = {}
@@ -581,7 +414,7 @@ def _usual_names(opened: SaveFolder, files: Sequence[_File], new_names: list[str
     return list(linked)
 
 
-def _write_index(opened: SaveFolder, files: Sequence[_File], names: Sequence[str], token: str) -> None:
+def _write_index(opened: SaveFolder, files: Sequence[File], names: Sequence[str], token: str) -> None:
     entries = [entry for file in files for entry in file.entries]
     index = {
         "metadata": {"total_size": sum(entry.nbytes for entry in entries), TOKEN: token},
