@@ -151,7 +151,7 @@ class OpenCheckpoint:
             header = opened.get_slice(key)
             headers[key] = Header(file, tuple(header.get_shape()), header.get_dtype())
         metadata = dict(opened.metadata() or {})
-        if token is not None and metadata.get(TOKEN) != token:
+        if token is not None and metadata.get(TOKEN, token) != token:  # other programs write none
             self.unreadable.append(
                 f"{file} is of another save than the index. Copy the folder when no save is running."
             )

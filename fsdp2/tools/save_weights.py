@@ -320,9 +320,9 @@ def _commit(opened: SaveFolder, files: Sequence[File], token: str) -> None:
     """Make ``files`` the checkpoint of the folder, and remove the old one. A reader looks for the only file first, and
     then for the index."""
     new_names = [file.new_name for file in files]
-    others = opened.others(new_names)
-    opened.sync()
     try:
+        others = opened.others(new_names)
+        opened.sync()
         place = _publish(opened, files, new_names, token)
     except OSError:  # the new checkpoint is not in its place: the old one is
         opened.remove([*new_names, _unfinished_index(token)])

@@ -25,6 +25,7 @@ from fsdp2.tools import save_weights
 from fsdp2.tools.save_folder import LOCK, SaveFolder
 from fsdp2.tools.whole_file import check_writable, write_whole
 from tests.harness.models import MLP
+from tests.harness.selection import long
 from tests.harness.weight_files import INDEX, ONE, assert_same, bytes_of, listed, read, safetensors
 
 SIZES: list[int | str] = ["5GB", 1100, 550]  # 1, 2 and 3 files
@@ -297,7 +298,8 @@ class _Opening:
 
 
 @pytest.mark.parametrize("after", [False, True])
-@pytest.mark.parametrize(("old", "new"), list(itertools.product(SIZES, repeat=2)))
+@pytest.mark.parametrize("old", [*SIZES[:2], *long(*SIZES[2:])])
+@pytest.mark.parametrize("new", [*SIZES[:2], *long(*SIZES[2:])])
 def test_a_load_during_a_save_gets_one_checkpoint(
     old: int | str, new: int | str, after: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -317,10 +319,11 @@ def test_a_load_that_always_meets_a_save_raises_and_loads_nothing(
     from fsdp2.tools import open_checkpoint
 
     monkeypatch.setattr(open_checkpoint, "_PAUSE_S", 0)
+    monkeypatch.setattr(open_checkpoint, "_ATTEMPTS", 3)
     _save(0, tmp_path, size)
     _Opening(monkeypatch, 0, lambda: _save(1, tmp_path, size), after=True, again=True)
     model = _model(2)
-    with pytest.raises(RuntimeError, match=r"load_safetensors: .* was replaced while it was opened, 10 times"):
+    with pytest.raises(RuntimeError, match=r"load_safetensors: .* was replaced while it was opened, 3 times"):
         fsdp2.load_safetensors(model, tmp_path)
     assert_same(model.state_dict(), _state(2))
 
@@ -351,7 +354,8 @@ def test_a_file_that_is_overwritten_while_it_is_read_is_an_error(
 
 
 def test_files_that_were_copied_during_a_save_are_refused(tmp_path: Path) -> None:
-    """A copy has the index and some files of one save, and a file of another one."""
+    """A copy has the index and some files of one save, and a file of another one. A file by another program is no
+    such copy."""
     for seed in range(2):
         _save(seed, tmp_path / str(seed))
     name = "model-00002-of-00002.safetensors"
@@ -359,5 +363,6 @@ def test_files_that_were_copied_during_a_save_are_refused(tmp_path: Path) -> Non
     with pytest.raises(ValueError, match=f"{name} is of another save than the index"):
         _load(tmp_path / "0")
     safetensors.save_file(safetensors.load_file(tmp_path / "0" / name), tmp_path / "0" / name)
-    with pytest.raises(ValueError, match="another save"):
-        _load(tmp_path / "0")
+    model = _model(3)
+    fsdp2.load_safetensors(model, tmp_path / "0")
+    assert_same(model.state_dict(), read(tmp_path / "0"))

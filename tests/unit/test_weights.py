@@ -174,8 +174,12 @@ def _save_until(folder: str, size: int | str, stop: int) -> None:
 
         return counted
 
-    for name in ("replace", "link", "fsync", "unlink", "open"):
+    for name in ("replace", "link", "fsync", "unlink"):
         setattr(os, name, counting(name, getattr(os, name)))
+    opened, made = os.open, counting("open", os.open)
+    os.open = lambda path, flags, *rest, **options: (made if flags & os.O_CREAT else opened)(
+        path, flags, *rest, **options
+    )
     original = save_weights._bytes_of
     save_weights._bytes_of = counting("write", original)  # type: ignore[assignment]
     fsdp2.save_safetensors(_seeded(_small, 1), folder, max_shard_size=size)
