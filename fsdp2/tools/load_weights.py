@@ -1,12 +1,11 @@
 """``load_safetensors``: files in Hugging Face's layout, into shards.
 
-Rule: files are checked on all ranks before the first shard is written.
+Rule: files are checked on all ranks before the first shard is written, and never opened by name again.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -23,12 +22,11 @@ from fsdp2.extras.plain_names import plain_name
 from fsdp2.group.codec import is_plain
 from fsdp2.tools.checkpoint_mapping import MappingLike, Shape, listed
 from fsdp2.tools.checkpoint_pieces import Piece, Resolved, Run, reads, resolved_to_load, whole_piece
+from fsdp2.tools.open_checkpoint import OpenCheckpoint, open_together
 from fsdp2.tools.progress import progress
 from fsdp2.tools.together import axis_of, together
 from fsdp2.tools.weights import (
     DTYPES,
-    INDEX,
-    ONE_FILE,
     Rename,
     Weight,
     WeightInFiles,
@@ -49,14 +47,6 @@ class LoadedKeys(NamedTuple):
     unexpected_keys: list[str]
 
 
-class _Header(NamedTuple):
-    """What a file says of a tensor."""
-
-    file: Path
-    shape: Shape
-    code: str
-
-
 @torch.no_grad()
 def load_safetensors(
     model: nn.Module,
@@ -69,12 +59,13 @@ def load_safetensors(
 ) -> LoadedKeys:
     """Load safetensors files into the parameters and persistent buffers of ``model``, sharded or not.
 
-    All ranks must call it. Each rank reads only the slices that it holds, from files that all ranks see. Floating-point
-    values are cast to the dtype of the model. All files are checked on all ranks before anything is written. A model on
-    the meta device needs ``to_empty`` first. A warning names non-persistent buffers, which no file has, that nobody has
-    filled since. Of tied weights, the files need one name. A tensor subclass takes values
-    as its ``copy_`` does: a quantised one quantises them. 4-bit weights of bitsandbytes take what it writes itself, or
-    the weights themselves, which it quantises shard by shard.
+    All ranks must call it. Each rank reads only the slices that it holds, from files that all ranks see or have copies
+    of. Floating-point values are cast to the dtype of the model. All files are checked on all ranks before anything is
+    written. If ``save_safetensors`` replaces them meanwhile, all ranks load the old ones, or all load the new ones. A
+    model on the meta device needs ``to_empty`` first. A warning names non-persistent buffers, which no file has, that
+    nobody has filled since. Of tied weights, the files need one name. A tensor subclass takes values as its ``copy_``
+    does: a quantised one quantises them. 4-bit weights of bitsandbytes take what it writes itself, or the weights
+    themselves, which it quantises shard by shard.
 
     Args:
         model: the model, or a part of it, whose names are those of its own state dict, without wrappers. Files may say
@@ -95,21 +86,25 @@ def load_safetensors(
     Raises:
         ValueError: files are cut off or not there, keys are missing or unexpected, shapes or dtypes differ, a parameter
             is on the meta device, elements of a buffer share memory. One error lists all problems, on all ranks. The
-            model is unchanged. Also: ``mapping`` does not fit the model.
+            model is unchanged. Also: ``mapping`` does not fit the model; ranks find different checkpoints; files are of
+            two saves.
         FileNotFoundError: ``path_or_index`` does not exist, or the folder has no checkpoint.
         TypeError: ``rename`` is of the wrong type, or gives something else than names.
         ScheduleError: a forward or backward runs, or parameters are lent to ``fsdp2.unsharded``.
-        RuntimeError: a file could not be read after the checks. The model is loaded half.
+        RuntimeError: files are replaced again and again: the model is unchanged. Or a file was overwritten, or could
+            not be read, after the checks: the model is loaded half.
         ImportError: safetensors is not installed.
     """
     axis = axis_of(group)
     with together(axis):
         library = extra("safetensors", "load_safetensors")
         weights = weights_of(model, "load_safetensors")
-        checked = _Checked(model, weights, rename, mapping)
-        for file, listed in _files(Path(path_or_index)).items():
-            checked.add(library, file, listed)
-        checked.finish(library)
+        path = Path(path_or_index)
+    checkpoint = open_together(axis, library, path)
+    with together(axis):
+        if checkpoint.problem is not None:
+            raise checkpoint.problem
+        checked = _Checked(model, weights, rename, mapping, checkpoint)
         problems = checked.problems(strict)
         if problems:
             name = type(model).__name__.removeprefix("FSDP")
@@ -123,7 +118,7 @@ def load_safetensors(
         total = sum(shard.weight.local.nbytes for shard in shards.values())
         with progress("load", total, "B", is_first=axis.rank == 0) as advance:
             for file, pieces in plan.items():
-                _load_file(library, file, pieces, advance)
+                _load_file(checkpoint, file, pieces, advance)
     with together(axis):
         for shard in shards.values():
             shard.finish()
@@ -200,19 +195,23 @@ class _PackedShard(_Shard):
 
 
 def _load_file(
-    library: Any, file: Path, pieces: Sequence[tuple[Piece, _Shard]], advance: Callable[[int], object]
+    checkpoint: OpenCheckpoint, file: Path, pieces: Sequence[tuple[Piece, _Shard]], advance: Callable[[int], object]
 ) -> None:
-    key = ""
+    key, opened = "", checkpoint.opened.pop(file)  # it is unmapped at the end
     try:
-        with library.safe_open(file, framework="pt") as opened:
-            for piece, shard in pieces:
-                key = piece.key
-                advance(shard.take(opened, piece))
+        for piece, shard in pieces:
+            key = piece.key
+            advance(shard.take(opened, piece))
     except Exception as error:
         raise RuntimeError(
             f"load_safetensors: reading '{key}' of {file} failed with {type(error).__name__}: {error}\n"
             "The file was readable before. The model is loaded half: load again before you use it."
         ) from error
+    if checkpoint.is_overwritten(file):
+        raise RuntimeError(
+            f"load_safetensors: {file} was overwritten while it was read. The model is loaded half: load again before "
+            "you use it."
+        )
 
 
 def _values_of(
@@ -230,42 +229,6 @@ def _slice_of(opened: Any, key: str, part: tuple[slice, ...]) -> torch.Tensor:
     return opened.get_slice(key)[part]
 
 
-def _files(path: Path) -> dict[Path, set[str] | None]:
-    """The files of a checkpoint, each with the keys that the index lists for it; None without an index.
-
-    Raises:
-        FileNotFoundError: there is no checkpoint.
-        ValueError: ``path`` is neither kind of file, or the index cannot be read.
-    """
-    if path.is_dir():
-        # In this order, as transformers looks for them. save_safetensors counts on it.
-        found = next((path / name for name in (ONE_FILE, INDEX) if (path / name).exists()), None)
-        if found is None:
-            there = sorted(each.name for each in path.glob("*.safetensors*"))
-            raise FileNotFoundError(
-                f"load_safetensors: the folder {path} has neither {ONE_FILE} nor {INDEX}. "
-                f"Pass the path of a file or index. There are: {', '.join(there[:_MAX_LISTED]) or 'none'}."
-            )
-        path = found
-    if not path.exists():
-        raise FileNotFoundError(f"load_safetensors: {path} does not exist on this rank.")
-    if path.suffix == ".safetensors":
-        return {path: None}
-    if path.suffix != ".json":
-        raise ValueError(f"load_safetensors: {path}: expected a folder, a .safetensors file, or an index (.json).")
-    try:
-        file_of = json.loads(path.read_text())["weight_map"]
-        listed: dict[Path, set[str] | None] = {path.parent / name: set() for name in sorted(set(file_of.values()))}
-        for key, name in file_of.items():
-            listed[path.parent / name].add(key)  # type: ignore[union-attr]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"load_safetensors: the index {path} cannot be read: {type(error).__name__}: {error}. "
-            'Expected JSON with a "weight_map" from keys to names of files.'
-        ) from error
-    return listed
-
-
 class _Checked:
     """Compares what files have with what the model needs, from headers alone.
 
@@ -275,7 +238,12 @@ class _Checked:
     """
 
     def __init__(
-        self, model: nn.Module, weights: Sequence[Weight], rename: Rename | None, mapping: MappingLike | None
+        self,
+        model: nn.Module,
+        weights: Sequence[Weight],
+        rename: Rename | None,
+        mapping: MappingLike | None,
+        checkpoint: OpenCheckpoint,
     ) -> None:
         self.missing: list[str] = []
         self.unexpected: list[str] = []
@@ -284,30 +252,14 @@ class _Checked:
         self._mapping = mapping
         self._by_name = {name: weight for weight in self._weights for name in weight.names}
         self._dense: set[int] = set()  # ids of parameters that the files have as one tensor
-        self._headers: dict[str, _Header] = {}
+        self._opened, self._headers = checkpoint.opened, checkpoint.headers
         self._sources: dict[str, list[Piece]] = {}
         self._absent: dict[str, str] = {}  # names with a rule, and a key of it, if no file has any
-        self._unreadable: list[str] = []
-        self._others: list[str] = []
+        self._unreadable, self._others = checkpoint.unreadable, list(checkpoint.absent)
+        self._match()
+        self._check()
 
-    def add(self, library: Any, file: Path, listed: set[str] | None) -> None:
-        """Read the header of ``file``."""
-        try:
-            with library.safe_open(file, framework="pt") as opened:
-                # In the order of the data, so that the disk reads forward; older versions only have keys().
-                keys = list(getattr(opened, "offset_keys", opened.keys)())
-                for key in [key for key in keys if listed is None or key in listed]:
-                    header = opened.get_slice(key)
-                    self._headers[key] = _Header(file, tuple(header.get_shape()), header.get_dtype())
-        except (OSError, library.SafetensorError) as error:
-            self._unreadable.append(f"{file} cannot be read: {type(error).__name__}: {error}")
-            return
-        for key in sorted((listed or set()) - set(keys)):
-            self._others.append(f"'{key}' is not in {file.name}, where the index says it is.")
-
-    def finish(self, library: Any) -> None:
-        """All files were added."""
-        self._match(library)
+    def _check(self) -> None:
         for weight in self._weights:
             found = [name for name in weight.names if name in self._sources]
             if not found and not self._unreadable and id(weight.tensor) not in self._dense:
@@ -325,7 +277,7 @@ class _Checked:
                 self._others.append(f"'{weight.names[0]}' of the model is a sum that is still pending.")
             self._others += [text for name in found for text in self._scaled(self._sources[name], weight)]
         if not self._others and not self._unreadable:
-            self._compare_tied(library)
+            self._compare_tied()
 
     def _scaled(self, pieces: Sequence[Piece], weight: Weight) -> Iterator[str]:
         """What is wrong with ``pieces`` in 8 bits that have scales: a cast to a wider dtype would leave these out."""
@@ -339,7 +291,7 @@ class _Checked:
                     "from_pretrained(..., dtype=torch.bfloat16), which dequantises, and save_pretrained."
                 )
 
-    def _match(self, library: Any) -> None:
+    def _match(self) -> None:
         """Find for each name of the model what it is in the files."""
         claimed: set[str] = set()
         if not self._unreadable or self._mapping is None:
@@ -349,7 +301,7 @@ class _Checked:
                 self._add_rule(rule)
         for key in self._headers:
             if key not in claimed:
-                self._add_key(library, key)
+                self._add_key(key)
 
     def _add_rule(self, rule: Resolved) -> None:
         absent = [key for key in rule.keys if key not in self._headers]
@@ -369,7 +321,7 @@ class _Checked:
             if piece.key in self._headers:
                 self._check_header(piece.key, rule.keys[piece.key], self._by_name[piece.name])
 
-    def _add_key(self, library: Any, key: str) -> None:
+    def _add_key(self, key: str) -> None:
         name = renamed(key, self._rename)
         if name is None:
             return
@@ -386,17 +338,17 @@ class _Checked:
             return
         self._sources[name] = [whole_piece(name, key, weight.shape)]
         if isinstance(weight, WeightInFiles):
-            self._check_packed(library, key, weight)
+            self._check_packed(key, weight)
         else:
             self._check_header(key, weight.shape, weight)
 
-    def _check_packed(self, library: Any, key: str, weight: WeightInFiles) -> None:
+    def _check_packed(self, key: str, weight: WeightInFiles) -> None:
         file = self._headers[key].file
-        with library.safe_open(file, framework="pt") as opened:
-            if problem := weight.problem_of(opened, key, file):
-                self._others.append(problem)
-            elif weight.is_dense_in(opened, key):
-                self._dense.add(id(weight.tensor))
+        opened = self._opened[file]
+        if problem := weight.problem_of(opened, key, file):
+            self._others.append(problem)
+        elif weight.is_dense_in(opened, key):
+            self._dense.add(id(weight.tensor))
 
     def _check_header(self, key: str, expected: Shape, weight: Weight) -> None:
         (file, shape, code), wanted = self._headers[key], weight.tensor.dtype
@@ -408,24 +360,23 @@ class _Checked:
         if problem is not None and problem not in self._others:
             self._others.append(problem)
 
-    def _compare_tied(self, library: Any) -> None:
+    def _compare_tied(self) -> None:
         """Files may have a tied weight under several names. Then values are read here, since only one can be loaded."""
         for weight in self._weights:
             found = [self._sources[name] for name in weight.names if name in self._sources]
             if isinstance(weight, WeightInFiles):
                 continue  # the first name counts
             for pieces, others in itertools.pairwise(found):
-                one, another = (self._read(library, each, weight) for each in (pieces, others))
+                one, another = (self._read(each, weight) for each in (pieces, others))
                 if not torch.allclose(one, another, rtol=0.0, atol=0.0, equal_nan=True):  # equal() has no float8
                     first, other = pieces[0].key, others[0].key
                     self._others.append(f"'{first}' and '{other}' differ, but the model ties them.")
 
-    def _read(self, library: Any, pieces: Sequence[Piece], weight: Weight) -> torch.Tensor:
+    def _read(self, pieces: Sequence[Piece], weight: Weight) -> torch.Tensor:
         values, along = torch.empty(weight.local.shape, dtype=weight.tensor.dtype, device="cpu"), weight.along()
         for piece in pieces:
-            with library.safe_open(self._headers[piece.key].file, framework="pt") as opened:
-                for box, found in _values_of(opened, piece, along):
-                    values[box].copy_(found)
+            for box, found in _values_of(self._opened[self._headers[piece.key].file], piece, along):
+                values[box].copy_(found)
         return values
 
     def problems(self, strict: bool) -> list[str]:

@@ -4,23 +4,21 @@ Each file is written by one rank; file k by rank k, k + W, ... Several ranks nev
 systems may mix up writes to one page. One tensor of each open file travels to its writer (on accelerators, to all
 ranks), then all writers write.
 
-Rule: at every moment, one complete checkpoint is what a reader of the folder finds. New files have names of their own.
-Then one rename makes them the checkpoint: of the index, or of the only file. Only then old files are removed.
+Rule: at every moment, one complete checkpoint is what a reader of the folder finds. New files have names of their own,
+and a token of their save in their headers. When rank 0 has seen all of them, one rename makes them the checkpoint: of
+the index, or of the only file. Only then old files are removed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import hashlib
+import io
 import json
-import math
 import os
-import re
 import uuid
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -32,58 +30,25 @@ from torch.distributed.tensor import DTensor
 from fsdp2.extras.exchange import exchange
 from fsdp2.extras.state import bound_state
 from fsdp2.plan.mesh import Axis
-from fsdp2.tools.checkpoint_mapping import MappingLike, Shape, listed
-from fsdp2.tools.checkpoint_pieces import Piece, Resolved, resolved_to_save, whole_piece
+from fsdp2.tools.checkpoint_mapping import MappingLike
+from fsdp2.tools.checkpoint_pieces import Piece
 from fsdp2.tools.progress import progress
+from fsdp2.tools.save_folder import LOCK, SaveFolder
+from fsdp2.tools.save_plan import Entry, File, digest_of, entries_of, files_of, tag_of
 from fsdp2.tools.sizes import nbytes_of
 from fsdp2.tools.together import axis_of, together
 from fsdp2.tools.weights import (
-    DTYPES,
     INDEX,
     ONE_FILE,
+    TOKEN,
     Rename,
     Weight,
-    WeightInFiles,
     check_dtype,
     check_ready,
-    renamed,
-    shapes_of,
     weights_of,
 )
 
 _CALLER = "save_safetensors"
-_CODES = {dtype: code for code, dtype in DTYPES.items()}
-# Files of one checkpoint, and what a save that was killed has left of one.
-_OURS = re.compile(r"model(-\d{5}-of-\d{5})?(\.[0-9a-f]{8})?\.safetensors|model\.safetensors\.index\.json\.[0-9a-f]{8}")
-_HEADER_ALIGNMENT = 8
-_METADATA = "__metadata__"  # what headers have besides tensors
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """One tensor of a file: its key, its shape and dtype there, and of which parts of the model it is made."""
-
-    key: str
-    shape: Shape
-    dtype: torch.dtype
-    parts: tuple[tuple[Weight, Piece], ...]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    @property
-    def names(self) -> str:
-        return ", ".join(dict.fromkeys(f"'{piece.name}'" for _, piece in self.parts))
-
-
-@dataclass(frozen=True)
-class _File:
-    """One file of the checkpoint: its name at the end, the name that it is written under, and its tensors."""
-
-    name: str
-    new_name: str
-    entries: tuple[_Entry, ...]
 
 
 def save_safetensors(
@@ -99,9 +64,10 @@ def save_safetensors(
     """Write the parameters and persistent buffers of ``model``, sharded or not, as Hugging Face stores them.
 
     The folder gets ``model.safetensors``, or ``model-00001-of-0000N.safetensors`` and so on with an index. A checkpoint
-    in the folder is replaced: whoever reads the folder finds the old one or the new one, whenever the processes are
-    killed. Other files stay. All ranks must call it, between steps, and see the folder. A rank holds one whole tensor
-    at a time; if ``mapping`` fuses several to one, that one, too. Tied weights are written once, under the first name.
+    in the folder is replaced: the folder has the old one or the new one, whenever the processes are killed. Other files
+    stay. Permissions are those of the old one. All ranks must call it, between steps, and see the folder. A rank holds
+    one whole tensor at a time; if ``mapping`` fuses several to one, that one, too. Tied weights are written once, under
+    the first name.
     Plain tensors, such as buffers, are written as the first rank has them, wire formats as the values of the shards,
     quantised weights dequantised, and 4-bit weights of bitsandbytes under the keys that it writes itself.
 
@@ -124,43 +90,43 @@ def save_safetensors(
         TypeError: ``folder`` is no path; ``dtype`` is not a floating-point dtype; ``rename`` gives no names.
         ScheduleError: a forward or backward runs, or parameters are lent to ``fsdp2.unsharded``.
         RuntimeError: a tensor is on the meta device.
-        OSError: a rank cannot write, or does not see the folder. The old checkpoint is there.
+        OSError: a rank cannot write, or sees another folder than rank 0; another save writes to the folder; the folder
+            or a file was replaced meanwhile. The old checkpoint is there.
     """
     axis = axis_of(group)
-    (tag, *_) = exchange(axis, uuid.uuid4().hex[:8])
-    with together(axis):
-        path = _path(folder)
-        check_dtype(dtype, _CALLER)
-        weights = weights_of(model, _CALLER)
-        check_ready(weights, _CALLER)
-        _warn_of_others(model, axis)
-        device = next((each.param.mesh.device for each in weights if each.param is not None), None)
-        max_nbytes = nbytes_of(max_shard_size, f"{_CALLER}: max_shard_size", "5GB")
-        files = _files(_entries(weights, dtype, rename, mapping), max_nbytes, tag)
-        if axis.rank == 0:
-            try:
-                path.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise _unwritable(path, error) from error
-    with together(axis):
-        _check_alike(exchange(axis, _digest(files)))
-        if not path.is_dir():
-            raise FileNotFoundError(f"{_CALLER}: {path} is not there on this rank. Pass a folder that all ranks see.")
-    try:
+    (token, *_) = exchange(axis, uuid.uuid4().hex)
+    with contextlib.ExitStack() as stack:
+        with together(axis):
+            path = _path(folder)
+            check_dtype(dtype, _CALLER)
+            weights = weights_of(model, _CALLER)
+            check_ready(weights, _CALLER)
+            _warn_of_others(model, axis)
+            device = next((each.param.mesh.device for each in weights if each.param is not None), None)
+            max_nbytes = nbytes_of(max_shard_size, f"{_CALLER}: max_shard_size", "5GB")
+            files = files_of(entries_of(weights, dtype, rename, mapping), max_nbytes, token)
+        with together(axis):
+            _check_alike(exchange(axis, digest_of(files)))
+            if axis.rank == 0:
+                opened = stack.enter_context(_opened(path, is_first=True))
+                _claim(opened, files, token)
+        with together(axis):
+            (rights, *_) = exchange(axis, opened.rights() if axis.rank == 0 else None)
+            if axis.rank > 0:
+                opened = stack.enter_context(_opened(path))
+                _check_claim(opened, files[axis.rank :], token)
         with together(axis):
             problem, total = None, sum(entry.nbytes for file in files for entry in file.entries)
             with progress("save", total, "B", is_first=axis.rank == 0) as advance:
                 for first in range(0, len(files), axis.size):
-                    problem = _write(path, files[first : first + axis.size], axis, device, advance) or problem
+                    some = files[first : first + axis.size]
+                    problem = _write(opened, some, rights, axis, device, advance) or problem
             if problem is not None:
                 raise problem
-    except BaseException:
-        for file in files[axis.rank :: axis.size]:
-            (path / file.new_name).unlink(missing_ok=True)
-        raise
-    with together(axis):
-        if axis.rank == 0:
-            _commit(path, files, tag)
+        opened.keep()
+        with together(axis):
+            if axis.rank == 0:
+                _commit(opened, files, token)
 
 
 def _path(folder: object) -> Path:
@@ -169,110 +135,45 @@ def _path(folder: object) -> Path:
     return Path(folder)
 
 
-# What goes where
+# Whose folder it is
 
 
-def _entries(
-    weights: Sequence[Weight], dtype: torch.dtype | None, rename: Rename | None, mapping: MappingLike | None
-) -> list[_Entry]:
-    """In the order of the model; what a rule is about, where the first tensor of it is."""
-    weights = [each for weight in weights for each in weight.in_files()]
-    by_name = {name: weight for weight in weights for name in weight.names}
-    rules = resolved_to_save(mapping, [weight.names[0] for weight in weights], shapes_of(by_name), _CALLER)
-    rules_of: dict[int, list[Resolved]] = {}
-    for rule in rules:
-        packed = [name for name in rule.names if isinstance(by_name[name], WeightInFiles)]
-        if packed:
-            raise ValueError(f"{_CALLER}: mapping: {listed(packed)}: no rule can write 4-bit weights otherwise.")
-        for weight in {id(by_name[name]): by_name[name] for name in rule.names}.values():
-            rules_of.setdefault(id(weight), []).append(rule)
-    done: set[int] = set()
-    found: dict[str, _Entry] = {}
-    for weight in weights:
-        for rule in rules_of.get(id(weight), []):
-            if id(rule) not in done:
-                done.add(id(rule))
-                for entry in _entries_of(rule, by_name, dtype):
-                    _add(found, entry)
-        if id(weight) not in rules_of:
-            key = renamed(weight.names[0], rename)
-            if key is not None:
-                piece = whole_piece(weight.names[0], key, weight.shape)
-                _add(found, _Entry(key, weight.shape, weight.dtype_in_files(dtype), ((weight, piece),)))
-    return list(found.values())
+def _opened(path: Path, *, is_first: bool = False) -> SaveFolder:
+    try:
+        if is_first:
+            path.mkdir(parents=True, exist_ok=True)
+        return SaveFolder(path)
+    except OSError as error:
+        raise _unwritable(path, error) from error
 
 
-def _entries_of(rule: Resolved, by_name: dict[str, Weight], dtype: torch.dtype | None) -> list[_Entry]:
-    check_dtype(rule.dtype, f"{_CALLER}: mapping")
-    parts: dict[str, list[tuple[Weight, Piece]]] = {key: [] for key in rule.keys}
-    for piece in rule.pieces:
-        parts[piece.key].append((by_name[piece.name], piece))
-    entries = []
-    for key, shape in rule.keys.items():
-        dtypes = {weight.dtype_in_files(rule.dtype or dtype) for weight, _ in parts[key]}
-        if len(dtypes) != 1:
-            names = ", ".join(f"'{piece.name}'" for _, piece in parts[key])
-            raise ValueError(
-                f"{_CALLER}: mapping: '{key}' would be made of {names}, whose dtypes differ. Pass dtype=, or give the "
-                "rule one."
-            )
-        entries.append(_Entry(key, shape, dtypes.pop(), tuple(parts[key])))
-    return entries
+def _claim(opened: SaveFolder, files: Sequence[File], token: str) -> None:
+    """Keep other saves out, and leave a mark by which the other writers know the folder."""
+    try:
+        opened.lock()
+        if len(files) > 1:
+            opened.create(_unfinished_index(token), opened.rights()).close()
+    except BlockingIOError as error:
+        raise OSError(
+            f"{_CALLER}: another save writes to {opened.path}. Nothing was written. Save again when it has ended, or "
+            "pass another folder. If there is none (file servers may keep the lock of a node that is lost), remove "
+            f"{opened.path / LOCK}."
+        ) from error
+    except OSError as error:
+        raise _unwritable(opened.path, error) from error
 
 
-def _add(found: dict[str, _Entry], entry: _Entry) -> None:
-    if entry.key == _METADATA:
-        raise ValueError(
-            f"{_CALLER}: {entry.names} would get the key '{entry.key}', which safetensors reserves. Let rename give it "
-            "another key."
-        )
-    if entry.key in found:
-        raise ValueError(
-            f"{_CALLER}: {found[entry.key].names} and {entry.names} are both renamed to '{entry.key}'. Let rename give "
-            "each its own key."
-        )
-    found[entry.key] = entry
-    if entry.dtype not in _CODES:
-        raise ValueError(
-            f"{_CALLER}: safetensors has no name for {entry.dtype}, the dtype of {entry.names}. Pass "
-            "dtype=torch.float32, or another one that it names."
+def _check_claim(opened: SaveFolder, files: Sequence[File], token: str) -> None:
+    """``files``: those from this rank's first one on."""
+    if files and not opened.has(_unfinished_index(token)):
+        raise FileNotFoundError(
+            f"{_CALLER}: {opened.path} is another folder on this rank than on rank 0. Nothing was written. Pass a "
+            "folder that all ranks see, or max_shard_size=... such that rank 0 writes the only file."
         )
 
 
-def _files(entries: Sequence[_Entry], max_nbytes: int, tag: str) -> list[_File]:
-    """``entries`` in their order, cut where the next one would make a file too large. Inside a file, wide dtypes come
-    first: so each tensor starts at a multiple of its item size, which readers that map the file need."""
-    cut: list[list[_Entry]] = [[]]
-    filled = 0
-    for entry in entries:
-        if cut[-1] and filled + entry.nbytes > max_nbytes:
-            cut.append([])
-            filled = 0
-        cut[-1].append(entry)
-        filled += entry.nbytes
-    for each in cut:
-        each.sort(key=lambda entry: -entry.dtype.itemsize)
-    if len(cut) == 1:
-        return [_File(ONE_FILE, f"model.{tag}.safetensors", tuple(cut[0]))]
-    stems = [f"model-{i:05d}-of-{len(cut):05d}" for i in range(1, len(cut) + 1)]
-    return [
-        _File(f"{stem}.safetensors", f"{stem}.{tag}.safetensors", tuple(each))
-        for stem, each in zip(stems, cut, strict=True)
-    ]
-
-
-def _digest(files: Sequence[_File]) -> str:
-    """Of all that ranks must have in common."""
-    said = [
-        (file.name, each.key, str(each.dtype), each.shape, [(piece, _is_cut(weight)) for weight, piece in each.parts])
-        for file in files
-        for each in file.entries
-    ]
-    return hashlib.sha256(repr(said).encode()).hexdigest()
-
-
-def _is_cut(weight: Weight) -> bool:
-    return isinstance(weight.tensor, DTensor)
+def _unfinished_index(token: str) -> str:
+    return f"{INDEX}.{tag_of(token)}"
 
 
 def _check_alike(digests: Sequence[str]) -> None:
@@ -294,7 +195,12 @@ def _warn_of_others(model: nn.Module, axis: Axis) -> None:
 
 
 def _write(
-    path: Path, files: Sequence[_File], axis: Axis, device: torch.device | None, advance: Callable[[int], object]
+    opened: SaveFolder,
+    files: Sequence[File],
+    rights: int | None,
+    axis: Axis,
+    device: torch.device | None,
+    advance: Callable[[int], object],
 ) -> OSError | None:
     """Write ``files``; file i is this rank's if its rank on ``axis`` is i. A rank that cannot write goes on gathering,
     since the others need it, and returns its error. ``advance``: gets the bytes that some rank has gathered."""
@@ -305,11 +211,11 @@ def _write(
     with contextlib.ExitStack() as stack:
         if mine is not None:
             try:
-                out = open(path / mine.new_name, "wb")  # noqa: SIM115  # a with would raise the error once more
+                out = opened.create(mine.new_name, rights)  # a with would raise the error once more
                 stack.callback(_close, out)
-                out.write(_header(mine.entries))
+                out.write(mine.header)
             except OSError as error:
-                problem = _unwritable(path / mine.name, error)
+                problem = _unwritable(opened.path / mine.name, error)
         for index in range(max(len(file.entries) for file in files)):
             kept: torch.Tensor | None = None
             for gathering, file in zip(gatherings, files, strict=True):
@@ -323,14 +229,14 @@ def _write(
                 try:
                     out.write(_bytes_of(kept))
                 except OSError as error:
-                    problem = _unwritable(path / mine.name, error)
+                    problem = _unwritable(opened.path / mine.name, error)
         if mine is not None and out is not None and problem is None:
             try:
                 out.flush()
                 os.fsync(out.fileno())
                 out.close()  # a full disk may show only now
             except OSError as error:
-                problem = _unwritable(path / mine.name, error)
+                problem = _unwritable(opened.path / mine.name, error)
     return problem
 
 
@@ -344,7 +250,7 @@ def _unwritable(path: Path, error: OSError) -> OSError:
     """What the system says of a full disk names no file."""
     return OSError(
         f"{_CALLER}: {path} could not be written ({type(error).__name__}: {error}). The checkpoint that was in the "
-        "folder is there. Make room, or pass a folder that this process may write."
+        "folder is there. Make room, or pass a folder that all ranks see and may write."
     )
 
 
@@ -357,7 +263,7 @@ class _Gathering:
         self._kept: tuple[Weight, torch.dtype] | None = None
         self._whole: torch.Tensor | None = None
 
-    def values(self, entry: _Entry) -> torch.Tensor | None:
+    def values(self, entry: Entry) -> torch.Tensor | None:
         """The tensor of ``entry`` on the owner, in the dtype of the file; None elsewhere."""
         if len(entry.parts) == 1:
             ((weight, piece),) = entry.parts
@@ -401,19 +307,6 @@ def _gathered(
     return sent.view(dtype).reshape(values.shape) if owner == axis.rank else None
 
 
-def _header(entries: Iterable[_Entry]) -> bytes:
-    """What safetensors files begin with: the size of the header, and where each tensor lies behind it."""
-    header: dict[str, object] = {_METADATA: {"format": "pt"}}
-    end = 0
-    for entry in entries:
-        start, end = end, end + entry.nbytes
-        shape = list(entry.shape)
-        header[entry.key] = {"dtype": _CODES[entry.dtype], "shape": shape, "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _HEADER_ALIGNMENT)
-    return len(text).to_bytes(8, "little") + text
-
-
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous tensor on the CPU. The package does without NumPy, which has this built in."""
     memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()) if tensor.nbytes else b""
@@ -423,65 +316,113 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 # Replace the old checkpoint
 
 
-def _commit(path: Path, files: Sequence[_File], tag: str) -> None:
+def _commit(opened: SaveFolder, files: Sequence[File], token: str) -> None:
     """Make ``files`` the checkpoint of the folder, and remove the old one. A reader looks for the only file first, and
     then for the index."""
-    _sync(path)
-    new_names = {file.name: file.new_name for file in files}
+    new_names = [file.new_name for file in files]
     try:
-        if len(files) == 1:
-            os.replace(path / files[0].new_name, path / ONE_FILE)
-        else:
-            _write_index(path, files, new_names, tag)
-    except OSError as error:  # the new checkpoint is not in its place: the old one is
-        for name in (*new_names.values(), f"{INDEX}.{tag}"):
-            (path / name).unlink(missing_ok=True)
-        raise _unwritable(path / (ONE_FILE if len(files) == 1 else INDEX), error) from error
+        others = opened.others(new_names)
+        opened.sync()
+        place = _publish(opened, files, new_names, token)
+    except OSError:  # the new checkpoint is not in its place: the old one is
+        opened.remove([*new_names, _unfinished_index(token)])
+        raise
+    _check_in_place(opened, files, new_names, token)
+    opened.remove_unchanged({name: version for name, version in others.items() if name != place})
+    if len(files) > 1:
+        if opened.has(ONE_FILE):
+            raise OSError(
+                f"{_CALLER}: {opened.path / ONE_FILE} cannot be removed, and is what readers find instead of the new "
+                f"checkpoint, {INDEX}. Remove it."
+            )
+        new_names = _usual_names(opened, files, new_names, token)
+    _check_in_place(opened, files, new_names, token)
+
+
+def _publish(opened: SaveFolder, files: Sequence[File], names: Sequence[str], token: str) -> str:
+    """Let one rename make ``files``, which have ``names`` now, the checkpoint. Returns the name that it replaces."""
+    unfinished, place = (names[0], ONE_FILE) if len(files) == 1 else (_unfinished_index(token), INDEX)
+    try:
+        if place == INDEX:
+            _write_index(opened, files, names, token)
+        _check_seen(opened, files, names)
+        opened.replace(unfinished, place)
+    except _NotSeenError:
+        raise
+    except OSError as error:
+        raise _unwritable(opened.path / place, error) from error
+    return place
+
+
+def _check_seen(opened: SaveFolder, files: Sequence[File], names: Sequence[str]) -> None:
+    """Refuse what this rank does not see as it was written."""
+    stays = "The checkpoint that was in the folder is there."
+    if not opened.is_at_path():
+        raise _NotSeenError(f"{_CALLER}: {opened.path} was replaced during the save. {stays} Save again.")
+    for file, name in zip(files, names, strict=True):
+        found = _problem_of(opened, file, name)
+        if found is not None:
+            raise _NotSeenError(
+                f"{_CALLER}: {opened.path / name} was written with {file.nbytes} bytes, but rank 0 finds {found}. "
+                f"{stays} Pass a folder that all ranks see, and that nothing else writes to."
+            )
+
+
+class _NotSeenError(OSError):
+    """A file is not there as it was written."""
+
+
+def _problem_of(opened: SaveFolder, file: File, name: str) -> str | None:
+    """What this rank finds under ``name`` instead of ``file``."""
+    try:
+        nbytes, header = opened.beginning(name, len(file.header))
+    except OSError as error:
+        return f"{type(error).__name__}: {error}"
+    if nbytes != file.nbytes:
+        return f"{nbytes} bytes"
+    return None if header == file.header else "another file"
+
+
+def _check_in_place(opened: SaveFolder, files: Sequence[File], names: Sequence[str], token: str) -> None:
+    """Notice other saves, which no lock has kept out on some file systems."""
     if len(files) == 1:
-        _sync(path)
-        _remove(path, {ONE_FILE})
-        return
-    _remove(path, set(new_names.values()) | {INDEX})
-    # The usual names may have belonged to the old checkpoint until now. Each file has both names for a moment.
+        is_ours = _problem_of(opened, files[0], ONE_FILE) is None
+    else:
+        is_ours = (opened.index().get("metadata") or {}).get(TOKEN) == token and all(map(opened.has, names))
+    if not is_ours:
+        raise OSError(
+            f"{_CALLER}: another save has replaced the new checkpoint in {opened.path}. Let one save at a time write "
+            "there, and save again."
+        )
+
+
+def _usual_names(opened: SaveFolder, files: Sequence[File], new_names: list[str], token: str) -> list[str]:
+    """Give files the names that may have belonged to the old checkpoint until now, and return the names that they have
+    at the end. Each has both names for a moment."""
+    linked = {}
     try:
         for file in files:
-            os.link(path / file.new_name, path / file.name)
-        _write_index(path, files, {file.name: file.name for file in files}, tag)
+            opened.link(file.new_name, file.name)
+            linked[file.name] = opened.version(file.new_name)
+        _publish(opened, files, list(linked), token)
     except OSError:  # no hard links, or no room for another index: the one with the new names stays
-        _remove(path, set(new_names.values()) | {INDEX})
-        return
-    _remove(path, {file.name for file in files} | {INDEX})
+        opened.remove_unchanged(linked)
+        opened.remove([_unfinished_index(token)])
+        return new_names
+    opened.remove(new_names)
+    opened.sync()
+    return list(linked)
 
 
-def _write_index(path: Path, files: Sequence[_File], name_of: dict[str, str], tag: str) -> None:
+def _write_index(opened: SaveFolder, files: Sequence[File], names: Sequence[str], token: str) -> None:
     entries = [entry for file in files for entry in file.entries]
     index = {
-        "metadata": {"total_size": sum(entry.nbytes for entry in entries)},
-        "weight_map": {entry.key: name_of[file.name] for file in files for entry in file.entries},
+        "metadata": {"total_size": sum(entry.nbytes for entry in entries), TOKEN: token},
+        "weight_map": {entry.key: name for file, name in zip(files, names, strict=True) for entry in file.entries},
     }
-    written = path / f"{INDEX}.{tag}"
-    with open(written, "w") as out:
+    rights, unfinished = opened.rights(), _unfinished_index(token)
+    opened.remove([unfinished])  # the mark
+    with io.TextIOWrapper(opened.create(unfinished, rights)) as out:
         json.dump(index, out, indent=2)
         out.flush()
         os.fsync(out.fileno())
-    os.replace(written, path / INDEX)
-    _sync(path)
-
-
-def _remove(path: Path, kept: set[str]) -> None:
-    """Remove the files of other checkpoints: first the index or the only file, which others follow from."""
-    entry_points = [name for name in (ONE_FILE, INDEX) if name not in kept]
-    found = [each.name for each in path.iterdir() if _OURS.fullmatch(each.name) and each.name not in kept]
-    for name in dict.fromkeys([*entry_points, *found]):
-        (path / name).unlink(missing_ok=True)
-    _sync(path)
-
-
-def _sync(path: Path) -> None:
-    """Write names of files in ``path`` to the disk, where the system can open folders."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

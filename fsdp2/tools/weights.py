@@ -38,6 +38,8 @@ Rename = Mapping[str, str] | Callable[[str], str | None]
 IN_FILES = "fsdp2_in_files"
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+# What ``save_safetensors`` writes into the metadata of all its files: a random text, the same in those of one save.
+TOKEN = "fsdp2_save"
 # How the headers of safetensors files call dtypes.
 DTYPES = {
     "BOOL": torch.bool,

@@ -10,12 +10,14 @@ import itertools
 import os
 import re
 import resource
+import shutil
 import signal
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -35,7 +37,9 @@ from fsdp2.tensors import (
     precompute_float8_scales,
     wrap_parameters,
 )
-from fsdp2.tools import save_weights
+from fsdp2.tools import open_checkpoint, save_weights
+from fsdp2.tools.open_checkpoint import OpenCheckpoint
+from fsdp2.tools.save_folder import SaveFolder
 from tests.distributed.changes import step_and_zero_all, whole
 from tests.distributed.support import seeded, shard_each, shard_units
 from tests.harness.comms import gathers_noted
@@ -142,9 +146,9 @@ def _make(ctx: RankContext, place: str, device: str | None = None, seed: int = 0
         return shard(seeded(build, seed), ctx)
 
 
-def _unsharded(place: str) -> nn.Module:
+def _unsharded(place: str, seed: int = 0) -> nn.Module:
     with torch.device("cpu"):
-        return seeded(WAYS[place][0])
+        return seeded(WAYS[place][0], seed)
 
 
 def _once(model: nn.Module) -> dict[str, Tensor]:
@@ -542,12 +546,143 @@ def test_a_rank_that_cannot_write_leaves_the_old_checkpoint_and_no_files(
     assert bytes_of(tmp_path) == before
 
 
-def _save_and_die(ctx: RankContext, folder: str, after: int) -> None:
-    """Rank 1 is killed when it has written ``after`` tensors."""
+# Folders
+
+
+@pytest.mark.parametrize("size", ["5GB", 3000])
+@distributed(2)
+def test_folders_that_ranks_do_not_share_take_only_what_rank_0_writes(
+    ctx: RankContext, tmp_path: Path, size: int | str
+) -> None:
+    """As disks of nodes."""
+    mine, model = tmp_path / str(ctx.rank), _make(ctx, "1d", seed=1)
+    mine.mkdir()
+    fsdp2.save_safetensors(_make(ctx, "1d"), mine)
+    before = bytes_of(mine)
+    assert (list(before) == [ONE]) is (ctx.rank == 0)
+    if size == "5GB":
+        fsdp2.save_safetensors(model, mine, max_shard_size=size)
+        assert (bytes_of(mine) == before) is (ctx.rank == 1)
+    else:
+        with pytest.raises(FileNotFoundError, match=r"On rank 1: .* is another folder on this rank than on ran"):
+            fsdp2.save_safetensors(model, mine, max_shard_size=size)
+        dist.barrier()
+        assert bytes_of(mine) == before
+
+
+@distributed(2)
+def test_files_of_all_ranks_have_the_permissions_of_the_old_ones(ctx: RankContext, tmp_path: Path) -> None:
+    """The umask of this process leaves more."""
+    for _ in range(2):
+        fsdp2.save_safetensors(_make(ctx, "1d"), tmp_path, max_shard_size=3000)
+        dist.barrier()
+        if ctx.rank == 0:
+            (tmp_path / INDEX).chmod(0o600)
+        dist.barrier()
+    assert {oct(file.stat().st_mode & 0o777) for file in tmp_path.iterdir()} == {"0o600"}
+
+
+@distributed(2)
+def test_of_two_saves_in_one_folder_one_raises_on_all_its_ranks(ctx: RankContext, tmp_path: Path) -> None:
+    """Each rank saves alone, then both together while another job has the folder locked."""
+    alone = [dist.new_group([rank]) for rank in range(2)][ctx.rank]
+    model, original = _unsharded("1d"), save_weights._bytes_of
+
+    def wait_for_other(tensor: Tensor) -> Any:
+        save_weights._bytes_of = original
+        dist.barrier()
+        dist.barrier()
+        return original(tensor)
+
+    if ctx.rank == 0:
+        save_weights._bytes_of = wait_for_other  # type: ignore[assignment]
+        fsdp2.save_safetensors(model, tmp_path, max_shard_size=3000, group=alone)
+    else:
+        dist.barrier()
+        with pytest.raises(OSError, match="another save writes to"):
+            fsdp2.save_safetensors(model, tmp_path, max_shard_size=3000, group=alone)
+        dist.barrier()
+    dist.barrier()
+    before, other = bytes_of(tmp_path), SaveFolder(tmp_path)
+    assert_same(read(tmp_path), model.state_dict())
+    dist.barrier()
+    if ctx.rank == 0:
+        other.lock()
+    with pytest.raises(OSError, match="another save writes to"):
+        fsdp2.save_safetensors(_make(ctx, "1d", seed=1), tmp_path, max_shard_size=3000)
+    other.close()
+    dist.barrier()
+    assert bytes_of(tmp_path) == before
+
+
+@distributed(2)
+def test_ranks_that_find_different_checkpoints_load_none(ctx: RankContext, tmp_path: Path) -> None:
+    """Copies are no other checkpoint."""
+    saved = [tmp_path / str(seed) for seed in range(2)]
+    for seed, folder in enumerate(saved):
+        fsdp2.save_safetensors(_make(ctx, "1d", seed=seed), folder)
+    mine, model = tmp_path / f"of rank {ctx.rank}", _make(ctx, "1d", seed=2)
+    shutil.copytree(saved[0], mine)
+    fsdp2.load_safetensors(model, mine)
+    _same(locals_of(model), locals_of(_make(ctx, "1d")))
+    shutil.copy(saved[ctx.rank] / ONE, mine)
+    with (
+        mock.patch.object(open_checkpoint, "_PAUSE_S", 0),
+        pytest.raises(ValueError, match="rank 1 finds another chec"),
+    ):
+        fsdp2.load_safetensors(model, mine)
+    _same(locals_of(model), locals_of(_make(ctx, "1d")))
+
+
+@pytest.mark.parametrize("opens_first", [0, 1])
+@pytest.mark.parametrize("size", ["5GB", 3000])
+@distributed(2)
+def test_ranks_load_one_checkpoint_though_a_save_comes_between_them(
+    ctx: RankContext, tmp_path: Path, size: int | str, opens_first: int
+) -> None:
+    alone = [dist.new_group([rank]) for rank in range(2)][ctx.rank]
+    fsdp2.save_safetensors(_make(ctx, "1d"), tmp_path, max_shard_size=size)
+    model, is_first, original = _make(ctx, "1d", seed=2), ctx.rank == opens_first, open_checkpoint.OpenCheckpoint
+    dist.barrier()
+
+    def opened(*args: Any) -> OpenCheckpoint:
+        open_checkpoint.OpenCheckpoint = original  # type: ignore[misc]
+        if is_first:
+            found = original(*args)
+        else:
+            dist.barrier()
+            fsdp2.save_safetensors(_unsharded("1d", seed=1), tmp_path, max_shard_size=size, group=alone)
+            found = original(*args)
+        if is_first:
+            dist.barrier()
+        return found
+
+    open_checkpoint.OpenCheckpoint = opened  # type: ignore[assignment, misc]
+    fsdp2.load_safetensors(model, tmp_path)
+    _same(locals_of(model), locals_of(_make(ctx, "1d", seed=1)))
+
+
+@distributed(2)
+def test_whatever_one_rank_meets_when_it_opens_files_is_an_error_on_all(ctx: RankContext, tmp_path: Path) -> None:
+    """torch opens the file once more, and has errors of its own."""
+    import safetensors as library
+
+    model = _make(ctx, "1d")
+    fsdp2.save_safetensors(model, tmp_path)
+    failing = mock.patch.object(library, "safe_open", side_effect=RuntimeError("unable to open file"))
+    with (
+        failing if ctx.rank else nullcontext(),
+        pytest.raises(ValueError, match=r"(?s)On rank 1: .* RuntimeError: unable to"),
+    ):
+        fsdp2.load_safetensors(model, tmp_path)
+
+
+def _save_and_die(ctx: RankContext, folder: str, after: int, killed: int) -> None:
+    """The rank ``killed`` is killed when it has written ``after`` tensors."""
     model, original, left = _make(ctx, "1d", seed=1), save_weights._bytes_of, iter(range(after))
 
     def counted(tensor: Tensor) -> Any:
-        if ctx.rank == 1 and next(left, None) is None:
+        if ctx.rank == killed and next(left, None) is None:
             os.kill(os.getpid(), signal.SIGKILL)
         return original(tensor)
 
@@ -555,11 +690,13 @@ def _save_and_die(ctx: RankContext, folder: str, after: int) -> None:
     fsdp2.save_safetensors(model, folder, max_shard_size=3000)
 
 
+@pytest.mark.parametrize("killed", [0, *long(1)])
 @pytest.mark.parametrize("after", [0, *long(2)])
-def test_killing_a_rank_leaves_the_old_checkpoint(after: int, tmp_path: Path) -> None:
+def test_killing_a_rank_leaves_the_old_checkpoint(after: int, killed: int, tmp_path: Path) -> None:
+    """Nothing keeps the next save out: the lock has gone with the process."""
     fsdp2.save_safetensors(_unsharded("1d"), tmp_path, max_shard_size=3000)
     with pytest.raises(WorkerError, match="died with exit code -9"):
-        WorkerPool(2).run(_save_and_die, folder=str(tmp_path), after=after)
+        WorkerPool(2).run(_save_and_die, folder=str(tmp_path), after=after, killed=killed)
     assert_same(read(tmp_path), _unsharded("1d").state_dict())
     fsdp2.save_safetensors(_unsharded("1d"), tmp_path)
     assert list(bytes_of(tmp_path)) == [ONE]  # nothing is left of the other two

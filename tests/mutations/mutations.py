@@ -132,7 +132,7 @@ _LISTED = {
     93: ("MemoryLimit._room", "self._executor.land_down_to(ledger.num_reductions)", "pass"),
     94: ("_Checked._check_header", "shape != expected", "False"),
     95: ("_Checked.problems", "keys and strict", "False"),
-    96: ("_files", "cut[-1] and filled + entry.nbytes > max_nbytes", "False"),
+    96: ("files_of", "cut[-1] and filled + entry.nbytes > max_nbytes", "False"),
     97: ("_check_alike#1", "others", "False"),
     98: ("_refuse_our_modules", "unit_of(module) is not None", "False"),
     99: ("_blocks", "yield floats[:, end:].unsqueeze(1), values[:, end:].unsqueeze(1), scales[:, num_full:]", "pass"),
