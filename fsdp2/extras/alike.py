@@ -2,7 +2,7 @@
 
 Models are compared once, by small all-reduces on each mesh (``rank_checks``). Later a rank compares what it does with
 its own last pass. Where that has changed, it *claims* what it does, and waits in the store until all ranks that
-communicate with it have claimed the same (``claims``, ``stalls``). So a step that is like the last one sends nothing,
+communicate with it have claimed the same (``claims``, ``meetings``). So a step that is like the last one sends nothing,
 and reads nothing from the device.
 
 Claims are about the groups of one mesh, and go to its ranks: what other ranks do on other meshes is their own affair.
@@ -19,8 +19,9 @@ from functools import partial
 import torch.distributed as dist
 
 from fsdp2.extras.claims import FLAGS, GRADIENTS, UNFINISHED, UNITS, Claim
+from fsdp2.extras.meetings import Meeting, await_claim
 from fsdp2.extras.rank_checks import agree, by_mesh, check_agreement, compare_on
-from fsdp2.extras.stalls import Meeting, await_claim, watch_for_stalls
+from fsdp2.extras.stalls import watch_for_stalls
 from fsdp2.group.group import ParamGroup
 from fsdp2.plan.mesh import ParallelMesh
 from fsdp2.runtime.unit import Unit

@@ -9,13 +9,11 @@ where collectives are stuck. Nobody writes or reads it while events come.
 from __future__ import annotations
 
 import atexit
-import hashlib
 import json
 import logging
 import threading
 import time
 import weakref
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -23,15 +21,12 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from fsdp2.comm.streams import Streams, waiting
+from fsdp2.comm.streams import Streams
 from fsdp2.extras import torch_names
 from fsdp2.extras.claims import Claim, difference
-from fsdp2.extras.peers import check_connections
 from fsdp2.plan.mesh import ParallelMesh
-from fsdp2.types import CommunicationError, ScheduleError
 
-_LOOK_S = 1.0
-_MAX_PAUSE_S, _PAUSE_PER_RANK_S = 0.05, 0.001  # so the store has to answer some 1,000 questions per second at most
+LOOK_S = 1.0
 _UNTIL_COMPARED_S = 5.0
 _UNTIL_TOLD = 0.5  # part of the timeout: the collective that hangs may have started long before the last event
 _ADVICE = (
@@ -115,7 +110,7 @@ class StallWatch:
     ) -> None:
         self._rank, self._is_idle, self._timeout_s, self._board = rank, is_idle, timeout_s, board
         self._runs_ahead = runs_ahead
-        self._look_s, self._until_compared_s = min(_LOOK_S, timeout_s / 40), min(_UNTIL_COMPARED_S, timeout_s / 8)
+        self._look_s, self._until_compared_s = min(LOOK_S, timeout_s / 40), min(_UNTIL_COMPARED_S, timeout_s / 8)
         self._lock = threading.Lock()
         self._roots: weakref.WeakSet[Watched] = weakref.WeakSet()
         self._has_ended = False
@@ -214,73 +209,18 @@ class StallWatch:
             return not self._has_ended
 
 
-class Meeting:
-    """Where ``ranks``, some of those of ``mesh``, wait for each other: in the store, once per claim.
-
-    Attributes:
-        key: the same on these ranks, and that of no other meeting.
-    """
-
-    def __init__(self, mesh: ParallelMesh, identity: str, ranks: Sequence[int]) -> None:
-        self.mesh, self.ranks = mesh, ranks
-        self.key = f"{identity}/{zlib.crc32(repr(ranks).encode()):x}"
-        self.number = 0  # how many claims the ranks have met for
-        self.sent = ""  # this rank's part in the present one
-        self.earlier: Sequence[str] = ()  # the keys of the last one
-
-
-def await_claim(meeting: Meeting, name: str, claim: Claim) -> None:
-    """Wait until all ranks of ``meeting`` have claimed the same under ``name``. If one of them goes on without, this
-    rank must not communicate: messages would differ. After an interrupt, the same claim may be made again, or another.
-
-    Raises:
-        ScheduleError: other ranks wait for this one, and do something else. Names what and the ranks.
-        CommunicationError: a rank is lost, or has not come within the timeout of the process group.
-    """
-    timeout_s, num_ranks = _timeout_s(meeting.mesh), len(meeting.ranks)
-    if timeout_s is None or num_ranks < 2:  # nobody else is there
-        return
-    store = dist.PrefixStore(f"fsdp2/claims/{meeting.key}", torch_names.default_store())
-    digest, met_for = hashlib.sha256(json.dumps([name, claim]).encode()).hexdigest(), ""
-    while met_for != digest:  # else this rank had claimed something else, and others have come for that
-        counter, all_came = f"{meeting.number}/{digest}", f"{meeting.number}/all came"
-        if meeting.sent != counter:
-            meeting.sent = counter
-            if store.add(counter, 1) == num_ranks:
-                store.set(all_came, digest)
-        with waiting():
-            _await_all(meeting, store, all_came, timeout_s)
-        met_for = store.get(all_came).decode()
-        for key in meeting.earlier:  # all ranks have left that one
-            store.delete_key(key)
-        meeting.earlier, meeting.number = (f"{meeting.number}/{met_for}", all_came), meeting.number + 1
-
-
-def _await_all(meeting: Meeting, store: dist.Store, all_came: str, timeout_s: float) -> None:
-    begun = looked = time.monotonic()
-    pause_s, max_pause_s = 1e-4, max(_MAX_PAUSE_S, len(meeting.ranks) * _PAUSE_PER_RANK_S)
-    while not store.check([all_came]):
-        differing = next((stalls.differing for stalls, _ in _watches.values() if stalls.differing), None)
-        if differing is not None:
-            time.sleep(3 * _LOOK_S)  # when this rank ends, others get an error: let them see the cause first
-            raise ScheduleError("\n".join(differing))
-        now = time.monotonic()
-        if now > looked + _LOOK_S and meeting.mesh.device.type == "cpu":  # a device's backend tells nobody
-            looked = now
-            for group in meeting.mesh.process_groups:
-                check_connections(group)
-        if now > begun + timeout_s:
-            raise CommunicationError(f"no answer within {timeout_s:.0f} s")
-        time.sleep(pause_s := min(2 * pause_s, max_pause_s))
-
-
 _watches: dict[object, tuple[StallWatch, threading.Thread]] = {}
+
+
+def differing() -> Sequence[str]:
+    """What holds the ranks up at present, as the lines of an error; empty if nothing does, or nobody knows."""
+    return next((stalls.differing for stalls, _ in _watches.values() if stalls.differing), ())
 
 
 def watch_for_stalls(root: Watched, streams: Streams, mesh: ParallelMesh) -> None:
     """Let a thread of this process watch ``root`` from now on, if ``mesh`` has other ranks. The thread ends with the
     process, or with its roots."""
-    timeout_s = _timeout_s(mesh)
+    timeout_s = timeout_s_of(mesh)
     if timeout_s is None:
         return
     stalls, _ = _watches.get((streams, timeout_s), (None, None))
@@ -294,7 +234,7 @@ def watch_for_stalls(root: Watched, streams: Streams, mesh: ParallelMesh) -> Non
         _end_with_python()
 
 
-def _timeout_s(mesh: ParallelMesh) -> float | None:
+def timeout_s_of(mesh: ParallelMesh) -> float | None:
     """After how many seconds a collective on ``mesh`` fails; None if the mesh has no other ranks."""
     groups = mesh.process_groups
     timeout = torch_names.timeout_of(groups[0], mesh.device) if groups else None
