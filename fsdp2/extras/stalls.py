@@ -36,6 +36,7 @@ from fsdp2.extras.board import Board
 from fsdp2.extras.claims import Claim
 from fsdp2.extras.standings import Passes, Standing, View, doubt, verdict
 from fsdp2.plan.mesh import ParallelMesh
+from fsdp2.types import CommunicationError
 
 LOOK_S = 1.0
 _UNTIL_COMPARED_S = 5.0
@@ -314,13 +315,16 @@ class StallWatch:
         return pause.explained
 
     def _leave(self) -> None:
-        """This process ends. Show what it has run; then other ranks need not wait."""
+        """This process ends. Show what it has run, and the exception that ended it; then other ranks need not wait. If
+        that is an error of a collective that does not say it, say which ranks have ended."""
         root = self._pause.root() or next(iter(self._alive()), None)
         if root is None:
             return
-        place = _ending()
+        error = getattr(sys, "last_value", None)
+        if isinstance(error, CommunicationError) and self._pause.explained is None and (known := self._explain()):
+            _log.error(f"rank {root.board.rank} ends, since a collective has failed.{known}")
         board, others = root.board, [rank for rank in root.ranks() if rank != root.board.rank]
-        board.leave(self._standing(root, 0.0, place, waits=False, has_ended=True))
+        board.leave(self._standing(root, 0.0, _described(error), waits=False, has_ended=True))
         until = time.monotonic() + _LINGER_S
         while self._lingers and self._pause.explained is None and not board.have_left(others):
             if time.monotonic() > until:
@@ -377,10 +381,8 @@ def _end_with_python() -> None:
 # What the process does
 
 
-def _ending() -> str:
-    """The exception that ends Python, if there is one."""
-    error = getattr(sys, "last_value", None)
-    return "" if error is None else f"{type(error).__name__}: {error}".partition("\n")[0][:200]
+def _described(error: BaseException | None) -> str:
+    return "" if error is None else f"{type(error).__name__}: {error}".partition("\n")[0][:100]
 
 
 def _place() -> str:

@@ -177,7 +177,7 @@ def verdict(view: View, *, is_same: bool, runs_ahead: bool) -> Verdict | None:
     head, others = f"{view.head()}. All ranks wait for each other", _OTHER_NUMBERS
     if early:
         others = f"{named_ranks(early)} {'has' if len(early) == 1 else 'have'} ended"
-        advice = f"See what {named_ranks(raised)} reported." if raised else AS_MANY
+        advice = f"See what {named_ranks(early)} reported." if raised == early else AS_MANY
         head, lines = view.head(), [f"{others}:", *view.lines(), advice]
     elif not is_same or len(known) < len(view.standings) or not all(its.waits for its in known.values()):
         return None

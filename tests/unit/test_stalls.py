@@ -4,6 +4,7 @@ And how ranks that claim different things are told apart."""
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,9 @@ from fsdp2.extras.board import Board
 from fsdp2.extras.claims import Claim, difference
 from fsdp2.extras.stalls import StallWatch
 from fsdp2.extras.standings import Passes
+from fsdp2.types import CommunicationError
 from tests.harness.golden import texts_beside
+from tests.harness.messages import Heard
 
 RANKS = (0, 1)
 
@@ -262,6 +265,23 @@ CLAIMS: dict[str, Mapping[int, Mapping[str, Claim]]] = {
     "another forward": {0: {"units of a, with gradients": ["a"]}, 1: {"units of b, with gradients": ["b"]}},
     "not used yet": {0: {"requires_grad": {"a": True, "b": False}}, 1: {"requires_grad": {"a": True}}},
 }
+
+
+def test_a_rank_that_ends_by_an_error_of_a_collective_says_which_rank_had_ended_before() -> None:
+    """With replicas, the error is that of an all-reduce, and does not say it."""
+    roots, (mine, other) = _beside({"ran": (2, 1, "forward")}, {"ran": (1, 1, "")})
+    with mock.patch.object(sys, "last_value", ValueError("a bad batch\nof 3"), create=True):
+        other.end()
+        other.run()
+    with Heard() as heard, mock.patch.object(sys, "last_value", CommunicationError("closed"), create=True):
+        mine.end()
+        mine.run()
+    (said,) = heard.messages
+    assert "  rank 1: ended by ValueError: a bad batch, after 1 forward and 1 backward of Stack\n" in said
+    assert said.endswith("See what rank 1 reported.")
+    last = roots[1].board.of(0)
+    assert last is not None
+    assert (last.has_ended, last.place) == (True, "CommunicationError: closed")
 
 
 GOLDEN = [*CERTAIN, "ended", "slow", *CLAIMS]
