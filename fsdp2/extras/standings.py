@@ -127,7 +127,7 @@ class View:
         }
         ranks_of: dict[str, list[int]] = {}
         for rank, standing in self.standings.items():
-            line = "no answer: its model goes on, or the rank is lost"
+            line = "no answer: its model goes on, has not run yet, or the rank is lost"
             if standing is not None:
                 own_first = sorted(roots, key=lambda root: root != standing.root)
                 done = [_counted(standing.passes.get(root), names[root]) for root in own_first]
