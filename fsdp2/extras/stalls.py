@@ -43,6 +43,7 @@ _UNTIL_COMPARED_S = 5.0
 _UNTIL_WARNED_S = 20.0
 _UNTIL_TOLD = 0.5  # part of the timeout: the collective that hangs may have started long before the last event
 _UNTIL_EXPLAINED_S = 2.0  # a rank closes its connections a little earlier than it says that it ends
+_READ_S = 2e-5  # times ranks times ranks: so the store has to answer some 100,000 questions per second at most
 _LINGER_S = 10.0  # until ranks that wait have compared
 _STORE_IS_GONE = (
     "The store of the process group is gone, so the process that hosts it has ended: rank 0, if ranks were started "
@@ -100,7 +101,8 @@ class _Pause:
         root: that of the event, while it lives.
         shown: where this rank has shown that it stands.
         first_seen: of each other rank, the number of its pause, and when this rank saw that first.
-        did: what the ranks did at the last look.
+        next_read: not before that time, this rank reads what others show.
+        did: what the ranks did then.
         ended: the last standings of ranks that have ended.
         differing: in what ranks differ for certain, as the lines of an error.
         explained: what was said of a collective that has failed.
@@ -112,6 +114,7 @@ class _Pause:
         self.first_seen: dict[int, tuple[int, float]] = {}
         self.did: dict[int, tuple[int, bool]] = {}
         self.ended: dict[int, Standing] = {}
+        self.next_read = 0.0
         self.has_warned = self.has_told = False
         self.differing: Sequence[str] = ()
         self.explained: str | None = None
@@ -161,9 +164,10 @@ class StallWatch:
         if root.is_idle() and pause.shown is None and not root.board.is_asked():
             return None
         mine = self._show(root, quiet_s)
-        if not mine.waits and quiet_s < until_warned_s:
+        if now < pause.next_read or (not mine.waits and quiet_s < until_warned_s):
             return None
         view = self._view(root.board, mine, now)
+        pause.next_read = now + _READ_S * len(view.standings) ** 2
         if mine.waits:
             did = {rank: (its.pause, its.waits) for rank, its in view.known.items()}
             is_same, pause.did = did == pause.did, did
@@ -175,7 +179,7 @@ class StallWatch:
                 pause.has_told = True
                 stories = [f"Last events on rank {root.board.rank}: {each.story()}." for each in self._alive()]
                 return Said(logging.ERROR, doubt(view, *stories, f"The backend gives up after {root.timeout_s:.0f} s."))
-        if pause.has_warned or quiet_s < until_warned_s or not view.is_uneven:
+        if pause.has_warned or quiet_s < until_warned_s or not view.is_uneven(runs_ahead=root.runs_ahead):
             return None
         pause.has_warned = True
         return Said(logging.WARNING, doubt(view))

@@ -103,11 +103,12 @@ class View:
         """The ranks that show where they stand."""
         return {rank: each for rank, each in self.standings.items() if each is not None}
 
-    @property
-    def is_uneven(self) -> bool:
-        """Whether ranks wait for others that do something else, as far as this rank sees."""
+    def is_uneven(self, *, runs_ahead: bool) -> bool:
+        """Whether ranks wait for others that do something else. ``runs_ahead``: ranks wait for their busy devices, too,
+        and one that shows nothing may have gone on a moment ago."""
         waiting = [each for each in self.known.values() if each.waits]
-        return bool(waiting) and (len(waiting) < len(self.standings) or bool(are_behind(self.known)))
+        seen = self.known if runs_ahead else self.standings
+        return bool(waiting) and (len(waiting) < len(seen) or bool(are_behind(self.known)))
 
     def head(self) -> str:
         """How a message begins."""

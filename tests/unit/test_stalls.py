@@ -176,6 +176,25 @@ def test_a_rank_that_does_something_else_is_warned_of_and_hears_of_it_itself() -
     assert _said(mine, 70, 89, 90, 91) == [mock.ANY]
 
 
+@pytest.mark.parametrize(("runs_ahead", "first_level"), [(False, logging.WARNING), (True, logging.ERROR)])
+def test_a_rank_that_shows_nothing_is_warned_of_early_on_the_cpu_only(runs_ahead: bool, first_level: int) -> None:
+    """A device may compute for long, and another rank go on a moment before."""
+    root = _Root(dist.HashStore(), runs_ahead=runs_ahead)
+    watch = _watched(root)
+    level, said = next(said for now in range(5, 60) if (said := watch.look(now)) is not None)
+    assert level == first_level
+    assert "  rank 1: no answer: " in said
+
+
+def test_ranks_of_a_large_world_read_less_often() -> None:
+    root = _Root(dist.HashStore(), ranks=tuple(range(1000)))
+    watch = _watched(root)
+    with mock.patch.object(Board, "of", return_value=None) as read:
+        for now in range(5, 45):
+            watch.look(now)
+    assert read.call_count == 2 * 999
+
+
 def test_nobody_is_asked_while_events_come_and_ranks_that_wait_for_nobody_ask_nothing() -> None:
     store = mock.Mock(wraps=dist.HashStore())
     with mock.patch.object(dist, "PrefixStore", lambda prefix, given: given):
