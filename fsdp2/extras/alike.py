@@ -2,7 +2,7 @@
 
 Models are compared once, by small all-reduces on each mesh (``rank_checks``). Later a rank compares what it does with
 its own last pass. Where that has changed, it *claims* what it does, and waits in the store until all ranks that
-communicate with it have claimed the same (``claims``, ``stalls``). So a step that is like the last one sends nothing,
+communicate with it have claimed the same (``claims``, ``meetings``). So a step that is like the last one sends nothing,
 and reads nothing from the device.
 
 Claims are about the groups of one mesh, and go to its ranks: what other ranks do on other meshes is their own affair.
@@ -18,9 +18,13 @@ from functools import partial
 
 import torch.distributed as dist
 
+from fsdp2.extras import torch_names
+from fsdp2.extras.board import Board
 from fsdp2.extras.claims import FLAGS, GRADIENTS, UNFINISHED, UNITS, Claim
+from fsdp2.extras.meetings import Meeting, await_claim
 from fsdp2.extras.rank_checks import agree, by_mesh, check_agreement, compare_on
-from fsdp2.extras.stalls import Meeting, await_claim, watch_for_stalls
+from fsdp2.extras.stalls import timeout_s_of, watch_for_stalls
+from fsdp2.extras.standings import RunCounts
 from fsdp2.group.group import ParamGroup
 from fsdp2.plan.mesh import ParallelMesh
 from fsdp2.runtime.unit import Unit
@@ -62,7 +66,13 @@ class Alike(TreeChecks):
 
     Attributes:
         identity: tells roots apart. The same on all ranks, once these have compared their models.
+        num_backwards: how many have begun.
+        timeout_s: after how many seconds its collectives fail.
+        board: where its ranks show where they stand.
     """
+
+    board: Board
+    timeout_s: float
 
     def __init__(self, tree: UnitTree) -> None:
         self._tree = tree
@@ -72,9 +82,14 @@ class Alike(TreeChecks):
         self._claims: dict[str, Claim] = {}  # what this rank did last, of what ranks must do alike
         self._orders: dict[int, Sequence[int]] = {}  # by the outermost unit, the units of its last forward
         self._expected: Sequence[int] = ()  # the units that the last backward was to reach
-        self._is_claiming = False
-        self.identity = f"new/{id(self):x}"
-        watch_for_stalls(self, tree.executor.streams, tree.root.mesh)
+        self._is_comparing = self._is_claiming = False
+        self._num_forwards = self.num_backwards = 0
+        self.identity = f"{zlib.crc32(repr(tree.root.mesh.ranks).encode()):x}/new"
+        timeout_s = timeout_s_of(tree.root.mesh)
+        if timeout_s is not None:
+            store = torch_names.default_store()
+            self.board, self.timeout_s = Board(store, dist.get_rank()), timeout_s
+            watch_for_stalls(self, store)
 
     # What happens
 
@@ -84,13 +99,18 @@ class Alike(TreeChecks):
         Raises:
             ScheduleError: they differ.
         """
+        self._num_forwards += 1
         tree = self._tree
         units = [(unit, unit.groups) for unit in tree.units]  # a tie may have moved a parameter to another group
         if units == self._agreed:
             return
-        agree(tree, "the comparison of the models", partial(check_agreement, tree.class_name, tree.units))
         groups = [group for unit in tree.units for group in unit.groups if group.mesh.data_parallel_size > 1]
-        self._scopes = [self._scope(mesh, its) for mesh, its in by_mesh(groups)]
+        self._is_comparing = True
+        try:
+            agree(tree, "the comparison of the models", partial(check_agreement, tree.class_name, tree.units))
+            self._scopes = [self._scope(mesh, its) for mesh, its in by_mesh(groups)]
+        finally:
+            self._is_comparing = False
         self._agreed = units
         for group in [group for unit in tree.units for group in unit.groups]:
             group.take_flags()
@@ -134,6 +154,7 @@ class Alike(TreeChecks):
 
     def begin_backward(self) -> None:
         """Replicas have used the same units in the forwards that it may reach, or say that they have used these."""
+        self.num_backwards += 1
         units = list(dict.fromkeys(self._tree.schedule.tape.ended))
         if units != self._expected:
             for scope in self._scopes:
@@ -178,7 +199,22 @@ class Alike(TreeChecks):
     def is_running(self) -> bool:
         """Whether a forward or backward of the root runs, or waits at its end for other ranks."""
         passes = self._tree.passes
-        return self._is_claiming or (bool(passes.running) and not passes.root_raised)
+        return self._is_comparing or self._is_claiming or (bool(passes.running) and not passes.root_raised)
+
+    @property
+    def runs_ahead(self) -> bool:
+        """As of the device."""
+        return self._tree.executor.streams.runs_ahead
+
+    def is_idle(self) -> bool:
+        """As of the device."""
+        return self._tree.executor.streams.is_idle()
+
+    def passes(self) -> RunCounts:
+        """How often this rank has run the root."""
+        running = "forward" if self._is_comparing else self._tree.passes.running
+        row = sorted({rank for scope in self._scopes for rank in scope.gathering.ranks}) or self.ranks()
+        return RunCounts(self._tree.class_name, self._num_forwards, self.num_backwards, running, row)
 
     def story(self) -> str:
         """As of the root."""

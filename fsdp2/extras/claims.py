@@ -1,6 +1,6 @@
 """What all ranks must do alike: which parameters they train, which units they use, which parameters get gradients.
 
-A rank *claims* what it does when that has changed. ``stalls`` waits until all ranks have claimed the same. So a step
+A rank *claims* what it does when that has changed. ``meetings`` waits until all ranks have claimed the same. So a step
 that is like the last one pays nothing, and a rank that parts from the others is found out.
 """
 

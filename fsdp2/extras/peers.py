@@ -17,6 +17,7 @@ from fsdp2 import _torch
 from fsdp2.comm.backends import AxisComm, Launch, ReduceLaunch, copies, register_comm
 from fsdp2.comm.streams import Waitable, launched
 from fsdp2.extras.exchange import exchange
+from fsdp2.extras.stalls import last_words
 from fsdp2.plan.mesh import Axis
 from fsdp2.plan.plan import Routing
 
@@ -159,10 +160,13 @@ class _Messages:
 
     def wait(self) -> None:
         """Wait for those that nobody has waited for: after an interrupt, the next call waits for the others."""
-        if self._error is not None:
-            raise self._error
-        while self._works:
-            self._works.popleft().wait()
+        try:
+            if self._error is not None:
+                raise self._error
+            while self._works:
+                self._works.popleft().wait()
+        except RuntimeError as error:
+            raise RuntimeError(f"{error}{last_words()}") from error
         _in_flight.discard(self)
 
 

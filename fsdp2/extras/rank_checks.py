@@ -23,6 +23,7 @@ from fsdp2.extras.claims import named_ranks
 from fsdp2.extras.exchange import exchange
 from fsdp2.extras.local_parts import LocalPartSpec
 from fsdp2.extras.peers import match_channels
+from fsdp2.extras.stalls import last_words
 from fsdp2.group.group import ParamGroup
 from fsdp2.plan.mesh import ParallelMesh
 from fsdp2.runtime.unit import Unit
@@ -62,7 +63,8 @@ def agree(tree: UnitTree, what: str, communicate: Callable[[], _T]) -> _T:
         return communicate()
     except CommunicationError as error:
         groups = [each for unit in tree.units for group in unit.groups for each in group.mesh.process_groups]
-        raise lost(what, error, tree.executor.story(), groups) from error.__cause__
+        explained = CommunicationError(f"{error}{last_words()}")
+        raise lost(what, explained, tree.executor.story(), groups) from error.__cause__
 
 
 def compare(units: Sequence[Unit], found: _T) -> list[_T]:

@@ -132,7 +132,7 @@ class ChecksWhereRanksDiffer(TreeChecks):
     """Instead of comparing which units and parameters were used, the ranks tell each other. ``usual``: the checks of
     everything else."""
 
-    def __init__(self, tree: UnitTree, schedule: JoiningSchedule, usual: TreeChecks) -> None:
+    def __init__(self, tree: UnitTree, schedule: JoiningSchedule, usual: Alike) -> None:
         self._tree, self._schedule, self._usual = tree, schedule, usual
         groups = [group for unit in tree.units for group in unit.groups]
         self._used_params = [UsedParams(*each) for each in by_mesh(groups)]
@@ -158,6 +158,9 @@ class ChecksWhereRanksDiffer(TreeChecks):
         if used is not None:
             used_by_all = agree(tree, "the agreement on the order of units", partial(compare, tree.units, used))
             schedule.tape.expected = skipping.agree(used_by_all, trainable)
+
+    def begin_backward(self) -> None:
+        self._usual.num_backwards += 1
 
     def end_step(self) -> None:
         for used in self._used_params:

@@ -1,43 +1,55 @@
-"""Says why nothing goes on: what this rank did last, and in what the ranks differ.
+"""Diagnoses hangs: what each rank did last, how often it has run which model, and in what the ranks differ.
 
-A thread looks at the last event of every root. If this rank waits for collectives and no event comes, the thread writes
-to the store of the process group what the rank did and what it claims, and reads what other ranks have written there.
-If all of them wait, they wait for each other: one rank's program differs. The store is no collective, so this works
-where collectives are stuck. Nobody writes or reads it while events come.
+A thread looks at the last event of every root. If this rank waits for collectives and no event comes, the thread shows
+on the ``Board`` where the rank stands, asks other ranks to do so, too, and reads what they show. A rank that waits for
+nobody, and has no events either, answers. Then
+
+- all ranks wait for each other, or one of them has ended: their programs differ. That is an error;
+- or some rank does something else, and may come later. After a while, a warning says where all ranks stand.
+
+The board is no collective, so this works where collectives are stuck. Nobody writes or reads it while events come.
 """
 
 from __future__ import annotations
 
-import atexit
-import hashlib
-import json
+import linecache
 import logging
+import os
+import queue
+import sys
 import threading
 import time
 import weakref
-import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from functools import cache
-from typing import Protocol
+from multiprocessing.util import Finalize
+from pathlib import Path
+from typing import NamedTuple, Protocol
 
+import torch
 import torch.distributed as dist
 
-from fsdp2.comm.streams import Streams, waiting
 from fsdp2.extras import torch_names
-from fsdp2.extras.claims import Claim, difference
-from fsdp2.extras.peers import check_connections
+from fsdp2.extras.board import Board
+from fsdp2.extras.claims import Claim
+from fsdp2.extras.standings import RunCounts, Standing, View, doubt, verdict
 from fsdp2.plan.mesh import ParallelMesh
-from fsdp2.types import CommunicationError, ScheduleError
+from fsdp2.types import CommunicationError
 
-_LOOK_S = 1.0
-_MAX_PAUSE_S, _PAUSE_PER_RANK_S = 0.05, 0.001  # so the store has to answer some 1,000 questions per second at most
+LOOK_S = 1.0
 _UNTIL_COMPARED_S = 5.0
+_UNTIL_WARNED_S = 20.0
 _UNTIL_TOLD = 0.5  # part of the timeout: the collective that hangs may have started long before the last event
-_ADVICE = (
-    "The ranks diverged at the first difference. If they are meant to use different units or parameters, call "
-    "set_ranks_may_differ(True) on the root; what must not differ even then is in docs/advanced/ranks.md."
+_UNTIL_EXPLAINED_S = 2.0  # a rank closes its connections a little earlier than it says that it ends
+_READ_S = 2e-5  # times ranks times ranks: so the store has to answer some 100,000 questions per second at most
+_LINGER_S = 10.0  # until ranks that wait have compared
+_STORE_IS_GONE = (
+    "The store of the process group is gone, so the process that hosts it has ended: rank 0, if ranks were started "
+    "without torchrun."
 )
+_FSDP2, _TORCH, _PYTHON = Path(__file__).parents[1], Path(torch.__file__).parent, Path(os.__file__).parent
 
 _log = logging.getLogger("fsdp2")
 
@@ -49,6 +61,10 @@ class Watched(Protocol):
         identity: tells roots apart, and is the same on all ranks.
         last_event: a different object for each event; None before the first.
         is_running: whether a forward or backward runs.
+        board: of the ranks of its process group. Only the root keeps it: a store that outlives the model would be in
+            the way of the next process group.
+        timeout_s: after how many seconds the backend gives up.
+        runs_ahead: see ``Streams``. Ranks that wait for a busy device may all go on.
     """
 
     @property
@@ -57,77 +73,77 @@ class Watched(Protocol):
     def last_event(self) -> object: ...
     @property
     def is_running(self) -> bool: ...
+    @property
+    def board(self) -> Board: ...
+    @property
+    def timeout_s(self) -> float: ...
+    @property
+    def runs_ahead(self) -> bool: ...
+    def is_idle(self) -> bool: ...
     def story(self) -> str: ...
     def claims(self) -> Mapping[str, Claim]: ...
+    def passes(self) -> RunCounts: ...
     def ranks(self) -> Sequence[int]: ...
 
 
-@dataclass(frozen=True)
-class Standing:
-    """Where a rank stands that waits. ``stall``: the number of the stall on that rank. ``root``: the identity of
-    the root. ``story``: the last events. ``claims``: what it did last, by what all ranks must do alike."""
+class Said(NamedTuple):
+    """What to log, and at which level."""
 
-    stall: int
-    root: str
-    story: str
-    claims: Mapping[str, Claim]
+    level: int
+    text: str
 
 
-class Board:
-    """Where ranks that wait show where they stand."""
+class _Pause:
+    """From one event to the next.
 
-    def __init__(self, store: dist.Store, rank: int) -> None:
-        self._store, self._rank = dist.PrefixStore("fsdp2/stalls", store), rank
+    Attributes:
+        number: tells pauses of this rank apart.
+        root: that of the event, while it lives.
+        shown: where this rank has shown that it stands.
+        first_seen: of each other rank, the number of its pause, and when this rank saw that first.
+        next_read: not before that time, this rank reads what others show.
+        did: what the ranks did then.
+        ended: the last standings of ranks that have ended.
+        differing: in what ranks differ for certain, as the lines of an error.
+        explained: what was said of a collective that has failed.
+    """
 
-    def show(self, standing: Standing | None) -> None:
-        """Other ranks see ``standing`` from now on; None: this rank goes on."""
-        self._store.set(str(self._rank), "" if standing is None else json.dumps(asdict(standing)))
-
-    def of(self, rank: int) -> Standing | None:
-        """Where ``rank`` stands, if it waits."""
-        key = str(rank)
-        text = self._store.get(key) if self._store.check([key]) else b""
-        return Standing(**json.loads(text)) if text else None
+    def __init__(self, number: int, root: Callable[[], Watched | None], since: float) -> None:
+        self.number, self.root, self.since = number, root, since
+        self.shown: Standing | None = None
+        self.first_seen: dict[int, tuple[int, float]] = {}
+        self.did: dict[int, tuple[int, bool]] = {}
+        self.ended: dict[int, Standing] = {}
+        self.next_read = 0.0
+        self.has_warned = self.has_told = False
+        self.differing: Sequence[str] = ()
+        self.explained: str | None = None
 
 
 class StallWatch:
-    """Watches all roots on one device, since their collectives queue behind each other.
+    """Watches all roots of this process, since their collectives queue behind each other.
 
     On the CPU, a collective that times out raises where the runtime waits for it. On an accelerator, the runtime raises
     nothing: the CPU waits for the device elsewhere, until the watchdog of the backend (NCCL) ends the process.
 
     Args:
-        rank: this process.
-        is_idle: whether all collectives that were enqueued are done.
-        timeout_s: after how many seconds the backend gives up.
-        board: where ranks that wait show where they stand; None compares nothing.
-        runs_ahead: see ``Streams``. Ranks that wait for a busy device may all go on.
+        lingers: whether this process hosts the store. Then it ends only when the other ranks have, or after a while:
+            they may still read there that all ranks agree, or where this rank stands.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        is_idle: Callable[[], bool],
-        timeout_s: float,
-        board: Board | None = None,
-        *,
-        runs_ahead: bool = True,
-    ) -> None:
-        self._rank, self._is_idle, self._timeout_s, self._board = rank, is_idle, timeout_s, board
-        self._runs_ahead = runs_ahead
-        self._look_s, self._until_compared_s = min(_LOOK_S, timeout_s / 40), min(_UNTIL_COMPARED_S, timeout_s / 8)
+    def __init__(self, *, lingers: bool = False) -> None:
+        self._lingers = lingers
         self._lock = threading.Lock()
         self._roots: weakref.WeakSet[Watched] = weakref.WeakSet()
         self._has_ended = False
-        self._ends = threading.Event()
-        self._seen: dict[str, object] = {}  # the last event of each root, by the root's identity
-        self._latest = ""  # the identity of the root that had an event last
-        self._since = 0.0
-        self._num_stalls = 0
-        self._shown: Standing | None = None
-        self._others: list[Standing | None] = []  # where other ranks stood at the last look
-        self._has_told = False
-        self.differing: Sequence[str] = ()  # what holds the ranks up, in this stall
+        self._questions: queue.SimpleQueue[Future[str] | None] = queue.SimpleQueue()  # None: Python ends
+        self._seen: weakref.WeakKeyDictionary[Watched, object] = weakref.WeakKeyDictionary()  # the last events
+        self._pause = _Pause(0, lambda: None, 0.0)
+
+    @property
+    def differing(self) -> Sequence[str]:
+        """In what ranks differ for certain, as the lines of an error; empty if nobody knows."""
+        return self._pause.differing
 
     def add(self, root: Watched) -> bool:
         """Watch ``root``, too. False if ``run`` has ended, or is about to: then nobody would look."""
@@ -136,165 +152,217 @@ class StallWatch:
                 self._roots.add(root)
             return not self._has_ended
 
-    def look(self, now: float) -> str | None:
-        """The message to log at time ``now`` (in seconds), once per stall; else None."""
+    def look(self, now: float) -> Said | None:
+        """What to log at time ``now`` (in seconds), if anything. The same is said once in a pause."""
+        self._note_events(now)
+        pause, root = self._pause, self._pause.root()
+        if root is None:
+            return None
+        quiet_s, until_warned_s = now - pause.since, min(_UNTIL_WARNED_S, root.timeout_s / 4)
+        if quiet_s < min(_UNTIL_COMPARED_S, root.timeout_s / 8) or pause.has_told:
+            return None
+        if root.is_idle() and pause.shown is None and not root.board.is_asked():
+            return None
+        mine = self._show(root, quiet_s)
+        if now < pause.next_read or (not mine.waits and quiet_s < until_warned_s):
+            return None
+        view = self._view(root.board, mine, now)
+        pause.next_read = now + _READ_S * len(view.standings) ** 2
+        if mine.waits:
+            did = {rank: (its.pause, its.waits) for rank, its in view.known.items()}
+            is_same, pause.did = did == pause.did, did
+            found = verdict(view, is_same=is_same, runs_ahead=root.runs_ahead)
+            if found is not None:
+                pause.has_told, pause.differing = True, found.differing
+                return Said(logging.ERROR, found.text)
+            if quiet_s >= _UNTIL_TOLD * root.timeout_s:
+                pause.has_told = True
+                stories = [f"Last events on rank {root.board.rank}: {each.story()}." for each in self._alive()]
+                return Said(logging.ERROR, doubt(view, *stories, f"The backend gives up after {root.timeout_s:.0f} s."))
+        if pause.has_warned or quiet_s < until_warned_s or not view.is_uneven(runs_ahead=root.runs_ahead):
+            return None
+        pause.has_warned = True
+        return Said(logging.WARNING, doubt(view))
+
+    def _alive(self) -> list[Watched]:
         with self._lock:
-            roots = list(self._roots)
-        changed = [root for root in roots if self._seen.get(root.identity, root) is not root.last_event]
-        if changed or len(roots) != len(self._seen):
-            self._seen = {root.identity: root.last_event for root in roots}
-            if changed:
-                self._latest = max(changed, key=lambda root: root.is_running).identity
-            self._since, self._has_told, self._others, self.differing = now, False, [], ()
-            if self._shown is not None and self._board is not None:
-                self._shown = None
-                self._board.show(None)
-        waited_s = now - self._since
-        if self._has_told or waited_s < self._until_compared_s or self._is_idle():
-            return None
-        told = [root for root in roots if root.last_event is not None]
-        latest = next((root for root in told if root.identity == self._latest), None)
-        message = None if latest is None or self._board is None else self._compared(latest, waited_s)
-        if message is None and waited_s >= _UNTIL_TOLD * self._timeout_s:
-            message = self._alone(told, waited_s)
-        self._has_told = message is not None
-        return message
+            return list(self._roots)
 
-    def _compared(self, root: Watched, waited_s: float) -> str | None:
-        """What to say if all ranks of ``root`` wait: they do if they stood at the same place at the last look, too."""
-        assert self._board is not None
-        if self._shown is None:
-            self._num_stalls += 1
-            self._shown = Standing(self._num_stalls, root.identity, root.story(), root.claims())
-            self._board.show(self._shown)
-        ranks = root.ranks()
-        others = [self._shown if rank == self._rank else self._board.of(rank) for rank in ranks]
-        before, self._others = self._others, others
-        if others != before or any(each is None or each.root != root.identity for each in others):
-            return None
-        standings = {rank: each for rank, each in zip(ranks, others, strict=True) if each is not None}
-        found = difference({rank: each.claims for rank, each in standings.items()})
-        if found is None and self._runs_ahead:  # a device may compute for long
-            return None
-        head = f"rank {self._rank}: no progress for {waited_s:.0f} s. All ranks wait for each other"
-        stories = [f"Last events on rank {rank}: {each.story}." for rank, each in standings.items()]
-        if found is not None:
-            self.differing = found.lines
-            return "\n".join([f"{head}, because {found.why}:", *found.lines[1:], *stories])
-        return "\n".join([f"{head}.", *stories, _ADVICE])
+    def _note_events(self, now: float) -> None:
+        """If there are any, the pause ends, and another one begins."""
+        roots, seen = self._alive(), self._seen
+        changed = [root for root in roots if seen.get(root, root) is not root.last_event]
+        if not changed and len(roots) == len(seen):
+            return
+        self._seen = weakref.WeakKeyDictionary({root: root.last_event for root in roots})
+        before = self._pause
+        latest = weakref.ref(max(changed, key=lambda root: root.is_running)) if changed else before.root
+        self._pause = _Pause(before.number + 1, latest, now)
+        if before.shown is not None and (root := before.root()) is not None:
+            root.board.show(None)
+            if before.shown.waits:
+                root.board.stop_asking()
 
-    def _alone(self, roots: Iterable[Watched], waited_s: float) -> str:
-        stories = "".join(f"Last events on rank {self._rank}: {root.story()}.\n" for root in roots)
-        return (
-            f"rank {self._rank}: no progress for {waited_s:.0f} s. A collective waits for other ranks. The timeout of "
-            f"the backend is {self._timeout_s:.0f} s.\n{stories}"
-            f"Compare the last events of all ranks. {_ADVICE}"
+    def _standing(self, root: Watched, quiet_s: float, place: str, *, waits: bool, has_ended: bool) -> Standing:
+        passes = {each.identity: each.passes() for each in [*self._alive(), root]}
+        return Standing(
+            pause=self._pause.number,
+            waits=waits,
+            has_ended=has_ended,
+            quiet_s=quiet_s,
+            place=place,
+            root=root.identity,
+            ranks=root.ranks(),
+            story=root.story(),
+            claims=root.claims(),
+            passes=passes,
         )
+
+    def _show(self, root: Watched, quiet_s: float) -> Standing:
+        """Show where this rank stands. If it waits, ask others to do the same."""
+        shown, waits = self._pause.shown, not root.is_idle()
+        first_quiet_s = quiet_s if shown is None else shown.quiet_s
+        mine = self._standing(root, first_quiet_s, "" if waits else _place(), waits=waits, has_ended=False)
+        if mine != shown:
+            root.board.show(mine)
+            self._pause.shown = mine
+        if waits:
+            root.board.ask()
+        return mine
+
+    def _view(self, board: Board, mine: Standing, now: float) -> View:
+        """Where this rank stands, and each rank that it waits for."""
+        pause = self._pause
+        found: dict[int, Standing | None] = {board.rank: mine}
+        quiet_s = {board.rank: now - pause.since}
+        awaited = list(mine.ranks)
+        for rank in awaited:
+            if rank in found:
+                continue
+            its = found[rank] = pause.ended.get(rank) or board.of(rank)
+            if its is None:
+                continue
+            if pause.first_seen.get(rank, (None, now))[0] != its.pause:
+                pause.first_seen[rank] = its.pause, now
+            quiet_s[rank] = its.quiet_s + now - pause.first_seen[rank][1]  # at least: clocks of ranks differ
+            if its.has_ended:
+                pause.ended[rank] = its
+            if its.waits:
+                awaited += its.ranks
+        return View(board.rank, quiet_s, dict(sorted(found.items())))
+
+    # The thread
 
     def run(self) -> None:
         """Look until there are no more roots, or until ``end``."""
-        while self._goes_on():
-            if self._ends.wait(self._look_s):
-                return
-            try:
-                message = self.look(time.monotonic())
-            except RuntimeError:  # the store is gone: so is the process that has it, or the process group
+        try:
+            while self._goes_on() and self._serve():
+                pass
+        finally:
+            with self._lock:
                 self._has_ended = True
-                return
-            if message is not None:
-                _log.error(message)
+
+    def _serve(self) -> bool:
+        """Wait for a question, or look. False: Python ends."""
+        try:
+            question = self._questions.get(timeout=min([LOOK_S, *(root.timeout_s / 40 for root in self._alive())]))
+        except queue.Empty:
+            with suppress(RuntimeError):  # the main thread goes on, and changes what is read here
+                said = self.look(time.monotonic())
+                if said is not None:
+                    _log.log(said.level, said.text)
+            return True
+        if question is None:
+            self._leave()
+            return False
+        question.set_result(self._explain())
+        return True
 
     def end(self) -> None:
         """Look no more: Python ends."""
-        self._ends.set()
+        self._questions.put(None)
+
+    def explain(self) -> str:
+        """What is known of ranks that have ended, in lines for an error: a collective has failed. Waits for the thread
+        that calls ``run``, but not for long."""
+        question: Future[str] = Future()
+        self._questions.put(question)
+        with suppress(TimeoutError):
+            return question.result(2 * _UNTIL_EXPLAINED_S)
+        return ""
 
     def _goes_on(self) -> bool:
         with self._lock:
             self._has_ended = not self._roots
             return not self._has_ended
 
+    def _explain(self) -> str:
+        now = begun = time.monotonic()
+        self._note_events(now)
+        pause, root = self._pause, self._pause.root()
+        if root is None:
+            return ""
+        if pause.explained is None:
+            mine = self._standing(root, 0.0, "", waits=True, has_ended=False)
+            while True:
+                view = self._view(root.board, mine, now)
+                found = verdict(view, is_same=False, runs_ahead=True)
+                if found is not None or root.board.is_gone or now > begun + _UNTIL_EXPLAINED_S:
+                    break
+                time.sleep(0.1)
+                now = time.monotonic()
+            pause.explained = ""
+            if found is not None:
+                pause.explained = "\n" + "\n".join(found.differing)
+            elif root.board.is_gone:
+                pause.explained = "\n" + "\n".join([_STORE_IS_GONE, *view.lines()])
+        return pause.explained
 
-class Meeting:
-    """Where ``ranks``, some of those of ``mesh``, wait for each other: in the store, once per claim.
+    def _leave(self) -> None:
+        """This process ends. Show what it has run, and the exception that ended it; then other ranks need not wait. If
+        that is an error of a collective that does not say it, say which ranks have ended."""
+        root = self._pause.root() or next(iter(self._alive()), None)
+        if root is None:
+            return
+        error = getattr(sys, "last_value", None)
+        if isinstance(error, CommunicationError) and self._pause.explained is None and (known := self._explain()):
+            _log.error(f"rank {root.board.rank} ends, since a collective has failed.{known}")
+        board, others = root.board, [rank for rank in root.ranks() if rank != root.board.rank]
+        board.leave(self._standing(root, 0.0, _described(error), waits=False, has_ended=True))
+        until = time.monotonic() + _LINGER_S
+        while self._lingers and self._pause.explained is None and not board.have_left(others):
+            if time.monotonic() > until:
+                return
+            time.sleep(0.05)
 
-    Attributes:
-        key: the same on these ranks, and that of no other meeting.
-    """
 
-    def __init__(self, mesh: ParallelMesh, identity: str, ranks: Sequence[int]) -> None:
-        self.mesh, self.ranks = mesh, ranks
-        self.key = f"{identity}/{zlib.crc32(repr(ranks).encode()):x}"
-        self.number = 0  # how many claims the ranks have met for
-        self.sent = ""  # this rank's part in the present one
-        self.earlier: Sequence[str] = ()  # the keys of the last one
+_running: list[tuple[StallWatch, threading.Thread]] = []  # one, if there is any
 
 
-def await_claim(meeting: Meeting, name: str, claim: Claim) -> None:
-    """Wait until all ranks of ``meeting`` have claimed the same under ``name``. If one of them goes on without, this
-    rank must not communicate: messages would differ. After an interrupt, the same claim may be made again, or another.
-
-    Raises:
-        ScheduleError: other ranks wait for this one, and do something else. Names what and the ranks.
-        CommunicationError: a rank is lost, or has not come within the timeout of the process group.
-    """
-    timeout_s, num_ranks = _timeout_s(meeting.mesh), len(meeting.ranks)
-    if timeout_s is None or num_ranks < 2:  # nobody else is there
+def watch_for_stalls(root: Watched, store: dist.Store) -> None:
+    """Let a thread of this process watch ``root`` from now on. The thread ends with the process, or with its roots.
+    ``store``: that of the ranks."""
+    if _running and _running[0][0].add(root):
         return
-    store = dist.PrefixStore(f"fsdp2/claims/{meeting.key}", torch_names.default_store())
-    digest, met_for = hashlib.sha256(json.dumps([name, claim]).encode()).hexdigest(), ""
-    while met_for != digest:  # else this rank had claimed something else, and others have come for that
-        counter, all_came = f"{meeting.number}/{digest}", f"{meeting.number}/all came"
-        if meeting.sent != counter:
-            meeting.sent = counter
-            if store.add(counter, 1) == num_ranks:
-                store.set(all_came, digest)
-        with waiting():
-            _await_all(meeting, store, all_came, timeout_s)
-        met_for = store.get(all_came).decode()
-        for key in meeting.earlier:  # all ranks have left that one
-            store.delete_key(key)
-        meeting.earlier, meeting.number = (f"{meeting.number}/{met_for}", all_came), meeting.number + 1
+    watch = StallWatch(lingers=torch_names.is_hosted_here(store))
+    watch.add(root)
+    thread = threading.Thread(target=watch.run, name="fsdp2-stalls", daemon=True)
+    _running[:] = [(watch, thread)]
+    thread.start()
+    _end_with_python()
 
 
-def _await_all(meeting: Meeting, store: dist.Store, all_came: str, timeout_s: float) -> None:
-    begun = looked = time.monotonic()
-    pause_s, max_pause_s = 1e-4, max(_MAX_PAUSE_S, len(meeting.ranks) * _PAUSE_PER_RANK_S)
-    while not store.check([all_came]):
-        differing = next((stalls.differing for stalls, _ in _watches.values() if stalls.differing), None)
-        if differing is not None:
-            time.sleep(3 * _LOOK_S)  # when this rank ends, others get an error: let them see the cause first
-            raise ScheduleError("\n".join(differing))
-        now = time.monotonic()
-        if now > looked + _LOOK_S and meeting.mesh.device.type == "cpu":  # a device's backend tells nobody
-            looked = now
-            for group in meeting.mesh.process_groups:
-                check_connections(group)
-        if now > begun + timeout_s:
-            raise CommunicationError(f"no answer within {timeout_s:.0f} s")
-        time.sleep(pause_s := min(2 * pause_s, max_pause_s))
+def differing() -> Sequence[str]:
+    """In what ranks differ for certain, as the lines of an error; empty if nobody knows."""
+    return _running[0][0].differing if _running else ()
 
 
-_watches: dict[object, tuple[StallWatch, threading.Thread]] = {}
+def last_words() -> str:
+    """What is known of ranks that have ended, as more lines of an error: a collective has failed."""
+    return next((watch.explain() for watch, thread in _running if thread.is_alive()), "")
 
 
-def watch_for_stalls(root: Watched, streams: Streams, mesh: ParallelMesh) -> None:
-    """Let a thread of this process watch ``root`` from now on, if ``mesh`` has other ranks. The thread ends with the
-    process, or with its roots."""
-    timeout_s = _timeout_s(mesh)
-    if timeout_s is None:
-        return
-    stalls, _ = _watches.get((streams, timeout_s), (None, None))
-    if stalls is None or not stalls.add(root):
-        board = Board(torch_names.default_store(), dist.get_rank())
-        stalls = StallWatch(dist.get_rank(), streams.is_idle, timeout_s, board, runs_ahead=streams.runs_ahead)
-        stalls.add(root)
-        thread = threading.Thread(target=stalls.run, name="fsdp2-stalls", daemon=True)
-        _watches[streams, timeout_s] = stalls, thread
-        thread.start()
-        _end_with_python()
-
-
-def _timeout_s(mesh: ParallelMesh) -> float | None:
+def timeout_s_of(mesh: ParallelMesh) -> float | None:
     """After how many seconds a collective on ``mesh`` fails; None if the mesh has no other ranks."""
     groups = mesh.process_groups
     timeout = torch_names.timeout_of(groups[0], mesh.device) if groups else None
@@ -303,11 +371,38 @@ def _timeout_s(mesh: ParallelMesh) -> float | None:
 
 @cache
 def _end_with_python() -> None:
-    """End the threads before Python ends: a thread that is inside the store then would abort the process."""
+    """End the thread before Python ends, or the child process that a library has started as a rank: a thread that is
+    inside the store then would abort the process."""
 
     def end() -> None:
-        for stalls, thread in _watches.values():
-            stalls.end()
-            thread.join(5.0)
+        for watch, thread in _running:
+            watch.end()
+            thread.join(_LINGER_S + 5.0)
 
-    atexit.register(end)
+    Finalize(None, end, exitpriority=0)
+
+
+# What the process does
+
+
+def _described(error: BaseException | None) -> str:
+    return "" if error is None else f"{type(error).__name__}: {error}".partition("\n")[0][:100]
+
+
+def _place() -> str:
+    """The line of the user's program, or of another library, that the main thread runs."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None and _is_internal(frame.f_code.co_filename):
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    path, number = frame.f_code.co_filename, frame.f_lineno
+    line = linecache.getline(path, number).strip()
+    return f"{line or 'a line'} in {frame.f_code.co_name} ({os.path.basename(path)}:{number})"
+
+
+def _is_internal(path: str) -> bool:
+    """Whether a file is one of fsdp2, torch or Python."""
+    return path.startswith((f"{_FSDP2}/", f"{_TORCH}/", "<")) or (
+        path.startswith(f"{_PYTHON}/") and "site-packages" not in path
+    )

@@ -19,6 +19,13 @@ def default_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
+def is_hosted_here(store: dist.Store) -> bool:
+    """Whether ``store``, that of the world, ends with this process."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return isinstance(store, dist.TCPStore) and dist.get_rank() == 0 and not dist.is_torchelastic_launched()
+
+
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
     """How long an operation of ``group`` may take on ``device``, if its backend has a limit."""
     try:

@@ -13,6 +13,7 @@ import json
 import math
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from enum import Enum
 
 import torch
@@ -93,14 +94,16 @@ class Gate:
         """Let the other ranks know that this one comes no more. The first reason counts."""
         if self._store is not None:
             said = json.dumps([self._rank, why.value, text])
-            launched(self._store.compare_set, _LEFT, "", said)
+            with suppress(RuntimeError):  # the store is gone, as the process that hosts it; nobody is left to know
+                self._store.compare_set(_LEFT, "", said)
 
     def close(self) -> None:
-        """This rank has ended. The last one cleans up."""
+        """This rank has ended. The last one cleans up, unless the store is gone: a rank that hosts it may end first."""
         store, self._store = self._store, None
-        if store is not None and launched(store.add, _CLOSED, 1) == len(self._ranks):
-            for key in (_PLAN, _JOINED, _ASKED, _LEFT, _CLOSED):
-                store.delete_key(key)
+        with suppress(RuntimeError):
+            if store is not None and store.add(_CLOSED, 1) == len(self._ranks):
+                for key in (_PLAN, _JOINED, _ASKED, _LEFT, _CLOSED):
+                    store.delete_key(key)
 
     def _await(self, counter: str, count: int) -> bool:
         assert self._store is not None

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from tests.docs.launch import free_port
 from tests.harness.pool import PRELOADED
 from tests.harness.worker import RankContext
 
@@ -42,10 +43,16 @@ class Ended:
 
 
 class World:
-    """``num_ranks`` processes that run ``body(ctx, mesh, **kwargs)``; ``join`` says how they ended."""
+    """``num_ranks`` processes that run ``body(ctx, mesh, **kwargs)``; ``join`` says how they ended. If ``is_hosted``,
+    rank 0 hosts the store, as it does without torchrun; else the store is a file, which outlives them."""
 
     def __init__(
-        self, body: Callable[..., Any], num_ranks: int = 2, timeout_s: float = TIMEOUT_S, **kwargs: Any
+        self,
+        body: Callable[..., Any],
+        num_ranks: int = 2,
+        timeout_s: float = TIMEOUT_S,
+        is_hosted: bool = False,
+        **kwargs: Any,
     ) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
@@ -53,10 +60,11 @@ class World:
         where = Path(self._folder.name)
         self._answers = [where / f"answer-{rank}" for rank in range(num_ranks)]
         name = (body.__module__, body.__qualname__)
+        store = f"tcp://127.0.0.1:{free_port()}" if is_hosted else f"file://{where / 'store'}"
         self.processes = [
             context.Process(
                 target=run_rank,
-                args=(rank, num_ranks, str(where / "store"), timeout_s, name, kwargs, str(self._answers[rank])),
+                args=(rank, num_ranks, store, timeout_s, name, kwargs, str(self._answers[rank])),
                 daemon=True,
             )
             for rank in range(num_ranks)
@@ -84,7 +92,7 @@ class World:
 def run_rank(
     rank: int, num_ranks: int, store: str, timeout_s: float, name: tuple[str, str], kwargs: dict[str, Any], path: str
 ) -> None:
-    """The process of one rank: exit code 1 if ``name``, a module and a qualified name, raises."""
+    """The process of one rank: exit code 1 if ``name``, a module and a qualified name, raises. ``store``: its URL."""
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
@@ -92,7 +100,7 @@ def run_rank(
     body: Any = importlib.import_module(name[0])
     for part in name[1].split("."):
         body = getattr(body, part)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=num_ranks)
     dist.barrier()  # on a busy machine, ranks start seconds apart: more than the timeout that counts
     group = dist.new_group(timeout=timedelta(seconds=timeout_s))
     try:

@@ -1,15 +1,27 @@
-"""A script that has done its work ends as it says, whatever gloo's threads still hold."""
+"""A script that has done its work ends as it says, whatever gloo's threads still hold and whichever rank ends first."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import time
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from tests.harness.selection import long
+from fsdp2.extras import alike, meetings
+from tests.distributed.support import sharded, step
+from tests.docs.launch import free_port
+from tests.faults.ranks import World
+from tests.harness.distributed import RankContext
+from tests.harness.selection import in_ci, long
 
 ROOT = Path(__file__).parents[2]
 # A thread holds the tensor of the last collective, as gloo's does, and lets go of it when Python is about to end.
@@ -43,3 +55,101 @@ def test_python_ends_after_a_thread_has_dropped_the_last_collective(end: str) ->
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     ran = subprocess.run([sys.executable, "-c", SCRIPT + end], capture_output=True, text=True, timeout=200, env=env)
     assert (ran.returncode, ran.stdout) == (int("raise" in end), "dropped\n"), ran.stderr
+
+
+# Ranks that end first. Rank 0 hosts the store
+
+_sleep = time.sleep
+SLOW_S = 1.0  # longer than the other process takes to end
+WAITS, HAS_MET, BACKWARD, EXIT, NEXT = "waits for a claim", "has met", "in backward", "at its exit", "next forward"
+
+
+def _await_all_and_sleep(*given: Any, _await_all: Any = meetings._await_all) -> Any:
+    found = _await_all(*given)
+    _sleep(SLOW_S)
+    return found
+
+
+def _sleep_long(_: float) -> None:
+    _sleep(SLOW_S)
+
+
+def _come_late(*given: Any, _await_claim: Any = meetings.await_claim) -> None:
+    _sleep(0.2)
+    _await_claim(*given)
+
+
+def _train_and_end(ctx: RankContext, mesh: DeviceMesh, first: int, slow: str, destroys: bool) -> None:
+    """Rank ``first`` ends after its last step, while the other rank is ``slow``."""
+    model: Any = sharded(ctx, mesh=mesh)
+    others: Any = nullcontext()
+    if ctx.rank == first:
+        others = mock.patch.object(alike, "await_claim", _come_late)
+    elif slow == WAITS:
+        others = mock.patch.object(time, "sleep", _sleep_long)
+    elif slow == HAS_MET:
+        others = mock.patch.object(meetings, "_await_all", _await_all_and_sleep)
+    with others:
+        step(model)
+    if slow == BACKWARD:
+        loss = model(torch.ones(4, 32)).sum()
+        loss.register_hook(lambda _: None if ctx.rank == first else _sleep(SLOW_S))
+        model.entry.weight.register_hook(lambda _: None if ctx.rank == first else _sleep(SLOW_S))
+        loss.backward()
+    if ctx.rank == first and destroys:
+        dist.destroy_process_group()
+    if ctx.rank != first and slow in (EXIT, NEXT):
+        _sleep(SLOW_S)
+    if ctx.rank != first and slow == NEXT:
+        step(model)
+
+
+@pytest.mark.parametrize("destroys", [False, *long(True)])
+@pytest.mark.parametrize("slow", [*in_ci(WAITS, HAS_MET), BACKWARD, *long(EXIT)])
+@pytest.mark.parametrize("first", [0, *long(1)])
+def test_any_rank_may_end_first(first: int, slow: str, destroys: bool) -> None:
+    """Others read in the store that all ranks agree, and then clean up there."""
+    ended = World(_train_and_end, is_hosted=True, timeout_s=60, first=first, slow=slow, destroys=destroys).join()
+    assert [each.exit_code for each in ended] == [0, 0], [each.trace for each in ended]
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_rank_that_goes_on_alone_is_told_which_rank_has_ended(first: int) -> None:
+    ended = World(_train_and_end, is_hosted=True, timeout_s=60, first=first, slow=NEXT, destroys=False).join()
+    assert [each.exit_code for each in ended] == [int(rank != first) for rank in range(2)]
+    text = ended[1 - first].error
+    assert f"rank {first} has ended:\n" in text, text
+    assert f"rank {1 - first}: waiting for other ranks, in forward 2 of FSDPStack, after 1 backward\n" in text
+    assert f"rank {first}: ended, after 1 forward and 1 backward of FSDPStack\n" in text
+    assert "Give all ranks the same number of batches" in text
+
+
+AGAIN = """
+import datetime, gc, time, torch, torch.distributed as dist
+from fsdp2 import fully_shard
+
+for _ in range(2):
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=20))
+    model = fully_shard(torch.nn.Linear(8, 8))
+    model(torch.ones(2, 8)).sum().backward()
+    dist.barrier()
+    dist.destroy_process_group()
+    del model
+    gc.collect()
+    time.sleep(1)  # until rank 0 has done the same
+"""
+
+
+@pytest.mark.ci
+def test_a_process_group_begins_again_at_the_same_port_when_the_model_is_gone() -> None:
+    """The store of the first one lived on, and ranks read old addresses there."""
+    settings = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, **settings, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [subprocess.Popen([sys.executable, "-c", AGAIN], env={**env, "RANK": str(rank)}) for rank in range(2)]
+    try:
+        assert [rank.wait(100) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()

@@ -182,7 +182,7 @@ def test_python_ends_after_the_error(tmp_path: Path) -> None:
     """The interpreter joins threads and frees what hangs on them; ranks of a ``World`` skip that."""
     code = (
         "import sys; from tests.faults.ranks import run_rank\n"
-        f"run_rank(int(sys.argv[1]), 2, r'{tmp_path / 'store'}', {FAR_AWAY_S}, ('{__name__}', '_train'),\n"
+        f"run_rank(int(sys.argv[1]), 2, r'file://{tmp_path / 'store'}', {FAR_AWAY_S}, ('{__name__}', '_train'),\n"
         f"         {{'position': 40}}, r'{tmp_path}/answer-' + sys.argv[1])"
     )
     ranks = [subprocess.Popen([sys.executable, "-c", code, str(rank)]) for rank in range(2)]

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp2
-from fsdp2.extras import alike, rank_checks, stalls
+from fsdp2.extras import alike, meetings, rank_checks
 from fsdp2.types import Observer
 from tests.distributed.support import DIM, Block, Stack, batch, seeded, shard, shard_each, sharded, step
 from tests.faults.ranks import World
@@ -169,7 +169,7 @@ def _waits_of_steps(ctx: RankContext) -> list[list[int]]:
     found = []
     for number in range(5):
         other = int(number >= 3)
-        waits = mock.Mock(wraps=stalls.await_claim)
+        waits = mock.Mock(wraps=meetings.await_claim)
         reduces = mock.Mock(wraps=dist.all_reduce)
         with mock.patch.object(alike, "await_claim", waits), mock.patch.object(dist, "all_reduce", reduces):
             model(batch(number), gate=other, expert=other).square().mean().backward()
@@ -270,13 +270,13 @@ def test_what_one_rank_alone_asks_of_another_root_delays_nobody(ctx: RankContext
 def test_a_claim_that_was_interrupted_is_made_again(ctx: RankContext) -> None:
     """A signal ends a rank's wait; the others come for what it had claimed. Then it goes on as they do."""
     model = sharded(ctx)
-    met = stalls._await_all
+    met = meetings._await_all
 
     def interrupted(*args: Any) -> None:
         raise KeyboardInterrupt
 
     wait, ends = (interrupted, pytest.raises(KeyboardInterrupt)) if ctx.rank == 0 else (met, nullcontext())
-    with torch.no_grad(), mock.patch.object(stalls, "_await_all", wait), ends:
+    with torch.no_grad(), mock.patch.object(meetings, "_await_all", wait), ends:
         model(batch())
     for number in range(3):
         step(model, number)

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import fsdp2
 from fsdp2.extras.alike import Alike
+from fsdp2.extras.board import Board
 from fsdp2.extras.stalls import StallWatch
 from fsdp2.runtime.unit_tree import tree_of
 from tests.gpu.support import BF16, Stack, batch, on_gpus, sharded
@@ -64,13 +66,14 @@ def test_device_that_does_not_get_on_is_told_of_before_the_timeout(ctx: RankCont
     model(batch())
     tree = tree_of(model._unit())  # type: ignore[attr-defined]
     checks = Alike(tree)
+    checks.board, checks.timeout_s = Board(dist.HashStore(), ctx.rank), TIMEOUT_S
     with Heard() as heard:
-        watch = StallWatch(ctx.rank, tree.executor.streams.is_idle, TIMEOUT_S)
+        watch = StallWatch()
         watch.add(checks)
         threading.Thread(target=watch.run, daemon=True).start()
         with tree.executor.streams.on_gather:
             torch.cuda._sleep(10_000_000_000)  # cycles: about 5 s, in the place of a collective that waits
         torch.cuda.synchronize()
     assert len(heard.messages) == 1
-    assert f"The timeout of the backend is {TIMEOUT_S} s." in heard.messages[0]
+    assert f"The backend gives up after {TIMEOUT_S} s." in heard.messages[0]
     assert f"Last events on rank {ctx.rank}: {tree.executor.story()}." in heard.messages[0]

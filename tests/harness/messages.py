@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import textwrap
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -24,16 +25,21 @@ def error_of(call: Callable[[], Any]) -> str:
 
 
 class Heard(logging.Handler):
-    """In the block, collects what fsdp2 logs."""
+    """In the block, collects what fsdp2 logs, the names of the levels, and when: in seconds from the beginning."""
 
     def __init__(self) -> None:
         super().__init__()
         self.messages: list[str] = []
+        self.levels: list[str] = []
+        self.times: list[float] = []
 
     def emit(self, record: logging.LogRecord) -> None:
         self.messages.append(record.getMessage())
+        self.levels.append(record.levelname)
+        self.times.append(time.monotonic() - self._begun)
 
     def __enter__(self) -> Heard:
+        self._begun = time.monotonic()
         logging.getLogger("fsdp2").addHandler(self)
         return self
 

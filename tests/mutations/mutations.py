@@ -174,7 +174,7 @@ _LISTED = {
     123: ("watch_calls.watched", "output.view_as(output)", "output"),
     124: ("simulate", "uses[unit] == 0", "True"),
     125: ("UnitTree._take_flags", "check.agree_on_flags()", "pass"),
-    126: ("StallWatch._compared", "others != before", "False"),
+    126: ("StallWatch.look", "did == pause.did", "True"),
     127: ("without_transforms", "temporarily_clear_interpreter_stack()", "memoryview(b'')"),
     128: ("_wait_for_lent", "_lent and time.monotonic() < until", "False"),
     129: ("Alike.end_step", "its != scope.used and any(its)", "False"),

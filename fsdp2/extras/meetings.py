@@ -1,0 +1,96 @@
+"""Where ranks wait until all of them have claimed the same. They meet in the store of the process group, which is no
+collective.
+
+Rule: once all ranks have come, this rank needs the store no more. The process that hosts it may end then.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+import zlib
+from collections.abc import Sequence
+from contextlib import suppress
+
+import torch.distributed as dist
+
+from fsdp2.comm.streams import launched, waiting
+from fsdp2.extras import torch_names
+from fsdp2.extras.claims import Claim
+from fsdp2.extras.peers import check_connections
+from fsdp2.extras.stalls import LOOK_S, differing, timeout_s_of
+from fsdp2.plan.mesh import ParallelMesh
+from fsdp2.types import CommunicationError, ScheduleError
+
+_MAX_PAUSE_S, _PAUSE_PER_RANK_S = 0.05, 0.001  # so the store has to answer some 1,000 questions per second at most
+_MET = "/met"  # ends a key: all ranks have claimed the same
+
+
+class Meeting:
+    """Where ``ranks``, some of those of ``mesh``, wait for each other: in the store, once per claim.
+
+    Attributes:
+        key: the same on these ranks, and that of no other meeting.
+    """
+
+    def __init__(self, mesh: ParallelMesh, identity: str, ranks: Sequence[int]) -> None:
+        self.mesh, self.ranks = mesh, ranks
+        self.key = f"{identity}/{zlib.crc32(repr(ranks).encode()):x}"
+        self.number = 0  # how many claims the ranks have met for
+        self.sent: list[str] = []  # digests of what this rank has claimed: of several things, if it was interrupted
+        self.earlier: Sequence[str] = ()  # the keys of the last claim
+
+
+def await_claim(meeting: Meeting, name: str, claim: Claim) -> None:
+    """Wait until all ranks of ``meeting`` have claimed the same under ``name``. If one of them goes on without, this
+    rank must not communicate: messages would differ. After an interrupt, the same claim may be made again, or another.
+
+    Raises:
+        ScheduleError: other ranks wait for this one, and do something else. Names what and the ranks.
+        CommunicationError: a rank is lost, or has not come within the timeout of the process group.
+    """
+    timeout_s = timeout_s_of(meeting.mesh)
+    if timeout_s is None or len(meeting.ranks) < 2:  # nobody else is there
+        return
+    store = dist.PrefixStore(f"fsdp2/claims/{meeting.key}", torch_names.default_store())
+    digest, met_for = hashlib.sha256(json.dumps([name, claim]).encode()).hexdigest(), ""
+    while met_for != digest:  # else this rank had claimed something else, and others have come for that
+        if digest not in meeting.sent:
+            meeting.sent.append(digest)
+            launched(_come, meeting, store, digest)
+        with waiting():
+            met_for = launched(_await_all, meeting, store, timeout_s)
+        meeting.earlier = [f"{meeting.number}/{each}{end}" for each in meeting.sent for end in ("", _MET)]
+        meeting.number, meeting.sent = meeting.number + 1, []
+
+
+def _come(meeting: Meeting, store: dist.Store, digest: str) -> None:
+    """Claim. The last rank to come lets the others know, after it has cleaned up: afterwards, some may have ended."""
+    key = f"{meeting.number}/{digest}"
+    if store.add(key, 1) == len(meeting.ranks):
+        with suppress(RuntimeError):  # not all stores can
+            for each in meeting.earlier:  # all ranks have left that one
+                store.delete_key(each)
+        store.set(key + _MET, "")
+
+
+def _await_all(meeting: Meeting, store: dist.Store, timeout_s: float) -> str:
+    """Wait until all ranks have come for the same. Returns the digest of that."""
+    begun = looked = time.monotonic()
+    pause_s, max_pause_s = 1e-4, max(_MAX_PAUSE_S, len(meeting.ranks) * _PAUSE_PER_RANK_S)
+    while True:
+        for digest in meeting.sent:
+            if store.check([f"{meeting.number}/{digest}{_MET}"]):
+                return digest
+        if lines := differing():
+            time.sleep(3 * LOOK_S)  # when this rank ends, others get an error: let them see the cause first
+            raise ScheduleError("\n".join(lines))
+        now = time.monotonic()
+        if now > looked + LOOK_S and meeting.mesh.device.type == "cpu":  # a device's backend tells nobody
+            looked = now
+            for group in meeting.mesh.process_groups:
+                check_connections(group)
+        if now > begun + timeout_s:
+            raise CommunicationError(f"no answer within {timeout_s:.0f} s")
+        time.sleep(pause_s := min(2 * pause_s, max_pause_s))

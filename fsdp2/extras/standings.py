@@ -1,0 +1,221 @@
+"""Where ranks stand that have had no event for some time: in what they differ, and how to say it. Plain values."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from fsdp2.extras.claims import Claim, difference, named_ranks
+
+ALIKE = (
+    "The ranks diverged at the first difference. If they are meant to use different units or parameters, call "
+    "set_ranks_may_differ(True) on the root; what must not differ even then is in docs/advanced/ranks.md."
+)
+AS_MANY = (
+    "All ranks must run the same roots, with as many forwards and backwards of each. Give all ranks the same number of "
+    "batches: by drop_last=True, or by a sampler that pads, such as torch's DistributedSampler. See "
+    "docs/advanced/ranks.md."
+)
+_SLOW = (
+    "A rank that is only slow will come. Otherwise let all ranks make the same calls, also those of full_tensor() and "
+    "of functions that gather state dicts."
+)
+_OTHER_NUMBERS = "ranks have run different numbers of forwards or backwards"
+_MAX_LINES = 8
+
+
+@dataclass(frozen=True)
+class RunCounts:
+    """What a rank has run of one root.
+
+    Attributes:
+        name: of the root's class.
+        forwards, backwards: how many have begun.
+        running: "forward", "backward", or "" if none runs.
+        row: the ranks that gather with this one, and so run as many forwards.
+    """
+
+    name: str
+    forwards: int
+    backwards: int
+    running: str
+    row: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where one rank stands.
+
+    Attributes:
+        pause: the number of this pause on that rank.
+        waits: whether the rank waits for others in a collective of fsdp2.
+        has_ended: whether its process ends.
+        quiet_s: for how long it had had no event when it first showed this pause.
+        place: what its main thread runs; or, if it has ended, the exception that ended it, if any.
+        root: the identity of the root with the last event.
+        ranks: all that hold a part of that root.
+        story: the last events of that root.
+        claims: what the rank did last with that root, of what ranks must do alike.
+        passes: what it has run, by the identity of the root.
+    """
+
+    pause: int
+    waits: bool
+    has_ended: bool
+    quiet_s: float
+    place: str
+    root: str
+    ranks: Sequence[int]
+    story: str
+    claims: Mapping[str, Claim]
+    passes: Mapping[str, RunCounts]
+
+    def to_text(self) -> str:
+        """For ``standing_from``."""
+        return json.dumps(asdict(self))
+
+
+def standing_from(text: str | bytes) -> Standing:
+    """What ``to_text`` has made a text of."""
+    found = json.loads(text)
+    passes = {root: RunCounts(**each) for root, each in found.pop("passes").items()}
+    return Standing(**found, passes=passes)
+
+
+@dataclass(frozen=True)
+class View:
+    """What one rank sees when it has had no event for some time.
+
+    Attributes:
+        rank: the one that looks.
+        quiet_s: for how long it, and other ranks at least, have had no event.
+        standings: of this rank, and of those that it waits for, maybe by way of others. None: a rank shows nothing.
+    """
+
+    rank: int
+    quiet_s: Mapping[int, float]
+    standings: Mapping[int, Standing | None]
+
+    @property
+    def known(self) -> dict[int, Standing]:
+        """The ranks that show where they stand."""
+        return {rank: each for rank, each in self.standings.items() if each is not None}
+
+    def is_uneven(self, *, runs_ahead: bool) -> bool:
+        """Whether ranks wait for others that do something else. ``runs_ahead``: ranks wait for their busy devices, too,
+        and one that shows nothing may have gone on a moment ago."""
+        waiting = [each for each in self.known.values() if each.waits]
+        seen = self.known if runs_ahead else self.standings
+        return bool(waiting) and (len(waiting) < len(seen) or bool(are_behind(self.known)))
+
+    def head(self) -> str:
+        """How a message begins."""
+        return f"rank {self.rank}: no progress for {self.quiet_s[self.rank]:.0f} s"
+
+    def lines(self) -> list[str]:
+        """A line for each rank, or for several of which the same is to be said: what it does, and what it has run of
+        the roots in which ranks wait."""
+        known = self.known
+        roots = dict.fromkeys(each.root for each in known.values() if each.waits)
+        roots = roots or dict.fromkeys(each.root for each in known.values())
+        names = {root: passes.name for each in known.values() for root, passes in each.passes.items()}
+        same = Counter(names.values())
+        names = {
+            root: name if same[name] == 1 else f"{name} (number {root.rpartition('/')[2]})"
+            for root, name in names.items()
+        }
+        ranks_of: dict[str, list[int]] = {}
+        for rank, standing in self.standings.items():
+            line = "no answer: its model goes on, has not run yet, or the rank is lost"
+            if standing is not None:
+                own_first = sorted(roots, key=lambda root: root != standing.root)
+                done = [_counted(standing.passes.get(root), names[root]) for root in own_first]
+                line = ", ".join([_state(standing, self.quiet_s[rank]), *done])
+                if standing.place and not standing.has_ended:
+                    line += f"; it runs {standing.place}"
+            ranks_of.setdefault(line, []).append(rank)
+        lines = [f"  {named_ranks(ranks)}: {line}" for line, ranks in ranks_of.items()]
+        more = len(lines) - _MAX_LINES
+        return lines[:_MAX_LINES] + ([f"  and {more} more"] if more > 0 else [])
+
+
+def are_behind(standings: Mapping[int, Standing]) -> list[int]:
+    """The ranks that have run fewer forwards of a root than a rank that gathers with them; or fewer backwards than any
+    rank, though they are in no pass of it."""
+    found = [(rank, root, its) for rank, each in standings.items() for root, its in each.passes.items()]
+    forwards, backwards = Counter[tuple[str, tuple[int, ...]]](), Counter[str]()
+    for _, root, its in found:
+        row = root, tuple(its.row)
+        forwards[row] = max(forwards[row], its.forwards)
+        backwards[root] = max(backwards[root], its.backwards)
+    return sorted(
+        {
+            rank
+            for rank, root, its in found
+            if its.forwards < forwards[root, tuple(its.row)] or (its.backwards < backwards[root] and not its.running)
+        }
+    )
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What holds ranks up for certain. ``text``: what to log. ``differing``: the lines of an error, if it is known in
+    what the ranks differ."""
+
+    text: str
+    differing: Sequence[str] = ()
+
+
+def verdict(view: View, *, is_same: bool, runs_ahead: bool) -> Verdict | None:
+    """Ranks have ended early; or all ranks wait for each other. ``is_same``: they did at the last look, too.
+    ``runs_ahead``: ranks that wait for a busy device may all go on."""
+    known, behind = view.known, are_behind(view.known)
+    raised = [rank for rank, its in known.items() if its.has_ended and its.place]
+    early = [rank for rank, its in known.items() if its.has_ended and (its.place or rank in behind)]
+    stories = [f"Last events on rank {rank}: {its.story}." for rank, its in known.items() if its.waits]
+    head, others = f"{view.head()}. All ranks wait for each other", _OTHER_NUMBERS
+    if early:
+        others = f"{named_ranks(early)} {'has' if len(early) == 1 else 'have'} ended"
+        advice = f"See what {named_ranks(early)} reported." if raised == early else AS_MANY
+        head, lines = view.head(), [f"{others}:", *view.lines(), advice]
+    elif not is_same or len(known) < len(view.standings) or not all(its.waits for its in known.values()):
+        return None
+    elif (found := difference({rank: its.claims for rank, its in known.items()})) is not None:
+        others, lines = found.why, list(found.lines)
+    elif runs_ahead:
+        return None
+    elif behind or len({its.root for its in known.values()}) > 1:
+        others = others if behind else "ranks run different roots"
+        lines = [f"{others}:", *view.lines(), AS_MANY]
+    else:
+        return Verdict("\n".join([f"{head}:", *view.lines(), *stories, ALIKE]))
+    return Verdict("\n".join([f"{head}, because {others}:", *lines[1:], *stories]), lines)
+
+
+def doubt(view: View, *more: str) -> str:
+    """What to say of ranks that may still come. ``more``: lines about this rank."""
+    advice = AS_MANY if are_behind(view.known) else ALIKE if more else ""
+    return "\n".join([f"{view.head()}:", *view.lines(), *more, f"{_SLOW} {advice}".rstrip()])
+
+
+def _state(standing: Standing, quiet_s: float) -> str:
+    if standing.has_ended:
+        return f"ended by {standing.place}" if standing.place else "ended"
+    return "waiting for other ranks" if standing.waits else f"no event for {quiet_s:.0f} s"
+
+
+def _counted(passes: RunCounts | None, name: str) -> str:
+    if passes is None:
+        return f"no forward of {name}"
+    forwards, backwards = _number(passes.forwards, "forward"), _number(passes.backwards, "backward")
+    if passes.running == "forward":
+        return f"in forward {passes.forwards} of {name}, after {backwards}"
+    if passes.running == "backward":
+        return f"in backward {passes.backwards} of {name}, after {forwards}"
+    return f"after {forwards} and {backwards} of {name}"
+
+
+def _number(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
