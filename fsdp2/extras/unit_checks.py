@@ -42,20 +42,6 @@ class UnitChecks(TreeChecks):
         for join in joins:
             join()
 
-    def begin_pass(self) -> None:
-        """The root's forward begins.
-
-        Raises:
-            ScheduleError: the root is one of several modules of one unit, and no module around them ever ran.
-        """
-        modules = self._tree.root.modules
-        if len(modules) > 1:
-            names = ", ".join(type(module).__name__ for module in modules)
-            raise ScheduleError(
-                f"fully_shard([{names}]) made one unit without a root, and one of these modules ran alone. "
-                "Call fully_shard also on the module that contains these modules, and run that module first."
-            )
-
     def end_collection(self) -> None:
         units, root = self._tree.units, self._tree.root
         _name_by_modules(root, [unit for unit in units[1:] if len(unit.modules) > 1])
@@ -64,6 +50,17 @@ class UnitChecks(TreeChecks):
         warned = _warn_of_unsharded(root.modules, known)
         root.left_alone.update(warned)
         leave_alone(getattr(slot.module, slot.name) for slot in warned)
+
+
+class ChecksWithoutRoot(UnitChecks):
+    """Those of a tree whose root is one of several modules of one unit: no module around them ever ran."""
+
+    def begin_pass(self) -> None:
+        names = ", ".join(type(module).__name__ for module in self._tree.root.modules)
+        raise ScheduleError(
+            f"fully_shard([{names}]) made one unit without a root, and one of these modules ran alone. "
+            "Call fully_shard also on the module that contains these modules, and run that module first."
+        )
 
 
 def _check_rank(root: Unit) -> None:
@@ -76,6 +73,11 @@ def _check_rank(root: Unit) -> None:
         )
 
 
+def finalizes_by_hand(unit: Unit) -> bool:
+    """Whether ``unit``, as a root, leaves the end of backward to the user."""
+    return unit.tree is not None and unit.tree.root is unit and unit.tree.schedule.finalizes_by_hand
+
+
 def _check_tree(root_class: str, units: Sequence[tuple[Unit, str]]) -> None:
     """Check that ``units`` with their names, the root first, can work in one tree, whose root is a ``root_class``.
 
@@ -84,7 +86,7 @@ def _check_tree(root_class: str, units: Sequence[tuple[Unit, str]]) -> None:
     """
     for unit, name in units[1:]:
         settings = (
-            (unit.finalizes_by_hand, "set_manual_backward_finalization", "False"),
+            (finalizes_by_hand(unit), "set_manual_backward_finalization", "False"),
             (unit.config.memory_limit is not None, "set_temporary_memory_limit", "None"),
         )
         for is_set, method, default in settings:
@@ -140,4 +142,4 @@ def _warn_of_unsharded(roots: Iterable[nn.Module], known: Collection[Slot]) -> l
 
 def register() -> None:
     """Let every root check its units."""
-    PlugIns.checks.append(UnitChecks)
+    PlugIns.checks.append(lambda tree: (ChecksWithoutRoot if len(tree.root.modules) > 1 else UnitChecks)(tree))

@@ -393,11 +393,6 @@ class ParamGroup:
         self._tell_parameters()
         self._on_flags()
 
-    def requires_grad(self) -> list[bool]:
-        """``requires_grad`` of each parameter, as the user has set it."""
-        self.take_flags()
-        return self.unsharded.requires_grad
-
     def _tell_parameters(self) -> None:
         if self.on_parameters is not None:
             self.on_parameters(self)

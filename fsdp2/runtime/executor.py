@@ -72,6 +72,7 @@ class Executor:
         max_in_flight: how many reductions may be in flight, counting the one that starts. The user chooses between
             memory and overlap: each reduction holds the gradients that it reads.
         ends_step: whether the reductions that start now are the last ones of a step.
+        in_flight: which groups have reductions that have not landed, oldest first. The same on all ranks.
         limit: decides which actions are performed, and when; none are left out or added without it.
     """
 
@@ -83,7 +84,7 @@ class Executor:
         self.limit: Decorator | None = None
         self._programs: dict[tuple[Action, int], Callable[[], object]] = {}  # what performs an action on a unit
         self._story: deque[tuple[str, str]] = deque(maxlen=_STORY_LENGTH)
-        self._pending: list[tuple[Unit, ParamGroup]] = []  # have a reduction in flight, oldest first
+        self.in_flight: list[tuple[Unit, ParamGroup]] = []
         self._landing: tuple[Unit, ParamGroup] | None = None  # its reduction is finished; lands after the next launch
         self._has_landed = False  # gradients for which the current stream has not waited
         self._offloaded: list[ParamGroup] = []
@@ -134,7 +135,7 @@ class Executor:
         kind, index = action
         unit = self.units[index]
         before = [group.state for group in unit.groups]
-        pending = len(self._pending)
+        pending = len(self.in_flight)
         for observer in unit.observers:
             observer.on_start(kind.value, unit.name)
         self._programs[action]()
@@ -154,12 +155,7 @@ class Executor:
     @property
     def has_unwaited(self) -> bool:
         """Whether some reduction has not landed, or the current stream has not waited for one that has."""
-        return bool(self._pending) or self._landing is not None or self._has_landed
-
-    @property
-    def in_flight(self) -> list[tuple[Unit, ParamGroup]]:
-        """Of which groups reductions have not landed. The same on all ranks."""
-        return list(self._pending)
+        return bool(self.in_flight) or self._landing is not None or self._has_landed
 
     def _reduce(self, unit: Unit, group: ParamGroup, *, jointly: bool) -> None:
         if group.state is not GroupState.SHARDED or group.keeps_post_forward:
@@ -180,7 +176,7 @@ class Executor:
     def _launch(self, unit: Unit, group: ParamGroup, launch: Callable[[], bool]) -> bool:
         """Launch a reduction. Returns whether there was anything to reduce. First, finish the oldest ones until one
         more may be in flight, and until none of ``group`` is: its gradients land in the order of their reductions."""
-        pending = self._pending
+        pending = self.in_flight
         while pending and (len(pending) >= self.max_in_flight or (unit, group) in pending):
             self._finish_oldest()
         if self._landing is not None and self._landing[1] is group:
@@ -207,7 +203,7 @@ class Executor:
 
     def land_down_to(self, count: int) -> None:
         """Land the oldest reductions until no more than ``count`` are in flight."""
-        while len(self._pending) > count:
+        while len(self.in_flight) > count:
             self._finish_oldest()
         if self._landing is not None:
             self._land_finished()
@@ -218,8 +214,8 @@ class Executor:
         Raises:
             CommunicationError: one of them failed. None is in flight then.
         """
-        pending = [*([] if self._landing is None else [self._landing]), *self._pending]
-        self._pending, self._landing = [], None
+        pending = [*([] if self._landing is None else [self._landing]), *self.in_flight]
+        self.in_flight, self._landing = [], None
         failed = None
         for _, group in pending:
             try:
@@ -236,7 +232,7 @@ class Executor:
     def _finish_oldest(self) -> None:
         if self._landing is not None:
             self._land_finished()
-        unit, group = self._pending.pop(0)
+        unit, group = self.in_flight.pop(0)
         _run("reduce_finish", unit, group, group.gradients.finish)
         self._landing = unit, group
 

@@ -131,11 +131,6 @@ class Unit:
         """Whether the unit is the root, as far as known from the forwards so far."""
         return self.tree is None or self.tree.root is self
 
-    @property
-    def finalizes_by_hand(self) -> bool:
-        """Whether, as a root, it leaves the end of backward to the user."""
-        return self.tree is not None and self.tree.root is self and self.tree.schedule.finalizes_by_hand
-
     def reshard(self) -> None:
         """Reshard because the user asks."""
         if self.tree is not None:  # else nothing was ever unsharded

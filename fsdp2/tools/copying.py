@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from fsdp2 import _torch
+from fsdp2.extras.unit_checks import finalizes_by_hand
 from fsdp2.group.codec import is_plain
 from fsdp2.group.group import ParamGroup
 from fsdp2.group.param import ShardedParam, Slot
@@ -95,7 +96,7 @@ def _copied_unit(unit: Unit, modules: tuple[nn.Module, ...], memo: Memo) -> Unit
         if (listed := getattr(unit.config, name)) is not None:
             memo.setdefault(_PENDING, []).append((made, name, listed))
     _renew_hooks(unit, made, memo)
-    if unit.finalizes_by_hand:
+    if finalizes_by_hand(unit):
         tree_of(made).schedule.finalizes_by_hand = True
     return made
 

@@ -145,10 +145,16 @@ class UnitBytes:
         return max(self.gather, self.unsharded + self.backward(reshards=True))
 
 
+def trainable_of(group: ParamGroup) -> list[int]:
+    """The positions of the parameters of ``group`` that require gradients now."""
+    group.take_flags()
+    return [i for i, requires_grad in enumerate(group.unsharded.requires_grad) if requires_grad]
+
+
 def group_bytes(group: ParamGroup, *, is_staged: bool | None = None) -> UnitBytes:
     """What ``group`` takes besides its shards, in bytes, the same on all ranks. Payloads of hooks count after the first
     gather. ``is_staged``: whether to count as if shards were on the host; None as they are."""
-    trainable = [i for i, requires_grad in enumerate(group.requires_grad()) if requires_grad]
+    trainable = trainable_of(group)
     plans, comm = group.gradients.plans(trainable)
     is_staged = group.home.is_staged if is_staged is None else is_staged
     return _gather_bytes(group, is_staged=is_staged) + reduce_bytes(plans, comm)

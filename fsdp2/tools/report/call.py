@@ -26,7 +26,7 @@ from fsdp2.runtime.unit_tree import UnitTree, tree_of
 from fsdp2.schedule.schedule import AfterForward
 from fsdp2.tools.auto_shard import AutoShard
 from fsdp2.tools.host_adamw.jobs import observe_host_steps
-from fsdp2.tools.memory_plan import UnitBytes, unit_bytes
+from fsdp2.tools.memory_plan import UnitBytes, trainable_of, unit_bytes
 from fsdp2.tools.planner.machines import MACHINES
 from fsdp2.tools.planner.measure import device_name
 from fsdp2.tools.planner.memory import Held
@@ -345,7 +345,7 @@ def _unit_info(unit: Unit, *, keeps: bool) -> UnitInfo:
     bucket = min((group.comm.routing.direct_min_nbytes * group.mesh.shard.size for group in unit.groups), default=0)
     for group in unit.groups:
         ranks = group.mesh.shard.size
-        gathers, reductions = group.unsharded.plan().steps, group.gradients.plans(_trainable(group.requires_grad()))[0]
+        gathers, reductions = group.unsharded.plan().steps, group.gradients.plans(trainable_of(group))[0]
         for step in gathers if ranks > 1 else ():
             gather[step.route is not Route.DIRECT] += step.padded_nbytes
         for plan in reductions if ranks > 1 else ():
@@ -372,10 +372,6 @@ def _unit_info(unit: Unit, *, keeps: bool) -> UnitInfo:
         keeps_after_forward=keeps,
         replicas=_replicas(unit),
     )
-
-
-def _trainable(requires_grad: Sequence[bool]) -> list[int]:
-    return [i for i, is_trainable in enumerate(requires_grad) if is_trainable]
 
 
 def _replicas(unit: Unit) -> int:
