@@ -36,14 +36,12 @@ _T = TypeVar("_T")
 
 # Entries that every unit passes in every step ask in line, and in C: ``any(map(ask, SURROUNDINGS)) and must_leave()``.
 ask = methodcaller("__call__")
-SURROUNDINGS = _torch.SURROUNDINGS
-MODES = SURROUNDINGS[:2]
+MODES, SURROUNDINGS = _torch.SURROUNDINGS[:2], _torch.SURROUNDINGS
 
 
 def must_leave() -> bool:
     """Whether more surrounds this entry than what watches."""
-    others = _torch.in_transform() or _torch.is_autocasting() or torch.is_inference_mode_enabled()
-    return others or _torch.has_replacing_modes()
+    return any(map(ask, SURROUNDINGS[2:])) or _torch.has_replacing_modes()
 
 
 def outside(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
