@@ -224,7 +224,7 @@ class FSDPModule:
         the others to do the same. If these go on, a ``ScheduleError`` names the units or the parameters and the ranks.
         """
         self._configure_units(recurse, ranks_may_differ=ranks_may_differ)
-        note_tree_change()  # the root may have to be another one
+        note_tree_change()  # the root must reschedule its units
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide summed gradients by ``factor`` instead of the number of ranks.
@@ -333,6 +333,8 @@ class FSDPModule:
             )
         elif _torch.in_backward():
             problem = "a backward is running. Call finalize_backward after backward() has returned"
+        elif tree.passes.in_backward:
+            problem = "the last backward has raised. Call reset_iter_state() and zero_grad(), and repeat the step"
         elif tree.is_reducing:
             problem = "the handle of the last call is still pending. Call wait() on that handle first"
         if problem is not None:

@@ -20,7 +20,7 @@ def check_handed_out(unit: Unit, memory: torch.Tensor) -> None:
     groups = [group for group in unit.groups if group.unsharded.versioned and not group.keeps_storage]
     if any(memory is each for group in groups for each in group.unsharded.parameters):
         assert unit.hooks is not None
-        unit.hooks.pop_raised()
+        unit.hooks.note_raised()
         raise ScheduleError(
             f"forward of unit '{unit.name}' returned parameter '{getattr(memory, NAME_IN_PASS)}', or a view of it, but "
             "the unit is resharded after its forward, which frees this memory. Return a copy, with clone(). Or pass "

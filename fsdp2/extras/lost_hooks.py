@@ -1,6 +1,6 @@
 """Warns of hooks for gradients that are never called, or are lost when a shard takes the place of a parameter.
 
-Autograd computes gradients of the unsharded parameters only, which users do not have.
+Autograd computes gradients of the unsharded parameters only, which hooks on a shard never see.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from fsdp2.group.param import PlugIns, ShardedParam
 
 
 def _warn_of_hooks(params: Sequence[ShardedParam], *, is_sharded: bool) -> None:
-    """``is_sharded``: they have been sharded, and are about to be gathered for the first time."""
+    """``is_sharded``: they have been sharded, and a gather of them is about to be bound."""
     for param in params:
         way = _torch.way_of_hooks(param.sharded)
         if is_sharded and way == "register_hook":
@@ -32,5 +32,5 @@ def _warn_of_hooks(params: Sequence[ShardedParam], *, is_sharded: bool) -> None:
 
 
 def register() -> None:
-    """Warn when parameters are sharded, and when a group is first used."""
+    """Warn when parameters are sharded, and whenever a gather is bound."""
     PlugIns.warn_of_hooks = _warn_of_hooks

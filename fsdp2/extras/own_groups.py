@@ -1,7 +1,7 @@
 """Process groups that fsdp2 makes: for shards between forward and backward, for reductions that do not queue behind
 gathers, and for all ranks of an HSDP mesh.
 
-Rule: when one is made follows from ranks alone, never from what a rank has freed (I4).
+Rule: whether one is made depends only on ranks and earlier calls, never on what a rank has freed (I4).
 """
 
 from __future__ import annotations

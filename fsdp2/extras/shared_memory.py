@@ -2,8 +2,8 @@
 
 A group's shards lie in flat buffers of its own. If the tensors that a user has assigned are the shards of another group
 that is cut in the same way, the group uses that group's buffers: then writes to the one are writes to the other, as in
-plain modules. Their parameters share version counters, since torch has detached one from the other, and the count of
-optimizer steps. If the groups are cut differently, values are copied, and the user is told.
+plain modules. Their parameters share version counters, since one was detached from the other, and the count of steps of
+optimizers. If the groups are cut differently, values are copied, and the user is told.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from fsdp2.group.shards import GroupShards, PlugIns, is_shard
 
 def _adopt_memory(shards: GroupShards, params: Sequence[nn.Parameter], tensors: Sequence[torch.Tensor]) -> bool:
     """``params`` with the local ``tensors`` are about to become those of ``shards``. Returns whether these now have the
-    buffers of another group, in which the tensors lie. A parameter that is another group's itself is a tie."""
+    buffers of another group, in which the tensors lie. A parameter that itself belongs to another group is a tie, which
+    is not handled here."""
     others = [each for each in {group.shards for group, _ in groups_by_slot().values()} if each is not shards]
     assigned = [each for param, each in zip(params, tensors, strict=True) if not is_shard(param) and not each.is_meta]
     where = next((each for each in assigned if each.numel()), None)

@@ -1,7 +1,6 @@
 """Which feature plugs in where: the seams of the core, and what is loaded at the first call of one.
 
-Extras register themselves, since every model needs them. Everything else is named here, and loaded when the core first
-calls it.
+``wire`` registers the extras that every model needs. Other features are named here, and imported at their first call.
 """
 
 from __future__ import annotations

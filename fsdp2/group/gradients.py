@@ -7,7 +7,8 @@ The group owns them all the way, whichever root it works under. On this way they
 3. partial: summed over the shard axis, not over the replicate axis, if the user has disabled that;
 4. on their way to the host, if that is where the shards live.
 
-``drop_in_flight`` drops 2 and 4, which a collective may still write; ``drop`` drops 1 and 3, too.
+``drop_in_flight`` drops 2 and 4; ``drop``, called after it, drops 1 and 3. Where ranks may differ, sums of parameters
+that had no gradient here are kept until the end of the step, by ``on_missing``.
 """
 
 from __future__ import annotations
@@ -180,8 +181,8 @@ class GroupGradients:
         params: the parameters of the group.
         options: what the user has configured.
         in_flight: the reduction that has been launched and has not landed.
-        on_missing: called with what has landed of parameters that had no gradient on this rank, and with how many bytes
-            ``take_used`` would return without that reduction. Without it, these sums are dropped.
+        on_missing: called with how many bytes ``take_used`` would return without this reduction, and with its sums of
+            parameters that had no gradient on this rank. Without it, these sums are dropped.
         on_landed: called when gradients have landed, on the stream that has landed them, with their parameters and
             whether no later backward of the step adds to them. It may take them from ``.grad``.
     """
@@ -247,7 +248,7 @@ class GroupGradients:
             self._comm = carrier(default, options.reduces_by, axis, device)
 
     def drop_in_flight(self) -> None:
-        """Wait until no collective reads or writes gradients any more, and land none of them.
+        """Wait for collectives in flight, and land nothing more. Copies to the host are forgotten, not awaited.
 
         Raises:
             CommunicationError: a collective has failed. Nothing is in flight then.
@@ -258,7 +259,7 @@ class GroupGradients:
             reduction.drop()
 
     def drop(self) -> None:
-        """Drop all gradients that are not in ``.grad`` of the shards yet. Nothing is in flight."""
+        """Drop unreduced and partial gradients. Nothing is in flight: see ``drop_in_flight``."""
         self._partial = None
         for param in self.params:
             param.accumulated = None

@@ -1,8 +1,8 @@
 """A parameter group: the parameters that are unsharded, resharded and reduced together.
 
-The group owns what changes over a step: which form of its parameters is bound, what is in flight, and the gradients
-that are not reduced yet. It does not decide *when* something happens: the executor performs the schedule's actions on
-it. ``schedule.states`` defines which action is possible in which state. The group refuses any other action.
+The group owns what changes over a step: which form of its parameters is bound, what is in flight, and its gradients
+until they are in ``.grad`` of the shards. It does not decide *when* something happens: the executor performs the
+schedule's actions on it. ``schedule.states`` defines which action is possible in which state; others are refused.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def groups_by_slot() -> dict[Slot, tuple[ParamGroup, int]]:
 
 
 def forget(group: ParamGroup) -> None:
-    """``group`` manages nothing any more: its parameters were put back, or another group's. Nothing is in flight."""
+    """``group`` manages nothing any more: its parameters were put back, or belong to another group now."""
     _alive.discard(group)
     group.guard(())
     if group.unsharded.gather is not None:
@@ -55,7 +55,7 @@ class PlugIns:
 
 
 class ParamGroup:
-    """Shards ``params``, which ``fully_shard`` has resolved. So that cannot fail.
+    """Shards ``params``, which ``fully_shard`` has validated, so this cannot fail.
 
     Attributes:
         comm: carries the bytes over the shard axis, unless the user has set others.
@@ -105,8 +105,8 @@ class ParamGroup:
 
     def attach(self, name: str, story: Callable[[], str], passes: Passes, on_flags: Callable[[], object]) -> None:
         """Work under another root from now on, as unit ``name`` (empty for the root itself). ``story`` returns the
-        recent events of that root, ``passes`` says what it does. ``on_flags`` is called when ``take_flags`` has found
-        any."""
+        recent events of that root, ``passes`` says what it does. ``on_flags`` is called when ``take_flags`` finds
+        changed flags."""
         self.name, self._story, self._passes, self._on_flags = name or "(root)", story, passes, on_flags
         for param in self.params:
             param.full_name = f"{name}.{param.name}" if name else param.name
@@ -166,7 +166,7 @@ class ParamGroup:
         self._follow_params()
 
     def hold(self, param: ShardedParam, slots: Sequence[Slot]) -> None:
-        """Manage ``param``, which may be new, in ``slots``, too. Other groups have given these up."""
+        """Manage ``param``, new or not, in these ``slots`` as well; other groups have released them."""
         if param not in self.params:
             self.shards.take(param)
         param.slots = tuple(dict.fromkeys([*param.slots, *slots]))

@@ -57,8 +57,8 @@ class PlugIns:
     Attributes:
         on_plain_step: called when an optimizer has stepped parameters that are no shards, with these, and with over how
             many ranks the gradients of its shards are reduced; 0 if it has none.
-        adopt_memory: called with shards that are about to take over parameters, these, and their local tensors. If
-            these lie in the buffers of other shards, it may call ``lie_in``; it returns whether it has.
+        adopt_memory: called before shards adopt parameters, with these and their local tensors. If the tensors lie in
+            another group's buffers, it may call ``lie_in``. Returns whether it did.
     """
 
     on_plain_step: Callable[[torch.optim.Optimizer, list[torch.Tensor], int], None]

@@ -1,11 +1,12 @@
-"""The door between the user's code and the runtime. Every entry passes it.
+"""The door between the user's code and the runtime.
 
-Entries are hooks of modules and tensors, callbacks of autograd's engine, and public methods. What surrounds the user's
-code there may record, transform, keep or replace operations. That is meant for the user's operations. For example, a
-copy that selective checkpointing does not repeat would leave a gather without its values. So the door leaves what
-surrounds the user's code, and returns to it afterwards:
+Entries are hooks of modules and tensors, callbacks of autograd's engine, and methods of sharded modules: ``entry``
+marks them, and the five events of ``UnitTree`` ask in line. What surrounds the user's code there may record, transform,
+keep or replace operations, but the runtime's own must run: a copy that selective checkpointing does not repeat leaves a
+gather without its values. So the door leaves what surrounds the user's code, and returns to it afterwards:
 
-- graphs that ``torch.compile`` records, also of a step that calls ``backward`` inside;
+- graphs that ``torch.compile`` records, also of a step that calls ``backward`` inside: they end where
+  ``runs_between_graphs`` marks a function;
 - dispatch modes that keep or replace results: those of selective checkpointing and of
   ``allow_mutation_on_saved_tensors``, and modes whose class sets ``replaces_results = True``;
 - modes that replace torch's Python functions, such as ``torch.device("meta")`` and ``torch.set_default_device``;
@@ -40,7 +41,7 @@ MODES, SURROUNDINGS = _torch.SURROUNDINGS[:2], _torch.SURROUNDINGS
 
 
 def must_leave() -> bool:
-    """Whether more surrounds this entry than what watches."""
+    """Whether anything but watching modes surrounds this call."""
     return any(map(ask, SURROUNDINGS[2:])) or _torch.has_replacing_modes()
 
 
@@ -51,7 +52,7 @@ def outside(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> 
 
 
 def outside_modes(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-    """What ``function`` returns, called outside of modes, but inside transforms."""
+    """Like ``outside``, but leaves only modes that keep or replace results."""
     with _torch.without_modes():
         return function(*args, **kwargs)
 

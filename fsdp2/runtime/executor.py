@@ -54,7 +54,7 @@ def _run(work: str, unit: Unit, group: ParamGroup, step: Callable[[], _T]) -> _T
     except CommunicationError as error:
         raise group.lost("reduction", error) from error.__cause__
     except BaseException:
-        # Compute waits for the reduce stream: compute frees what that reads, and gathers what hooks have written there.
+        # Compute waits for the reduce stream: it frees what that reads, and gathers what hooks have written there.
         group.unsharded.streams.compute_after_reduce()
         raise
 
@@ -72,7 +72,7 @@ class Executor:
         max_in_flight: how many reductions may be in flight, counting the one that starts. The user chooses between
             memory and overlap: each reduction holds the gradients that it reads.
         ends_step: whether the reductions that start now are the last ones of a step.
-        in_flight: which groups have reductions that have not landed, oldest first. The same on all ranks.
+        in_flight: groups whose reduction is not finished, oldest first. The same on all ranks.
         limit: decides which actions are performed, and when; none are left out or added without it.
     """
 

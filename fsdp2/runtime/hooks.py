@@ -1,4 +1,5 @@
-"""Turns hooks of nn.Module and autograd into events. It decides nothing: the schedule decides what follows an event.
+"""Turns hooks of nn.Module and autograd into events. It decides which calls count as events; what follows an event is
+for the schedule.
 
 What is done here with inputs and outputs is part of the user's computation; the tree's methods are entries of the
 runtime: see ``door.py``.
@@ -169,7 +170,7 @@ class ModuleHooks:
             self._handled.pop()
             return None if has_raised else self.hand_out(output)
         if has_raised:
-            self.pop_raised()
+            self.note_raised()
             return None
         if unit.is_whole is not None and self.runs_plainly():
             return output
@@ -187,12 +188,11 @@ class ModuleHooks:
         return output
 
     def _raised_since_entry(self) -> bool:
-        """Whether the innermost call of the unit has raised, or a hook of the user after it. torch calls hooks of
-        modules while it handles the exception; the user may have called the unit while handling another one."""
+        """Whether the innermost call of the unit, or a user's hook after it, has raised since it began."""
         return id(sys.exc_info()[1]) != self._handled[-1]
 
     @_torch.runs_between_graphs
-    def pop_raised(self) -> None:
+    def note_raised(self) -> None:
         """The unit's forward, or a method that runs like it, has raised."""
         if self._unit.tree is not None:
             self._unit.tree.passes.raise_from(self._unit.index)

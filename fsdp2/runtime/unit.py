@@ -79,7 +79,7 @@ class Unit:
 
     Attributes:
         modules: the module given, or the modules given together.
-        tree: the root that the unit is under, and all units under it; None before its first pass.
+        tree: what it shares with the other units under its root; None before its first use.
         missing_modules: of several modules, those whose forward has not run in this pass.
         leads_to: what the outputs of the running forward lead to, so far.
         left_alone: slots whose parameters stay plain, because the user asked for it or has been warned.
@@ -123,7 +123,7 @@ class Unit:
 
     @property
     def is_computing(self) -> bool:
-        """Whether its forward runs, or what is computed again."""
+        """Whether its forward runs, or runs again for checkpointing."""
         return self.tree is not None and self.tree.passes.phases[self.index] in COMPUTING
 
     @property

@@ -4,7 +4,8 @@
 the schedule says which actions follow, the executor performs them. ``extras`` plug in here: another schedule and other
 checks.
 
-The first unit whose forward runs becomes the root. If a unit around it runs later, that unit becomes the root.
+The first unit used, by a forward or by a method such as ``unshard``, becomes the root. If a unit around it is used
+later, that unit becomes the root.
 """
 
 from __future__ import annotations
@@ -142,7 +143,7 @@ class UnitTree:
             for group in unit.groups:
                 group.gradients.on_missing = None
         earlier, rules = self.schedule, [self.rules_of(unit) for unit in self.units]
-        self.passes.restart(len(self.units))
+        self.passes.clear(len(self.units))
         if may_differ:
             self.schedule, self.checks = PlugIns.where_ranks_differ(self, self._usual_checks)
         else:
@@ -175,11 +176,11 @@ class UnitTree:
     # Forward
 
     def _recover_backward(self) -> None:
-        """A backward counts as running, but it is not the one that computes here. If it has raised, clean up after it;
-        else the one here is nested in it.
+        """``passes`` says that a backward runs, but this code is not part of it. If that backward has raised, clean up
+        after it; otherwise the one that runs here is nested in it.
 
         Raises:
-            ScheduleError: it runs in another thread.
+            ScheduleError: it still runs, and this thread runs none.
         """
         if _torch.running_backward() != _torch.NO_BACKWARD:
             if not self._backward.is_over():
@@ -201,8 +202,8 @@ class UnitTree:
             self._recover_backward()
         # Most units are inside a forward that goes on.
         if not passes.in_backward and (passes.root is None or passes.root >= unit.index or passes.root_raised):
-            is_inside = bool(unit.missing_modules)  # of a forward that has begun in another of its modules
-            if passes.root_raised or (not is_inside and passes.has_left_behind(unit.index, self.parents)):
+            begins = not unit.missing_modules  # else its forward goes on in another of its modules
+            if passes.root_raised or (begins and passes.has_left_behind(unit.index, self.parents)):
                 self.abandon_forward()
             if passes.root is None:
                 self._begin_forward()
@@ -325,6 +326,7 @@ class UnitTree:
         if self.schedule.is_last_backward and not self.schedule.finalizes_by_hand:
             self._end_step()
 
+    @door.entry
     def finalize_backward(self) -> None:
         """Start reducing the gradients that backwards have left; the user asks for it.
 
@@ -338,6 +340,7 @@ class UnitTree:
         self.executor.reduce_partial()
         self.is_reducing = True
 
+    @door.entry
     def land(self) -> None:
         """Land the gradients that ``finalize_backward`` has started to reduce."""
         self.executor.do(((Action.LAND, self.root.index),))
@@ -379,6 +382,7 @@ class UnitTree:
         if any(group.gathers_on_compute for group in groups):
             streams.wait_here(event)  # compute waits for the optimizer: compute reads the shards itself
 
+    @door.entry
     def unshard(self, unit: Unit) -> None:
         """Start gathering ``unit`` because the user asks; returns before the data has arrived."""
         self.order_gathers()
@@ -387,8 +391,8 @@ class UnitTree:
             group.note_writes()
 
     def finish_unshard(self, unit: Unit) -> None:
-        """The user waits for ``unshard``, unless somebody has waited for it, or has resharded since. If an optimizer
-        has stepped meanwhile, the gather may have read a part of what that has written: gather again."""
+        """Wait for ``unshard``; do nothing if it was waited for, or resharded since. If an optimizer has stepped since,
+        the gather may have read a part of what that has written: gather again."""
         pending = [group for group in unit.groups if group.state is GroupState.UNSHARDING]
         if any(group.has_stepped for group in pending):
             self.order_gathers()
@@ -397,6 +401,7 @@ class UnitTree:
         for group in unit.groups:
             group.note_writes()
 
+    @door.entry
     def reshard(self, unit: Unit) -> None:
         """Reshard ``unit`` because the user asks."""
         self.executor.do(self.schedule.by_hand(Action.RESHARD, unit.index), "reshard()", unit)
@@ -405,7 +410,7 @@ class UnitTree:
         self.executor.wait_for_reads()
 
     def release(self) -> None:
-        """A unit is about to leave for another root. Nothing of it stays here: what is in flight lands.
+        """A unit is about to leave for another root. Bring this tree to rest; other gradients go with their groups.
 
         Raises:
             ScheduleError: a backward of the present root runs.
@@ -417,15 +422,12 @@ class UnitTree:
                 f"a backward of {self.class_name} is running, and a module that takes over its units runs for the "
                 "first time. Run that module before, or after backward() has returned."
             )
-        if self.passes.root is not None:  # a module does not run inside its own child: that forward has raised
-            self.abandon_forward()
-        elif self.executor.has_unwaited:
+        if self.passes.root is not None or self.executor.has_unwaited:  # a module does not run inside its own child
             self.abandon_forward()
             self._end_step()
 
     def abandon_forward(self) -> None:
-        """Clean up after an exception in forward: nothing in flight, shards bound. Gradients of earlier backwards stay
-        valid, and land."""
+        """End the pass that runs, if any: what is in flight lands, and shards are bound. Other gradients stay."""
         try:
             if self.is_reducing:
                 self.land()
@@ -436,8 +438,8 @@ class UnitTree:
             self._come_to_rest()
 
     def reset(self) -> None:
-        """Clean up after any exception. Gradients that are not in ``.grad`` yet are dropped: they are incomplete sums,
-        which the next backward would add to."""
+        """Clean up after any exception. Drop gradients that are not in ``.grad`` yet: sums may be incomplete, and a
+        repeated step would count them twice. On an accelerator, some in flight have landed already."""
         self.num_resets += 1
         try:
             self._come_to_rest()
@@ -472,9 +474,5 @@ class UnitTree:
 
 
 def tree_of(unit: Unit) -> UnitTree:
-    """The tree of ``unit``. A unit without one becomes the root of its own.
-
-    Raises:
-        ScheduleError: it cannot work here.
-    """
+    """The tree of ``unit``. A unit without one becomes the root of its own, or the checks refuse it."""
     return unit.tree or door.entry(UnitTree)(unit)

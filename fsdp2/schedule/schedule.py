@@ -8,7 +8,7 @@ Units are numbered. Each method of ``Schedule`` is an event; most return the act
   from its own forward in reverse. Units that were prefetched and not used are resharded at the end of the pass: a wrong
   prediction costs memory, never correctness.
 * A forward inside a backward (activation checkpointing) gathers what it needs and does nothing else.
-* Each unit's backward reduces its gradients; of several backwards, the last.
+* Each unit's backward reduces the gradients that it finds. After several uses, autograd has them at the last.
 
 Pure: no tensor, no stream, no process group.
 """
@@ -93,26 +93,22 @@ _AFTER_FORWARD = {
 
 
 class Passes:
-    """Which passes the units of one tree are in. Where the model stands follows from this, and from nothing else; and
-    nothing else writes it.
+    """Which passes the units of one tree are in: the one record of where the model stands. Only its methods write it.
 
     Attributes:
-        phases: of each unit, what it is in: the innermost of its passes.
+        phases: the innermost pass that each unit is in.
         root: the unit whose forward is the whole pass, while that runs.
         in_backward: a backward has reached a unit and has not ended.
         root_raised: the forward that is the whole pass has raised, and nobody has cleaned up since.
     """
 
     def __init__(self, num_units: int) -> None:
-        self.restart(num_units)
+        self.phases: list[Phase] = []
+        self.clear(num_units)
 
-    def clear(self) -> None:
-        """Nothing runs."""
-        self.restart(len(self.phases))
-
-    def restart(self, num_units: int) -> None:
-        """Nothing runs, and the tree has ``num_units`` from now on."""
-        self.phases = [Phase.IDLE] * num_units
+    def clear(self, num_units: int | None = None) -> None:
+        """Nothing runs; if ``num_units`` is given, the tree has so many from now on."""
+        self.phases = [Phase.IDLE] * (len(self.phases) if num_units is None else num_units)
         self.root: int | None = None
         self.in_backward = self.root_raised = False
 
@@ -163,9 +159,9 @@ class Passes:
         self.phases[unit] = Phase.REDUCED
 
     def has_left_behind(self, unit: int, parents: Sequence[int | None]) -> bool:
-        """A forward of ``unit`` begins, outside of backward: whether the pass that seems to run has raised. It has if
-        its root is ``unit``, or inside it: a module does not run inside its own child. ``parents``: of each unit, the
-        unit around it; units inside a unit follow that unit."""
+        """Whether the recorded forward must have raised, since a forward of ``unit`` begins outside of backward: the
+        root of the record is ``unit`` or inside it, and a module does not run inside its own child. ``parents``: of
+        each unit, the unit around it; units inside a unit follow that unit."""
         inner = self.root
         while inner is not None and inner > unit:
             inner = parents[inner]
@@ -179,9 +175,9 @@ class Tape:
     Attributes:
         began: units in the order in which they began in the running forward, or in the last one.
         expected: ``began`` of the last complete forward. Whoever can predict the next one better may replace it.
-        ended: units in the order in which forwards ended that a backward may follow; no backward has reached these.
-            Users may run forwards whose backward never comes, so the oldest are forgotten.
-        records: whether the last forward has recorded gradients.
+        ended: uses of units whose backward is still to come, in the order in which their forwards ended. Users may run
+            forwards whose backward never comes, so the oldest are forgotten.
+        records: whether the last forward ran with gradients enabled.
     """
 
     def __init__(self) -> None:
@@ -219,7 +215,7 @@ class Tape:
 
 
 class Schedule:
-    """Decides from the passes that run and from the tape. The owner may replace ``rules`` between passes."""
+    """Decides from the passes that run and from the tape. The owner may replace ``rules`` at any time."""
 
     def __init__(self, rules: Sequence[UnitRules], passes: Passes | None = None) -> None:
         self.rules = list(rules)
@@ -296,9 +292,9 @@ class Schedule:
         return actions
 
     def post_backward(self, unit: int, *, is_last_use: bool = True) -> Actions:
-        """The gradients of ``unit``'s parameters have been computed. If not ``is_last_use``, this backward adds to
-        them: nothing is reduced but what earlier backwards have kept, as in torch. Autograd has the gradient of a
-        parameter behind the last use; so before that, there is nothing to reduce."""
+        """The gradients of ``unit``'s parameters have been computed. If not ``is_last_use``, this backward uses the
+        unit again: reduce only what earlier backwards have kept, as in torch. Autograd has the gradient of a parameter
+        after its last use; before that, there is nothing to reduce."""
         self.passes.end_backward(unit)
         reshard = self._reshard_after_backward(unit)
         return (*reshard, self._reduce(unit, jointly=True)) if is_last_use or unit in self.kept else reshard

@@ -57,7 +57,7 @@ def like_forward(unit: Unit, module: nn.Module, method: Callable[..., Any]) -> C
         try:
             output = method(*args, **kwargs)
         except BaseException:
-            hooks.pop_raised()
+            hooks.note_raised()
             raise
         finally:
             hooks.runs_method = False
