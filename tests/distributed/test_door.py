@@ -184,8 +184,8 @@ def _keeps_products_and_views(context: Any, func: Any, *args: Any, **kwargs: Any
 
 
 CONTEXTS: dict[str, Callable[[], Any]] = {
-    "all but views": partial(create_selective_checkpoint_contexts, _keeps_but_views),
     "products and views": partial(create_selective_checkpoint_contexts, _keeps_products_and_views),
+    "all but views": partial(create_selective_checkpoint_contexts, _keeps_but_views),
     "a mode of the user": _own_contexts,
 }
 
