@@ -23,6 +23,7 @@ from fsdp2.group.group import ParamGroup
 from fsdp2.group.param import ShardedParam, Slot
 from fsdp2.plan.mesh import Axis
 from fsdp2.runtime.unit import Unit, units_under
+from fsdp2.tools.blocks import entered_and_left
 from fsdp2.tools.clip import clip_grad_norm_
 from fsdp2.tools.lending import all_ranks, check_idle, check_not_lent, gathered_together, lent_whole, params_under
 
@@ -31,6 +32,7 @@ _CALLER = "summon_full_params"
 Lent = Mapping[ParamGroup, Sequence[ShardedParam]]
 
 
+@entered_and_left
 @contextmanager
 def summoned(
     module: nn.Module,

@@ -20,6 +20,7 @@ from fsdp2.comm.streams import launched, lost, wait_for
 from fsdp2.group.group import ParamGroup, groups_by_slot
 from fsdp2.group.param import STANDS_FOR
 from fsdp2.plan.mesh import mesh_device
+from fsdp2.runtime import door
 from fsdp2.tools import torch_names
 from fsdp2.types import CommunicationError
 
@@ -36,6 +37,7 @@ class _Class(NamedTuple):
     pieces: list[list[torch.Tensor]]
 
 
+@door.entry
 @torch.no_grad()
 def clip_grad_norm_(
     parameters: torch.Tensor | Iterable[torch.Tensor],

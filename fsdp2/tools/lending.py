@@ -27,11 +27,13 @@ from fsdp2.plan.layout import contiguous_stride
 from fsdp2.plan.mesh import Axis, ParallelMesh, replicated
 from fsdp2.runtime.unit import Unit, units_under
 from fsdp2.schedule.states import GroupState
+from fsdp2.tools.blocks import entered_and_left
 from fsdp2.types import ScheduleError
 
 WHOLE = "fsdp2_whole"  # a method that a tensor subclass may have: see whole_subclass
 
 
+@entered_and_left
 @contextmanager
 def unsharded(
     module: nn.Module, writeback: bool = True, rank0_only: bool = False, offload_to_cpu: bool = False

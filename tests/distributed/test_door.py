@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
+import fsdp2
 from fsdp2 import FSDPModule, GradientReductionHandle, UnshardHandle
 from tests.distributed.changes import assert_gradients
 from tests.distributed.compile_support import start_compiling
@@ -274,6 +275,13 @@ def test_counters_of_operations_and_memory_work_around_a_step(ctx: RankContext) 
 
 # Graphs that the compiler records
 
+
+def _read_whole(model: Any) -> None:
+    with fsdp2.unsharded(model), torch.no_grad():
+        for param in model.parameters():
+            param.mul_(1.0)
+
+
 CALLS: dict[str, Callable[[Any], object]] = {
     "unshard": lambda model: model.unshard(),
     "unshard, then wait": lambda model: model.unshard(async_op=True).wait(),
@@ -284,6 +292,8 @@ CALLS: dict[str, Callable[[Any], object]] = {
     "set_modules_to_forward_prefetch": lambda model: model.set_modules_to_forward_prefetch([model.blocks[0]]),
     "reset_iter_state": lambda model: model.reset_iter_state(),
     "state_dict": lambda model: model.state_dict(),
+    "unsharded": _read_whole,
+    "clip_grad_norm_": lambda model: fsdp2.clip_grad_norm_(model.parameters(), 1e6),
     "evaluation": lambda model: model.eval()(batch()).sum().item(),
     "backward": lambda model: step(model),
     "two backwards": lambda model: (step(model), step(model)),

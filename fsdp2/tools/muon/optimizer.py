@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from fsdp2.extras.plain_names import without
+from fsdp2.runtime import door
 from fsdp2.tools import torch_names
 from fsdp2.tools.muon.early import EarlyRun
 from fsdp2.tools.muon.update import BUFFER, Coefficients, Entry, Part, newton_schulz, parts_of
@@ -173,6 +174,7 @@ class Muon(optim.Optimizer):
     def _muon_groups(self) -> list[dict[str, Any]]:
         return [group for group in self.param_groups if group["use_muon"]]
 
+    @door.entry
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters. Collective.
