@@ -138,12 +138,11 @@ num_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 # Whether a transform of torch.func (grad, vmap, ...) is active on this thread.
 in_func_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
 in_transform = in_func_transform  # or a checker: see add_checker
-is_autocasting: Callable[[], bool] = torch._C._is_any_autocast_enabled
-without_autocast: Callable[[], AbstractContextManager[None]] = torch._C._DisableAutocast  # its keys of dispatch
+without_autocast: Callable[[], AbstractContextManager[None]] = torch._C._DisableAutocast
 _pause_checker: Callable[[], AbstractContextManager[None]] = nullcontext
 SURROUNDINGS: list[Callable[[], int]] = [
     *(num_dispatch_modes, num_function_modes),
-    *(in_func_transform, is_autocasting, torch.is_inference_mode_enabled),
+    *(in_func_transform, torch.is_inference_mode_enabled),
 ]
 
 
@@ -164,8 +163,11 @@ def without_transforms() -> Iterator[None]:
 
 @contextmanager
 def without_modes() -> Iterator[None]:
-    """In the block, no mode keeps or replaces what operations return. Dispatch modes that watch stay."""
+    """In the block, no mode keeps or replaces what operations return. Modes that watch stay."""
     of_functions = [torch._C._pop_torch_function_stack() for _ in range(num_function_modes())]
+    watching = [mode for mode in reversed(of_functions) if isinstance(mode, TorchDispatchMode)]  # as DebugMode does
+    for mode in watching:
+        torch._C._push_on_torch_function_stack(mode)
     modes = [torch._C._get_dispatch_stack_at(index) for index in range(num_dispatch_modes())]
     users = [mode for mode in modes if not mode.is_infra_mode()]  # the others say what tensors are: fake ones, proxies
     staying = [mode for mode in users if not _replaces_results(mode)]
@@ -177,6 +179,8 @@ def without_modes() -> Iterator[None]:
     finally:
         if swapped:
             _swap_modes(staying, users)
+        for _ in watching:
+            torch._C._pop_torch_function_stack()
         for mode in reversed(of_functions):
             torch._C._push_on_torch_function_stack(mode)
 
@@ -184,7 +188,9 @@ def without_modes() -> Iterator[None]:
 def has_replacing_modes() -> bool:
     """Whether ``without_modes`` would leave any."""
     modes = map(torch._C._get_dispatch_stack_at, range(num_dispatch_modes()))
-    return num_function_modes() > 0 or any(map(_replaces_results, modes))
+    of_functions = map(torch._C._get_function_stack_at, range(num_function_modes()))
+    is_any = any(not isinstance(mode, TorchDispatchMode) for mode in of_functions)
+    return is_any or any(map(_replaces_results, modes))
 
 
 def _swap_modes(before: Sequence[TorchDispatchMode], after: Sequence[TorchDispatchMode]) -> None:

@@ -24,7 +24,6 @@ from fsdp2.api.resolve import (
 from fsdp2.comm.offload import Home, home_for
 from fsdp2.group.group import ParamGroup
 from fsdp2.group.param import SHARDED_AS, PlugIns as OfParams, Slot, leave_alone
-from fsdp2.plan.dtypes import check_computes
 from fsdp2.plan.mesh import ParallelMesh, default_mesh, parallel_mesh
 from fsdp2.runtime.hooks import ModuleHooks
 from fsdp2.runtime.unit import PlugIns as OfUnits, Unit, unit_of
@@ -96,7 +95,7 @@ def fully_shard(  # type: ignore[misc]  # options of a list of modules are those
     """
     roots = _root_modules(module)
     offload_policy = OffloadPolicy() if offload_policy is None else offload_policy
-    _check_arguments(mp_policy, offload_policy, shard_placement_fn, ignored_params)
+    PlugIns.check_arguments(mp_policy, offload_policy, shard_placement_fn, ignored_params)
     prepared = prepare_unit(
         roots,
         parallel_mesh(default_mesh() if mesh is None else mesh, _checked_dims(dp_mesh_dims)),
@@ -115,6 +114,7 @@ class PlugIns:
     """What higher layers plug in.
 
     Attributes:
+        check_arguments: refuses a policy, an offload policy, a placement function or ignored parameters.
         check_module: refuses modules before anything changes, by an error; gets a prefix of names, and a module.
         resolve: returns what a function does that checks and resolves all parameters of a call on a mesh. If it raises
             on one rank, all may raise.
@@ -122,6 +122,7 @@ class PlugIns:
             that it leaves to an outer call; and what makes inner units give up those that they have managed so far.
     """
 
+    check_arguments: Callable[[MixedPrecisionPolicy, object, object, object], None]
     check_module: Callable[[str, nn.Module], None]
     resolve: Callable[[ParallelMesh, Callable[[], list[ResolvedGroup]]], list[ResolvedGroup]]
     divide_ties: Callable[[Sequence[Found], Sequence[nn.Module]], tuple[list[Found], list[Slot], Callable[[], None]]]
@@ -151,34 +152,6 @@ def _root_modules(module: object) -> tuple[nn.Module, ...]:
                 "Call fully_shard on each inner module, or pass a list of the inner modules to make one unit."
             )
     return roots
-
-
-def _check_arguments(
-    policy: MixedPrecisionPolicy, offload_policy: object, placement_fn: object, ignored_params: object
-) -> None:
-    for name, value, cls in (
-        ("mp_policy", policy, MixedPrecisionPolicy),
-        ("offload_policy", offload_policy, OffloadPolicy),
-    ):
-        expect(isinstance(value, cls), f"fully_shard: {name}", value, f"an fsdp2.{cls.__name__}")
-    for field in ("param_dtype", "reduce_dtype", "output_dtype"):
-        where, dtype = f"fully_shard: mp_policy.{field}", getattr(policy, field)
-        remedy = f"For example: MixedPrecisionPolicy({field}=torch.bfloat16)."
-        expect(isinstance(dtype, torch.dtype | None), where, dtype, "a torch.dtype or None", remedy)
-        check_computes(where, dtype, is_reduced=field == "reduce_dtype")
-    for name, function, of_parameter, remedy in (
-        ("mp_policy.param_dtype_override_fn", policy.param_dtype_override_fn, "a dtype or None", ""),
-        ("shard_placement_fn", placement_fn, "Shard(dim), a ParamPlacement or None", "lambda param: Shard(0)"),
-    ):
-        expected = f"a function from a parameter to {of_parameter}"
-        remedy = remedy and f"For example: {remedy}."
-        expect(function is None or callable(function), f"fully_shard: {name}", function, expected, remedy)
-    where, expected = "fully_shard: ignored_params", "a set of parameters"
-    remedy = "For example: set(model.head.parameters())."
-    is_set = isinstance(ignored_params, set | frozenset | list | tuple | None)
-    expect(is_set, where, ignored_params, expected, remedy)
-    for each in ignored_params or ():  # type: ignore[attr-defined]
-        expect(isinstance(each, torch.Tensor), f"{where}: an item", each, "a parameter", remedy)
 
 
 def _checked_dims(dims: Any) -> DataParallelMeshDims | None:

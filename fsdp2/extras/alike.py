@@ -15,6 +15,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import partial
+from itertools import chain
 
 import torch.distributed as dist
 
@@ -164,7 +165,8 @@ class Alike(TreeChecks):
 
     def end_step(self) -> None:
         """The parameters that have gradients had some in the last step, too; or all ranks say that these have."""
-        used = {group: group.gradients.take_used() for unit in self._tree.units for group in unit.groups}
+        used = dict.fromkeys(chain.from_iterable([scope.groups for scope in self._scopes]), b"")  # some may have left
+        used |= {group: group.gradients.take_used() for unit in self._tree.units for group in unit.groups}
         for scope in self._scopes:
             its = [used[group] for group in scope.groups]
             if its != scope.used and any(its):  # else gradients are kept for a later step

@@ -1,4 +1,4 @@
-"""Refuses modules and parameters that do not go together with ``fully_shard``, before they fail in another way.
+"""Refuses arguments, modules and parameters that ``fully_shard`` cannot take, before they fail in another way.
 
 ``MultiheadAttention`` never calls its ``out_proj``, which so cannot be a unit. ``DistributedDataParallel`` around
 sharded parameters is refused where it is built: its own error names an operation of a process group. Rule: it may be
@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp2 import _torch
 from fsdp2.api.adapters import adapter_of
+from fsdp2.api.arguments import expect
 from fsdp2.api.fully_shard import PlugIns
 from fsdp2.api.resolve import Found, PlugIns as OfParams
 from fsdp2.extras.plain_names import plain_name
@@ -26,7 +27,53 @@ from fsdp2.group.group import groups_by_slot
 from fsdp2.group.param import NAME_IN_PASS, Slot
 from fsdp2.group.shards import is_shard
 from fsdp2.runtime.unit import unit_of
-from fsdp2.types import ExtensionError
+from fsdp2.types import ExtensionError, MixedPrecisionPolicy, OffloadPolicy
+
+
+def check_arguments(
+    policy: MixedPrecisionPolicy, offload_policy: object, placement_fn: object, ignored_params: object
+) -> None:
+    """Check arguments of ``fully_shard``.
+
+    Raises:
+        TypeError, ValueError: one is wrong.
+    """
+    for name, value, cls in (
+        ("mp_policy", policy, MixedPrecisionPolicy),
+        ("offload_policy", offload_policy, OffloadPolicy),
+    ):
+        expect(isinstance(value, cls), f"fully_shard: {name}", value, f"an fsdp2.{cls.__name__}")
+    for field in ("param_dtype", "reduce_dtype", "output_dtype"):
+        where, dtype = f"fully_shard: mp_policy.{field}", getattr(policy, field)
+        remedy = f"For example: MixedPrecisionPolicy({field}=torch.bfloat16)."
+        expect(isinstance(dtype, torch.dtype | None), where, dtype, "a torch.dtype or None", remedy)
+        check_computes(where, dtype, is_reduced=field == "reduce_dtype")
+    for name, function, of_parameter, remedy in (
+        ("mp_policy.param_dtype_override_fn", policy.param_dtype_override_fn, "a dtype or None", ""),
+        ("shard_placement_fn", placement_fn, "Shard(dim), a ParamPlacement or None", "lambda param: Shard(0)"),
+    ):
+        expected = f"a function from a parameter to {of_parameter}"
+        remedy = remedy and f"For example: {remedy}."
+        expect(function is None or callable(function), f"fully_shard: {name}", function, expected, remedy)
+    where, expected = "fully_shard: ignored_params", "a set of parameters"
+    remedy = "For example: set(model.head.parameters())."
+    is_set = isinstance(ignored_params, set | frozenset | list | tuple | None)
+    expect(is_set, where, ignored_params, expected, remedy)
+    for each in ignored_params or ():  # type: ignore[attr-defined]
+        expect(isinstance(each, torch.Tensor), f"{where}: an item", each, "a parameter", remedy)
+
+
+def check_computes(what: str, dtype: torch.dtype | None, *, is_reduced: bool = False) -> None:
+    """Check a dtype to compute in, called ``what``, or to reduce gradients in (``is_reduced``).
+
+    Raises:
+        ValueError: it has no fractions, or torch cannot add in it.
+    """
+    if dtype is None or ((dtype.is_complex or dtype.is_floating_point) and (dtype.itemsize > 1 or not is_reduced)):
+        return
+    size = " of at least 16 bits, since torch cannot add smaller ones" if is_reduced else ""
+    remedy = " To gather parameters as int8, see fsdp2.tensors.wrap_parameters." if dtype is torch.int8 else ""
+    raise ValueError(f"{what} is {dtype}, expected a floating-point dtype{size}. For example: torch.bfloat16.{remedy}")
 
 
 def check_module(prefix: str, module: nn.Module) -> None:
@@ -145,5 +192,5 @@ def _check_wrapped(around: nn.Module, _: str, module: object) -> None:
 
 def register() -> None:
     """Let ``fully_shard`` check modules and parameters so."""
-    PlugIns.check_module = check_module
+    PlugIns.check_arguments, PlugIns.check_module = check_arguments, check_module
     OfParams.check_param = check_param

@@ -135,7 +135,10 @@ class Gather:
         """Start gathering, in memory that is allocated on the gather stream; returns before the data has arrived. If
         that fails, all memory is freed, unless messages may be in flight: then it stays."""
         with self._streams.on_gather:
-            payloads = None if self._hooks is None or not self._calls_pre_hooks else self._hooks.payloads()
+            payloads = None
+            if self._hooks is not None and self._calls_pre_hooks:
+                with _torch.without_autocast():
+                    payloads = self._hooks.payloads()
             try:
                 allocate(self._memory)
                 if self.stage is not None:
@@ -214,7 +217,8 @@ class Gather:
         for unpack in self._unpacks:
             unpack()
         if self._hooks is not None:
-            self._hooks.arrive()
+            with _torch.without_autocast():  # that of the user's code around the gather, which may be another unit's
+                self._hooks.arrive()
         if self._passing:
             self._empty(self._passing)
 

@@ -112,7 +112,7 @@ class UnshardedParams:
         self._shards.check_ready()
         OfParams.warn_of_hooks(self._params, is_sharded=True)
         # These tensors live longer than the first pass.
-        with torch.inference_mode(False), torch.no_grad(), self.streams.on_gather:
+        with torch.inference_mode(False), torch.no_grad(), _torch.without_autocast(), self.streams.on_gather:
             inputs = self._shards.plain_inputs()
             first_key = len(self._params)
             hooked = [param for index, param in enumerate(self._params) if index not in self._shards.plain]

@@ -52,19 +52,6 @@ def param_dtypes(orig: torch.dtype, policy: MixedPrecisionPolicy, grad: GradDtyp
     return ParamDtypes(orig, param, reduce, grad.dtype or reduce)
 
 
-def check_computes(what: str, dtype: torch.dtype | None, *, is_reduced: bool = False) -> None:
-    """Check a dtype to compute in, called ``what``, or to reduce gradients in (``is_reduced``).
-
-    Raises:
-        ValueError: it has no fractions, or torch cannot add in it.
-    """
-    if dtype is None or ((dtype.is_complex or dtype.is_floating_point) and (dtype.itemsize > 1 or not is_reduced)):
-        return
-    size = " of at least 16 bits, since torch cannot add smaller ones" if is_reduced else ""
-    remedy = " To gather parameters as int8, see fsdp2.tensors.wrap_parameters." if dtype is torch.int8 else ""
-    raise ValueError(f"{what} is {dtype}, expected a floating-point dtype{size}. For example: torch.bfloat16.{remedy}")
-
-
 def own_policy(name: str, param: nn.Parameter, policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
     """``policy`` for ``param`` alone: what ``param_dtype_override_fn`` returns becomes its ``param_dtype``.
 

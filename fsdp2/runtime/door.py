@@ -10,10 +10,10 @@ gather without its values. So the door leaves what surrounds the user's code, an
 - dispatch modes that keep or replace results: those of selective checkpointing and of
   ``allow_mutation_on_saved_tensors``, and modes whose class sets ``replaces_results = True``;
 - modes that replace torch's Python functions, such as ``torch.device("meta")`` and ``torch.set_default_device``;
-- transforms of ``torch.func``, autocast, and inference mode.
+- transforms of ``torch.func``, and inference mode.
 
 What only watches still sees the runtime: ``CommDebugMode``, profilers, memory trackers. Saved-tensor hooks need no
-care, since the runtime saves nothing for backward.
+care, since the runtime saves nothing for backward, nor does autocast but where all-gather hooks run (``Gather``).
 
 The hooks themselves work on the user's tensors, so for gradients and transforms they are part of the user's
 computation. They leave modes where they make a view: a checkpoint must not see another operation in its recomputation.
@@ -80,7 +80,6 @@ def _left() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(_torch.without_modes())
         stack.enter_context(_torch.without_transforms())
-        stack.enter_context(_torch.without_autocast())
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.no_grad())  # as in inference mode

@@ -98,6 +98,13 @@ class Executor:
         self._offloaded = [group for _, group in groups if group.home.is_staged]
         self._replicated = [each for each in groups if each[1].mesh.replicate.size > 1]
 
+    def let_go(self, unit: Unit, index: int) -> None:
+        """The unit at ``index`` works elsewhere from now on; ``unit``, without groups, is in its place."""
+        self._programs |= {(action, index): self._program(action, unit) for action in Action}
+        mine = {group for each in self.units for group in each.groups}
+        self._offloaded = [group for group in self._offloaded if group in mine]
+        self._replicated = [each for each in self._replicated if each[1] in mine]
+
     def _program(self, action: Action, unit: Unit) -> Callable[[], object]:
         if action is Action.LAND:
             return self.land

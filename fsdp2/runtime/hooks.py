@@ -227,7 +227,12 @@ class ModuleHooks:
         """``output`` for the unit's caller, cast and with hooks: its gradients start the unit's backward. ``is_freed``:
         the memory of the unit's parameters is about to be freed."""
         if any(map(ask, MODES)) and _torch.has_replacing_modes():
-            return door.outside_modes(self.hand_out, output, is_freed=is_freed)
+            output = door.outside_modes(self._mark_output, output, is_freed)
+        else:
+            output = self._mark_output(output, is_freed)
+        return output if self._output_dtype is None else cast_floating(output, self._output_dtype)
+
+    def _mark_output(self, output: Any, is_freed: bool) -> Any:
         unit = self._unit
         if _torch.in_func_transform():
             unit.leads_to, reached = Outcome.BACKWARD, self._on_output_gradient
@@ -257,7 +262,7 @@ class ModuleHooks:
             # autocast keeps casts of parameters, with their nodes. If a later forward used these old nodes, autograd
             # would come to them last, when the unit is reduced already.
             torch.clear_autocast_cache()
-        return output if self._output_dtype is None else cast_floating(output, self._output_dtype)
+        return output
 
     @_torch.runs_between_graphs
     def _on_output_gradient(self, *_: torch.Tensor) -> None:

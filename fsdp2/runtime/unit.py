@@ -140,7 +140,8 @@ class Unit:
         """Leave the present root: another one takes over, or the unit was taken out of the tree. Gradients that the old
         root has in flight land first."""
         if self.tree is not None:
-            self.tree.release()
+            self.tree.release(self)
+            note_tree_change()  # the old root takes it back before its next pass, if it still has the module
         self.tree = None
 
     def join(self, tree: UnitTree, index: int, name: str) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from copy import copy
 from dataclasses import replace
 from typing import ClassVar
 
@@ -190,7 +191,8 @@ class UnitTree:
                 f"a backward of {self.class_name} is running in another thread. Run forwards and backwards of one "
                 "model one after another."
             )
-        self.reset()
+        if self.passes.in_backward:  # else it has ended well while this thread waited
+            self.reset()
 
     def pre_forward(self, unit: Unit, *, grad_enabled: bool) -> tuple[Phase, bool]:
         """``unit`` is about to compute, or to compute again. Returns the phase it is in now, and whether its forward
@@ -314,6 +316,13 @@ class UnitTree:
         if any(map(ask, SURROUNDINGS)) and must_leave():
             door.outside(self.end_backward)
             return
+        try:
+            self._end_backward()
+        except BaseException:
+            self.reset()  # what has been launched must not land in a later step
+            raise
+
+    def _end_backward(self) -> None:
         self.executor.do((), "end_backward", self.root)
         torch.clear_autocast_cache()  # as after a forward without gradients: see ModuleHooks
         for unit in self.units:
@@ -385,6 +394,8 @@ class UnitTree:
     @door.entry
     def unshard(self, unit: Unit) -> None:
         """Start gathering ``unit`` because the user asks; returns before the data has arrived."""
+        if self.passes.in_backward and _torch.running_backward() != self._backward.task:
+            self._recover_backward()
         self.order_gathers()
         self.executor.do(self.schedule.by_hand(Action.UNSHARD, unit.index), "unshard()", unit)
         for group in unit.groups:
@@ -409,8 +420,9 @@ class UnitTree:
             group.unsharded.release_post_forward()  # the user may write the shards next
         self.executor.wait_for_reads()
 
-    def release(self) -> None:
-        """A unit is about to leave for another root. Bring this tree to rest; other gradients go with their groups.
+    def release(self, unit: Unit) -> None:
+        """``unit`` is about to leave for another root. Bring this tree to rest; other gradients go with their groups.
+        No later event here acts on them, also not the end of a backward to come.
 
         Raises:
             ScheduleError: a backward of the present root runs.
@@ -425,6 +437,13 @@ class UnitTree:
         if self.passes.root is not None or self.executor.has_unwaited:  # a module does not run inside its own child
             self.abandon_forward()
             self._end_step()
+        for group in unit.groups:
+            group.reshard()
+            group.unsharded.release_post_forward()
+        left = copy(unit)
+        left.groups, left.tree = (), None
+        self.units[unit.index] = left
+        self.executor.let_go(left, unit.index)
 
     def abandon_forward(self) -> None:
         """End the pass that runs, if any: what is in flight lands, and shards are bound. Other gradients stay."""

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2 import CPUOffloadPolicy, FSDPModule
 from tests.distributed.changes import alike, assert_gradients
-from tests.distributed.support import seeded, shard_each
+from tests.distributed.support import InjectedError, seeded, shard_each
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.messages import error_of
 from tests.harness.selection import long
@@ -192,3 +192,69 @@ def test_a_model_inside_the_backward_of_another_computes_with_current_values(
             teacher.zero_grad()
         found.append(seen)
     torch.testing.assert_close(*found, rtol=0, atol=1e-6)
+
+
+# Units that leave
+
+
+@distributed(2)
+def test_gradients_of_a_unit_that_moved_stay_when_its_old_root_is_reset(ctx: RankContext) -> None:
+    """It moves with gradients that are kept; then the backward of its old root fails, and starts again."""
+
+    def run(is_sharded: bool) -> tuple[Any, Any]:
+        old, new = seeded(_nested), seeded(_nested, 1)
+        child = old[0]
+        if is_sharded:
+            for each in (old, new):
+                shard_each(*_levels(each), mesh=ctx.mesh_1d())
+            child.set_requires_gradient_sync(False)
+        _backward(old, 0)
+        for each in (old[1], new) if not is_sharded else (old, new):
+            each.zero_grad()
+        new[0] = child
+        del old[0]
+        old.insert(0, nn.Identity())
+        _backward(new, 1)
+        if is_sharded:
+            old.reset_iter_state()
+            child.set_requires_gradient_sync(True)
+        _backward(new, 2)
+        return new, old
+
+    model, _ = run(True)
+    plain, _ = run(False)
+    assert_gradients(model, plain)
+
+
+@distributed(2)
+def test_a_unit_that_leaves_unsharded_has_shards(ctx: RankContext) -> None:
+    model = seeded(_nested)
+    shard_each(*_levels(model), mesh=ctx.mesh_1d())
+    model.set_reshard_after_backward(False)
+    _backward(model, 0)
+    child = model[0]
+    model[0] = nn.Identity()
+    model(_x())
+    assert all(isinstance(value, DTensor) for value in child.state_dict().values())
+    assert all(isinstance(param, DTensor) for param in child.parameters())
+
+
+@distributed(2)
+def test_a_backward_whose_last_landing_raises_may_be_repeated(ctx: RankContext) -> None:
+    """A hook of the user raises; the graph was kept."""
+    model, plain = seeded(_nested), seeded(_nested)
+    shard_each(*_levels(model), mesh=ctx.mesh_1d())
+
+    def fail(_: Tensor) -> None:
+        raise InjectedError
+
+    handle = model[1].weight.register_post_accumulate_grad_hook(fail)
+    loss = model(_x()).square().mean()
+    with pytest.raises(InjectedError):
+        loss.backward(retain_graph=True)
+    handle.remove()
+    for each in (model, plain):
+        each.zero_grad()
+    loss.backward()
+    _backward(plain, 0)
+    assert_gradients(model, plain)
