@@ -243,7 +243,7 @@ class FSDPModule:
         warnings.warn(
             "set_reduce_scatter_divide_factor is deprecated. Call set_gradient_divide_factor instead.",
             DeprecationWarning,
-            stacklevel=2,
+            stacklevel=3,  # over the door
         )
         self.set_gradient_divide_factor(factor)
 

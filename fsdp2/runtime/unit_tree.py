@@ -122,6 +122,9 @@ class UnitTree:
             belongs, is_here = unit in found, unit.tree is self
             if belongs != is_here:
                 unit.leave()
+            for group in unit.groups if not belongs else ():  # nobody would reshard it
+                group.reshard()
+                group.unsharded.release_post_forward()
         before, self.units = self.units, list(found)
         self._seen_version = ModuleTrees.version
         for index, (unit, name) in enumerate(found.items()):
@@ -437,9 +440,6 @@ class UnitTree:
         if self.passes.root is not None or self.executor.has_unwaited:  # a module does not run inside its own child
             self.abandon_forward()
             self._end_step()
-        for group in unit.groups:
-            group.reshard()
-            group.unsharded.release_post_forward()
         left = copy(unit)
         left.groups, left.tree = (), None
         self.units[unit.index] = left

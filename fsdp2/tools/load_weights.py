@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor
 from fsdp2.extras.empty_buffers import empty_buffers
 from fsdp2.extras.plain_names import plain_name
 from fsdp2.group.codec import is_plain
-from fsdp2.runtime import door
 from fsdp2.tools.checkpoint_mapping import MappingLike, Shape, listed
 from fsdp2.tools.checkpoint_pieces import Piece, Resolved, Run, reads, resolved_to_load, whole_piece
 from fsdp2.tools.open_checkpoint import OpenCheckpoint, open_together
@@ -49,7 +48,6 @@ class LoadedKeys(NamedTuple):
 
 
 @torch.no_grad()
-@door.entry
 def load_safetensors(
     model: nn.Module,
     path_or_index: str | os.PathLike[str],

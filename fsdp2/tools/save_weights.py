@@ -30,7 +30,6 @@ from torch.distributed.tensor import DTensor
 from fsdp2.extras.exchange import exchange
 from fsdp2.extras.state import bound_state
 from fsdp2.plan.mesh import Axis
-from fsdp2.runtime import door
 from fsdp2.tools.checkpoint_mapping import MappingLike
 from fsdp2.tools.checkpoint_pieces import Piece
 from fsdp2.tools.progress import progress
@@ -52,7 +51,6 @@ from fsdp2.tools.weights import (
 _CALLER = "save_safetensors"
 
 
-@door.entry
 def save_safetensors(
     model: nn.Module,
     folder: str | os.PathLike[str],
