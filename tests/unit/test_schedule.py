@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from fsdp2.schedule.schedule import Actions, AfterForward, Phase, Schedule, UnitRules
+from fsdp2.schedule.states import Outcome
 from tests.harness.golden import Check, texts_beside
 
 TEXTS = texts_beside(__file__)
@@ -149,3 +150,12 @@ def test_units_are_reduced_last_in_one_step_only() -> None:
             assert schedule.reduced_last == {2}
             perform(schedule, words)
         assert schedule.reduced_last == set()
+
+
+def test_a_forward_that_no_backward_follows_leaves_nothing_on_the_tape() -> None:
+    """Else the tape would grow under a frozen model, and backward would prefetch its units."""
+    schedule = schedule_of()
+    perform(schedule, "+f0 +f1")
+    schedule.post_forward(1, Outcome.NOTHING)
+    perform(schedule, "+f2 -f2 -f0")
+    assert schedule.tape.ended == [2, 0]
