@@ -132,18 +132,11 @@ class _AtEnd:
 
 # What surrounds the user's code: see runtime/door.py
 
-# How many modes see each operation of this thread below autograd, and each call of torch's Python functions.
-num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-num_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 # Whether a transform of torch.func (grad, vmap, ...) is active on this thread.
 in_func_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
 in_transform = in_func_transform  # or a checker: see add_checker
 without_autocast: Callable[[], AbstractContextManager[None]] = torch._C._DisableAutocast
 _pause_checker: Callable[[], AbstractContextManager[None]] = nullcontext
-SURROUNDINGS: list[Callable[[], int]] = [
-    *(num_dispatch_modes, num_function_modes),
-    *(in_func_transform, torch.is_inference_mode_enabled),
-]
 
 
 def add_checker(is_checking: Callable[[], bool], pause: Callable[[], AbstractContextManager[None]]) -> None:
@@ -161,45 +154,6 @@ def without_transforms() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def without_modes() -> Iterator[None]:
-    """In the block, no mode keeps or replaces what operations return. Modes that watch stay."""
-    of_functions = [torch._C._pop_torch_function_stack() for _ in range(num_function_modes())]
-    watching = [mode for mode in reversed(of_functions) if isinstance(mode, TorchDispatchMode)]  # as DebugMode does
-    for mode in watching:
-        torch._C._push_on_torch_function_stack(mode)
-    modes = [torch._C._get_dispatch_stack_at(index) for index in range(num_dispatch_modes())]
-    users = [mode for mode in modes if not mode.is_infra_mode()]  # the others say what tensors are: fake ones, proxies
-    staying = [mode for mode in users if not _replaces_results(mode)]
-    swapped = len(staying) < len(users)
-    if swapped:
-        _swap_modes(users, staying)
-    try:
-        yield
-    finally:
-        if swapped:
-            _swap_modes(staying, users)
-        for _ in watching:
-            torch._C._pop_torch_function_stack()
-        for mode in reversed(of_functions):
-            torch._C._push_on_torch_function_stack(mode)
-
-
-def has_replacing_modes() -> bool:
-    """Whether ``without_modes`` would leave any."""
-    modes = map(torch._C._get_dispatch_stack_at, range(num_dispatch_modes()))
-    of_functions = map(torch._C._get_function_stack_at, range(num_function_modes()))
-    is_any = any(not isinstance(mode, TorchDispatchMode) for mode in of_functions)
-    return is_any or any(map(_replaces_results, modes))
-
-
-def _swap_modes(before: Sequence[TorchDispatchMode], after: Sequence[TorchDispatchMode]) -> None:
-    for _ in before:
-        torch._C._pop_torch_dispatch_stack(None)
-    for mode in after:
-        torch._C._push_on_torch_dispatch_stack(mode)
-
-
 # Selective checkpointing's, which return saved results instead of computing, and one that copies what is written.
 _REPLACING = (
     torch.utils.checkpoint._CachingTorchDispatchMode,
@@ -208,8 +162,53 @@ _REPLACING = (
 )
 
 
-def _replaces_results(mode: object) -> bool:
-    return isinstance(mode, _REPLACING) or getattr(mode, "replaces_results", False)
+class ModeStack(NamedTuple):
+    """The modes of this thread of one kind, the innermost last, and which of them the runtime leaves: ``is_left``."""
+
+    size: Callable[[], int]
+    at: Callable[[int], Any]
+    pop: Callable[[], object]
+    push: Callable[[Any], None]
+    is_left: Callable[[Any], bool]
+
+    def has_any(self) -> bool:
+        """Whether ``left`` would leave any."""
+        return any(map(self.is_left, map(self.at, range(self.size()))))
+
+    @contextmanager
+    def left(self) -> Iterator[None]:
+        """In the block, there are only the others: modes that watch, and torch's own, such as that of fake tensors."""
+        modes = [mode for mode in map(self.at, range(self.size())) if not getattr(mode, "is_infra_mode", bool)()]
+        staying = [mode for mode in modes if not self.is_left(mode)]
+        self._swap(modes, staying)
+        try:
+            yield
+        finally:
+            self._swap(staying, modes)
+
+    def _swap(self, before: list[Any], after: list[Any]) -> None:
+        for _ in before:
+            self.pop()
+        for mode in after:
+            self.push(mode)
+
+
+# They see every operation below autograd, or each call of torch's Python functions. DebugMode, which watches, is both.
+DISPATCH_MODES = ModeStack(
+    torch._C._len_torch_dispatch_stack,
+    torch._C._get_dispatch_stack_at,
+    partial(torch._C._pop_torch_dispatch_stack, None),
+    torch._C._push_on_torch_dispatch_stack,
+    lambda mode: isinstance(mode, _REPLACING) or getattr(mode, "replaces_results", False),
+)
+FUNCTION_MODES = ModeStack(
+    torch._C._len_torch_function_stack,
+    torch._C._get_function_stack_at,
+    torch._C._pop_torch_function_stack,
+    torch._C._push_on_torch_function_stack,
+    lambda mode: not isinstance(mode, TorchDispatchMode),
+)
+SURROUNDINGS = [DISPATCH_MODES.size, FUNCTION_MODES.size, in_func_transform, torch.is_inference_mode_enabled]
 
 
 class GradientHook:

@@ -15,8 +15,9 @@ gather without its values. So the door leaves what surrounds the user's code, an
 What only watches still sees the runtime: ``CommDebugMode``, profilers, memory trackers. Saved-tensor hooks need no
 care, since the runtime saves nothing for backward, nor does autocast but where all-gather hooks run (``Gather``).
 
-The hooks themselves work on the user's tensors, so for gradients and transforms they are part of the user's
-computation. They leave modes where they make a view: a checkpoint must not see another operation in its recomputation.
+The hooks themselves work on the user's tensors, so for gradients, transforms and function modes they are part of the
+user's computation. They leave dispatch modes where they make a view: a checkpoint must not see another operation in its
+recomputation.
 """
 
 from __future__ import annotations
@@ -37,23 +38,18 @@ _T = TypeVar("_T")
 
 # Entries that every unit passes in every step ask in line, and in C: ``any(map(ask, SURROUNDINGS)) and must_leave()``.
 ask = methodcaller("__call__")
-MODES, SURROUNDINGS = _torch.SURROUNDINGS[:2], _torch.SURROUNDINGS
+SURROUNDINGS = _torch.SURROUNDINGS
 
 
 def must_leave() -> bool:
     """Whether anything but watching modes surrounds this call."""
-    return any(map(ask, SURROUNDINGS[2:])) or _torch.has_replacing_modes()
+    others = any(map(ask, SURROUNDINGS[2:]))
+    return others or _torch.DISPATCH_MODES.has_any() or _torch.FUNCTION_MODES.has_any()
 
 
 def outside(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
     """What ``function`` returns, called outside of all that surrounds the user's code."""
     with _left():
-        return function(*args, **kwargs)
-
-
-def outside_modes(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-    """Like ``outside``, but leaves only modes that keep or replace results."""
-    with _torch.without_modes():
         return function(*args, **kwargs)
 
 
@@ -78,7 +74,8 @@ def all_entries(cls: type[_T]) -> type[_T]:
 @contextmanager
 def _left() -> Iterator[None]:
     with ExitStack() as stack:
-        stack.enter_context(_torch.without_modes())
+        stack.enter_context(_torch.FUNCTION_MODES.left())
+        stack.enter_context(_torch.DISPATCH_MODES.left())
         stack.enter_context(_torch.without_transforms())
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))

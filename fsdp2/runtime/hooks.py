@@ -20,7 +20,6 @@ from fsdp2.group.group import Guard
 from fsdp2.plan.dtypes import cast_floating, need_cast
 from fsdp2.plan.trees import find_tensors, map_tensors
 from fsdp2.runtime import door
-from fsdp2.runtime.door import MODES, ask
 from fsdp2.runtime.unit import Unit, units_under
 from fsdp2.runtime.unit_tree import tree_of
 from fsdp2.schedule.schedule import COMPUTING, AfterForward, Phase
@@ -226,8 +225,9 @@ class ModuleHooks:
     def hand_out(self, output: Any, *, is_freed: bool = False) -> Any:
         """``output`` for the unit's caller, cast and with hooks: its gradients start the unit's backward. ``is_freed``:
         the memory of the unit's parameters is about to be freed."""
-        if any(map(ask, MODES)) and _torch.has_replacing_modes():
-            output = door.outside_modes(self._mark_output, output, is_freed)
+        if _torch.DISPATCH_MODES.size() and _torch.DISPATCH_MODES.has_any():
+            with _torch.DISPATCH_MODES.left():
+                output = self._mark_output(output, is_freed)
         else:
             output = self._mark_output(output, is_freed)
         return output if self._output_dtype is None else cast_floating(output, self._output_dtype)
@@ -280,8 +280,9 @@ class ModuleHooks:
         """Mark the inputs, to learn when the gradients of all are known. ``found``: the tensors in them, if known. Most
         blocks have one input. Then a hook on a view is enough; it is cheaper than an ``autograd.Function`` in Python.
         """
-        if any(map(ask, MODES)) and _torch.has_replacing_modes():
-            return door.outside_modes(self._mark_inputs, args, kwargs, found)
+        if _torch.DISPATCH_MODES.size() and _torch.DISPATCH_MODES.has_any():
+            with _torch.DISPATCH_MODES.left():
+                return self._mark_inputs(args, kwargs, found)
         if found is None:
             is_one = len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor
             found = args if is_one else find_tensors(kwargs, find_tensors(args, []))

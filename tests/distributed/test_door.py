@@ -37,7 +37,7 @@ class _Replaced(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        is_made = isinstance(result, Tensor) and func in (torch.zeros, torch.empty, torch.ones, Tensor.view_as)
+        is_made = isinstance(result, Tensor) and func in (torch.zeros, torch.empty, torch.ones, torch.Tensor.copy_)
         return torch.full_like(result, 7.0) if is_made else result
 
 
