@@ -258,3 +258,24 @@ def test_a_backward_whose_last_landing_raises_may_be_repeated(ctx: RankContext) 
     loss.backward()
     _backward(plain, 0)
     assert_gradients(model, plain)
+
+
+@distributed(2)
+def test_unshard_after_a_backward_that_raised_shows_what_was_written(ctx: RankContext) -> None:
+    model, plain = seeded(_nested), seeded(_nested)
+    shard_each(*_levels(model), mesh=ctx.mesh_1d())
+    params = list(model.parameters())
+
+    def fail(_: Tensor) -> None:
+        raise InjectedError
+
+    handle = model[0].register_forward_hook(lambda _module, _args, output: output.register_hook(fail) and None)
+    with pytest.raises(InjectedError):
+        _backward(model, 0)
+    handle.remove()
+    with torch.no_grad():
+        for param in (*params, *plain.parameters()):
+            param.add_(0.5)
+    model.unshard()
+    torch.testing.assert_close(model[1].weight.detach(), plain[1].weight.detach())
+    model.reshard()
