@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 T = TypeVar("T")
@@ -193,7 +194,8 @@ class ModeStack(NamedTuple):
             self.push(mode)
 
 
-# They see every operation below autograd, or each call of torch's Python functions. DebugMode, which watches, is both.
+# They see every operation below autograd, or each call of torch's Python functions. DebugMode, which watches, is both;
+# a default device is for users' all-gather hooks, too.
 DISPATCH_MODES = ModeStack(
     torch._C._len_torch_dispatch_stack,
     torch._C._get_dispatch_stack_at,
@@ -206,7 +208,7 @@ FUNCTION_MODES = ModeStack(
     torch._C._get_function_stack_at,
     torch._C._pop_torch_function_stack,
     torch._C._push_on_torch_function_stack,
-    lambda mode: not isinstance(mode, TorchDispatchMode),
+    lambda mode: not isinstance(mode, (TorchDispatchMode, DeviceContext)),
 )
 SURROUNDINGS = [DISPATCH_MODES.size, FUNCTION_MODES.size, in_func_transform, torch.is_inference_mode_enabled]
 

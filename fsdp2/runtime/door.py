@@ -9,7 +9,7 @@ gather without its values. So the door leaves what surrounds the user's code, an
   ``runs_between_graphs`` marks a function;
 - dispatch modes that keep or replace results: those of selective checkpointing and of
   ``allow_mutation_on_saved_tensors``, and modes whose class sets ``replaces_results = True``;
-- modes that replace torch's Python functions, such as ``torch.device("meta")`` and ``torch.set_default_device``;
+- modes that replace torch's Python functions, but for a default device (``torch.device``), which hooks may rely on;
 - transforms of ``torch.func``, and inference mode.
 
 What only watches still sees the runtime: ``CommDebugMode``, profilers, memory trackers. Saved-tensor hooks need no

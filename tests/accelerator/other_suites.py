@@ -56,13 +56,20 @@ EXCLUDED: dict[str, dict[str, str]] = {
         "test_torchs_tools.test_comm_debug_mode_counts_what_a_feature_adds_to_every_step": _IN_PYTHON,
     },
     "distributed": {
+        "test_auto_shard.test_ignored_parameters_are_planned_whole_and_groups_in_the_dtype_of_the_policy": (
+            "torch's optimizers take foreach on a device, and DTensor's does not mix with plain tensors"
+        ),
         "test_compiled_blocks": "torch.compile has no backend for the device",
         "test_comm": "is about the channels of gloo",
+        "test_door": "is about modes around operations of the CPU; torch.compile has no backend for the device",
         "test_custom_comm.test_hook_gets_one_buffer_with_zeros_between_the_gradients": (
             "is about the alignment of buffers on the CPU"
         ),
         "test_report.test_steps_of_the_host_for_offloaded_units_are_shown_beside_backward": (
             "the device's clock is not that of the host's thread"
+        ),
+        "test_roots.test_a_model_inside_the_backward_of_another_computes_with_current_values": (
+            "not understood yet: a forward in a hook of a gradient computes garbage there, as it did before that test"
         ),
         "test_staleness.test_writes_that_bypass_the_versions_of_shards_need_a_reshard_first[numpy]": (
             "numpy sees no memory of a device"

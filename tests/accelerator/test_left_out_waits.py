@@ -71,7 +71,7 @@ WAITS = [
     Wait("reduce_after_compute", "group.reduce_scatter.Reduce.launch", "plain", SIDE),
     Wait("wait_on_cpu", "comm.offload.FlatStage.wait", "offloaded, evaluated", "late copies"),
     Wait("wait_on_cpu", "comm.offload.HostCopies.wait", "offloaded", "late copies"),
-    Wait("work", "group.all_gather.Gather._wait_for_works", "gathered on the compute stream", "late gathers"),
+    Wait("work", "group.all_gather.Gather.wait", "gathered on the compute stream", "late gathers"),
     Wait("work", "extras.rank_checks.reduce", "partly used, ranks may differ", "late reductions"),
     Wait("on, in front", "group.reduce_scatter.Reduce._run_hook", "hook on a stream of its own", "late reductions"),
     Wait("on, behind", "group.reduce_scatter.Reduce._run_hook", "hook on a stream of its own", "compute first"),
@@ -114,6 +114,8 @@ _WHOLE = "distributed/test_whole_matrices.py::test_each_matrix_is_whole_once_and
 _CLOCK = "accelerator/test_report.py::test_clock_starts_when_the_device_has_come_to_it"
 _ASKED = "distributed/test_stream.py::test_a_transform_gets_whole_tensors_together_and_may_quantise_them"
 ELSEWHERE: dict[str, str] = {
+    "group.all_gather.Gather.drop-work": "distributed/test_messages_in_flight.py::"
+    "test_reset_after_an_interrupt_waits_for_the_messages_that_are_left",
     # collectives that the CPU waits for, as gloo's; on a stream, a backend may return a work where NCCL returns none
     "_torch.with_works.issue-work": _ON_STREAMS,
     "runtime.executor._run-compute_after_reduce": _STOPPED,

@@ -176,12 +176,14 @@ def test_a_model_inside_the_backward_of_another_computes_with_current_values(
             for each in (student, teacher):
                 shard_each(*_levels(each), mesh=ctx.mesh_1d(), reshard_after_forward=reshards)
         seen: list[Tensor] = []
+        device = torch.device(ctx.mesh_1d().device_type if is_sharded else "cpu")
 
-        def ask(_: Tensor, teacher: Any = teacher, seen: list[Tensor] = seen) -> None:
+        def ask(_: Tensor, teacher: Any = teacher, seen: list[Tensor] = seen, device: torch.device = device) -> None:
             with torch.set_grad_enabled(records):
-                x = _x(5).requires_grad_()
+                x = _x(5).to(device).requires_grad_()
                 output = teacher(x)
-                seen.append(torch.autograd.grad(output.square().sum(), x)[0] if records else output.detach().clone())
+                found = torch.autograd.grad(output.square().sum(), x)[0] if records else output.detach()
+                seen.append(found.cpu().clone())
 
         for _ in range(3):
             output = student(_x())
