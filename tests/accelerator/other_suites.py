@@ -61,7 +61,8 @@ EXCLUDED: dict[str, dict[str, str]] = {
         ),
         "test_compiled_blocks": "torch.compile has no backend for the device",
         "test_comm": "is about the channels of gloo",
-        "test_door": "is about modes around operations of the CPU; torch.compile has no backend for the device",
+        "test_door.test_methods_and_steps_inside_of_compiled_functions": "torch.compile has no backend for the device",
+        "test_door.test_what_watches_sees_the_runtime": _IN_PYTHON,
         "test_custom_comm.test_hook_gets_one_buffer_with_zeros_between_the_gradients": (
             "is about the alignment of buffers on the CPU"
         ),
