@@ -109,8 +109,11 @@ class Gate:
         assert self._store is not None
         until = time.monotonic() + _limit_s()
         pause_s, max_pause_s = _PAUSE_S, max(_MAX_PAUSE_S, len(self._ranks) * _PAUSE_PER_RANK_S)
-        while launched(self._store.add, counter, 0) < count:
-            if launched(self._store.check, [_LEFT]):
+        while True:
+            has_left = launched(self._store.check, [_LEFT])  # read first: a rank may ask for this step, and then leave
+            if launched(self._store.add, counter, 0) >= count:
+                return True
+            if has_left:
                 return self._ended(self._store.get(_LEFT))
             if time.monotonic() > until:
                 raise CommunicationError(
@@ -119,7 +122,6 @@ class Gate:
                 )
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, max_pause_s)
-        return True
 
     def _ended(self, said: bytes) -> bool:
         rank, why, text = json.loads(said)

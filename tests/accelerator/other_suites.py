@@ -69,9 +69,6 @@ EXCLUDED: dict[str, dict[str, str]] = {
         "test_report.test_steps_of_the_host_for_offloaded_units_are_shown_beside_backward": (
             "the device's clock is not that of the host's thread"
         ),
-        "test_roots.test_a_model_inside_the_backward_of_another_computes_with_current_values": (
-            "not understood yet: a forward in a hook of a gradient computes garbage there, as it did before that test"
-        ),
         "test_staleness.test_writes_that_bypass_the_versions_of_shards_need_a_reshard_first[numpy]": (
             "numpy sees no memory of a device"
         ),

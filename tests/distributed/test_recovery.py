@@ -18,6 +18,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
+from fsdp2.extras.board import Board
 from fsdp2.tools import trace
 from tests.distributed.changes import assert_gradients, assert_step_is_that_of, assert_trains_as_stack, step_and_zero
 from tests.distributed.support import (
@@ -179,12 +180,19 @@ def test_model_that_was_reset_can_join_a_larger_root(ctx: RankContext) -> None:
 @pytest.mark.ci
 @distributed(2)
 def test_sharded_model_that_is_dropped_is_freed(ctx: RankContext) -> None:
+    """With what it showed in the store: a store that lives on is in the way of the next process group at its port."""
+    before = _boards()
     model = sharded(ctx)
     step(model)
     watched = [weakref.ref(model), weakref.ref(model.blocks[1]), weakref.ref(model.exit.weight)]
-    del model
+    watched += map(weakref.ref, set(_boards()) - set(before))
+    del before, model
     gc.collect()
-    assert [reference() for reference in watched] == [None, None, None]
+    assert [reference() for reference in watched] == [None, None, None, None]
+
+
+def _boards() -> list[Board]:
+    return [each for each in gc.get_objects() if type(each) is Board]
 
 
 @pytest.mark.parametrize("raises", ["forward", "hook of the user"])

@@ -176,7 +176,7 @@ def test_a_model_inside_the_backward_of_another_computes_with_current_values(
             for each in (student, teacher):
                 shard_each(*_levels(each), mesh=ctx.mesh_1d(), reshard_after_forward=reshards)
         seen: list[Tensor] = []
-        device = torch.device(ctx.mesh_1d().device_type if is_sharded else "cpu")
+        device = next(teacher.parameters()).device
 
         def ask(_: Tensor, teacher: Any = teacher, seen: list[Tensor] = seen, device: torch.device = device) -> None:
             with torch.set_grad_enabled(records):

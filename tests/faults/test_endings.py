@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2.extras import alike, meetings
 from tests.distributed.support import sharded, step
-from tests.docs.launch import free_port
 from tests.faults.ranks import World
 from tests.harness.distributed import RankContext
 from tests.harness.selection import in_ci, long
@@ -123,33 +122,3 @@ def test_a_rank_that_goes_on_alone_is_told_which_rank_has_ended(first: int) -> N
     assert f"rank {1 - first}: waiting for other ranks, in forward 2 of FSDPStack, after 1 backward\n" in text
     assert f"rank {first}: ended, after 1 forward and 1 backward of FSDPStack\n" in text
     assert "Give all ranks the same number of batches" in text
-
-
-AGAIN = """
-import datetime, gc, time, torch, torch.distributed as dist
-from fsdp2 import fully_shard
-
-for _ in range(2):
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=20))
-    model = fully_shard(torch.nn.Linear(8, 8))
-    model(torch.ones(2, 8)).sum().backward()
-    dist.barrier()
-    dist.destroy_process_group()
-    del model
-    gc.collect()
-    time.sleep(1)  # until rank 0 has done the same
-"""
-
-
-@pytest.mark.ci
-def test_a_process_group_begins_again_at_the_same_port_when_the_model_is_gone() -> None:
-    """The store of the first one lived on, and ranks read old addresses there."""
-    settings = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "PYTHONPATH": str(ROOT)}
-    env = {**os.environ, **settings, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    ranks = [subprocess.Popen([sys.executable, "-c", AGAIN], env={**env, "RANK": str(rank)}) for rank in range(2)]
-    try:
-        assert [rank.wait(100) for rank in ranks] == [0, 0]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fsdp2.schedule.schedule import Action, Actions, Schedule, UnitRules, in_parts
-from fsdp2.schedule.states import TRANSITIONS, GroupEvent, GroupState
+from fsdp2.schedule.states import TRANSITIONS, GroupEvent, GroupState, Outcome
 from fsdp2.tools.planner.groups import Flight, GroupCost
 from fsdp2.tools.planner.machine import Contention
 from fsdp2.tools.planner.memory import Held, Memory
@@ -95,7 +95,7 @@ class Accelerator:
         for call in self.calls:
             self.do(schedule.pre_forward(call.unit, grad_enabled=True))
             self._forward(call)
-            self.do(schedule.post_forward(call.unit))
+            self.do(schedule.post_forward(call.unit, Outcome.BACKWARD if call.has_backward else Outcome.NOTHING))
         self.do(schedule.post_forward(0))
         self._flush()
         left = [number for number, call in enumerate(self.calls) if call.has_backward]
