@@ -12,9 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecision, StateDictType
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
+from fsdp2.fsdp1 import sharded_grad_scaler
 from fsdp2.fsdp1.orig_params import KeptParameter
 from tests.harness.messages import error_of
 from tests.harness.selection import long
@@ -22,6 +24,7 @@ from tests.parity.fsdp1.fronts import Front, as_torchs, assert_same, mlp, quiet,
 from tests.parity.fsdp1.kinds import FULL_SHARD, GRAD_OP, NO_SHARD
 
 STRATEGIES = [FULL_SHARD, *long(NO_SHARD)]
+SCALERS = {True: sharded_grad_scaler.ShardedGradScaler, False: ShardedGradScaler}
 OPTIONS: dict[str, dict[str, Any]] = {
     "": {},
     "bf16": {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)},
@@ -105,6 +108,20 @@ def test_averages_over_lists_from_before_follow(front: Front, strategy: Any) -> 
 
     losses = front.train(wrapped, torch.optim.SGD, lr=0.5, before_step=update)
     return losses, outputs, _whole(front, average)
+
+
+@as_torchs(2)
+def test_gradients_are_unscaled_before_the_first_step(front: Front) -> Any:
+    model = mlp()
+    made = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapped = _wrapped(front, model)
+    scaler = SCALERS[front.is_ours]("cpu", init_scale=4.0)
+    loss = wrapped(front.batch(3, 8)).square().mean()
+    scaler.scale(loss).backward()
+    scaler.unscale_(made)
+    scaler.step(made)
+    scaler.update()
+    return _whole(front, wrapped)
 
 
 WRITES: dict[str, Callable[[Any, Tensor], object]] = {
