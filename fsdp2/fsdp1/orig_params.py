@@ -7,6 +7,7 @@ of them, an EMA or an optimizer goes on working.
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
@@ -38,8 +39,17 @@ class OriginalParameter(DTensor):
         _write(cast(nn.Parameter, self), value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        copied = _torch.dtensors_like([self], [_torch.local_of(self).detach().clone()])[0]
-        memo[id(self)] = made = nn.Parameter(copied, requires_grad=self.requires_grad)
+        memo[id(self)] = made = copy.deepcopy(self._as_dtensor(), memo)
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._as_dtensor().__reduce_ex__(protocol)
+
+    def _as_dtensor(self) -> nn.Parameter:
+        """A parameter with the same memory, gradient and attributes, of the class that others know."""
+        made = nn.Parameter(_torch.dtensors_like([self], [_torch.local_of(self)])[0], requires_grad=self.requires_grad)
+        made.grad = self.grad
+        vars(made).update(vars(self))
         return made
 
 

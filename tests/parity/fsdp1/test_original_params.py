@@ -201,6 +201,12 @@ def test_a_parameter_from_before_is_a_shard(front: Front) -> None:
             assert type(copied) is nn.Parameter
             assert torch.equal(copied, local)
     old, shard = kept[0], wrapped.module[0].module.weight
+    shard.note = "mine"
+    for copied in (copy.deepcopy(shard), _saved(shard)):
+        assert type(copied) is DTensor
+        assert copied.note == "mine"
+        assert torch.equal(copied.to_local(), shard.to_local())
+    assert torch.equal(copy.deepcopy(shard).grad.to_local(), shard.grad.to_local())
     before = shard.grad.clone()
     (old * 2).sum().backward()
     assert torch.equal(shard.grad.to_local(), before.to_local() + 2)
