@@ -27,6 +27,7 @@ from fsdp2.fsdp1 import (
     full_params,
     full_precision,
     in_backward,
+    orig_params,
     state_dict as state_dicts,
 )
 from fsdp2.fsdp1.auto_wrap import (
@@ -66,7 +67,7 @@ class FullyShardedDataParallel(HasStateDicts):
     """Shards the parameters of ``module``, as torch's class of this name, on the runtime of :func:`fsdp2.fully_shard`.
 
     The wrapper and what it wraps form one unit: parameters that no wrapper inside manages are gathered together, and
-    their gradients are reduced together. Build the optimizer after wrapping.
+    their gradients are reduced together. With ``use_orig_params``, optimizers may be built before wrapping.
 
     Args:
         module: the module to wrap. Its class and its names stay. If it is a wrapper, or in one of its own, nothing is
@@ -90,9 +91,10 @@ class FullyShardedDataParallel(HasStateDicts):
             are copied, too.
         forward_prefetch, limit_all_gathers: accepted, without effect: units are always gathered ahead in forward, and
             two at a time hold memory.
-        use_orig_params: True: the parameters are DTensors under their own names. False, the default: one flat, 1-D
-            parameter per wrapper stands for them, and an optimizer steps once per wrapper. Then the parameters of a
-            wrapper have one dtype, and are trained all or none.
+        use_orig_params: True: the parameters are DTensors under their own names. Those from before wrapping stand for
+            them: an optimizer, a list or an average that has them goes on. False, the default: one flat, 1-D parameter
+            per wrapper stands for them, and an optimizer, built after wrapping, steps once per wrapper. Then the
+            parameters of a wrapper have one dtype, and are trained all or none.
         device_mesh: the ranks as a mesh, instead of ``process_group``: one axis, or (replicate, shard).
 
     Raises:
@@ -206,6 +208,9 @@ class FullyShardedDataParallel(HasStateDicts):
             for (_, original), param in zip(named, group.params, strict=True):
                 if settings.use_orig_params and type(original) in (nn.Parameter, DTensor):
                     full_params.keep_attributes(vars(original), param.sharded)
+            if settings.use_orig_params:
+                orig_params.keep((original for _, original in named), group.params)
+                orig_params.answer_as_originals(group)
         self._fsdp_wrapped_module = module
         self.__dict__[UNIT_ATTRIBUTE] = unit  # tools may be given the wrapper
         if not settings.use_orig_params and unit.groups:
@@ -331,9 +336,11 @@ class FullyShardedDataParallel(HasStateDicts):
         precision, unit = self._settings.mixed_precision, self._unit
         is_root = unit.is_root
         if is_root and not self._has_run:
-            for wrapper in self.fsdp_modules(self):
+            wrappers = self.fsdp_modules(self)
+            orig_params.take_over_optimizers(group for each in wrappers for group in each._unit.groups)
+            for wrapper in wrappers:
                 in_backward.check_or_join(wrapper)
-            for wrapper in self.fsdp_modules(self):
+            for wrapper in wrappers:
                 wrapper._cast_buffers()
         if is_root and self._settings.full_precision_in_eval:
             full_precision.follow_training(self)
@@ -533,6 +540,7 @@ class FullyShardedDataParallel(HasStateDicts):
         result = super()._apply(*args, **kwargs)
         for param, before in zip(params, attributes, strict=True):
             full_params.keep_attributes(before, param.bound())
+        self._answer_as_originals()
         self._unit.mark_stale()
         return result
 
@@ -550,7 +558,13 @@ class FullyShardedDataParallel(HasStateDicts):
         if "_flat" in state:
             made.__dict__["_flat"] = made._flat_param  # now, since a copied optimizer may have it
         extensions.install(made, extensions.extension_of(made))
+        made._answer_as_originals()
         return made
+
+    def _answer_as_originals(self) -> None:
+        if self._settings.use_orig_params:
+            for group in self._unit.groups:
+                orig_params.answer_as_originals(group)
 
     @property
     def _unit(self) -> Unit:

@@ -23,7 +23,7 @@ from fsdp2 import _torch
 from tests.harness.models import DIM, Branches
 from tests.harness.selection import long
 from tests.parity.fsdp1 import fronts
-from tests.parity.fsdp1.fronts import Front, as_torchs, quiet, with_ours, wrapped_mlp
+from tests.parity.fsdp1.fronts import Front, as_torchs, mlp, quiet, with_ours, wrapped_mlp
 from tests.parity.fsdp1.kinds import FULL_SHARD, GRAD_OP, NO_SHARD
 
 each_strategy = pytest.mark.parametrize("strategy", [FULL_SHARD, GRAD_OP, NO_SHARD])
@@ -412,22 +412,26 @@ def step_in_backward(model: Any, *, register_hook: bool = True) -> None:
     optim._apply_optimizer_in_backward(torch.optim.AdamW, model.parameters(), {"lr": 0.1}, register_hook=register_hook)
 
 
-def stepped_in_backward(front: Front, model: Any) -> Any:
-    step_in_backward(model, register_hook=False)
-    return front.train(model, torch.optim.SGD([nn.Parameter(torch.ones(1))]))
-
-
+@pytest.mark.parametrize("when", ["after wrapping", *long("before")])
 @as_torchs(2)
-def test_optimizers_step_original_parameters_in_backward(front: Front) -> Any:
-    model = wrapped_mlp(front, use_orig_params=True)
-    return [stepped_in_backward(front, model), dict(model.state_dict())]
+def test_optimizers_step_original_parameters_in_backward(front: Front, when: str) -> Any:
+    made = mlp()
+    if when == "before":
+        step_in_backward(made, register_hook=False)
+    model = front.wrap(made, use_orig_params=True, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    if when == "after wrapping":
+        step_in_backward(model, register_hook=False)
+    losses = front.train(model, torch.optim.SGD([nn.Parameter(torch.ones(1))]))  # which steps nothing of the model
+    return [losses, dict(model.state_dict())]
 
 
 @as_torchs(2)
 def test_no_optimizer_steps_a_flat_parameter_in_backward(front: Front) -> None:
     """As torch's class, ours refuses in the first forward; after that, at the call."""
     with pytest.raises(RuntimeError, match="only supported with use_orig_params=True"):
-        stepped_in_backward(front, wrapped_mlp(front))
+        model = wrapped_mlp(front)
+        step_in_backward(model, register_hook=False)
+        front.train(model, torch.optim.SGD([nn.Parameter(torch.ones(1))]))
     if front.is_ours:
         model = wrapped_mlp(front)
         front.train(model, num_steps=1)
