@@ -66,9 +66,11 @@ def summoned(
         kept = {} if offload_to_cpu else _replicated(wrappers, lent)
         with lent_whole(params, units, writeback, rank0_only, offload_to_cpu):
             places = {param: _bound(param) for param in kept}
-            for param, shows_gradient in kept.items():
-                if shows_gradient and param.sharded.grad is not None:
-                    _show_gradient(param, _torch.local_of(param.sharded.grad))
+            shown = {
+                param: _show_gradient(param, _torch.local_of(param.sharded.grad).clone())
+                for param, shows_gradient in kept.items()
+                if shows_gradient and param.sharded.grad is not None and _bound(param) is not param.sharded
+            }
             if with_grads:
                 for group, mine in params.items():
                     if all(param in kept for param in mine):
@@ -82,6 +84,9 @@ def summoned(
             bind_plain(extended)
             if not writeback:
                 _write_values(places)
+            for param, own in shown.items():
+                if param.sharded.grad is not None:
+                    _torch.local_of(param.sharded.grad).copy_(own)
             if with_grads and writeback:
                 grads = {param: _bound(param).grad for mine in params.values() for param in mine}
         _write_gradients(grads)
@@ -185,12 +190,14 @@ def _bind_gradients(group: ParamGroup, params: Sequence[ShardedParam], axis: Axi
         _show_gradient(params[i], own)
 
 
-def _show_gradient(param: ShardedParam, own: torch.Tensor) -> None:
-    """Give the whole ``param``, which is bound, its gradient. ``own``: this rank's part, if model axes have cut it."""
+def _show_gradient(param: ShardedParam, own: torch.Tensor) -> torch.Tensor:
+    """Give the whole ``param``, which is bound, its gradient. Returns ``own``: this rank's part, if model axes have cut
+    it."""
     bound, grad = _bound(param), param.spec.unsharded_tensor(own)
     if grad.dtype is not bound.dtype:
         _torch.set_grad_dtype(bound, grad.dtype)
     bound.grad = grad
+    return own
 
 
 def _local_gradient(param: ShardedParam, dtype: torch.dtype) -> torch.Tensor:

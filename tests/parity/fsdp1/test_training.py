@@ -428,9 +428,9 @@ def test_optimizers_step_original_parameters_in_backward(front: Front, when: str
 @as_torchs(2)
 def test_no_optimizer_steps_a_flat_parameter_in_backward(front: Front) -> None:
     """As torch's class, ours refuses in the first forward; after that, at the call."""
+    model = wrapped_mlp(front)
+    step_in_backward(model, register_hook=False)
     with pytest.raises(RuntimeError, match="only supported with use_orig_params=True"):
-        model = wrapped_mlp(front)
-        step_in_backward(model, register_hook=False)
         front.train(model, torch.optim.SGD([nn.Parameter(torch.ones(1))]))
     if front.is_ours:
         model = wrapped_mlp(front)
