@@ -39,6 +39,7 @@ from fsdp2.fsdp1.init_states import (
     materialise,
 )
 from fsdp2.fsdp1.names import FLAT, WRAPPED, clean_name, wrappers_in
+from fsdp2.fsdp1.private_names import HasPrivateNames
 from fsdp2.fsdp1.settings import DeviceId, Ignored, ProcessGroups, Settings, checked_ignored, checked_settings
 from fsdp2.fsdp1.state_values import memory_order
 from fsdp2.fsdp1.torch_names import HYBRID
@@ -54,7 +55,7 @@ from fsdp2.tools.no_sync import no_sync
 evaluation.register()
 
 
-class FullyShardedDataParallel(HasStateDicts):
+class FullyShardedDataParallel(HasStateDicts, HasPrivateNames):
     """Shards the parameters of ``module``, as torch's class of this name, on the runtime of :func:`fsdp2.fully_shard`.
 
     The wrapper and what it wraps form one unit: parameters that no wrapper inside manages are gathered together, and
@@ -469,9 +470,12 @@ class FullyShardedDataParallel(HasStateDicts):
         groups = self._unit.groups
         if not groups or len(groups[0].shards.flats) != 1:
             return None
+        before: FlatParameter | None = self.__dict__.get("_flat")
+        if before is not None and before.is_away:
+            return before
         if groups[0].is_stale and groups[0].state is GroupState.SHARDED:
             groups[0].take_replaced()
-        flat = self.__dict__["_flat"] = flat_parameter(groups[0], self.__dict__.get("_flat"))
+        flat = self.__dict__["_flat"] = flat_parameter(groups[0], before)
         return flat
 
     @property
@@ -483,16 +487,6 @@ class FullyShardedDataParallel(HasStateDicts):
     def _flat_owner(self) -> nn.Module:
         """The module whose parameter the flat one is. It has the name only: the shards are bound."""
         return inside_checkpoint(self._unit.modules[0])
-
-    @property
-    def _has_params(self) -> bool:
-        """Whether the unit has parameters. Clients of torch's class ask for it."""
-        return bool(self._unit.groups)
-
-    @property
-    def _handle(self) -> FlatParameter | None:
-        """What clients of torch's class write attributes to."""
-        return self._flat_param
 
     # What torch and Python call
 
