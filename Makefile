@@ -5,6 +5,9 @@ TORCH :=
 VENV := .venv$(TORCH:%=-torch-%)
 BIN := $(VENV)/bin
 PINS := $(if $(TORCH),torch==$(TORCH),-c constraints-dev.txt)
+# Clients with many dependencies: their functions run alone, from their files (tests/clients/sources.py).
+SOURCES := ai2-olmo-core==3.0.0 axolotl==0.19.0 fairseq2==0.8.1 nemo-automodel==0.7.0 nvidia-modelopt==0.47.0 \
+	transformer-engine==2.20.2 veomni==0.1.12 verl==0.9.1
 ARGS ?=
 SCRIPTS ?=
 SEEDS ?= 100
@@ -77,4 +80,5 @@ $(VENV)/.bench: $(VENV)/.installed
 
 $(VENV)/.clients: $(VENV)/.installed
 	$(BIN)/pip install $(PINS) -e '.[clients]'
+	$(BIN)/pip install --no-deps --target $(VENV)/client-sources $(SOURCES)
 	touch $@

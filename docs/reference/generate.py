@@ -37,7 +37,21 @@ _WIDTH = 100
 _NOTE = "<!-- Written by docs/reference/generate.py. Change the docstrings, then run `make docs`. -->"
 _PACKAGE = Path(fsdp2.__file__).parent
 # From the top down, as docs/architecture.md lists the folders. "" has the files beside them.
-_FOLDERS = ("api", "extras", "runtime", "group", "comm", "schedule", "plan", "", "tools", "tensors", "testing", "fsdp1")
+_FOLDERS = (
+    "api",
+    "extras",
+    "runtime",
+    "group",
+    "comm",
+    "schedule",
+    "plan",
+    "",
+    "tools",
+    "tensors",
+    "testing",
+    "fsdp1",
+    "torch_view",
+)
 _SECTION = re.compile(r"^(Args|Attributes|Returns|Raises):$")
 _SECTION_TITLES = {"Args": "Arguments", "Attributes": "Attributes", "Returns": "Returns", "Raises": "Raises"}
 _MADE_BY_FSDP2 = (fsdp2.FSDPModule, fsdp2.FullParamStream, fsdp2.UnshardHandle, fsdp2.GradientReductionHandle)

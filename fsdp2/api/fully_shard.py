@@ -74,7 +74,7 @@ def fully_shard(  # type: ignore[misc]  # options of a list of modules are those
         shard_placement_fn: returns for each parameter ``Shard(dim)`` to cut along another dimension than 0,
             ``Replicate()`` to leave it whole on each rank and all-reduce its gradient, a :class:`ParamPlacement` to
             shard over other ranks (experts), or None.
-        mp_policy: dtypes of compute, reduction and output.
+        mp_policy: dtypes of compute, reduction and output. This and ``offload_policy`` may be torch's own.
         offload_policy: ``CPUOffloadPolicy`` keeps shards, gradients and optimizer states on the host.
             None, which some clients pass, offloads nothing.
         ignored_params: parameters that are not sharded, moved or reduced; a set, list or tuple.
@@ -94,15 +94,14 @@ def fully_shard(  # type: ignore[misc]  # options of a list of modules are those
     Source: Zhao et al., "PyTorch FSDP", VLDB 2023; per-parameter sharding as in ``torch.distributed.fsdp``.
     """
     roots = _root_modules(module)
-    offload_policy = OffloadPolicy() if offload_policy is None else offload_policy
-    PlugIns.check_arguments(mp_policy, offload_policy, shard_placement_fn, ignored_params)
+    policies = PlugIns.read_arguments(mp_policy, offload_policy, shard_placement_fn, ignored_params)
     prepared = prepare_unit(
         roots,
         parallel_mesh(default_mesh() if mesh is None else mesh, _checked_dims(dp_mesh_dims)),
         reshard_after_forward=reshard_after_forward,
         shard_placement_fn=shard_placement_fn,
-        mp_policy=mp_policy,
-        offload_policy=offload_policy,
+        mp_policy=policies[0],
+        offload_policy=policies[1],
         ignored_params=set(ignored_params or ()),
     )
     _change_classes(roots)
@@ -114,7 +113,7 @@ class PlugIns:
     """What higher layers plug in.
 
     Attributes:
-        check_arguments: refuses a policy, an offload policy, a placement function or ignored parameters.
+        read_arguments: returns the policies, in our classes; refuses them, a placement function or ignored parameters.
         check_module: refuses modules before anything changes, by an error; gets a prefix of names, and a module.
         resolve: returns what a function does that checks and resolves all parameters of a call on a mesh. If it raises
             on one rank, all may raise.
@@ -122,7 +121,7 @@ class PlugIns:
             that it leaves to an outer call; and what makes inner units give up those that they have managed so far.
     """
 
-    check_arguments: Callable[[MixedPrecisionPolicy, object, object, object], None]
+    read_arguments: Callable[[object, object, object, object], tuple[MixedPrecisionPolicy, OffloadPolicy]]
     check_module: Callable[[str, nn.Module], None]
     resolve: Callable[[ParallelMesh, Callable[[], list[ResolvedGroup]]], list[ResolvedGroup]]
     divide_ties: Callable[[Sequence[Found], Sequence[nn.Module]], tuple[list[Found], list[Slot], Callable[[], None]]]

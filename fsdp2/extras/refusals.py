@@ -9,6 +9,7 @@ around a sharded model if it ignores the sharded parameters, since it then reduc
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,6 +23,7 @@ from fsdp2.api.arguments import expect
 from fsdp2.api.fully_shard import PlugIns
 from fsdp2.api.resolve import Found, PlugIns as OfParams
 from fsdp2.extras.plain_names import plain_name
+from fsdp2.extras.policies import as_ours
 from fsdp2.group.codec import has_hooks
 from fsdp2.group.group import groups_by_slot
 from fsdp2.group.param import NAME_IN_PASS, Slot
@@ -30,14 +32,16 @@ from fsdp2.runtime.unit import unit_of
 from fsdp2.types import ExtensionError, MixedPrecisionPolicy, OffloadPolicy
 
 
-def check_arguments(
-    policy: MixedPrecisionPolicy, offload_policy: object, placement_fn: object, ignored_params: object
-) -> None:
-    """Check arguments of ``fully_shard``.
+def read_arguments(
+    policy: Any, offload_policy: Any, placement_fn: object, ignored_params: object
+) -> tuple[MixedPrecisionPolicy, OffloadPolicy]:
+    """Check arguments of ``fully_shard``. Returns the two policies; torch's become ours.
 
     Raises:
         TypeError, ValueError: one is wrong.
     """
+    policy = as_ours(policy)
+    offload_policy = OffloadPolicy() if offload_policy is None else as_ours(offload_policy)
     for name, value, cls in (
         ("mp_policy", policy, MixedPrecisionPolicy),
         ("offload_policy", offload_policy, OffloadPolicy),
@@ -61,6 +65,7 @@ def check_arguments(
     expect(is_set, where, ignored_params, expected, remedy)
     for each in ignored_params or ():  # type: ignore[attr-defined]
         expect(isinstance(each, torch.Tensor), f"{where}: an item", each, "a parameter", remedy)
+    return policy, offload_policy
 
 
 def check_computes(what: str, dtype: torch.dtype | None, *, is_reduced: bool = False) -> None:
@@ -192,5 +197,5 @@ def _check_wrapped(around: nn.Module, _: str, module: object) -> None:
 
 def register() -> None:
     """Let ``fully_shard`` check modules and parameters so."""
-    PlugIns.check_arguments, PlugIns.check_module = check_arguments, check_module
+    PlugIns.read_arguments, PlugIns.check_module = read_arguments, check_module
     OfParams.check_param = check_param

@@ -12,7 +12,7 @@ from typing import Any
 
 from fsdp2 import _torch
 from fsdp2.api.adapters import ADAPTERS, SPEC_READERS
-from fsdp2.api.fully_shard import PlugIns as OfCalls
+from fsdp2.api.fully_shard import PlugIns as OfCalls, fully_shard
 from fsdp2.api.module import PlugIns as OfModules
 from fsdp2.extras import (
     alike,
@@ -28,7 +28,6 @@ from fsdp2.extras import (
     ranks_may_differ,
     refusals,
     shared_memory,
-    state,
     ties,
     unit_checks,
 )
@@ -41,7 +40,7 @@ from fsdp2.runtime.unit_tree import PlugIns as OfTrees
 CHECKS = (unit_checks, lost_gradients, alike)  # each tree asks them in this order
 EXTRAS = (
     *(empty_buffers, handed_out, local_parts, lost_hooks, outside_calls, own_groups, peers),
-    *(plain_names, ranks_may_differ, refusals, shared_memory, state, ties),
+    *(plain_names, ranks_may_differ, refusals, shared_memory, ties),
 )
 
 
@@ -52,6 +51,7 @@ def wire() -> None:
     OfCalls.resolve = _once_imported("spmd_types", _later(types, "resolved"), lambda _, resolve: resolve())
     for extra in (*CHECKS, *EXTRAS):
         extra.register()
+    fully_shard.state = _later("torch_view.state", "state_of")  # type: ignore[attr-defined]  # as composable APIs have it
     OfHooks.check_loaded = _later("tools.loading", "check_loaded")
     OfModules.copied = _later("tools.copying", "copied_module")
     OfModules.communicate_by = _later("tools.custom_comm", "communicate_by")

@@ -29,6 +29,9 @@ class FlatParameter(nn.Parameter):
 
     The shards lie behind each other, with zeros in gaps. ``grad`` is
     made when it is read: None if no shard has a gradient; else zeros stand for missing gradients.
+
+    Attributes:
+        is_away: somebody has moved it from where the shards of the unit live. It has their values meanwhile.
     """
 
     _is_flat_param = True  # isinstance checks against torch's FlatParameter ask for it
@@ -38,6 +41,8 @@ class FlatParameter(nn.Parameter):
     _seen: list[torch.Tensor | None]
     _flat_grad: torch.Tensor | None
     _has_run = False
+    _local: torch.Tensor | None = None
+    is_away = False
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -78,14 +83,57 @@ class FlatParameter(nn.Parameter):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        """Give the shards other values, also of another dtype: clients of torch's class upcast parameters so."""
+        """Give the shards other values, also of another dtype: clients of torch's class upcast parameters so. And also
+        on another device, while nobody uses the unit: clients move models to the host between two phases so."""
+        group, is_moving = self._group, value.device != self.device
+        value = value.contiguous()
         with torch.no_grad():
-            for param, part in self.parts(value.contiguous()):
+            for param, part in self.parts(value):
+                grad = param.sharded.grad
                 (made,) = _torch.dtensors_like([param.sharded], [part])
                 torch.utils.swap_tensors(param.sharded, nn.Parameter(made, param.sharded.requires_grad))
-        self._group.is_stale = True
-        self._group.take_replaced()
-        self.follow_shards()
+                if is_moving and grad is not None:
+                    _torch.set_grads([param.sharded], [_torch.local_of(grad).to(value.device)])
+        group.is_stale = True
+        if is_moving or self.is_away:
+            self._lie_in(value)
+            self.is_away = value.device.type != group.home.device.type
+        if self.is_away:
+            self._free_shards()
+        else:
+            group.take_replaced()
+            self.follow_shards()
+
+    def _free_shards(self) -> None:
+        """Free the memory where the shards were. They get new memory when they are back: whatever address that has, it
+        is not where they were, which tensors without memory say meanwhile."""
+        shards = self._group.shards
+        for flat in shards.flats.values():
+            flat.untyped_storage().resize_(0)
+        shards.locals = [local.to("meta") for local in shards.locals]
+        self._flat, self._flat_grad = self.detach(), None
+
+    def _lie_in(self, value: torch.Tensor) -> None:
+        """Use the memory of ``value``, which is on a device of any type. The object stays: optimizers have it."""
+        other = nn.Parameter(value)
+        other.__class__ = FlatParameter
+        vars(other).update(vars(self))
+        torch.utils.swap_tensors(self, other)
+
+    @property
+    def _local_shard(self) -> torch.Tensor:
+        """Torch's name of the memory as another tensor, which is always the same object while the memory is."""
+        data = self.data
+        if self._local is None or (self._local.data_ptr(), self._local.device) != (data.data_ptr(), data.device):
+            self._local = data
+        return self._local
+
+    @_local_shard.setter
+    def _local_shard(self, value: torch.Tensor) -> None:
+        if (value.data_ptr(), value.device) != (self.data.data_ptr(), self.device):
+            self.data = value
+            value = self.data
+        self._local = value
 
     def register_hook(self, hook: Any) -> Any:
         """Raises: autograd knows the parameters of the unit, not this one, so ``hook`` would never be called."""

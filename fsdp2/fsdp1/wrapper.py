@@ -48,6 +48,7 @@ from fsdp2.fsdp1.init_states import (
     materialise,
 )
 from fsdp2.fsdp1.names import FLAT, WRAPPED, clean_name, wrappers_in
+from fsdp2.fsdp1.private_names import HasPrivateNames
 from fsdp2.fsdp1.settings import DeviceId, Ignored, ProcessGroups, Settings, checked_ignored, checked_settings
 from fsdp2.fsdp1.state_values import memory_order
 from fsdp2.fsdp1.torch_names import HYBRID
@@ -63,7 +64,7 @@ from fsdp2.tools.no_sync import no_sync
 evaluation.register()
 
 
-class FullyShardedDataParallel(HasStateDicts):
+class FullyShardedDataParallel(HasStateDicts, HasPrivateNames):
     """Shards the parameters of ``module``, as torch's class of this name, on the runtime of :func:`fsdp2.fully_shard`.
 
     The wrapper and what it wraps form one unit: parameters that no wrapper inside manages are gathered together, and
@@ -336,18 +337,23 @@ class FullyShardedDataParallel(HasStateDicts):
         precision, unit = self._settings.mixed_precision, self._unit
         is_root = unit.is_root
         if is_root and not self._has_run:
-            wrappers = self.fsdp_modules(self)
-            orig_params.take_over_optimizers(group for each in wrappers for group in each._unit.groups)
-            for wrapper in wrappers:
-                in_backward.check_or_join(wrapper)
-            for wrapper in wrappers:
-                wrapper._cast_buffers()
+            self._begin_to_run()
         if is_root and self._settings.full_precision_in_eval:
             full_precision.follow_training(self)
         casts = (is_root and precision.cast_root_forward_inputs) or (unit.groups and precision.cast_forward_inputs)
         if casts and precision.param_dtype is not None and not self._is_full_precision:
             args, kwargs = cast_floating((args, kwargs), precision.param_dtype)
         return self._modules[WRAPPED](*args, **kwargs)  # type: ignore[misc]  # spares two calls of __getattr__
+
+    @_torch.runs_between_graphs
+    def _begin_to_run(self) -> None:
+        """The first forward of the outermost wrapper begins."""
+        wrappers = self.fsdp_modules(self)
+        orig_params.take_over_optimizers(group for each in wrappers for group in each._unit.groups)
+        for wrapper in wrappers:
+            in_backward.check_or_join(wrapper)
+        for wrapper in wrappers:
+            wrapper._cast_buffers()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backwards inside the block reduce nothing: see :func:`fsdp2.no_sync`. Call it on the root.
@@ -505,9 +511,12 @@ class FullyShardedDataParallel(HasStateDicts):
         groups = self._unit.groups
         if not groups or len(groups[0].shards.flats) != 1:
             return None
+        before: FlatParameter | None = self.__dict__.get("_flat")
+        if before is not None and before.is_away:
+            return before
         if groups[0].is_stale and groups[0].state is GroupState.SHARDED:
             groups[0].take_replaced()
-        flat = self.__dict__["_flat"] = flat_parameter(groups[0], self.__dict__.get("_flat"))
+        flat = self.__dict__["_flat"] = flat_parameter(groups[0], before)
         return flat
 
     @property
@@ -519,16 +528,6 @@ class FullyShardedDataParallel(HasStateDicts):
     def _flat_owner(self) -> nn.Module:
         """The module whose parameter the flat one is. It has the name only: the shards are bound."""
         return inside_checkpoint(self._unit.modules[0])
-
-    @property
-    def _has_params(self) -> bool:
-        """Whether the unit has parameters. Clients of torch's class ask for it."""
-        return bool(self._unit.groups)
-
-    @property
-    def _handle(self) -> FlatParameter | None:
-        """What clients of torch's class write attributes to."""
-        return self._flat_param
 
     # What torch and Python call
 

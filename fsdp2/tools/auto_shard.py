@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2.api.fully_shard import fully_shard
 from fsdp2.api.module import FSDPModule
+from fsdp2.extras.policies import as_ours
 from fsdp2.plan.mesh import default_mesh, mesh_device
 from fsdp2.schedule.schedule import AfterForward
 from fsdp2.tools.planner.blocks import Units
@@ -168,8 +169,8 @@ def auto_shard(
         raise TypeError(f"auto_shard: mesh is {options['mesh']!r}, expected a DeviceMesh.")
     shard_size = _shard_size(options["mesh"])
     machine, limit = checked_inputs("auto_shard", machine, workload, budget, options["mesh"].size())
-    options.setdefault("mp_policy", Precision(workload.precision).policy)
-    offloads = isinstance(options.get("offload_policy"), CPUOffloadPolicy)
+    options["mp_policy"] = as_ours(options.get("mp_policy", Precision(workload.precision).policy))
+    offloads = isinstance(as_ours(options.get("offload_policy")), CPUOffloadPolicy)
     if offloads:
         machine.to_host()  # refuses a machine without a figure for it
 

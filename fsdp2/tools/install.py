@@ -27,7 +27,6 @@ from torch import nn
 from fsdp2.api.fully_shard import fully_shard
 from fsdp2.api.module import FSDPModule, GradientReductionHandle, UnshardHandle
 from fsdp2.extras.plain_names import plain_named_modules
-from fsdp2.extras.state import state_of
 from fsdp2.runtime.unit import unit_of
 from fsdp2.tools import torch_names
 from fsdp2.tools.custom_comm import AllGather, ReduceScatter, share_comm_ctx
@@ -118,13 +117,17 @@ class _Installation:
         self._undo.append(lambda: setattr(module, "__class__", before))
 
     def _show_our_wrappers(self) -> None:
-        """Let ``torch.distributed.checkpoint.state_dict``, which asks each wrapper for torch's own state, go on with
-        our wrappers."""
+        """Let ``torch.distributed.checkpoint.state_dict``, which asks each wrapper for torch's own state, and clients,
+        which ask for its states and handles, go on with our wrappers."""
         from fsdp2.fsdp1.names import is_wrapper
 
-        self._replace(
-            torch_names.FSDP1_STATE, lambda of_torch: lambda module: module if is_wrapper(module) else of_torch(module)
-        )
+        for place in torch_names.FSDP1_STATES:
+            self._replace(place, lambda of_torch: lambda module: module if is_wrapper(module) else of_torch(module))
+
+        def lazy_init(of_torch: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda state, root: state._init_tree() if is_wrapper(state) else of_torch(state, root)
+
+        self._replace(torch_names.FSDP1_LAZY_INIT, lazy_init)
 
     def _list_our_flat_parameters(self) -> None:
         """``torch.distributed.checkpoint.state_dict`` looks for them in the wrapped modules, which keep the original
@@ -137,10 +140,12 @@ class _Installation:
         self._replace(torch_names.LISTED_STATE, with_ours)
 
     def _show_states(self) -> None:
-        """Let torch's pipelining defer the waits for reductions, and clients read the mixed precision of a module, for
-        which they ask the module for its private state."""
-        setattr(FSDPModule, torch_names.STATE_OF_MODULE, state_of)
+        """Let torch's pipelining and clients read the state of a module, by a method and in torch's registry."""
+        from fsdp2.torch_view import registry, state  # not for those who import this module only
+
+        setattr(FSDPModule, torch_names.STATE_OF_MODULE, state.state_of)
         self._undo.append(lambda: delattr(FSDPModule, torch_names.STATE_OF_MODULE))
+        self._undo.append(registry.show())
 
     def _replace(self, place: tuple[str, str], make: Callable[[Any], object]) -> None:
         """Put ``make(function)`` where torch's function at ``place`` is, (module, name), if there is one."""

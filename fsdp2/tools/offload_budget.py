@@ -13,6 +13,7 @@ from enum import Enum
 from torch import nn
 
 from fsdp2.comm.offload import Home, home_for
+from fsdp2.extras.policies import as_ours
 from fsdp2.group.group import ParamGroup
 from fsdp2.runtime.unit import Unit
 from fsdp2.runtime.unit_tree import UnitTree, tree_of
@@ -151,6 +152,7 @@ def offload_by_budget(
         is_left_out = value is None and name == "host_nbytes"
         if not is_left_out and (isinstance(value, bool) or not isinstance(value, int)):
             raise TypeError(f"{_CALLER}: {name} is a {type(value).__name__}, expected an int.")
+    offload_policy = as_ours(offload_policy)
     if not isinstance(offload_policy, CPUOffloadPolicy):
         raise TypeError(
             f"{_CALLER}: offload_policy is a {type(offload_policy).__name__}, expected an fsdp2.CPUOffloadPolicy."

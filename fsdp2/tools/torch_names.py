@@ -129,8 +129,15 @@ FULLY_SHARD_CHECKS = (
     ("torch.distributed.fsdp._fully_shard._fully_shard", "_validate_module"),
     ("torch.distributed._composable.replicate_with_fsdp", "_validate_module_common"),
 )
-# (module, name) of the function by which torch's checkpoints ask whether a module is a FullyShardedDataParallel.
-FSDP1_STATE = ("torch.distributed.fsdp._common_utils", "_get_module_fsdp_state_if_fully_sharded_module")
+# (module, name) of the functions by which torch's checkpoints, and clients, ask for the state of a
+# FullyShardedDataParallel: torch's class is its own state.
+FSDP1_STATES = (
+    ("torch.distributed.fsdp._common_utils", "_get_module_fsdp_state_if_fully_sharded_module"),
+    ("torch.distributed.fsdp._common_utils", "_get_module_fsdp_state"),
+    ("torch.distributed._composable_state", "_get_module_state"),
+)
+# The same of the function by which clients make a FullyShardedDataParallel a root.
+FSDP1_LAZY_INIT = ("torch.distributed.fsdp._runtime_utils", "_lazy_init")
 # The same of the function by which they list the parameters of a model.
 LISTED_STATE = ("torch.distributed.checkpoint.state_dict", "_iterate_valid_model_state")
 # The method by which torch's pipelining, since 2.15, and clients ask a sharded module for its state.

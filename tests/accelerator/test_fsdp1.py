@@ -71,6 +71,38 @@ def test_trains_as_on_the_cpu(ctx: RankContext, precision, strategy, use_orig_pa
     compare_values("trained", trained(ctx, on_sim(), **options), expected)
 
 
+@pytest.mark.parametrize("use_orig_params", [False, *long(True)])
+@on_device(2)
+def test_shards_wait_on_the_host_between_two_phases(ctx: RankContext, use_orig_params: bool) -> None:
+    """By the private names of torch's class, as clients of reinforcement learning do."""
+    model, optimizer = stepped(ctx, on_sim(), use_orig_params=use_orig_params)
+    other, expected = stepped(ctx, on_sim(), use_orig_params=use_orig_params)
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(ctx.rank)).to(device.DEVICE)
+    with torch.no_grad():
+        model(x)
+    for handle in model._all_handles:
+        flat, memory = handle.flat_param, handle._unit.groups[0].shards.flats
+        values = flat.detach().cpu()
+        grad = flat.grad.cpu()
+        handle.flat_param_to(torch.device("cpu"), non_blocking=True)
+        assert handle.flat_param is flat
+        assert flat.device.type == "cpu"
+        assert torch.equal(flat, values)
+        assert torch.equal(flat.grad, grad)
+        assert all(each.untyped_storage().nbytes() == 0 for each in memory.values())
+    with pytest.raises(ValueError, match="on cpu"):
+        model(x)
+    for handle in model._all_handles:
+        handle.flat_param_to(torch.device(device.DEVICE))
+        assert handle.flat_param.device.type == device.DEVICE
+    for each, steps in ((model, optimizer), (other, expected)):
+        steps.step()
+        steps.zero_grad()
+        each(x).square().mean().backward()
+        steps.step()
+    compare_values("trained", *([part_of(p).detach().cpu() for p in each.parameters()] for each in (model, other)))
+
+
 # State dicts
 
 KINDS: dict[str, tuple[StateDictType, type[fsdp.StateDictConfig], bool]] = {

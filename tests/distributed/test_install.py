@@ -11,11 +11,17 @@ import pytest
 import torch
 import torch.distributed.fsdp as theirs
 from torch import nn
+from torch.distributed import _composable_state
 from torch.distributed._composable import replicate_with_fsdp
 from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.fsdp import _runtime_utils, _traversal_utils
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_module_fsdp_state
 
 import fsdp2
+from fsdp2.runtime.hooks import ModuleHooks
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.runtimes import quietly_installed
 
@@ -41,6 +47,74 @@ def test_a_client_reads_the_precision_of_a_module_by_torchs_private_names(ctx: R
     expected = dtypes(theirs.fully_shard, theirs.MixedPrecisionPolicy)
     with quietly_installed():
         assert dtypes(theirs.fully_shard, theirs.MixedPrecisionPolicy) == expected
+
+
+@distributed(2)
+def test_torchs_registry_knows_our_modules_while_installed(ctx: RankContext) -> None:
+    def known(fully_shard: Callable[..., Any]) -> list[bool]:
+        model = _model()
+        for unit in (model[0], model):
+            fully_shard(unit, mesh=ctx.mesh_1d())
+        state = fully_shard.state(model[0])  # type: ignore[attr-defined]
+        assert (
+            _get_module_fsdp_state(model[0])
+            is _composable_state._get_module_state(model[0])
+            is state
+            is model[0]._get_fsdp_state()
+        )
+        assert _composable_state._get_module_state(model[1]) is None
+        hooks = [*model[0]._forward_pre_hooks.values(), *model[0]._forward_hooks.values()]
+        assert {hook.__module__ for hook in hooks} == {FSDPState.__module__}
+        return [module in _composable_state._module_state_mapping for module in (model, *model)]
+
+    expected = known(torchs_fully_shard)
+    sharded = fsdp2.fully_shard(_model(), mesh=ctx.mesh_1d())
+    with quietly_installed():
+        assert known(theirs.fully_shard) == expected == [True, True, False]
+        assert _get_module_fsdp_state(copy.deepcopy(sharded)) is not None
+        sharded(torch.ones(2, 4))
+        assert _get_module_fsdp_state(sharded) is not None, "it was sharded before, and runs now"
+        wrapped, _ = _wrapped(0)
+        inner = wrapped.module[1]
+        assert [_composable_state._get_module_state(each) for each in (wrapped, inner, inner.module)] == [
+            wrapped,
+            inner,
+            None,
+        ]
+        assert _traversal_utils._get_fsdp_states_with_modules(wrapped) == ([wrapped, inner], [wrapped, inner])
+        assert _traversal_utils._get_fsdp_handles(wrapped) == wrapped._all_handles == [wrapped._handle, inner._handle]
+        assert wrapped._is_root is None
+        assert _runtime_utils._lazy_init(wrapped, wrapped) is wrapped
+        assert [each._is_root for each in (wrapped, inner)] == [True, False]
+    assert sharded not in _composable_state._module_state_mapping
+    assert _composable_state._get_module_state(wrapped) is None
+    assert ModuleHooks.pre_forward.__module__ == ModuleHooks.__module__
+
+
+@distributed(2)
+def test_a_patch_of_a_class_that_we_do_not_use_is_warned_of_once(ctx: RankContext) -> None:
+    def trained(model: nn.Module) -> list[str]:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                model(torch.ones(2, 4)).sum().backward()
+        return [str(each.message) for each in seen if "of torch since" in str(each.message)]
+
+    before = FSDPParamGroup.unshard
+    with quietly_installed():
+        model = theirs.fully_shard(_model(), mesh=ctx.mesh_1d())
+        assert trained(model) == []
+        FSDPParamGroup.unshard = lambda self, async_op=False: None  # type: ignore[method-assign]
+        FSDPParam.of_a_client = 1  # type: ignore[attr-defined]
+        try:
+            first, second = sorted(trained(model))
+            assert "FSDPParam.of_a_client" in first
+            assert "FSDPParamGroup.unshard" in second
+            assert "set_all_reduce_hook" in second
+            assert trained(theirs.fully_shard(_model(), mesh=ctx.mesh_1d())) == []
+        finally:
+            FSDPParamGroup.unshard = before  # type: ignore[method-assign]
+            del FSDPParam.of_a_client  # type: ignore[attr-defined]
 
 
 @distributed(2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,14 @@ def _final(ctx: RankContext) -> Case:
     return Case(model, lambda: fully_shard([model.entry, model.exit[0]], mesh=ctx.mesh_1d()))
 
 
+def _newer_policy() -> Any:
+    """torch's policy with a setting that no torch has yet."""
+    options: dict[str, Any] = {"bases": (theirs.MixedPrecisionPolicy,), "frozen": True}
+    made = dataclasses.make_dataclass("MixedPrecisionPolicy", [("rounds", str, "to nearest")], **options)
+    made.__module__ = theirs.__name__
+    return made(rounds="down")
+
+
 def _overridden(override: Any) -> fsdp2.MixedPrecisionPolicy:
     return fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, param_dtype_override_fn=override)
 
@@ -201,7 +210,7 @@ CASES: dict[str, Callable[[RankContext], Case]] = {
     "empty list": lambda ctx: Case(seeded(Stack), lambda: fully_shard([], mesh=ctx.mesh_1d())),
     "mesh of the wrong type": _call(mesh="cpu"),
     "mesh of three axes": _three_axes,
-    "mixed precision policy of torch": _call(mp_policy=theirs.MixedPrecisionPolicy()),
+    "setting of a newer torch": _call(mp_policy=_newer_policy()),
     "dtype in place of a policy": _call(mp_policy=torch.bfloat16),
     "offload policy of the wrong type": _call(offload_policy=True),
     "ignored params in a dict": _call(ignored_params={}),

@@ -92,6 +92,22 @@ def test_policy() -> Cases:
     return {name: _case(MLP, policy) for name, policy in POLICIES.items()}
 
 
+def _with_torchs_policies(runtime: Runtime, model: ParityModel, mesh: Any) -> None:
+    """As in a program that has changed the import of ``fully_shard`` only."""
+    theirs, policy = oracle(), POLICIES["bf16_reduced_in_fp32"]
+    mp_policy, offload = theirs.MixedPrecisionPolicy(**policy), theirs.CPUOffloadPolicy(pin_memory=False)
+    for unit in model.units():
+        runtime.fully_shard(unit, mesh=mesh, mp_policy=mp_policy, offload_policy=offload)
+    whole = theirs.MixedPrecisionPolicy(output_dtype=FP32, **policy)
+    runtime.fully_shard(model, mesh=mesh, mp_policy=whole, offload_policy=theirs.OffloadPolicy())
+
+
+@each_compared(2)
+def test_policies_of_torch_are_taken_as_they_are() -> Cases:
+    options = {"optimizer": sgd, "step": step_with_dtypes, "reduce_dtype": FP32, "unsharded": BFLOAT16_ARITHMETIC}
+    return {"torch's": Case(MLP, shard=_with_torchs_policies, **options)}
+
+
 @each_compared(2, 4)
 def test_transformer_in_bf16_reduced_in_fp32() -> Cases:
     return {"transformer": _case(Transformer, POLICIES["bf16_reduced_in_fp32"])}

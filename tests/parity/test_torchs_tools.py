@@ -16,7 +16,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.profiler import ProfilerActivity, profile
 
 import fsdp2
-from fsdp2.extras.state import FSDPState
+from fsdp2.torch_view.state import FSDPState
 from tests.harness.compare import as_torchs
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import MLP, ParityModel
@@ -107,7 +107,7 @@ def test_the_state_of_a_module_is_found_by_torchs_name(ctx: RankContext) -> None
     state = state_of(model)
     assert isinstance(state, FSDPState)
     assert state == state_of(model) != state_of(model[0])
-    assert state.all_states == [state, state_of(model[0])]
+    assert state._state_ctx.all_states == [state, state_of(model[0])]
     assert state_of(model[1]) is None
     assert state_of(copy.deepcopy(model)) != state
 

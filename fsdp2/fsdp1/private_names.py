@@ -1,0 +1,68 @@
+"""Private names of torch's ``FullyShardedDataParallel`` that clients read. What they return is a view on the runtime,
+which is loaded at its first use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import nn
+
+from fsdp2.fsdp1.names import Wrapper, wrappers_in
+from fsdp2.runtime.unit import Unit
+from fsdp2.runtime.unit_tree import tree_of
+
+if TYPE_CHECKING:
+    from fsdp2.torch_view.handle import ExecutionOrder, Handle
+
+
+class HasPrivateNames(nn.Module):
+    """What the wrapper has of them."""
+
+    if TYPE_CHECKING:
+
+        @property
+        def _unit(self) -> Unit: ...
+
+    @property
+    def _has_params(self) -> bool:
+        """Whether the unit has parameters."""
+        return bool(self._unit.groups)
+
+    @property
+    def _handle(self) -> Handle | None:
+        """What torch's wrapper moves its parameters by; None if it has none."""
+        return cast("Handle", _view("Handle")(self)) if self._unit.groups else None
+
+    @property
+    def _all_handles(self) -> list[Handle]:
+        """Those of all wrappers inside."""
+        return [each._handle for each in wrappers_in(self) if each._handle is not None]
+
+    @property
+    def _all_fsdp_states(self) -> list[Wrapper]:
+        """All wrappers inside: in torch, each is its own state."""
+        return wrappers_in(self)
+
+    @property
+    def _exec_order_data(self) -> ExecutionOrder:
+        return cast("ExecutionOrder", _view("ExecutionOrder")(self))
+
+    @property
+    def _is_root(self) -> bool | None:
+        """Whether no other wrapper is around this one. None until the first use, as in torch."""
+        return None if self._unit.tree is None else self._unit.is_root
+
+    @_is_root.setter
+    def _is_root(self, value: bool | None) -> None:
+        """Clients set it to read one wrapper of a tree alone. ``summon_full_params`` needs no root here."""
+
+    def _init_tree(self) -> HasPrivateNames:
+        """What torch's ``_lazy_init`` does: the first wrapper that is used becomes the root. Returns the wrapper."""
+        tree_of(self._unit)
+        return self
+
+
+def _view(name: str) -> Callable[[Any], Any]:
+    return cast(Callable[[Any], Any], getattr(import_module("fsdp2.torch_view.handle"), name))

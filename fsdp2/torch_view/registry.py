@@ -1,0 +1,103 @@
+"""What ``install`` shows of our modules where clients look for torch's: the registry of states, the functions that look
+for the state of a wrapper, and the hooks of a module. And a warning for clients that patch torch's runtime, which no
+longer runs."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from fsdp2.api.module import FSDPModule
+from fsdp2.group.group import Guard
+from fsdp2.runtime.hooks import ModuleHooks, PlugIns as OfHooks
+from fsdp2.runtime.unit import Unit, units_under
+from fsdp2.runtime.unit_tree import PlugIns as OfTrees, TreeChecks, UnitTree
+from fsdp2.torch_view import torch_names
+from fsdp2.torch_view.state import FSDPState, of_unit
+
+_HOOKS: Sequence[Any] = (ModuleHooks.pre_forward, ModuleHooks.post_forward)
+
+
+def show() -> Callable[[], None]:
+    """Show our modules from now on. Returns what ends it."""
+    patches = Patches()
+    guards_of = OfHooks.guards_of
+
+    def guards_and_state_of(unit: Unit, modules: Iterable[nn.Module]) -> list[Guard]:
+        """A new unit has got its hooks."""
+        _register(unit)
+        return guards_of(unit, modules)
+
+    def checks_of(tree: UnitTree) -> TreeChecks:
+        for module in tree.root.modules:
+            for _, unit in units_under(module):  # some may be older than install
+                _register(unit)
+        return _Checks(patches)
+
+    modules_of_hooks = [hook.__module__ for hook in _HOOKS]
+
+    def hide() -> None:
+        patches.classes.clear()  # trees keep their checks
+        OfHooks.guards_of = guards_of
+        OfTrees.checks.remove(checks_of)
+        for hook, module in zip(_HOOKS, modules_of_hooks, strict=True):
+            hook.__module__ = module
+        for shown, state in list(torch_names.states_by_module.items()):
+            if type(state()) is FSDPState:
+                del torch_names.states_by_module[shown]
+
+    OfHooks.guards_of = guards_and_state_of
+    OfTrees.checks.append(checks_of)
+    for hook in _HOOKS:  # clients that run a module without them look where they are written
+        hook.__module__ = torch_names.STATE_MODULE
+    return hide
+
+
+def _register(unit: Unit) -> None:
+    for module in unit.modules:
+        if isinstance(module, FSDPModule):  # in a FullyShardedDataParallel, torch has no such state
+            torch_names.states_by_module[module] = weakref.ref(of_unit(unit))
+
+
+class Patches:
+    """Looks for attributes of torch's classes that a client has replaced since this object was made.
+
+    Attributes:
+        classes: those without a warning so far, with what they were, and what does the same for our runtime.
+    """
+
+    def __init__(self) -> None:
+        found = [(torch_names.class_of_torch(module, name), remedy) for module, name, remedy in torch_names.PATCHED]
+        self.classes: dict[type, tuple[Mapping[str, object], str]] = {
+            cls: (dict(vars(cls)), remedy) for cls, remedy in found if cls is not None
+        }
+
+    def check(self) -> None:
+        """Warn of each class once. Clients patch classes for a while, so this looks before every pass."""
+        for cls, (before, remedy) in list(self.classes.items()):
+            now = vars(cls)
+            if now == before:
+                continue
+            changed = [name for name in now if not name.startswith("__") and now[name] is not before.get(name)]
+            if changed:
+                del self.classes[cls]
+                warnings.warn(
+                    f"fsdp2: somebody has replaced {cls.__name__}.{changed[0]} of torch since fsdp2.install(). fsdp2 "
+                    f"does not use this class, so the change has no effect. {remedy}: see "
+                    "docs/clients.md#private-names.",
+                    stacklevel=2,
+                )
+
+
+class _Checks(TreeChecks):
+    """Asked before every pass."""
+
+    def __init__(self, patches: Patches) -> None:
+        self._patches = patches
+
+    def begin_pass(self) -> None:
+        self._patches.check()
