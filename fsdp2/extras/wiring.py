@@ -60,6 +60,7 @@ def wire() -> None:
     OfParams.check_device = _later("tools.replaced", "check_device")
     OfParams.warn_of_plain = _later("tools.replaced", "warn_of_plain")
     OfParams.refuse_gradient = _later("tools.replaced", "refuse_gradient")
+    OfShards.take_over = _later("extras.kept_optimizers", "take_over")
     OfShards.on_plain_step = _later("tools.plain_params", "warn_of_plain")
     OfCodecs.cut, OfCodecs.pin = _later("tensors.cut", "pinned_shard"), _later("tensors.cut", "pinned")
     OfCodecs.codec = _later("tensors.all_gather_hooks", "HookedParams")

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fsdp2 import _torch
+from fsdp2.extras.kept_optimizers import take_over
 from fsdp2.fsdp1.flat_param import FlatParameter
 from fsdp2.fsdp1.names import saved_name, wrappers_in
 from fsdp2.fsdp1.state_dict import Entry, entries_of
@@ -100,13 +101,15 @@ def _names_in_order(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def groups_in(model: nn.Module, optim: torch.optim.Optimizer | None, given: OptimInput) -> list[list[nn.Parameter]]:
-    """The parameters of an optimizer, group by group. ``given``: what was passed to it, if ``optim`` itself is not
-    known; None means the parameters of ``model``.
+    """The parameters of an optimizer, group by group. An optimizer that has parameters from before wrapping goes on
+    with shards. ``given``: what was passed to the optimizer, if ``optim`` itself is not known; None means the
+    parameters of ``model``.
 
     Raises:
         TypeError, ValueError: ``given`` is nothing that an optimizer takes.
     """
     if optim is not None:
+        take_over(optim)
         return [list(group["params"]) for group in optim.param_groups]
     if given is None:
         return [list(model.parameters())]

@@ -67,6 +67,7 @@ class _ParamBefore:
     """A parameter. ``data``: its memory, if it is plain; ``to_empty`` replaces it."""
 
     param: nn.Parameter
+    kind: type
     attributes: dict[str, Any]
     data: torch.Tensor | None
     grad_dtype: torch.dtype | None
@@ -74,9 +75,10 @@ class _ParamBefore:
     @staticmethod
     def of(param: nn.Parameter) -> _ParamBefore:
         grad_dtype = getattr(param, "grad_dtype", None)
-        return _ParamBefore(param, dict(vars(param)), param.data if is_plain(param) else None, grad_dtype)
+        return _ParamBefore(param, type(param), dict(vars(param)), param.data if is_plain(param) else None, grad_dtype)
 
     def restore(self) -> None:
+        self.param.__class__ = self.kind
         _refill(self.param.__dict__, self.attributes)
         if self.data is not None:
             self.param.data = self.data

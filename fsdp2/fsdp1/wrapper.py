@@ -20,7 +20,7 @@ from fsdp2.api.fully_shard import PreparedUnit, prepare_unit
 from fsdp2.api.module import UnshardHandle
 from fsdp2.extras.plain_names import inside_checkpoint, plain_name
 from fsdp2.extras.refusals import check_not_flattened
-from fsdp2.fsdp1 import comm_hooks, evaluation, extensions, full_params, state_dict as state_dicts
+from fsdp2.fsdp1 import comm_hooks, evaluation, extensions, full_params, orig_params, state_dict as state_dicts
 from fsdp2.fsdp1.auto_wrap import (
     add_full_precision,
     check_nothing_is_wrapped,
@@ -58,7 +58,7 @@ class FullyShardedDataParallel(HasStateDicts):
     """Shards the parameters of ``module``, as torch's class of this name, on the runtime of :func:`fsdp2.fully_shard`.
 
     The wrapper and what it wraps form one unit: parameters that no wrapper inside manages are gathered together, and
-    their gradients are reduced together. Build the optimizer after wrapping.
+    their gradients are reduced together. With ``use_orig_params``, optimizers may be built before wrapping.
 
     Args:
         module: the module to wrap. Its class and its names stay.
@@ -81,9 +81,10 @@ class FullyShardedDataParallel(HasStateDicts):
             are copied, too.
         forward_prefetch, limit_all_gathers: accepted, without effect: units are always gathered ahead in forward, and
             two at a time hold memory.
-        use_orig_params: True: the parameters are DTensors under their own names. False, the default: one flat, 1-D
-            parameter per wrapper stands for them, and an optimizer steps once per wrapper. Then the parameters of a
-            wrapper have one dtype, and are trained all or none.
+        use_orig_params: True: the parameters are DTensors under their own names. Those from before wrapping stand for
+            them: an optimizer, a list or an average that has them goes on. False, the default: one flat, 1-D parameter
+            per wrapper stands for them, and an optimizer, built after wrapping, steps once per wrapper. Then the
+            parameters of a wrapper have one dtype, and are trained all or none.
         device_mesh: the ranks as a mesh, instead of ``process_group``: one axis, or (replicate, shard).
 
     Raises:
@@ -192,6 +193,9 @@ class FullyShardedDataParallel(HasStateDicts):
             for (_, original), param in zip(named, group.params, strict=True):
                 if settings.use_orig_params and type(original) in (nn.Parameter, DTensor):
                     full_params.keep_attributes(vars(original), param.sharded)
+            if settings.use_orig_params:
+                orig_params.keep((original for _, original in named), group.params)
+                orig_params.answer_as_originals(group)
         self._fsdp_wrapped_module = module
         self.__dict__[UNIT_ATTRIBUTE] = unit  # tools may be given the wrapper
         if not settings.use_orig_params and unit.groups:
@@ -307,7 +311,9 @@ class FullyShardedDataParallel(HasStateDicts):
         precision, unit = self._settings.mixed_precision, self._unit
         is_root = unit.is_root
         if is_root and not self._has_run:
-            for wrapper in self.fsdp_modules(self):
+            wrappers = self.fsdp_modules(self)
+            orig_params.take_over_optimizers(group for each in wrappers for group in each._unit.groups)
+            for wrapper in wrappers:
                 wrapper._cast_buffers()
         casts = (is_root and precision.cast_root_forward_inputs) or (unit.groups and precision.cast_forward_inputs)
         if casts and precision.param_dtype is not None:
@@ -504,6 +510,7 @@ class FullyShardedDataParallel(HasStateDicts):
         result = super()._apply(*args, **kwargs)
         for param, before in zip(params, attributes, strict=True):
             full_params.keep_attributes(before, param.bound())
+        self._answer_as_originals()
         self._unit.mark_stale()
         return result
 
@@ -519,7 +526,13 @@ class FullyShardedDataParallel(HasStateDicts):
         if "_flat" in state:
             made.__dict__["_flat"] = made._flat_param  # now, since a copied optimizer may have it
         extensions.install(made, extensions.extension_of(made))
+        made._answer_as_originals()
         return made
+
+    def _answer_as_originals(self) -> None:
+        if self._settings.use_orig_params:
+            for group in self._unit.groups:
+                orig_params.answer_as_originals(group)
 
     @property
     def _unit(self) -> Unit:

@@ -26,13 +26,12 @@ from fsdp2.comm.offload import Home
 from fsdp2.group import codec
 from fsdp2.group.all_gather import FlatShards, flat_shards
 from fsdp2.group.codec import is_plain
-from fsdp2.group.param import NAME_IN_PASS, PlugIns as OfParams, ShardedParam
+from fsdp2.group.param import SHARDED_AS, STANDS_FOR, PlugIns as OfParams, ShardedParam
 from fsdp2.plan.dtypes import check_grad_dtype, param_dtypes
 from fsdp2.plan.layout import contiguous_stride
 from fsdp2.plan.mesh import ParallelMesh
 from fsdp2.plan.placements import local_part
 from fsdp2.plan.plan import GatherPlan, PlanInput, Routing, compile_gather
-from fsdp2.types import ScheduleError
 
 # Attribute of sharded parameters, one list for those of a group: how often optimizers have stepped them, and over how
 # many ranks their gradients are reduced. Plain data, since it is saved with a parameter.
@@ -55,19 +54,21 @@ class PlugIns:
     """What higher layers plug in.
 
     Attributes:
+        take_over: called before an optimizer steps parameters that stand for shards, or whose place shards have taken.
         on_plain_step: called when an optimizer has stepped parameters that are no shards, with these, and with over how
             many ranks the gradients of its shards are reduced; 0 if it has none.
         adopt_memory: called before shards adopt parameters, with these and their local tensors. If the tensors lie in
             another group's buffers, it may call ``lie_in``. Returns whether it did.
     """
 
+    take_over: Callable[[torch.optim.Optimizer], None]
     on_plain_step: Callable[[torch.optim.Optimizer, list[torch.Tensor], int], None]
     adopt_memory: Callable[[GroupShards, Sequence[nn.Parameter], Sequence[torch.Tensor]], bool]
 
 
 @cache
 def _note_optimizer_steps() -> None:
-    """Count optimizer steps from now on, in the whole process, and refuse those that would change nothing."""
+    """Count optimizer steps from now on, in the whole process, and let optimizers step shards."""
     register_optimizer_step_pre_hook(_check_step)
     register_optimizer_step_post_hook(_note_step)
 
@@ -75,14 +76,8 @@ def _note_optimizer_steps() -> None:
 def _check_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
     if torch.compiler.is_compiling():  # the compiler cannot look at attributes of parameters
         return
-    for attributes in _attributes(optimizer):
-        name = attributes.get(NAME_IN_PASS)
-        if name is not None:
-            raise ScheduleError(
-                f"{type(optimizer).__name__}.step(): the optimizer has the unsharded parameter '{name}'. The step "
-                "would train nothing, because the sharded parameter has the gradient. Build the optimizer while "
-                "parameters are sharded: before the first forward, or after model.reshard()."
-            )
+    if any(_STEPS not in its and (STANDS_FOR in its or SHARDED_AS in its) for its in _attributes(optimizer)):
+        PlugIns.take_over(optimizer)
 
 
 def _attributes(optimizer: torch.optim.Optimizer) -> list[Mapping[str, Any]]:

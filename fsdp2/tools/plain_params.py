@@ -42,7 +42,7 @@ def warn_of_plain(optimizer: torch.optim.Optimizer, plain: list[torch.Tensor], n
     if not found:
         return
     leave_alone(found)
-    modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]  # no object of users is asked
+    modules = modules_in_process()
     reduced = {
         id(param) for each in modules if isinstance(each, DistributedDataParallel) for param in _reduced_by(each)
     }
@@ -54,14 +54,14 @@ def warn_of_plain(optimizer: torch.optim.Optimizer, plain: list[torch.Tensor], n
     kind = type(optimizer).__name__
     if ties:
         warnings.warn(
-            f"{kind}.step(): {_name_of(ties[0], modules)} is the original of a parameter that fully_shard has "
+            f"{kind}.step(): {name_of(ties[0], modules)} is the original of a parameter that fully_shard has "
             "sharded in another module, and the optimizer has both. The modules are no longer tied, and each trains "
             "its own copy. Call fully_shard on a module around both, or as fully_shard([a, b]), before the optimizer "
             "is built.",
             stacklevel=5,
         )
     elif found:
-        names = _name_of(found[0], modules) + (f" and {len(found) - 1} more" if len(found) > 1 else "")
+        names = name_of(found[0], modules) + (f" and {len(found) - 1} more" if len(found) > 1 else "")
         warnings.warn(
             f"{kind}.step(): the optimizer has shards, but also plain parameters: {names}. "
             "Nothing reduces their gradients, so the ranks will differ. Call fully_shard on the outermost module, too, "
@@ -87,7 +87,12 @@ def _reduced_by(ddp: DistributedDataParallel) -> list[nn.Parameter]:
     return [param for name, param in ddp.module.named_parameters() if name not in ddp.parameters_to_ignore]
 
 
-def _name_of(param: torch.Tensor, modules: Iterable[nn.Module]) -> str:
+def modules_in_process() -> list[nn.Module]:
+    """All modules that are there; none of them is asked anything."""
+    return [each for each in gc.get_objects() if issubclass(type(each), nn.Module) and "_modules" in vars(each)]
+
+
+def name_of(param: torch.Tensor, modules: Iterable[nn.Module]) -> str:
     """The name of ``param`` in the outermost of ``modules`` that has it, quoted."""
     names = [plain_name(root, name) for root in modules for name, each in root.named_parameters() if each is param]
     return f"'{max(names, key=len)}'" if names else f"one of shape {tuple(param.shape)} that no module has"

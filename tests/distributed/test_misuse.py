@@ -160,19 +160,6 @@ def test_unit_run_outside_its_root_is_right_and_so_is_the_root_afterwards(ctx: R
         reference.zero_grad()
 
 
-@golden_on_ranks()
-def test_optimizer_of_parameters_that_are_unsharded(ctx: RankContext) -> str:
-    model = sharded(ctx)
-    with torch.no_grad():
-        model(batch())  # the root stays unsharded
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(batch()).sum().backward()
-    error = error_of(optimizer.step)
-    torch.optim.AdamW(model.parameters(), lr=0.0).step()
-    _assert_trains_like_new(model)
-    return error
-
-
 class _WritesInputs(nn.Module):
     def __init__(self, *, copies: bool) -> None:
         super().__init__()
@@ -274,13 +261,6 @@ def test_parameter_that_outlives_its_memory(
 Steps = tuple[torch.optim.Optimizer, Callable[[], Tensor], int]  # on the gradients of what, and how many
 
 
-def _stale(ctx: RankContext) -> Steps:
-    model = seeded(Stack)
-    optimizer = torch.optim.AdamW(model.parameters())
-    shard(ctx, model)
-    return optimizer, lambda: model(batch()), 1
-
-
 def _beside_shards(ctx: RankContext, *, ignored: bool = False) -> Steps:
     model = seeded(Stack)
     plain = {*model.entry.parameters(), *model.exit.parameters()} if ignored else None
@@ -317,7 +297,6 @@ def _one_of_a_tie(ctx: RankContext) -> Steps:
 
 
 WARNED: dict[str, Callable[[RankContext], Steps]] = {
-    "built before fully_shard": _stale,
     "plain parameters beside shards": _beside_shards,
     "ignored parameters beside shards": functools.partial(_beside_shards, ignored=True),
     "ignored parameters that were materialised since": _ignored_and_materialised,

@@ -89,21 +89,31 @@ def draw(seed: int) -> dict[str, Any]:
             | {"evaluate": pick.random() < 0.2, "summon": pick.random() < 0.3}
             for _ in range(3)
         ],
+        # With original parameters: the optimizer is made before wrapping; ``data`` of the parameters from before, or of
+        # the wrapper's, is written after each step. With other strategies, torch's class does not see that.
+        "made_before": use_orig_params and pick.random() < 0.5,
+        "writes": pick.choice([None, "kept", "own"]) if use_orig_params and strategy is FULL_SHARD else None,
     }
 
 
-def built(front: Front, program: dict[str, Any], seed: int) -> tuple[Any, torch.optim.Optimizer]:
+def built(front: Front, program: dict[str, Any], seed: int) -> tuple[Any, torch.optim.Optimizer, list[nn.Parameter]]:
+    """A model, its optimizer, and the parameters whose ``data`` is written."""
     torch.manual_seed(seed)
     net = Net(program["num_blocks"])
+    kept, make = list(net.parameters()), OPTIMIZERS[program["optimizer"]]
+    optim = make(kept) if program["made_before"] else None
     options: dict[str, Any] = {"ignored_states": [net.aside]} if program["with_aside"] else {}
     if program["with_mesh"]:
         options["device_mesh"] = front.mesh()
     offload = fsdp.CPUOffload(offload_params=program["offload"] and front.is_ours)  # torch's class needs an accelerator
     model = front.wrap(net, cpu_offload=offload, **options, **program["wrapping"])
-    return model, OPTIMIZERS[program["optimizer"]](model.parameters())
+    written = {None: [], "kept": kept, "own": list(model.parameters())}[program["writes"]]
+    return model, optim or make(model.parameters()), written
 
 
-def stepped(front: Front, program: dict[str, Any], model: Any, optim: Any, number: int) -> list[Any]:
+def stepped(
+    front: Front, program: dict[str, Any], model: Any, optim: Any, written: list[nn.Parameter], number: int
+) -> list[Any]:
     step, found = program["steps"][number], []
     if step["evaluate"]:
         with torch.no_grad():
@@ -118,6 +128,8 @@ def stepped(front: Front, program: dict[str, Any], model: Any, optim: Any, numbe
         found.append(model.clip_grad_norm_(program["clip_norm"]).float())
     optim.step()
     optim.zero_grad(set_to_none=step["set_to_none"])
+    for param in written:
+        param.data = param.data * 0.9
     if step["summon"]:
         with front.cls.summon_full_params(model):
             found += [param.detach().clone() for param in model.parameters()]
@@ -126,9 +138,9 @@ def stepped(front: Front, program: dict[str, Any], model: Any, optim: Any, numbe
 
 def run(front: Front, program: dict[str, Any]) -> list[Any]:
     """Trains, saves after the first step, loads that into another model, and trains it to the end."""
-    model, optim = built(front, program, 0)
-    other, fresh = built(front, program, 1)
-    found: list[Any] = stepped(front, program, model, optim, 0)
+    model, optim, written = built(front, program, 0)
+    other, fresh, written_there = built(front, program, 1)
+    found: list[Any] = stepped(front, program, model, optim, written, 0)
     kind, configs = program["kind"], list[Any]()
     if kind is FULL:  # torch's class saves wrong states when it offloads: see test_optim_state_dicts.py
         configs = [fsdp.FullStateDictConfig(), fsdp.FullOptimStateDictConfig(offload_to_cpu=False)]
@@ -141,7 +153,7 @@ def run(front: Front, program: dict[str, Any]) -> list[Any]:
             fresh.load_state_dict(front.cls.optim_state_dict_to_load(other, fresh, states))
             found.append({name: described(each) for name, each in sorted(states["state"].items())})
     for number in range(1, len(program["steps"])):
-        found += stepped(front, program, other, fresh, number)
+        found += stepped(front, program, other, fresh, written_there, number)
     with front.of_kind(other, FULL):
         return [*found, described(other.state_dict())]
 

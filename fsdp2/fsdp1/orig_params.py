@@ -1,0 +1,218 @@
+"""``use_orig_params=True``: what users may do with parameters, and with those that they had before wrapping.
+
+Torch's class keeps the ``nn.Parameter`` objects, and makes each one a view of this rank's shard. Here DTensors take
+their place. So shards take what is assigned to ``data``, and the old objects stand for the shards from then on: a list
+of them, an EMA or an optimizer goes on working.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+from fsdp2 import _torch
+from fsdp2.extras.kept_optimizers import take_over_all
+from fsdp2.group.group import ParamGroup
+from fsdp2.group.param import STANDS_FOR, ShardedParam
+from fsdp2.tools.plain_params import modules_in_process, name_of
+
+_DATA: Any = torch.Tensor.data  # the descriptor
+
+
+class OriginalParameter(DTensor):
+    """A shard. Values that are assigned to ``data`` are written into it, as torch's class does before a forward."""
+
+    __slots__ = ()
+
+    @property
+    def data(self) -> torch.Tensor:
+        return cast(torch.Tensor, _DATA.__get__(self))
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        _write(cast(nn.Parameter, self), value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        memo[id(self)] = made = copy.deepcopy(self._as_dtensor(), memo)
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._as_dtensor().__reduce_ex__(protocol)
+
+    def _as_dtensor(self) -> nn.Parameter:
+        """A parameter with the same memory, gradient and attributes, of the class that others know."""
+        made = nn.Parameter(_torch.dtensors_like([self], [_torch.local_of(self)])[0], requires_grad=self.requires_grad)
+        made.grad = self.grad
+        vars(made).update(vars(self))
+        return made
+
+
+class KeptParameter(nn.Parameter):
+    """A parameter that the user had before wrapping. Every function gets this rank's shard in its place, as a plain
+    tensor: operations compute with it, write to it, and send gradients to it. ``data``, ``grad`` and ``requires_grad``
+    are those of the shard.
+    """
+
+    _of: weakref.ref[ShardedParam]
+    _shard: nn.Parameter  # the last one that was known: it outlives the model
+
+    @property
+    def _fsdp2_stands_for(self) -> nn.Parameter:
+        param = self._of()
+        if param is not None and isinstance(bound := param.bound(), nn.Parameter):
+            self._shard = bound
+        return self._shard
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        is_attribute = getattr(func, "__name__", "") == "__get__"  # such as ``shape``, and ``is_leaf``
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not is_attribute):
+            args, kwargs = _with_shards((args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    @property
+    def data(self) -> torch.Tensor:
+        return _torch.local_of(self._fsdp2_stands_for).detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        _write(self._fsdp2_stands_for, value)
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        grad = self._fsdp2_stands_for.grad
+        return None if grad is None else _torch.local_of(grad)
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        if value is None:
+            self._fsdp2_stands_for.grad = None
+        else:
+            _torch.set_grads([self._fsdp2_stands_for], [_part_of(self._fsdp2_stands_for, value)])
+
+    @property
+    def requires_grad(self) -> bool:
+        return self._fsdp2_stands_for.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self._fsdp2_stands_for.requires_grad_(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> KeptParameter:
+        """Train the shard, or not."""
+        self._fsdp2_stands_for.requires_grad_(requires_grad)
+        return self
+
+    def register_hook(self, hook: Any) -> Any:
+        """Call ``hook`` with gradients of the shard, which are DTensors."""
+        return self._fsdp2_stands_for.register_hook(hook)
+
+    def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
+        """Call ``hook`` with the shard, when it has its gradient."""
+        return self._fsdp2_stands_for.register_post_accumulate_grad_hook(hook)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        memo[id(self)] = made = nn.Parameter(self.data.clone(), requires_grad=self.requires_grad)
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter(self.data, requires_grad=self.requires_grad).__reduce_ex__(protocol)
+
+
+assert STANDS_FOR in vars(KeptParameter)  # the name of the property, by which the core finds shards
+
+
+def answer_as_originals(group: ParamGroup) -> None:
+    """The shards of ``group`` take what is assigned to ``data``."""
+    for param in group.params:
+        bound = param.bound()
+        if type(bound) is DTensor and isinstance(bound, nn.Parameter):
+            bound.__class__ = OriginalParameter  # type: ignore[assignment]
+
+
+def keep(originals: Iterable[nn.Parameter], params: Iterable[ShardedParam]) -> None:
+    """Each of ``originals`` that is plain stands for the shard that has taken its place, and frees its memory."""
+    for original, param in zip(originals, params, strict=True):
+        if type(original) is nn.Parameter:
+            _DATA.__set__(original, original.detach().new_empty(0))
+            vars(original).update(_of=weakref.ref(param), _shard=param.sharded)
+            original.__class__ = KeptParameter
+
+
+def take_over_optimizers(groups: Iterable[ParamGroup]) -> None:
+    """Optimizers that have kept parameters of ``groups`` go on with the shards."""
+    origins = (param.origin() for group in groups for param in group.params)
+    kept = [origin for origin in origins if isinstance(origin, KeptParameter)]
+    if kept:
+        take_over_all(kept)
+
+
+def _with_shards(found: Any) -> Any:
+    """``found``, which may be nested, with shards in the place of kept parameters."""
+    if isinstance(found, KeptParameter):
+        return _local(found)
+    if type(found) in (list, tuple):
+        return type(found)(map(_with_shards, found))
+    if type(found) is dict:
+        return {key: _with_shards(value) for key, value in found.items()}
+    return found
+
+
+def _local(kept: KeptParameter) -> torch.Tensor:
+    return cast(DTensor, kept._fsdp2_stands_for).to_local()
+
+
+def _write(shard: nn.Parameter, value: torch.Tensor) -> None:
+    part = _part_of(shard, value)
+    with torch.no_grad():
+        _torch.local_of(shard).copy_(part)
+
+
+def _part_of(shard: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
+    """What ``value`` gives to this rank's ``shard``: the whole parameter, or the shard, also flattened.
+
+    Raises:
+        TypeError: ``value`` is no tensor.
+        ValueError: it has another shape, or is sharded in another way.
+    """
+    assert isinstance(shard, DTensor)
+    local = _torch.local_of(shard)
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{_named(shard)}: data must be a tensor, found a {type(value).__name__}.")
+    if isinstance(value, KeptParameter):
+        value = _local(value)
+    if isinstance(value, DTensor) and value.shape == shard.shape and value.device_mesh == shard.device_mesh:
+        if value.placements == shard.placements:
+            return _torch.local_of(value)
+        if all(placement == Replicate() for placement in value.placements):
+            value = value.to_local()
+    if not isinstance(value, DTensor):
+        if value.shape == local.shape:
+            return value
+        if value.shape == shard.shape:
+            whole = distribute_tensor(value, shard.device_mesh, shard.placements, src_data_rank=None)
+            return _torch.local_of(whole)
+        if value.shape == (local.numel(),):
+            return value.view(local.shape)
+    found = f"a DTensor with placements {value.placements}" if isinstance(value, DTensor) else "a tensor"
+    raise ValueError(
+        f"{_named(shard)}: its data cannot become {found} of shape {tuple(value.shape)}. Assign the whole parameter "
+        f"of shape {tuple(shard.shape)}, this rank's shard of shape {tuple(local.shape)}, or a DTensor with placements "
+        f"{shard.placements}."
+    )
+
+
+def _named(shard: nn.Parameter) -> str:
+    return f"parameter {name_of(shard, modules_in_process())}"
