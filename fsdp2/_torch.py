@@ -161,6 +161,7 @@ _REPLACING = (
     torch.utils.checkpoint._CachedTorchDispatchMode,
     torch.autograd.graph._CloneArgBeforeMutateMode,
 )
+_REPLACES = ("replaces_results", "allow_non_fake_inputs")  # users' modes, and that of fake tensors around real shards
 
 
 class ModeStack(NamedTuple):
@@ -178,8 +179,8 @@ class ModeStack(NamedTuple):
 
     @contextmanager
     def left(self) -> Iterator[None]:
-        """In the block, there are only the others: modes that watch, and torch's own, such as that of fake tensors."""
-        modes = [mode for mode in map(self.at, range(self.size())) if not getattr(mode, "is_infra_mode", bool)()]
+        """In the block, there are only the others: modes that watch, and most of torch's own."""
+        modes = list(map(self.at, range(self.size())))
         staying = [mode for mode in modes if not self.is_left(mode)]
         self._swap(modes, staying)
         try:
@@ -201,7 +202,7 @@ DISPATCH_MODES = ModeStack(
     torch._C._get_dispatch_stack_at,
     partial(torch._C._pop_torch_dispatch_stack, None),
     torch._C._push_on_torch_dispatch_stack,
-    lambda mode: isinstance(mode, _REPLACING) or getattr(mode, "replaces_results", False),
+    lambda mode: isinstance(mode, _REPLACING) or any(getattr(mode, name, False) for name in _REPLACES),
 )
 FUNCTION_MODES = ModeStack(
     torch._C._len_torch_function_stack,

@@ -13,6 +13,7 @@ import dataclasses
 import json
 import math
 import os
+import secrets
 import shutil
 import statistics
 from collections.abc import Sequence
@@ -227,8 +228,8 @@ def sync_folder(folder: Path) -> None:
 
 def write_whole(path: Path, text: str) -> None:
     """Replace the file: a reader finds the old text or the new one, whenever this process is killed."""
-    written = path.with_name(f"writing_{path.name}")
-    with written.open("w") as file:
+    written = path.with_name(f"writing_{path.name}.{secrets.token_hex(8)}")
+    with written.open("x") as file:  # a file of its own, whoever else writes here
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

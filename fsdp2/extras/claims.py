@@ -65,10 +65,10 @@ class Difference:
 
 def difference(claims: Mapping[int, Mapping[str, Claim]]) -> Difference | None:
     """The first difference between the claims of ranks; None if there is none. A rank need not have claimed all."""
-    names = dict.fromkeys(name for its in claims.values() for name in its)
+    names = dict.fromkeys(name for claim in claims.values() for name in claim)
     for name in sorted(names, key=lambda name: list(_KINDS).index(name.partition(" ")[0])):
         kind = _KINDS[name.partition(" ")[0]]
-        found = {rank: its[name] for rank, its in claims.items() if name in its}
+        found = {rank: claim[name] for rank, claim in claims.items() if name in claim}
         lines = list(_differing(kind, found))
         if lines:
             more = len(lines) - _MAX_LINES
@@ -78,21 +78,24 @@ def difference(claims: Mapping[int, Mapping[str, Claim]]) -> Difference | None:
 
 
 def _differing(kind: _Kind, found: Mapping[int, Claim]) -> Iterator[str]:
-    lengths = [len(its) - 1 for its in found.values() if not isinstance(its, Mapping) and its[-1:] == [UNFINISHED]]
+    lengths = [
+        len(claim) - 1 for claim in found.values() if not isinstance(claim, Mapping) and claim[-1:] == [UNFINISHED]
+    ]
     if lengths:
-        found = {rank: list(its)[: min(lengths)] for rank, its in found.items()}
-    is_so = {rank: its if isinstance(its, Mapping) else dict.fromkeys(its, True) for rank, its in found.items()}
+        found = {rank: list(claim)[: min(lengths)] for rank, claim in found.items()}
+    is_so = {rank: claim if isinstance(claim, Mapping) else dict.fromkeys(claim, True) for rank, claim in found.items()}
     # A unit that is not in the list did not run; a parameter that is not in the mapping was not used yet.
-    if_missing = {rank: None if isinstance(its, Mapping) else False for rank, its in found.items()}
+    if_missing = {rank: None if isinstance(claim, Mapping) else False for rank, claim in found.items()}
     is_alike = True
-    for name in dict.fromkeys(name for its in is_so.values() for name in its):
+    for name in dict.fromkeys(name for claim in is_so.values() for name in claim):
         has, lacks = (
-            [rank for rank, its in is_so.items() if its.get(name, if_missing[rank]) is value] for value in (True, False)
+            [rank for rank, claim in is_so.items() if claim.get(name, if_missing[rank]) is value]
+            for value in (True, False)
         )
         if has and lacks:
             is_alike = False
             yield kind.differs.format(name, named_ranks(has), named_ranks(lacks))
-    orders = {rank: its for rank, its in found.items() if not isinstance(its, Mapping)}
+    orders = {rank: claim for rank, claim in found.items() if not isinstance(claim, Mapping)}
     if is_alike and len(set(map(tuple, orders.values()))) > 1:
         for place in zip_longest(*orders.values(), fillvalue="none"):
             if len(set(place)) > 1:

@@ -17,7 +17,7 @@ from fsdp2.extras.alike import Alike
 from fsdp2.extras.plain_names import with_inside
 from fsdp2.extras.rank_checks import agree, by_mesh, compare, reduce
 from fsdp2.extras.skipped_units import Event, SkippedUnits
-from fsdp2.group.gradients import Landed, land_in_grad
+from fsdp2.group.gradients import GroupGradients, Landed, land_in_grad
 from fsdp2.group.group import ParamGroup
 from fsdp2.plan.dtypes import GRADIENTS_FOLLOW_SHARDS
 from fsdp2.plan.mesh import ParallelMesh
@@ -186,7 +186,7 @@ class UsedParams:
         self._mine = b""
         self._sent = torch.empty(0, dtype=torch.uint8)  # the same, where the device copies it from
         for gradients, kept in zip(self._gradients, self._kept, strict=True):
-            gradients.on_missing = partial(_keep, kept)
+            gradients.on_missing = partial(_keep, kept, gradients)
 
     def land_kept(self) -> None:
         """All other gradients of a step have landed: land those that were kept if another rank had one, and drop the
@@ -227,9 +227,9 @@ class UsedParams:
         return bytes(flags.tolist()) if any(self._kept) else b""
 
 
-def _keep(kept: list[tuple[int, Landed]], at: int, landed: Landed) -> None:
+def _keep(kept: list[tuple[int, Landed]], gradients: GroupGradients, landed: Landed) -> None:
     """Keep what has ``landed`` without a gradient here, and where its bytes start. Copies: the buffers are larger."""
-    kept.append((at, landed._replace(shards=[shard.clone() for shard in landed.shards])))
+    kept.append((gradients.num_used, landed._replace(shards=[shard.clone() for shard in landed.shards])))
 
 
 def _plug_in(tree: UnitTree, usual: Sequence[TreeChecks]) -> tuple[Schedule, Sequence[TreeChecks]]:

@@ -141,7 +141,8 @@ class Backward:
         self._open: set[int] = set()  # units whose backward has begun and not ended
         self._num_uses = [0] * len(units.begins)  # to come, of each unit
         for event in chain(*events[-units.num_passed.get(len(forwards), 1) :]):
-            self._num_uses[event.unit] += event.begins
+            if event.begins:
+                self._num_uses[event.unit] += 1
         self._postponed: set[int] = set()  # units that have ended a backward without a reduction
 
     def begin(self, unit: int) -> Sequence[Event]:
@@ -170,20 +171,22 @@ class Backward:
     def _reach(self, event: Event) -> Sequence[Event]:
         left = self._left
         if left and left[-1] is event:
-            left.pop()
-            self._num_uses[event.unit] -= event.begins
+            self._note_passed(left.pop())
         elif self._is_following and event in left:
             at = len(left) - left[::-1].index(event)
             around = _ends_around(event, left[at:])
             skipped = self._pass_to(at)
-            left.pop()
-            self._num_uses[event.unit] -= event.begins
+            self._note_passed(left.pop())
             # A unit around this one may have returned the same tensor: its backward then begins behind this one's.
             left += [each for each in around if each.unit not in self._reachable]
             return skipped
         elif self._is_following:  # the event may be passed already; units that all ranks use or none change nothing
             self._is_following = event.begins or event.unit not in self._reachable
         return ()
+
+    def _note_passed(self, event: Event) -> None:
+        if event.begins:
+            self._num_uses[event.unit] -= 1
 
     def recompute(self, unit: int) -> Sequence[Event]:
         """``unit``'s forward is about to run again, and its backward follows. Returns the events before its backward.
@@ -231,7 +234,8 @@ class Backward:
             staying.update(event.unit for event in first)
         passed = [event for event in left[at:] if not event.begins or event.unit not in staying]
         for event in left[at:]:
-            self._num_uses[event.unit] -= event.begins and event.unit in staying
+            if event.unit in staying:  # ``_skip`` notes the others
+                self._note_passed(event)
         del left[at:]
         self.ended.update(event.unit for event in passed if event.begins and event.unit in self._open)
         return self._skip(passed)
@@ -241,8 +245,8 @@ class Backward:
         skipped = []
         for event in reversed(passed):
             unit = event.unit
+            self._note_passed(event)
             if event.begins:
-                self._num_uses[unit] -= 1
                 if unit in self._open:
                     self._open.discard(unit)
                     skipped.append(event._replace(is_last_use=self._ends_last_use(unit)))

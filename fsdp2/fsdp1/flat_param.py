@@ -21,6 +21,7 @@ from fsdp2.plan.layout import contiguous_stride
 from fsdp2.tools.clip import joined_neighbours
 
 _DATA: Any = torch.Tensor.data  # the descriptor
+IN_BACKWARD = "_in_backward_optimizers"  # where torch's _apply_optimizer_in_backward notes them
 
 
 class FlatParameter(nn.Parameter):
@@ -36,6 +37,7 @@ class FlatParameter(nn.Parameter):
     _flat: torch.Tensor
     _seen: list[torch.Tensor | None]
     _flat_grad: torch.Tensor | None
+    _has_run = False
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -92,6 +94,38 @@ class FlatParameter(nn.Parameter):
     def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
         """Raises, as ``register_hook``."""
         self._refuse_hook("register_post_accumulate_grad_hook")
+
+    @property
+    def _in_backward_optimizers(self) -> list[Any]:
+        """Optimizers that ``_apply_optimizer_in_backward`` wants to step this parameter: refused by the first forward,
+        as by torch's class; after it, at once."""
+        if IN_BACKWARD not in vars(self):
+            raise AttributeError(f"'FlatParameter' object has no attribute '{IN_BACKWARD}'")
+        return cast("list[Any]", vars(self)[IN_BACKWARD])
+
+    @_in_backward_optimizers.setter
+    def _in_backward_optimizers(self, value: list[Any]) -> None:
+        if self._has_run:
+            self._refuse_optimizers()
+        vars(self)[IN_BACKWARD] = value
+
+    def close_to_optimizers_in_backward(self) -> None:
+        """From now on, refuse optimizers that step inside backward.
+
+        Raises:
+            RuntimeError: there are some.
+        """
+        if IN_BACKWARD in vars(self):
+            self._refuse_optimizers()
+        self._has_run = True
+
+    def _refuse_optimizers(self) -> NoReturn:
+        names = ", ".join(f"'{saved_name(param.full_name)}'" for param in self._group.params)
+        raise RuntimeError(
+            f"FullyShardedDataParallel: _apply_optimizer_in_backward was given the flat parameter of {names}, which "
+            "takes no part in backward, so its optimizer would never step. An optimizer in backward is only supported "
+            "with use_orig_params=True: pass that to FullyShardedDataParallel, or step after backward."
+        )
 
     def _refuse_hook(self, method: str) -> NoReturn:
         names = ", ".join(f"'{saved_name(param.full_name)}'" for param in self._group.params)

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import cast
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
 from fsdp2.extras.exchange import exchange
 from fsdp2.fsdp1.extensions import bind_plain, bind_shown, extended_in
 from fsdp2.fsdp1.names import Wrapper, wrappers_in
+from fsdp2.fsdp1.state_values import is_replicated
 from fsdp2.group.group import ParamGroup
 from fsdp2.group.param import ShardedParam, Slot
 from fsdp2.plan.mesh import Axis
@@ -61,9 +63,18 @@ def summoned(
             )
         grads: dict[ShardedParam, torch.Tensor | None] = {}
         ranks = {mesh: all_ranks(mesh) for mesh in dict.fromkeys(group.mesh for group in params)} if with_grads else {}
+        kept = {} if offload_to_cpu else _replicated(wrappers, lent)
         with lent_whole(params, units, writeback, rank0_only, offload_to_cpu):
+            places = {param: _bound(param) for param in kept}
+            shown = {
+                param: _show_gradient(param, _torch.local_of(param.sharded.grad).clone())
+                for param, shows_gradient in kept.items()
+                if shows_gradient and param.sharded.grad is not None and _bound(param) is not param.sharded
+            }
             if with_grads:
                 for group, mine in params.items():
+                    if all(param in kept for param in mine):
+                        continue
                     axis = ranks[group.mesh]
                     _bind_gradients(group, mine, axis, is_here=not rank0_only or axis.rank == 0)
             bind_shown(extended)
@@ -71,6 +82,11 @@ def summoned(
                 keep_attributes(vars(param.sharded), _bound(param))
             yield
             bind_plain(extended)
+            if not writeback:
+                _write_values(places)
+            for param, own in shown.items():
+                if param.sharded.grad is not None:
+                    _torch.local_of(param.sharded.grad).copy_(own)
             if with_grads and writeback:
                 grads = {param: _bound(param).grad for mine in params.values() for param in mine}
         _write_gradients(grads)
@@ -124,6 +140,32 @@ def _check_arguments(
         )
 
 
+# Whole on each rank anyway
+
+
+def _replicated(wrappers: Sequence[Wrapper], lent: Collection[ShardedParam]) -> dict[ShardedParam, bool]:
+    """The parameters in ``lent`` that are whole on each rank (``NO_SHARD``). With torch's class, users see these
+    themselves: what they write in place stays, and original parameters have their gradients, whatever the arguments.
+    The value says whether that one has."""
+    return {
+        param: wrapper._settings.use_orig_params
+        for wrapper in wrappers
+        if is_replicated(wrapper)
+        for group in wrapper._unit.groups
+        for param in group.params
+        if param in lent
+    }
+
+
+@torch.no_grad()
+def _write_values(places: Mapping[ShardedParam, torch.Tensor]) -> None:
+    """Keep what was written in place into the whole parameters."""
+    for param, whole in places.items():
+        if whole is not param.sharded:
+            value = _torch.local_of(whole) if isinstance(whole, DTensor) else whole
+            _torch.local_of(param.sharded).copy_(param.shard_of(value))
+
+
 # Gradients
 
 
@@ -145,11 +187,17 @@ def _bind_gradients(group: ParamGroup, params: Sequence[ShardedParam], axis: Axi
         return
     for i, whole, local in zip(there, wholes, locals_, strict=True):
         own = whole.clone() if whole.untyped_storage().data_ptr() == local.untyped_storage().data_ptr() else whole
-        bound = _bound(params[i])
-        grad = params[i].spec.unsharded_tensor(own)
-        if grad.dtype is not bound.dtype:
-            _torch.set_grad_dtype(bound, grad.dtype)
-        bound.grad = grad
+        _show_gradient(params[i], own)
+
+
+def _show_gradient(param: ShardedParam, own: torch.Tensor) -> torch.Tensor:
+    """Give the whole ``param``, which is bound, its gradient. Returns ``own``: this rank's part, if model axes have cut
+    it."""
+    bound, grad = _bound(param), param.spec.unsharded_tensor(own)
+    if grad.dtype is not bound.dtype:
+        _torch.set_grad_dtype(bound, grad.dtype)
+    bound.grad = grad
+    return own
 
 
 def _local_gradient(param: ShardedParam, dtype: torch.dtype) -> torch.Tensor:

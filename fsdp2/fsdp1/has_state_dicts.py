@@ -18,6 +18,7 @@ from torch.distributed.fsdp import (
 )
 
 from fsdp2.fsdp1 import optim_load, optim_state_dict as optim_saving, state_dict as state_dicts
+from fsdp2.runtime import door
 
 
 class HasStateDicts(nn.Module):
@@ -64,6 +65,7 @@ class HasStateDicts(nn.Module):
         """
         return state_dicts.get_types(module)
 
+    @door.entry
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Parameters and buffers under their original names, of the kind that :meth:`set_state_dict_type` has set.
         Collective, if it is a full or local one. Values do not change when the model is trained on.
@@ -74,6 +76,7 @@ class HasStateDicts(nn.Module):
         """
         return state_dicts.save(self, super().state_dict, args, kwargs)
 
+    @door.entry
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load whole or sharded values, or local ones if they are set. All ranks must call it.
 
@@ -93,6 +96,7 @@ class HasStateDicts(nn.Module):
     # State dicts of optimizers
 
     @staticmethod
+    @door.entry
     def optim_state_dict(
         model: nn.Module,
         optim: torch.optim.Optimizer,
@@ -114,6 +118,7 @@ class HasStateDicts(nn.Module):
         return optim_saving.saved(model, optim, optim_state_dict, group=group)
 
     @staticmethod
+    @door.entry
     def optim_state_dict_to_load(
         model: nn.Module,
         optim: torch.optim.Optimizer,

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
 from fsdp2.fsdp1.auto_wrap import modules_outside_units
 from fsdp2.fsdp1.names import saved_name, wrappers_in
 from fsdp2.fsdp1.settings import Ignored, Settings
+from fsdp2.plan.mesh import ParallelMesh
 
 
 def own_states(module: nn.Module) -> list[Tensor]:
@@ -89,15 +91,21 @@ def broadcast(module: nn.Module, ignored: Ignored, settings: Settings) -> None:
     parallel = settings.parallel
     with torch.no_grad():
         for state in dict.fromkeys(states):
-            if state.is_meta:  # of an ignored module, which may have values on other ranks
-                travelling = torch.empty_like(state, device=parallel.device)
-            else:
-                travelling = state.detach().to(parallel.device).contiguous()
-            for axis in (parallel.replicate, parallel.shard):
-                if axis.group is not None and axis.size > 1:
-                    dist.broadcast(travelling, group=axis.group, group_src=0)
-            if travelling is not state:
-                state.copy_(travelling)
+            for leaf in _torch.leaves(_torch.local_of(state) if isinstance(state, DTensor) else state):
+                _broadcast_leaf(leaf, parallel)
+
+
+def _broadcast_leaf(leaf: Tensor, parallel: ParallelMesh) -> None:
+    """Copy a plain tensor; of a DTensor, this is the part that model axes have left to this rank."""
+    if leaf.is_meta:  # of an ignored module, which may have values on other ranks
+        travelling = torch.empty_like(leaf, device=parallel.device)
+    else:
+        travelling = leaf.detach().to(parallel.device).contiguous()
+    for axis in (parallel.replicate, parallel.shard):
+        if axis.group is not None and axis.size > 1:
+            dist.broadcast(travelling, group=axis.group, group_src=0)
+    if travelling is not leaf:
+        leaf.copy_(travelling)
 
 
 def check_flat(module: nn.Module, ignored: Ignored) -> None:
@@ -141,11 +149,24 @@ def keep_low_precision(module: nn.Module, ignored: Ignored) -> None:
 
 def cast_buffers(module: nn.Module, ignored: Ignored, dtype: torch.dtype) -> dict[str, torch.dtype]:
     """Cast the floating-point buffers of ``module`` outside other wrappers. Returns their dtypes before, by name."""
-    names = {each: f"{name}." if name else "" for name, each in module.named_modules()}
-    before = {}
-    for each in modules_outside_units(module, ignored.modules):
-        for name, buffer in each.named_buffers(recurse=False):
-            if buffer.is_floating_point():
-                before[saved_name(f"{names[each]}{name}")] = buffer.dtype
-                each._buffers[name] = buffer.to(dtype)
+    before = {name: buffer.dtype for name, _, _, buffer in _own_buffers(module, ignored)}
+    set_buffer_dtypes(module, ignored, before, dtype)
     return before
+
+
+def set_buffer_dtypes(
+    module: nn.Module, ignored: Ignored, original: dict[str, torch.dtype], dtype: torch.dtype | None
+) -> None:
+    """Cast the buffers of which ``original`` has the dtypes to ``dtype``; None means the original ones."""
+    for name, owner, short, buffer in list(_own_buffers(module, ignored)):
+        if name in original:
+            owner._buffers[short] = buffer.to(original[name] if dtype is None else dtype)
+
+
+def _own_buffers(module: nn.Module, ignored: Ignored) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+    """The floating-point buffers of ``module`` outside other wrappers: the name, the owner, and the name there."""
+    names = {each: f"{name}." if name else "" for name, each in module.named_modules()}
+    for each in modules_outside_units(module, ignored.modules):
+        for short, buffer in each.named_buffers(recurse=False):
+            if buffer.is_floating_point():
+                yield saved_name(f"{names[each]}{short}"), each, short, buffer

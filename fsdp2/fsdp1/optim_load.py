@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -86,7 +87,7 @@ def to_load(
     state: dict[Any, Any] = {}
     with together(axis):
         problem: Exception | None = None
-        for owner in owners:
+        for owner in owners.in_model_order:
             try:
                 found = _states_of(owner, given["state"], fetch)
             except Exception as error:  # of a user's extension: other ranks wait for this rank in the next ones
@@ -170,7 +171,9 @@ def check(owners: Owners, given: Any) -> None:
         )
     if groups is not None:
         has = set(names_in_groups)
-        missing = [names[0] for owner in owners for names in owner.names if has.isdisjoint(names)]
+        # As in torch's class, what no wrapper has may be missing: users add its states to the result.
+        managed = [names for owner in owners if owner.entries for names in owner.names]
+        missing = [names[0] for names in managed if has.isdisjoint(names)]
         if missing:
             raise ValueError(
                 f"optim_state_dict_to_load: parameters of the optimizer are not in the state dict: {listed(missing)}. "
@@ -263,7 +266,7 @@ def _differ(a: Any, b: Any) -> bool:
 def _ways(owners: Owners, state: Mapping[str, States]) -> list[tuple[str, str, str]]:
     """The sharded values that are loaded, and how they are sharded: ranks communicate about some of them."""
     ways = []
-    for owner in owners:
+    for owner in owners.in_model_order:
         for names, states in zip(owner.names, _states_by_name(owner, state), strict=True):
             for name, value in sorted((states or {}).items()):
                 if isinstance(value, DTensor):
@@ -345,8 +348,9 @@ def _keys_of(model: nn.Module, owners: Owners, *, is_named: bool) -> dict[int, A
 
 
 def _param_groups(owners: Owners, groups: Sequence[Mapping[str, Any]], keys: Mapping[int, Any]) -> list[dict[str, Any]]:
-    """For each group of the optimizer, in its order, what was saved for its parameters. Torch's class keeps the order
-    that was saved; ``Optimizer.load_state_dict`` then takes one parameter's states for another's.
+    """For each group of the optimizer, in its order, what was saved for its parameters, as far as they were saved.
+    Torch's class keeps the order that was saved; ``Optimizer.load_state_dict`` then takes one parameter's states for
+    another's.
 
     Raises:
         ValueError: parameters of one group were in groups with different options.
@@ -365,7 +369,8 @@ def _param_groups(owners: Owners, groups: Sequence[Mapping[str, Any]], keys: Map
                 f"optim_state_dict_to_load: group {i} of the optimizer has parameters of {len(options)} saved groups "
                 f"with different options, such as {listed(firsts)}. Make the groups as they were saved."
             )
-        made.append({**copy.deepcopy(options[0]), "params": [keys[id(owner.param)] for owner in group]})
+        params = [keys[id(owner.param)] for owner in group if any(name in by_name for name in chain(*owner.names))]
+        made.append({**copy.deepcopy(options[0]), "params": params})
     return made
 
 

@@ -37,7 +37,15 @@ class Owner:
 
 
 class Owners:
-    """The parameters of an optimizer in a model, group by group. ``problem``: why they cannot be in this model."""
+    """The parameters of an optimizer in a model, group by group.
+
+    Attributes:
+        groups: in the order of this rank's optimizer.
+        in_model_order: all of them, in the order of the model, which is the same on all ranks. Whatever is collective
+            follows it (I4).
+        known: the names of all parameters of the model.
+        problem: why the parameters cannot be in this model.
+    """
 
     def __init__(self, model: nn.Module, groups: Sequence[Sequence[nn.Parameter]]) -> None:
         self.wrappers = wrappers_in(model)
@@ -72,6 +80,10 @@ class Owners:
                 if not names:
                     unknown.append(f"parameter {j} of group {i} with shape {tuple(param.shape)}")
                 self.groups[-1].append(Owner(param, tuple(found), tuple(names)))
+        # Ranks may have given their optimizers the parameters in another order, but must communicate in one.
+        self.in_model_order: list[Owner] = sorted(
+            self, key=lambda owner: rank[owner.names[0][0]] if owner.names else -1
+        )
         self.known = {name for each in entries for name in each.names} | {saved_name(name) for name in order}
         self.problem = None
         if unknown:

@@ -127,11 +127,10 @@ def _keys(model: nn.Module, owners: Owners, given: Mapping[str, Any]) -> dict[An
 
 
 def _cut_states(owners: Owners, by_key: Mapping[Any, Owner], states: Mapping[Any, States]) -> list[Part]:
-    """For each parameter of a wrapper, in the optimizer's order, its name and states; those like its shard as
-    ``Cut``."""
+    """For each parameter of a wrapper, in the model's order, its name and states; those like its shard as ``Cut``."""
     found = {id(owner.param): states[key] for key, owner in by_key.items()}
     parts = []
-    for owner in owners:
+    for owner in owners.in_model_order:
         if owner.entries:
             each = zip(owner.entries, owner.names, _split(owner, found.get(id(owner.param))), strict=True)
             parts += [Part(owner, entry, names[0], mine) for entry, names, mine in each]

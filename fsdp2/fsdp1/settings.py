@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 
+from fsdp2.api.module import FSDPModule
 from fsdp2.extras.refusals import check_computes
 from fsdp2.fsdp1.torch_names import HYBRID, KEEPS_PARAMETERS
 from fsdp2.plan.mesh import ParallelMesh, default_mesh, parallel_mesh, replicated
@@ -23,7 +24,7 @@ from fsdp2.runtime.unit import unit_of
 from fsdp2.types import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None
-DeviceId = int | torch.device | None
+DeviceId = int | str | torch.device | None
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,10 @@ class Settings:
 
     Attributes:
         parallel: the ranks that parameters are sharded over and replicated on.
-        device_mesh: the mesh that the user gave, if any. It decides whether sharded state dicts have DTensors.
+        device_mesh: of the mesh that the user gave, if any, the axes in use. It decides whether sharded state dicts
+            have DTensors.
         process_group: the ranks that parameters are sharded over, or copied to (``NO_SHARD``).
+        full_precision_in_eval: see ``full_precision``.
     """
 
     parallel: ParallelMesh
@@ -43,6 +46,7 @@ class Settings:
     mixed_precision: MixedPrecision
     cpu_offload: CPUOffload
     use_orig_params: bool
+    full_precision_in_eval: bool
 
     @property
     def policy(self) -> MixedPrecisionPolicy:
@@ -88,7 +92,8 @@ def checked_settings(
     """The settings of one wrapper.
 
     Raises:
-        ValueError: arguments contradict each other, or do not say over which ranks to shard; ``module`` is wrapped.
+        ValueError: arguments contradict each other, or do not say over which ranks to shard; ``fully_shard`` was called
+            on ``module``.
         TypeError: an argument is of the wrong type.
     """
     for name, value, cls in (
@@ -103,23 +108,24 @@ def checked_settings(
             raise TypeError(
                 f"FullyShardedDataParallel: {name} is a {type(value).__name__}, expected {expected}. Pass {expected}."
             )
-    if unit_of(module) is not None:
+    if unit_of(module) is not None and isinstance(module, FSDPModule):
         raise ValueError(
-            f"FullyShardedDataParallel: this {type(module).__name__} is sharded already, expected a module that is "
-            "neither a wrapper nor in one of its own. Wrap each module once."
+            f"FullyShardedDataParallel: fully_shard was called on this {type(module).__name__.removeprefix('FSDP')}, "
+            "expected a module without shards, or a wrapper. Use fully_shard or wrappers for a module, not both."
         )
     for name in ("param_dtype", "reduce_dtype") if mixed_precision is not None else ():
         dtype = getattr(mixed_precision, name)
         check_computes(f"FullyShardedDataParallel: mixed_precision.{name}", dtype, is_reduced=name == "reduce_dtype")
     strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
-    mesh = device_mesh
+    device_id = _checked_device_id(device_id)
     if process_group is not None and device_mesh is not None:
         raise ValueError(
             "FullyShardedDataParallel: got process_group and device_mesh, expected one of them. Pass device_mesh only."
         )
-    if mesh is None:
+    if device_mesh is not None:
+        mesh = device_mesh = _mesh_to_use(device_mesh, strategy)
+    else:
         mesh = _mesh_of(process_group, strategy, _device_type(module, device_id), has_policy=has_policy)
-    _check_mesh(mesh, strategy)
     _check_device(device_id, mesh.device_type)
     parallel = parallel_mesh(mesh)
     group = parallel.shard.group
@@ -138,6 +144,7 @@ def checked_settings(
         mixed_precision=mixed_precision or MixedPrecision(),
         cpu_offload=cpu_offload or CPUOffload(),
         use_orig_params=use_orig_params,
+        full_precision_in_eval=os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1" and mixed_precision is not None,
     )
 
 
@@ -150,25 +157,50 @@ def _warn_of_late_prefetch() -> None:
     )
 
 
-def _check_mesh(mesh: DeviceMesh, strategy: ShardingStrategy) -> None:
-    expected = 2 if strategy in HYBRID else 1
+def _mesh_to_use(mesh: DeviceMesh, strategy: ShardingStrategy) -> DeviceMesh:
+    """The axes of the user's ``mesh`` that ``strategy`` uses: two for hybrid ones, else the first one, as in torch."""
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(
             f"FullyShardedDataParallel: device_mesh is a {type(mesh).__name__}, expected a DeviceMesh. Build one with "
             "init_device_mesh(device_type, shape)."
         )
-    if mesh.ndim != expected:
-        axes = "two axes (replicate, shard)" if expected == 2 else "one axis"
+    if strategy in HYBRID and mesh.ndim != 2:
         raise ValueError(
-            f"FullyShardedDataParallel: device_mesh has {mesh.ndim} axes, {strategy.name} expects {axes}. Pass a mesh "
-            "or submesh with these axes."
+            f"FullyShardedDataParallel: device_mesh has {mesh.ndim} axes, {strategy.name} expects two axes (replicate, "
+            "shard). Pass a mesh or submesh with these axes."
         )
+    if strategy in HYBRID or mesh.ndim == 1:
+        return mesh
+    if mesh.mesh_dim_names is not None:
+        return mesh[mesh.mesh_dim_names[0]]
+    assert dist.group.WORLD is not None  # a mesh has process groups
+    group, made = mesh.get_group(0), _meshes.setdefault(dist.group.WORLD, {})
+    key = (mesh.device_type, group.group_name)
+    if key not in made:
+        made[key] = _mesh_of_groups((group,), mesh.device_type)
+    return made[key]
 
 
 # Devices
 
 
-def _device_type(module: nn.Module, device_id: DeviceId) -> str:
+def _checked_device_id(given: DeviceId) -> int | torch.device | None:
+    """``device_id``, of which a string becomes a device."""
+    if given is None or isinstance(given, (int, torch.device)):
+        return given
+    remedy = 'Pass an index, or a device such as torch.device("cpu").'
+    if not isinstance(given, str):
+        raise TypeError(
+            f"FullyShardedDataParallel: device_id is a {type(given).__name__}, expected an int, a str, a torch.device "
+            f"or None. {remedy}"
+        )
+    try:
+        return torch.device(given)
+    except RuntimeError as error:
+        raise RuntimeError(f"FullyShardedDataParallel: device_id={given!r} is no device. {remedy}") from error
+
+
+def _device_type(module: nn.Module, device_id: int | torch.device | None) -> str:
     """Where parameters live: on ``device_id``, else where the module is, else on the accelerator, if there is one."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if isinstance(device_id, torch.device):
@@ -189,7 +221,7 @@ def _device_type(module: nn.Module, device_id: DeviceId) -> str:
     return found.pop() if found else accelerator.type if accelerator else "cpu"
 
 
-def _check_device(device_id: DeviceId, device_type: str) -> None:
+def _check_device(device_id: int | torch.device | None, device_type: str) -> None:
     """``device_id`` must be the device that the mesh stands for: this process' current one."""
     if device_id is None:
         return

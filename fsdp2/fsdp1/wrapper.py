@@ -20,7 +20,16 @@ from fsdp2.api.fully_shard import PreparedUnit, prepare_unit
 from fsdp2.api.module import UnshardHandle
 from fsdp2.extras.plain_names import inside_checkpoint, plain_name
 from fsdp2.extras.refusals import check_not_flattened
-from fsdp2.fsdp1 import comm_hooks, evaluation, extensions, full_params, orig_params, state_dict as state_dicts
+from fsdp2.fsdp1 import (
+    comm_hooks,
+    evaluation,
+    extensions,
+    full_params,
+    full_precision,
+    in_backward,
+    orig_params,
+    state_dict as state_dicts,
+)
 from fsdp2.fsdp1.auto_wrap import (
     add_full_precision,
     check_nothing_is_wrapped,
@@ -61,7 +70,8 @@ class FullyShardedDataParallel(HasStateDicts):
     their gradients are reduced together. With ``use_orig_params``, optimizers may be built before wrapping.
 
     Args:
-        module: the module to wrap. Its class and its names stay.
+        module: the module to wrap. Its class and its names stay. If it is a wrapper, or in one of its own, nothing is
+            left for this one to shard.
         process_group: the ranks to shard over; for hybrid strategies a pair (shard, replicate). Default: all ranks.
         sharding_strategy: ``FULL_SHARD``, the default, frees parameters between forward and backward. ``SHARD_GRAD_OP``
             keeps them. ``NO_SHARD`` keeps them whole and averages gradients. ``HYBRID_SHARD`` and
@@ -88,7 +98,8 @@ class FullyShardedDataParallel(HasStateDicts):
         device_mesh: the ranks as a mesh, instead of ``process_group``: one axis, or (replicate, shard).
 
     Raises:
-        ValueError: arguments contradict each other; parameters cannot form one flat parameter; ``module`` is wrapped.
+        ValueError: arguments contradict each other; parameters cannot form one flat parameter; ``fully_shard`` was
+            called on ``module``.
         TypeError: an argument is of the wrong type.
 
     If it raises, also in a function of the user, the modules are as they were. For this, the original parameters are
@@ -135,6 +146,7 @@ class FullyShardedDataParallel(HasStateDicts):
         self._ignored: Ignored = ignored
         self._orig_buffer_dtypes: dict[str, torch.dtype] = {}  # by clean name; of buffers that were cast
         self._has_run = False
+        self._is_full_precision = False  # in ``eval()``, if the user asked for it
         self._sends_states = sync_module_states
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             warnings.warn(
@@ -143,7 +155,7 @@ class FullyShardedDataParallel(HasStateDicts):
                 stacklevel=2,
             )
         for name, param in module.named_parameters():  # before sync_module_states writes any
-            if param not in ignored.params:
+            if param not in ignored.params and unit_of(module) is None:
                 check_not_flattened(plain_name(module, name), param)
         check_materialise(module, ignored, param_init_fn)
         options = {
@@ -164,7 +176,10 @@ class FullyShardedDataParallel(HasStateDicts):
         with undone_on_error(module):
             if auto_wrap_policy is not None:
                 self._wrap_inside(module, auto_wrap_policy, options)
-            self._shard(module, param_init_fn, sync_module_states=sync_module_states)
+            if unit_of(module) is not None:
+                self._wrap_again(module, sync_module_states=sync_module_states)
+            else:
+                self._shard(module, param_init_fn, sync_module_states=sync_module_states)
         if backward_prefetch is None:
             self._unit.configure(backward_units=())
 
@@ -202,6 +217,16 @@ class FullyShardedDataParallel(HasStateDicts):
             _torch.parameters_dict(self._flat_owner)[FLAT] = None  # the name, for clients that look for it
         state_dicts.install(self)
         extensions.install(self, extension)
+
+    def _wrap_again(self, module: nn.Module, *, sync_module_states: bool) -> None:
+        """Wrap ``module``, all of which is in units. The wrapper itself is a unit then, without parameters."""
+        self._check_groups_inside(module)
+        self._memory_orders = {}
+        self._prepared(self).commit()
+        self._fsdp_wrapped_module = module
+        if sync_module_states:
+            broadcast(self, self._ignored, self._settings)
+        state_dicts.install(self)
 
     def _prepared(self, module: nn.Module) -> PreparedUnit:
         settings = self._settings
@@ -314,9 +339,13 @@ class FullyShardedDataParallel(HasStateDicts):
             wrappers = self.fsdp_modules(self)
             orig_params.take_over_optimizers(group for each in wrappers for group in each._unit.groups)
             for wrapper in wrappers:
+                in_backward.check_or_join(wrapper)
+            for wrapper in wrappers:
                 wrapper._cast_buffers()
+        if is_root and self._settings.full_precision_in_eval:
+            full_precision.follow_training(self)
         casts = (is_root and precision.cast_root_forward_inputs) or (unit.groups and precision.cast_forward_inputs)
-        if casts and precision.param_dtype is not None:
+        if casts and precision.param_dtype is not None and not self._is_full_precision:
             args, kwargs = cast_floating((args, kwargs), precision.param_dtype)
         return self._modules[WRAPPED](*args, **kwargs)  # type: ignore[misc]  # spares two calls of __getattr__
 
@@ -426,7 +455,8 @@ class FullyShardedDataParallel(HasStateDicts):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Buffers with their names; inside ``summon_full_params``, without the names of wrappers."""
-        cleans = self._unit.is_whole is not None
+        unit = unit_of(self)  # none yet, while a unit is made of the wrapper itself
+        cleans = unit is not None and unit.is_whole is not None
         for name, buffer in super().named_buffers(prefix, recurse, remove_duplicate):
             yield clean_name(name) if cleans else name, buffer
 
@@ -516,9 +546,11 @@ class FullyShardedDataParallel(HasStateDicts):
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> FullyShardedDataParallel:
         """A sharded copy with the same values and settings, but no gradients. All ranks must copy."""
-        memo[id(self)] = made = object.__new__(type(self))
         memo[id(self._settings)] = self._settings
         memo[id(self._ignored)] = self._ignored
+        if self._unit.modules[0] is self:
+            return cast(FullyShardedDataParallel, copied_module(self, memo))
+        memo[id(self)] = made = object.__new__(type(self))
         copied = copied_module(self._unit.modules[0], memo)
         state = {name: value for name, value in vars(self).items() if name != UNIT_ATTRIBUTE}
         made.__dict__.update(copy.deepcopy(state, memo))

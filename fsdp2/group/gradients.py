@@ -37,7 +37,7 @@ from fsdp2.plan.mesh import Axis, ParallelMesh
 from fsdp2.plan.plan import PlanInput, ReducePlan, compile_reduces
 
 # In C, since they run once per parameter and step.
-_is_there = partial(is_not, None)
+_is_present = partial(is_not, None)
 _accumulated_of, _dtype_of, _grad_of = attrgetter("accumulated"), attrgetter("dtype"), attrgetter("grad")
 _sharded_of = attrgetter("sharded")
 _PLAIN = {torch.Tensor}
@@ -181,8 +181,8 @@ class GroupGradients:
         params: the parameters of the group.
         options: what the user has configured.
         in_flight: the reduction that has been launched and has not landed.
-        on_missing: called with how many bytes ``take_used`` would return without this reduction, and with its sums of
-            parameters that had no gradient on this rank. Without it, these sums are dropped.
+        on_missing: called with the sums of parameters that had no gradient on this rank. ``num_used`` says where
+            ``take_used`` will have the flags of this reduction. Without ``on_missing``, these sums are dropped.
         on_landed: called when gradients have landed, on the stream that has landed them, with their parameters and
             whether no later backward of the step adds to them. It may take them from ``.grad``.
     """
@@ -198,7 +198,7 @@ class GroupGradients:
         self.params, self._unsharded, self._mesh, self._home = params, unsharded, mesh, home
         self._comm = self._default_comm = comm
         self.options = GroupOptions()
-        self.on_missing: Callable[[int, Landed], object] | None = None
+        self.on_missing: Callable[[Landed], object] | None = None
         self.on_landed: Callable[[list[nn.Parameter], bool], object] | None = None
         self._bound: dict[tuple[int, ...], BoundReduce] = {}  # by the indices of trainable parameters
         self.in_flight: Reduction | None = None
@@ -221,7 +221,7 @@ class GroupGradients:
 
     def has_late(self) -> bool:
         """Whether gradients came behind the unit's backward: an autocast region keeps casts of earlier forwards."""
-        return any(map(_is_there, map(_grad_of, self._unsharded.parameters)))
+        return any(map(_is_present, map(_grad_of, self._unsharded.parameters)))
 
     @property
     def are_partial(self) -> bool:
@@ -304,7 +304,7 @@ class GroupGradients:
         grads = self._take_all(bound)
         self._has_kept = False
         self._frozen_since.clear()
-        present = list(map(_is_there, grads))
+        present = list(map(_is_present, grads))
         if self.options.fills_gradients or (self.options.fills_beside_others and True in present):
             present = [True] * len(present)
         elif not jointly and True not in present:
@@ -355,6 +355,11 @@ class GroupGradients:
                 copies.wait()
             if reduction.sums:  # else they landed at once
                 self._land_shards(reduction, reduction.bound.reduce.shards(reduction.sums))
+
+    @property
+    def num_used(self) -> int:
+        """How many bytes ``take_used`` would return now."""
+        return len(self._used)
 
     def take_used(self) -> bytes:
         """For each reduction that has landed since the last call, a byte per parameter: 1 if it had a gradient on this
@@ -413,7 +418,7 @@ class GroupGradients:
 
     def _take_all(self, bound: BoundReduce) -> list[torch.Tensor | None]:
         """Take gradients off the unsharded parameters. Returns one per step of ``bound``; None where one is missing."""
-        if bound.plain and not any(map(_is_there, map(_accumulated_of, self.params))):
+        if bound.plain and not any(map(_is_present, map(_accumulated_of, self.params))):
             grads = list(map(_grad_of, bound.plain))
             for param in bound.plain:
                 param.grad = None
@@ -491,7 +496,7 @@ class GroupGradients:
             missing, landed = landed.where([not had for had in present]), landed.where(present)
             used = self._flags(landed.params)
             if self.on_missing is not None:
-                self.on_missing(len(self._used), missing)
+                self.on_missing(missing)
         self._used = (self._used + used)[-MAX_USED:]
         if bound.reduce.lands_gradients:
             reduction.added_to = [param.sharded.grad for param in landed.params]

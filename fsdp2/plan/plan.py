@@ -177,8 +177,8 @@ def compile_gather(
 
     def place(step: GatherStep) -> tuple[bool, int, bool, int, int]:
         """Sort key: shards that share a bucket are neighbours in the flat buffer, whatever else has their dtype."""
-        of_bucket = dtypes.index(step.dtype), step.origin is not Origin.SHARD, sources.index(step.source)
-        return step.route is Route.DIRECT, *of_bucket, step.index
+        is_direct, is_of_hook = step.route is Route.DIRECT, step.origin is not Origin.SHARD
+        return is_direct, dtypes.index(step.dtype), is_of_hook, sources.index(step.source), step.index
 
     steps, shard_numels = _place_shards(sorted(unplaced, key=place))
     if back_into is None:

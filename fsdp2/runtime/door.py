@@ -7,7 +7,7 @@ gather without its values. So the door leaves what surrounds the user's code, an
 
 - graphs that ``torch.compile`` records, also of a step that calls ``backward`` inside: they end where
   ``runs_between_graphs`` marks a function;
-- dispatch modes that keep or replace results: those of selective checkpointing and of
+- dispatch modes that keep or replace results: those of selective checkpointing, fake tensors around real ones and
   ``allow_mutation_on_saved_tensors``, and modes whose class sets ``replaces_results = True``;
 - modes that replace torch's Python functions, but for a default device (``torch.device``), which hooks may rely on;
 - transforms of ``torch.func``, and inference mode.
@@ -16,8 +16,7 @@ What only watches still sees the runtime: ``CommDebugMode``, profilers, memory t
 care, since the runtime saves nothing for backward, nor does autocast but where all-gather hooks run (``Gather``).
 
 The hooks themselves work on the user's tensors, so for gradients, transforms and function modes they are part of the
-user's computation. They leave dispatch modes where they make a view: a checkpoint must not see another operation in its
-recomputation.
+user's computation. They leave dispatch modes where they make a view, which no recomputation of a checkpoint repeats.
 """
 
 from __future__ import annotations

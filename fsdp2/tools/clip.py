@@ -50,8 +50,8 @@ def clip_grad_norm_(
 
     It works like ``torch.nn.utils.clip_grad_norm_``, but parameters may be DTensors on different meshes, mixed with
     plain tensors. A plain tensor counts as equal on all ranks. A flat parameter of ``FullyShardedDataParallel`` counts
-    as the shards that it stands for. All ranks pass the same parameters in the same order; each rank may have gradients
-    of other parameters.
+    as the shards that it stands for. All ranks pass the same parameters, in any order; each rank may have gradients of
+    other parameters.
 
     Args:
         parameters: the parameters whose gradients are clipped.
@@ -118,7 +118,7 @@ def _shards_of(param: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _classes(params: Sequence[torch.Tensor]) -> list[_Class]:
-    """The classes of ``params``. All ranks get the same order, since parameters without a gradient count, too."""
+    """The classes of ``params``. All ranks get the same ones, since parameters without a gradient count, too."""
     grads = torch_names.grads_of(params)
     locals_ = torch_names.locals_placed_like(params, grads)
     # A gradient that DTensor has placed in another way than its parameter counts as it lies.
@@ -139,7 +139,20 @@ def _classes(params: Sequence[torch.Tensor]) -> list[_Class]:
     by_groups: dict[tuple[tuple[dist.ProcessGroup, ...], torch.device], list[torch.Tensor]] = {}
     for like, apart_over, found in by_spec.values():
         by_groups.setdefault(_groups_of(like, apart_over), []).extend(found)
-    return [_Class(groups, device, _alike(joined_neighbours(found))) for (groups, device), found in by_groups.items()]
+    keys = by_groups if len(by_groups) == 1 else sorted(by_groups, key=_agreed_order)
+    return [_Class(*key, _alike(joined_neighbours(by_groups[key]))) for key in keys]
+
+
+def _agreed_order(key: tuple[tuple[dist.ProcessGroup, ...], torch.device]) -> tuple[object, ...]:
+    """Orders classes alike on all ranks, whatever the order of parameters (I4). Ranks that share one process group may
+    differ in another one of the class, but then its description, which names the axis of the mesh, is the same."""
+    groups, device = key
+    return [_order_of_group(group) for group in groups], device.type
+
+
+def _order_of_group(group: dist.ProcessGroup) -> tuple[str, int, str]:
+    name = group.group_name
+    return group.group_desc, len(name), name  # names count up
 
 
 def _apart_over() -> dict[int, dist.ProcessGroup]:
@@ -228,7 +241,8 @@ def _summed_over_ranks(classes: list[_Class], powers: list[torch.Tensor], order:
     """The powers of all classes, summed over their ranks: one all-reduce per process group, for all its classes."""
     takes_maximum = math.isinf(order)
     op = dist.ReduceOp.MAX if takes_maximum else dist.ReduceOp.SUM
-    for group in dict.fromkeys(group for each in classes for group in each.groups):
+    found = dict.fromkeys(group for each in classes for group in each.groups)
+    for group in found if len(found) < 2 else sorted(found, key=_order_of_group):  # as in all ranks of the group
         cut = [i for i, each in enumerate(classes) if group in each.groups]
         joint = torch.stack([powers[i] for i in cut])
         if takes_maximum:  # that of a backend may be a number although a rank has NaN

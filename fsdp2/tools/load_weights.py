@@ -199,9 +199,10 @@ def _load_file(
 ) -> None:
     key, opened = "", checkpoint.opened.pop(file)  # it is unmapped at the end
     try:
-        for piece, shard in pieces:
-            key = piece.key
-            advance(shard.take(opened, piece))
+        with torch.device("cpu"):  # safetensors makes tensors on the default device, which may be the meta device
+            for piece, shard in pieces:
+                key = piece.key
+                advance(shard.take(opened, piece))
     except Exception as error:
         raise RuntimeError(
             f"load_safetensors: reading '{key}' of {file} failed with {type(error).__name__}: {error}\n"

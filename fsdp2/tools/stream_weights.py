@@ -23,6 +23,7 @@ from fsdp2.comm.backends import Launch
 from fsdp2.comm.streams import Waitable, launched, streams_for, wait_for
 from fsdp2.group.codec import is_plain
 from fsdp2.plan.layout import ALIGNMENT_NBYTES
+from fsdp2.runtime import door
 from fsdp2.tools.progress import progress
 from fsdp2.tools.sizes import nbytes_of
 from fsdp2.tools.stream_gate import Gate, Leaving, refuse
@@ -33,6 +34,7 @@ _CALLER = "stream_full_params"
 _TAG = 7090  # of messages: away from 0, which user code on the same group is likely to use, and from our channels
 
 
+@door.all_entries
 class FullParamStream:
     """What :func:`stream_full_params` returns. Iterate once, over tensors or over ``buckets()``, in a ``for`` loop.
 
@@ -54,6 +56,7 @@ class FullParamStream:
         self._ahead, self._device = ahead, device
         self._is_used = self._stops = False
 
+    @_torch.runs_between_graphs
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """``(name, tensor)`` of all buckets. Tensors of a bucket share memory: clone the few that you keep."""
         return self._tensors(self.buckets())
@@ -79,6 +82,7 @@ class FullParamStream:
         self._stops = True
 
     @staticmethod
+    @_torch.runs_between_graphs
     def _tensors(buckets: Iterator[StreamedBucket]) -> Iterator[tuple[str, torch.Tensor]]:
         with closing(buckets):  # type: ignore[type-var]  # a generator
             for bucket in buckets:
@@ -87,6 +91,7 @@ class FullParamStream:
                 while tensors:  # no variable holds a whole tensor: the caller alone keeps it alive
                     yield tensors.popleft()
 
+    @_torch.runs_between_graphs
     def _run(self) -> Iterator[StreamedBucket]:
         gate = Gate(self._ranks, self._ranks if self._to_rank is None else [self._to_rank], _CALLER)
         pending: deque[_Gathering] = deque()
@@ -150,6 +155,7 @@ class FullParamStream:
         return StreamedBucket(flat, gathering.manifest.cut(flat), gathering.manifest)
 
 
+@door.entry
 def stream_full_params(
     model: nn.Module,
     dtype: torch.dtype | None = None,

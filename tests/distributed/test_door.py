@@ -12,22 +12,30 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import allow_mutation_on_saved_tensors, save_on_cpu, saved_tensors_hooks
 from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.logging_tensor import LoggingTensorMode, capture_logs
 from torch.utils._debug_mode import DebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    set_checkpoint_early_stop,
+)
 from torch.utils.flop_counter import FlopCounterMode
 
 import fsdp2
-from fsdp2 import FSDPModule, GradientReductionHandle, UnshardHandle
+from fsdp2 import FSDPModule, GradientReductionHandle, MixedPrecisionPolicy, UnshardHandle
 from tests.distributed.changes import assert_gradients
 from tests.distributed.compile_support import start_compiling
 from tests.distributed.support import DIM, Block, Stack, batch, seeded, shard, sharded, step
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.extensions import Aliasing, wrap
+from tests.harness.selection import long
 
 Around = Callable[[], AbstractContextManager[Any]]
 
@@ -221,6 +229,105 @@ def test_selective_checkpointing_around_units(ctx: RankContext, name: str, size:
         assert_gradients(model, plain)
 
 
+def _cast_as_units_do(module: nn.Module, dtype: torch.dtype) -> None:
+    """Inputs to fp32, and outputs to ``dtype``."""
+    module.register_forward_pre_hook(lambda _, args: tuple(each.float() for each in args))
+    module.register_forward_hook(lambda _, __, output: output.to(dtype))
+
+
+@pytest.mark.parametrize("size", [1, *long(2)])
+@pytest.mark.parametrize("name", ["all but views", "products and views", *long("a mode of the user")])
+@distributed(2)
+def test_output_dtype_under_selective_checkpointing(ctx: RankContext, name: str, size: int) -> None:
+    """The cast of an output is part of what is checkpointed: a policy sees it in forward and in the recomputation."""
+    make = partial(_Checkpointed, size, CONTEXTS[name])
+    plain, model = seeded(make), seeded(make)
+    for each in (*plain.blocks, plain):
+        _cast_as_units_do(each, torch.bfloat16)
+    shard(ctx, model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=torch.bfloat16))
+    for seed in range(2):
+        for each in (model, plain):
+            each.zero_grad()
+            with set_checkpoint_early_stop(False):  # else the last cast is not computed again
+                loss = each(batch(seed)).float().square().mean()
+            loss.backward()
+        assert_gradients(model, plain)
+
+
+# Hooks of the user that run when gradients land
+
+
+def _around_forward(model: Any) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(batch()).float().square().mean()
+    loss.backward()
+
+
+def _around_backward(model: Any) -> None:
+    loss = model(batch()).square().mean()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss.backward()
+
+
+class _Products:
+    """A user's hook, as a registered one and as an all-reduce hook: dtypes of products that it computes."""
+
+    def __init__(self) -> None:
+        self.dtypes: list[torch.dtype] = []
+
+    def __call__(self, tensor: Tensor) -> None:
+        grad = tensor if tensor.grad is None else tensor.grad
+        local = (grad.to_local() if isinstance(grad, DTensor) else grad).detach().reshape(1, -1)
+        self.dtypes.append((local @ local.T).dtype)
+
+
+class _Left(TorchDispatchMode):
+    """The door leaves it; it does nothing."""
+
+    replaces_results = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("also", [_Left, nullcontext])
+@pytest.mark.parametrize("place", [_around_forward, _around_backward])
+@distributed(2)
+def test_hooks_at_the_landing_compute_in_the_autocast_of_the_user(
+    ctx: RankContext, place: Callable[[Any], None], also: Around
+) -> None:
+    """As in the plain model: in that around ``backward()``, also where the door leaves something else."""
+    plain, model = seeded(Stack), sharded(ctx, mesh=ctx.mesh_2d(1, 2))
+    seen, expected, of_sums = _Products(), _Products(), _Products()
+    for each, hook in ((model, seen), (plain, expected)):
+        for param in each.parameters():
+            param.register_post_accumulate_grad_hook(hook)
+    model.set_all_reduce_hook(of_sums)
+    for each in (model, plain):
+        with also():
+            place(each)
+    assert set(seen.dtypes) == set(expected.dtypes) == set(of_sums.dtypes)
+    assert len(seen.dtypes) == len(expected.dtypes)
+    assert expected.dtypes[0] is (torch.bfloat16 if place is _around_backward else torch.float32)
+
+
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=["resharded", "kept"])
+@pytest.mark.parametrize("is_first", [False, True])
+@distributed(2)
+def test_a_forward_under_fake_tensors_leaves_a_model_whose_values_are_real(
+    ctx: RankContext, is_first: bool, options: dict[str, Any]
+) -> None:
+    """As of the plain model, outputs are fake. What the forward has gathered, the next one may find."""
+    model, plain = sharded(ctx, **options), seeded(Stack)
+    for each in (model, plain):
+        if not is_first:
+            step(each)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            assert isinstance(each(batch()), FakeTensor)
+        step(each, 1)
+    assert_gradients(model, plain)
+
+
 # What watches
 
 
@@ -294,6 +401,7 @@ CALLS: dict[str, Callable[[Any], object]] = {
     "state_dict": lambda model: model.state_dict(),
     "unsharded": _read_whole,
     "clip_grad_norm_": lambda model: fsdp2.clip_grad_norm_(model.parameters(), 1e6),
+    "stream_full_params": lambda model: [float(each.sum()) for _, each in fsdp2.stream_full_params(model)],
     "evaluation": lambda model: model.eval()(batch()).sum().item(),
     "backward": lambda model: step(model),
     "two backwards": lambda model: (step(model), step(model)),

@@ -12,10 +12,11 @@ from torch import Tensor
 from fsdp2 import GradientReductionHandle, ScheduleError, fully_shard
 from fsdp2.tools import trace
 from tests.distributed.changes import assert_gradients, assert_step_is_that_of
-from tests.distributed.support import Stack, batch, compact, seeded, sharded, step
+from tests.distributed.support import InjectedError, Stack, batch, compact, fail_now, seeded, sharded, step
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.golden import golden_on_ranks
 from tests.harness.messages import error_of
+from tests.harness.selection import long
 
 
 def _by_hand(ctx: RankContext, num_blocks: int = 2, **kwargs: Any) -> Any:
@@ -160,6 +161,33 @@ def test_finalization_at_the_wrong_time(ctx: RankContext) -> str:
     model.finalize_backward()
     _assert_gradients_are_those_of(model, (1,))
     return "\n".join(errors)
+
+
+@pytest.mark.parametrize("resets", [True, *long(False)])
+@distributed(2)
+def test_finalization_after_a_backward_that_raised_is_refused(ctx: RankContext, resets: bool) -> None:
+    """What it has left are parts of sums. Gradients of the backward before are dropped with them, and the step begins
+    again, also without a reset."""
+    model = _by_hand(ctx)
+    model.set_requires_gradient_sync(False)
+    step(model, 1)
+    handle = model.blocks[0].register_forward_hook(
+        lambda _module, _args, output: output.register_hook(fail_now) and None
+    )
+    with pytest.raises(InjectedError):
+        step(model, 2)
+    handle.remove()
+    model.set_requires_gradient_sync(True)
+    for _ in range(2):
+        with pytest.raises(ScheduleError, match=r"the last backward has raised\. Call reset_iter_state"):
+            model.finalize_backward()
+    if resets:
+        model.reset_iter_state()
+        model.finalize_backward()
+        assert all(parameter.grad is None for parameter in model.parameters())
+    step(model, 3)
+    model.finalize_backward()
+    _assert_gradients_are_those_of(model, (3,))
 
 
 def _in_two_halves(model: Any, seed: int) -> None:

@@ -222,6 +222,28 @@ def test_a_unit_that_raised_alone_leaves_no_forward_behind(ctx: RankContext, rai
     assert torch.equal(found, x + torch.tanh(torch.nn.functional.linear(x, *plain)))
 
 
+@pytest.mark.parametrize("part", [0, 1])
+@distributed(2)
+def test_a_part_of_a_model_whose_forward_was_interrupted_has_new_values_after_a_reset(
+    ctx: RankContext, part: int
+) -> None:
+    """Torch calls no hook when a KeyboardInterrupt ends a forward, so a part alone counts as inside that forward."""
+    model, plain = sharded(ctx, reshard_after_forward=False), seeded(Stack)
+    step(model)
+    params = list(model.parameters())
+    with (
+        mock.patch.object(model.blocks[1].linear, "forward", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        model(batch())
+    model.reset_iter_state()
+    with torch.no_grad():
+        for _ in range(2):
+            for param in (*params, *plain.parameters()):
+                param.mul_(2)
+            torch.testing.assert_close(model.blocks[part](batch()), plain.blocks[part](batch()))
+
+
 # Wherever a step raises, the gradients that the model had accumulated stay; those on their way do after a forward
 
 

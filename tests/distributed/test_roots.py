@@ -228,6 +228,32 @@ def test_gradients_of_a_unit_that_moved_stay_when_its_old_root_is_reset(ctx: Ran
     assert_gradients(model, plain)
 
 
+@pytest.mark.parametrize("new_ends_first", [False, *long(True)])
+@distributed(2)
+def test_a_unit_of_two_roots_is_reduced_once_where_unused_parameters_are_filled(
+    ctx: RankContext, new_ends_first: bool
+) -> None:
+    """It moves between the forward of its old root and the backward. Until its next forward, the old one has no unit
+    there whose gradients it could fill with zeros."""
+    gradients = []
+    for is_sharded in (True, False):
+        old, new = seeded(_nested), seeded(_nested, 1)
+        new[0] = old[0]
+        if is_sharded:
+            shard_each(*_levels(old), new, mesh=ctx.mesh_1d())
+            for each in (old, new):
+                each.set_reduce_scatter_unused_params(True)
+        for seed in range(2):
+            xs = [_x(seed + at).requires_grad_() for at in range(2)]  # so units are reduced before the backward ends
+            losses = [each(x).square().mean() for each, x in zip((old, new), xs, strict=True)]
+            for loss in reversed(losses) if new_ends_first else losses:
+                loss.backward()
+        gradients.append([each for root in (old, new) for each in root.parameters()])
+    found, expected = gradients
+    for param, plain in zip(found, expected, strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), plain.grad.to(param.device), rtol=0, atol=1e-6)
+
+
 @distributed(2)
 def test_a_unit_that_leaves_unsharded_has_shards(ctx: RankContext) -> None:
     model = seeded(_nested)

@@ -155,6 +155,18 @@ def test_a_kill_at_a_random_time_leaves_a_complete_checkpoint(
     assert num_half_written > 5  # the moments are those of writing
 
 
+def test_a_file_of_a_run_replaces_nothing_but_the_one_of_its_name(tmp_path: Path) -> None:
+    """It is written under a name that nobody can know, so a link there is not followed."""
+    with mock.patch.object(sys, "path", [str(_EXAMPLE.parent), *sys.path]):
+        import lm_run
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    (tmp_path / "writing_config.json").symlink_to(victim)
+    lm_run.write_whole(tmp_path / "config.json", "new")
+    assert (victim.read_text(), (tmp_path / "config.json").read_text()) == ("mine", "new")
+    assert len(list(tmp_path.iterdir())) == 3
+
+
 def _full_disk(folder: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (512, resource.RLIM_INFINITY))
 

@@ -198,5 +198,10 @@ _LISTED = {
     147: ("UnitTree.release", "self.executor.has_unwaited", "False"),
     148: ("Tape.start", "del self.ended[:-MAX_ENDED]", "pass"),
     149: ("Schedule.post_forward", "leads_to is not Outcome.NOTHING", "True"),
+    150: ("OpenCheckpoint.is_unchanged", "_seen(path) == noted", "True"),
+    151: ("OpenCheckpoint._open", "metadata.get(TOKEN, token) != token", "False"),
+    152: ("UnitTree._recover_backward", "self.passes.in_backward", "True"),
+    153: ("UnitTree.release", "self.units[unit.index] = left\nself.executor.let_go(left, unit.index)", "pass"),
+    154: ("SaveFolder.remove_unchanged", "self.version(name) == version", "True"),
 }
 MUTATIONS = {number: Mutation(*each) for number, each in _LISTED.items()}

@@ -277,3 +277,17 @@ def test_gradients_that_touch_in_one_storage_are_joined() -> None:
     first, second = (torch.frombuffer(memory, dtype=torch.float32, count=4, offset=offset) for offset in (0, 16))
     assert second.data_ptr() == first.data_ptr() + first.nbytes
     assert [each.numel() for each in joined_neighbours([first, second])] == [4, 4]
+
+
+@distributed(4)
+def test_ranks_may_pass_parameters_in_another_order(ctx: RankContext) -> None:
+    """Classes of parameters, and process groups, come in one order on all ranks."""
+    mesh = ctx.mesh_2d(2, 2)
+    placements = [(Shard(0), Replicate()), (Replicate(), Shard(0)), (Shard(0), Shard(1)), (Replicate(), Replicate())]
+    params = []
+    for number, placement in enumerate(placements):
+        param = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, placement))
+        param.grad = distribute_tensor(torch.full((4, 4), 10.0**number), mesh, placement)
+        params.append(param)
+    norm = clip_grad_norm_(params if ctx.rank in (0, 3) else params[::-1], 1e9)
+    assert norm.item() == pytest.approx(4 * sum(100.0**number for number in range(4)) ** 0.5)

@@ -135,6 +135,17 @@ def test_a_lock_that_nobody_holds_is_taken_and_removed(tmp_path: Path) -> None:
     assert {each.name for each in tmp_path.iterdir()} == _names(tmp_path)
 
 
+def test_a_file_that_another_save_has_written_since_is_not_removed(tmp_path: Path) -> None:
+    """Locks keep out only saves of this node."""
+    _save(0, tmp_path)
+    with SaveFolder(tmp_path) as folder:
+        found = folder.others([])
+        assert len(found) > 2
+        (tmp_path / INDEX).write_text("of another save")
+        folder.remove_unchanged(found)
+    assert [each.name for each in tmp_path.iterdir()] == [INDEX]
+
+
 def test_a_save_removes_no_files_that_are_not_of_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     names = ["config.json", "adapter_model.safetensors", "in/model.safetensors"]

@@ -29,6 +29,7 @@ from tests.harness.golden import texts_beside
 from tests.harness.messages import wrapped
 from tests.harness.models import MLP, Buffers, Transformer
 from tests.harness.pool import PRELOADED
+from tests.harness.selection import long
 from tests.harness.weight_files import INDEX, ONE, assert_same, bytes_of, listed, read, safetensors
 
 TEXTS = texts_beside(__file__)
@@ -385,6 +386,16 @@ def test_a_file_that_fails_late_leaves_the_model_loaded_half(tmp_path: Path, mon
         "[Errno 5] Input/output error\n"
         "The file was readable before. The model is loaded half: load again before you use it."
     )
+
+
+@pytest.mark.parametrize("size", ["5GB", *long(3000)])
+def test_a_default_device_changes_nothing(size: int | str, tmp_path: Path) -> None:
+    """safetensors makes tensors on the default device, which may be the meta device."""
+    model, other = _seeded(MLP), _seeded(MLP, 1)
+    with torch.device("meta"):
+        save(model, tmp_path, max_shard_size=size)
+        load(other, tmp_path)
+    assert_same(_state(other), _state(model))
 
 
 def test_tied_weights_are_saved_once_and_load_from_any_of_their_names(tmp_path: Path) -> None:

@@ -45,7 +45,8 @@ def circles_of(subjects: Sequence[Subject]) -> tuple[Circle, ...]:
         axis, ranks = joint_axis(mesh, axes), tuple(sorted(ranks_along(mesh, axes)))
         circle = found.setdefault(ranks, Circle(axis, ranks, mesh_device(mesh), ()))
         found[ranks] = replace(circle, positions=(*circle.positions, each.position))
-    ordered = sorted(found.values(), key=lambda circle: (len(circle.ranks), circle.positions))
+    # By ranks, not by what comes first in this rank's list, which is compared with others' later.
+    ordered = sorted(found.values(), key=lambda circle: (len(circle.ranks), circle.ranks))
     larger = [any(exchange(each.axis, each is not ordered[-1])) for each in ordered]
     return tuple(replace(each, has_larger=has) for each, has in zip(ordered, larger, strict=True))
 

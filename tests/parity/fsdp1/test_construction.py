@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
 import warnings
@@ -16,9 +17,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, sharded_grad_scaler, wrap
 from torch.distributed.fsdp._fsdp_extensions import FSDPExtensions
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import fsdp2
 import fsdp2.fsdp1
@@ -29,7 +32,7 @@ from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import MLP, Block
 from tests.harness.selection import long
 from tests.parity.fsdp1.fronts import CPU, ON_TWO_RANKS, Front, as_torchs, mlp, ours, quiet, same, theirs, with_ours
-from tests.parity.fsdp1.kinds import FULL_SHARD, GRAD_OP, HYBRID, HYBRID_ZERO2, NO_SHARD
+from tests.parity.fsdp1.kinds import FULL_SHARD, GRAD_OP, HYBRID, HYBRID_ZERO2, NO_SHARD, SHARDED
 from tests.parity.fsdp1.test_extensions import example, extension_set
 
 THEIRS, OURS = torch.distributed.fsdp, fsdp2.fsdp1
@@ -165,7 +168,7 @@ def test_types_are_checked_and_models_may_not_stay_on_the_meta_device(front: Fro
 
 
 @with_ours(2, both_modes=True)
-def test_what_torchs_class_has_sharded_or_ours_has_wrapped_is_refused(front: Front) -> None:
+def test_what_torchs_class_or_fully_shard_has_sharded_is_refused(front: Front) -> None:
     model = mlp()
     model[2] = theirs(front.ctx).wrap(model[2], use_orig_params=front.use_orig_params)
     values = [param.detach().clone() for param in model.parameters()]
@@ -181,13 +184,50 @@ def test_what_torchs_class_has_sharded_or_ours_has_wrapped_is_refused(front: Fro
         assert all(unit_of(module) is None for module in model.modules())
         assert type(model) is nn.Sequential
         assert all(map(torch.equal, model.parameters(), values))
-    wrapped = front.wrap(mlp())
-    unit = unit_of(wrapped)
-    for module in (wrapped, wrapped.module, fsdp2.fully_shard(mlp(), mesh=front.mesh())):
-        with pytest.raises(ValueError, match=r"is sharded already.*Wrap each module once"):
-            front.wrap(module)
-    assert unit_of(wrapped) is unit_of(wrapped.module) is unit
-    assert len(front.train(wrapped)) == 3
+    with pytest.raises(ValueError, match=r"fully_shard was called on this Sequential"):
+        front.wrap(fsdp2.fully_shard(mlp(), mesh=front.mesh()))
+
+
+@as_torchs(2, both_modes=True)
+def test_a_wrapper_is_wrapped_again(front: Front) -> Any:
+    """The outer one has no parameters of its own; names, state dicts and losses are those of one more module."""
+    inner = front.wrap(mlp())
+    outer = front.wrap(inner)
+    assert outer.module is inner
+    optimizer = torch.optim.AdamW(outer.parameters(), lr=1e-2)
+    losses = front.train(outer, optimizer)
+    names = [[name for name, _ in each.named_parameters()] for each in (outer, inner)]
+    outer.load_state_dict(outer.state_dict())
+    states = [dict(each.state_dict()) for each in (outer, inner)]
+    moments = list(quiet(front.cls.full_optim_state_dict, outer, optimizer, rank0_only=False)["state"])
+    with front.cls.summon_full_params(outer):
+        whole = {name: param.detach().clone() for name, param in outer.named_parameters()}
+    if front.is_ours:
+        assert front.train(copy.deepcopy(outer)) == front.train(copy.deepcopy(inner))
+    return [losses, names, states, sorted(moments), whole, len(front.cls.fsdp_modules(outer))]
+
+
+@with_ours(2)
+def test_what_a_wrapper_has_wrapped_trains_in_another_one(front: Front) -> None:
+    """Torch's class makes the second wrapper, too, but its forward computes with shards."""
+    losses = []
+    for num_wrappers in (1, 2):
+        torch.manual_seed(0)
+        model = mlp()
+        wrappers = [front.wrap(model, use_orig_params=True) for _ in range(num_wrappers)]
+        optimizer = torch.optim.SGD(wrappers[-1].parameters(), lr=0.1)
+        losses.append([*front.train(wrappers[-1], optimizer), *front.train(wrappers[0], optimizer)])
+    assert losses[0] == losses[1]
+
+
+@as_torchs(2)
+def test_a_device_is_named_by_a_string(front: Front) -> Any:
+    with pytest.raises(RuntimeError, match="nonsense"):
+        front.wrap(mlp(), device_id="nonsense")
+    with pytest.raises(TypeError):
+        front.wrap(mlp(), device_id=1.5)
+    model = front.wrap(mlp(), device_id="cpu", **BY_LINEARS)
+    return [model.compute_device.type, *front.train(model)]
 
 
 @as_torchs(2)
@@ -499,6 +539,46 @@ def test_hybrid(front: Front, given: str, strategy: Any, use_orig_params: bool) 
     mesh = front.ctx.mesh_2d(2, 2)
     options = {given: mesh if given == "device_mesh" else (mesh.get_group(1), mesh.get_group(0))}
     return trained(front, 2, sharding_strategy=strategy, use_orig_params=use_orig_params, **options)
+
+
+@pytest.mark.parametrize("has_names", [True, *long(False)])
+@pytest.mark.parametrize("strategy", [FULL_SHARD, *long(GRAD_OP, NO_SHARD)])
+@as_torchs(4, exact=False, both_modes=True)
+def test_other_strategies_shard_over_the_first_axis_of_a_mesh(front: Front, strategy: Any, has_names: bool) -> Any:
+    """Over the second one, nothing is communicated. Torch's class gives sharded values the whole mesh, with the shards
+    on its second axis; ours have the first axis, where they are."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b") if has_names else None)
+    model = front.wrap(mlp(), device_mesh=mesh, sharding_strategy=strategy, **BY_LINEARS)
+    losses = front.train(model)
+    ranks = [dist.get_process_group_ranks(each.process_group) for each in front.cls.fsdp_modules(model)]
+    state = dict(quiet(model.state_dict))
+    with front.of_kind(model, SHARDED):
+        sharded = quiet(model.state_dict)
+        quiet(model.load_state_dict, sharded)
+    if front.is_ours and strategy is not NO_SHARD:
+        assert all(value.placements == (Shard(0),) for value in sharded.values())
+        assert all(map(torch.equal, state.values(), (value.full_tensor() for value in sharded.values())))
+    return [losses, ranks, model.rank, model.world_size, state]
+
+
+@with_ours(4)
+def test_parts_of_dtensors_are_those_of_the_first_rank(front: Front) -> None:
+    """``sync_module_states`` copies between the ranks that have the same part. Torch's class does it on accelerators
+    only."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    data, model = mesh.get_local_rank("dp"), nn.Linear(8, 4)
+    for place, value in (("weight", torch.randn(4, 8)), ("bias", torch.randn(4)), ("buffer", torch.randn(4))):
+        cut = distribute_tensor(value + data, mesh["tp"], [Replicate() if place == "bias" else Shard(0)])
+        if place == "buffer":
+            model.register_buffer(place, cut)
+        else:
+            setattr(model, place, nn.Parameter(cut))
+    expected = {name: value.to_local().detach() - data for name, value in model.state_dict().items()}
+    wrapped = front.wrap(model, device_mesh=mesh["dp"], sync_module_states=True, use_orig_params=True)
+    with front.cls.summon_full_params(wrapped):
+        found: dict[str, Any] = dict(wrapped.named_parameters()) | dict(wrapped.named_buffers())
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name].to_local().detach(), value, msg=name)
 
 
 @as_torchs(2)

@@ -234,3 +234,24 @@ def test_attributes_that_the_user_has_set_on_parameters_stay(front: Front) -> An
             change(model)
             found += [(param.tag, param._no_weight_decay) for param in model.parameters()]
     return found
+
+
+@as_torchs(2, both_modes=True)
+def test_no_shard_shows_the_parameters_themselves(front: Front) -> Any:
+    """What is written in place stays, without ``writeback``, too; original parameters have their gradients."""
+    model = front.wrap(nn.Sequential(nn.Linear(8, 4)), sharding_strategy=NO_SHARD)
+    front.train(model, num_steps=1)
+    model(front.batch(3, 8)).sum().backward()
+    found: list[Any] = []
+    for options in ({"writeback": False}, {}, *([{"writeback": False, "with_grads": True}] * front.use_orig_params)):
+        with front.cls.summon_full_params(model, **options):
+            found.append(values(model, grads=True))
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.add_(1)
+                    if param.grad is not None:
+                        param.grad.mul_(2)
+        with front.cls.summon_full_params(model, writeback=False):
+            found.append(values(model, grads=True))
+    model.zero_grad()
+    return found

@@ -313,3 +313,50 @@ def test_sharded_states_of_one_rank_only_or_where_whole_ones_are_due_raise_on_al
     unlike = r"ranks 0 and 1 have different sharded states of inner\.0\.weight"
     with front.of_kind(model, SHARDED), pytest.raises(ValueError, match=unlike):
         front.cls.optim_state_dict_to_load(model, optim, given)
+
+
+@as_torchs(2, both_modes=True)
+def test_each_rank_may_list_parameters_in_its_own_order(front: Front) -> Any:
+    """What is gathered and fetched follows the model, which is the same on all ranks."""
+    model = wrapped_net(front)
+
+    def made() -> torch.optim.Optimizer:
+        params = list(model.parameters())
+        return adamw(params if front.ctx.rank == 0 else params[::-1])
+
+    optim = made()
+    front.train(model, optim, shape=(3, 4), num_steps=1)
+    found = []
+    for each in configs():
+        given = saved(front, model, optim, *each)
+        found.append(normal(given))
+        if front.is_ours:  # torch's class gives one parameter's states to another here
+            other = made()
+            with front.of_kind(model, *each):
+                other.load_state_dict(loadable(front, model, other, given))
+            assert_same(normal(given), normal(saved(front, model, other, *each)))
+    return found
+
+
+@as_torchs(2, both_modes=True)
+def test_states_of_parameters_outside_of_wrappers_may_be_added_by_the_user(front: Front) -> Any:
+    """Such a parameter is not in the state dict, and its number is left out."""
+    model, optim = trained(front)
+    given = quiet(front.cls.full_optim_state_dict, model, optim, rank0_only=False)
+    alone = nn.Module()
+    alone.model, alone.extra = wrapped_net(front), nn.Parameter(torch.ones(3))
+    given = {
+        "state": {f"model.{name}": states for name, states in given["state"].items()},
+        "param_groups": [
+            {**each, "params": [f"model.{name}" for name in each["params"]]} for each in given["param_groups"]
+        ],
+    }
+    other = adamw(alone.parameters())
+    number = [param is alone.extra for param in other.param_groups[0]["params"]].index(True)
+    made = quiet(front.cls.shard_full_optim_state_dict, given, alone, optim=other)
+    numbers = made["param_groups"][0]["params"]
+    assert number not in numbers
+    made["state"][number] = {name: torch.ones(3) for name in ("exp_avg", "exp_avg_sq")} | {"step": torch.tensor(1.0)}
+    made["param_groups"][0]["params"] = sorted([*numbers, number])
+    other.load_state_dict(made)
+    return [numbers, other.state[alone.extra]]

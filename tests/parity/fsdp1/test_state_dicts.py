@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import fsdp2
 from fsdp2.fsdp1 import state_values
 from fsdp2.tools.lending import gathered_together
+from tests.distributed.compile_support import start_compiling
 from tests.harness.comms import gathers_noted
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.selection import in_ci
@@ -250,6 +252,29 @@ def test_ties_extra_states_hooks_and_checkpoint_wrappers_are_saved_and_loaded(ct
         model.load_state_dict(state)
     assert_same(values_of(model), expected)
     assert model[0].module[1].module.extra == 3
+
+
+@with_ours(2)
+def test_state_dicts_inside_of_compiled_functions(front: Front) -> None:
+    """They enter the runtime by a door that ends the compiler's graph."""
+    start_compiling()
+    model = front.wrap(nn.Sequential(front.wrap(nn.Linear(3, 5)), nn.Linear(5, 3)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    for kind in (FULL, SHARDED):
+        with front.of_kind(model, kind):
+            state, expected = torch.compile(lambda: model.state_dict(), backend="eager")(), values_of(model)
+            assert_same(described(state), described(model.state_dict()))
+            refill(model)
+            torch.compile(lambda: model.load_state_dict(state), backend="eager")()  # noqa: B023
+            assert_same(values_of(model), expected)
+    calls: list[Callable[[], Any]] = [
+        lambda: front.cls.optim_state_dict(model, optimizer),
+        lambda: front.cls.optim_state_dict_to_load(model, optimizer, front.cls.optim_state_dict(model, optimizer)),
+    ]
+    for call in calls:
+        assert_same(torch.compile(call, backend="eager")(), call())
 
 
 @with_ours(2)

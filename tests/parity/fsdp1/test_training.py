@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import warnings
 from functools import partial
 from typing import Any
@@ -22,7 +23,7 @@ from fsdp2 import _torch
 from tests.harness.models import DIM, Branches
 from tests.harness.selection import long
 from tests.parity.fsdp1 import fronts
-from tests.parity.fsdp1.fronts import Front, as_torchs, quiet, with_ours, wrapped_mlp
+from tests.parity.fsdp1.fronts import Front, as_torchs, mlp, quiet, with_ours, wrapped_mlp
 from tests.parity.fsdp1.kinds import FULL_SHARD, GRAD_OP, NO_SHARD
 
 each_strategy = pytest.mark.parametrize("strategy", [FULL_SHARD, GRAD_OP, NO_SHARD])
@@ -404,3 +405,69 @@ def test_casts_of_the_roots_inputs_and_classes_in_full_precision(front: Front) -
     with pytest.warns(UserWarning, match="Norm") as found:
         front.wrap(Model(), mixed_precision=mixed(BF16), **BY_POLICY)
     return [*seen, len([each for each in found if "precision" in str(each.message)])]
+
+
+def step_in_backward(model: Any, *, register_hook: bool = True) -> None:
+    optim = quiet(importlib.import_module, "torch.distributed.optim")
+    optim._apply_optimizer_in_backward(torch.optim.AdamW, model.parameters(), {"lr": 0.1}, register_hook=register_hook)
+
+
+@pytest.mark.parametrize("when", ["after wrapping", *long("before")])
+@as_torchs(2)
+def test_optimizers_step_original_parameters_in_backward(front: Front, when: str) -> Any:
+    made = mlp()
+    if when == "before":
+        step_in_backward(made, register_hook=False)
+    model = front.wrap(made, use_orig_params=True, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    if when == "after wrapping":
+        step_in_backward(model, register_hook=False)
+    losses = front.train(model, torch.optim.SGD([nn.Parameter(torch.ones(1))]))  # which steps nothing of the model
+    return [losses, dict(model.state_dict())]
+
+
+@as_torchs(2)
+def test_no_optimizer_steps_a_flat_parameter_in_backward(front: Front) -> None:
+    """As torch's class, ours refuses in the first forward; after that, at the call."""
+    model = wrapped_mlp(front)
+    step_in_backward(model, register_hook=False)
+    with pytest.raises(RuntimeError, match="only supported with use_orig_params=True"):
+        front.train(model, torch.optim.SGD([nn.Parameter(torch.ones(1))]))
+    if front.is_ours:
+        model = wrapped_mlp(front)
+        front.train(model, num_steps=1)
+        with pytest.raises(RuntimeError, match=r"the flat parameter of '4.weight', '4.bias', which takes no part"):
+            step_in_backward(model)
+        assert len(front.train(model)) == 3
+
+
+class SaysDtypes(nn.Module):
+    """A buffer, and a note of the dtypes that each forward has."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.last = inner, nn.Linear(8, 4)
+        self.register_buffer("scale", torch.full((4,), 0.3))
+        self.said: list[Any] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.inner(x)
+        self.said += [x.dtype, hidden.dtype, self.last.weight.dtype, self.scale.dtype]  # type: ignore[union-attr]
+        return self.last(hidden.to(self.last.weight.dtype)) * self.scale
+
+
+@pytest.mark.parametrize("options", [{"buffer_dtype": BF16}, *long({}, {"reduce_dtype": FP32})], ids=str)
+@as_torchs(2, both_modes=True)
+def test_full_precision_in_evaluation_on_request(front: Front, options: dict[str, Any]) -> Any:
+    precision = MixedPrecision(param_dtype=BF16, **options)
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "1")
+        inner = front.wrap(nn.Linear(8, 8), mixed_precision=precision)
+        model = front.wrap(SaysDtypes(inner), mixed_precision=precision)
+    found = []
+    for is_training in (True, False, True):
+        model.train(is_training)
+        found += front.train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        with torch.no_grad():
+            found.append(model(front.batch(3, 8, seed=9)).float())
+        found += [model.scale.dtype, {name: value.dtype for name, value in model.state_dict().items()}]
+    return [*found, model.said]

@@ -1,0 +1,42 @@
+"""``torch.distributed.optim._apply_optimizer_in_backward``: optimizers that step a parameter inside backward.
+
+Torch's function notes them on the parameter, and hooks into the node of autograd that adds up its gradient. Shards have
+no such node, so here they step when the reduced gradient has landed. Rule: as with torch's class, what counts is what
+was applied before the first forward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fsdp2.fsdp1.flat_param import IN_BACKWARD
+from fsdp2.fsdp1.names import Wrapper
+
+_KNOWN = "_fsdp2_steps_in_backward"  # attribute of a parameter whose optimizers step
+
+
+def check_or_join(wrapper: Wrapper) -> None:
+    """At the first forward: refuse optimizers of a flat parameter, and let those of original parameters step.
+
+    Raises:
+        RuntimeError: an optimizer steps a flat parameter in backward.
+    """
+    flat = wrapper._listed_flat_param
+    if flat is not None:
+        flat.close_to_optimizers_in_backward()
+        return
+    for group in wrapper._unit.groups:
+        for param in group.params:
+            attributes = vars(param.sharded)
+            if IN_BACKWARD in attributes and _KNOWN not in attributes:
+                attributes[_KNOWN] = True
+                param.sharded.register_post_accumulate_grad_hook(_step)
+
+
+def _step(param: torch.Tensor) -> None:
+    optimizers: list[Any] = vars(param)[IN_BACKWARD]
+    for optimizer in optimizers:
+        optimizer.step()
+    param.grad = None
