@@ -22,10 +22,14 @@ NO_LOADING = {"cpu_ram_efficient_loading": False, "sync_module_states": False}  
 
 def prepared(**options: Any) -> tuple[Any, Any, Any]:
     """The engine, the model and its optimizer."""
-    of_plugin = {"fsdp_version": 1, "reshard_after_forward": "FULL_SHARD", "cpu_ram_efficient_loading": False}
-    engine = on_the_cpu(accelerator(**{**of_plugin, **options}))
+    engine = engine_of_fsdp1(**options)
     model = engine.prepare(tiny())
     return engine, model, engine.prepare(adamw(model.parameters()))
+
+
+def engine_of_fsdp1(**options: Any) -> Any:
+    of_plugin = {"fsdp_version": 1, "reshard_after_forward": "FULL_SHARD", "cpu_ram_efficient_loading": False}
+    return on_the_cpu(accelerator(**{**of_plugin, **options}))
 
 
 def on_the_cpu(engine: Any) -> Any:
@@ -59,6 +63,28 @@ train = functools.partial(loop, max_norm=10.0)
 @fsdp1_client()
 def test_accelerate_trains_the_same(rank: int, folder: Path, options: dict[str, Any]) -> Any:
     return train(*prepared(**options), rank, range(4))
+
+
+@pytest.mark.every_case  # how most scripts come to FSDP1; test_launch.py does it from the shell
+@fsdp1_client()
+def test_accelerate_trains_an_optimizer_made_before_the_model_is_wrapped_the_same(rank: int, folder: Path) -> Any:
+    engine = engine_of_fsdp1(state_dict_type="SHARDED_STATE_DICT", use_orig_params=True)
+    model = tiny()
+    optimizer = adamw(model.parameters())
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=20)
+    model, optimizer, scheduler = engine.prepare(model, optimizer, scheduler)
+
+    def steps(numbers: range) -> dict[str, Any]:
+        seen = [train(engine, model, optimizer, rank, range(number, number + 1)) for number in numbers]
+        scheduler.step()
+        return {"seen": seen, "rates": scheduler.get_last_lr()}
+
+    before = steps(range(3))
+    engine.save_state(str(folder / "state"))
+    after = steps(range(3, 5))
+    engine.load_state(str(folder / "state"))
+    assert str(after) == str(steps(range(3, 5)))
+    return {"before": before, "after": after, "files": list(files_in(folder)), "full": full_parameters(model)}
 
 
 def saved_and_loaded(rank: int, folder: Path, kind: str, use_orig_params: bool) -> Any:
