@@ -22,6 +22,7 @@ from fsdp2.schedule.states import GroupState
 from fsdp2.tools.host_adamw.memory import host_nbytes_of
 from fsdp2.tools.memory_plan import peak_if_staged
 from fsdp2.tools.offload_moves import move_shards
+from fsdp2.tools.sizes import nbytes_of
 from fsdp2.tools.units import sharded_unit
 from fsdp2.types import CPUOffloadPolicy, MemoryLimitError
 
@@ -115,8 +116,8 @@ class OffloadChoice:
 
 def offload_by_budget(
     module: nn.Module,
-    device_nbytes: int,
-    host_nbytes: int | None = None,
+    device_nbytes: int | str,
+    host_nbytes: int | str | None = None,
     *,
     offload_policy: CPUOffloadPolicy = CPUOffloadPolicy(),  # noqa: B008 (frozen)
 ) -> OffloadChoice:
@@ -131,7 +132,8 @@ def offload_by_budget(
 
     Args:
         module: the root of a sharded model.
-        device_nbytes: what shards, gradients, states and temporary memory may take on the device of each rank.
+        device_nbytes: what shards, gradients, states and temporary memory may take on the device of each rank: bytes,
+            or text such as ``"70GiB"``.
         host_nbytes: what the rank may take of the host's memory; None does not limit it. Ranks of a node share that.
         offload_policy: of units whose parameters move to the host; it says whether they are pinned.
 
@@ -139,19 +141,18 @@ def offload_by_budget(
         What was chosen. States take twice the bytes of trainable shards.
 
     Raises:
-        TypeError: an argument is of the wrong type.
-        ValueError: ``module`` is not sharded; or shards have to move and cannot, because the model was trained before,
-            an optimizer steps it, or a parameter has a gradient or hooks.
+        TypeError: ``offload_policy`` is of the wrong type.
+        ValueError: ``device_nbytes`` or ``host_nbytes`` is no size; ``module`` is not sharded; or shards have to move
+            and cannot, because the model was trained before, an optimizer steps it, or a parameter has a gradient or
+            hooks.
         MemoryLimitError: not even with all parameters on the host does a step fit; or ``host_nbytes`` is too little.
         ScheduleError: shards have to move, and a pass runs, or a unit is unsharded.
         RuntimeError: shards have to move, and are on the meta device.
 
         Whatever it raises, the model is as it was.
     """
-    for name, value in (("device_nbytes", device_nbytes), ("host_nbytes", host_nbytes)):
-        is_left_out = value is None and name == "host_nbytes"
-        if not is_left_out and (isinstance(value, bool) or not isinstance(value, int)):
-            raise TypeError(f"{_CALLER}: {name} is a {type(value).__name__}, expected an int.")
+    on_device = nbytes_of(device_nbytes, f"{_CALLER}: device_nbytes", "70GiB")
+    on_host = None if host_nbytes is None else nbytes_of(host_nbytes, f"{_CALLER}: host_nbytes", "70GiB")
     offload_policy = as_ours(offload_policy)
     if not isinstance(offload_policy, CPUOffloadPolicy):
         raise TypeError(
@@ -161,7 +162,7 @@ def offload_by_budget(
     for group in (group for unit in tree.units for group in unit.groups):
         if group.state is GroupState.SHARDED:
             group.take_replaced()  # those that loading has put in the place of parameters on the meta device
-    found = _chosen(tree, device_nbytes, host_nbytes)
+    found = _chosen(tree, on_device, on_host)
     _move(module, tree.units, found, offload_policy)
     return found
 

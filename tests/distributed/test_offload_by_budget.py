@@ -6,6 +6,7 @@ again.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -238,8 +239,8 @@ def test_shards_that_cannot_move_are_refused(ctx: RankContext, name: str) -> str
 REFUSED: dict[str, Any] = {
     "too little for the device": lambda ctx: chosen(sharded(ctx), least(ctx) - 1),
     "too little for the host": lambda ctx: chosen(sharded(ctx), least(ctx), 1000),
-    "device_nbytes as a float": lambda ctx: chosen(sharded(ctx), 1e9),  # type: ignore[arg-type]
-    "host_nbytes as text": lambda ctx: chosen(sharded(ctx), PLENTY, "1GiB"),
+    "device_nbytes that is no number": lambda ctx: chosen(sharded(ctx), math.nan),  # type: ignore[arg-type]
+    "host_nbytes that is no size": lambda ctx: chosen(sharded(ctx), PLENTY, "a lot"),
     "no policy of offloading": lambda ctx: chosen(sharded(ctx), PLENTY, policy=fsdp2.OffloadPolicy()),
     "not sharded": lambda ctx: chosen(nn.Linear(2, 2), 1),
 }

@@ -22,6 +22,7 @@ from fsdp2.tools import torch_names
 from fsdp2.tools.muon.early import EarlyRun
 from fsdp2.tools.muon.update import BUFFER, Coefficients, Entry, Part, newton_schulz, parts_of
 from fsdp2.tools.own_states import States, loading_itself
+from fsdp2.tools.sizes import nbytes_of
 from fsdp2.tools.whole_matrices import Matrix, MatrixRule, WholeMatrices, whole_matrices
 from fsdp2.tools.whole_matrices.domains import Copies, subject_of
 from fsdp2.tools.whole_matrices.run import DEFAULT_BUCKET_NBYTES, Rule, Run
@@ -68,14 +69,14 @@ class Muon(optim.Optimizer):
         *,
         ns_dtype: torch.dtype = torch.bfloat16,
         rule: Rule | None = None,
-        bucket_nbytes: int = DEFAULT_BUCKET_NBYTES,
+        bucket_nbytes: int | str = DEFAULT_BUCKET_NBYTES,
         copies: Copies = "cheaper",
         last_first: bool = False,
     ) -> None:
         self._rule = rule
         self._settings: dict[str, Any] = {
             "dtype": ns_dtype,
-            "bucket_nbytes": bucket_nbytes,
+            "bucket_nbytes": nbytes_of(bucket_nbytes, "Muon: bucket_nbytes", "64MiB"),
             "copies": copies,
             "last_first": last_first,
         }

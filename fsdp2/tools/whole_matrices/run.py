@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
 from fsdp2.tools import torch_names
+from fsdp2.tools.sizes import nbytes_of
 from fsdp2.tools.whole_matrices.circles import Circle, agreed, check_alike, circles_of, told
 from fsdp2.tools.whole_matrices.domains import Copies, Domain, Subject, domains_of, subject_of
 from fsdp2.tools.whole_matrices.exchange import Message, Source, send_results, send_shards, stacked, take_results
@@ -41,7 +42,7 @@ def whole_matrices(
     rule: Rule | None = None,
     cost: Cost = newton_schulz_cost,
     dtype: torch.dtype | None = None,
-    bucket_nbytes: int = DEFAULT_BUCKET_NBYTES,
+    bucket_nbytes: int | str = DEFAULT_BUCKET_NBYTES,
     copies: Copies = "cheaper",
     last_first: bool = False,
 ) -> WholeMatrices:
@@ -58,8 +59,8 @@ def whole_matrices(
         cost: of the function on a matrix of so many rows and columns, in floating-point operations; that of
             Newton-Schulz by default. Owners are chosen so that each has as much to do.
         dtype: in which matrices travel and are computed; None: that of each tensor.
-        bucket_nbytes: the most memory that a bucket takes on a rank, with its messages and results; there are two at a
-            time. A matrix that takes more is alone on its owner.
+        bucket_nbytes: the most memory that a bucket takes on a rank, with its messages and results: bytes, or text such
+            as ``"64MiB"``. There are two at a time. A matrix that takes more is alone on its owner.
         copies: of a tensor that several ranks have the same part of (HSDP). ``"share"``: one rank in the world computes
             each matrix, and sends the result to all copies. ``"each"``: each copy does its own work, inside its shard
             mesh; on a mesh with a shard axis inside a node, nothing crosses nodes. ``"cheaper"``: what the plan finds
@@ -71,8 +72,7 @@ def whole_matrices(
         ValueError: a tensor is no matrix, and has no rule; a rule does not fit; a sum is pending; ranks differ. Raised
             on all ranks.
     """
-    if bucket_nbytes <= 0:
-        raise ValueError(f"whole_matrices: bucket_nbytes is {bucket_nbytes}, expected a positive number of bytes.")
+    max_nbytes = nbytes_of(bucket_nbytes, "whole_matrices: bucket_nbytes", "64MiB")
     if copies not in ("cheaper", "share", "each"):
         raise ValueError(f"whole_matrices: copies is {copies!r}, expected 'cheaper', 'share' or 'each'.")
     named = tensors if isinstance(tensors, Mapping) else {f"tensor {i}": each for i, each in enumerate(tensors)}
@@ -81,9 +81,9 @@ def whole_matrices(
         for position, (name, tensor) in enumerate(named.items())
     ]
     circles = circles_of(subjects)
-    check_alike(circles, subjects, cost, (dtype, bucket_nbytes, copies, last_first))
+    check_alike(circles, subjects, cost, (dtype, max_nbytes, copies, last_first))
     domains = domains_of(
-        subjects, cost=cost, dtype=dtype, bucket_nbytes=bucket_nbytes, copies=copies, last_first=last_first
+        subjects, cost=cost, dtype=dtype, bucket_nbytes=max_nbytes, copies=copies, last_first=last_first
     )
     return WholeMatrices(subjects, domains, circles)
 
