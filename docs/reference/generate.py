@@ -50,7 +50,6 @@ _FOLDERS = (
     "tensors",
     "testing",
     "fsdp1",
-    "torch_view",
 )
 _SECTION = re.compile(r"^(Args|Attributes|Returns|Raises):$")
 _SECTION_TITLES = {"Args": "Arguments", "Attributes": "Attributes", "Returns": "Returns", "Raises": "Raises"}

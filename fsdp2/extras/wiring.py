@@ -51,7 +51,7 @@ def wire() -> None:
     OfCalls.resolve = _once_imported("spmd_types", _later(types, "resolved"), lambda _, resolve: resolve())
     for extra in (*CHECKS, *EXTRAS):
         extra.register()
-    fully_shard.state = _later("torch_view.state", "state_of")  # type: ignore[attr-defined]  # as composable APIs have it
+    fully_shard.state = _later("extras.torch_view.state", "state_of")  # type: ignore[attr-defined]  # as composable APIs have it
     OfHooks.check_loaded = _later("tools.loading", "check_loaded")
     OfModules.copied = _later("tools.copying", "copied_module")
     OfModules.communicate_by = _later("tools.custom_comm", "communicate_by")

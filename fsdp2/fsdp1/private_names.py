@@ -14,7 +14,7 @@ from fsdp2.runtime.unit import Unit
 from fsdp2.runtime.unit_tree import tree_of
 
 if TYPE_CHECKING:
-    from fsdp2.torch_view.handle import ExecutionOrder, Handle
+    from fsdp2.extras.torch_view.handle import ExecutionOrder, Handle
 
 
 class HasPrivateNames(nn.Module):
@@ -65,4 +65,4 @@ class HasPrivateNames(nn.Module):
 
 
 def _view(name: str) -> Callable[[Any], Any]:
-    return cast(Callable[[Any], Any], getattr(import_module("fsdp2.torch_view.handle"), name))
+    return cast(Callable[[Any], Any], getattr(import_module("fsdp2.extras.torch_view.handle"), name))

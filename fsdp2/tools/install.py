@@ -141,7 +141,7 @@ class _Installation:
 
     def _show_states(self) -> None:
         """Let torch's pipelining and clients read the state of a module, by a method and in torch's registry."""
-        from fsdp2.torch_view import registry, state  # not for those who import this module only
+        from fsdp2.extras.torch_view import registry, state  # not for those who import this module only
 
         setattr(FSDPModule, torch_names.STATE_OF_MODULE, state.state_of)
         self._undo.append(lambda: delattr(FSDPModule, torch_names.STATE_OF_MODULE))

@@ -16,7 +16,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.profiler import ProfilerActivity, profile
 
 import fsdp2
-from fsdp2.torch_view.state import FSDPState
+from fsdp2.extras.torch_view.state import FSDPState
 from tests.harness.compare import as_torchs
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import MLP, ParityModel

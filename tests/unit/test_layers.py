@@ -15,7 +15,7 @@ import fsdp2
 # From the top to the bottom. A folder imports from folders below it; its own files import each other without circles.
 FOLDERS: list[set[str]] = [
     {"__main__"},
-    {"tools", "tensors", "testing", "fsdp1", "torch_view", "extensions"},
+    {"tools", "tensors", "testing", "fsdp1", "extensions"},
     {"extras"},
     {"api"},
     {"runtime"},

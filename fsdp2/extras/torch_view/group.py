@@ -15,6 +15,8 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from fsdp2 import _torch
+from fsdp2.extras.torch_view import torch_names
+from fsdp2.extras.torch_view.view import View
 from fsdp2.group.group import ParamGroup
 from fsdp2.group.param import ShardedParam
 from fsdp2.plan.mesh import AxisRole, ParallelMesh
@@ -23,8 +25,6 @@ from fsdp2.runtime.unit import Unit
 from fsdp2.runtime.unit_tree import tree_of
 from fsdp2.schedule.schedule import AfterForward, Phase
 from fsdp2.schedule.states import GroupState
-from fsdp2.torch_view import torch_names
-from fsdp2.torch_view.view import View
 from fsdp2.types import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, ScheduleError
 
 _OF_PHASE = {

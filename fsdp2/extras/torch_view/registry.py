@@ -12,12 +12,12 @@ from typing import Any
 from torch import nn
 
 from fsdp2.api.module import FSDPModule
+from fsdp2.extras.torch_view import torch_names
+from fsdp2.extras.torch_view.state import FSDPState, of_unit
 from fsdp2.group.group import Guard
 from fsdp2.runtime.hooks import ModuleHooks, PlugIns as OfHooks
 from fsdp2.runtime.unit import Unit, units_under
 from fsdp2.runtime.unit_tree import PlugIns as OfTrees, TreeChecks, UnitTree
-from fsdp2.torch_view import torch_names
-from fsdp2.torch_view.state import FSDPState, of_unit
 
 _HOOKS: Sequence[Any] = (ModuleHooks.pre_forward, ModuleHooks.post_forward)
 
