@@ -306,7 +306,7 @@ thread_local bool is_counted = false;  // see AsOne
 void count_launch(const std::string& what) {
   if (on_launch == nullptr || is_counted) return;
   py::gil_scoped_acquire gil;
-  (*on_launch)(what);
+  if (on_launch != nullptr) (*on_launch)(what);  // another thread may have reset it meanwhile
 }
 
 // While it lives, what this thread asks for counts as one operation.
