@@ -1,1 +1,1 @@
-"""Hooks become events, events become actions. Owns what is in flight under one root."""
+"""Turns hooks into events, and events into actions. Owns what is in flight under one root."""

@@ -1,8 +1,8 @@
 """Performs the schedule's actions on the units of one root.
 
-The executor knows which groups have a reduction in flight, and in which order they land. The reductions, like gathers,
-belong to the groups. It notes each event and tells observers. It decides nothing; only a ``limit`` may leave out or add
-actions.
+The executor knows which groups have a reduction in flight, and in which order these land. The reductions themselves,
+like the gathers, belong to the groups. The executor records each event and notifies observers. It makes no decisions;
+only a ``limit`` may leave out or add actions.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fsdp2.schedule.schedule import Action, Actions, in_parts
 from fsdp2.schedule.states import GroupState
 from fsdp2.types import CommunicationError
 
-# Decorates the schedule: the event, its unit if it has one, and the actions that follow; returns what is performed.
+# Decorates the schedule: takes the event, its unit if any, and the actions that follow; returns what to perform.
 Decorator = Callable[[str, Unit | None, Actions], Iterable[tuple[Action, int]]]
 _T = TypeVar("_T")
 
@@ -42,8 +42,8 @@ _OF_GROUPS = {
 
 
 def _run(work: str, unit: Unit, group: ParamGroup, step: Callable[[], _T]) -> _T:
-    """Run ``step``, the part ``work`` of a reduction of ``group``, and tell observers when it starts and stops. If a
-    collective has failed, the error names the ``unit`` of the group."""
+    """Run ``step``, which does the part ``work`` of a reduction of ``group``, and tell observers when it starts and
+    stops. If a collective has failed, the error names the group's ``unit``."""
     try:
         for observer in unit.observers:
             observer.on_start(work, unit.name)
@@ -54,7 +54,7 @@ def _run(work: str, unit: Unit, group: ParamGroup, step: Callable[[], _T]) -> _T
     except CommunicationError as error:
         raise group.lost("reduction", error) from error.__cause__
     except BaseException:
-        # Compute waits for the reduce stream: it frees what that reads, and gathers what hooks have written there.
+        # Compute waits for the reduce stream: it frees what the stream reads, and gathers what hooks wrote on it.
         group.unsharded.streams.compute_after_reduce()
         raise
 
@@ -65,15 +65,15 @@ def _run_all(runs: Sequence[Callable[[], object]]) -> None:
 
 
 class Executor:
-    """The actions of one root.
+    """Performs the actions of one root.
 
     Attributes:
         units: actions name units by their position here.
-        max_in_flight: how many reductions may be in flight, counting the one that starts. The user chooses between
-            memory and overlap: each reduction holds the gradients that it reads.
-        ends_step: whether the reductions that start now are the last ones of a step.
+        max_in_flight: how many reductions may be in flight, including the one that starts. This trades memory for
+            overlap: each reduction holds the gradients that it reads.
+        ends_step: whether reductions that start now are the last of their step.
         in_flight: groups whose reduction is not finished, oldest first. The same on all ranks.
-        limit: decides which actions are performed, and when; none are left out or added without it.
+        limit: decides which actions are performed, and when. Without it, all are performed as scheduled.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -82,11 +82,11 @@ class Executor:
         self.max_in_flight = 1
         self.ends_step = False
         self.limit: Decorator | None = None
-        self._programs: dict[tuple[Action, int], Callable[[], object]] = {}  # what performs an action on a unit
+        self._programs: dict[tuple[Action, int], Callable[[], object]] = {}  # performs an action on a unit
         self._story: deque[tuple[str, str]] = deque(maxlen=_STORY_LENGTH)
         self.in_flight: list[tuple[Unit, ParamGroup]] = []
-        self._landing: tuple[Unit, ParamGroup] | None = None  # its reduction is finished; lands after the next launch
-        self._has_landed = False  # gradients for which the current stream has not waited
+        self._landing: tuple[Unit, ParamGroup] | None = None  # finished; lands after the next launch
+        self._has_landed = False  # something that the current stream has not waited for
         self._offloaded: list[ParamGroup] = []
         self._replicated: list[tuple[Unit, ParamGroup]] = []
 
@@ -99,7 +99,7 @@ class Executor:
         self._replicated = [each for each in groups if each[1].mesh.replicate.size > 1]
 
     def let_go(self, unit: Unit, index: int) -> None:
-        """The unit at ``index`` works elsewhere from now on; ``unit``, without groups, is in its place."""
+        """The unit at ``index`` has left for another root; ``unit``, which has no groups, takes its place."""
         self._programs |= {(action, index): self._program(action, unit) for action in Action}
         mine = {group for each in self.units for group in each.groups}
         self._offloaded = [group for group in self._offloaded if group in mine]
@@ -125,7 +125,7 @@ class Executor:
         return ", ".join(f"{event} {unit}" for event, unit in self._story.copy()) or "none"
 
     def do(self, actions: Actions, event: str = "", unit: Unit | None = None) -> None:
-        """Perform ``actions``, which follow from what has happened to ``unit``, if that is given."""
+        """Perform ``actions``. If ``unit`` is given, they follow from ``event``, which has happened to it."""
         if unit is not None:
             self._story.append((event, unit.name))
             for observer in unit.observers:
@@ -153,7 +153,7 @@ class Executor:
             self.tell(kind.value, unit, sum(group.unsharded.nbytes for group in changed))
 
     def tell(self, action: str, unit: Unit, nbytes: int) -> None:
-        """``action`` on ``unit`` was performed."""
+        """Tell observers that ``action`` was performed on ``unit``."""
         for observer in unit.observers:
             observer.on_action(action, unit.name, nbytes)
 
@@ -166,7 +166,7 @@ class Executor:
 
     def _reduce(self, unit: Unit, group: ParamGroup, *, jointly: bool) -> None:
         if group.state is not GroupState.SHARDED or group.keeps_post_forward:
-            group.note_writes()  # before the reduction lands: then hooks on the shards may run an optimizer
+            group.note_writes()  # before the reduction lands, since hooks on the shards may then run an optimizer
         launch = partial(group.gradients.reduce, jointly=jointly, ends_step=self.ends_step)
         if _torch.is_profiling():
             launch = partial(_torch.in_range, "post_backward_reduce", unit.name, launch)
@@ -175,14 +175,14 @@ class Executor:
                 observer.on_action("reduce", unit.name, 0)
 
     def reduce_partial(self) -> None:
-        """Reduce over the replicate axis what groups have reduced over the shard axis only."""
+        """Reduce over the replicate axis what groups have reduced only over the shard axis."""
         for unit, group in reversed(self._replicated):
             if group.gradients.awaits_all_reduce:
                 self._launch(unit, group, partial(group.gradients.reduce_partial, ends_step=self.ends_step))
 
     def _launch(self, unit: Unit, group: ParamGroup, launch: Callable[[], bool]) -> bool:
-        """Launch a reduction. Returns whether there was anything to reduce. First, finish the oldest ones until one
-        more may be in flight, and until none of ``group`` is: its gradients land in the order of their reductions."""
+        """Launch a reduction. Returns whether there was anything to reduce. Before that, finish the oldest reductions
+        until another one may be in flight, and until ``group`` has none: its gradients land in order."""
         pending = self.in_flight
         while pending and (len(pending) >= self.max_in_flight or (unit, group) in pending):
             self._finish_oldest()
@@ -191,13 +191,13 @@ class Executor:
         is_launched = _run("reduce_launch", unit, group, launch)
         if is_launched:
             pending.append((unit, group))
-        if self._landing is not None:  # its all-reduce over replicas ran next to what was just launched
+        if self._landing is not None:  # its all-reduce over replicas overlapped with this launch
             self._land_finished()
         return is_launched
 
     def land(self, *, with_partial: bool = True) -> None:
-        """Land everything in flight and, ``with_partial``, what is summed over the shard axis only. If a collective has
-        failed, or a user's hook raises, land no more."""
+        """Land everything in flight. ``with_partial`` also lands what was summed only over the shard axis. If a
+        collective has failed, or a user's hook raises, nothing more lands."""
         try:
             if with_partial:
                 self.reduce_partial()
@@ -216,10 +216,10 @@ class Executor:
             self._land_finished()
 
     def drop(self) -> None:
-        """Wait for all reductions in flight, and land none.
+        """Wait for all reductions in flight without landing any.
 
         Raises:
-            CommunicationError: one of them failed. None is in flight then.
+            CommunicationError: one of them failed. Nothing is in flight afterwards.
         """
         pending = [*([] if self._landing is None else [self._landing]), *self.in_flight]
         self.in_flight, self._landing = [], None
@@ -244,7 +244,7 @@ class Executor:
         self._landing = unit, group
 
     def _land_finished(self) -> None:
-        """Land what was finished. Users' hooks may raise."""
+        """Land the finished reduction. Users' hooks may raise."""
         assert self._landing is not None
         (unit, group), self._landing = self._landing, None
         if group.gradients.in_flight is not None or unit.observers:
@@ -252,7 +252,7 @@ class Executor:
         self._has_landed = True
 
     def wait_for_landed(self) -> None:
-        """Make the current stream wait for all that has landed."""
+        """Make the current stream wait for everything that has landed."""
         if self._has_landed:
             self._has_landed = False
             self.streams.compute_after_reduce()
@@ -266,6 +266,6 @@ class Executor:
             group.gradients.finish_copies()
 
     def wait_for_reads(self) -> None:
-        """Wait until no copy reads shards on the host: then the CPU may write them."""
+        """Wait until no copy reads shards on the host any more, so that the CPU may write them."""
         for group in self._offloaded:
             group.unsharded.wait_for_reads()

@@ -1,7 +1,7 @@
-"""Turns hooks of nn.Module and autograd into events. It decides which calls count as events; what follows an event is
-for the schedule.
+"""Turns hooks of nn.Module and autograd into events. This file decides which calls count as events; the schedule
+decides what follows.
 
-What is done here with inputs and outputs is part of the user's computation; the tree's methods are entries of the
+The operations on inputs and outputs here are part of the user's computation. The tree's methods are entries of the
 runtime: see ``door.py``.
 """
 
@@ -33,8 +33,8 @@ class PlugIns:
     Attributes:
         check_loaded: refuses what ``load_state_dict`` must not load; gets a module, the state dict, the prefix of the
             module's keys, and whether tensors are assigned.
-        guards_of: makes guards for the submodules of a unit that compute with parameters of the modules given.
-        check_handed_out: refuses memory that the forward of a unit returns, if it is about to be freed.
+        guards_of: makes guards for those submodules of a unit that compute with parameters of the given modules.
+        check_handed_out: refuses a tensor that a unit's forward returns if its memory is about to be freed.
     """
 
     check_loaded: Callable[[nn.Module, Mapping[str, Any], str, bool], None]
@@ -43,9 +43,9 @@ class PlugIns:
 
 
 class InputOfShardedModule(torch.autograd.Function):
-    """Identity on a unit's inputs, for ``reached``, which is called when the gradients of all are known. The unit has
-    then computed the gradients of its parameters. It is a separate node, since the inputs may have other consumers.
-    Users read its name: torch's error says it, if they change one of several inputs in place."""
+    """Identity on a unit's inputs that calls ``reached`` when the gradients of all inputs are known. By then, the unit
+    has computed the gradients of its parameters. It is a separate node, because the inputs may have other consumers.
+    Users see this name in torch's error if they change one of several inputs in place."""
 
     generate_vmap_rule = True
 
@@ -69,18 +69,18 @@ class InputOfShardedModule(torch.autograd.Function):
 
 
 class OutputOfShardedModule(InputOfShardedModule):
-    """The same on an output, whose gradient begins the unit's backward. Only for transforms of ``torch.func``: there, a
-    hook on a tensor does not see the gradients of all levels."""
+    """The same for an output, whose gradient starts the unit's backward. Used only under transforms of ``torch.func``,
+    where a hook on a tensor does not see the gradients of all levels."""
 
 
 class ModuleHooks:
     """The hooks of one unit, installed on its modules once, by ``fully_shard``.
 
     Attributes:
-        modules: the modules with these hooks.
-        guards: of the unit's submodules.
+        modules: the modules that have these hooks.
+        guards: the guards of the unit's submodules.
         runs_method: a registered method of the unit is running (see ``tools/forward_methods.py``).
-        is_resumed: that method has called the unit again, as generate() calls forward().
+        is_resumed: that method has called the unit again, as generate() does.
     """
 
     def __init__(self, unit: Unit) -> None:
@@ -89,9 +89,9 @@ class ModuleHooks:
         self._output_dtype = unit.policy.output_dtype
         self._moves_inputs = unit.mesh.device.type != "cpu"
         self.runs_method = self.is_resumed = False
-        self._marked: weakref.ref[torch.Tensor] | None = None  # the input with a hook, of the last forward
+        self._marked: weakref.ref[torch.Tensor] | None = None  # the input of the last forward that has a hook
         self._marked_version = 0  # its version then
-        self._handled = [0]  # per running call, innermost last: the exception that the user handled when it began
+        self._handled = [0]  # per running call, innermost last: the exception being handled when the call began
         self.guards: list[Guard] = []
         self._pre_backward = _torch.GradientHook(self._on_output_gradient)
         self._post_backward = _torch.GradientHook(self._on_input_gradient)
@@ -103,11 +103,11 @@ class ModuleHooks:
         self.hold([*unit.modules, *(slot.module for slot in slots)])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleHooks:
-        """``copy.deepcopy`` of a module copies its hooks. They stay those of this unit, so that they can be found."""
+        """``copy.deepcopy`` of a module copies its hooks. The copy keeps this object, so hooks can be found."""
         return self
 
     def hold(self, modules: Iterable[nn.Module]) -> None:
-        """Install what the unit's modules need, and those that hold parameters of the unit directly."""
+        """Install state dict hooks and guards on ``modules``: the unit's own, and those that hold its parameters."""
         holders = list(dict.fromkeys(modules))
         self.guards += PlugIns.guards_of(self._unit, holders)
         for group in self._unit.groups:
@@ -120,7 +120,7 @@ class ModuleHooks:
 
     @door.entry
     def pre_state_dict(self, *_: object) -> None:
-        """State dicts see shards, or what ``unsharded`` has bound."""
+        """Make sure that state dicts see shards, or what ``unsharded`` has bound."""
         _reshard_if_needed(self._unit)
 
     @door.entry
@@ -133,7 +133,7 @@ class ModuleHooks:
 
     @door.entry
     def post_load(self, *_: object) -> None:
-        """Loaded parameters are checked before their next use."""
+        """Have the loaded parameters checked before their next use."""
         self._unit.mark_stale()
 
     @_torch.runs_between_graphs
@@ -153,10 +153,10 @@ class ModuleHooks:
         if self._moves_inputs and tree.passes.root == unit.index:
             device = unit.mesh.device
             args, kwargs = map_tensors(lambda tensor: tensor.to(device, non_blocking=True), (args, kwargs))
-        found = None  # the tensors in args and kwargs, if somebody has looked for them
+        found = None  # the tensors in args and kwargs, once they have been searched
         if self._input_dtype is not None:
             found = find_tensors(kwargs, find_tensors(args, []))
-            if need_cast(found, self._input_dtype):  # most units get what another unit has cast
+            if need_cast(found, self._input_dtype):  # most units get inputs that another unit has already cast
                 (args, kwargs), found = cast_floating((args, kwargs), self._input_dtype), None
         if is_first and phase is not Phase.BACKWARD and torch.is_grad_enabled():
             return self._mark_inputs(args, kwargs, found)
@@ -165,7 +165,7 @@ class ModuleHooks:
     @_torch.runs_between_graphs
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         unit, has_raised, is_nested = self._unit, self._raised_since_entry(), len(self._handled) > 1
-        if is_nested:  # the unit has called itself, or its method has: that belongs to the forward around it
+        if is_nested:  # the unit or its method has called the unit: part of the outer forward
             self._handled.pop()
             return None if has_raised else self.hand_out(output)
         if has_raised:
@@ -177,7 +177,7 @@ class ModuleHooks:
         assert tree is not None  # pre_forward has formed one
         if unit.missing_modules and not tree.passes.in_backward:
             unit.missing_modules.discard(module)
-            if unit.missing_modules:  # of several modules, the last one to run ends the unit's forward
+            if unit.missing_modules:  # the last of several modules to run ends the unit's forward
                 return self.hand_out(output)
         if tree.passes.phases[unit.index] is Phase.BACKWARD:
             return output if self._output_dtype is None else cast_floating(output, self._output_dtype)
@@ -187,7 +187,7 @@ class ModuleHooks:
         return output
 
     def _raised_since_entry(self) -> bool:
-        """Whether the innermost call of the unit, or a user's hook after it, has raised since it began."""
+        """Whether the innermost call of the unit has raised since it began, or a user's hook after it has."""
         return id(sys.exc_info()[1]) != self._handled[-1]
 
     @_torch.runs_between_graphs
@@ -198,11 +198,11 @@ class ModuleHooks:
 
     @_torch.runs_between_graphs
     def runs_plainly(self) -> bool:
-        """Whether a forward of the unit, whose parameters are lent, runs without the runtime. If the forward is inside
-        another pass, the answer is no, and the state table refuses the forward later.
+        """Whether a forward of the unit, whose parameters are lent, runs without the runtime. Inside another pass it
+        does not, and the state table refuses it later.
 
         Raises:
-            ScheduleError: the forward needs parameters that are not whole here, or it records gradients.
+            ScheduleError: the forward needs parameters that are not whole on this rank, or it records gradients.
         """
         unit = self._unit
         if unit.running:
@@ -223,8 +223,8 @@ class ModuleHooks:
 
     @_torch.runs_between_graphs
     def hand_out(self, output: Any, *, is_freed: bool = False) -> Any:
-        """``output`` for the unit's caller, cast and with hooks: its gradients start the unit's backward. ``is_freed``:
-        the memory of the unit's parameters is about to be freed."""
+        """Return ``output`` as the unit's caller gets it: cast, and with hooks whose gradients start the unit's
+        backward. ``is_freed``: the memory of the unit's parameters is about to be freed."""
         if _torch.DISPATCH_MODES.size() and _torch.DISPATCH_MODES.has_any():
             with _torch.DISPATCH_MODES.left():
                 output = self._mark_output(output, is_freed)
@@ -245,8 +245,8 @@ class ModuleHooks:
                     self._marked_version = view._version
                     _torch.before_in_place(view, num_writes, self._on_input_gradient)
                 if id(view) in map(id, found):
-                    # The unit returns its input as it is. On one tensor, the hook that ends the unit's backward would
-                    # run before the one that begins it.
+                    # The unit returns its input unchanged. If both hooks were on one tensor, the one that ends the
+                    # unit's backward would run before the one that begins it.
                     output = map_tensors(lambda each: each.view_as(each) if each is view else each, output)
                     found = find_tensors(output, [])
             for tensor in found:
@@ -259,8 +259,8 @@ class ModuleHooks:
             unit.leads_to = Outcome.UNKNOWN
             for tensor in find_tensors(output, []) if is_freed else ():
                 PlugIns.check_handed_out(unit, tensor if tensor._base is None else tensor._base)
-            # autocast keeps casts of parameters, with their nodes. If a later forward used these old nodes, autograd
-            # would come to them last, when the unit is reduced already.
+            # autocast caches casts of parameters together with their nodes. If a later forward used these old nodes,
+            # autograd would reach them last, after the unit has been reduced.
             torch.clear_autocast_cache()
         return output
 
@@ -277,8 +277,8 @@ class ModuleHooks:
     def _mark_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], found: Sequence[torch.Tensor] | None
     ) -> tuple[Any, Any]:
-        """Mark the inputs, to learn when the gradients of all are known. ``found``: the tensors in them, if known. Most
-        blocks have one input. Then a hook on a view is enough; it is cheaper than an ``autograd.Function`` in Python.
+        """Mark the inputs, so that the unit learns when the gradients of all are known. ``found``: their tensors, if
+        known. Most blocks have one input, where a hook on a view suffices, which is cheaper than an autograd Function.
         """
         if _torch.DISPATCH_MODES.size() and _torch.DISPATCH_MODES.has_any():
             with _torch.DISPATCH_MODES.left():
@@ -312,4 +312,4 @@ def _reshard_if_needed(unit: Unit) -> None:
     if any(group.state not in (GroupState.SHARDED, GroupState.LENT) for group in unit.groups):
         unit.reshard()
     for group in unit.groups:
-        group.unsharded.release_post_forward()  # what is handed out may be written unnoticed
+        group.unsharded.release_post_forward()  # callers may write what they get, and we would not notice

@@ -1,7 +1,7 @@
-"""Units: ``Unit`` is one ``fully_shard`` call.
+"""Units: each ``fully_shard`` call makes one ``Unit``.
 
-A unit knows its modules, its parameter groups and what the user has set. It does not know what follows an event: that
-is for its tree (``tree``), and the unit is in no tree before its first pass.
+A unit knows its modules, its parameter groups and what the user has configured. It does not know what follows an event:
+its tree (``tree``) decides that. Before its first pass, a unit belongs to no tree.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class PlugIns:
     """What higher layers plug in: names without wrappers.
 
     Attributes:
-        plain_name: of a module or parameter under a module, by its name there.
-        is_left_out: whether names do not have a child of a module, given by the name of that child.
+        plain_name: takes a module, and the name of a module or parameter under it; returns the name without wrappers.
+        is_left_out: whether such names leave out a child of a module; takes the module and the child's name.
     """
 
     plain_name: Callable[[nn.Module, str], str]
@@ -40,7 +40,7 @@ class PlugIns:
 
 
 class ModuleTrees:
-    """What holds for all module trees.
+    """State that all module trees share.
 
     Attributes:
         version: changes when some module tree may have gained units or parameters.
@@ -50,7 +50,7 @@ class ModuleTrees:
 
 
 def note_tree_change() -> None:
-    """Some module tree may have gained units or parameters: each root checks its tree before its next pass."""
+    """Note that some module tree may have gained units or parameters: each root checks its own before its next pass."""
     ModuleTrees.version += 1
 
 
@@ -59,10 +59,10 @@ class UnitConfig(UnitRules):
     """What the user has configured for one unit. Setters replace it; the root completes the rules for the schedule.
 
     Attributes:
-        stays_as_root: the user did not set ``reshard_after_forward``: then only a root stays unsharded.
-        post_forward_size: over how many ranks the user wants shards between forward and backward, if not all.
-        forward_units, backward_units: the units that the user lists for prefetch; None: the one that is predicted.
-        max_reductions: how many reductions may be in flight; the largest number of all units counts.
+        stays_as_root: the user did not set ``reshard_after_forward``, so the unit stays unsharded only as root.
+        post_forward_size: the number of ranks to shard over between forward and backward, if not all.
+        forward_units, backward_units: the units that the user lists for prefetch; None: the predicted unit.
+        max_reductions: how many reductions may be in flight; the largest value among all units applies.
         memory_limit: how many bytes of temporary memory are allowed, if the unit is the root.
     """
 
@@ -75,16 +75,16 @@ class UnitConfig(UnitRules):
 
 
 class Unit:
-    """One ``fully_shard`` call: its modules and its parameter groups, none if it manages no parameter.
+    """One ``fully_shard`` call: its modules and its parameter groups (none if it manages no parameters).
 
     Attributes:
-        modules: the module given, or the modules given together.
-        tree: what it shares with the other units under its root; None before its first use.
-        missing_modules: of several modules, those whose forward has not run in this pass.
+        modules: the module that was given, or the modules that were given together.
+        tree: the tree of all units under its root; None before its first use.
+        missing_modules: if there are several modules, those whose forward has not run in this pass.
         leads_to: what the outputs of the running forward lead to, so far.
         left_alone: slots whose parameters stay plain, because the user asked for it or has been warned.
         left_out: slots whose tied parameters stay plain until a unit around this one takes them.
-        observers: who observes the unit, under any root.
+        observers: the observers of the unit, under any root.
         is_whole: inside ``fsdp2.unsharded``, whether all its parameters are whole on this rank; None outside.
     """
 
@@ -123,12 +123,12 @@ class Unit:
 
     @property
     def is_computing(self) -> bool:
-        """Whether its forward runs, or runs again for checkpointing."""
+        """Whether its forward is running, or is being recomputed for checkpointing."""
         return self.tree is not None and self.tree.passes.phases[self.index] in COMPUTING
 
     @property
     def is_root(self) -> bool:
-        """Whether the unit is the root, as far as known from the forwards so far."""
+        """Whether the unit is the root, as far as the forwards so far have shown."""
         return self.tree is None or self.tree.root is self
 
     def reshard(self) -> None:
@@ -137,21 +137,21 @@ class Unit:
             self.tree.reshard(self)
 
     def leave(self) -> None:
-        """Leave the present root: another one takes over, or the unit was taken out of the tree. Gradients that the old
-        root has in flight land first."""
+        """Leave the present root, because another one takes over or the unit was removed from the tree. Gradients in
+        flight under the old root land first."""
         if self.tree is not None:
             self.tree.release(self)
             note_tree_change()  # the old root takes it back before its next pass, if it still has the module
         self.tree = None
 
     def join(self, tree: UnitTree, index: int, name: str) -> None:
-        """Work in ``tree`` from now on, under ``name``, the module's name from its root."""
+        """Work in ``tree`` from now on. ``name`` is the module's name relative to the root."""
         self.tree, self.index, self.name = tree, index, name or "(root)"
         for group in self.groups:
             group.attach(name, tree.executor.story, tree.passes, tree.note_flags)
 
     def tell(self, observers: list[Observer]) -> None:
-        """Tell ``observers`` what happens to the unit from now on. Groups have no callback while nobody observes."""
+        """Tell ``observers`` what happens to the unit from now on. Without observers, groups have no callback."""
         self.observers = observers
         for group in self.groups:
             group.on_transition = self._tell_transition if observers else None
@@ -161,31 +161,31 @@ class Unit:
             observer.on_transition(self.name, before.value, after.value)
 
     def configure(self, **changes: object) -> None:
-        """The user changes ``config``; the schedule follows."""
+        """Apply the user's ``changes`` to ``config``, and update the schedule."""
         self.config = replace(self.config, **changes)  # type: ignore[arg-type]
         if self.tree is not None:
             self.tree.schedule.set_rules(self.index, self.tree.rules_of(self))
 
     def move_to(self, mesh: ParallelMesh, groups: tuple[ParamGroup, ...]) -> None:
-        """Work on ``mesh`` with ``groups``, which have replaced the old ones, under a root that is yet to be formed.
-        No pass runs."""
+        """Work on ``mesh`` with ``groups``, which have replaced the old ones, under a root to be determined later.
+        Called only while no pass is running."""
         self.mesh, self.groups, self.tree = mesh, groups, None
         self.tell(self.observers)
 
     def mark_stale(self) -> None:
-        """Parameters may have been replaced: check them before their next use."""
+        """Note that parameters may have been replaced: they are checked before their next use."""
         for group in self.groups:
             group.is_stale = True
         note_tree_change()
 
 
 def unit_of(module: nn.Module) -> Unit | None:
-    """The unit that ``fully_shard`` made of ``module``; of a wrapper, the unit of the module inside."""
+    """The unit that ``fully_shard`` made of ``module``. For a wrapper, the unit of the wrapped module."""
     return module.__dict__.get(UNIT_ATTRIBUTE)
 
 
 def units_under(module: nn.Module) -> Iterator[tuple[str, Unit]]:
-    """All units of ``module``'s tree with their names in it, each once, outer ones first."""
+    """Yield each unit of ``module``'s tree once, with its name in the tree; outer units come first."""
     seen: set[int] = set()
     names: set[str] = set()
     for name, child in module.named_modules():
@@ -199,7 +199,7 @@ def units_under(module: nn.Module) -> Iterator[tuple[str, Unit]]:
 
 def parents_of(units: Sequence[Unit]) -> list[int | None]:
     """For each unit, the index of the innermost unit around it. units[0] is the root; the units inside a unit follow
-    that unit. The forward of several modules lasts from the first to the last, so units between those are inside."""
+    that unit. The forward of several modules lasts from the first to the last, so units between them are inside."""
     modules = [module for each in units[0].modules for module in each.modules()]
     position = {module: index for index, module in reversed(list(enumerate(modules)))}
     parents: list[int | None] = [None]

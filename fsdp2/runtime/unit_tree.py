@@ -1,8 +1,8 @@
 """The passes that the units of one tree go through.
 
-``UnitTree`` is what a root and the units inside it share. Hooks report events to the tree; each event is one method:
-the schedule says which actions follow, the executor performs them. ``extras`` plug in here: another schedule and other
-checks.
+``UnitTree`` holds what a root and the units inside it share. Hooks report events to the tree by calling one method per
+event. The schedule says which actions follow, and the executor performs them. ``extras`` plug in another schedule and
+other checks here.
 
 The first unit used, by a forward or by a method such as ``unshard``, becomes the root. If a unit around it is used
 later, that unit becomes the root.
@@ -33,11 +33,11 @@ class PlugIns:
     """What higher layers plug in.
 
     Attributes:
-        limits_memory: decorates the actions of a tree with a ``memory_limit``, from the start of a forward up to the
-            next one; gets the limit in bytes, and the tree.
-        checks: make the checks of a tree.
-        where_ranks_differ: the schedule and the checks of a tree where ranks may differ in some unit; gets the tree,
-            and its usual checks.
+        limits_memory: decorates the actions of a tree with a ``memory_limit``, from the start of one forward to the
+            start of the next; takes the limit in bytes, and the tree.
+        checks: factories for the checks of a tree.
+        where_ranks_differ: makes the schedule and the checks of a tree where ranks may differ in some unit; takes the
+            tree, and its usual checks.
     """
 
     limits_memory: Callable[[int, UnitTree], Decorator]
@@ -46,22 +46,22 @@ class PlugIns:
 
 
 class TreeChecks:
-    """What a tree asks at each of its events, such as whether all ranks do alike. Here it asks nothing."""
+    """Checks that a tree makes at each event, such as whether all ranks do the same. This class checks nothing."""
 
     def check_units(self, units: Sequence[tuple[Unit, str]]) -> None:
-        """``units``, with their names, the root first, are about to be those of the tree."""
+        """``units``, given with their names, root first, are about to become the units of the tree."""
 
     def end_collection(self) -> None:
-        """The units of the tree are known, and scheduled."""
+        """The units of the tree are known and scheduled."""
 
     def begin_pass(self) -> None:
-        """A pass begins. What the user has changed in the tree is known."""
+        """A pass begins. The tree already knows what the user has changed."""
 
     def note_flags(self) -> None:
         """A group has found flags that the user has changed."""
 
     def agree_on_flags(self) -> None:
-        """What is communicated next follows from flags."""
+        """The next communication depends on flags."""
 
     def end_forward(self, unit: Unit) -> None:
         """The forward of ``unit``, a whole pass, is over."""
@@ -79,18 +79,18 @@ class TreeChecks:
         """A step's gradients have landed."""
 
     def drop_step(self) -> None:
-        """The step is given up."""
+        """The step is abandoned."""
 
 
 class UnitTree:
-    """What a root and the units inside it share: their passes, and the cleanup after an exception.
+    """What a root and the units inside it share: their passes, and cleanup after exceptions.
 
     Attributes:
         root: the outermost unit.
         units: all units; the units inside a unit follow that unit.
-        passes: what the units do now.
-        is_reducing: ``finalize_backward`` has started to reduce, and nobody has waited for it yet.
-        checks: what is asked at each event.
+        passes: what the units are doing now.
+        is_reducing: ``finalize_backward`` has started reductions that have not been waited for yet.
+        checks: what is checked at each event.
     """
 
     def __init__(self, unit: Unit) -> None:
@@ -103,9 +103,9 @@ class UnitTree:
         self.is_reducing = False
         self._backward = _torch.BackwardToken()
         self.num_resets = 0
-        self.parents: Sequence[int | None] = ()  # of each unit, the innermost unit around it
+        self.parents: Sequence[int | None] = ()  # for each unit, the innermost unit around it
         self._seen_version = 0
-        note_tree_change()  # for trees around this one, which have not seen its units yet
+        note_tree_change()  # outer trees have not seen the units of this one yet
         self.checks: Sequence[TreeChecks] = [make(self) for make in PlugIns.checks]
         self._usual_checks = self.checks
         self._collect()
@@ -113,8 +113,8 @@ class UnitTree:
     # The tree
 
     def _collect(self) -> None:
-        """Take over the units of the present tree; between passes only. If the units have changed, their order is
-        recorded anew."""
+        """Adopt the units that the module tree has now. Called only between passes. If the units have changed, their
+        order is recorded again."""
         found = {unit: name for module in self.root.modules for name, unit in units_under(module)}
         for check in self.checks:
             check.check_units(list(found.items()))
@@ -122,7 +122,7 @@ class UnitTree:
             belongs, is_here = unit in found, unit.tree is self
             if belongs != is_here:
                 unit.leave()
-            for group in unit.groups if not belongs else ():  # nobody would reshard it
+            for group in unit.groups if not belongs else ():  # no tree would reshard it
                 group.reshard()
                 group.unsharded.release_post_forward()
         before, self.units = self.units, list(found)
@@ -140,7 +140,7 @@ class UnitTree:
             for unit in self.units:
                 self.schedule.set_rules(unit.index, self.rules_of(unit))
         for check in self.checks:
-            check.end_collection()  # last: users may make warnings errors
+            check.end_collection()  # last, because users may turn its warnings into errors
 
     def _schedule_units(self, *, may_differ: bool) -> None:
         for unit in self.units:
@@ -157,9 +157,9 @@ class UnitTree:
         self.executor.take(self.units)
 
     def rules_of(self, unit: Unit) -> UnitRules:
-        """What the schedule has to know of the configuration of ``unit``."""
+        """What the schedule must know about the configuration of ``unit``."""
         config, has_others = unit.config, any(group.mesh.data_parallel_size > 1 for group in unit.groups)
-        stays = config.stays_as_root and unit is self.root  # backward would gather it again at once
+        stays = config.stays_as_root and unit is self.root  # backward would immediately gather it again
         return replace(
             config,
             after_forward=AfterForward.KEEP if stays else config.after_forward,
@@ -180,11 +180,11 @@ class UnitTree:
     # Forward
 
     def _recover_backward(self) -> None:
-        """``passes`` says that a backward runs, but this code is not part of it. If that backward has raised, clean up
-        after it; otherwise the one that runs here is nested in it.
+        """``passes`` says that a backward is running, but this call is not part of it. If that backward has raised,
+        clean up after it. Otherwise, the backward that is running here is nested in it.
 
         Raises:
-            ScheduleError: it still runs, and this thread runs none.
+            ScheduleError: it is still running, and this thread is not running any backward.
         """
         if _torch.running_backward() != _torch.NO_BACKWARD:
             if not self._backward.is_over():
@@ -194,20 +194,20 @@ class UnitTree:
                 f"a backward of {self.class_name} is running in another thread. Run forwards and backwards of one "
                 "model one after another."
             )
-        if self.passes.in_backward:  # else it has ended well while this thread waited
+        if self.passes.in_backward:  # else it ended normally while this thread waited
             self.reset()
 
     def pre_forward(self, unit: Unit, *, grad_enabled: bool) -> tuple[Phase, bool]:
-        """``unit`` is about to compute, or to compute again. Returns the phase it is in now, and whether its forward
-        begins: several modules of a unit have one forward, which lasts from the first module to the last."""
+        """``unit`` is about to compute or recompute. Returns its new phase, and whether its forward begins with this
+        call: the modules of one unit share a forward, which lasts from the first module to the last."""
         if any(map(ask, SURROUNDINGS)) and must_leave():
             return door.outside(self.pre_forward, unit, grad_enabled=grad_enabled)
         passes = self.passes
         if passes.in_backward and _torch.running_backward() != self._backward.task:
             self._recover_backward()
-        # Most units are inside a forward that goes on.
+        # Most units run inside a forward that has already begun.
         if not passes.in_backward and (passes.root is None or passes.root >= unit.index or passes.root_raised):
-            begins = not unit.missing_modules  # else its forward goes on in another of its modules
+            begins = not unit.missing_modules  # else its forward continues in another of its modules
             if passes.root_raised or (begins and passes.has_left_behind(unit.index, self.parents)):
                 self.abandon_forward()
             if passes.root is None:
@@ -215,7 +215,7 @@ class UnitTree:
         if len(unit.modules) > 1 and passes.root is not None and not passes.in_backward:
             if unit.missing_modules:
                 return self.resume_forward(unit), False
-            unit.missing_modules = set(unit.modules)  # outside of the root's forward, each module's call is a forward
+            unit.missing_modules = set(unit.modules)  # outside of the root's forward, each call is a forward
         unit.leads_to = Outcome.NOTHING
         schedule, index = self.schedule, unit.index  # the tree may have changed
         self.executor.do(schedule.pre_forward(index, grad_enabled=grad_enabled), "pre_forward", unit)
@@ -223,7 +223,7 @@ class UnitTree:
 
     @door.entry
     def resume_forward(self, unit: Unit) -> Phase:
-        """``unit``'s forward goes on in another of its modules or methods; the user may have resharded before."""
+        """``unit``'s forward continues in another of its modules or methods. The user may have resharded in between."""
         self.executor.do(((Action.USE, unit.index),))
         return self.passes.phases[unit.index]
 
@@ -234,7 +234,7 @@ class UnitTree:
             return
         passes = self.passes
         is_root, ending = passes.root == unit.index, [unit]
-        if is_root:  # also of units whose modules have not all run in it
+        if is_root:  # also ends the forward of units whose modules did not all run in it
             ending = [*(inner for inner in reversed(self.units) if inner.missing_modules), unit]
         for each in ending:
             each.missing_modules.clear()
@@ -246,7 +246,7 @@ class UnitTree:
                     check.end_forward(unit)
 
     def _begin_forward(self) -> None:
-        """A forward pass begins. Take over what the user has changed since the last pass."""
+        """Begin a forward pass, and adopt what the user has changed since the last pass."""
         if self._seen_version != ModuleTrees.version:
             self._collect()
         for check in self.checks:
@@ -259,7 +259,7 @@ class UnitTree:
     # Backward
 
     def pre_backward(self, unit: Unit) -> None:
-        """A gradient has reached ``unit``: the gradient of its output, or of an output of something inside it."""
+        """A gradient has reached ``unit``: that of an output of the unit, or of something inside it."""
         if any(map(ask, SURROUNDINGS)) and must_leave():
             door.outside(self.pre_backward, unit)
             return
@@ -275,27 +275,27 @@ class UnitTree:
             self.begin_gradients(unit)
 
     def begin_gradients(self, unit: Unit) -> None:
-        """The backward of ``unit`` has begun; with torch 2.15, dtypes of gradients depend on it."""
+        """The backward of ``unit`` has begun. With torch 2.15, this determines the dtypes of gradients."""
         for group in unit.groups:
             group.gradients.begin_backward(keeps=not unit.config.reduces)
 
     def post_backward(self, unit: Unit) -> None:
-        """The gradients of ``unit``'s parameters are there."""
+        """The gradients of ``unit``'s parameters have been computed."""
         if any(map(ask, SURROUNDINGS)) and must_leave():
             door.outside(self.post_backward, unit)
             return
         schedule, passes, index = self.schedule, self.passes, unit.index
-        if passes.phases[index] is Phase.FORWARD:  # the unit's own forward computes gradients inside
+        if passes.phases[index] is Phase.FORWARD:  # the unit computes gradients inside its own forward
             if torch.is_grad_enabled():
-                # With create_graph, and on an accelerator, what this made has low sequence numbers: autograd comes to
-                # it last, behind the gradient of the unit's input.
+                # With create_graph, and on an accelerator, the nodes made here have low sequence numbers: autograd
+                # reaches them last, after the gradient of the unit's input.
                 schedule.reduced_last.add(index)
             return
         if index in schedule.reduced_last:
             return
         if passes.in_backward and _torch.running_backward() != self._backward.task:
             self._recover_backward()
-        if not passes.in_backward:  # the loss comes from no output, and the parameters were kept unsharded
+        if not passes.in_backward:  # the loss uses no output, and the parameters stayed unsharded
             self.pre_backward(unit)
         self.executor.do(schedule.post_backward(index), "post_backward", unit)
 
@@ -310,7 +310,7 @@ class UnitTree:
         self.executor.ends_step = schedule.is_last_backward and not schedule.finalizes_by_hand
         self.executor.max_in_flight = max([unit.config.max_reductions for unit in self.units])
         if [group for unit in self.units for group in unit.groups if group.unsharded.hooked]:
-            # Pre-hooks may read what was written since forward began.
+            # Pre-hooks may read what has been written since the forward began.
             self.executor.streams.gather_after_compute()
 
     @_torch.runs_between_graphs
@@ -322,7 +322,7 @@ class UnitTree:
         try:
             self._end_backward()
         except BaseException:
-            self.reset()  # what has been launched must not land in a later step
+            self.reset()  # reductions that were launched must not land in a later step
             raise
 
     def _end_backward(self) -> None:
@@ -340,10 +340,10 @@ class UnitTree:
 
     @door.entry
     def finalize_backward(self) -> None:
-        """Start reducing the gradients that backwards have left; the user asks for it.
+        """Start reducing the gradients that backwards have left, because the user asks for it.
 
         Raises:
-            ScheduleError: the gradients of parameters were to be computed later, and are lost.
+            ScheduleError: the gradients of some parameters were deferred, and are now lost.
         """
         for check in self.checks:
             check.finalize_backward()
@@ -380,10 +380,10 @@ class UnitTree:
     # Between passes
 
     def order_gathers(self) -> None:
-        """Order later gathers behind the optimizer's writes; the user may have given an event that marks these."""
+        """Order later gathers after the optimizer's writes. The user may have given an event that marks them."""
         groups = [group for unit in self.units for group in unit.groups]
         if self.executor.has_unwaited and any(group.gradients.are_hooked for group in groups):
-            # Hooks update shards when gradients land: an optimizer in backward, and no backward has ended the step.
+            # Hooks update shards as gradients land (an optimizer in backward), and no backward has ended the step.
             self.executor.land_down_to(0)
             self.executor.wait_for_landed()
         streams, event = self.executor.streams, self.post_optim_event
@@ -405,8 +405,8 @@ class UnitTree:
             group.note_writes()
 
     def finish_unshard(self, unit: Unit) -> None:
-        """Wait for ``unshard``; do nothing if it was waited for, or resharded since. If an optimizer has stepped since,
-        the gather may have read a part of what that has written: gather again."""
+        """Wait for ``unshard``. Do nothing if this was done already, or the unit was resharded since. If an optimizer
+        has stepped since, the gather may have read some of what it wrote, so gather again."""
         pending = [group for group in unit.groups if group.state is GroupState.UNSHARDING]
         if any(group.has_stepped for group in pending):
             self.order_gathers()
@@ -424,11 +424,11 @@ class UnitTree:
         self.executor.wait_for_reads()
 
     def release(self, unit: Unit) -> None:
-        """``unit`` is about to leave for another root. Bring this tree to rest; other gradients go with their groups.
-        No later event here acts on them, also not the end of a backward to come.
+        """``unit`` is about to leave for another root. Land what is in flight here; its other gradients move with its
+        groups, and no later event of this tree acts on these, not even the end of a backward.
 
         Raises:
-            ScheduleError: a backward of the present root runs.
+            ScheduleError: a backward of the present root is running.
         """
         if self.passes.in_backward and _torch.running_backward() != self._backward.task:
             self._recover_backward()
@@ -446,7 +446,7 @@ class UnitTree:
         self.executor.let_go(left, unit.index)
 
     def abandon_forward(self) -> None:
-        """End the pass that runs, if any: what is in flight lands, and shards are bound. Other gradients stay."""
+        """End the running pass, if any: land what is in flight, and bind the shards. Other gradients stay."""
         try:
             if self.is_reducing:
                 self.land()
@@ -458,7 +458,7 @@ class UnitTree:
 
     def reset(self) -> None:
         """Clean up after any exception. Drop gradients that are not in ``.grad`` yet: sums may be incomplete, and a
-        repeated step would count them twice. On an accelerator, some in flight have landed already."""
+        repeated step would count them twice. On an accelerator, some of those in flight may have landed already."""
         self.num_resets += 1
         try:
             self._come_to_rest()
@@ -472,10 +472,10 @@ class UnitTree:
                     group.gradients.drop()
 
     def _come_to_rest(self) -> None:
-        """Give up what is in flight, and bind the shards. If a collective has failed, raise its error afterwards."""
+        """Drop what is in flight, and bind the shards. If a collective has failed, raise its error afterwards."""
         self.is_reducing = False
         self.schedule.reset()
-        with ExitStack() as stack:  # calls all of these, last ones first, whichever raises
+        with ExitStack() as stack:  # calls all of these in reverse order, even if some raise
             stack.callback(self._end_pass)
             for unit in reversed(self.units):
                 unit.missing_modules.clear()
@@ -493,5 +493,5 @@ class UnitTree:
 
 
 def tree_of(unit: Unit) -> UnitTree:
-    """The tree of ``unit``. A unit without one becomes the root of its own, or the checks refuse it."""
+    """The tree of ``unit``. A unit without a tree becomes the root of a new one, unless the checks refuse it."""
     return unit.tree or door.entry(UnitTree)(unit)
