@@ -1,1 +1,1 @@
-"""*When* something happens: pure decisions. Imports no torch."""
+"""Decides *when* something happens. Pure decisions, without torch."""

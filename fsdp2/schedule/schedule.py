@@ -1,16 +1,16 @@
-"""When: which actions follow from each event of a pass.
+"""Decides which actions follow from each event of a pass.
 
 Units are numbered. Each method of ``Schedule`` is an event; most return the actions to perform, in order. Rules:
 
 * A unit's parameters are unsharded when its forward or backward starts. Only the next unit is prefetched, or the units
   that the user lists.
-* The order of a pass is recorded. A forward predicts the next unit from the previous forward. A backward predicts it
-  from its own forward in reverse. Units that were prefetched and not used are resharded at the end of the pass: a wrong
+* The order of each pass is recorded. A forward predicts the next unit from the previous forward, a backward from its
+  own forward in reverse. Units that were prefetched but not used are resharded at the end of the pass, so a wrong
   prediction costs memory, never correctness.
 * A forward inside a backward (activation checkpointing) gathers what it needs and does nothing else.
-* Each unit's backward reduces the gradients that it finds. After several uses, autograd has them at the last.
+* Each unit's backward reduces the gradients that it finds. After several uses, autograd has them only at the last.
 
-Pure: no tensor, no stream, no process group.
+Pure: no tensors, no streams, no process groups.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from fsdp2.schedule.states import Outcome
 
 
 class Action(Enum):
-    """What is done to one unit."""
+    """What the executor does to one unit."""
 
-    __hash__ = object.__hash__  # Enum's own is Python; actions are looked up in the hot path
+    __hash__ = object.__hash__  # that of Enum is slow Python code, and the hot path looks up actions
 
     USE = "use"  # unshard, and wait: the parameters are usable when this returns
-    UNSHARD = "unshard"  # start gathering, unless the parameters are there or in flight
-    PREFETCH = "prefetch"  # the same, for a unit that is not needed yet
+    UNSHARD = "unshard"  # start gathering, unless the parameters are already gathered or in flight
+    PREFETCH = "prefetch"  # like UNSHARD, for a unit that is not needed yet
     WAIT = "wait"  # wait for what was gathered
-    RESHARD = "reshard"  # back to the shards
-    RESHARD_POST_FORWARD = "reshard_post_forward"  # back to shards on the smaller mesh
+    RESHARD = "reshard"  # return to the shards
+    RESHARD_POST_FORWARD = "reshard_post_forward"  # return to shards on the smaller mesh
     REDUCE = "reduce"  # start reducing the gradients that the backward left, if any
-    REDUCE_JOINTLY = "reduce_jointly"  # the same, but zeros if there are none here: other ranks may have gradients
+    REDUCE_JOINTLY = "reduce_jointly"  # the same, but reduce zeros if there are none: other ranks may have some
     KEEP = "keep"  # keep the gradients on this rank
-    LAND = "land"  # finish all reductions that have started: their sums go to ``.grad`` of the shards
+    LAND = "land"  # finish all reductions in flight, and put their sums in ``.grad`` of the shards
 
 
 class AfterForward(Enum):
@@ -60,7 +60,7 @@ class Phase(Enum):
 
 
 COMPUTING = (Phase.FORWARD, Phase.RECOMPUTE)
-MAX_ENDED = 4096  # uses of units whose backward is yet to come; more activations than these fit nowhere
+MAX_ENDED = 4096  # uses of units whose backward is yet to come; no device could hold more activations
 
 
 @dataclass(frozen=True)
@@ -68,12 +68,12 @@ class UnitRules:
     """What the user configured for one unit."""
 
     after_forward: AfterForward = AfterForward.RESHARD
-    keeps_alone: bool = False  # stay unsharded after a forward that is a whole pass: the unit's other modules run soon
+    keeps_alone: bool = False  # stay unsharded after a forward that is a whole pass, since other modules follow
     unshard_in_backward: bool = True
     reshard_after_backward: bool = True
-    reduces: bool = True  # else gradients stay on this rank
+    reduces: bool = True  # if False, gradients stay on this rank
     ranks_may_differ: bool = False  # other ranks may use the unit, or other parameters of it
-    forward_prefetch: tuple[int, ...] | None = None  # None: the unit that is predicted
+    forward_prefetch: tuple[int, ...] | None = None  # None: the predicted unit
     backward_prefetch: tuple[int, ...] | None = None
 
 
@@ -81,7 +81,7 @@ Actions = Sequence[tuple[Action, int]]
 
 
 def in_parts(actions: Actions) -> Iterator[tuple[Action, int]]:
-    """``actions``, with what USE consists of in its place, for whoever looks at these parts."""
+    """``actions``, with each USE split into UNSHARD and WAIT."""
     for action, unit in actions:
         yield from ((Action.UNSHARD, unit), (Action.WAIT, unit)) if action is Action.USE else ((action, unit),)
 
@@ -93,13 +93,13 @@ _AFTER_FORWARD = {
 
 
 class Passes:
-    """Which passes the units of one tree are in: the one record of where the model stands. Only its methods write it.
+    """The passes that the units of one tree are in. This is the only record of them, and only its methods write it.
 
     Attributes:
         phases: the innermost pass that each unit is in.
-        root: the unit whose forward is the whole pass, while that runs.
+        root: the unit whose forward is the whole pass, while that forward runs.
         in_backward: a backward has reached a unit and has not ended.
-        root_raised: the forward that is the whole pass has raised, and nobody has cleaned up since.
+        root_raised: the forward that is the whole pass has raised, and has not been cleaned up yet.
     """
 
     def __init__(self, num_units: int) -> None:
@@ -107,7 +107,7 @@ class Passes:
         self.clear(num_units)
 
     def clear(self, num_units: int | None = None) -> None:
-        """Nothing runs; if ``num_units`` is given, the tree has so many from now on."""
+        """Note that nothing runs. If ``num_units`` is given, the tree has that many units from now on."""
         self.phases = [Phase.IDLE] * (len(self.phases) if num_units is None else num_units)
         self.root: int | None = None
         self.in_backward = self.root_raised = False
@@ -120,7 +120,7 @@ class Passes:
         return "" if self.root is None else "forward"
 
     def begin_forward(self, unit: int) -> bool:
-        """``unit`` is about to compute. Returns whether that is the whole pass."""
+        """``unit`` is about to compute. Returns whether its forward is the whole pass."""
         is_root = self.root is None
         if is_root:
             self.root = unit
@@ -128,11 +128,11 @@ class Passes:
         return is_root
 
     def begin_recomputation(self, unit: int) -> None:
-        """``unit`` is about to compute again, for a backward that has not reached the unit."""
+        """``unit`` is about to recompute its forward, for a backward that has not reached the unit."""
         self.phases[unit] = Phase.RECOMPUTE
 
     def end_forward(self, unit: int) -> bool:
-        """``unit`` has computed. Returns whether that was the whole pass."""
+        """``unit`` has computed. Returns whether its forward was the whole pass."""
         self.phases[unit] = Phase.IDLE
         is_root = unit == self.root
         if is_root:
@@ -140,8 +140,8 @@ class Passes:
         return is_root
 
     def raise_from(self, unit: int) -> None:
-        """The forward of ``unit`` has raised. In the unit's backward, it was a recomputation: checkpointing ends these
-        by an exception."""
+        """The forward of ``unit`` has raised. In the unit's backward, this was a recomputation, which checkpointing
+        ends with an exception."""
         phase = self.phases[unit]
         if phase is not Phase.BACKWARD:
             self.phases[unit] = Phase.IDLE
@@ -159,9 +159,9 @@ class Passes:
         self.phases[unit] = Phase.REDUCED
 
     def has_left_behind(self, unit: int, parents: Sequence[int | None]) -> bool:
-        """Whether the recorded forward must have raised, since a forward of ``unit`` begins outside of backward: the
-        root of the record is ``unit`` or inside it, and a module does not run inside its own child. ``parents``: of
-        each unit, the unit around it; units inside a unit follow that unit."""
+        """Whether the recorded forward must have raised, now that a forward of ``unit`` begins outside of backward.
+        This is so if its root is ``unit`` or inside ``unit``, since no module runs inside its own child. ``parents``
+        has the unit around each unit; the units inside a unit follow that unit."""
         inner = self.root
         while inner is not None and inner > unit:
             inner = parents[inner]
@@ -169,14 +169,14 @@ class Passes:
 
 
 class Tape:
-    """What has run in the forwards of a step. Forward predicts from the last complete forward; backward reads what
-    forwards have recorded, from the end.
+    """Records what has run in the forwards of a step. A forward predicts from the last complete forward. A backward
+    reads the recorded forwards from the end.
 
     Attributes:
         began: units in the order in which they began in the running forward, or in the last one.
-        expected: ``began`` of the last complete forward. Whoever can predict the next one better may replace it.
-        ended: uses of units whose backward is still to come, in the order in which their forwards ended. Users may run
-            forwards whose backward never comes, so the oldest are forgotten.
+        expected: ``began`` of the last complete forward. Code that can predict the next forward better may replace it.
+        ended: uses of units whose backward is still to come, in the order in which their forwards ended. The oldest
+            are forgotten, since users may run forwards that no backward follows.
         records: whether the last forward ran with gradients enabled.
     """
 
@@ -193,8 +193,8 @@ class Tape:
         del self.ended[:-MAX_ENDED]
 
     def begin(self, unit: int) -> Sequence[int]:
-        """The forward of ``unit`` begins. Returns the unit after this use of ``unit`` in the last forward; none if this
-        forward takes another order."""
+        """The forward of ``unit`` begins. Returns the unit that followed this use of ``unit`` in the last forward, or
+        nothing if this forward runs in another order."""
         self.began.append(unit)
         expected, position = self.expected, self._position
         if position >= len(expected) or expected[position] != unit:
@@ -205,7 +205,7 @@ class Tape:
         return expected[position + 1 : position + 2]
 
     def reach(self, unit: int) -> Sequence[int]:
-        """A backward reaches the last recorded use of ``unit``. Returns the unit that ended before."""
+        """A backward reaches the last recorded use of ``unit``. Returns the unit that ended before it, if any."""
         ended = self.ended
         for position in reversed(range(len(ended))):
             if ended[position] == unit:
@@ -215,7 +215,7 @@ class Tape:
 
 
 class Schedule:
-    """Decides from the passes that run and from the tape. The owner may replace ``rules`` at any time."""
+    """Decides actions from the running passes and the tape. The owner may replace ``rules`` at any time."""
 
     def __init__(self, rules: Sequence[UnitRules], passes: Passes | None = None) -> None:
         self.rules = list(rules)
@@ -224,13 +224,13 @@ class Schedule:
         self._use = [((Action.USE, unit),) for unit in range(len(self.rules))]
         self.is_last_backward = True  # set by the user: the next backward is the last of the step
         self.finalizes_by_hand = False  # set by the user: ``finalize`` ends the step, not a backward
-        self.reduced_last: set[int] = set()  # units that are reduced when the whole backward is over
-        self.awaits_finalization = False  # a backward has ended, and ``finalize`` was not called since
-        self._unused_prefetches: set[int] = set()  # units prefetched in the running pass and not used so far
+        self.reduced_last: set[int] = set()  # units that are reduced only when the whole backward is over
+        self.awaits_finalization = False  # a backward has ended, and ``finalize`` has not been called since
+        self._unused_prefetches: set[int] = set()  # units that the running pass has prefetched but not used
         self.kept: set[int] = set()  # units whose gradients are kept until they are reduced
 
     def take_over(self, earlier: Schedule, kept: set[int]) -> None:
-        """Take over the settings of a schedule of other units. ``kept``: units that owe gradients."""
+        """Adopt the settings of the schedule before the units changed. ``kept``: units with unreduced gradients."""
         self.is_last_backward = earlier.is_last_backward
         self.finalizes_by_hand = earlier.finalizes_by_hand
         self.awaits_finalization = earlier.awaits_finalization
@@ -240,7 +240,7 @@ class Schedule:
         """``unit`` is about to compute."""
         passes, use = self.passes, self._use[unit]
         if passes.in_backward:
-            if passes.phases[unit] is not Phase.BACKWARD:  # else checkpointing is around the unit: it stays in backward
+            if passes.phases[unit] is not Phase.BACKWARD:  # else an outer checkpoint reruns it: keep the phase
                 passes.begin_recomputation(unit)
             return use
         if passes.begin_forward(unit):
@@ -255,13 +255,13 @@ class Schedule:
         return actions
 
     def post_forward(self, unit: int, leads_to: Outcome = Outcome.BACKWARD) -> Actions:
-        """``unit`` has computed. ``leads_to``: what its output leads to."""
+        """``unit`` has computed. ``leads_to`` says what follows from its output."""
         passes = self.passes
         phase = passes.phases[unit]
         if phase is Phase.BACKWARD:
             return ()
         is_root = passes.end_forward(unit)
-        if phase is Phase.RECOMPUTE:  # its backward follows at once, and reshards
+        if phase is Phase.RECOMPUTE:  # its backward follows immediately, and reshards
             return ()
         if self.tape.records and leads_to is not Outcome.NOTHING:
             self.tape.ended.append(unit)
@@ -287,21 +287,21 @@ class Schedule:
         for target in predicted if rules.backward_prefetch is None else rules.backward_prefetch:
             if self.rules[target].unshard_in_backward:
                 actions.append((Action.PREFETCH, target))
-                if passes.phases[target] is Phase.REDUCED:  # ``end_backward`` reshards all others
+                if passes.phases[target] is Phase.REDUCED:  # ``end_backward`` reshards the others anyway
                     self._unused_prefetches.add(target)
         return actions
 
     def post_backward(self, unit: int, *, is_last_use: bool = True) -> Actions:
-        """The gradients of ``unit``'s parameters have been computed. If not ``is_last_use``, this backward uses the
-        unit again: reduce only what earlier backwards have kept, as in torch. Autograd has the gradient of a parameter
-        after its last use; before that, there is nothing to reduce."""
+        """The gradients of ``unit``'s parameters have been computed. If not ``is_last_use``, this backward will use the
+        unit again, so reduce only what earlier backwards have kept, as torch does: autograd has the gradient of a
+        parameter only after its last use."""
         self.passes.end_backward(unit)
         reshard = self._reshard_after_backward(unit)
         return (*reshard, self._reduce(unit, jointly=True)) if is_last_use or unit in self.kept else reshard
 
     def end_backward(self, ended: Collection[int] = ()) -> Actions:
-        """The backward is over. Reshard and reduce units that had no ``post_backward`` (their inputs needed no
-        gradient, or they took no part), and units in ``ended`` a second time."""
+        """The backward is over. Reshard and reduce units that had no ``post_backward``, because their inputs needed no
+        gradient or they took no part; and reshard and reduce units in ``ended`` a second time."""
         actions: list[tuple[Action, int]] = []
         for unit in reversed(range(len(self.passes.phases))):
             if self.passes.phases[unit] is not Phase.REDUCED or unit in ended:
@@ -317,7 +317,7 @@ class Schedule:
         return actions
 
     def finalize(self) -> Actions:
-        """The user says that no backward follows: reduce what the backwards have kept. The user starts the landing."""
+        """The user says that no backward follows: reduce the kept gradients. Landing them is left to the user."""
         actions: list[tuple[Action, int]] = []
         for unit in reversed(range(len(self.passes.phases))):
             actions += self._reshard_after_backward(unit)
@@ -341,7 +341,7 @@ class Schedule:
         self.rules[unit] = rules
 
     def reset(self) -> None:
-        """An exception has ended the pass: forget the pass. The order of the last complete forward stays."""
+        """Forget the pass, which an exception has ended. The order of the last complete forward stays."""
         if self.passes.in_backward:
             self.awaits_finalization = False
         self.passes.clear()
@@ -367,6 +367,6 @@ class Schedule:
         return Action.KEEP, unit
 
     def _take_unused(self) -> Sequence[int]:
-        """Return the units that this pass has prefetched and not used, and forget them."""
+        """Return the units that this pass has prefetched but not used, and forget them."""
         unused, self._unused_prefetches = self._unused_prefetches, set()
         return sorted(unused)

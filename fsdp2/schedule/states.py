@@ -1,7 +1,7 @@
-"""What a forward leads to, and the state machine of a parameter group, as a table.
+"""What a forward leads to, and the state machine of a parameter group, written as a table.
 
-The group looks up each event in ``TRANSITIONS`` and raises a ScheduleError if the pair is not there. A test drives
-every cell.
+The group looks up each event in ``TRANSITIONS`` and raises a ScheduleError if there is no entry for it. A test
+drives every cell.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ class Outcome(Enum):
 
     NOTHING = "nothing"  # its output needs no gradient
     BACKWARD = "backward"
-    UNKNOWN = "unknown"  # gradients are off in this part of the forward: a checkpoint may run it again with them
+    UNKNOWN = "unknown"  # gradients are off in this part of the forward, but a checkpoint may rerun it with them
 
 
 class GroupState(Enum):
-    """Which form of the parameters is bound to the modules, and whether a gather is in flight."""
+    """Which form of the parameters the modules have bound, and whether a gather is in flight."""
 
     __hash__ = object.__hash__  # Enum's own is Python; transitions are looked up in the hot path
 
