@@ -1,8 +1,8 @@
-"""Run a gather plan: bind its steps to memory once, then issue, wait, release.
+"""Run a gather plan: bind its steps to memory once, then issue, wait and release in each pass.
 
 Autograd saves the unsharded parameters, and views of them, for backward. So a group's unsharded tensors always keep the
-same storage; only the storage's memory is freed and allocated again (I1). Memory belongs to the stream that it was
-allocated on; that stream gets the memory back when the last reader on another stream is done (I3).
+same storage; only the storage's memory is freed and allocated again (I1). Memory belongs to the stream on which it was
+allocated, and returns to that stream when the last reader on another stream is done (I3).
 
 This file sees plans, flat tensors, a comm and streams, never parameters or modules.
 """
@@ -44,12 +44,12 @@ def shard_slice(flats: FlatShards, step: GatherStep, shape: tuple[int, ...]) -> 
 
 
 class GatheredMemory:
-    """The storages that one group gathers into, empty at first. All plain parameters share one. Each tensor that hooks
-    receive has its own, since hooks expect the tensor at the start of a storage.
+    """The storages that one group gathers into, empty at first. All plain parameters share one storage. Each tensor
+    for hooks has a separate storage, because hooks expect the tensor at the start of it.
 
     Attributes:
-        is_lost: a collective has failed, or its launch was interrupted. Its other messages may arrive at any time, or
-            leave: so no memory of the gathers into these storages is freed any more (I17).
+        is_lost: a collective has failed, or its launch was interrupted. Its other messages may still be sent or
+            received at any time, so no memory of gathers into these storages is freed any more (I17).
     """
 
     def __init__(self, plan: GatherPlan, device: torch.device) -> None:
@@ -71,8 +71,8 @@ class GatheredMemory:
 class Gather:
     """A gather plan bound to a group's flat shards and to the memory that it gathers into.
 
-    Every tensor that a step touches is made here, once. The memory of its storage is allocated and freed many times.
-    One gather is in flight at a time: ``issue``, then ``wait`` or ``drop``. If ``calls_pre_hooks`` is False,
+    Every tensor that a step uses is created once, here; its storage's memory is allocated and freed many times. Only
+    one gather is in flight at a time: ``issue``, then ``wait`` or ``drop``. If ``calls_pre_hooks`` is False,
     ``hooks.payloads`` is not called: the payloads of an earlier gather are gathered again. ``stage`` copies ``flats``
     to the device that gathers, if ``flats`` are on another.
 
@@ -101,8 +101,8 @@ class Gather:
         self._plan_memory()
         self._cast_targets: list[torch.Tensor] = []  # parts of what this rank sends; its shards are copied there
         self._cast_sources: list[torch.Tensor] = []
-        self._unpacks: list[Callable[[], object]] = []  # copies from the buckets to where compute reads
-        self._hooked: dict[int, torch.Tensor] = {}  # other parts, by the step's index: a hook's payload is copied there
+        self._unpacks: list[Callable[[], object]] = []  # copy from the buckets to where compute reads
+        self._hooked: dict[int, torch.Tensor] = {}  # other parts, by step index; hooks' payloads are copied there
         with self._placed():
             wires = [self._direct(step) for step in plan.on_route(Route.DIRECT)]
             wires += [self._bucket(bucket) for bucket in plan.buckets]
@@ -115,8 +115,8 @@ class Gather:
         self._done: torch.Event | None = None
 
     def _plan_memory(self) -> None:
-        """What memory the gather needs. Staging memory, and what hooks consume, is freed on arrival; the rest with the
-        group."""
+        """List the memory that the gather needs. Staging memory, and tensors that hooks consume, are freed on arrival;
+        the rest is freed by ``release``."""
         plan, gathered = self.plan, self.gathered
         sizes = {gathered.of(step): step.padded_nbytes for step in plan.steps}
         sizes[gathered.shared] = plan.shared_nbytes
@@ -127,13 +127,13 @@ class Gather:
         self._lasting = [each for each in self._memory if each[0] in sizes and each[0] not in consumed]
 
     def set_comm(self, comm: GatherComm) -> None:
-        """Gather with ``comm`` from the next launch on. Called on the gather stream."""
+        """From the next launch on, gather with ``comm``. Called on the gather stream."""
         with self._placed():
             self._launch = comm.all_gather([output for output, _ in self._wires], [mine for _, mine in self._wires])
 
     def issue(self) -> None:
-        """Start gathering, in memory that is allocated on the gather stream; returns before the data has arrived. If
-        that fails, all memory is freed, unless messages may be in flight: then it stays."""
+        """Start gathering into memory allocated on the gather stream; returns before the data has arrived. If this
+        fails, all memory is freed, unless messages may still be in flight."""
         with self._streams.on_gather:
             payloads = None
             if self._hooks is not None and self._calls_pre_hooks:
@@ -160,7 +160,7 @@ class Gather:
                     raise
                 self.gathered.is_lost = True
                 raise CommunicationError(str(error)) from error
-            if not works:  # the gather stream orders the arrival behind the collective
+            if not works:  # the gather stream orders the arrival after the collective
                 try:
                     self._arrive()
                 except BaseException:
@@ -170,7 +170,7 @@ class Gather:
         self._works, self._has_arrived = works, not works
 
     def _forget_memory(self) -> None:
-        """Free the memory now. Nothing else uses it: the gather is not in flight, or ordered on the gather stream."""
+        """Free the memory now. Nothing uses it: the gather is not in flight, or is ordered on the gather stream."""
         self._empty([storage for storage, _ in self._memory])
 
     def _empty(self, storages: Sequence[torch.UntypedStorage]) -> None:
@@ -182,33 +182,33 @@ class Gather:
         """After this call, the current stream may use the gathered tensors.
 
         Raises:
-            CommunicationError: the all-gather failed; ``drop`` it.
+            CommunicationError: the all-gather failed. Call ``drop`` next.
         """
         if not self._has_arrived:
             wait_for(self._works, self._lose)
             self._arrive()
             self._has_arrived = True
         if self._done is not None:
-            self._streams.wait_here(self._done)  # compute waits for the gather stream: compute reads what that fills
+            self._streams.wait_here(self._done)  # compute waits for the gather stream, which fills what compute reads
 
     def drop(self) -> None:
-        """Give up the gather in flight: wait until no rank writes or reads the memory of this gather any more."""
+        """Abandon the gather in flight: wait until no rank reads or writes its memory any more."""
         if not self._has_arrived:
             wait_for(self._works, self._lose)
             self._works = ()
             self._empty(self._passing)
-        self._streams.wait_here(self._done)  # compute waits for the gather stream: compute releases what that fills
+        self._streams.wait_here(self._done)  # compute waits for the gather stream, which fills what compute frees
 
     def release(self, *, keeps_memory: bool = False) -> None:
         """Free the unsharded tensors once the compute enqueued so far has read them. With ``keeps_memory``, free
         nothing; the next gather waits for that compute before it writes the memory."""
-        self._streams.gather_after_compute()  # gather stream waits for compute, which reads what that stream owns (I3)
+        self._streams.gather_after_compute()  # gather stream waits for compute, which reads the stream's memory (I3)
         if not keeps_memory and not self.gathered.is_lost:
             for storage, _ in self._lasting if self._hooks is None else self._lasting + self._hooks.storages:
                 storage.resize_(0)
 
     def _lose(self) -> None:
-        """A collective has failed. No later call waits for it again."""
+        """Note that a collective has failed. No later call waits for it again."""
         self.gathered.is_lost, self._works = True, ()
 
     def _arrive(self) -> None:
@@ -217,14 +217,14 @@ class Gather:
         for unpack in self._unpacks:
             unpack()
         if self._hooks is not None:
-            with _torch.without_autocast():  # that of the user's code around the gather, which may be another unit's
+            with _torch.without_autocast():  # the surrounding autocast region may belong to another unit
                 self._hooks.arrive()
         if self._passing:
             self._empty(self._passing)
 
     @contextmanager
     def _placed(self) -> Iterator[None]:
-        """Give empty storages memory meanwhile: tensors can be made only on existing memory. Nothing is written."""
+        """Give empty storages memory within this block, as tensors can only be made on memory. Nothing is written."""
         empty = [(storage, nbytes) for storage, nbytes in self._memory if storage.nbytes() == 0]
         for storage, nbytes in empty:
             storage.resize_(nbytes)
@@ -235,7 +235,7 @@ class Gather:
                 storage.resize_(0)
 
     def _direct(self, step: GatherStep) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output and input of a tensor that travels on its own."""
+        """Output and input of a tensor that is gathered on its own."""
         n = step.layout.chunk_numel
         output = self.gathered.tensor(step, (n * step.layout.num_shards,))
         if not step.is_copied_in:
@@ -245,7 +245,7 @@ class Gather:
         return output, mine
 
     def _bucket(self, bucket: GatherBucket) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output and input of a bucket; binds the copies into it and out of it."""
+        """Output and input of a bucket. Also binds the copies into the bucket and out of it."""
         rows_shape = (bucket.num_shards, bucket.row_numel)
         rows = tensor_on(self._staging, bucket.offset_nbytes, rows_shape, (bucket.row_numel, 1), bucket.dtype)
         self._unpacks += _unpacks(bucket, rows, self.gathered)
@@ -277,14 +277,14 @@ class Gather:
 
 
 def allocate(storages: Sequence[tuple[torch.UntypedStorage, int]]) -> None:
-    """Give each of ``storages`` memory of its size in bytes, unless it has it, from the current stream."""
+    """Allocate each of ``storages``, given with their sizes in bytes, on the current stream, unless it has memory."""
     for storage, nbytes in storages:
-        if storage.nbytes() != nbytes:  # else its memory was kept
+        if storage.nbytes() != nbytes:  # else the memory was kept
             storage.resize_(nbytes)
 
 
 class LocalGather:
-    """World size 1 without a cast or a hook: the unsharded parameters are the shards. Needs no memory and no copy."""
+    """At world size 1, without casts or hooks, the unsharded parameters are the shards: no memory, no copies."""
 
     stage = None
 
@@ -309,7 +309,7 @@ def piece_pairs(
     full: torch.Tensor, rows: torch.Tensor, layout: Layout
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Pairs of views of ``full`` ``[*layout.shape]`` and of ``rows`` ``[W, chunk_numel]`` for the same elements. Each
-    rank's piece is at the start of its row. Neighbouring ranks with pieces of one shape share a view, and so a copy.
+    rank's piece is at the start of its row. Neighbouring ranks whose pieces have the same shape share one view.
     """
     of_full, of_rows = [], []
     sizes = [stop - start for start, stop in map(layout.interval, range(layout.num_shards))]
@@ -326,12 +326,12 @@ def piece_pairs(
 
 
 def _unpacks(bucket: GatherBucket, rows: torch.Tensor, gathered: GatheredMemory) -> list[Callable[[], object]]:
-    """What copies ``rows`` ``[W, row_numel]`` to the bucket's tensors in their storages, in one launch."""
+    """Functions that copy ``rows`` ``[W, row_numel]`` to the bucket's tensors in their storages, in one launch."""
     steps = [step for step in bucket.steps if step.layout.numel > 0]
     sizes = [step.layout.chunk_numel for step in steps]
 
     if rows.device.type != "cpu" and steps and all(step.route is Route.ROWS for step in steps):
-        # On CUDA, a foreach copy of strided tensors takes one launch per tensor. This copies their padding, too.
+        # On CUDA, a foreach copy of strided tensors takes one launch per tensor. This call also copies their padding.
         outputs = [gathered.tensor(step, (step.layout.num_shards, step.layout.chunk_numel)) for step in steps]
         return [partial(torch.split_with_sizes_copy, rows, sizes, dim=1, out=outputs)]
     targets: list[torch.Tensor] = []
@@ -344,7 +344,7 @@ def _unpacks(bucket: GatherBucket, rows: torch.Tensor, gathered: GatheredMemory)
 
 
 def _runs(steps: Sequence[GatherStep], flats: FlatShards) -> list[torch.Tensor]:
-    """The shards of ``steps`` as slices of the flat buffers; neighbours in one flat buffer share a slice."""
+    """The shards of ``steps`` as slices of the flat buffers, one slice per buffer."""
     runs: list[torch.Tensor] = []
     for source in dict.fromkeys(step.source for step in steps):
         same = [step for step in steps if step.source is source]

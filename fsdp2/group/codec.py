@@ -1,7 +1,7 @@
-"""What travels in place of shards that have all-gather hooks: the seam for the codec that runs these hooks.
+"""The interface of the codec, which runs all-gather hooks and decides what is sent in place of shards that have them.
 
-Plain shards need none: they travel as they lie, cast to the compute dtype. ``tensors/all_gather_hooks.py`` has the one
-for the hooks of tensor subclasses, and is loaded with the first such parameter.
+Plain shards need no codec: they are sent as they are, cast to the compute dtype. ``tensors/all_gather_hooks.py`` has
+the codec for the hooks of tensor subclasses, and is loaded with the first such parameter.
 """
 
 from __future__ import annotations
@@ -33,37 +33,37 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 class Codec(Protocol):
-    """Decides what the parameters of one group send, and makes unsharded tensors of what has arrived.
+    """Decides what the parameters of one group send, and makes unsharded tensors from the received data.
 
     Attributes:
-        storages: memory that ``arrive`` fills, and that is freed with the group's unsharded storage.
+        storages: memory that ``arrive`` fills and that is freed together with the group's unsharded storage.
     """
 
     storages: list[tuple[torch.UntypedStorage, int]]
 
     def inputs(self, first_key: int, *, keeps_consumed: bool) -> dict[int, PlanInput]:
-        """For the plan: each tensor that travels, by keys from ``first_key`` on. ``keeps_consumed``: also what may be
-        freed on arrival is kept while the group is unsharded. If it raises, all ranks raise."""
+        """The plan's input for each tensor to send, with keys from ``first_key`` on. ``keeps_consumed``: even tensors
+        that may be freed on arrival are kept while the group is unsharded. If this raises, all ranks raise."""
 
     def bind_outputs(self, outputs: Mapping[int, torch.Tensor], first_key: int) -> None:
-        """Bind ``outputs`` of the gather whose plan was made from ``inputs(first_key)``."""
+        """Bind the ``outputs`` of the gather whose plan was made from ``inputs(first_key)``."""
 
     def payloads(self) -> list[torch.Tensor]:
-        """This rank's part of every tensor that travels, in the order of their keys, without empty ones."""
+        """This rank's part of each tensor to send, in the order of the keys, without empty parts."""
 
     def arrive(self) -> None:
         """Everything has been gathered: fill the unsharded tensors. Staging memory is freed afterwards."""
 
 
 class PlugIns:
-    """What knows shards that are not plain.
+    """What higher layers plug in to handle shards that are not plain.
 
     Attributes:
-        cut: the shard of a rank, in memory of its own; gets the name of a parameter, the tensor to cut, its layout, the
-            rank, and where the shard is to live. Raises an ExtensionError if the class cannot be cut.
-        pin: the shard of a parameter, in pinned memory if that is where it is to live; gets the name of the parameter.
-        codec: for those parameters of a group whose shards are not plain; all ranks call it together. If it raises, all
-            ranks raise.
+        cut: cuts out a rank's shard, in separate memory; takes the name of a parameter, the tensor to cut, its layout,
+            the rank, and where the shard is to live. Raises an ExtensionError if the class cannot be cut.
+        pin: takes the name of a parameter, and its shard; returns the shard in pinned memory, if it is to live there.
+        codec: makes the codec for those parameters of a group whose shards are not plain; all ranks call it together.
+            If it raises, all ranks raise.
     """
 
     cut: Callable[[str, torch.Tensor, Layout, int, Home], torch.Tensor]

@@ -1,8 +1,8 @@
-"""Shards on the post-forward mesh: a group keeps them between forward and backward with ``reshard_after_forward=n``,
-and until its parameters change with ``set_reshard_after_backward(n)``.
+"""Shards on the post-forward mesh. With ``reshard_after_forward=n``, a group keeps them between forward and backward;
+with ``set_reshard_after_backward(n)``, it keeps them until its parameters change.
 
-The unsharded parameters are cut over a smaller group of ranks. So the gather in backward crosses fewer links, but each
-shard is larger. Everything is bound once; ``cut`` allocates the memory, and ``release`` frees it.
+The unsharded parameters are sharded over a smaller group of ranks. So the gather in backward crosses fewer links, but
+each shard is larger. Everything is bound once; ``cut`` allocates the memory, and ``release`` frees it.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class PostForwardShards:
 
     Attributes:
         gather: the gather back into the group's unsharded storage.
-        parameters: per parameter of the group, what is bound between forward and backward: the DTensor on the
+        parameters: what is bound between forward and backward for each parameter of the group: the DTensor on the
             post-forward mesh, or the sharded parameter if it has all-gather hooks or is a DTensor on model axes.
-        has_values: between ``cut`` and ``release``.
+        has_values: whether the shards hold values; true between ``cut`` and ``release``.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class PostForwardShards:
         self.gather = Gather(plan, flats, full.gathered, rank, comm, streams, hooks, calls_pre_hooks=False)
         self._targets: list[torch.Tensor] = []
         self._sources: list[torch.Tensor] = []
-        # Sharded parameters stay bound where no DTensor describes what is kept: with hooks, or on model axes.
+        # With hooks or on model axes, no DTensor describes the kept data, so the sharded parameter stays bound.
         self.parameters = [param.sharded for param in params]
         for step in plan.steps:
             start, stop = step.layout.interval(rank)
@@ -64,18 +64,18 @@ class PostForwardShards:
         self.release()
 
     def set_comm(self, gathers_by: GathersBy | None) -> None:
-        """Gather by the comms that ``gathers_by`` makes from the next launch on; None: by the backend's own."""
+        """From the next launch on, gather with the comms that ``gathers_by`` makes; None: with the backend's own."""
         self.gather.set_comm(carrier(self._comm, gathers_by, self._mesh.shard, self._mesh.device))
 
     def cut(self) -> None:
-        """Copy this rank's part out of the unsharded parameters. The caller then releases them, and gathers wait for
-        that release (I3), so the copies are complete before a gather sends them."""
+        """Copy this rank's part out of the unsharded parameters. The caller then releases these, and gathers wait for
+        that release (I3). So the copies are complete before a gather sends them."""
         allocate(self._memory)
         _torch.foreach_copy(self._targets, self._sources)
         self.has_values = True
 
     def release(self) -> None:
-        """Free the shards, if there are any, and if no message can leave from them any more."""
+        """Free the shards, if there are any, unless a failed collective may still send from them (I17)."""
         self.has_values = False
         if not self.gather.gathered.is_lost:
             for storage, _ in self._memory:

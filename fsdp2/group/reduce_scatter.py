@@ -1,4 +1,4 @@
-"""Run a group's reduce plans: bind them to a comm once, then launch and complete.
+"""Run a group's reduce plans: bind them to a comm once, then launch and complete each reduction.
 
 This file sees plans, gradients as tensors, a comm and streams, never parameters or modules.
 """
@@ -26,7 +26,7 @@ Sums = list[list[torch.Tensor]]  # per plan, the buffers that hold this rank's s
 
 @dataclass(frozen=True)
 class AllReduceHook:
-    """The user's hook ``run``, called on ``stream``, or on the reduce stream if that is None."""
+    """The user's hook ``run``, called on ``stream``, or on the reduce stream if ``stream`` is None."""
 
     run: Callable[[torch.Tensor], object]
     stream: torch.Stream | None = None
@@ -35,8 +35,8 @@ class AllReduceHook:
 class Launched(NamedTuple):
     """A reduce-scatter in flight.
 
-    ``sums`` receives this rank's part. ``works``: what the CPU has to wait for. ``inputs`` must live until the event
-    ``read`` on an accelerator; without an event, until the gradients have landed.
+    ``sums`` receives this rank's part, and the CPU must wait for ``works``. On an accelerator, ``inputs`` must live
+    until the event ``read``; without an event, they must live until the gradients have landed.
     """
 
     sums: Sums
@@ -46,7 +46,7 @@ class Launched(NamedTuple):
 
 
 class Reduce:
-    """The reduce plans of a group, one per combination of dtypes. One launch carries all of them.
+    """The reduce plans of a group, one per combination of dtypes. One launch runs all of them.
 
     Attributes:
         lands_gradients: some gradients land as they are, without a copy.
@@ -69,9 +69,9 @@ class Reduce:
         self.lands_gradients = any(part.is_local for part in self._parts)
 
     def launch(self, grads: list[torch.Tensor]) -> Launched:
-        """Start reducing ``grads``, one per step of the plans, in their unsharded shapes. Empties the list.
+        """Start reducing ``grads``, one per step of the plans, in unsharded shape. Empties the list.
 
-        Gradients that need a copy or a cast are copied on the current stream, and freed at once.
+        Gradients that need a copy or a cast are copied on the current stream and freed immediately.
         """
         streams = self.streams
         packed = [part.pack(grads) for part in self._parts]
@@ -80,26 +80,26 @@ class Reduce:
         sent: list[torch.Tensor] = []
         with streams.on_reduce:
             sums = [part.receive(mine, outputs, sent) for part, mine in zip(self._parts, packed, strict=True)]
-            held = packed if streams.runs_ahead else sent  # on the CPU, the comm empties ``sent`` once it was read
+            held = packed if streams.runs_ahead else sent  # on the CPU, the comm empties ``sent`` once it has read it
             del packed
             try:
                 works = self._reduce_scatter(outputs, sent) if outputs else ()
-            except RuntimeError as error:  # as launched(), without another call
+            except RuntimeError as error:  # like launched(), without another call
                 if is_of_backend(error):
                     raise CommunicationError(str(error)) from error
                 raise
-            # Gradients that land without a copy must live longer.
+            # Gradients that land without a copy must live until they have landed.
             read = None if self.lands_gradients else streams.record()
         return Launched(sums, works, held, read)
 
     def all_reduce(self, sums: Sums) -> Sequence[Waitable]:
-        """Start summing over the replicate axis as well, in place. Returns what to wait for."""
+        """Start summing over the replicate axis as well, in place. Returns the works to wait for."""
         op = dist.ReduceOp.AVG if self._averages else dist.ReduceOp.SUM
         group = self._mesh.replicate.group
         return [work for mine in sums for buffer in mine for work in launched(all_reduce, group, buffer, op)]
 
     def complete(self, sums: Sums) -> Sums:
-        """Divide in place, run the user's hook, cast to the gradients' dtype."""
+        """Divide in place, run the user's hook, and cast to the gradients' dtype."""
         averaged: Sums = []
         for plan, mine in zip(self.plans, sums, strict=True):
             if self._hook is not None and plan.factors.behind_hook:
@@ -118,7 +118,7 @@ class Reduce:
         return self.shards(self.complete(sums))
 
     def shards(self, averaged: Sums) -> list[torch.Tensor]:
-        """Per step of the plans, this rank's gradient: a view of the flat buffer."""
+        """This rank's gradient for each step of the plans, as a view of the flat buffer."""
         shards: list[torch.Tensor] = []
         for part, mine in zip(self._parts, averaged, strict=True):
             shards += mine if part.is_local else [mine[0].as_strided(*place) for place in part.places]
@@ -131,11 +131,11 @@ class Reduce:
 
 
 class _Part:
-    """One plan of a reduction: what it sends, and the flat buffer that receives.
+    """One plan of a reduction: what it sends, and the flat buffer that receives the sums.
 
     Attributes:
-        is_local: one rank, no cast and no hook: the gradients themselves are the sums, without buffer or copy.
-        places: shape, stride and offset in the flat buffer of this rank's part of each gradient.
+        is_local: there is one rank, no cast and no hook, so the gradients are the sums, without a buffer or a copy.
+        places: for this rank's part of each gradient: shape, stride and offset in the flat buffer.
     """
 
     def __init__(self, plan: ReducePlan, mesh: ParallelMesh, *, is_hooked: bool) -> None:
@@ -143,7 +143,7 @@ class _Part:
         is_uncast = plan.dtypes.param is plan.dtypes.reduce and plan.factors.before == 1.0
         self.is_local = mesh.data_parallel_size == 1 and is_uncast and not is_hooked
         self._mesh = mesh
-        # A hook gets all sums in one buffer, and reads the gaps between the sums, too: the gaps must be zero.
+        # A hook gets all sums in one buffer, including the gaps between them, so the gaps must be zero.
         self._new_buffer = torch.zeros if is_hooked else torch.empty
         on_route = {route: [(i, s) for i, s in enumerate(plan.steps) if s.route is route] for route in Route}
         self._rows_numel = sum(step.layout.chunk_numel for _, step in on_route[Route.ROWS])
@@ -155,7 +155,7 @@ class _Part:
         self.places = [(shape, contiguous_stride(shape), offset) for shape, offset in shapes]
 
     def pack(self, grads: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Take this plan's gradients off the front of ``grads``. Returns what each call of the comm sends: the
+        """Remove this plan's gradients from the front of ``grads``. Returns what each call of the comm sends: the
         gradients themselves, or copies made on the current stream."""
         mine = grads[: self.num_steps]
         del grads[: self.num_steps]
@@ -173,7 +173,7 @@ class _Part:
         direct = [mine[i].reshape(-1) for i in self._direct]
         if plan.casts_first and direct and direct[0].dtype is not dtype:
             casts = [torch.empty_like(grad, dtype=dtype) for grad in direct]
-            _torch.foreach_copy(casts, direct)  # on an H200, in two thirds of the time that a launch per tensor takes
+            _torch.foreach_copy(casts, direct)  # on an H200, takes two thirds of the time of one launch per tensor
             direct = casts
         packed += direct
         if plan.factors.before != 1.0:
@@ -183,8 +183,8 @@ class _Part:
     def receive(
         self, packed: list[torch.Tensor], outputs: list[torch.Tensor], inputs: list[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """The buffers that hold this rank's sums: one flat buffer ``[flat_numel]``. Append to ``outputs`` and
-        ``inputs`` what each call of the comm fills and sends."""
+        """Return the buffers for this rank's sums: one flat buffer ``[flat_numel]``, or ``packed`` if local. Append to
+        ``outputs`` and ``inputs`` what each call of the comm fills and sends."""
         if self.is_local:
             return packed
         plan = self.plan
@@ -195,7 +195,7 @@ class _Part:
 
 
 def pack_strided(grads: Sequence[tuple[torch.Tensor, Layout]], dtype: torch.dtype) -> torch.Tensor:
-    """Rank-major ``[W * n]``: each rank's piece of every gradient, padded to the chunk."""
+    """Pack ``grads`` rank-major as ``[W * n]``: each rank's piece of every gradient, padded to the chunk."""
     sizes = [layout.chunk_numel for _, layout in grads]
     packed = grads[0][0].new_empty((grads[0][1].num_shards, sum(sizes)), dtype=dtype)
     if not all(layout.is_even for _, layout in grads):
