@@ -1,14 +1,14 @@
 """The gradients of one group, on their way from the unsharded parameters to ``.grad`` of the sharded ones.
 
-The group owns them all the way, whichever root it works under. On this way they are
+The group owns them the whole time, whichever root it works under. Along the way, they are
 
-1. unreduced: on the unsharded parameters, or in ``accumulated``, if a backward without communication left them;
-2. in flight: one reduction, from its launch until it has landed;
-3. partial: summed over the shard axis, not over the replicate axis, if the user has disabled that;
-4. on their way to the host, if that is where the shards live.
+1. unreduced: on the unsharded parameters, or in ``accumulated`` if a backward without communication left them there;
+2. in flight: in one reduction, from its launch until it has landed;
+3. partial: summed over the shard axis but not over the replicate axis, if the user has disabled the all-reduce;
+4. being copied to the host, if the shards live there.
 
-``drop_in_flight`` drops 2 and 4; ``drop``, called after it, drops 1 and 3. Where ranks may differ, sums of parameters
-that had no gradient here are kept until the end of the step, by ``on_missing``.
+``drop_in_flight`` drops 2 and 4. ``drop`` is called after it, and drops 1 and 3. Where ranks may differ, ``on_missing``
+keeps the sums of parameters that had no gradient on this rank until the end of the step.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from fsdp2.group.unsharded import UnshardedParams
 from fsdp2.plan.mesh import Axis, ParallelMesh
 from fsdp2.plan.plan import PlanInput, ReducePlan, compile_reduces
 
-# In C, since they run once per parameter and step.
+# These are in C, because they run once per parameter and step.
 _is_present = partial(is_not, None)
 _accumulated_of, _dtype_of, _grad_of = attrgetter("accumulated"), attrgetter("dtype"), attrgetter("grad")
 _sharded_of = attrgetter("sharded")
 _PLAIN = {torch.Tensor}
-MAX_USED = 2**16  # bytes of ``take_used``: users may run backwards for ever without a last one
+MAX_USED = 2**16  # maximal bytes of ``take_used``: users may run backwards without ever ending the step
 
 
 @dataclass(frozen=True)
 class GroupOptions:
     """What the user configures for one group: its gradients and its communication. ``fills_gradients``: parameters
-    without a gradient on any rank get one of zeros; ``fills_beside_others``: if some parameter of the group has one, as
-    in a flat parameter. ``hook_reduces``: the hook gets the sums over the shard axis, and does what the all-reduce
-    would do. ``apart_over``: each rank of it holds other parameters under the same names."""
+    without a gradient on any rank get zeros. ``fills_beside_others``: they get zeros if another parameter of the group
+    has a gradient, as in a flat parameter. ``hook_reduces``: the hook gets the sums over the shard axis and replaces
+    the all-reduce. ``apart_over``: a process group whose ranks hold different parameters under the same names."""
 
     requires_all_reduce: bool = True
     gradient_divide_factor: float | None = None
@@ -69,14 +69,14 @@ Stage = Callable[["Reduction"], Sequence[Waitable]]
 
 @dataclass(frozen=True, eq=False)
 class BoundReduce:
-    """Bound plans, and what each of their steps reduces.
+    """Plans bound to a comm, and what each step of the plans reduces.
 
     Attributes:
-        params: the parameter of each step. If its gradient is a wrapper, it has one step for each inner tensor.
+        params: the parameter of each step. One whose gradient is a wrapper has one step for each inner tensor.
         is_wrapped: some unsharded parameter is a tensor subclass, so its gradient may be one.
-        plain: the unsharded parameters, if their gradients can be reduced as autograd leaves them; else empty.
-        used: a byte per parameter of the group, 1 if it is reduced.
-        landing: the stages by which sums over the shard axis land.
+        plain: the unsharded parameters if their gradients can be reduced exactly as autograd leaves them; else empty.
+        used: one byte per parameter of the group: 1 if the parameter is reduced.
+        landing: the stages that land sums over the shard axis.
     """
 
     reduce: Reduce
@@ -87,7 +87,7 @@ class BoundReduce:
     landing: tuple[Stage, ...]
 
     def is_like(self, other: BoundReduce) -> bool:
-        """Whether sums of both may be added: nothing was frozen, unfrozen, cast or configured between them."""
+        """Whether the sums of both may be added: nothing was frozen, unfrozen, cast or configured in between."""
         if self is other:
             return True
         plans = [
@@ -98,29 +98,29 @@ class BoundReduce:
 
 
 class Landed(NamedTuple):
-    """Reduced gradients of this rank's shards: ``shards[i]`` is that of ``params[i]``."""
+    """Reduced gradients of this rank's shards: ``shards[i]`` belongs to ``params[i]``."""
 
     params: Sequence[ShardedParam]
     shards: Sequence[torch.Tensor]
 
     def where(self, chosen: Sequence[bool]) -> Landed:
-        """Those at positions that are ``chosen``."""
+        """The gradients at the positions where ``chosen`` is True."""
         return Landed(list(compress(self.params, chosen)), list(compress(self.shards, chosen)))
 
 
 class Reduction:
     """One reduction of a group, from its launch until its gradients are in place.
 
-    After the launch come the ``stages``. Each stage runs when the collectives before it have arrived. On the CPU, the
-    stages run in ``finish`` and ``land``. On an accelerator, they are enqueued on the reduce stream: at once, up to a
-    collective that runs beside that stream (an all-reduce over replicas), and the rest in ``land``.
+    The ``stages`` follow the launch. Each stage runs when the collectives before it have completed. On the CPU, the
+    stages run in ``finish`` and ``land``. On an accelerator, they are enqueued on the reduce stream: immediately, up to
+    a collective that runs outside of that stream (an all-reduce over replicas), and the rest in ``land``.
 
     Attributes:
-        stages: those that have not run.
-        sums: this rank's sums: over the shard axis; then over all ranks; then averaged.
-        present: per step of the plans, whether this rank had a gradient.
+        stages: the stages that have not run yet.
+        sums: this rank's sums, first over the shard axis, then over all ranks, then averaged.
+        present: for each step of the plans, whether this rank had a gradient.
         copies: copies of offloaded gradients, in flight to the host.
-        added_to: gradients of earlier backwards that landed without a copy. Users' hooks may drop them at once.
+        added_to: gradients of earlier backwards that landed without a copy. Users' hooks may drop them early.
         ends_step: whether no later backward of the step adds to these gradients.
     """
 
@@ -139,18 +139,18 @@ class Reduction:
         self.copies: list[HostCopies] = []
         self._streams: Streams = bound.reduce.streams
         self.stages = deque(stages)
-        if not self._works:  # the first stages wait for nothing
+        if not self._works:  # there is nothing to wait for before the first stages
             with self._streams.on_reduce:
                 self._advance()
 
     def finish(self) -> None:
-        """Free what the reduce-scatter reads, once it has read it. Called once."""
+        """Free the inputs of the reduce-scatter once it has read them. Called once."""
         if self._works and not self._streams.runs_ahead:
             self._advance()
         if self.bound.reduce.lands_gradients:  # the reduce stream reads them until they have landed
             self._streams.compute_after_reduce()
         elif self._read is not None:
-            self._streams.wait_here(self._read)  # compute waits for the reduce stream: compute frees what that read
+            self._streams.wait_here(self._read)  # compute waits for the reduce stream: compute frees what it read
         self._inputs = self.added_to = None
 
     def land(self) -> None:
@@ -160,7 +160,7 @@ class Reduction:
                 self._advance()
 
     def drop(self) -> None:
-        """Wait for what is in flight, but do not land it."""
+        """Wait for what is in flight without landing it."""
         self.stages.clear()
         with self._streams.on_reduce:
             self._advance()
@@ -168,7 +168,7 @@ class Reduction:
 
     def _advance(self) -> None:
         """Wait for what is in flight, then run stages up to the next collective."""
-        works, self._works = self._works, ()  # if one fails, no later call waits for them again
+        works, self._works = self._works, ()  # if one of them fails, no later call waits for them again
         wait_for(works)  # on an accelerator, the reduce stream waits
         while self.stages and not self._works:
             self._works = self.stages.popleft()(self)
@@ -181,10 +181,10 @@ class GroupGradients:
         params: the parameters of the group.
         options: what the user has configured.
         in_flight: the reduction that has been launched and has not landed.
-        on_missing: called with the sums of parameters that had no gradient on this rank. ``num_used`` says where
-            ``take_used`` will have the flags of this reduction. Without ``on_missing``, these sums are dropped.
-        on_landed: called when gradients have landed, on the stream that has landed them, with their parameters and
-            whether no later backward of the step adds to them. It may take them from ``.grad``.
+        on_missing: called with the sums of parameters that had no gradient on this rank. At that time, ``num_used`` is
+            where ``take_used`` will have this reduction's flags. Without ``on_missing``, these sums are dropped.
+        on_landed: called on the stream that landed gradients, with their parameters, and whether no later backward of
+            the step adds to them. It may take the gradients from ``.grad``.
     """
 
     def __init__(
@@ -205,8 +205,8 @@ class GroupGradients:
         self._partial: Reduction | None = None  # summed over the shard axis only
         self._to_host: list[Reduction] = []  # averaged; copies to the host are in flight
         self._keeps = False  # whether the last backward left its gradients on this rank
-        self._has_kept = False  # backwards have left gradients here since the last reduction; the same on all ranks
-        self._frozen_since: set[int] = set()  # parameters that were frozen meanwhile: the next reduction has them, too
+        self._has_kept = False  # gradients were kept since the last reduction; the same on all ranks
+        self._frozen_since: set[int] = set()  # frozen since then; the next reduction includes them
         self._used = b""
 
     @property
@@ -216,16 +216,16 @@ class GroupGradients:
 
     @property
     def are_kept(self) -> bool:
-        """Whether backwards have kept gradients here since the last reduction. All ranks say the same."""
+        """Whether backwards have kept gradients since the last reduction. The same on all ranks."""
         return self._has_kept
 
     def has_late(self) -> bool:
-        """Whether gradients came behind the unit's backward: an autocast region keeps casts of earlier forwards."""
+        """Whether gradients came after the unit's backward, as when autocast caches casts of earlier forwards."""
         return any(map(_is_present, map(_grad_of, self._unsharded.parameters)))
 
     @property
     def are_partial(self) -> bool:
-        """Whether there are gradients that were reduced over the shard axis, not over the replicate axis."""
+        """Whether there are gradients that were reduced over the shard axis but not over the replicate axis."""
         return self._partial is not None
 
     @property
@@ -238,9 +238,9 @@ class GroupGradients:
         self._bound.clear()
 
     def configure(self, options: GroupOptions) -> None:
-        """From the next reduction on, follow ``options``."""
+        """Use ``options`` from the next reduction on."""
         before, self.options = self.options, options
-        if replace(before, requires_all_reduce=options.requires_all_reduce) != options:  # else plans stay
+        if replace(before, requires_all_reduce=options.requires_all_reduce) != options:  # else the plans stay valid
             self.unbind()
         if options.reduces_by is not before.reduces_by or options.reduce_axis is not before.reduce_axis:
             axis, device = options.reduce_axis or self._mesh.shard, self._mesh.device
@@ -248,10 +248,10 @@ class GroupGradients:
             self._comm = carrier(default, options.reduces_by, axis, device)
 
     def drop_in_flight(self) -> None:
-        """Wait for collectives in flight, and land nothing more. Copies to the host are forgotten, not awaited.
+        """Wait for collectives in flight, and land nothing more. Copies to the host are dropped without waiting.
 
         Raises:
-            CommunicationError: a collective has failed. Nothing is in flight then.
+            CommunicationError: a collective has failed. Nothing is in flight afterwards.
         """
         self._to_host.clear()
         reduction, self.in_flight = self.in_flight, None
@@ -259,7 +259,7 @@ class GroupGradients:
             reduction.drop()
 
     def drop(self) -> None:
-        """Drop unreduced and partial gradients. Nothing is in flight: see ``drop_in_flight``."""
+        """Drop unreduced and partial gradients. Requires that nothing is in flight: see ``drop_in_flight``."""
         self._partial = None
         for param in self.params:
             param.accumulated = None
@@ -270,17 +270,17 @@ class GroupGradients:
 
     @property
     def trainable(self) -> tuple[int, ...]:
-        """The positions of the parameters that the next reduction has."""
+        """The positions of the parameters that the next reduction covers."""
         return tuple(sorted(self._frozen_since.union(self._unsharded.trainable)))
 
     def owe(self, frozen: Iterable[int]) -> None:
-        """The parameters at the positions ``frozen`` were trainable up to now. If backwards have left gradients here,
-        the next reduction has those of these parameters, too."""
+        """Note that the parameters at the positions ``frozen`` are no longer trainable. If backwards have left
+        gradients on this rank, the next reduction still covers these parameters."""
         if self._has_kept or self.are_unreduced:
             self._frozen_since.update(frozen)
 
     def begin_backward(self, *, keeps: bool) -> None:
-        """A backward has come to the unsharded parameters. ``keeps``: its gradients stay on this rank."""
+        """A backward has reached the unsharded parameters. ``keeps``: its gradients stay on this rank."""
         if keeps or self._keeps:
             self._keeps = keeps
             for param in self.params:
@@ -290,13 +290,13 @@ class GroupGradients:
         """Keep this backward's gradients on this rank, in reduce dtype."""
         self._has_kept = True
         for param in self.params:
-            if param.compute_dtypes.param is not param.compute_dtypes.reduce:  # else autograd itself adds up in it
+            if param.compute_dtypes.param is not param.compute_dtypes.reduce:  # else autograd itself accumulates in it
                 param.keep_grad()
 
     def reduce(self, *, jointly: bool, ends_step: bool) -> bool:
         """Start reducing the gradients that this and earlier backwards left. Returns False if there are none.
-        ``jointly``: other ranks may have some, so this rank reduces zeros then. ``ends_step``: no later backward of the
-        step adds to them. Nothing is in flight."""
+        ``jointly``: reduce zeros in that case, since other ranks may have some. ``ends_step``: no later backward of the
+        step adds to them. Requires that nothing is in flight."""
         trainable = self.trainable if self._frozen_since else self._unsharded.trainable
         if not trainable:
             return False
@@ -323,18 +323,18 @@ class GroupGradients:
 
     @property
     def awaits_all_reduce(self) -> bool:
-        """Whether there are partial gradients, and the user allows to sum them over the replicate axis."""
+        """Whether there are partial gradients that the user allows to be summed over the replicate axis."""
         return self._partial is not None and self.options.requires_all_reduce
 
     def reduce_partial(self, *, ends_step: bool) -> bool:
-        """Start to sum partial gradients over the replicate axis, too. ``ends_step`` as for ``reduce``."""
+        """Start summing partial gradients over the replicate axis, too. ``ends_step`` as for ``reduce``."""
         earlier, self._partial = self._partial, None
         assert earlier is not None
         self.in_flight = self._start_landing(earlier, ends_step=ends_step)
         return True
 
     def finish(self) -> None:
-        """Free what the reduction in flight reads, once it has read it. If no collective follows, it lands."""
+        """Free the inputs of the reduction in flight once they have been read. If no stage remains, it has landed."""
         reduction = self.in_flight
         assert reduction is not None
         reduction.finish()
@@ -342,18 +342,18 @@ class GroupGradients:
             self.in_flight = None
 
     def land(self) -> None:
-        """Land the reduction that was finished, if it has not landed."""
+        """Land the finished reduction, unless it has landed already."""
         reduction, self.in_flight = self.in_flight, None
         if reduction is not None:
             reduction.land()
 
     def finish_copies(self) -> None:
-        """Make the CPU wait for gradients in flight to the host, and land them."""
+        """Make the CPU wait for copies of gradients to the host, and land these gradients."""
         reductions, self._to_host = self._to_host, []
         for reduction in reductions:
             for copies in reduction.copies:
                 copies.wait()
-            if reduction.sums:  # else they landed at once
+            if reduction.sums:  # else they have landed already
                 self._land_shards(reduction, reduction.bound.reduce.shards(reduction.sums))
 
     @property
@@ -362,8 +362,8 @@ class GroupGradients:
         return len(self._used)
 
     def take_used(self) -> bytes:
-        """For each reduction that has landed since the last call, a byte per parameter: 1 if it had a gradient on this
-        rank. All ranks have landed the same reductions."""
+        """One byte per parameter for each reduction that has landed since the last call: 1 if the parameter had a
+        gradient on this rank. All ranks have landed the same reductions."""
         used, self._used = self._used, b""
         return used
 
@@ -388,7 +388,7 @@ class GroupGradients:
         return not (is_own or options.divides_behind_hook) and can_average(self._mesh)
 
     def _reduced(self, trainable: Sequence[int]) -> list[ShardedParam]:
-        """The parameters ``trainable``, each as often as the plans have steps for it, in this order."""
+        """The parameters ``trainable`` in this order, each repeated once per step that the plans have for it."""
         return [self.params[i] for i in trainable for _ in self.params[i].inner_gradients() or ("",)]
 
     # At first use
@@ -417,7 +417,7 @@ class GroupGradients:
     # From autograd to the reduction
 
     def _take_all(self, bound: BoundReduce) -> list[torch.Tensor | None]:
-        """Take gradients off the unsharded parameters. Returns one per step of ``bound``; None where one is missing."""
+        """Take gradients off the unsharded parameters. Returns one for each step of ``bound``, or None if missing."""
         if bound.plain and not any(map(_is_present, map(_accumulated_of, self.params))):
             grads = list(map(_grad_of, bound.plain))
             for param in bound.plain:
@@ -427,8 +427,8 @@ class GroupGradients:
         return [next(taken[param]) for param in bound.params]
 
     def _completed(self, bound: BoundReduce, grads: list[torch.Tensor | None]) -> list[torch.Tensor]:
-        """``grads`` with zeros for missing gradients, and one dtype per plan. So the layout of a reduction is the same
-        on all ranks, whatever autograd did on this rank."""
+        """``grads`` with zeros for missing gradients, and one dtype per plan. This makes the layout of a reduction the
+        same on all ranks, whatever autograd did on this rank."""
         plans = bound.reduce.plans
         if len(plans) == 1 and set(map(type, grads)) == _PLAIN and len(set(map(_dtype_of, grads))) == 1:
             return grads  # type: ignore[return-value]
@@ -444,13 +444,13 @@ class GroupGradients:
                 elif type(grad) is not torch.Tensor:
                     PlugIns.refuse_gradient(param, grad)
                 whole.append(grad.to(dtype))
-        grads.clear()  # so each gradient is freed once it was sent
+        grads.clear()  # so that each gradient is freed once it has been sent
         return whole
 
     # From the reduction to the shards
 
     def _start_landing(self, summed: Reduction, *, ends_step: bool) -> Reduction:
-        """Land sums over the shard axis; no further reduction adds to them."""
+        """Start landing sums over the shard axis, to which no further reduction is added."""
         self._unsharded.streams.reduce_after_compute()
         launched = Launched(summed.sums, (), None, None)
         return Reduction(summed.bound, launched, summed.present, summed.bound.landing, ends_step=ends_step)
@@ -461,23 +461,23 @@ class GroupGradients:
         return ()
 
     def _land(self, reduction: Reduction) -> Sequence[Waitable]:
-        """Average, and set ``.grad`` of the sharded parameters. If those live on the host, start copies instead;
-        ``finish_copies`` waits for the copies and sets it. Who steps in backward gets them at once, if nobody else
-        reads them before: it waits for this stream."""
+        """Average, and set ``.grad`` of the sharded parameters. If these live on the host, start copies instead;
+        ``finish_copies`` waits for the copies and sets ``.grad``. An optimizer that steps during backward gets them at
+        once, unless something else must read them first; it waits for this stream."""
         reduce = reduction.bound.reduce
         if not self._home.is_staged:
             self._land_shards(reduction, reduce.landed(reduction.sums))
             return ()
         buffers = reduce.complete(reduction.sums)
         reduction.copies = [HostCopies(each, self._home, reduce.streams) for each in buffers]
-        reduction.sums = [copies.tensors for copies in reduction.copies]  # so the memory on the device is freed
+        reduction.sums = [copies.tensors for copies in reduction.copies]  # frees the memory on the device
         self._to_host.append(reduction)
         if self.on_landed is not None and not self._are_read_in_backward(reduction):
             self._land_shards(reduction, reduce.shards(reduction.sums))
         return ()
 
     def _are_read_in_backward(self, reduction: Reduction) -> bool:
-        """Whether landing reads the values: adds them to others, or calls somebody with them."""
+        """Whether landing reads the values, because it adds them to others or passes them to a callback."""
         is_added = any(param.sharded.grad is not None for param in reduction.bound.params)
         is_called = self.are_hooked or (self.on_missing is not None and False in reduction.present)
         return is_added or is_called or reduction.bound.is_wrapped or not reduction.ends_step
@@ -490,7 +490,7 @@ class GroupGradients:
             had = dict(zip(bound.params, present, strict=True))
             landed = _rewrapped(landed)
             present = [had[param] for param in landed.params]
-        reduction.sums = []  # no longer needed; where ``.grad`` existed, the values are added to it
+        reduction.sums = []  # no longer needed; if ``.grad`` exists, the values are added to it
         used = bound.used
         if False in present:
             missing, landed = landed.where([not had for had in present]), landed.where(present)
@@ -519,8 +519,8 @@ def _all_reduce(reduction: Reduction) -> Sequence[Waitable]:
 
 
 def land_in_grad(landed: Landed) -> None:
-    """Set ``.grad`` of the sharded parameters, or add to it. Then run the user's hooks on these parameters, as autograd
-    would."""
+    """Set ``.grad`` of the sharded parameters, or add to it. Then run the user's hooks on these parameters, as
+    autograd would."""
     params: list[nn.Parameter] = list(map(_sharded_of, landed.params))
     shards = list(landed.shards)
     before, has_hooks = _torch.set_first_grads(params, shards)
@@ -544,7 +544,7 @@ def _add_gradients(params: list[nn.Parameter], shards: list[torch.Tensor], befor
 
 
 def _per_step(param: ShardedParam, grad: torch.Tensor | None) -> Iterator[torch.Tensor | None]:
-    """What each step for ``param`` reduces. A plain gradient counts for each inner tensor."""
+    """What each step for ``param`` reduces. A plain gradient is reduced once for each inner tensor."""
     names = param.inner_gradients()
     if grad is None or not names or _torch.inner_names(grad) != names:
         return repeat(grad)
@@ -552,7 +552,7 @@ def _per_step(param: ShardedParam, grad: torch.Tensor | None) -> Iterator[torch.
 
 
 def _rewrapped(landed: Landed) -> Landed:
-    """``landed`` with one gradient per parameter: the reduced inner tensors become one tensor of its class."""
+    """``landed`` with one gradient per parameter: reduced inner tensors become one tensor of the parameter's class."""
     by_param: dict[ShardedParam, list[torch.Tensor]] = {}
     for param, shard in zip(*landed, strict=True):
         by_param.setdefault(param, []).append(shard)

@@ -1,8 +1,8 @@
 """A parameter group: the parameters that are unsharded, resharded and reduced together.
 
-The group owns what changes over a step: which form of its parameters is bound, what is in flight, and its gradients
-until they are in ``.grad`` of the shards. It does not decide *when* something happens: the executor performs the
-schedule's actions on it. ``schedule.states`` defines which action is possible in which state; others are refused.
+The group owns everything that changes during a step: which form of its parameters is bound, what is in flight, and its
+gradients until they are in ``.grad`` of the shards. It does not decide *when* something happens: the executor performs
+the schedule's actions on it. ``schedule.states`` defines which actions each state allows; others are refused.
 """
 
 from __future__ import annotations
@@ -40,32 +40,32 @@ def groups_by_slot() -> dict[Slot, tuple[ParamGroup, int]]:
 
 
 def forget(group: ParamGroup) -> None:
-    """``group`` manages nothing any more: its parameters were put back, or belong to another group now."""
+    """Forget ``group``, which manages nothing any more: its parameters were restored, or belong to another group."""
     _alive.discard(group)
     group.guard(())
     if group.unsharded.gather is not None:
-        group.unsharded.gather.release()  # kept memory, too
+        group.unsharded.gather.release()  # also memory that was kept
 
 
 class PlugIns:
-    """What higher layers plug in: ``ties_inside``, the parameters of a group in whose place the user has bound another
-    one of the group, and that other one."""
+    """What higher layers plug in. ``ties_inside`` maps each parameter of a group that the user has replaced by another
+    parameter of the group to that other parameter."""
 
     ties_inside: Callable[[ParamGroup], dict[ShardedParam, ShardedParam]]
 
 
 class ParamGroup:
-    """Shards ``params``, which ``fully_shard`` has validated, so this cannot fail.
+    """Shards ``params``. ``fully_shard`` has validated them, so this cannot fail.
 
     Attributes:
-        comm: carries the bytes over the shard axis, unless the user has set others.
-        keeps_storage: resharding does not free the memory of the unsharded parameters.
+        comm: runs the collectives over the shard axis, unless the user has set other comms.
+        keeps_storage: resharding keeps the memory of the unsharded parameters.
         keeps_post_forward: the shards on the post-forward mesh stay until the parameters change.
         is_stale: users may have replaced parameters since the last check.
-        stamp: write stamp of the shards, noted by ``note_writes`` for what is unsharded or kept; None if not noted.
-        shows: makes what compute reads of the unsharded parameters, if that is not the parameters themselves.
-        on_transition: called at each change of state, if an observer is set.
-        on_parameters: called when the unsharded parameters were made, or when the set of trainable ones changed.
+        stamp: the write stamp of the shards when ``note_writes`` was called; None before that.
+        shows: makes what compute reads from the unsharded parameters, if that is something else.
+        on_transition: called on each change of state, if there is an observer.
+        on_parameters: called after the unsharded parameters are made, or the set of trainable ones changes.
         on_gather: called when shards are about to be gathered.
     """
 
@@ -97,7 +97,7 @@ class ParamGroup:
     # What the user configures
 
     def guard(self, guards: Sequence[Guard]) -> None:
-        """Put ``guards`` around calls of modules from now on, while their parameters are shards. Shards are bound."""
+        """Guard calls of modules with ``guards`` whenever their parameters are shards. Requires bound shards."""
         bindings = self._bindings
         self.is_stale |= bindings.rebind(bindings.forms, are_shards=False)
         bindings.guards = guards
@@ -105,8 +105,8 @@ class ParamGroup:
 
     def attach(self, name: str, story: Callable[[], str], passes: Passes, on_flags: Callable[[], object]) -> None:
         """Work under another root from now on, as unit ``name`` (empty for the root itself). ``story`` returns the
-        recent events of that root, ``passes`` says what it does. ``on_flags`` is called when ``take_flags`` finds
-        changed flags."""
+        recent events of that root, and ``passes`` says what it is doing. ``on_flags`` is called when ``take_flags``
+        finds changed flags."""
         self.name, self._story, self._passes, self._on_flags = name or "(root)", story, passes, on_flags
         for param in self.params:
             param.full_name = f"{name}.{param.name}" if name else param.name
@@ -124,13 +124,13 @@ class ParamGroup:
             self.unsharded.set_comm(self.options.gathers_by)
 
     def keep_post_forward(self, enabled: bool) -> None:
-        """Whether the shards on the post-forward mesh stay until the parameters change."""
+        """Set whether the shards on the post-forward mesh stay until the parameters change."""
         self.keeps_post_forward = enabled
         if not enabled and self.state is GroupState.SHARDED:
             self.unsharded.release_post_forward()
 
     def gather_on_compute_stream(self, enabled: bool) -> None:
-        """Whether to gather without a separate gather stream. The CPU never has one."""
+        """Set whether to gather without a separate gather stream. The CPU never has one."""
         device = self.mesh.device
         streams = streams_for(device).gathering_on_compute if enabled else streams_for(device)
         if streams is not self.unsharded.streams:
@@ -144,68 +144,68 @@ class ParamGroup:
         return self.mesh.shard.size == 1 or self.unsharded.streams is not streams_for(self.mesh.device)
 
     def set_up_like(self, other: ParamGroup, options: GroupOptions) -> None:
-        """Take over what the user has set on ``other``; ``options``: its options, for the mesh of this group."""
+        """Adopt what the user has set on ``other``. ``options`` are its options, adapted to this group's mesh."""
         self.keeps_storage, self.keeps_post_forward = other.keeps_storage, other.keeps_post_forward
         self.configure(**vars(options))
         self.gather_on_compute_stream(other.unsharded.streams is not streams_for(self.mesh.device))
 
     def lost(self, what: str, error: CommunicationError) -> CommunicationError:
-        """``error`` of a collective of this group, with the recent events."""
+        """Return ``error``, raised by a collective of this group, with the recent events added."""
         return lost(f"{what} of unit '{self.name}'", error, self._story(), self.mesh.process_groups)
 
-    # What users put in the place of shards
+    # Replaced parameters
 
     def may_give_up(self, param: ShardedParam) -> bool:
-        """Whether the group was not used since it was made, so that ``param`` still has its original values."""
+        """Whether the group has never been used, so that ``param`` still has its original values."""
         is_fresh = self.unsharded.gather is None and all(each.sharded.grad is None for each in self.params)
         return is_fresh and self._is_intact() and not self.shards.are_written() and param in self.params
 
     def give_up(self, param: ShardedParam) -> None:
-        """Another group manages ``param`` from now on."""
+        """Stop managing ``param``: another group does from now on."""
         self.shards.give_up(self.params.index(param))
         self._follow_params()
 
     def hold(self, param: ShardedParam, slots: Sequence[Slot]) -> None:
-        """Manage ``param``, new or not, in these ``slots`` as well; other groups have released them."""
+        """Manage ``param``, whether new or not, in these ``slots`` as well. Other groups have released them."""
         if param not in self.params:
             self.shards.take(param)
         param.slots = tuple(dict.fromkeys([*param.slots, *slots]))
         self._follow_params()
 
     def _follow_params(self) -> None:
-        """``params`` or their slots have changed, before the first use."""
+        """Adopt a change of ``params`` or of their slots, before the first use."""
         self._unbind()
         guards, self._bindings = self._bindings.guards, Bindings(self.params)
         self._bindings.bind(self.shards.sharded)
         self.guard(guards)
 
     def take_replaced(self) -> None:
-        """Bind the shards, and take over parameters that the user has put in their place."""
+        """Bind the shards, and adopt parameters that the user has put in their place."""
         self.reshard()
         if self.is_stale or not self._is_intact():
             self._refresh()
 
     def take_materialised(self) -> None:
-        """If all shards were on the meta device, and the user has materialised them: move them to the flat buffers now.
-        Each unit's first use would copy its shards to new memory, and a caching allocator may keep both."""
+        """If all shards were on the meta device and the user has materialised them, move them to the flat buffers now.
+        If this waited for each unit's first use, a caching allocator might keep both copies."""
         if self.shards.are_materialised():
             self._refresh()
 
     def _refresh(self) -> None:
-        """Take over parameters that the user replaced, moved, cast, materialised or tied since the last call."""
+        """Adopt parameters that the user has replaced, moved, cast, materialised or tied since the last call."""
         ties = PlugIns.ties_inside(self)
         if self.shards.refresh():
             self.stamp = None
             self._unbind()
             self.unsharded.streams.gather_after_compute()  # compute has just written the flat shard buffers
             self._bindings.bind(self.shards.sharded)
-        for param, owner in ties.items():  # gathered once, and their gradients are one sum
+        for param, owner in ties.items():  # gathered once, with one sum of gradients
             owner.slots += param.slots
             self.give_up(param)
         self.is_stale = False
 
     def _is_intact(self) -> bool:
-        """Whether nobody has replaced parameters, or their local tensors, since they were bound."""
+        """Whether the parameters and their local tensors are still those that were bound."""
         shards = self.shards
         has_moved = not all(map(is_, map(_torch.local_of, shards.sharded), shards.locals))  # by swap_tensors
         return not has_moved and self._bindings.are_intact()
@@ -214,21 +214,21 @@ class ParamGroup:
         self.unsharded.unbind()
         self.gradients.unbind()
 
-    # From form to form
+    # Changes of form
 
     def are_current(self) -> bool:
-        """Whether the shards that are bound are those of the last gather, and what is unsharded or kept has their
-        values. All that may change them answers here: users who replace, move or load parameters, writes in place, and
-        optimizer steps."""
+        """Whether the bound shards are those of the last gather, and unsharded or kept parameters have their values.
+        This covers everything that may change shards: users who replace, move or load parameters, writes in place,
+        and optimizer steps (I6)."""
         if self.is_stale or not self._is_intact():
             return False
         return self.stamp is None or self.stamp == self.shards.write_stamp()
 
     def unshard(self) -> None:
-        """Start gathering the unsharded parameters, unless they are there or in flight, and current. A backward gets
-        the values that its forward had, as far as these are there."""
+        """Start gathering the unsharded parameters, unless current ones are unsharded or in flight. A backward uses
+        the values of its forward as far as these still exist."""
         is_outdated = not self._passes.in_backward and not self.are_current()
-        if is_outdated and self.state is not GroupState.LENT:  # else the table refuses it below
+        if is_outdated and self.state is not GroupState.LENT:  # else the state table refuses it below
             self.reshard()
             self.unsharded.release_post_forward()
         before = self._transition(GroupEvent.UNSHARD)
@@ -240,7 +240,7 @@ class ParamGroup:
                 self.on_gather()
             if self.is_stale or (is_outdated and not self._is_intact()):
                 self._refresh()
-            if unsharded.gather is None:  # so on all ranks, also behind a post-hook that failed on one
+            if unsharded.gather is None:  # the same on all ranks, even after a post-hook failed on one
                 unsharded.bind()
             self._in_flight = unsharded.gather
             resting = unsharded.post_forward
@@ -254,7 +254,7 @@ class ParamGroup:
             else:
                 self._in_flight.issue()
         except BaseException as error:
-            self._return_to(before)  # nothing is in flight: a refused gather leaves the group as it was
+            self._return_to(before)  # nothing is in flight: a failed gather leaves the group as it was
             if isinstance(error, CommunicationError):
                 raise self.lost("all-gather", error) from error.__cause__
             raise
@@ -286,18 +286,18 @@ class ParamGroup:
             unsharded.post_forward.release()
         if is_first:
             self._tell_parameters()
-        elif unsharded.versioned:  # they hold the values again that autograd has saved
+        elif unsharded.versioned:  # they again hold the values that autograd saved
             _torch.set_versions(unsharded.versioned, unsharded.saved_versions)
         self.show()
 
     def use(self) -> None:
-        """Make the unsharded parameters usable: gather, unless they are there or in flight, and bind them."""
+        """Make the unsharded parameters usable: gather them, unless this was done or is in flight, and bind them."""
         if self.state is not GroupState.UNSHARDING or self.stamp is not None:
             self.unshard()
         self.wait()
 
     def show(self) -> None:
-        """Bind what compute reads. The unsharded parameters are there."""
+        """Bind what compute reads. Requires that the unsharded parameters have been gathered."""
         parameters = self.unsharded.parameters
         shown = parameters if self.shows is None else self.shows(parameters)
         self.is_stale |= self._bindings.rebind(shown, are_shards=False)
@@ -326,11 +326,11 @@ class ParamGroup:
                 self._release()
 
     def _release(self) -> None:
-        """Free the unsharded parameters when compute has read them; or keep their memory for the next gather.
+        """Free the unsharded parameters once compute has read them, or keep their memory for the next gather.
 
-        Nobody may read freed memory (I16). Autograd compares a tensor's version in forward with its version when
-        backward reads it. While the memory is freed, the tensor has another version. So a backward that reads the
-        tensor then raises. Otherwise it would read address 0 on the CPU, and arbitrary data on an accelerator.
+        Freed memory must not be read (I16). Autograd compares a tensor's version in forward with its version when
+        backward reads it. While its memory is freed, the tensor has a different version, so a backward that reads it
+        raises. Otherwise, it would read address 0 on the CPU, and arbitrary data on an accelerator.
         """
         unsharded = self.unsharded
         assert unsharded.gather is not None
@@ -350,7 +350,7 @@ class ParamGroup:
             self._release()
 
     def lend(self) -> None:
-        """Leave the slots to the caller until ``take_back``. Shards are bound there now."""
+        """Leave the slots, where shards are bound, to the caller until ``take_back``."""
         self.shards.check_ready()
         self._transition(GroupEvent.LEND)
 
@@ -360,19 +360,19 @@ class ParamGroup:
         self._bindings.bind(self.shards.sharded)
 
     def note_writes(self) -> None:
-        """Note the shards' write stamp: gathered parameters, or shards on a smaller mesh, become outdated when the
-        shards are written after this call."""
+        """Record the shards' write stamp. If the shards are written after this call, gathered parameters and shards
+        on a smaller mesh are outdated."""
         if self.stamp is None and (self.state is not GroupState.SHARDED or self.keeps_post_forward):
             self.stamp = self.shards.write_stamp()
 
     @property
     def has_stepped(self) -> bool:
-        """Whether an optimizer has stepped since ``note_writes``. All ranks say the same: none looks at its shards."""
+        """Whether an optimizer has stepped since ``note_writes``. The same on all ranks: none looks at its shards."""
         return self.stamp is not None and self.stamp[0] != self.shards.num_steps
 
     def take_flags(self) -> None:
-        """Give all forms of each parameter the ``requires_grad`` that the user has set, on the form that is bound or on
-        the sharded one. Users may do so at any time, so each event that depends on flags comes behind this (I18)."""
+        """Give all forms of each parameter the ``requires_grad`` that the user has set on the bound form or on the
+        sharded one. Users may do so at any time, so each event that depends on flags calls this first (I18)."""
         unsharded, sharded_params = self.unsharded, self.shards.sharded
         bound_params = sharded_params if self.shows is not None else self._bindings.forms
         with _torch.plain_access():
@@ -409,12 +409,12 @@ class ParamGroup:
                 f"Last events: {self._story()}.\n{hint}"
             )
         if after is not before and self.on_transition is not None:
-            self.on_transition(before, after)  # called first: if it raises, nothing has changed
+            self.on_transition(before, after)  # called first, so that nothing has changed if it raises
         self.state = after
         return before
 
     def _return_to(self, before: GroupState) -> None:
-        """What the last event asks for has failed."""
+        """Return to the state ``before``, because the last event has failed."""
         after, self.state = self.state, before
         if self.on_transition is not None:
             self.on_transition(after, before)
@@ -428,7 +428,7 @@ class ParamGroup:
 
 
 class Guard(NamedTuple):
-    """``call``: what a module with these ``attributes`` is to run while its parameters are shards."""
+    """``call`` replaces the call of the module with these ``attributes`` while its parameters are shards."""
 
     attributes: dict[str, Any]
     call: Callable[..., Any]
@@ -436,18 +436,18 @@ class Guard(NamedTuple):
 
 class Bindings:
     """Writes one form of each parameter into all slots of a group, without ``nn.Module.__setattr__`` where possible.
-    It does not overwrite what the user has put into a slot since.
+    ``rebind`` does not overwrite what the user has put into a slot since.
 
     Attributes:
-        forms: what was bound last, per parameter of the group.
-        guards: of modules that compute with the parameters.
+        forms: what was bound last for each parameter of the group.
+        guards: the guards of modules that compute with the parameters.
     """
 
     def __init__(self, params: Sequence[ShardedParam]) -> None:
         self._slots: list[tuple[dict[str, nn.Parameter | None], str, int, nn.Module | None]] = []
         for index, param in enumerate(params):
             for module, name in param.slots:
-                custom = None if _torch.sets_attributes_plainly(module) else module  # sets attributes in its own way
+                custom = None if _torch.sets_attributes_plainly(module) else module  # has a custom __setattr__
                 self._slots.append((_torch.parameters_dict(module), name, index, custom))
         self.forms: Sequence[nn.Parameter] = ()
         self.guards: Sequence[Guard] = ()
@@ -462,9 +462,9 @@ class Bindings:
         self.forms = forms
 
     def rebind(self, forms: Sequence[nn.Parameter], *, are_shards: bool) -> bool:
-        """Bind ``forms[i]`` in each slot that still holds the form bound before; put the guards in place if these are
-        shards, and take them away if compute can read them. Returns whether the user has replaced parameters: the next
-        gather takes these over."""
+        """Bind ``forms[i]`` in each slot that still holds the form bound before. Install the guards if these are
+        shards, and remove them if compute can read the forms. Returns whether the user has replaced parameters, which
+        the next gather adopts."""
         before, self.forms, are_replaced = self.forms, forms, False
         for parameters, name, index, custom in self._slots:
             if (parameters.get(name) if custom is None else getattr(custom, name, None)) is not before[index]:

@@ -1,4 +1,4 @@
-"""One sharded parameter: its forms, and the places in modules where it is bound.
+"""One sharded parameter: its forms, and the places where modules bind it.
 
 ``ShardedParam`` owns the sharded ``nn.Parameter`` (a DTensor whose local tensor is a slice of the group's flat shard
 buffer) and the unsharded one. Rule: the unsharded ``nn.Parameter`` object never changes while its dtype stays, because
@@ -25,16 +25,16 @@ from fsdp2.plan.mesh import ParallelMesh
 from fsdp2.plan.placements import ParamSpec, plain_spec
 from fsdp2.types import MixedPrecisionPolicy
 
-# Attribute of the original parameter, set when it is sharded: it shows a tie that crosses units. Also set on the
-# sharded parameter: it shows that an inner module was sharded after an outer one.
+# Set on the original parameter when it is sharded, where it reveals a tie across units. Also set on the sharded
+# parameter, where it reveals that an inner module was sharded after an outer one.
 SHARDED_AS = "_fsdp2_sharded_as"
 
-NAME_IN_PASS, STANDS_FOR = "_fsdp2_name_in_pass", "_fsdp2_stands_for"  # of what is bound in a pass: of which shard
-_LEFT_ALONE = "_fsdp2_left_alone"  # attribute of plain parameters that are not to be warned of, or have been
+NAME_IN_PASS, STANDS_FOR = "_fsdp2_name_in_pass", "_fsdp2_stands_for"  # on forms bound in a pass
+_LEFT_ALONE = "_fsdp2_left_alone"  # on plain parameters: no warning is needed any more
 
 
 def leave_alone(params: Iterable[torch.Tensor | None]) -> None:
-    """Somebody else reduces ``params``, or the user knows that nobody does."""
+    """Note that others reduce the gradients of ``params``, or that the user knows that they stay unreduced."""
     for param in params:
         if param is not None:
             setattr(param, _LEFT_ALONE, True)
@@ -49,12 +49,12 @@ class PlugIns:
     """What higher layers plug in.
 
     Attributes:
-        why_not: why what a user has bound cannot take the place of a sharded parameter.
-        check_device: refuses a shard by the name of its parameter, where it is, and where shards of its group live.
-        warn_of_hooks: warns of hooks for gradients that are never called; ``is_sharded``: on shards, not on what they
-            replace.
-        refuse_gradient: raises an ExtensionError, since the gradient of a parameter is a subclass that cannot travel.
-        warn_of_plain: a plain tensor has taken the place of a shard with all-gather hooks, of a class.
+        why_not: says why an object that a user has bound cannot replace a sharded parameter.
+        check_device: refuses a shard on the wrong device; takes its parameter's name, its device, and the group's home.
+        warn_of_hooks: warns of gradient hooks that are never called. ``is_sharded``: the hooks are on shards, not on
+            the parameters that these replace.
+        refuse_gradient: raises an ExtensionError, because a gradient is a subclass that cannot be reduced.
+        warn_of_plain: warns that a plain tensor has replaced a shard of the given class, which had all-gather hooks.
     """
 
     why_not: Callable[[ShardedParam, object], str]
@@ -69,7 +69,7 @@ class WarnsOfHooks(Protocol):
 
 
 class Slot(NamedTuple):
-    """A place where a parameter is bound; tied parameters have several."""
+    """A place where a parameter is bound. Tied parameters have several."""
 
     module: nn.Module
     name: str
@@ -77,20 +77,20 @@ class Slot(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class ShardedParam:
-    """A parameter under management. It is made before it is sharded, which happens when it becomes part of a group.
+    """A managed parameter. It is created before it is sharded, which happens when it becomes part of a group.
 
     Attributes:
-        name, full_name: relative to the module given to ``fully_shard``, and to the root, once there is one.
-        sharded: bound between passes; what optimizers and state dicts see. Before it is sharded, the original.
-        layout: how this rank's part of the parameter is cut; model axes may have cut the parameter before.
+        name, full_name: the names relative to the module given to ``fully_shard`` and to the root, once there is one.
+        sharded: the parameter bound between passes, for optimizers and state dicts; the original until sharded.
+        layout: how the parameter is cut over the shard axis; model axes may have cut it before.
         policy: the precision policy of this parameter alone.
-        local: the shard, until the group has it; None if the group cuts it.
+        local: the shard, until the group takes it; None if the group cuts it.
         grad_dtype: the ``grad_dtype`` that the user set on the original or sharded parameter, if any; outlives both.
-        is_cut: there is no original: ``sharded`` is of another group, or a copy.
-        unsharded: bound in forward and backward; created at first use, memory owned by the group.
+        is_cut: there is no original, because ``sharded`` comes from another group or is a copy.
+        unsharded: bound in forward and backward. Created at first use; the group owns its memory.
         inner: storages and sizes of the inner tensors that a post-hook made; released with ``unsharded``.
-        compute_dtypes: the dtypes for its gradients: ``dtypes``, unless hooks made the parameter in another dtype.
-        accumulated: gradients that were not communicated yet, in reduce dtype, if that differs from compute dtype.
+        compute_dtypes: the dtypes for its gradients: ``dtypes``, unless hooks made the parameter in another one.
+        accumulated: unreduced gradients in reduce dtype, if that differs from the compute dtype.
     """
 
     name: str
@@ -108,7 +108,7 @@ class ShardedParam:
     def __post_init__(self) -> None:
         self.full_name = self.name
         self.stride = contiguous_stride(self.layout.shape)
-        # Another unit may hold the original parameter, too: a tie.
+        # Another unit may also hold the original parameter, if they are tied.
         self.origin: Callable[[], nn.Parameter | None] = (lambda: None) if self.is_cut else weakref.ref(self.sharded)
         self.unsharded: nn.Parameter | None = None
         self.inner: list[tuple[torch.UntypedStorage, int]] = []
@@ -116,8 +116,8 @@ class ShardedParam:
         self.accumulated: torch.Tensor | None = None
 
     def inner_gradients(self) -> tuple[str, ...]:
-        """Names of the inner tensors whose gradients are reduced one by one. There are some for a wrapper subclass that
-        has the same inner tensors sharded and unsharded, each of the outer shape and dtype."""
+        """Names of the inner tensors whose gradients are reduced one by one. Only a wrapper subclass has any, and only
+        if it has the same inner tensors sharded and unsharded, each with the outer shape and dtype."""
         unsharded = self.unsharded_local
         if unsharded is None or not self.is_wrapped:
             return ()
@@ -134,7 +134,7 @@ class ShardedParam:
 
     @property
     def is_wrapped(self) -> bool:
-        """Whether compute reads a tensor subclass that hooks have made."""
+        """Whether compute reads a tensor subclass, which hooks have made."""
         return type(self.unsharded_local) not in (nn.Parameter, torch.Tensor, type(None))
 
     @property
@@ -150,7 +150,7 @@ class ShardedParam:
         return full.narrow(self.layout.dim, start, stop - start)
 
     def sharded_parameter(self, local: torch.Tensor, *, requires_grad: bool) -> nn.Parameter:
-        """The DTensor parameter for this rank's shard ``local``; modules bind it between passes."""
+        """The DTensor parameter for this rank's shard ``local``, which modules bind between passes."""
         make = nn.Parameter if self.mesh.has_this_rank else _torch.parameter_outside_its_mesh
         param = make(self.spec.sharded.dtensor(local), requires_grad=requires_grad)
         self._keep_grad_dtype(param)
@@ -162,16 +162,16 @@ class ShardedParam:
         return self._of_a_pass(nn.Parameter(spec.dtensor(local), requires_grad=self.sharded.requires_grad))
 
     def unsharded_parameter(self, data: torch.Tensor) -> nn.Parameter:
-        """The parameter that compute reads, made of ``data`` of the unsharded shape."""
+        """The parameter that compute reads, made from ``data``, which has the unsharded shape."""
         return self._of_a_pass(self.spec.unsharded_parameter(data, requires_grad=self.sharded.requires_grad))
 
     def _of_a_pass(self, made: nn.Parameter) -> nn.Parameter:
-        """``made`` is bound during a pass, and no optimizer may step it."""
+        """Mark ``made`` as bound during a pass, so that no optimizer may step it."""
         vars(made).update({NAME_IN_PASS: self.full_name, STANDS_FOR: self.sharded})
         return made
 
     def grad_dtype_of(self, bound: torch.Tensor) -> GradDtype | None:
-        """The ``grad_dtype`` of ``bound``, else of the parameter before: dtype conversions and loading lose it."""
+        """The ``grad_dtype`` of ``bound``, else the previous one, since dtype conversions and loading lose it."""
         return _torch.own_grad_dtype(bound) or self.grad_dtype
 
     def _keep_grad_dtype(self, param: nn.Parameter) -> None:
@@ -187,13 +187,13 @@ class ShardedParam:
         self.choose_grad_dtype(is_kept=False)
 
     def choose_grad_dtype(self, *, is_kept: bool) -> None:
-        """Choose the dtype in which autograd adds up the gradients of the next backward. ``is_kept``: the sum stays on
-        this rank.
+        """Choose the dtype in which autograd accumulates the gradients of the next backward. ``is_kept``: the sum stays
+        on this rank.
 
         If the user set a ``grad_dtype``, and with torch 2.15 always, autograd must not round gradients before a wider
-        reduction: some operations return wider gradients than their parameters. So autograd then leaves gradients in
-        the dtype in which they come. Torch 2.15 adds up in reduce dtype what is the first to be kept, and what may be
-        pending on a model axis; and so do we.
+        reduction, because some operations return gradients that are wider than their parameters. So autograd then
+        leaves gradients in the dtype in which they come. Like torch 2.15, this accumulates in reduce dtype the first
+        gradients that are kept, and those that may be pending on a model axis.
         """
         dtypes = self.compute_dtypes
         if self.unsharded is None or dtypes.param is dtypes.reduce:
@@ -207,7 +207,7 @@ class ShardedParam:
             _torch.set_grad_dtype(self.unsharded, None)
 
     def bound(self) -> object:
-        """What is bound now, or the sharded parameter that it stands for. Users may have replaced it in some slots."""
+        """What is bound now, or the sharded parameter it stands for. Users may have replaced it in some slots."""
         bound = (getattr(module, name, None) for module, name in self.slots)
         found = (getattr(each, STANDS_FOR, each) for each in bound)
         return next((each for each in found if each is not self.sharded), self.sharded)
@@ -245,7 +245,7 @@ class ShardedParam:
         setattr(param, SHARDED_AS, self.name)
 
     def forget_unsharded(self) -> None:
-        """Forget the unsharded parameter: its memory or dtype has changed. The next use makes it anew."""
+        """Forget the unsharded parameter, whose memory or dtype has changed. The next use creates another one."""
         self.keep_grad()
         self.unsharded = None
         self.inner = []
@@ -258,8 +258,8 @@ class ShardedParam:
         return None if self.unsharded is None else self.unsharded.grad
 
     def _take_unsharded_grad(self, pending_in: torch.dtype | None = None) -> torch.Tensor | None:
-        """Take ``unsharded_grad`` off the unsharded parameter. Returns this rank's part of it; ``pending_in`` as for
-        ``ParamSpec.local_gradient``."""
+        """Take ``unsharded_grad`` off the unsharded parameter, and return this rank's part of it. ``pending_in`` is as
+        for ``ParamSpec.local_gradient``."""
         grad = self.unsharded_grad
         if grad is not None:
             assert self.unsharded is not None
@@ -269,7 +269,7 @@ class ShardedParam:
         return grad
 
     def keep_grad(self) -> None:
-        """Add the gradient of the unsharded parameter, if any, to those that were not communicated yet, in reduce
+        """Add the gradient of the unsharded parameter, if any, to the unreduced ones in ``accumulated``, in reduce
         dtype."""
         dtype = self.compute_dtypes.reduce
         grad = self._take_unsharded_grad(dtype)
@@ -278,20 +278,20 @@ class ShardedParam:
         if self.accumulated is None:
             self.accumulated = grad.to(dtype)
         else:
-            self.accumulated += grad  # without a cast: it would round twice
+            self.accumulated += grad  # without a cast, which would round twice
 
     def take_grad(self) -> torch.Tensor | None:
-        """Take all gradients that were not communicated yet. Returns their sum."""
+        """Take all unreduced gradients, and return their sum."""
         if self.accumulated is None:
             return self._take_unsharded_grad()
         self.keep_grad()
         grad, self.accumulated = self.accumulated, None
         return grad
 
-    # Writes of the shard
+    # Writes to the shard
 
     def versioned(self) -> list[torch.Tensor]:
-        """The tensors whose versions count writes of the shard. Operations write the DTensor, users of ``to_local()``
-        its local tensor, and a wrapper subclass its inner tensors; each has its own version."""
+        """The tensors whose versions count writes to the shard. Operations write the DTensor, users of ``to_local()``
+        its local tensor, and a wrapper subclass its inner tensors. Each has a separate version."""
         local = _torch.local_of(self.sharded)
         return [self.sharded, local, *(leaf for leaf in _torch.leaves(local) if leaf is not local)]

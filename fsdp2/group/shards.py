@@ -1,11 +1,11 @@
-"""The sharded form of one group's parameters: where the shards lie, and whether the same shards are still bound.
+"""The sharded form of one group's parameters: where the shards are, and whether they are still the ones bound.
 
-Plain shards lie one after another in flat buffers, one per dtype, so that one launch reads or writes many. The shard of
-a tensor subclass is a separate object, since only the subclass knows where its values are. Users may replace, move,
-cast or materialise shards: ``refresh`` takes over what is bound now.
+Plain shards are stored one after another in flat buffers, one per dtype, so that one launch reads or writes many. The
+shard of a tensor subclass is a separate object, because only the subclass knows where its values are. Users may
+replace, move, cast or materialise shards: ``refresh`` adopts what is bound now.
 
-Optimizers write shards. With ``foreach=True`` they write lists of DTensors. Torch then counts the write neither in the
-version of the DTensors nor of their local tensors. So each optimizer step is noted on the groups of its parameters.
+Optimizers write shards. With ``foreach=True``, they write lists of DTensors, and torch updates neither the versions of
+the DTensors nor those of their local tensors. So each optimizer step is recorded on the groups of its parameters.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from fsdp2.plan.mesh import ParallelMesh
 from fsdp2.plan.placements import local_part
 from fsdp2.plan.plan import GatherPlan, PlanInput, Routing, compile_gather
 
-# Attribute of sharded parameters, one list for those of a group: how often optimizers have stepped them, and over how
-# many ranks their gradients are reduced. Plain data, since it is saved with a parameter.
+# Attribute of sharded parameters; all those of a group share one list. It holds how often optimizers have stepped them,
+# and over how many ranks their gradients are reduced. It is plain data, because it is saved with a parameter.
 _STEPS = "_fsdp2_steps"
 
 
 def count_steps(params: Sequence[torch.Tensor], steps: list[int]) -> None:
-    """Add 1 to ``steps[0]`` with every step of an optimizer that has one of ``params``."""
+    """Add 1 to ``steps[0]`` at every step of an optimizer that has at least one of ``params``."""
     _note_optimizer_steps()
     for param in params:
         setattr(param, _STEPS, steps)
 
 
 def is_shard(param: torch.Tensor) -> bool:
-    """Whether ``param`` is a sharded parameter, not an original that one has replaced. Both may be DTensors."""
+    """Whether ``param`` is a sharded parameter, not an original that was replaced. Both may be DTensors."""
     return hasattr(param, _STEPS)
 
 
@@ -54,10 +54,10 @@ class PlugIns:
     """What higher layers plug in.
 
     Attributes:
-        take_over: called before an optimizer steps parameters that stand for shards, or whose place shards have taken.
-        on_plain_step: called when an optimizer has stepped parameters that are no shards, with these, and with over how
-            many ranks the gradients of its shards are reduced; 0 if it has none.
-        adopt_memory: called before shards adopt parameters, with these and their local tensors. If the tensors lie in
+        take_over: called before an optimizer steps parameters that stand for shards, or that shards have replaced.
+        on_plain_step: called after an optimizer has stepped parameters that are not shards; takes these, and the number
+            of ranks over which the gradients of its shards are reduced (0 if it has no shards).
+        adopt_memory: called before shards adopt parameters; takes these and their local tensors. If the tensors are in
             another group's buffers, it may call ``lie_in``. Returns whether it did.
     """
 
@@ -74,14 +74,14 @@ def _note_optimizer_steps() -> None:
 
 
 def _check_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    if torch.compiler.is_compiling():  # the compiler cannot look at attributes of parameters
+    if torch.compiler.is_compiling():  # the compiler cannot trace attributes of parameters
         return
     if any(_STEPS not in its and (STANDS_FOR in its or SHARDED_AS in its) for its in _attributes(optimizer)):
         PlugIns.take_over(optimizer)
 
 
 def _attributes(optimizer: torch.optim.Optimizer) -> list[Mapping[str, Any]]:
-    """Of each parameter that has any. Optimizers of other models have none, and must not pay: this loops in C."""
+    """The attributes of each parameter that has any. This loops in C, so that other models' optimizers stay fast."""
     return [found for group in optimizer.param_groups for found in filter(None, map(vars, group["params"]))]
 
 
@@ -119,7 +119,7 @@ class GroupShards:
         self._params, self._mesh, self._home, self._routing = params, mesh, home, routing
         self._steps = [0, mesh.data_parallel_size]
         shards = [param.shard_of(local_part(param.sharded)) if param.local is None else param.local for param in params]
-        if not mesh.has_this_rank:  # nobody will materialise them; optimizers look at the device
+        if not mesh.has_this_rank:  # no one materialises them; optimizers read the device
             shards = [shard.new_zeros(shard.shape, device=home.device) if shard.is_meta else shard for shard in shards]
         self._place(shards)
         for param, local in zip(params, self.locals, strict=True):
@@ -129,7 +129,7 @@ class GroupShards:
         self._note()
 
     def give_up(self, index: int) -> None:
-        """Another group manages the parameter at ``index`` from now on."""
+        """Stop managing the parameter at ``index``: another group does from now on."""
         del self._params[index]
         self._replace(self.locals[:index] + self.locals[index + 1 :])
 
@@ -139,20 +139,20 @@ class GroupShards:
         self._replace([*self.locals, _torch.local_of(param.sharded)])
 
     def are_written(self) -> bool:
-        """Whether somebody has written to the shards since they were placed."""
+        """Whether the shards have been written since they were placed."""
         return _torch.versions_of(self._versioned) != self._placed_versions
 
     def plain_inputs(self) -> dict[int, PlanInput]:
-        """The inputs of a plan for the plain parameters."""
+        """The plan inputs for the plain parameters."""
         params = ((index, self._params[index]) for index in self.plain)
         return {index: PlanInput(param.name, param.layout, param.dtypes) for index, param in params}
 
     def refresh(self) -> bool:
-        """Take over parameters that the user replaced, moved, cast or materialised since the last call, or that got
-        hooks or another ``grad_dtype``. Returns whether there were any.
+        """Adopt parameters that the user has replaced, moved, cast or materialised since the last call, or that have
+        got hooks or a different ``grad_dtype``. Returns whether there were any.
 
         Raises:
-            TypeError: a parameter is no DTensor any more, or has another shape.
+            TypeError: a parameter is no longer a DTensor, or has a different shape.
             ValueError: a parameter is on the wrong device, or its ``grad_dtype`` does not define the reduce dtype.
         """
         current = [param.current() for param in self._params]
@@ -174,15 +174,15 @@ class GroupShards:
         return True
 
     def are_materialised(self) -> bool:
-        """Whether all shards were on the meta device, and now lie where they belong."""
+        """Whether all shards were on the meta device, and are now on the device where they belong."""
         if any(not local.is_meta for local in self.locals):
             return False
         devices = [_torch.local_of(param.current()).device for param in self._params]
         return all(device == self._home.device for device in devices)
 
     def share(self, tensor: torch.Tensor) -> None:
-        """``tensor`` has the memory of a flat buffer, too: writes to it, and optimizer steps of it, are writes to the
-        shards. Call it again when the shards have moved."""
+        """Note that ``tensor`` shares the memory of a flat buffer: writes and optimizer steps on it are writes to the
+        shards. Call this again after the shards have moved."""
         count_steps([tensor], self._steps)
         self._sharing.append(tensor)
         self._versioned.append(tensor)
@@ -194,8 +194,8 @@ class GroupShards:
         return self._steps[0]
 
     def write_stamp(self) -> list[int]:
-        """A stamp that changes when a shard is written, and with every optimizer step, which may write shards. The
-        number of steps comes first."""
+        """A stamp that changes when a shard is written, and at every optimizer step, since a step may write shards.
+        The number of steps comes first."""
         return [self._steps[0], *_torch.versions_of(self._versioned)]
 
     def check_ready(self) -> None:
@@ -218,15 +218,15 @@ class GroupShards:
         plan = compile_gather(self.plain_inputs(), self._routing)
         all_meta = all(shard.is_meta for shard in shards)
         device, pin_memory = self._home.device, self._home.pin_memory and not all_meta
-        if not self._mesh.shard.has_this_rank:  # empty shards need no memory, nor padding: nothing is gathered here
+        if not self._mesh.shard.has_this_rank:  # without a gather here, empty shards need no memory or padding
             plan = replace(plan, shard_numels=tuple((dtype, 0) for dtype, _ in plan.shard_numels))
-        self._sharing: list[torch.Tensor] = []  # other tensors with the memory of a flat buffer
+        self._sharing: list[torch.Tensor] = []  # other tensors that share the memory of a flat buffer
         self.flats: FlatShards = flat_shards(plan, torch.device("meta") if all_meta else device, pin_memory=pin_memory)
         self.locals = shards.copy()
         with torch.inference_mode(False), torch.no_grad():
             for step in plan.steps:
                 shape = self._params[step.index].shard_shape
-                if shards[step.index].is_meta:  # moves into the buffer when the user has materialised it
+                if shards[step.index].is_meta:  # moves into the buffer once the user has materialised it
                     local = torch.empty(shape, dtype=step.source, device="meta")
                 else:
                     local = alias(self.flats[step.source], step.shard_offset, shape, contiguous_stride(shape))
@@ -234,26 +234,26 @@ class GroupShards:
                 self.locals[step.index] = local
 
     def _replace(self, shards: list[torch.Tensor]) -> None:
-        """Place ``shards`` anew. The sharded parameters stay the same objects."""
+        """Place ``shards`` in new buffers. The sharded parameters stay the same objects."""
         self._place(shards)
         self._note()
 
     def lie_in(self, other: GroupShards, shards: Sequence[torch.Tensor]) -> None:
-        """Use the buffers of ``other``, where ``shards`` lie as they would in those of this group. Each step of an
-        optimizer counts for both."""
+        """Use the buffers of ``other``, where ``shards`` are laid out as they would be in this group's buffers. Each
+        optimizer step counts for both groups."""
         self.plain = list(range(len(shards)))
         self.flats, self._steps, self._sharing = other.flats, other._steps, []
         self.locals = list(shards)
 
     @property
     def layout(self) -> tuple[Home, GatherPlan]:
-        """Where the shards live, and where they lie if all are plain."""
+        """Where the shards live, and how they would be laid out if all were plain."""
         params = enumerate(self._params)
         inputs = {index: PlanInput(param.name, param.layout, param.dtypes) for index, param in params}
         return self._home, compile_gather(inputs, self._routing)
 
     def _note(self) -> None:
-        """Make ``locals`` the local tensors of the sharded parameters, and look from now on at what these are."""
+        """Make ``locals`` the local tensors of the sharded parameters, and watch these tensors from now on."""
         self.sharded: list[nn.Parameter] = [param.sharded for param in self._params]
         for sharded, local in zip(self.sharded, self.locals, strict=True):
             _torch.set_local(sharded, local)  # nn.Parameter has detached it
@@ -262,19 +262,19 @@ class GroupShards:
         self._placed_versions = _torch.versions_of(self._versioned)
 
     def _follow_locals(self) -> None:
-        """Know the local tensors that are bound now. Conversions that change nothing, such as ``model.to`` the device
-        of the model, make other objects with the same memory, and take away what was noted on the parameters."""
+        """Adopt the local tensors that are bound now. Conversions that change nothing, such as ``model.to`` the
+        model's own device, create other objects with the same memory, and remove our attributes from parameters."""
         found = [_torch.local_of(param.sharded) for param in self._params]
         if not all(map(is_, found, self.locals)):
             self.locals = found
             for param in self._params:
                 param.adopt(param.sharded, param.dtypes)
             self._note()
-            self._placed_versions = []  # nobody knows whether they were written before
+            self._placed_versions = []  # it is unknown whether they were written before
 
     def _private(self, index: int, local: torch.Tensor) -> torch.Tensor:
-        """``local``, ready to be placed anew. If it got hooks while it lay in the flat buffer, the object stays, but
-        gets its own memory.
+        """``local``, ready to be placed again. If it got hooks while it was in the flat buffer, the object stays the
+        same, but moves to separate memory.
 
         Raises:
             ExtensionError: it cannot be pinned.

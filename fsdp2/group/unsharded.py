@@ -1,6 +1,6 @@
 """The unsharded form of one group's parameters: the gather that fills it, and what compute reads.
 
-At first use a plan is compiled and bound to memory; in every step the group replays the plan. Rule: the tensors that
+At first use, a plan is compiled and bound to memory; in every step, the group replays the plan. Rule: tensors that
 autograd has saved stay the same objects as long as their place in memory stays the same (I1).
 """
 
@@ -29,13 +29,13 @@ class UnshardedParams:
     """The unsharded parameters of one group.
 
     Attributes:
-        comm, streams: the backend's own gathers, and the streams that the group uses.
-        carrier: the comm that carries gathers: the user's own, or the backend's.
+        comm, streams: the backend's own comm, and the streams that the group uses.
+        carrier: the comm that runs the gathers: the user's own, or the backend's.
         gather: the gather of the shards, once it is bound.
-        post_forward: the shards on ``post_forward_mesh``, once that was used.
-        parameters: what compute reads; empty before the first gather has arrived.
-        versioned, saved_versions: the tensors whose versions autograd compares, and the versions that it has saved.
-        requires_grad: per parameter, the flag that all its forms have had since ``follow_requires_grad``.
+        post_forward: the shards on ``post_forward_mesh``, once that has been used.
+        parameters: what compute reads; empty until the first gather has arrived.
+        versioned, saved_versions: the tensors whose versions autograd compares, and the versions that it saved.
+        requires_grad: for each parameter, the flag that ``follow_requires_grad`` has set on all its forms.
         trainable: the positions of the parameters that require gradients, once there are ``parameters``.
         hooked: the codec of the parameters with all-gather hooks, if there are any.
         post_forward_mesh: the smaller mesh for shards between forward and backward, if there is one. Set it before the
@@ -51,7 +51,7 @@ class UnshardedParams:
         self.post_forward_mesh: ParallelMesh | None = None
         self._gathers_by: GathersBy | None = None
         self._memory: GatheredMemory | None = None
-        self._places: object = None  # where each tensor lies in ``_memory``
+        self._places: object = None  # where each tensor is in ``_memory``
         self.hooked: Codec | None = None
         self.unbind()
 
@@ -65,10 +65,10 @@ class UnshardedParams:
         self.versioned: tuple[torch.Tensor, ...] = ()
         self.saved_versions: tuple[int, ...] = ()
 
-    # What is asked for
+    # Configuration
 
     def set_comm(self, gathers_by: GathersBy | None) -> None:
-        """Gather by the comms that ``gathers_by`` makes from the next launch on; None: by the backend's own."""
+        """From the next launch on, gather with the comms that ``gathers_by`` makes; None: with the backend's own."""
         self._gathers_by = gathers_by
         self.carrier = carrier(self.comm, gathers_by, self._mesh.shard, self._mesh.device)
         with torch.inference_mode(False), torch.no_grad(), self.streams.on_gather:
@@ -78,24 +78,24 @@ class UnshardedParams:
                 self.post_forward.set_comm(gathers_by)
 
     def move_to(self, streams: Streams) -> None:
-        """Gather on ``streams`` from now on. Nothing is unsharded, or in flight."""
+        """Gather on ``streams`` from now on. Requires that nothing is unsharded or in flight."""
         if self.gather is not None:
-            self.gather.release()  # kept memory, too: memory belongs to the stream that it was allocated on
+            self.gather.release()  # also kept memory, which belongs to the stream it was allocated on
         self.streams = streams
         self.comm = comm_for(self._mesh.shard, self._mesh.device, is_async=streams.gathers_are_async)
         self.carrier = carrier(self.comm, self._gathers_by, self._mesh.shard, self._mesh.device)
         self.unbind()
 
-    # What there is
+    # Sizes and plan
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the unsharded parameters, with the inner tensors that hooks make. What hooks send counts from the
-        first gather on."""
+        """Bytes of the unsharded parameters, including the inner tensors that hooks make. What hooks send is included
+        from the first gather on."""
         return self.plan().unsharded_nbytes + sum(nbytes for param in self._params for _, nbytes in param.inner)
 
     def plan(self) -> GatherPlan:
-        """The plan that a gather runs. It contains what hooks send from the first gather on."""
+        """The plan that a gather runs. From the first gather on, it includes what hooks send."""
         if self.gather is not None:
             return self.gather.plan
         return compile_gather(self._shards.plain_inputs(), self.comm.routing)
@@ -135,14 +135,14 @@ class UnshardedParams:
         return Gather(plan, flats, memory, mesh.shard.rank, self.carrier, streams, self.hooked, stage=stage)
 
     def is_local(self, plan: GatherPlan, *, is_staged: bool) -> bool:
-        """Whether the unsharded parameters are the shards, if these are gathered by ``plan``, and ``is_staged``."""
+        """Whether the shards themselves would be the unsharded parameters with ``plan`` and ``is_staged``."""
         if self._mesh.shard.size > 1 or is_staged or len(self._shards.plain) < len(self._params):
             return False
         return not any(step.is_copied_in for step in plan.steps)
 
     def _memory_for(self, plan: GatherPlan, flats: FlatShards) -> GatheredMemory:
         """The memory to gather into. ``flats``: the buffers that compute reads directly, if any. If all places in
-        memory are as before, the unsharded parameters stay the same objects: autograd may have saved them."""
+        memory are unchanged, the unsharded parameters stay the same objects, since autograd may have saved them."""
         steps = sorted(plan.steps, key=lambda step: step.index)
         places = [(step.index, step.offset_nbytes, step.layout.shape, step.dtype, step.origin) for step in steps]
         found = places, [flat.data_ptr() for flat in flats.values()]
@@ -173,7 +173,7 @@ class UnshardedParams:
         """Give the unsharded parameters, and those on the post-forward mesh, the flags of the sharded ones."""
         self.requires_grad = requires_grad
         for forms in (self.parameters, [] if self.post_forward is None else self.post_forward.parameters):
-            for form, is_trainable in zip(forms, requires_grad, strict=False):  # before the first gather: no forms
+            for form, is_trainable in zip(forms, requires_grad, strict=False):  # no forms before the first gather
                 form.requires_grad_(is_trainable)
         self.trainable = tuple(compress(count(), requires_grad)) if self.parameters else ()
 
@@ -185,8 +185,8 @@ class UnshardedParams:
             self.gather.stage.wait()
 
     def cut(self) -> Sequence[nn.Parameter]:
-        """Copy out this rank's part on the post-forward mesh, unless it is there. Returns the parameters to bind until
-        backward."""
+        """Copy out this rank's part for the post-forward mesh, unless this was done. Returns the parameters to bind
+        until backward."""
         if self.post_forward is None:
             assert isinstance(self.gather, Gather)
             assert self.post_forward_mesh is not None
