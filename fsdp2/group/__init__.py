@@ -1,1 +1,1 @@
-"""The life of one parameter group. Sees no other group, and no order of groups."""
+"""The life cycle of one parameter group. Sees no other group, and no order of groups."""
