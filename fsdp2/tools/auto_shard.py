@@ -1,4 +1,4 @@
-"""``auto_shard``: units by a policy of FSDP1, or by what fits into a budget of memory."""
+"""``auto_shard``: choose the units by an FSDP1 wrap policy, or by what fits into a memory budget."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ _NO_PREFETCH_LISTS = (
 
 @dataclass(frozen=True)
 class AutoShard:
-    """What :func:`auto_shard` did for a budget; ``str()`` says why.
+    """What :func:`auto_shard` chose for a budget; ``str()`` explains why.
 
     Attributes:
         model: the sharded model.
-        plan: all choices that were compared. ``plan.recommended`` was applied.
+        plan: all choices that were compared. The one applied is ``plan.recommended``.
         device: the name of this rank's device.
     """
 
@@ -50,7 +50,7 @@ class AutoShard:
     @property
     def applied(self) -> Candidate:
         chosen = self.plan.recommended
-        assert chosen is not None  # else auto_shard has raised
+        assert chosen is not None  # otherwise auto_shard would have raised
         return chosen
 
     def __str__(self) -> str:
@@ -117,30 +117,30 @@ def auto_shard(
 ) -> FSDPModule | AutoShard:
     """Call :func:`fsdp2.fully_shard` on modules inside ``model``, inner ones first, then on ``model``.
 
-    With ``policy``, on those that it chooses. With ``budget``, on repeated blocks, and on large embeddings and heads:
-    of the ways to shard that fit into the budget, the fastest is applied, with activation checkpointing if it needs
-    some. A ``use_cache`` of the model's config becomes False, as in Hugging Face's own checkpointing. It sets no
-    prefetch lists: each unit prefetches the next one of the last forward.
+    With ``policy``, these are the modules that it chooses. With ``budget``, they are repeated blocks and large
+    embeddings and heads. The fastest configuration that fits into the budget is applied, with activation checkpointing
+    if necessary; then ``use_cache`` in the model's config becomes False, as in Hugging Face's own checkpointing. No
+    prefetch lists are set: each unit prefetches the one that followed it in the last forward.
 
     Args:
         model: the model. It is changed in place.
         policy: a policy of ``torch.distributed.fsdp.wrap``, such as ``ModuleWrapPolicy({Block})``, or a function
             ``(module, recurse, nonwrapped_numel)``. What a ``CustomPolicy`` returns for a module overrides ``options``.
-            With ``budget``, a mesh may stand here: ``auto_shard(model, mesh, budget=..., workload=...)``.
-        budget: bytes that one GPU may take, such as ``"70GiB"``, activations and optimizer included.
-        workload: with ``budget``: what each GPU computes in a step.
-        machine: with ``budget``: the machine whose rates decide what is faster, as for :func:`fsdp2.plan`.
+            With ``budget``, you may pass a mesh here: ``auto_shard(model, mesh, budget=..., workload=...)``.
+        budget: how many bytes may be used on one GPU, such as ``"70GiB"``, including activations and the optimizer.
+        workload: what each GPU computes in a step. Only used with ``budget``.
+        machine: the machine whose rates decide what is faster, as in :func:`fsdp2.plan`. Only used with ``budget``.
         options: arguments of ``fully_shard``, such as ``mesh`` and ``mp_policy``. With ``budget``, ``mesh`` decides
-            between FSDP and HSDP, and ``mp_policy`` follows from ``workload`` unless it is passed.
+            between FSDP and HSDP, and ``mp_policy`` is derived from ``workload`` unless you pass it.
 
     Returns:
-        ``model`` with ``policy``, and an :class:`AutoShard` with ``budget``.
+        With ``policy``, ``model``; with ``budget``, an :class:`AutoShard`.
 
     Raises:
         TypeError: neither or both of ``policy`` and ``budget`` are given; ``policy`` is neither a policy nor a
             function; ``fully_shard`` has no such option.
-        ValueError: ``policy`` chooses no module; nothing fits into ``budget``; ``fully_shard`` refuses a module.
-            Modules inside of it stay sharded then.
+        ValueError: ``policy`` chooses no module; nothing fits into ``budget``; ``fully_shard`` refuses a module. In
+            the last case, modules inside the refused one stay sharded.
     """
     if isinstance(policy, DeviceMesh):
         if options.get("mesh") is not None:
@@ -151,7 +151,7 @@ def auto_shard(
             "auto_shard: pass either policy or budget, such as auto_shard(model, budget='70GiB', workload=...)."
         )
     if budget is None:
-        from fsdp2.fsdp1.by_policy import shard_by_policy  # imports torch's FSDP1, which takes long
+        from fsdp2.fsdp1.by_policy import shard_by_policy  # imports torch's FSDP1, which is slow
 
         return shard_by_policy(model, policy, **options)
     if workload is None:
@@ -172,7 +172,7 @@ def auto_shard(
     options["mp_policy"] = as_ours(options.get("mp_policy", Precision(workload.precision).policy))
     offloads = isinstance(as_ours(options.get("offload_policy")), CPUOffloadPolicy)
     if offloads:
-        machine.to_host()  # refuses a machine without a figure for it
+        machine.to_host()  # raises if the machine has no such figure
 
     def compared(*, offloads: bool) -> Plan:
         def is_allowed(choice: Choice) -> bool:
@@ -211,7 +211,7 @@ def auto_shard(
 
 
 def _shard_size(mesh: DeviceMesh) -> int | None:
-    """That of HSDP; None for FSDP."""
+    """The size of the shard axis for HSDP; None for FSDP."""
     return mesh.size(1) if mesh.ndim == 2 else None
 
 

@@ -1,4 +1,4 @@
-"""``with`` blocks whose beginning and end enter the runtime, while what is inside them stays the user's."""
+"""``with`` blocks whose entry and exit run as part of the runtime, while their body remains user code."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Block(AbstractContextManager[None]):
 def entered_and_left(
     make: Callable[_P, AbstractContextManager[None]],
 ) -> Callable[_P, AbstractContextManager[None]]:
-    """Decorates ``contextmanager`` s: the compiler and modes of the user see neither the beginning nor the end."""
+    """Decorate a ``contextmanager`` so that the compiler and the user's modes see neither its entry nor its exit."""
 
     @wraps(make)
     def block(*args: _P.args, **kwargs: _P.kwargs) -> AbstractContextManager[None]:

@@ -1,7 +1,7 @@
-"""Rules for checkpoints whose tensors are cut otherwise than the model's: stacked, concatenated, split, transposed.
+"""Rules for checkpoints whose tensors differ from the model's: stacked, concatenated, split, or transposed.
 
-A rule is an equation: an expression of names of the model on one side, of keys of the files on the other. It knows
-neither a model nor a file: ``checkpoint_pieces`` says what it means for those.
+A rule is an equation between an expression of names in the model and an expression of keys in the files. It knows
+neither the model nor the files: ``checkpoint_pieces`` applies it to them.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _MAX_LISTED = 20
 
 @dataclass(frozen=True)
 class Stack:
-    """Tensors of one shape along a new dim.
+    """Tensors of one shape, stacked along a new dim.
 
     Attributes:
-        parts: names or expressions, in order; or one, with the placeholder ``over`` in its names.
-        over: stands for the numbers 0, 1, and so on, as many as there are: ``Stack("experts.{e}.up", over="e")``.
+        parts: names or expressions, in order; or a single one whose names contain the placeholder ``over``.
+        over: a placeholder for the numbers 0, 1, ..., up to however many exist: ``Stack("experts.{e}.up", over="e")``.
         dim: the new dim.
     """
 
@@ -50,13 +50,13 @@ class Stack:
 
 @dataclass(frozen=True)
 class Concat:
-    """Tensors one behind the other along a dim.
+    """Tensors concatenated along a dim.
 
     Attributes:
         parts: names or expressions, in order.
-        dim: where sizes may differ.
-        sizes: of the parts along ``dim``, in proportion, such as numbers of heads: ``(8, 2, 2)``. Default: what the
-            model has on its side of a rule, and equal sizes on the files' side.
+        dim: the dim to concatenate along; sizes may differ only there.
+        sizes: proportions of the parts along ``dim``, such as numbers of heads: ``(8, 2, 2)``. Default: on the model's
+            side of a rule, the sizes in the model; on the files' side, equal sizes.
     """
 
     parts: Sequence[Expression]
@@ -94,16 +94,16 @@ Expression: TypeAlias = str | Stack | Concat | Transpose
 
 @dataclass(frozen=True)
 class WeightRule:
-    """The tensors ``model`` of a model are the tensors ``files`` of a checkpoint.
+    """States that the tensors ``model`` of a model are the tensors ``files`` of a checkpoint.
 
-    Names may have placeholders, such as ``{layer}``. Each stands for a part of a name without dots, the same on both
-    sides; the rule holds for all that the model has. Tensors without a rule have their own names in the files.
+    Names may have placeholders, such as ``{layer}``. Each stands for part of a name without dots, the same on both
+    sides; the rule applies to every match in the model. Tensors without a rule keep their names in the files.
 
     Attributes:
         model: a name in the state dict, or ``Stack``, ``Concat`` or ``Transpose`` of such names.
         files: a key of the files, or an expression of keys.
-        dtype: of floating-point tensors in the files that are saved. Default: as of all other tensors. Loading casts to
-            the dtypes of the model.
+        dtype: the dtype in which floating-point tensors are saved. Default: the dtype used for all other tensors.
+            Loading always casts to the dtypes of the model.
     """
 
     model: Expression
@@ -125,14 +125,14 @@ class WeightRule:
 
 
 class CheckpointMapping(Protocol):
-    """What makes rules for files that it is shown, such as ``transformers_mapping(model)``. Shapes come by key or name.
-    All ranks must get the same rules."""
+    """An object that makes rules for given files, such as ``transformers_mapping(model)``. It is passed shapes by key
+    and by name. All ranks must get the same rules."""
 
     def rules_to_load(self, files: Mapping[str, Shape], model: Mapping[str, Shape]) -> Sequence[WeightRule]:
-        """For a checkpoint with the tensors ``files``."""
+        """The rules for loading a checkpoint with the tensors ``files``."""
 
     def rules_to_save(self, model: Mapping[str, Shape]) -> Sequence[WeightRule]:
-        """For a checkpoint that is to be written; ``model`` has tied tensors once."""
+        """The rules for writing a checkpoint; ``model`` contains each tied tensor once."""
 
 
 MappingLike: TypeAlias = Sequence[WeightRule] | CheckpointMapping
@@ -155,7 +155,7 @@ def _check_expression(part: object, kind: str) -> None:
 
 
 def parts_of(whole: Stack | Concat | Transpose) -> tuple[Expression, ...]:
-    """What ``whole`` is made of."""
+    """The parts of ``whole``."""
     parts = whole.part if isinstance(whole, Transpose) else whole.parts
     return parts if isinstance(parts, tuple) else (parts,)
 
@@ -164,7 +164,7 @@ def parts_of(whole: Stack | Concat | Transpose) -> tuple[Expression, ...]:
 
 
 def placeholders(name: str) -> frozenset[str]:
-    """Those in ``name``."""
+    """The placeholders in ``name``."""
     return frozenset(_PLACEHOLDER.findall(name))
 
 
@@ -176,7 +176,7 @@ def names_in(expression: Expression) -> list[str]:
 def names_and_overs(
     expression: Expression, overs: frozenset[str] = frozenset()
 ) -> Iterator[tuple[str, frozenset[str]]]:
-    """Each name, and what the stacks around it run over."""
+    """Each name, and the ``over`` placeholders of the stacks around it."""
     if isinstance(expression, str):
         yield expression, overs
         return
@@ -187,7 +187,7 @@ def names_and_overs(
 
 
 def renamed_in(expression: Expression, rename: Callable[[str], str]) -> Expression:
-    """``expression`` with other names."""
+    """``expression`` with ``rename`` applied to its names."""
     if isinstance(expression, str):
         return rename(expression)
     if isinstance(expression, Transpose):
@@ -196,7 +196,7 @@ def renamed_in(expression: Expression, rename: Callable[[str], str]) -> Expressi
 
 
 def bound(expression: Expression, values: Mapping[str, object]) -> Expression:
-    """``expression`` with values for some placeholders."""
+    """``expression`` with ``values`` substituted for some placeholders."""
 
     def value(found: re.Match[str]) -> str:
         return str(values.get(found[1], found[0]))
@@ -220,7 +220,7 @@ def matcher(name: str) -> re.Pattern[str]:
 
 
 def listed(names: Sequence[str] | frozenset[str]) -> str:
-    """The first of ``names``, as errors say them."""
+    """The first few of ``names``, formatted for error messages."""
     ordered = sorted(names) if isinstance(names, frozenset) else names
     more = f" and {len(ordered) - _MAX_LISTED} more" if len(ordered) > _MAX_LISTED else ""
     return (", ".join(f"'{name}'" for name in ordered[:_MAX_LISTED]) or "none") + more

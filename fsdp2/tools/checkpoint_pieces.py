@@ -1,9 +1,9 @@
-"""What rules of ``checkpoint_mapping`` mean for one model: which box of which tensor is which box of another one.
+"""Applies the rules of ``checkpoint_mapping`` to one model: which box of a model tensor is which box of a file tensor.
 
-Both sides of a rule describe one tensor. Where a tensor of one side overlaps one of the other, there is a ``Piece``.
-Names and integers in, boxes out: no file, no process group.
+Both sides of a rule describe the same tensor. Each overlap of a tensor on one side with one on the other is a
+``Piece``. Names and integers in, boxes out: no file, no process group.
 
-Rule: pieces cover each tensor of both sides once. So loading reads an equation forwards, and saving backwards.
+Rule: pieces cover each tensor of both sides exactly once, so one equation serves both loading and saving.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Piece(NamedTuple):
     Attributes:
         name, box: of the model.
         key, key_box: of the files.
-        dims: for each dim of ``name``, the dim of ``key`` that runs along it; None where ``key`` has none, and the box
+        dims: for each dim of ``name``, the corresponding dim of ``key``; None where ``key`` has no such dim, so the box
             is one entry wide. Dims of ``key`` that are not listed are one entry wide, too.
     """
 
@@ -55,19 +55,19 @@ class Piece(NamedTuple):
 
     @property
     def key_order(self) -> tuple[int, ...]:
-        """A permutation of the dims of ``key`` that brings them into the order of ``name``, lone ones last."""
+        """A permutation of the dims of ``key`` that brings them into the order of ``name``, unmatched ones last."""
         paired = [dim for dim in self.dims if dim is not None]
         return (*paired, *(dim for dim in range(len(self.key_box)) if dim not in paired))
 
     @property
     def order(self) -> tuple[int, ...]:
-        """A permutation of the dims of ``name`` that brings them into the order of ``key``, lone ones last."""
+        """A permutation of the dims of ``name`` that brings them into the order of ``key``, unmatched ones last."""
         paired = [self.dims.index(dim) for dim in range(len(self.key_box)) if dim in self.dims]
         return (*paired, *(dim for dim, other in enumerate(self.dims) if other is None))
 
 
 class Resolved(NamedTuple):
-    """A rule for some tensors of one model, without placeholders: the shape of each key, and the pieces."""
+    """A rule applied to one model, with placeholders filled in: the shape of each key, and the pieces."""
 
     keys: dict[str, Shape]
     pieces: tuple[Piece, ...]
@@ -80,11 +80,11 @@ class Resolved(NamedTuple):
 
 
 def resolve(rules: Sequence[WeightRule], model: Mapping[str, Shape], caller: str) -> list[Resolved]:
-    """What ``rules`` say of a model with tensors of the shapes ``model``.
+    """Apply ``rules`` to a model with tensors of the shapes ``model``.
 
     Raises:
-        ValueError: a rule concerns no tensor, or not all that it needs are there; shapes do not fit; two rules concern
-            one tensor.
+        ValueError: a rule matches no tensor, or some of the tensors that it needs are missing; shapes do not fit; two
+            rules match the same tensor.
     """
     found: list[Resolved] = []
     claimed: set[str] = set()
@@ -102,13 +102,13 @@ def resolve(rules: Sequence[WeightRule], model: Mapping[str, Shape], caller: str
 
 
 def whole_piece(name: str, key: str, shape: Shape) -> Piece:
-    """The tensor ``name`` is the tensor ``key``."""
+    """The piece that states that the tensor ``name`` is the tensor ``key``."""
     box = tuple(slice(0, size) for size in shape)
     return Piece(name, box, key, box, tuple(range(len(shape))))
 
 
 def _values(rule: WeightRule, model: Mapping[str, Shape]) -> list[dict[str, str]]:
-    """The values of placeholders that tensors of the model have, each once."""
+    """The distinct placeholder values that occur in the model's tensor names."""
     found: dict[tuple[tuple[str, str], ...], None] = {}
     for name, overs in names_and_overs(rule.model):
         if not placeholders(name):
@@ -139,7 +139,7 @@ def _resolve(rule: WeightRule, values: Mapping[str, str], model: Mapping[str, Sh
 
 
 def _counted(expression: Expression, model: Mapping[str, Shape]) -> Expression:
-    """``expression`` with stacks of as many parts as the model has: up to the highest number."""
+    """``expression`` with each stack expanded to as many parts as the model has, up to the highest number."""
     if isinstance(expression, str):
         return expression
     if isinstance(expression, Transpose):
@@ -158,7 +158,7 @@ def _counted(expression: Expression, model: Mapping[str, Shape]) -> Expression:
 
 
 def sized(expression: Expression, shapes: Mapping[str, Shape]) -> tuple[Expression, Shape]:
-    """``expression`` with the sizes that its tensors have, and its shape.
+    """``expression`` with the sizes of its tensors filled in, and its shape.
 
     Raises:
         ValueError: shapes do not fit.
@@ -183,10 +183,10 @@ def sized(expression: Expression, shapes: Mapping[str, Shape]) -> tuple[Expressi
 
 
 def expanded(expression: Expression, shape: Shape) -> Expression:
-    """``expression`` without placeholders and with the sizes that it must have to be of ``shape``.
+    """``expression`` with placeholders expanded, and with the sizes that give it ``shape``.
 
     Raises:
-        ValueError: it cannot be of this shape.
+        ValueError: it cannot have this shape.
     """
     if isinstance(expression, str):
         return expression
@@ -207,7 +207,7 @@ def expanded(expression: Expression, shape: Shape) -> Expression:
 
 
 def _split_sizes(concat: Concat, size: int) -> Shape:
-    """How many entries of ``size`` each part has."""
+    """How many of the ``size`` entries belong to each part."""
     shares = tuple(concat.sizes or (1,) * len(concat.parts))
     total = sum(shares) or 1
     if size % total:
@@ -219,7 +219,7 @@ def _split_sizes(concat: Concat, size: int) -> Shape:
 
 
 def _check_fit(whole: Stack | Concat, shapes: Sequence[tuple[Shape, Shape]]) -> None:
-    """``shapes``: what must be equal, and what to say."""
+    """Check that the first shapes of the pairs ``shapes`` are equal; errors name the second ones."""
     for (compared, shape), name in zip(shapes, parts_of(whole), strict=True):
         if compared != shapes[0][0] or len(shape) != len(shapes[0][1]):
             first = names_in(parts_of(whole)[0])[0]
@@ -255,8 +255,8 @@ def _normal(kind: str, dim: int, ndim: int) -> int:
 
 
 class _Leaf(NamedTuple):
-    """Where a tensor lies in that of its rule: ``axes[i]`` is the dim that its own dim i runs along; ``box`` has all
-    dims of the rule's tensor."""
+    """Where a tensor lies within the tensor of its rule: its own dim i runs along dim ``axes[i]`` of the rule's tensor,
+    and ``box`` covers all dims of the rule's tensor."""
 
     name: str
     axes: tuple[int, ...]
@@ -268,7 +268,7 @@ class _Leaf(NamedTuple):
 
 
 def _leaves(expression: Expression, shape: Shape) -> list[_Leaf]:
-    """Of an expression with sizes, and without placeholders."""
+    """The leaves of an expression whose sizes and placeholders are filled in."""
     found: list[_Leaf] = []
 
     def walk(part: Expression, axes: tuple[int, ...], box: tuple[tuple[int, int], ...]) -> None:
@@ -292,9 +292,9 @@ def _leaves(expression: Expression, shape: Shape) -> list[_Leaf]:
 
 
 def _piece(ours: _Leaf, theirs: _Leaf) -> Piece | None:
-    """Where the two overlap."""
+    """The overlap of the two leaves, if there is one."""
     common = [(max(a[0], b[0]), min(a[1], b[1])) for a, b in zip(ours.box, theirs.box, strict=True)]
-    is_empty = math.prod(ours.shape) == 0  # such tensors have keys, too
+    is_empty = math.prod(ours.shape) == 0  # empty tensors have keys, too
     if any(start > stop or (start == stop and not is_empty) for start, stop in common):
         return None
     boxes = [
@@ -309,7 +309,7 @@ def _piece(ours: _Leaf, theirs: _Leaf) -> Piece | None:
 
 
 class Run(NamedTuple):
-    """Entries of a dim that one rank has, without a gap: ``length`` from ``entry`` on lie at ``local`` and behind."""
+    """Consecutive entries of a dim on one rank: ``length`` of them from ``entry`` on, stored from ``local`` on."""
 
     local: int
     entry: int
@@ -317,14 +317,14 @@ class Run(NamedTuple):
 
 
 class Read(NamedTuple):
-    """``local`` of this rank's part of a tensor is ``of_key`` of a tensor of the files."""
+    """The slice ``local`` of this rank's part of a tensor is the slice ``of_key`` of a tensor in the files."""
 
     local: Box
     of_key: Box
 
 
 def runs(entries: Sequence[int]) -> list[Run]:
-    """The entries of one dim, in the order in which a rank has them."""
+    """Group the ``entries`` of one dim, given in the order in which a rank holds them, into runs."""
     if len(entries) == 0:
         return []
     if isinstance(entries, range) and entries.step == 1:
@@ -335,7 +335,7 @@ def runs(entries: Sequence[int]) -> list[Run]:
 
 
 def reads(piece: Piece, along: Sequence[Sequence[Run]]) -> Iterator[Read]:
-    """What a rank reads of ``piece`` that has the entries ``along`` each dim of the model's tensor."""
+    """What a rank that holds the entries ``along`` each dim of the model's tensor reads of ``piece``."""
     overlaps = []
     for box, of_dim in zip(piece.box, along, strict=True):
         cut = [(run, max(run.entry, box.start), min(run.entry + run.length, box.stop)) for run in of_dim]
@@ -356,10 +356,10 @@ def reads(piece: Piece, along: Sequence[Sequence[Run]]) -> Iterator[Read]:
 def resolved_to_load(
     mapping: MappingLike | None, files: Mapping[str, Shape], model: Mapping[str, Shape], caller: str
 ) -> list[Resolved]:
-    """The rules of ``mapping`` for a checkpoint with the tensors ``files``; errors as of :func:`resolve`.
+    """The rules of ``mapping`` for a checkpoint with the tensors ``files``; raises what :func:`resolve` raises.
 
     Raises:
-        TypeError: ``mapping`` is none.
+        TypeError: ``mapping`` is not a mapping or a list of rules.
     """
     has_methods = hasattr(mapping, "rules_to_load")
     rules = mapping.rules_to_load(files, model) if has_methods else mapping  # type: ignore[union-attr]
@@ -369,11 +369,11 @@ def resolved_to_load(
 def resolved_to_save(
     mapping: MappingLike | None, first: Sequence[str], model: Mapping[str, Shape], caller: str
 ) -> list[Resolved]:
-    """The rules of ``mapping`` for a checkpoint that is to be written; errors as of :func:`resolve`. ``first``: the
-    names of ``model`` without further names of tied tensors.
+    """The rules of ``mapping`` for writing a checkpoint; raises what :func:`resolve` raises. ``first``: the names of
+    ``model``, with only the first name of each tied tensor.
 
     Raises:
-        TypeError: ``mapping`` is none.
+        TypeError: ``mapping`` is not a mapping or a list of rules.
     """
     has_methods = hasattr(mapping, "rules_to_save")
     once = {name: model[name] for name in first}

@@ -22,8 +22,8 @@ from fsdp2.plan.placements import TensorSpec
 
 @dataclass(frozen=True)
 class _Place:
-    """Of what this rank has of a parameter, of ``shape``. ``sharded``: None if no unit has the parameter. ``geometry``:
-    None if none is written on it."""
+    """Where this rank's part of a parameter lies; the part has ``shape``. ``sharded`` is None if no unit has the
+    parameter. ``geometry`` is None if the parameter has no such attributes."""
 
     name: str
     shape: tuple[int, ...]
@@ -32,58 +32,58 @@ class _Place:
 
 
 def to_checkpointable(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """``state_dict``, ready for ``torch.distributed.checkpoint``, of a model whose parameters are plain local tensors
+    """Prepare ``state_dict`` for ``torch.distributed.checkpoint``, for a model whose parameters are plain local tensors
     with the attributes ``global_shape``, ``global_offsets``, ``local_offsets`` and ``local_sizes``.
 
-    For each tensor of such a parameter, its optimizer states included, it has a plain tensor that shares memory, and
-    that says by these attributes which boxes of the global tensor it has. Everything else is as before. So checkpoints
-    load on other ranks and meshes, and into models that are not sharded at all. Communicates nothing.
+    In the result, each tensor of such a parameter, including its optimizer states, is a plain tensor that shares memory
+    with the original and whose attributes say which boxes of the global tensor it holds. Everything else is unchanged.
+    This lets checkpoints load on other ranks and meshes, and into unsharded models. Communicates nothing.
 
     ``dcp`` reads the attributes if torch has ``torch.distributed.checkpoint.CheckpointableTensor``. In an older torch,
-    ``dcp.save`` and ``dcp.load`` of the result raise on all ranks: they would take one rank's part for the whole.
+    ``dcp.save`` and ``dcp.load`` of the result raise on all ranks: they would mistake one rank's part for the whole.
 
     Args:
-        model: with sharded parameters, or with plain ones that have the attributes.
-        state_dict: of this model or its optimizers, by names of parameters: what ``model.state_dict()`` or
-            ``torch.distributed.checkpoint.state_dict.get_state_dict`` returned, or a dict of these.
+        model: a model with sharded parameters, or with plain ones that have the attributes.
+        state_dict: the state dict of this model or its optimizers, keyed by parameter name: what ``model.state_dict()``
+            or ``torch.distributed.checkpoint.state_dict.get_state_dict`` returned, or a dict of these.
 
     Raises:
-        ValueError: a tensor of such a parameter is not cut like it: the state dict is full, or an optimizer keeps
-            something of another shape. A DTensor has the name of no parameter of ``model``.
+        ValueError: a tensor is not cut like its parameter, because the state dict is full or an optimizer keeps a state
+            of another shape; or a DTensor does not have the name of a parameter of ``model``.
     """
     return _mapped(state_dict, partial(_with_geometry, _Places(model)))
 
 
 def from_checkpointable(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """What ``to_checkpointable`` was given, with what has been loaded into its result since: tensors of sharded
-    parameters are DTensors again, and share memory. Give it to ``set_state_dict``, or to ``load_state_dict``.
+    """Undo ``to_checkpointable``, keeping what has been loaded into its result: tensors of sharded parameters become
+    DTensors again, which share memory. Pass the result to ``set_state_dict`` or ``load_state_dict``.
 
     Args:
         model: as for ``to_checkpointable``.
         state_dict: the result of ``to_checkpointable``.
 
     Raises:
-        ValueError: a tensor is not what ``to_checkpointable`` has returned for its parameter.
+        ValueError: a tensor is not what ``to_checkpointable`` returned for its parameter.
     """
     return _mapped(state_dict, partial(_as_shard, _Places(model)))
 
 
 class _Places:
-    """What a model has under the names in its state dicts."""
+    """Looks up the places of a model's tensors by their names in its state dicts."""
 
     def __init__(self, model: nn.Module) -> None:
         self._by_name = dict(_places(model))
         self.has_any = any(place is not None and place.geometry is not None for place in self._by_name.values())
 
     def name_in(self, path: tuple[str, ...]) -> str | None:
-        """The longest name that is a part of ``path``: state dicts of optimizers say more than a name."""
+        """The longest name that is a part of ``path``: keys in optimizer state dicts contain more than the name."""
         parts = ".".join(path).split(".")
         spans = ((i, i + n) for n in range(len(parts), 0, -1) for i in range(len(parts) - n + 1))
         names = (".".join(parts[start:stop]) for start, stop in spans)
         return next((name for name in names if name in self._by_name), None)
 
     def at(self, path: tuple[str, ...]) -> _Place | None:
-        """Of what ``path`` names."""
+        """The place of the tensor that ``path`` names."""
         name = self.name_in(path)
         return None if name is None else self._by_name[name]
 
@@ -121,7 +121,7 @@ def _with_geometry(places: _Places, path: tuple[str, ...], value: torch.Tensor) 
             f"to_checkpointable: the model has no parameter '{'.'.join(path)}', so its place in a global tensor is "
             "unknown. Pass the module whose state dict it is, with the names from there."
         )
-    if place is None or place.geometry is None or value.dim() == 0:  # scalars lie nowhere else
+    if place is None or place.geometry is None or value.dim() == 0:  # a scalar is the same on all ranks
         return value
     local = _torch.local_of(value) if isinstance(value, DTensor) else value
     _check(place, path, value, is_cut=isinstance(value, DTensor) == (place.sharded is not None), local=local)
@@ -150,7 +150,7 @@ def _check(place: _Place, path: tuple[str, ...], value: torch.Tensor, *, is_cut:
 
 
 def _refuse_older_torch(tensor: torch.Tensor) -> None:
-    """Make ``dcp.save`` raise where it would ignore the attributes. It asks tensors for these methods first."""
+    """Make ``dcp.save`` raise where it would ignore the attributes. It looks for these methods on tensors first."""
     import torch.distributed.checkpoint as dcp
 
     if not hasattr(dcp, "CheckpointableTensor"):

@@ -1,7 +1,7 @@
 """The norm of all gradients, and clipping by it, for parameters on any mix of meshes.
 
-Parameters that are cut over the same axes form a class. Gradients that are adjacent in memory are joined into one
-tensor. So there is one norm per group of parameters, and one all-reduce per mesh axis. Copies do not count twice.
+Parameters that are sharded over the same axes form a class. Gradients that are adjacent in memory are joined into one
+tensor. So there is one norm per parameter group and one all-reduce per mesh axis. Replicas are counted once.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _MAX_NUMEL = 1 << 20
 
 
 class _Class(NamedTuple):
-    """Parameters that are cut over the same process ``groups``. ``device``: where the groups communicate. ``pieces``:
-    the gradients on this rank, by device and dtype, in as few tensors as their memory allows."""
+    """Parameters that are sharded over the same process ``groups``, which communicate on ``device``. ``pieces`` are the
+    gradients on this rank, by device and dtype, in as few tensors as their memory layout allows."""
 
     groups: tuple[dist.ProcessGroup, ...]
     device: torch.device
@@ -49,13 +49,13 @@ def clip_grad_norm_(
     """Scale all gradients in place so that their norm, taken over all ranks, is at most ``max_norm``.
 
     It works like ``torch.nn.utils.clip_grad_norm_``, but parameters may be DTensors on different meshes, mixed with
-    plain tensors. A plain tensor counts as equal on all ranks. A flat parameter of ``FullyShardedDataParallel`` counts
-    as the shards that it stands for. All ranks pass the same parameters, in any order; each rank may have gradients of
-    other parameters.
+    plain tensors. A plain tensor is taken to be equal on all ranks. A flat parameter of ``FullyShardedDataParallel``
+    counts as the shards that it represents. All ranks must pass the same parameters, in any order, but may have
+    gradients for different ones.
 
     Args:
         parameters: the parameters whose gradients are clipped.
-        max_norm: the largest norm that is not changed.
+        max_norm: gradients whose norm is at most this are left unchanged.
         norm_type: any positive number, or ``float("inf")``.
         error_if_nonfinite: raise on all ranks if the norm is not finite.
         foreach: whether to use one launch for many tensors; ``None`` decides by device.
@@ -64,7 +64,7 @@ def clip_grad_norm_(
         The norm before clipping, a 0-dim fp32 tensor (fp64 for fp64 gradients), complete and equal on all ranks.
 
     Raises:
-        RuntimeError: the norm is not finite, with ``error_if_nonfinite``. Gradients are unchanged then.
+        RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set. The gradients are unchanged.
         ValueError: ``norm_type`` is not positive; a gradient is a pending sum over some axis.
         CommunicationError: a rank is lost.
     """
@@ -75,7 +75,7 @@ def clip_grad_norm_(
     if any(hasattr(cls, "_is_flat_param") for cls in set(map(type, params))):
         params = [shard for param in params for shard in _shards_of(param)]
     if any(STANDS_FOR in attributes for attributes in filter(None, map(vars, params))):
-        params = [vars(param).get(STANDS_FOR, param) for param in params]  # which has the gradient
+        params = [vars(param).get(STANDS_FOR, param) for param in params]  # the parameter that has the gradient
     if not params:
         return torch.zeros(())
     classes = _classes(params)
@@ -94,14 +94,14 @@ def clip_grad_norm_(
 
 
 def norm_of_gradients(params: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The norm over all ranks of the gradients of ``params``, a 0-dim fp64 tensor where the gradients are. Collective,
-    as ``clip_grad_norm_``."""
+    """The norm of the gradients of ``params`` over all ranks, as a 0-dim fp64 tensor on the gradients' device.
+    Collective, like ``clip_grad_norm_``."""
     return _total(_classes(params), 2.0, None)
 
 
 def factor_of(total: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """What gradients with the norm ``total`` are multiplied by. Like torch: no division by zero, and no branch on the
-    value."""
+    """The factor by which to scale gradients with the norm ``total``. As in torch, there is no division by zero and no
+    branch on the value."""
     return (max_norm / (total + 1e-6)).clamp(max=1.0)
 
 
@@ -112,21 +112,21 @@ def _total(classes: list[_Class], order: float, foreach: bool | None) -> torch.T
 
 
 def _shards_of(param: torch.Tensor) -> list[torch.Tensor]:
-    """The shards that a ``FlatParameter`` stands for, whose gradients share its gradient's memory; else ``param``."""
+    """The shards that a ``FlatParameter`` represents, whose gradients share its gradient's memory; else ``param``."""
     group = vars(param).get("_group")
     return [each.sharded for each in group.params] if isinstance(group, ParamGroup) else [param]
 
 
 def _classes(params: Sequence[torch.Tensor]) -> list[_Class]:
-    """The classes of ``params``. All ranks get the same ones, since parameters without a gradient count, too."""
+    """The classes of ``params``. They are the same on all ranks, since parameters without a gradient count, too."""
     grads = torch_names.grads_of(params)
     locals_ = torch_names.locals_placed_like(params, grads)
-    # A gradient that DTensor has placed in another way than its parameter counts as it lies.
+    # If DTensor has placed a gradient differently from its parameter, the gradient's own placement counts.
     placed = [
         grad if local is None and isinstance(grad, DTensor) else param
         for param, grad, local in zip(params, grads, locals_, strict=True)
     ]
-    # Group by spec first: what fully_shard cuts in the same way shares one spec.
+    # Group by spec first: parameters that fully_shard cuts in the same way share one spec.
     by_spec: dict[object, tuple[torch.Tensor, dist.ProcessGroup | None, list[torch.Tensor]]] = {}  # one, and all
     apart = _apart_over()
     for param, like, spec, grad, local in zip(
@@ -144,19 +144,19 @@ def _classes(params: Sequence[torch.Tensor]) -> list[_Class]:
 
 
 def _agreed_order(key: tuple[tuple[dist.ProcessGroup, ...], torch.device]) -> tuple[object, ...]:
-    """Orders classes alike on all ranks, whatever the order of parameters (I4). Ranks that share one process group may
-    differ in another one of the class, but then its description, which names the axis of the mesh, is the same."""
+    """A sort key that orders classes identically on all ranks, whatever the order of parameters (I4). Ranks that share
+    one process group of a class may differ in another, but its description, which names the mesh axis, is the same."""
     groups, device = key
     return [_order_of_group(group) for group in groups], device.type
 
 
 def _order_of_group(group: dist.ProcessGroup) -> tuple[str, int, str]:
     name = group.group_name
-    return group.group_desc, len(name), name  # names count up
+    return group.group_desc, len(name), name  # group names are increasing numbers
 
 
 def _apart_over() -> dict[int, dist.ProcessGroup]:
-    """By the identity of a sharded parameter: over which ranks others have other values of it. See ``GroupOptions``."""
+    """Maps the id of a sharded parameter to the group whose ranks hold different values of it. See ``GroupOptions``."""
     options = ((group.params[i].sharded, group.options) for group, i in groups_by_slot().values())
     return {id(sharded): each.apart_over for sharded, each in options if each.apart_over is not None}
 
@@ -164,8 +164,8 @@ def _apart_over() -> dict[int, dist.ProcessGroup]:
 def _groups_of(
     tensor: torch.Tensor, apart: dist.ProcessGroup | None
 ) -> tuple[tuple[dist.ProcessGroup, ...], torch.device]:
-    """The process groups that ``tensor`` is cut over, and the device that they communicate on. ``apart``: one more,
-    over which ranks have other values of it."""
+    """The process groups that ``tensor`` is sharded over, and the device that they communicate on. ``apart`` is one
+    more group, whose ranks hold different values of the tensor."""
     if not isinstance(tensor, DTensor):
         return (), tensor.device
     mesh = tensor.device_mesh
@@ -189,7 +189,7 @@ def joined_neighbours(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """The elements of ``tensors``. Adjacent tensors of one dtype in one storage become one 1-D view."""
     firsts: list[torch.Tensor] = []
     sizes: list[int] = []
-    end, left, dtype = 0, 0, None  # of the last tensor; ``left``: bytes of its storage behind it
+    end, left, dtype = 0, 0, None  # of the last tensor; ``left``: bytes that follow it in its storage
     for tensor in sorted(tensors, key=torch.Tensor.data_ptr):
         start, nbytes = tensor.data_ptr(), tensor.nbytes
         if nbytes == 0:
@@ -209,7 +209,7 @@ def joined_neighbours(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _alike(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """``tensors`` grouped by device and dtype: one launch takes one group."""
+    """``tensors`` grouped by device and dtype, so that one launch can process each group."""
     found: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in tensors:
         found.setdefault((tensor.device, tensor.dtype), []).append(tensor)
@@ -217,7 +217,7 @@ def _alike(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 def _joined(powers: torch.Tensor, order: float) -> torch.Tensor:
-    """Join norms of infinite order by the maximum. Join powers of other norms by the sum."""
+    """Combine norms of infinite order by their maximum, and powers of other norms by their sum."""
     return powers.max() if math.isinf(order) else powers.sum()
 
 
@@ -242,10 +242,10 @@ def _summed_over_ranks(classes: list[_Class], powers: list[torch.Tensor], order:
     takes_maximum = math.isinf(order)
     op = dist.ReduceOp.MAX if takes_maximum else dist.ReduceOp.SUM
     found = dict.fromkeys(group for each in classes for group in each.groups)
-    for group in found if len(found) < 2 else sorted(found, key=_order_of_group):  # as in all ranks of the group
+    for group in found if len(found) < 2 else sorted(found, key=_order_of_group):  # the same order on all ranks
         cut = [i for i, each in enumerate(classes) if group in each.groups]
         joint = torch.stack([powers[i] for i in cut])
-        if takes_maximum:  # that of a backend may be a number although a rank has NaN
+        if takes_maximum:  # a backend's maximum may be a number although a rank has NaN
             joint = torch.cat([joint, joint.isnan()])
         try:
             wait_for(launched(all_reduce, group, joint, op))

@@ -20,11 +20,11 @@ from fsdp2.tools.planner.command import add_plan
 from fsdp2.tools.planner.measure import add_measure
 from fsdp2.tools.report.comparison import add_compare
 
-_INTERRUPTED = 130  # as shells say it: 128 and the number of the signal
+_INTERRUPTED = 130  # the shell convention: 128 plus the signal number
 
 
 class _Parser(argparse.ArgumentParser):
-    """Its errors are one line, without the usage."""
+    """Prints errors as one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
         if message.endswith("expected one argument"):
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Read the command line and run the subcommand.
 
     Raises:
-        SystemExit: the command line is wrong, or the script ended so.
+        SystemExit: the command line is wrong, or the script raised it.
     """
     parser = _Parser(prog="python -m fsdp2", description="Tools of fsdp2.")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         options.run(parser, options)
     except KeyboardInterrupt:
-        if options.command == "run":  # the script's own
+        if options.command == "run":  # let the script's own interrupt propagate
             raise
         parser.exit(_INTERRUPTED, f"\n{parser.prog} {options.command}: interrupted\n")
 
@@ -80,5 +80,5 @@ def run_script(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
 def _is_found(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # a package that it is in
+    except ModuleNotFoundError:  # a parent package does not exist
         return False

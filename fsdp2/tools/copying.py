@@ -1,7 +1,7 @@
 """``copy.deepcopy`` of sharded modules: each unit gets a copy, with its own shards, groups and hooks.
 
-Meshes, process groups and custom comms are shared; gradients are not copied. The copied shards enter ``deepcopy``'s
-memo first, so a copied optimizer refers to the copied parameters.
+Meshes, process groups and custom comms are shared; gradients are not copied. The copied shards are added to
+``deepcopy``'s memo first, so that a copied optimizer refers to the copied parameters.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from fsdp2.types import ScheduleError
 
 Memo = dict[Any, Any]
 
-# Prefetch lists of copied units. Units in these lists may be copied later.
+# The memo key for the prefetch lists of copied units. Units in these lists may be copied later.
 _PENDING = "fsdp2 prefetch lists"
 
 
-@torch.inference_mode(False)  # as the commit of fully_shard
+@torch.inference_mode(False)  # as in the commit phase of fully_shard
 def copied_module(module: nn.Module, memo: Memo) -> nn.Module:
-    """Copy ``module``, which ``fully_shard`` was called on, and all modules of its unit.
+    """Copy ``module``, on which ``fully_shard`` was called, and all modules of its unit.
 
     Raises:
-        ScheduleError: a forward or backward runs, or the parameters are lent.
+        ScheduleError: a forward or backward is running, or the parameters are lent.
     """
     unit = unit_of(module)
     assert unit is not None
@@ -62,13 +62,13 @@ def copied_module(module: nn.Module, memo: Memo) -> nn.Module:
 
 def _copied_attributes(module: nn.Module, memo: Memo) -> nn.Module:
     """Copy ``module`` as ``deepcopy`` copies a plain module, attribute by attribute. A ``__deepcopy__`` of the module's
-    own class is not called: its result would not be sharded. Such a class may refuse ``__getstate__``, so the class's
-    own ``__getstate__`` is not called either."""
+    own class is not called, since its result would not be sharded. The ``__getstate__`` of such a class may raise, so
+    it is not called either."""
     if id(module) not in memo:
         memo[id(module)] = made = object.__new__(type(module))
         has_own = sum("__deepcopy__" in vars(each) for each in type(module).__mro__) > 1  # besides FSDPModule's
         cls = nn.Module if has_own else type(module)
-        state = dict(cls.__getstate__(module))  # without what compile() has put there
+        state = dict(cls.__getstate__(module))  # omits what compile() has added
         del state[UNIT_ATTRIBUTE]
         cls.__setstate__(made, copy.deepcopy(state, memo))
     return cast(nn.Module, memo[id(module)])
@@ -114,7 +114,7 @@ def _copied_group(group: ParamGroup, memo: Memo) -> ParamGroup:
 
 
 def _renew_hooks(unit: Unit, made: Unit, memo: Memo) -> None:
-    """Replace the copied hooks of ``unit``, which report to ``unit``, by hooks of ``made``."""
+    """Replace the copied hooks, which report to ``unit``, with hooks of ``made``."""
     assert unit.hooks is not None
     for module in unit.hooks.modules:
         if id(module) in memo:

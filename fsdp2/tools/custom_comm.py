@@ -1,9 +1,9 @@
 """Communication by the interfaces ``AllGather`` and ``ReduceScatter``, the user's own or those shipped here.
 
-The setters of ``FSDPModule`` load this file. Parameter groups use what it makes like any other comm. It puts the
-tensors of a launch side by side in one buffer, which the interface allocates, and copies the data to the outputs. So
-plans and memory are the same for every interface, at the price of these copies. As in torch, a launch ends when its
-message has arrived.
+The setters of ``FSDPModule`` load this file. Parameter groups use the comms made here like any other comm. They pack
+the tensors of a launch into one buffer, which the interface allocates, and copy the data to the outputs. So plans and
+memory are the same for every interface, at the cost of these copies. As in torch, a launch ends when its message has
+arrived.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Comm(ABC):
 
     @abstractmethod
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return a contiguous, uninitialised tensor for one message, allocated on the stream of the message. Each call
-        may return the same memory: the runtime copies the old message out before it writes the next one."""
+        """Return a contiguous, uninitialised tensor for one message, allocated on the stream of the message. Calls may
+        return the same memory: the runtime copies the old message out before it writes the next one."""
 
 
 class AllGather(Comm):
@@ -53,10 +53,10 @@ class AllGather(Comm):
     ) -> dist.Work | None:
         """Gather ``input_tensor`` ``[n]`` of all ranks of ``group`` into ``output_tensor`` ``[W * n]``, in rank order.
 
-        ``output_tensor`` came from ``allocate``; ``input_tensor`` is this rank's slice of ``output_tensor``. One call
-        gathers a whole unit; several dtypes travel as bytes (``uint8``). ``async_op`` is not passed: the call enqueues
-        on the current stream or, on the CPU, returns when the data has arrived. A ``Work`` that it returns is waited
-        for.
+        ``output_tensor`` was returned by ``allocate``; ``input_tensor`` is this rank's slice of ``output_tensor``. One
+        call gathers a whole unit; mixed dtypes are sent as bytes (``uint8``). ``async_op`` is not passed: the call must
+        enqueue on the current stream or, on the CPU, return when the data has arrived. If it returns a ``Work``, the
+        runtime waits for it.
         """
 
 
@@ -75,7 +75,7 @@ class ReduceScatter(Comm):
         """Reduce ``input_tensor`` ``[W * n]`` over the ranks of ``group`` by ``op``, which is ``SUM``. Rank r receives
         elements ``[r * n, (r + 1) * n)`` in ``output_tensor`` ``[n]``.
 
-        Both tensors came from ``allocate`` and have the reduce dtype. ``async_op`` is not passed, as for an all-gather.
+        ``allocate`` returned both tensors; they have the reduce dtype. As in an all-gather, ``async_op`` is not passed.
         """
 
 
@@ -83,10 +83,10 @@ class ReduceScatter(Comm):
 
 
 def _run(call: Callable[[], dist.Work | None]) -> None:
-    """Send a message. It has arrived for what follows on this stream or, on the CPU, in this thread."""
+    """Send a message, which has arrived before whatever follows on this stream or, on the CPU, in this thread."""
     with waiting():
         work = call()
-        if work is not None:  # although none was asked for
+        if work is not None:  # although async_op was not passed
             work.wait()
 
 
@@ -113,7 +113,7 @@ class CustomGather:
         self, parts: list[torch.Tensor], sizes: list[int], targets: list[torch.Tensor], dtype: torch.dtype
     ) -> Sequence[Waitable]:
         assert self._axis.group is not None
-        with torch.inference_mode(False), torch.no_grad():  # the buffer may be used in the next pass, too
+        with torch.inference_mode(False), torch.no_grad():  # the next pass may reuse the buffer
             buffer = _allocated(self._comm, self._axis.size * sum(sizes), dtype, self._device)
             rows = buffer.view(self._axis.size, -1)
             mine = rows[self._axis.rank]
@@ -126,13 +126,13 @@ class CustomGather:
 class CustomReduce:
     """A ``ReduceScatter`` as the comm of ``axis``."""
 
-    routing = Routing(direct_min_nbytes=0)  # a bucket would be one more copy: all gradients go through one buffer
+    routing = Routing(direct_min_nbytes=0)  # a bucket would add a copy: all gradients pass through one buffer already
 
     def __init__(self, comm: ReduceScatter, axis: Axis, device: torch.device) -> None:
         self._comm, self._axis, self._device = comm, axis, device
 
     def reduce_scatter(self, *, averages: bool = False) -> ReduceLaunch:
-        assert not averages  # the interface is asked for sums
+        assert not averages  # the interface only computes sums
         return self._launch
 
     def reduce_buffer_nbytes(self, nbytes: int) -> int:
@@ -161,7 +161,7 @@ class CustomReduce:
 
 
 def _rows(values: torch.Tensor, count: int, numel: int) -> torch.Tensor:
-    """``values``, whose last parts may be short, as ``[count, numel]``."""
+    """``values``, whose last rows may be short, as ``[count, numel]``."""
     missing = count * numel - values.numel()
     return (pad(values, (0, missing)) if missing else values).view(count, numel)
 
@@ -185,7 +185,7 @@ class GathersBy:
     interface: AllGather
 
     def __call__(self, default: GatherComm, axis: Axis, device: torch.device) -> GatherComm:
-        # Plans stay as compiled for the default comm: they define where the shards lie in their buffers.
+        # Plans stay as compiled for the default comm, since they define where the shards lie in their buffers.
         return CustomGather(self.interface, axis, device, default.routing)
 
 
@@ -199,7 +199,7 @@ class ReducesBy:
         return CustomReduce(self.interface, axis, device)
 
 
-# The shipped interfaces: the backend's own collectives, in the memory that the backend moves fastest
+# The shipped interfaces: the backend's own collectives, in the memory that is fastest for the backend
 
 
 class BackendMemory:
@@ -215,18 +215,18 @@ class BackendMemory:
         return cast(torch.Tensor, backend.allocate_tensor(math.prod(size), dtype=dtype, device=device))
 
     def prepare(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-        """The backend knows its memory."""
+        """Nothing to do: the backend already knows its own memory."""
 
 
 class SymmetricMemory:
-    """Memory at addresses that all ranks know. Not tried so far: it takes several GPUs."""
+    """Memory at addresses that all ranks know. Untested so far, since it needs several GPUs."""
 
     def __init__(self, group: dist.ProcessGroup, backend: str) -> None:
         torch_names.symmetric_memory.set_backend(cast(Any, backend))
-        dist.barrier(group=group)  # makes the communicator that the memory needs
+        dist.barrier(group=group)  # creates the communicator that the memory needs
 
     def allocate(self, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        pool = torch_names.symmetric_memory.get_mem_pool(device)  # saves most exchanges of addresses
+        pool = torch_names.symmetric_memory.get_mem_pool(device)  # avoids most exchanges of addresses
         with torch.cuda.use_mem_pool(pool):
             return torch.empty(size, dtype=dtype, device=device)
 
@@ -235,7 +235,7 @@ class SymmetricMemory:
 
 
 class _InMemory(Comm):
-    """Its buffers come from the chosen ``memory``."""
+    """A comm whose buffers come from the chosen ``memory``."""
 
     def __init__(self, memory: BackendMemory | SymmetricMemory) -> None:
         self.memory = memory
@@ -288,14 +288,14 @@ def _is_in(comm: Comm, kind: type) -> bool:
     return isinstance(getattr(comm, "memory", None), kind)
 
 
-# What the setters do
+# The implementation of the setters
 
 
 def communicate_by(caller: str, unit: Unit, value: Any) -> None:
-    """Let ``unit`` communicate by ``value``, which the setter ``caller`` of its module was given.
+    """Make ``unit`` communicate through ``value``, which was passed to the setter ``caller`` of its module.
 
     Raises:
-        TypeError, ValueError: as the setter says.
+        TypeError, ValueError: as documented for the setter.
     """
     _SETTERS[caller](caller, unit, value)
 
@@ -357,7 +357,7 @@ def _check_comm(caller: str, unit: Unit, comm: object, expected: str) -> None:
 
 
 def _check_no_other_comm(caller: str, unit: Unit, kind: type) -> None:
-    """Refuse a unit that has a comm which ``caller`` did not set; comms of ``caller`` have memory of ``kind``."""
+    """Refuse a unit with a comm that ``caller`` did not set; comms that it sets have memory of ``kind``."""
     made = [by for group in unit.groups for by in (group.options.gathers_by, group.options.reduces_by)]
     for comm in (by.interface for by in made if isinstance(by, (GathersBy, ReducesBy))):
         if not _is_in(comm, kind):
@@ -369,7 +369,7 @@ def _check_no_other_comm(caller: str, unit: Unit, kind: type) -> None:
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
-    """Let several roots share streams for communication. Roots on one device always share them: this call only checks.
+    """Let several roots share communication streams. Roots on one device always do so: this call only checks.
 
     Raises:
         ValueError: an item of ``modules`` is not sharded, or ``modules`` are on several devices.

@@ -1,9 +1,9 @@
-"""Expert parallelism: the meshes of the experts and of everything else, and the number that experts' gradients are
-divided by.
+"""Expert parallelism: the meshes for the experts and for everything else, and the divide factor for the gradients of
+the experts.
 
-A loss is the mean over the tokens of all ranks. So the gradient of a dense parameter is the average over all ranks. An
-expert has seen tokens of all ranks, too, but only the ranks that hold it add its gradients: their sum must be divided
-by the number of all ranks, not of these. Rule: whoever shards experts by ``ExpertMeshes`` cannot name the wrong number.
+The loss is the mean over the tokens of all ranks, so the gradient of a dense parameter is the average over all ranks.
+An expert also sees tokens of all ranks, but only the ranks that hold it sum its gradients: the divisor must be the
+number of all ranks, not just of these. Rule: code that shards experts with ``ExpertMeshes`` cannot pass a wrong number.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _M = TypeVar("_M", bound=nn.Module)
 
 @dataclass(frozen=True)
 class ExpertMeshes:
-    """What ``expert_meshes`` makes of a mesh.
+    """The meshes that ``expert_meshes`` derives from a mesh.
 
     Attributes:
-        dense: for ``fully_shard`` of everything but experts: all ranks as one shard axis; 2D with replicas.
-        experts: 1D: the ranks that hold different experts, among which tokens are exchanged.
-        shards: for ``fully_shard`` of experts: the ranks that hold the same experts; 2D with replicas.
+        dense: the mesh to shard everything but experts: all ranks as one shard axis; 2D with replicas.
+        experts: a 1D mesh of the ranks that hold different experts and exchange tokens.
+        shards: the mesh to shard experts: the ranks that hold the same experts; 2D with replicas.
     """
 
     dense: DeviceMesh
@@ -39,18 +39,18 @@ class ExpertMeshes:
 
     @property
     def divide_factor(self) -> float:
-        """What sums of experts' gradients are divided by: the number of ranks whose tokens experts see."""
+        """The divisor for sums of experts' gradients: the number of ranks whose tokens the experts see."""
         return float(self.dense.size())
 
     def shard_experts(self, module: _M, **options: Any) -> _M:
         """Call ``fully_shard`` on ``module``, which holds this rank's experts and nothing else.
 
-        Ranks of ``experts`` have other values under the same names then. ``clip_grad_norm_`` of fsdp2 counts all of
-        them. fsdp2's functions for files and engines refuse them, and torch's checkpoints would keep those of one rank,
-        unless keys differ between these ranks. If experts are DTensors on ``experts`` before, all of this works.
+        The ranks of ``experts`` then hold different values under the same names. fsdp2's ``clip_grad_norm_`` counts all
+        of them. fsdp2's functions for files and engines refuse such parameters, and torch's checkpoints keep the values
+        of only one rank unless keys differ between ranks. If experts are DTensors on ``experts`` first, it all works.
 
         Args:
-            options: of ``fully_shard``, without ``mesh``.
+            options: options of ``fully_shard``, except ``mesh``.
 
         Raises:
             TypeError: ``mesh`` is among the options.
@@ -61,7 +61,7 @@ class ExpertMeshes:
         unit = unit_of(module)
         assert unit is not None
         for group in unit.groups if self.experts.size() > 1 else ():
-            if all(param.spec.unsharded is None for param in group.params):  # else DTensors tell who has what
+            if all(param.spec.unsharded is None for param in group.params):  # else DTensors say which rank holds what
                 group.configure(apart_over=self.experts.get_group())
         return module
 
@@ -94,14 +94,14 @@ def expert_meshes(mesh: DeviceMesh, *, experts: str, shard: str, replicate: str 
     """Read the axes of ``mesh`` for a model with expert parallelism. Collective: it may make a process group.
 
     Args:
-        mesh: with names, such as ``init_device_mesh("cuda", (num_ranks // 8, 8), mesh_dim_names=("dp", "expert"))``. Of
-            further axes, such as that of tensor parallelism, each rank has its own place.
+        mesh: a mesh with names: ``init_device_mesh("cuda", (num_ranks // 8, 8), mesh_dim_names=("dp", "expert"))``. On
+            any other axis, such as that of tensor parallelism, each rank uses its own coordinate.
         experts: the axis whose ranks hold different experts.
-        shard: the axis whose ranks hold the same experts, and shard them.
+        shard: the axis whose ranks hold the same experts, among which they are sharded.
         replicate: the axis of replicas (HSDP).
 
     Raises:
-        ValueError: the mesh has no axis of such a name, or a name is given twice.
+        ValueError: the mesh has no axis with this name, or a name is given twice.
     """
     names = [shard, experts] if replicate is None else [replicate, shard, experts]
     found = mesh.mesh_dim_names or ()

@@ -3,13 +3,13 @@
 During its step, the optimizer sees **runs** instead of parameters. Between steps, it looks unchanged: param groups,
 states, hooks and state dicts are per parameter.
 
-A **segment** is the parameters of one param group whose shards lie in one flat buffer. A **run** is neighbours in a
-segment that have gradients and equal kinds of states; their gradients are adjacent, too, or small enough to be copied.
-A run is one 1-D tensor with one 1-D state per name; the states of its parameters are parts of the run's states. Padding
-lies between runs, so no step writes padding (I8).
+A **segment** consists of the parameters of one param group whose shards lie in one flat buffer. A **run** consists of
+neighbours in a segment that have gradients and the same kinds of states, and whose gradients are adjacent or small
+enough to be copied. A run is one 1-D tensor with one 1-D state per name; the states of its parameters are parts of the
+run's states. Padding lies between runs, so no step writes padding (I8).
 
-Rule: the parameters and their states are the truth (I13). If they changed since the last step, the segment is cut into
-new runs.
+Rule: the parameters and their states are the source of truth (I13). If they have changed since the last step, the
+segment is cut into new runs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fsdp2.group.group import groups_by_slot
 from fsdp2.plan.layout import contiguous_stride
 from fsdp2.tools import torch_names
 
-# Their update of an element depends only on the values of this element. A subclass of them may do anything.
+# In these classes, the update of an element depends only on the values of that element. A subclass may do anything.
 ELEMENTWISE: tuple[type[optim.Optimizer], ...] = (
     optim.ASGD,
     optim.Adadelta,
@@ -49,7 +49,7 @@ ELEMENTWISE: tuple[type[optim.Optimizer], ...] = (
 )
 
 # Gradients that are not adjacent are copied into one tensor up to this total size. A copy of 64 KiB costs about as much
-# as one more tensor in the step of an optimizer.
+# as one more tensor in an optimizer step.
 COPY_MAX_NBYTES = 64 * 1024
 
 _O = TypeVar("_O", bound=optim.Optimizer)
@@ -66,10 +66,10 @@ def flatten_optimizer(optimizer: _O, *, is_elementwise: bool = False) -> _O:
     Parameters outside flat memory are stepped as before. Nothing is communicated.
 
     Args:
-        optimizer: of ``torch.optim``: SGD, Adam, AdamW, Adamax, NAdam, RAdam, Adagrad, Adadelta, RMSprop, Rprop, ASGD.
-            Call this function before you make a learning rate scheduler for it.
-        is_elementwise: pass True if another optimizer updates each element only from the value, gradient and states of
-            this element, in a step that reads ``param_groups``, ``.grad`` and ``state``.
+        optimizer: from ``torch.optim``: SGD, Adam, AdamW, Adamax, NAdam, RAdam, Adagrad, Adadelta, RMSprop, Rprop or
+            ASGD. Call this function before you create a learning rate scheduler for it.
+        is_elementwise: pass True for another optimizer if it updates each element only from the value, gradient and
+            states of that element, in a step that reads ``param_groups``, ``.grad`` and ``state``.
 
     Returns:
         ``optimizer``, the same object. Its new class ``Flat...`` derives from its old class.
@@ -140,7 +140,7 @@ class FlatOptimizer(optim.Optimizer):
         return loss
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Its class is made again, under the name of no module's attribute."""
+        """Pickle by remaking the class, which is not an attribute of any module."""
         return _without_values, type(self).__bases__[1:], self.__getstate__()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -149,7 +149,7 @@ class FlatOptimizer(optim.Optimizer):
         super().__setstate__(state)
 
     def _step_flat(self) -> None:
-        layout, self._layout = self._layout, None  # after an exception, a new layout
+        layout, self._layout = self._layout, None  # so that an exception leads to a new layout
         if layout is None or not layout.is_that_of(self.param_groups):
             layout = Layout(self.param_groups)
         for segment in layout.segments:
@@ -234,7 +234,7 @@ def _are_same(now: Sequence[object], before: Sequence[object]) -> bool:
 
 class Segment:
     """Parameters of one param group (``group`` is its index) whose shards lie in one buffer. They are stepped in
-    ``runs``, or ``apart`` by DTensor's own operations."""
+    ``runs``; those in ``apart`` are stepped by DTensor's own operations."""
 
     def __init__(self, group: int, flat: torch.Tensor, params: list[DTensor]) -> None:
         self.group = group
@@ -247,7 +247,7 @@ class Segment:
         self._seen: list[object] = []
 
     def is_in_place(self) -> bool:
-        """Whether the segment has the same memory: local tensors may have got other memory."""
+        """Whether the segment still has the same memory, since local tensors may have moved."""
         return self._locals[0].data_ptr() == self._starts[0]
 
     def take_gradients(self, state: State) -> None:
@@ -299,7 +299,7 @@ Grad = tuple[bool, torch.dtype | None]
 
 
 def _described(grads: Sequence[torch.Tensor | None], locals_: Sequence[torch.Tensor | None]) -> list[Grad | None]:
-    """``locals_``: the local tensors of ``grads``; None for a gradient that is not placed like its parameter."""
+    """Describe ``grads``. ``locals_``: their local tensors; None if a gradient is not placed like its parameter."""
     found: list[Grad | None] = []
     end = -1
     for grad, local in zip(grads, locals_, strict=True):
@@ -317,7 +317,7 @@ def cut_runs(
     kinds: Sequence[object], follows: Sequence[bool], touch: Sequence[bool], nbytes: Sequence[int]
 ) -> list[slice]:
     """Which neighbours are stepped as one. In a run, each parameter but the first ``follows`` the one before in memory
-    and has the same kind, not None. Gradients ``touch``, or are copied if their total ``nbytes`` are few."""
+    and has the same kind, which is not None. Gradients ``touch``, or are copied if their total ``nbytes`` is small."""
     found: list[slice] = []
     total, is_view = 0, True  # of the last run
     for i, kind in enumerate(kinds):
@@ -334,13 +334,13 @@ def cut_runs(
 
 
 class Run:
-    """Parameters that are stepped as one 1-D tensor ``flat``. ``state``: the optimizer's state of it, by name."""
+    """Parameters that are stepped as one 1-D tensor ``flat``. ``state`` is the optimizer's state for it, by name."""
 
     def __init__(
         self, params: Sequence[DTensor], entries: Sequence[dict[str, Any]], mine: slice, flat: torch.Tensor, touch: bool
     ) -> None:
-        """Take over ``entries``, one per parameter, all of one kind. ``mine``: the slice of ``params`` in their
-        segment. ``touch``: whether their gradients are adjacent."""
+        """Take over ``entries``, one per parameter, all of one kind. ``mine`` is the slice of the segment that holds
+        ``params``; ``touch`` says whether their gradients are adjacent."""
         self.flat = flat
         self.state: dict[str, Any] = {}
         self._params, self._mine, self._touch = params, mine, touch
@@ -361,7 +361,7 @@ class Run:
         self._versions = _torch.versions_of(self._copies.values())
 
     def is_current(self) -> bool:
-        """Whether the per-parameter copies are unwritten since the last step."""
+        """Whether nothing has written to the per-parameter copies since the last step."""
         return _torch.versions_of(self._copies.values()) == self._versions
 
     def take_gradient(self, locals_: Sequence[torch.Tensor | None]) -> None:
@@ -405,7 +405,7 @@ class Run:
         return parts
 
 
-# For each part of a state: the tensor that it was cut from, and its offset. So parts are joined without a copy.
+# Maps each part of a state to the tensor that it was cut from and its offset, so that parts are joined without a copy.
 _whole_of: MutableMapping[torch.Tensor, tuple[torch.Tensor, int]] = WeakIdKeyDictionary()
 
 
@@ -424,7 +424,7 @@ def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 
 def spanned(first: torch.Tensor, numel: int) -> torch.Tensor | None:
-    """``numel`` elements, from the first element of ``first`` on; None if its storage is too short."""
+    """``numel`` elements starting at the first element of ``first``; None if its storage is too short."""
     offset = int(first.storage_offset())
     if (offset + numel) * first.itemsize > first.untyped_storage().nbytes():
         return None
@@ -440,7 +440,7 @@ def _is_flat(param: torch.Tensor) -> bool:
 
 
 def _flat_around(local: torch.Tensor, buffers: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The buffer of ``buffers`` that contains ``local``; without one, ``local`` as 1-D."""
+    """The one of ``buffers`` that contains ``local``; if none does, ``local`` as a 1-D tensor."""
     start = local.data_ptr()
     for flat in buffers if local.numel() else ():
         is_alike = flat.dtype is local.dtype and flat.device == local.device
@@ -450,8 +450,8 @@ def _flat_around(local: torch.Tensor, buffers: Sequence[torch.Tensor]) -> torch.
 
 
 def _kind_of(grad: Grad, param: DTensor, entry: Mapping[str, Any]) -> tuple[object, ...] | None:
-    """What the parameters of a run have in common: the gradient's dtype, and the state ``entry`` without the values per
-    element. None if DTensor's own operations have to step ``param``."""
+    """What the parameters of a run have in common: the gradient's dtype, and the state ``entry`` without per-element
+    values. None if DTensor's own operations have to step ``param``."""
     _, dtype = grad
     if dtype is None:
         return None

@@ -1,4 +1,4 @@
-"""Methods that run like the forward of their unit, as ``generate`` does."""
+"""Methods that run like the forward of their unit, such as ``generate``."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import nn
 from fsdp2 import _torch
 from fsdp2.runtime.unit import Unit, unit_of
 
-FORWARD_METHOD = "_fsdp2_forward_method"  # attribute of the wrapper of a registered method: the method itself
+FORWARD_METHOD = "_fsdp2_forward_method"  # the attribute of a registered method's wrapper that holds the method itself
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Treat the method ``method_name`` of ``module`` like its ``forward``: parameters are unsharded before it runs, and
-    the steps that follow a forward follow the method.
+    the post-forward steps run after it.
 
-    Calls inside the method to the same unit, ``forward`` included, belong to it: the unit stays unsharded until the
-    outermost call returns. If there were such calls, a root is resharded then, although a forward would leave it
+    Calls inside the method to the same unit, including ``forward``, count as part of it: the unit stays unsharded until
+    the outermost call returns. After such calls, even a root is resharded, although a forward would leave it
     unsharded. Nothing happens if ``module`` is not sharded, or if the method is already registered.
 
     Raises:
@@ -41,7 +41,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def like_forward(unit: Unit, module: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
-    """``method`` of ``module``, run like its forward. Calls inside it to the same ``unit`` belong to it."""
+    """``method`` of ``module``, run like its forward. Calls inside it to the same ``unit`` count as part of it."""
     hooks = unit.hooks
     assert hooks is not None
 
@@ -81,6 +81,6 @@ def _is_running(unit: Unit) -> bool:
 
 @_torch.runs_between_graphs
 def _reshard_between_passes(unit: Unit) -> None:
-    """After a method like ``generate``, as in torch: an optimizer that is built then must find shards."""
+    """After a method like ``generate``, reshard as torch does: an optimizer built afterwards must find shards."""
     if unit.tree is not None and unit.tree.passes.root is None:
         unit.reshard()

@@ -1,10 +1,10 @@
-"""Puts the names of fsdp2 where torch has those of its ``fully_shard`` and ``FullyShardedDataParallel``, so that a
-client needs no change.
+"""Replaces torch's names for ``fully_shard`` and ``FullyShardedDataParallel`` with those of fsdp2, so that a client
+needs no change.
 
-A client is a library that calls ``torch.distributed.fsdp`` itself. Three kinds of modules of torch have the
-names. Homes hand names on: there, ours replace torch's. Sources define names and use them: there, importers get ours,
-and torch's own stay in the globals, since ``replicate`` is built upon them. All other loaded modules of torch that hold
-a name get ours. What a client has imported before is not changed; a warning names it.
+A client is a library that calls ``torch.distributed.fsdp`` itself. Three kinds of torch modules hold the names. Homes
+only re-export them: there, ours replace torch's. Sources define and use them: importers get ours, while torch's own
+stay in the globals, since ``replicate`` is built on them. In all other loaded modules of torch that hold a name, ours
+replaces it. Names that a client imported earlier are not changed; a warning lists them.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from fsdp2.types import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPo
 
 TRIED_IN = "2.13"
 
-# What a home had in this version of torch, and what one gained since. A name that is not here stays torch's.
+# The names that homes have in this version of torch, and those added since. A name that is not here stays torch's.
 _NAMES: dict[str, Any] = {
     "CPUOffloadPolicy": CPUOffloadPolicy,
     "DataParallelMeshDims": DataParallelMeshDims,
     "FSDPModule": FSDPModule,
-    "GradientReductionHandle": GradientReductionHandle,  # in torch 2.15
+    "GradientReductionHandle": GradientReductionHandle,  # since torch 2.15
     "MixedPrecisionPolicy": MixedPrecisionPolicy,
     "OffloadPolicy": OffloadPolicy,
     "UnshardHandle": UnshardHandle,
@@ -55,7 +55,7 @@ _logger = logging.getLogger("fsdp2")
 
 
 class _Source(ModuleType):
-    """A module of torch whose importers get our names, while its own functions read torch's from the globals."""
+    """A torch module whose importers get our names, while its own functions read torch's from its globals."""
 
     def __getattribute__(self, name: str) -> Any:
         found = super().__getattribute__(name)
@@ -66,17 +66,17 @@ class _Installation:
     """What ``install`` has replaced, and how to put it back."""
 
     def __init__(self) -> None:
-        self.theirs: dict[str, Any] = {}  # torch's object of each name
+        self.theirs: dict[str, Any] = {}  # torch's object for each name
         self._undo: list[Callable[[], None]] = []
 
     def replace(self) -> None:
-        from fsdp2 import fsdp1  # imports torch's FSDP1, so only where it is needed
+        from fsdp2 import fsdp1  # imports torch's FSDP1, so import it only here
 
         for name in _NAMES_OF_FSDP1:
             _NAMES[name] = _NAMES_OF_SOURCES[name] = getattr(fsdp1, name)
         for name in torch_names.FULLY_SHARD_INTERNALS[
             1:
-        ]:  # it must import torch's own names, so before they are replaced
+        ]:  # they must import torch's own names, so load them before the names are replaced
             _imported(name)
         homes = [module for name in torch_names.FULLY_SHARD_HOMES if (module := _imported(name)) is not None]
         sources = [module for name in torch_names.FULLY_SHARD_SOURCES if (module := _imported(name)) is not None]
@@ -103,7 +103,7 @@ class _Installation:
             self._undo.pop()()
 
     def _exchange(self, old: dict[str, Any], new: dict[str, Any]) -> None:
-        """In all loaded modules of torch, put ``new`` where ``old`` are, whatever name holds them."""
+        """In all loaded modules of torch, replace the objects ``old`` with ``new``, whatever name they have there."""
         by_id = {id(old[name]): new[name] for name in self.theirs}
         for module in _loaded_modules():
             if _is_of_torch(module.__name__) and not _is_internal(module.__name__):
@@ -117,8 +117,8 @@ class _Installation:
         self._undo.append(lambda: setattr(module, "__class__", before))
 
     def _show_our_wrappers(self) -> None:
-        """Let ``torch.distributed.checkpoint.state_dict``, which asks each wrapper for torch's own state, and clients,
-        which ask for its states and handles, go on with our wrappers."""
+        """Make our wrappers work with ``torch.distributed.checkpoint.state_dict``, which asks each wrapper for torch's
+        own state, and with clients, which ask for its states and handles."""
         from fsdp2.fsdp1.names import is_wrapper
 
         for place in torch_names.FSDP1_STATES:
@@ -130,8 +130,8 @@ class _Installation:
         self._replace(torch_names.FSDP1_LAZY_INIT, lazy_init)
 
     def _list_our_flat_parameters(self) -> None:
-        """``torch.distributed.checkpoint.state_dict`` looks for them in the wrapped modules, which keep the original
-        parameters: add them to its list."""
+        """Add our flat parameters to the list of ``torch.distributed.checkpoint.state_dict``, which looks for them in
+        the wrapped modules, although those keep the original parameters."""
         from fsdp2.fsdp1.names import flat_params_in
 
         def with_ours(of_torch: Callable[..., Any]) -> Callable[..., Any]:
@@ -140,15 +140,15 @@ class _Installation:
         self._replace(torch_names.LISTED_STATE, with_ours)
 
     def _show_states(self) -> None:
-        """Let torch's pipelining and clients read the state of a module, by a method and in torch's registry."""
-        from fsdp2.extras.torch_view import registry, state  # not for those who import this module only
+        """Let torch's pipelining and clients read the state of a module, through a method and torch's registry."""
+        from fsdp2.extras.torch_view import registry, state  # importing this module alone does not need it
 
         setattr(FSDPModule, torch_names.STATE_OF_MODULE, state.state_of)
         self._undo.append(lambda: delattr(FSDPModule, torch_names.STATE_OF_MODULE))
         self._undo.append(registry.show())
 
     def _replace(self, place: tuple[str, str], make: Callable[[Any], object]) -> None:
-        """Put ``make(function)`` where torch's function at ``place`` is, (module, name), if there is one."""
+        """Replace torch's function at ``place``, (module, name), with ``make(function)``, if there is one."""
         owner, name = place
         of_torch = getattr(_imported(owner), name, None)
         if of_torch is not None:
@@ -162,7 +162,7 @@ class _Installation:
                 setattr(module, name, new)
 
     def _check_for_our_modules(self, owner: str, name: str) -> None:
-        """Let torch's ``fully_shard`` and ``replicate`` refuse modules that fsdp2 has sharded."""
+        """Make torch's ``fully_shard`` and ``replicate`` refuse modules that fsdp2 has sharded."""
         module = _imported(owner)
         if module is None or name not in vars(module):
             return
@@ -187,14 +187,14 @@ _current: _Installation | None = None
 
 
 def install() -> None:
-    """Make clients of ``torch.distributed.fsdp.fully_shard`` use fsdp2, without a change in the client.
+    """Make clients of ``torch.distributed.fsdp.fully_shard`` use fsdp2, without changing the client.
 
     Call it on all ranks before the client is imported; ``python -m fsdp2 run script.py`` does so for a whole script.
     ``FullyShardedDataParallel`` is replaced, too. Rank 0 logs what was replaced. A second call does nothing.
 
     Warns:
-        UserWarning: a module was imported before and still holds torch's names; torch has names that are newer than
-            fsdp2, which stay torch's.
+        UserWarning: a module was imported earlier and still holds torch's names; or torch has names that are newer than
+            fsdp2, which are not replaced.
 
     Raises:
         RuntimeError: this torch has no ``torch.distributed.fsdp.fully_shard``.
@@ -219,8 +219,8 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Put torch's names back where :func:`install` has replaced them. Modules of clients that were imported in between
-    keep ours. Does nothing if nothing is installed."""
+    """Restore torch's names where :func:`install` has replaced them. Client modules that were imported in the meantime
+    keep ours. Does nothing if fsdp2 is not installed."""
     global _current
     installation, _current = _current, None
     if installation is not None:
@@ -229,7 +229,7 @@ def uninstall() -> None:
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """:func:`install` for the ``with`` block, for tests. If it was installed before, it stays installed."""
+    """Call :func:`install` for a ``with`` block, for tests. If fsdp2 was installed before, it stays installed."""
     was_installed = _current is not None
     install()
     try:
@@ -240,10 +240,10 @@ def installed() -> Iterator[None]:
 
 
 def _refuse_our_modules(given: Any, caller: str) -> None:
-    """Refuse what torch's ``caller`` was given, if fsdp2 has sharded a module of it.
+    """Refuse the arguments of torch's ``caller`` if fsdp2 has sharded a module in them.
 
     Raises:
-        ValueError: names the module and both runtimes.
+        ValueError: fsdp2 has sharded a module. The error names the module and both runtimes.
     """
     for root in given if isinstance(given, (list, tuple)) else [given]:
         for name, module in plain_named_modules(root) if isinstance(root, nn.Module) else ():
@@ -257,7 +257,7 @@ def _refuse_our_modules(given: Any, caller: str) -> None:
 
 
 def _report(installation: _Installation) -> None:
-    """Rank 0 says what was replaced, and warns about what was not."""
+    """On rank 0, log what was replaced, and warn about what was not."""
     if _rank() != 0:
         return
     replaced = sorted(name for name in installation.theirs if name in _NAMES)
@@ -285,7 +285,7 @@ def _report(installation: _Installation) -> None:
 
 
 def _holders(theirs: dict[str, Any]) -> dict[str, list[str]]:
-    """Modules outside of torch and fsdp2 that hold torch's names."""
+    """Modules outside torch and fsdp2 that hold torch's names."""
     ids = {id(value) for value in theirs.values()}
     found: dict[str, list[str]] = {}
     for module in _loaded_modules():
@@ -314,10 +314,10 @@ def _is_of_torch(name: str) -> bool:
 
 
 def _is_internal(name: str) -> bool:
-    """Whether torch's own runtime is written there, rather than a module that hands its names on."""
+    """Whether the module belongs to torch's own runtime, rather than re-exporting its names."""
     return name not in torch_names.FULLY_SHARD_HOMES and name.startswith(torch_names.FULLY_SHARD_INTERNALS)
 
 
 def _rank() -> int:
-    """This process' rank, also before the process group is there."""
+    """The rank of this process, even before the process group exists."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else int(os.environ.get("RANK", "0"))

@@ -1,7 +1,7 @@
-"""Whole parameters for a while, in a ``with`` block.
+"""Whole parameters for the duration of a ``with`` block.
 
 ``unsharded`` lends the slots of parameters to the user. The whole parameters have their own memory. Forwards that
-record gradients are refused, since nothing would reduce the gradients. Before and after the block, the shards are the
+record gradients are refused, since nothing would reduce the gradients. Outside the block, the shards are the source of
 truth.
 """
 
@@ -40,25 +40,25 @@ def unsharded(
 ) -> Iterator[None]:
     """Inside the block, the parameters under ``module`` are whole, plain ``nn.Parameter`` s of the shards' dtype.
 
-    Read them, write them in place, or replace them by parameters of the same shape. All ranks enter and leave the block
-    together. Parameters cut by tensor parallelism are the DTensors that tensor parallelism made. Parameters are
-    gathered one by one, on the device; during its gather, a parameter takes its memory twice. Whole parameters have no
-    gradients, and freezing them does not freeze the shards.
+    Read them, write them in place, or replace them with parameters of the same shape. All ranks must enter and leave
+    the block together. Parameters cut by tensor parallelism are the DTensors that tensor parallelism made. Parameters
+    are gathered one by one, on the device; during its gather, a parameter takes twice its memory. Whole parameters have
+    no gradients, and freezing them does not freeze the shards.
 
-    Under ``torch.no_grad()``, modules under ``module`` run as if they were not sharded: nothing is communicated, each
-    rank may run other modules, and inputs and outputs are not cast.
+    Under ``torch.no_grad()``, modules under ``module`` run as if they were not sharded: nothing is communicated, ranks
+    may run different modules, and inputs and outputs are not cast.
 
     Args:
         module: any module of a sharded tree. Only parameters under ``module`` are gathered, even if its unit has more.
         writeback: copy values into the shards when the block ends. If the block raises, nothing is written.
         rank0_only: only the first rank of the data-parallel mesh has whole parameters; other ranks see their shards.
             The values of the first rank are written on all ranks.
-        offload_to_cpu: whole parameters are on the host; the device holds one at a time.
+        offload_to_cpu: keep whole parameters on the host; the device holds one at a time.
 
     Raises:
         ValueError: no parameter under ``module`` is sharded; a replacement has another shape. Nothing is written then.
-        ScheduleError: a forward or backward runs; parameters are lent to another ``unsharded`` already; a forward in
-            the block records gradients.
+        ScheduleError: a forward or backward is running; parameters are already lent to another ``unsharded``; a forward
+            in the block records gradients.
         RuntimeError: a parameter is still on the meta device; with ``rank0_only``, the block raised on another rank.
 
     Source: ``FullyShardedDataParallel.summon_full_params`` of PyTorch, with its arguments.
@@ -76,7 +76,7 @@ def lent_whole(
     rank0_only: bool = False,
     offload_to_cpu: bool = False,
 ) -> Iterator[None]:
-    """``unsharded`` of the parameters ``lent``. Those of ``units`` that are lent completely run as if not sharded."""
+    """``unsharded`` for the parameters ``lent``. Those of ``units`` that are lent completely run as if not sharded."""
     ranks = {mesh: all_ranks(mesh) for mesh in dict.fromkeys(group.mesh for group in lent)} if rank0_only else {}
     with ExitStack() as stack:
         whole = set()  # groups that this rank gets completely
@@ -106,13 +106,13 @@ def lent_whole(
 
 
 def all_ranks(mesh: ParallelMesh) -> Axis:
-    """All data-parallel ranks: the shard and the replicate axis as one axis. Collective on a 2D mesh."""
+    """All data-parallel ranks: the shard and replicate axes combined into one. Collective on a 2D mesh."""
     return replicated(mesh).replicate
 
 
 @contextmanager
 def _raising_on_all_ranks(axes: Iterable[Axis]) -> Iterator[None]:
-    """If the block raises on one rank of ``axes``, raise on all: other ranks would wait for the values to write."""
+    """If the block raises on one rank of ``axes``, raise on all: the others would wait for the values to write."""
     try:
         yield
     except Exception as error:
@@ -124,7 +124,7 @@ def _raising_on_all_ranks(axes: Iterable[Axis]) -> Iterator[None]:
 
 
 def _problem(axes: Iterable[Axis], mine: str | None) -> str | None:
-    """The first problem on the ranks of ``axes``; without ``axes``, ``mine``."""
+    """The first problem that a rank of ``axes`` has; without ``axes``, ``mine``."""
     for axis in axes:
         found = exchange(axis, mine)
         mine = next((each for each in found if each is not None), None)
@@ -136,7 +136,7 @@ def params_under(module: nn.Module, caller: str = "unsharded") -> dict[ParamGrou
 
     Raises:
         ValueError: there are none.
-        ScheduleError: a forward or backward runs; some are lent already.
+        ScheduleError: a forward or backward is running; some are lent already.
     """
     check_idle(module, caller)
     by_slot = groups_by_slot()
@@ -177,10 +177,10 @@ def check_not_lent(groups: Iterable[ParamGroup], caller: str) -> None:
 
 
 def check_idle(module: nn.Module, caller: str) -> None:
-    """Refuse what would read or write shards during a pass.
+    """Refuse a call that would read or write shards during a pass.
 
     Raises:
-        ScheduleError: a forward or backward of ``module`` runs.
+        ScheduleError: a forward or backward of ``module`` is running.
     """
     _refuse_running({unit.running for _, unit in units_under(module)}, module, caller)
 
@@ -197,8 +197,8 @@ def _refuse_running(passes: Iterable[str], module: nn.Module, caller: str) -> No
 
 
 def _hand_out(group: ParamGroup, param: ShardedParam, *, is_here: bool, device: torch.device | None) -> nn.Parameter:
-    """Gather ``param``. If ``is_here``, bind it whole on ``device``; None means the device of the mesh. Returns what is
-    bound."""
+    """Gather ``param``. If ``is_here``, bind it whole on ``device``; None means the device of the mesh. Returns the
+    bound parameter."""
     with torch.no_grad():
         local = _torch.local_of(param.sharded)
         full = gathered(group, param, local) if is_plain(local) else _gathered_subclass(param)
@@ -212,15 +212,15 @@ def _hand_out(group: ParamGroup, param: ShardedParam, *, is_here: bool, device: 
 
 
 def gathered(group: ParamGroup, param: ShardedParam, local: torch.Tensor) -> torch.Tensor:
-    """The values of ``param`` of ``group``, of which ``local`` are those of this rank's shard, plain and of any dtype.
-    If model axes have cut the parameter, this rank's part. May share the memory of ``local``."""
+    """The values of ``param`` of ``group``, gathered from ``local``, this rank's shard as a plain tensor of any dtype.
+    If model axes have cut the parameter, only this rank's part. May share the memory of ``local``."""
     return gathered_together(group, [param], [local])[0]
 
 
 def gathered_together(
     group: ParamGroup, params: Sequence[ShardedParam], locals_: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """The values of ``params`` of ``group``, in one launch. Values travel as bytes: backends do not know all dtypes."""
+    """Gather ``params`` of ``group`` in one launch. Values are sent as bytes: backends do not support all dtypes."""
     sent = [packed(param, local) for param, local in zip(params, locals_, strict=True)]
     got = list(sent)
     for i, param in enumerate(params):
@@ -234,7 +234,7 @@ def gathered_together(
 
 
 def packed(param: ShardedParam, local: torch.Tensor) -> torch.Tensor:
-    """``local``, the values of this rank's shard, as the message to others: flat, padded, on the mesh's device."""
+    """``local``, the values of this rank's shard, as a message: flat, padded, on the mesh's device."""
     layout, device = param.layout, param.mesh.device
     if local.numel() == layout.chunk_numel:
         return local.to(device).reshape(-1)
@@ -244,7 +244,7 @@ def packed(param: ShardedParam, local: torch.Tensor) -> torch.Tensor:
 
 
 def joined(param: ShardedParam, got: torch.Tensor) -> torch.Tensor:
-    """The values that lie in ``got``, the messages of all ranks behind each other."""
+    """The values of ``param`` from ``got``, the concatenated messages of all ranks."""
     layout = param.layout
     if layout.is_contiguous:
         return got[: layout.numel].view(layout.shape)
@@ -264,9 +264,9 @@ def _gathered_subclass(param: ShardedParam) -> torch.Tensor:
 
 
 def whole_subclass(param: ShardedParam, local: torch.Tensor) -> torch.Tensor:
-    """All of ``param``, of which this rank has the tensor subclass ``local``. Collective. DTensor gathers what the
-    operations of the class read. Instead, a class may have ``fsdp2_whole(gather)``: ``gather`` joins a plain tensor
-    that is cut as the parameter is, and the method returns a wrapper of such tensors."""
+    """All of ``param``, of which this rank has the tensor subclass ``local``. Collective. By default, DTensor gathers
+    what the operations of the class read. A class may instead define ``fsdp2_whole(gather)``: ``gather`` joins a plain
+    tensor that is cut like the parameter, and the method returns a wrapper around such tensors."""
     like = param.spec.sharded.dtensor(local)
     if not hasattr(local, WHOLE):
         return like.full_tensor()
@@ -275,14 +275,14 @@ def whole_subclass(param: ShardedParam, local: torch.Tensor) -> torch.Tensor:
 
 
 def joined_along_dim_0(like: DTensor, inner: torch.Tensor) -> torch.Tensor:
-    """The plain tensor that is cut along dim 0 as ``like`` is, of which this rank has ``inner``. Collective."""
+    """The whole of a plain tensor that is cut along dim 0 like ``like``; this rank has ``inner``. Collective."""
     shape = torch.Size((like.shape[0], *inner.shape[1:]))
     mesh, placements, strides = like.device_mesh, like.placements, contiguous_stride(shape)
     return DTensor.from_local(inner, mesh, placements, run_check=False, shape=shape, stride=strides).full_tensor()
 
 
 def _value(param: ShardedParam, handed_out: nn.Parameter) -> torch.Tensor:
-    """What the user has left in the slots of ``param``. If the user replaced one slot of a tie, the replacement."""
+    """The value that the user left in the slots of ``param``: the replacement, if the user replaced one of them."""
     found = (getattr(module, name, None) for module, name in param.slots)
     bound = next((each for each in found if each is not handed_out), handed_out)
     local = _torch.local_of(bound) if isinstance(bound, DTensor) else bound
@@ -298,7 +298,7 @@ def _value(param: ShardedParam, handed_out: nn.Parameter) -> torch.Tensor:
 
 
 def _from_first_rank(value: torch.Tensor, param: ShardedParam, ranks: Axis) -> torch.Tensor:
-    """Every rank returns the ``value`` of the first one."""
+    """The ``value`` of the first rank, on every rank."""
     device, local = param.mesh.device, _torch.local_of(param.sharded)
     if hasattr(local, WHOLE):
         value = value.to(device) if ranks.rank == 0 else local.new_zeros(param.layout.shape, device=device)

@@ -1,6 +1,6 @@
-"""``load_safetensors``: files in Hugging Face's layout, into shards.
+"""``load_safetensors``: load files in Hugging Face's layout into shards.
 
-Rule: files are checked on all ranks before the first shard is written, and never opened by name again.
+Rule: files are checked on all ranks before the first shard is written, and are never reopened by name.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _MAX_LISTED = 20
 
 
 class LoadedKeys(NamedTuple):
-    """What did not match, as :func:`load_safetensors` returns it: names of the model that no file has, and keys of the
-    files that the model does not have."""
+    """The mismatches that :func:`load_safetensors` returns: names in the model that no file has, and keys in the files
+    that the model does not have."""
 
     missing_keys: list[str]
     unexpected_keys: list[str]
@@ -61,38 +61,38 @@ def load_safetensors(
 
     All ranks must call it. Each rank reads only the slices that it holds, from files that all ranks see or have copies
     of. Floating-point values are cast to the dtype of the model. All files are checked on all ranks before anything is
-    written. If ``save_safetensors`` replaces them meanwhile, all ranks load the old ones, or all load the new ones. A
-    model on the meta device needs ``to_empty`` first. A warning names non-persistent buffers, which no file has, that
-    nobody has filled since. Of tied weights, the files need one name. A tensor subclass takes values as its ``copy_``
-    does: a quantised one quantises them. 4-bit weights of bitsandbytes take what it writes itself, or the weights
-    themselves, which it quantises shard by shard.
+    written. If ``save_safetensors`` replaces them meanwhile, either all ranks load the old ones or all load the new
+    ones. A model on the meta device needs ``to_empty`` first. Non-persistent buffers are in no file; a warning names
+    those that are still unfilled. For tied weights, the files need only one name. Tensor subclasses take values through
+    ``copy_``, so a quantised one quantises them. 4-bit weights of bitsandbytes load from its own format, or from the
+    original weights, which are quantised shard by shard.
 
     Args:
-        model: the model, or a part of it, whose names are those of its own state dict, without wrappers. Files may say
-            wrappers, as ``state_dict()`` does under ``torch.compile``.
+        model: the model, or a part of it. Names are those of its own state dict, without wrappers. Keys of the files
+            may include wrappers, as those of ``state_dict()`` do under ``torch.compile``.
         path_or_index: a ``.safetensors`` file, an index (``.json``), or a folder with ``model.safetensors`` or
             ``model.safetensors.index.json``.
-        rename: maps a key of the files to a name of the model: a mapping, in which keys may be absent, or a function,
-            which returns None to leave a key out.
-        mapping: for tensors that the files have stacked, concatenated, split or transposed: a list of ``WeightRule`` of
-            ``fsdp2.tools.checkpoint_mapping``, or ``transformers_mapping(model)`` of
-            ``fsdp2.tools.transformers_mapping``. ``rename`` gets the keys that no rule is about.
-        strict: whether missing and unexpected keys are errors. A tensor of which files have only some parts always is.
+        rename: maps a key in the files to a name in the model: either a mapping, which need not have all keys, or a
+            function, which returns None to leave a key out.
+        mapping: handles tensors that are stacked, concatenated, split or transposed in the files: a list of
+            ``WeightRule`` from ``fsdp2.tools.checkpoint_mapping``, or ``transformers_mapping(model)`` from
+            ``fsdp2.tools.transformers_mapping``. ``rename`` gets the keys that no rule covers.
+        strict: whether missing and unexpected keys are errors. A tensor with only some parts in the files always is.
         group: the ranks that load together. Default: all ranks.
 
     Returns:
         The missing and the unexpected keys.
 
     Raises:
-        ValueError: files are cut off or not there, keys are missing or unexpected, shapes or dtypes differ, a parameter
+        ValueError: files are truncated or absent, keys are missing or unexpected, shapes or dtypes differ, a parameter
             is on the meta device, elements of a buffer share memory. One error lists all problems, on all ranks. The
-            model is unchanged. Also: ``mapping`` does not fit the model; ranks find different checkpoints; files are of
-            two saves.
+            model is unchanged. Also: ``mapping`` does not fit the model; ranks find different checkpoints; files come
+            from two saves.
         FileNotFoundError: ``path_or_index`` does not exist, or the folder has no checkpoint.
-        TypeError: ``rename`` is of the wrong type, or gives something else than names.
-        ScheduleError: a forward or backward runs, or parameters are lent to ``fsdp2.unsharded``.
-        RuntimeError: files are replaced again and again: the model is unchanged. Or a file was overwritten, or could
-            not be read, after the checks: the model is loaded half.
+        TypeError: ``rename`` is of the wrong type, or returns something other than names.
+        ScheduleError: a forward or backward is running, or parameters are lent to ``fsdp2.unsharded``.
+        RuntimeError: files keep being replaced: the model is unchanged. Or a file was overwritten, or could not be
+            read, after the checks: the model is partly loaded.
         ImportError: safetensors is not installed.
     """
     axis = axis_of(group)
@@ -138,13 +138,13 @@ def _warn_of_empty_buffers(model: nn.Module) -> None:
         f"load_safetensors: no checkpoint has non-persistent buffers, and nobody has filled {listed}{more} since they "
         f"were on the meta device. Fill them before the first forward: {buffer} = value, with the value that the "
         "constructor of the module computes.",
-        stacklevel=4,  # the caller of load_safetensors, behind torch.no_grad
+        stacklevel=4,  # the caller of load_safetensors, beyond torch.no_grad
     )
 
 
 class _Shard:
-    """What this rank has of ``weight``, while it takes ``num_pieces``. A subclass takes its values at once: so they are
-    put together first."""
+    """This rank's part of ``weight``, while it receives ``num_pieces`` pieces. A subclass must take all its values at
+    once, so they are assembled first."""
 
     def __init__(self, weight: Weight, num_pieces: int) -> None:
         self.weight = weight
@@ -152,7 +152,7 @@ class _Shard:
         self._values: torch.Tensor | None = None
 
     def take(self, opened: Any, piece: Piece) -> int:
-        """Copy ``piece`` from the file. Returns the number of bytes that the shard has got."""
+        """Copy ``piece`` from the file. Returns the number of bytes that the shard received."""
         local, numel = self.weight.local, 0
         for box, values in _values_of(opened, piece, self._along):
             if values.shape == local.shape:
@@ -169,18 +169,18 @@ class _Shard:
             local.copy_(self._values)
             self._values = None
         elif self._num_left == 0 and local.numel() == 0:
-            local.zero_()  # all ranks write, so that what depends on writes is alike on all
+            local.zero_()  # all ranks write, so that whatever depends on writes is the same on all
         return numel * local.dtype.itemsize
 
     def finish(self) -> None:
-        """All files were read. Collective."""
+        """Called after all files were read. Collective."""
 
 
 class _PackedShard(_Shard):
-    """What this rank has of one of several tensors that files have of a parameter."""
+    """This rank's part of one of several tensors that the files have for a parameter."""
 
     weight: WeightInFiles
-    _dense: torch.Tensor | None = None  # what was quantised on the way: what the ranks then need of each other
+    _dense: torch.Tensor | None = None  # after quantising while loading: what the ranks then need from each other
 
     def take(self, opened: Any, piece: Piece) -> int:
         if self.weight.is_dense_in(opened, piece.key):
@@ -197,7 +197,7 @@ class _PackedShard(_Shard):
 def _load_file(
     checkpoint: OpenCheckpoint, file: Path, pieces: Sequence[tuple[Piece, _Shard]], advance: Callable[[int], object]
 ) -> None:
-    key, opened = "", checkpoint.opened.pop(file)  # it is unmapped at the end
+    key, opened = "", checkpoint.opened.pop(file)  # unmapped when this function returns
     try:
         with torch.device("cpu"):  # safetensors makes tensors on the default device, which may be the meta device
             for piece, shard in pieces:
@@ -218,24 +218,24 @@ def _load_file(
 def _values_of(
     opened: Any, piece: Piece, along: Sequence[Sequence[Run]]
 ) -> Iterator[tuple[tuple[slice, ...], torch.Tensor]]:
-    """What a rank with the entries ``along`` has of ``piece``: where it goes, and the values, which nothing has read
-    yet."""
+    """The parts of ``piece`` that a rank with the entries ``along`` holds: where each one goes, and its values, which
+    are not read yet."""
     for read in reads(piece, along):
         values = _slice_of(opened, piece.key, read.of_key).permute(piece.key_order)
         yield read.local, values.reshape([part.stop - part.start for part in read.local])
 
 
 def _slice_of(opened: Any, key: str, part: tuple[slice, ...]) -> torch.Tensor:
-    """A part of ``key``. The file is mapped into memory, so only what is copied from there is read."""
+    """A part of ``key``. The file is memory-mapped, so only what is copied from it is read."""
     return opened.get_slice(key)[part]
 
 
 class _Checked:
-    """Compares what files have with what the model needs, from headers alone.
+    """Compares the contents of the files with what the model needs, using only headers.
 
     Attributes:
-        missing: first names of weights that no file has.
-        unexpected: keys that are no names of the model.
+        missing: the first names of weights that no file has.
+        unexpected: keys that are not names in the model.
     """
 
     def __init__(
@@ -255,7 +255,7 @@ class _Checked:
         self._dense: set[int] = set()  # ids of parameters that the files have as one tensor
         self._opened, self._headers = checkpoint.opened, checkpoint.headers
         self._sources: dict[str, list[Piece]] = {}
-        self._absent: dict[str, str] = {}  # names with a rule, and a key of it, if no file has any
+        self._absent: dict[str, str] = {}  # names whose rule has no key in any file, each with one of these keys
         self._unreadable, self._others = checkpoint.unreadable, list(checkpoint.absent)
         self._match()
         self._check()
@@ -281,7 +281,7 @@ class _Checked:
             self._compare_tied()
 
     def _scaled(self, pieces: Sequence[Piece], weight: Weight) -> Iterator[str]:
-        """What is wrong with ``pieces`` in 8 bits that have scales: a cast to a wider dtype would leave these out."""
+        """Problems with 8-bit ``pieces`` that have scales: a cast to a wider dtype would ignore the scales."""
         keys = [piece.key for piece in pieces if piece.key in self._headers]
         for key in [key for key in keys if self._headers[key].code.startswith("F8_")]:
             scales = [scale for scale in (f"{key}_scale", f"{key}_scale_inv") if scale in self._headers]
@@ -293,7 +293,7 @@ class _Checked:
                 )
 
     def _match(self) -> None:
-        """Find for each name of the model what it is in the files."""
+        """Find the tensors in the files for each name in the model."""
         claimed: set[str] = set()
         if not self._unreadable or self._mapping is None:
             files = {key: header.shape for key, header in self._headers.items()}
@@ -326,7 +326,7 @@ class _Checked:
         name = renamed(key, self._rename)
         if name is None:
             return
-        if name not in self._by_name:  # state_dict() says wrappers, too
+        if name not in self._by_name:  # state_dict() includes wrappers in its keys
             name = plain_name(self._model, name)
         weight = self._by_name.get(name)
         if weight is None:
@@ -362,14 +362,14 @@ class _Checked:
             self._others.append(problem)
 
     def _compare_tied(self) -> None:
-        """Files may have a tied weight under several names. Then values are read here, since only one can be loaded."""
+        """Compare tied weights that the files have under several names, since only one can be loaded. Reads values."""
         for weight in self._weights:
             found = [self._sources[name] for name in weight.names if name in self._sources]
             if isinstance(weight, WeightInFiles):
-                continue  # the first name counts
+                continue  # the first name is used
             for pieces, others in itertools.pairwise(found):
                 one, another = (self._read(each, weight) for each in (pieces, others))
-                if not torch.allclose(one, another, rtol=0.0, atol=0.0, equal_nan=True):  # equal() has no float8
+                if not torch.allclose(one, another, rtol=0.0, atol=0.0, equal_nan=True):  # equal() lacks float8
                     first, other = pieces[0].key, others[0].key
                     self._others.append(f"'{first}' and '{other}' differ, but the model ties them.")
 
@@ -381,7 +381,7 @@ class _Checked:
         return values
 
     def problems(self, strict: bool) -> list[str]:
-        """One line each, with its remedy."""
+        """One line for each problem, with its remedy."""
         found = _first_of(self._unreadable) + _first_of(self._others)
         missing = [f"'{name}'" + self._why(name) for name in self.missing]
         unexpected = [f"'{key}'" for key in self.unexpected]
@@ -397,7 +397,7 @@ class _Checked:
         return "" if key is None else f" (by the mapping from '{key}')"
 
     def plan(self) -> dict[Path, list[tuple[Piece, _Shard]]]:
-        """By file, what to read in the order of the file: each weight once."""
+        """What to read from each file, in the order of the file: each weight once."""
         by_key: dict[str, list[tuple[Piece, _Shard]]] = {}
         for weight in self._weights:
             name = next((each for each in weight.names if each in self._sources), None)

@@ -1,7 +1,7 @@
-"""What ``load_state_dict`` must not copy into shards: plain tensors, since nobody knows of which rank they are.
+"""Refuses plain tensors that ``load_state_dict`` would copy into shards, since nothing says which rank's they are.
 
-torch refuses them too, parameter by parameter. Here, one error names all, before anything is loaded. Rule: where
-somebody else may change loaded values on their way, as a hook that cuts them does, torch alone decides.
+torch refuses them too, parameter by parameter. Here, one error names them all, before anything is loaded. Rule: where
+other code may change values while they are loaded, such as a hook that cuts them, torch alone decides.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from fsdp2.tools import torch_names
 from fsdp2.tools.torch_names import is_sharded_tensor
 
 _MAX_NAMES = 4
-_CHANGE_NOTHING = "fsdp2.runtime.hooks", "fsdp2.tools.host_adamw.optimizer"  # whose hooks change no values on their way
+_CHANGE_NOTHING = "fsdp2.runtime.hooks", "fsdp2.tools.host_adamw.optimizer"  # their hooks change no values
 
 
 def check_loaded(module: nn.Module, state: Mapping[str, Any], prefix: str, is_assigned: bool) -> None:
-    """Check what ``state`` has for the shards under ``module``, whose keys begin with ``prefix``.
+    """Check the values in ``state`` for the shards under ``module``, whose keys begin with ``prefix``.
 
     Raises:
-        RuntimeError: values are plain tensors. It is the type that ``load_state_dict`` raises.
+        RuntimeError: values are plain tensors. ``load_state_dict`` raises the same type.
     """
     if not is_assigned and torch_names.replicates_plain_tensors():
         return
@@ -50,7 +50,7 @@ def check_loaded(module: nn.Module, state: Mapping[str, Any], prefix: str, is_as
 
 
 def _loaded_parameters(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters under ``module`` with their keys, but for those whose values somebody else may change."""
+    """The parameters under ``module`` with their keys, except those whose values other code may change."""
     if torch_names.changes_what_it_loads(module, _is_own_hook):
         return
     for name, param in _torch.parameters_dict(module).items():
@@ -65,7 +65,7 @@ def _is_own_hook(hook: object) -> bool:
 
 
 def _is_plain(value: object, *, is_assigned: bool) -> bool:
-    """Whether ``value`` is a tensor that a shard does not take. torch copies a single element into any DTensor."""
+    """Whether ``value`` is a tensor that a shard cannot load. torch copies a single element into any DTensor."""
     if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or is_sharded_tensor(value):
         return False
     return is_assigned or value.numel() != 1

@@ -1,8 +1,8 @@
-"""Keeps the passes of a root under a limit on temporary memory: performs an action if the ledger has room for it.
+"""Keeps the passes of a root under a limit on temporary memory: an action is performed if the ledger has room for it.
 
-A prefetch that does not fit is skipped; the unit is gathered when it is needed. A needed gather makes room: reductions
-in flight land, then gathers that no unit waits for yet are dropped. If there is still no room, the pass raises. All
-decisions follow from plans and the order of events, never from an allocator, so all ranks decide the same (I14).
+A prefetch that does not fit is skipped; the unit is gathered when it is needed. A gather that is needed makes room:
+reductions in flight land, then gathers that no unit waits for yet are dropped. If there is still no room, the pass
+raises. All decisions follow from plans and the order of events, never from an allocator, so all ranks agree (I14).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _BEGINS_BACKWARD = ("pre_backward", "join_backward")
 
 
 class MemoryLimit:
-    """Decorates the actions of ``tree`` in one forward and what follows it, so that at most ``limit`` bytes are held.
+    """Adapts the actions of ``tree`` in one forward and its backward, so that at most ``limit`` bytes are held.
 
     Raises:
         MemoryLimitError: a unit will not fit.
@@ -42,8 +42,8 @@ class MemoryLimit:
                 ledger.reshard(index, post_forward=GroupState.SHARDED_POST_FORWARD in states)
 
     def __call__(self, event: str, unit: Unit | None, actions: Actions) -> Iterator[tuple[Action, int]]:
-        """What is performed in place of ``actions``, which follow from ``event`` of ``unit``. Each action was performed
-        when the next one is asked for.
+        """The actions to perform in place of ``actions``, which follow from ``event`` of ``unit``. The caller performs
+        each action before it asks for the next one.
 
         Raises:
             MemoryLimitError: a unit does not fit.
@@ -71,12 +71,12 @@ class MemoryLimit:
         yield action, index
         if action is Action.UNSHARD:
             self._measure(index)
-        reduces_later = action is Action.REDUCE and index in self._schedule.tape.ended  # nothing is there yet
+        reduces_later = action is Action.REDUCE and index in self._schedule.tape.ended  # there are no gradients yet
         if not reduces_later:
             self._ledger.count(action, index, self._executor.max_in_flight)
 
     def _room(self, index: int, nbytes: int) -> Iterator[tuple[Action, int]]:
-        """Make room for ``nbytes`` more of the unit at ``index``."""
+        """Make room for ``nbytes`` more for the unit at ``index``."""
         ledger = self._ledger
         if ledger.fits(nbytes):
             return
@@ -108,10 +108,10 @@ class MemoryLimit:
             )
 
     def _in_backward(self, index: int) -> int:
-        """What a unit takes at most from the start of its backward to the start of its reduction."""
+        """The most that a unit takes between the start of its backward and the start of its reduction."""
         sizes, rules = self._ledger.sizes[index], self._units[index].config
         computes = sizes.backward(reshards=True)
-        if rules.after_forward is AfterForward.KEEP:  # it is there already
+        if rules.after_forward is AfterForward.KEEP:  # the parameters are unsharded already
             return sizes.unsharded + computes
         return sizes.alone if rules.unshard_in_backward else computes
 
@@ -125,7 +125,7 @@ class MemoryLimit:
         )
 
     def _measure(self, index: int) -> None:
-        """Update the sizes of a unit: its plans may be new."""
+        """Update the sizes of a unit, since its plans may be new."""
         before, self._ledger.sizes[index] = self._ledger.sizes[index], unit_bytes(self._units[index])
         if self._ledger.sizes[index] != before:
             self._check(index)

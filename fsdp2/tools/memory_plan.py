@@ -1,8 +1,8 @@
 """The bytes that a sharded model takes on this rank besides its shards: ``print(fsdp2.memory_plan(model))``.
 
-The sizes come from plans only: nothing runs or is allocated, and no allocator is asked. All ranks compute the same
-sizes, so ``memory_limit`` decides the same on all ranks. Not counted: shards and their gradients, activations, and
-gradients that the user keeps unreduced.
+The sizes come from plans only: nothing runs or is allocated, and no allocator is queried. All ranks compute the same
+sizes, so ``memory_limit`` decides the same on all ranks. Shards and their gradients, activations, and gradients that
+the user keeps unreduced are not counted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fsdp2.tools.units import sharded_unit
 
 @dataclass(frozen=True)
 class UnitMemory:
-    """One unit. ``shards``: bytes of the parameter shards. Gradients of shards take as much again, optimizers more."""
+    """One unit's memory. ``shards``: the bytes of its shards. Their gradients take as much again, optimizers more."""
 
     name: str
     shards: int
@@ -41,10 +41,10 @@ class MemoryPlan:
     Attributes:
         units: the units in the order of the model's modules, the root first.
         peak: the most that a step holds besides shards and their gradients, if gathers and reductions overlap with
-            compute. The units run in the order of the last forward; before a first forward, in the order of modules.
-            A unit that a forward uses several times counts as such after the second step. Units that one activation
+            compute. The units run in the order of the last forward; before the first forward, in module order.
+            Repeated uses of a unit in one forward are counted after the second step. Units that one activation
             checkpoint recomputes together are all unsharded in backward at once; that is not counted.
-        at_least: the smallest limit for :meth:`FSDPModule.set_temporary_memory_limit`; nothing overlaps then.
+        at_least: the smallest limit for :meth:`FSDPModule.set_temporary_memory_limit`; with it, nothing overlaps.
     """
 
     units: tuple[UnitMemory, ...]
@@ -65,7 +65,7 @@ class MemoryPlan:
 
 def memory_plan(module: nn.Module) -> MemoryPlan:
     """Compute the bytes of every unit on this rank, without activations. Payloads of all-gather hooks, and tensors that
-    the hooks make, count after the first gather. ``module`` is the root of a sharded model.
+    the hooks make, are counted after the first gather. ``module`` is the root of a sharded model.
 
     Raises:
         ValueError: ``module`` is not sharded.
@@ -82,13 +82,13 @@ def _shards_nbytes(unit: Unit) -> int:
 
 
 def peak_if_staged(tree: UnitTree, staged: Sequence[bool]) -> int:
-    """``MemoryPlan.peak`` if the shards of exactly those units that are ``staged`` lived on the host."""
+    """What ``MemoryPlan.peak`` would be if exactly the ``staged`` units had their shards on the host."""
     pairs = zip(tree.units, staged, strict=True)
     return _peak(tree, [unit_bytes(unit, is_staged=is_staged) for unit, is_staged in pairs], overlaps=True)
 
 
 def _peak(tree: UnitTree, sizes: Sequence[UnitBytes], *, overlaps: bool) -> int:
-    """The most that a step holds. Not ``overlaps``: nothing is prefetched, and reductions land at once."""
+    """The most that a step holds. Without ``overlaps``, nothing is prefetched, and reductions land at once."""
     units = tree.units
     rules = tree.schedule.rules
     if not overlaps:
@@ -101,7 +101,7 @@ def _peak(tree: UnitTree, sizes: Sequence[UnitBytes], *, overlaps: bool) -> int:
     return ledger.peak
 
 
-# Bytes of plans
+# The sizes of plans in bytes
 
 
 @dataclass(frozen=True)
@@ -131,17 +131,17 @@ class UnitBytes:
 
     @property
     def gather(self) -> int:
-        """What a gather takes: the unsharded parameters, and the memory besides them."""
+        """What a gather takes: the unsharded parameters, and additional memory."""
         return self.unsharded + self.arriving
 
     def backward(self, *, reshards: bool) -> int:
-        """What backward adds to the unsharded parameters, up to the start of the reduction. ``reshards``: parameters
-        are freed before the reduction makes its copies."""
+        """What backward adds to the unsharded parameters, up to the start of the reduction. With ``reshards``, the
+        parameters are freed before the reduction makes its copies."""
         return self.gradients + max(self.copies - (self.unsharded - self.kept if reshards else 0), 0)
 
     @property
     def alone(self) -> int:
-        """What a step takes if it has only this unit."""
+        """What a step with only this unit takes."""
         return max(self.gather, self.unsharded + self.backward(reshards=True))
 
 
@@ -152,8 +152,8 @@ def trainable_of(group: ParamGroup) -> list[int]:
 
 
 def group_bytes(group: ParamGroup, *, is_staged: bool | None = None) -> UnitBytes:
-    """What ``group`` takes besides its shards, in bytes, the same on all ranks. Payloads of hooks count after the first
-    gather. ``is_staged``: whether to count as if shards were on the host; None as they are."""
+    """What ``group`` takes besides its shards, in bytes, the same on all ranks. Payloads of hooks are counted after the
+    first gather. ``is_staged`` says whether to assume that shards are on the host; None means wherever they are now."""
     trainable = trainable_of(group)
     plans, comm = group.gradients.plans(trainable)
     is_staged = group.home.is_staged if is_staged is None else is_staged
@@ -161,7 +161,7 @@ def group_bytes(group: ParamGroup, *, is_staged: bool | None = None) -> UnitByte
 
 
 def unit_bytes(unit: Unit, *, is_staged: bool | None = None) -> UnitBytes:
-    """What all groups of ``unit`` take together; ``is_staged`` as for ``group_bytes``."""
+    """What all groups of ``unit`` take together; ``is_staged`` as in ``group_bytes``."""
     return sum((group_bytes(group, is_staged=is_staged) for group in unit.groups), UnitBytes())
 
 
@@ -209,34 +209,34 @@ def reduce_bytes(plans: Sequence[ReducePlan], comm: ReduceComm) -> UnitBytes:
     return UnitBytes(gradients=gradients, copies=copies + packing, sent=copies + sent_as_they_are)
 
 
-# Who holds how much
+# How much each unit holds
 
 
 @dataclass(frozen=True)
 class Room:
-    """How to make room: land the oldest ``landings`` reductions, then drop the gathers of ``dropped`` units."""
+    """How to make room: land the oldest ``landings`` reductions, then drop the gathers of the units ``dropped``."""
 
     landings: int = 0
     dropped: tuple[int, ...] = ()
 
 
 class Ledger:
-    """Counts the bytes that each unit holds: ``held`` now, ``peak`` at most, under ``limit``. Events record what
-    happens; questions come first. ``sizes``: one per unit; the owner replaces them when plans are new."""
+    """Counts the bytes that units hold: ``held`` now and ``peak`` at most, under ``limit``. Questions are asked before
+    an action, and events record it. ``sizes`` has one entry per unit; the owner replaces it when plans are new."""
 
     def __init__(self, sizes: Sequence[UnitBytes], limit: float = math.inf) -> None:
         self.sizes = list(sizes)
         self.limit = limit
         self._params = [each.kept for each in self.sizes]
         self.held = self.peak = sum(self._params)
-        self._unsharded: set[int] = set()  # or on the way there
+        self._unsharded: set[int] = set()  # or being unsharded
         self._arriving: dict[int, None] = {}  # oldest first
         self._backwards = [0] * len(self.sizes)
         self._reductions: deque[int] = deque()
 
     @property
     def num_reductions(self) -> int:
-        """How many reductions count as in flight, the same on all ranks. Some may have landed already on this rank."""
+        """How many reductions count as in flight, the same on all ranks. On this rank, some may have landed already."""
         return len(self._reductions)
 
     # Questions
@@ -272,7 +272,7 @@ class Ledger:
             missing -= self._reductions[landings]
             landings += 1
         dropped = []
-        for other in reversed(self._arriving):  # latest first: its unit is expected to be needed last
+        for other in reversed(self._arriving):  # latest first: that unit is expected to be needed last
             if missing > 0 and other != unit:
                 missing -= self._params[other] - self.sizes[other].kept
                 dropped.append(other)
@@ -292,7 +292,7 @@ class Ledger:
         self._set_params(unit, self.sizes[unit].unsharded)
 
     def reshard(self, unit: int, *, post_forward: bool = False) -> None:
-        """``unit`` is resharded. ``post_forward``: to its smaller mesh."""
+        """``unit`` is resharded; with ``post_forward``, to its smaller mesh."""
         self._arriving.pop(unit, None)
         self._unsharded.discard(unit)
         self._set_params(unit, self.sizes[unit].kept + self.sizes[unit].post_forward * post_forward)
@@ -304,7 +304,7 @@ class Ledger:
         self._set_backward(unit, self.sizes[unit].backward(reshards=reshards))
 
     def keep(self, unit: int) -> None:
-        """The gradients of ``unit`` stay unreduced, as the user asked: they no longer count."""
+        """The gradients of ``unit`` stay unreduced, as the user requested, so they are no longer counted."""
         self._set_backward(unit, 0)
 
     def reduce(self, unit: int, max_in_flight: int) -> None:
@@ -351,15 +351,15 @@ class Ledger:
 def simulate(
     schedule: Schedule, order: Sequence[int], parents: Sequence[int | None], ledger: Ledger, *, overlaps: bool
 ) -> None:
-    """Simulate a forward and a backward over the units in ``order``, root first, each inside its parent's forward;
-    ``ledger`` counts. If the step ``overlaps``, a reduction stays in flight until the next one starts."""
+    """Simulate a forward and a backward over the units in ``order``, root first, each inside its parent's forward, and
+    count in ``ledger``. If the step ``overlaps``, a reduction stays in flight until the next one starts."""
 
     def replay(actions: Actions) -> None:
         for action, unit in in_parts(actions):
             ledger.count(action, unit)
 
     events = nested(order, parents)
-    uses = Counter(unit for unit, is_start in events if is_start)  # whose backward is to come
+    uses = Counter(unit for unit, is_start in events if is_start)  # uses whose backward is still to come
     for unit, is_start in events:
         before = schedule.pre_forward(unit, grad_enabled=True) if is_start else ()
         replay(before if is_start else schedule.post_forward(unit))

@@ -1,7 +1,7 @@
-"""LoRA adapters of peft, merged while their model is streamed: the trainer's model stays as it is.
+"""Merges LoRA adapters of peft while the model is streamed, and leaves the trainer's model unchanged.
 
-Reads attributes of peft's layers and imports nothing of peft. Rule: what was not compared with peft's own merge is
-refused, whichever version brings it: classes of peft by their names, tensors and options of an adapter by theirs.
+Reads attributes of peft's layers and imports nothing from peft. Rule: anything that was not compared with peft's own
+merge is refused, in any version: classes of peft, tensors and options of an adapter are all checked by name.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from fsdp2.tools.checkpoint_mapping import listed
 from fsdp2.tools.units import own_class
 
 _PEFT_PREFIX = "base_model.model."
-# Classes that were compared with peft 0.10 to 0.21: layers, and what is around them.
+# Classes that were compared with peft 0.10 to 0.21: layers, and the modules around them.
 _LAYERS = {"peft.tuners.lora.layer.Linear", "peft.tuners.lora.bnb.Linear4bit"}
 _AROUND = {"peft.tuners.lora.model.LoraModel", "peft.utils.other.ModulesToSaveWrapper"}
-_MODELS = "peft.peft_model.PeftModel"  # and those for a task, whose names begin so
-# What an adapter may be told without another result of the merge. Others must be off.
+_MODELS = "peft.peft_model.PeftModel"  # and those for a task, whose names begin like this
+# The options of an adapter that the merge supports or that do not affect it. All others must be off.
 _OPTIONS = {"r", "lora_alpha", "scaling", "lora_dropout", "use_rslora"}
 
 
@@ -35,20 +35,20 @@ class MergedLora(NamedTuple):
 
 
 def merge_lora(model: nn.Module, dtype: torch.dtype | None = None) -> MergedLora:
-    """Arguments with which ``stream_full_params`` hands out peft's ``model`` as ``merge_and_unload`` would leave it.
+    """Arguments with which ``stream_full_params`` yields peft's ``model`` as ``merge_and_unload`` would leave it.
 
-    The base model's names, each weight with its active LoRA adapters added: ``W + scaling * B A``, in fp32 where they
-    are in half precision. Other adapters are left out. Of ``modules_to_save``, the active copy counts. Names and
-    scalings are read once: call it again after ``set_adapter``. Where the base model ties a weight that is adapted,
-    or has an active copy, its other names get the values that the trainer computes with: those without the adapter.
+    The stream has the base model's names, and each weight includes its active LoRA adapters: ``W + scaling * B A``,
+    computed in fp32 for half precision. Other adapters are left out. For ``modules_to_save``, the active copy is used.
+    Names and scalings are read once: call this again after ``set_adapter``. If the base model ties a weight that is
+    adapted or has an active copy, its other names get the values that the trainer computes with: without the adapter.
 
     Args:
         model: a ``PeftModel``, sharded or not.
-        dtype: of the merged weights. Default: that of the base weight.
+        dtype: the dtype of the merged weights. Default: that of the base weight.
 
     Raises:
         ValueError: there is no LoRA layer; a layer is adapted in another way (DoRA and other variants, embeddings,
-            trainable tokens, convolutions, biases, other methods than LoRA), or is of a class that was not tried.
+            trainable tokens, convolutions, biases, methods other than LoRA), or is of an untested class.
 
     Source: Hu et al., "LoRA", arXiv 2106.09685; the attributes ``scaling`` and ``active_adapters`` of peft.
     """
@@ -76,8 +76,8 @@ def merge_lora(model: nn.Module, dtype: torch.dtype | None = None) -> MergedLora
 def _with_ties(
     transform: Mapping[str | tuple[str, ...], Any], state: Mapping[str, Any]
 ) -> Iterator[tuple[str | tuple[str, ...], Any]]:
-    """``transform``, for tensors that have several names in ``state``: a stream has them once. Each is taken once, and
-    goes out as it is, too, under a name that nothing takes."""
+    """``transform``, adapted to tensors with several names in ``state``, which a stream yields once. Each tensor is
+    taken once, and is also handed out unchanged under a name that no function takes."""
     names_of: dict[int, list[str]] = {}
     for name, tensor in state.items():
         names_of.setdefault(id(tensor), []).append(name)
@@ -96,7 +96,7 @@ def _with_ties(
 def _of_layer(
     name: str, layer: Any, rename: dict[str, str], dtype: torch.dtype | None
 ) -> Iterator[tuple[str | tuple[str, ...], Any]]:
-    """What becomes of the tensors of the LoRA ``layer``. Takes ``base_layer`` out of the names."""
+    """The transforms for the tensors of the LoRA ``layer``. Adds names without ``base_layer`` to ``rename``."""
     for key in [key for key in rename if key.startswith(f"{name}.base_layer.")]:
         rename[key] = key.replace(f"{name}.base_layer.", f"{name}.", 1).removeprefix(_PEFT_PREFIX)
     merged = _merged_now(layer)
@@ -112,13 +112,13 @@ def _of_layer(
 
 
 def _merged_now(layer: Any) -> list[str]:
-    """The adapters that are added to the base weight; others are in it already."""
+    """The adapters that have to be added to the base weight; others are already merged into it."""
     active = [each for each in layer.active_adapters if each not in layer.merged_adapters]
     return [each for each in active if each in layer.r]
 
 
 def _check_classes(modules: Mapping[str, nn.Module], layers: Mapping[str, nn.Module]) -> None:
-    """Refuse modules of peft that do something else than LoRA, or that choose adapters as X-LoRA does."""
+    """Refuse modules of peft that do something other than LoRA, or that choose adapters as X-LoRA does."""
     inside = tuple(f"{name}." for name in layers)
     for name, each in modules.items():
         kind = _class_name(each)
@@ -136,7 +136,7 @@ def _class_name(module: nn.Module) -> str:
 
 
 def _check_layer(name: str, layer: Any, state: Mapping[str, Any]) -> None:
-    """Refuse adapters of ``layer`` that are more than two matrices."""
+    """Refuse adapters of ``layer`` that consist of more than two matrices."""
     if f"{name}.base_layer.weight" not in state:
         raise _refused(name, f"adapts a {type(layer.base_layer).__name__}")
     own = [key.removeprefix(f"{name}.").split(".") for key in state if key.startswith(f"{name}.")]
@@ -165,7 +165,7 @@ def _refused(name: str, found: str, expected: str = "") -> ValueError:
 
 
 def _of_copies(name: str, module: Any, rename: dict[str, str]) -> Iterator[tuple[str, Any]]:
-    """Of the copies of a whole module, the active one takes the name of the original one."""
+    """Among the copies of a whole module, give the active one the name of the original."""
     chosen = module.active_adapters if hasattr(module, "active_adapters") else [module.active_adapter]  # before 0.15
     active = next((each for each in chosen if each in module.modules_to_save), None)
     kept = f"{name}.original_module." if active is None else f"{name}.modules_to_save.{active}."
@@ -183,7 +183,7 @@ def _nothing(*_: torch.Tensor) -> dict[str, torch.Tensor]:
 def _beside(
     *given: torch.Tensor, function: Callable[..., Mapping[str, torch.Tensor]], others: Sequence[str | None]
 ) -> dict[str, torch.Tensor]:
-    """What ``function`` makes, and those ``given`` that have another name, too."""
+    """What ``function`` makes, plus those ``given`` tensors that have another name."""
     kept = {name: tensor for name, tensor in zip(others, given, strict=True) if name is not None}
     return {**function(*given), **kept}
 

@@ -12,8 +12,8 @@ from fsdp2.runtime.unit import units_under
 
 @contextmanager
 def no_sync(module: nn.Module) -> Iterator[None]:
-    """Backwards inside the block reduce nothing. The next backward after the block reduces their gradients with its
-    own.
+    """Backwards inside the block reduce nothing. The next backward after the block reduces their gradients along with
+    its own.
 
     All units under ``module`` get ``set_requires_gradient_sync(False)``; the block restores their settings at its end.
 

@@ -1,7 +1,7 @@
-"""What of each unit lives on the host, so that the rest fits on the device: ``offload_by_budget``.
+"""``offload_by_budget``: choose what to keep on the host for each unit, so that the rest fits on the device.
 
-Sizes come from plans, and are those of the rank with the longest shards. So all ranks choose alike, and nothing is
-communicated. Rule: optimizer states leave before parameters, since no forward or backward waits for those.
+Sizes come from plans, and are those of the rank with the longest shards, so all ranks make the same choice without
+communicating. Rule: optimizer states leave before parameters, since no forward or backward waits for states.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ _CALLER = "offload_by_budget"
 
 
 class Offloaded(Enum):
-    """What of a unit lives on the host."""
+    """Which part of a unit lives on the host."""
 
     NOTHING = "nothing"
     STATES = "states"
-    PARAMETERS = "parameters"  # with their gradients and states, as CPUOffloadPolicy has it
+    PARAMETERS = "parameters"  # with their gradients and states, as under CPUOffloadPolicy
 
 
 @dataclass(frozen=True)
 class UnitOffload:
-    """What of one unit lives where, in bytes of a rank.
+    """Where the parts of one unit live, in bytes per rank.
 
     Attributes:
-        name: of the unit.
+        name: the name of the unit.
         offloaded: what lives on the host.
-        device: shards, their gradients, and states, as far as they live on the device.
-        host: the same on the host, with memory for what travels.
-        link: what a step copies between the two, both directions together.
+        device: the shards, gradients, and states that live on the device.
+        host: those that live on the host, including memory for copies in flight.
+        link: what a step copies between the two, in both directions together.
     """
 
     name: str
@@ -58,13 +58,13 @@ class UnitOffload:
 
 @dataclass(frozen=True)
 class OffloadChoice:
-    """What ``offload_by_budget`` has chosen, in bytes of a rank; ``str()`` shows a table.
+    """What ``offload_by_budget`` has chosen, in bytes per rank; ``str()`` shows a table.
 
     Attributes:
-        units: in the order of the model's modules, the root first.
+        units: the units in the order of the model's modules, the root first.
         temporary: what a step takes on the device besides shards and their gradients, without activations.
-        host_params: trainable parameters for ``HostAdamW``.
-        device_params: those for an AdamW on the device.
+        host_params: the trainable parameters for ``HostAdamW``.
+        device_params: the trainable parameters for an AdamW on the device.
     """
 
     units: tuple[UnitOffload, ...]
@@ -74,17 +74,17 @@ class OffloadChoice:
 
     @property
     def nbytes(self) -> int:
-        """On the device, without activations."""
+        """The bytes on the device, without activations."""
         return self.temporary + sum(unit.device for unit in self.units)
 
     @property
     def host_nbytes(self) -> int:
-        """On the host."""
+        """The bytes on the host."""
         return sum(unit.host for unit in self.units)
 
     @property
     def link_nbytes(self) -> int:
-        """Copied between host and device in a step."""
+        """The bytes that a step copies between host and device."""
         return sum(unit.link for unit in self.units)
 
     @property
@@ -121,35 +121,35 @@ def offload_by_budget(
     *,
     offload_policy: CPUOffloadPolicy = CPUOffloadPolicy(),  # noqa: B008 (frozen)
 ) -> OffloadChoice:
-    """Choose what of each unit lives on the host, as little as lets a step fit into ``device_nbytes`` without
-    activations, and move shards there. Call it after ``fully_shard`` and loading, and before you build optimizers.
+    """Move as little of each unit to the host as lets a step fit into ``device_nbytes``, not counting activations.
+    Call it after ``fully_shard`` and loading, and before you build optimizers.
 
-    First go AdamW's states, which no forward or backward waits for: from the units that run last, as their gradients
-    land first, so that backward hides their steps. If that does not suffice, parameters go too, with their gradients:
-    from the units that add the fewest copied bytes per byte that they free, the last ones first; states of other units
-    stay where there is room then. Shards that are on the host already, by ``CPUOffloadPolicy``, move to the device if
-    they fit there. Parameters stay the same objects.
+    AdamW's states go first, since no forward or backward waits for them, starting with the units that run last: their
+    gradients land first, so that backward hides their steps. If that is not enough, parameters go too, with their
+    gradients, starting with the units that add the fewest copied bytes per freed byte, later units before earlier ones;
+    states of other units then stay if there is room. Shards that ``CPUOffloadPolicy`` has already put on the host move
+    to the device if they fit there. Parameters stay the same objects.
 
     Args:
         module: the root of a sharded model.
         device_nbytes: what shards, gradients, states and temporary memory may take on the device of each rank: bytes,
             or text such as ``"70GiB"``.
-        host_nbytes: what the rank may take of the host's memory; None does not limit it. Ranks of a node share that.
-        offload_policy: of units whose parameters move to the host; it says whether they are pinned.
+        host_nbytes: how much host memory the rank may take; None means no limit. Ranks on a node share that memory.
+        offload_policy: the policy for units whose parameters move to the host; it says whether they are pinned.
 
     Returns:
         What was chosen. States take twice the bytes of trainable shards.
 
     Raises:
         TypeError: ``offload_policy`` is of the wrong type.
-        ValueError: ``device_nbytes`` or ``host_nbytes`` is no size; ``module`` is not sharded; or shards have to move
-            and cannot, because the model was trained before, an optimizer steps it, or a parameter has a gradient or
-            hooks.
-        MemoryLimitError: not even with all parameters on the host does a step fit; or ``host_nbytes`` is too little.
-        ScheduleError: shards have to move, and a pass runs, or a unit is unsharded.
-        RuntimeError: shards have to move, and are on the meta device.
+        ValueError: ``device_nbytes`` or ``host_nbytes`` is not a size; ``module`` is not sharded; or shards have to
+            move and cannot, because the model was trained before, an optimizer steps it, or a parameter has a gradient
+            or hooks.
+        MemoryLimitError: a step does not fit even with all parameters on the host; or ``host_nbytes`` is too small.
+        ScheduleError: shards have to move while a pass is running or a unit is unsharded.
+        RuntimeError: shards have to move but are on the meta device.
 
-        Whatever it raises, the model is as it was.
+        Whenever it raises, the model is unchanged.
     """
     on_device = nbytes_of(device_nbytes, f"{_CALLER}: device_nbytes", "70GiB")
     on_host = None if host_nbytes is None else nbytes_of(host_nbytes, f"{_CALLER}: host_nbytes", "70GiB")
@@ -161,7 +161,7 @@ def offload_by_budget(
     tree = tree_of(sharded_unit(module, f"fsdp2.{_CALLER}"))
     for group in (group for unit in tree.units for group in unit.groups):
         if group.state is GroupState.SHARDED:
-            group.take_replaced()  # those that loading has put in the place of parameters on the meta device
+            group.take_replaced()  # takes what loading has bound in place of parameters on the meta device
     found = _chosen(tree, on_device, on_host)
     _move(module, tree.units, found, offload_policy)
     return found
@@ -172,8 +172,8 @@ def offload_by_budget(
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Bytes of a unit: ``shards``, and the ``trained`` ones among them, which are also those of their gradients.
-    ``gathers``: how often a step gathers the shards. ``host``: by what is offloaded."""
+    """Bytes of a unit: all its ``shards``, and the ``trained`` ones, whose gradients take the same number of bytes.
+    ``gathers`` is how often a step gathers the shards; ``host`` has the host's bytes by what is offloaded."""
 
     shards: int
     trained: int
@@ -186,12 +186,12 @@ class _Sizes:
 
     def link(self, offloaded: Offloaded) -> int:
         if offloaded is Offloaded.PARAMETERS:
-            return self.gathers * self.shards + self.trained  # the gradients; the host itself writes the shards
+            return self.gathers * self.shards + self.trained  # gradients; the host updates the shards itself
         return 2 * self.trained if offloaded is Offloaded.STATES else 0  # gradients, and shards that come back
 
     @property
     def cost(self) -> float:
-        """Bytes that a step copies more per byte that is freed, if parameters leave after states."""
+        """How many more bytes a step copies per freed byte, if parameters leave after states."""
         added = self.link(Offloaded.PARAMETERS) - self.link(Offloaded.STATES)
         return added / self.device(Offloaded.STATES)
 
@@ -223,7 +223,7 @@ def _chosen(tree: UnitTree, device_nbytes: int, host_nbytes: int | None) -> Offl
         MemoryLimitError: none fits.
     """
     smallest: OffloadChoice | None = None  # on the device
-    frugal: OffloadChoice | None = None  # on the host, of those that fit on the device
+    frugal: OffloadChoice | None = None  # on the host, among those that fit on the device
     for choice in _choices(tree, device_nbytes):
         if choice.nbytes > device_nbytes:
             smallest = choice if smallest is None or choice.nbytes < smallest.nbytes else smallest
@@ -245,8 +245,8 @@ def _chosen(tree: UnitTree, device_nbytes: int, host_nbytes: int | None) -> Offl
 
 
 def _choices(tree: UnitTree, device_nbytes: int) -> Iterator[OffloadChoice]:
-    """Choices with the parameters of no unit on the host, of one, and so on. States of other units are on the host as
-    far as they have to be."""
+    """Choices with the parameters of zero units on the host, of one, and so on. States of other units are on the host
+    only as far as necessary."""
     sizes = [_sizes(tree, unit) for unit in tree.units]
     movable = [index for index, each in enumerate(sizes) if each.shards]
     order = sorted(movable, key=lambda index: (sizes[index].cost, -index))
@@ -274,8 +274,8 @@ def _choice(tree: UnitTree, sizes: Sequence[_Sizes], offloaded: Sequence[Offload
 
 
 def units_on_host(states: Sequence[int], room: int) -> set[int]:
-    """Which units' states have to leave, so that the rest takes at most ``room`` bytes; all, if even that does not
-    suffice. ``states``: bytes by unit, the root first."""
+    """The units whose states have to leave so that the rest takes at most ``room`` bytes; all, if even that is not
+    enough. ``states`` are the bytes of each unit, the root first."""
     moved: set[int] = set()
     rest = sum(states)
     for index in reversed(range(len(states))):
@@ -287,7 +287,7 @@ def units_on_host(states: Sequence[int], room: int) -> set[int]:
     return moved
 
 
-# Its effect
+# Applying the choice
 
 
 def _move(module: nn.Module, units: Sequence[Unit], choice: OffloadChoice, policy: CPUOffloadPolicy) -> None:

@@ -1,7 +1,7 @@
 """Move the shards of whole units between the mesh's device and the host, after ``fully_shard``.
 
 Rule: everything is checked for all units before the first one moves. Sharded parameters stay the same objects. A unit
-that moves gets new groups, which lie elsewhere; what the user has set on it stays.
+that moves gets new groups at the new location; settings that the user has made on it stay.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _FIRST = "Call {caller} after fully_shard and after loading, and before you buil
 
 
 def move_shards(caller: str, module: nn.Module, units: Sequence[Unit], homes: Mapping[ParamGroup, Home]) -> None:
-    """Move the shards of the groups in ``homes`` there. ``units``: all under the root ``module``.
+    """Move the shards of each group in ``homes`` to its home. ``units`` are all units under the root ``module``.
 
     Raises:
-        ScheduleError: a forward or backward runs; a unit is unsharded; gradients are in flight or not reduced.
-        ValueError: a unit was made by ``FullyShardedDataParallel``, or was trained before; somebody else refers to its
+        ScheduleError: a forward or backward is running; a unit is unsharded; gradients are in flight or not reduced.
+        ValueError: a unit was made by ``FullyShardedDataParallel``, or was trained before; other code refers to its
             parameters. No unit has moved.
         RuntimeError: a parameter is on the meta device. No unit has moved.
         ExtensionError: the shard of a tensor subclass cannot be pinned. No unit has moved.
@@ -55,7 +55,7 @@ def move_shards(caller: str, module: nn.Module, units: Sequence[Unit], homes: Ma
     tree = moving[0].tree
     for unit in units:
         groups = [_moved(unit, g, homes[g], subclasses) if g in homes else g for g in unit.groups]
-        unit.move_to(unit.mesh, tuple(groups))  # all of them: their root knows groups that are gone
+        unit.move_to(unit.mesh, tuple(groups))  # all units, since their root knows groups that are gone
     if tree is not None:
         restore_settings(tree)
 
@@ -105,7 +105,7 @@ def _check_param(caller: str, param: ShardedParam, num_groups: int) -> None:
 
 @torch.no_grad()
 def _moved(unit: Unit, group: ParamGroup, home: Home, subclasses: Mapping[ShardedParam, torch.Tensor]) -> ParamGroup:
-    """The group of the same parameters, whose shards are at ``home``."""
+    """A new group of the same parameters, whose shards are at ``home``."""
     params = [_moved_param(param, home, subclasses.get(param)) for param in group.params]
     with torch.inference_mode(False):
         made = ParamGroup(params, group.mesh, home)
@@ -119,7 +119,7 @@ def _moved(unit: Unit, group: ParamGroup, home: Home, subclasses: Mapping[Sharde
 
 
 def _moved_param(param: ShardedParam, home: Home, subclass: torch.Tensor | None) -> ShardedParam:
-    """``param``, the same object on another device. A plain shard is copied by its new group."""
+    """``param`` on another device, with the same sharded parameter. Its new group copies a plain shard."""
     before = _torch.local_of(param.sharded)
     like = subclass
     if like is None:
@@ -129,7 +129,7 @@ def _moved_param(param: ShardedParam, home: Home, subclass: torch.Tensor | None)
 
 
 def _swap(param: ShardedParam, local: torch.Tensor) -> None:
-    """Let the sharded parameter be one of ``local``'s device. What users have noted on it stays."""
+    """Move the sharded parameter to the device of ``local``. Attributes that users have set on it stay."""
     sharded = param.sharded
     noted = dict(vars(sharded))
     with torch.inference_mode(False):

@@ -1,11 +1,11 @@
-"""The files of a checkpoint, opened once by each rank, while others may replace them.
+"""The files of a checkpoint, opened once by each rank, while other processes may replace them.
 
-A rank notes the identity of each path before it opens it. When all ranks have opened their files, each looks again. If
-nothing has changed, there was a moment at which all of it was in place: so it is one checkpoint, the same on all ranks.
-Files stay open, so that what replaces them later does no harm.
+A rank notes the identity of each path before it opens it. When all ranks have opened their files, each checks again. If
+nothing has changed, there was a moment at which all files were in place: so they form one checkpoint, the same on all
+ranks. Files stay open, so replacing them later does no harm.
 
-This does not help where a file system answers from a cache, as NFS does for seconds, or where each node has a copy.
-Therefore ranks also compare what headers say, and the token that ``save_safetensors`` writes there.
+This is not enough where a file system answers from a cache, as NFS does for seconds, or where each node has a copy.
+Therefore ranks also compare the headers, and the token that ``save_safetensors`` writes into them.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from fsdp2.tools.weights import INDEX, ONE_FILE, TOKEN
 _CALLER = "load_safetensors"
 _MAX_LISTED = 20
 _ATTEMPTS = 10
-_PAUSE_S = 0.05  # longer from attempt to attempt
+_PAUSE_S = 0.05  # grows from attempt to attempt
 
 
 class Header(NamedTuple):
-    """What a file says of a tensor."""
+    """The header entry of a file for one tensor."""
 
     file: Path
     shape: Shape
@@ -37,7 +37,7 @@ class Header(NamedTuple):
 
 
 class _Seen(NamedTuple):
-    """What tells a file from others that have had its name, and what changes when somebody writes to it."""
+    """What distinguishes a file from others that have had its name, and what changes when it is written to."""
 
     device: int
     inode: int
@@ -54,13 +54,13 @@ def _seen(path: Path) -> _Seen | None:
 
 
 class OpenCheckpoint:
-    """What one rank has opened.
+    """The files that one rank has opened.
 
     Attributes:
-        opened: files that are open, as ``safetensors.safe_open`` gives them.
-        headers: of all tensors, in the order of the data in each file.
-        unreadable: texts about files that could not be opened.
-        absent: texts about tensors that are not in the file that the index names.
+        opened: the open files, as ``safetensors.safe_open`` returns them.
+        headers: the headers of all tensors, in the order of the data in each file.
+        unreadable: messages about files that could not be opened.
+        absent: messages about tensors that are not in the file that the index names.
         problem: why nothing was opened.
     """
 
@@ -70,31 +70,31 @@ class OpenCheckpoint:
         self.unreadable: list[str] = []
         self.absent: list[str] = []
         self.problem: Exception | None = None
-        self._said: list[object] = []  # what all ranks must find
+        self._said: list[object] = []  # must be the same on all ranks
         self._noted: dict[Path, _Seen | None] = {}
         try:
             files, token = self._files(path)
-        except Exception as error:  # whatever it is: other ranks wait
+        except Exception as error:  # any exception, since other ranks wait
             self.problem = error
             return
         for file, listed in files.items():
             try:
                 self._open(library, file, listed, token)
-            except Exception as error:  # the library's, the system's, or torch's, which opens the file once more
+            except Exception as error:  # from the library, the system, or torch, which opens the file again
                 self.unreadable.append(f"{file} cannot be read: {type(error).__name__}: {error}")
 
     @property
     def digest(self) -> str | None:
-        """Of what all ranks must find; None if this rank did not find all."""
+        """A digest of what all ranks must find; None if this rank did not find everything."""
         is_whole = self.problem is None and not self.unreadable
         return hashlib.sha256(repr(self._said).encode()).hexdigest() if is_whole else None
 
     def is_unchanged(self) -> bool:
-        """Whether all that was looked up is as it was."""
+        """Whether all paths that were looked up are unchanged."""
         return all(_seen(path) == noted for path, noted in self._noted.items())
 
     def is_overwritten(self, file: Path) -> bool:
-        """Whether somebody has written to ``file``. A file that has taken its place does no harm."""
+        """Whether ``file`` has been written to. A file that has replaced it does no harm."""
         found, noted = _seen(file), self._noted[file]
         return found is not None and noted is not None and found[:2] == noted[:2] and found != noted
 
@@ -103,7 +103,7 @@ class OpenCheckpoint:
         return self._noted[path] is not None
 
     def _files(self, path: Path) -> tuple[dict[Path, set[str] | None], str | None]:
-        """The files of a checkpoint, each with the keys that the index lists for it; None without an index. And the
+        """The files of a checkpoint, each with the keys that the index lists for it (None without an index), and the
         token of the index.
 
         Raises:
@@ -111,7 +111,7 @@ class OpenCheckpoint:
             ValueError: ``path`` is neither kind of file, or the index cannot be read.
         """
         if path.is_dir():
-            # In this order, as transformers looks for them. save_safetensors counts on it.
+            # transformers looks for them in this order, too, and save_safetensors relies on it.
             found = next((path / name for name in (ONE_FILE, INDEX) if self._exists(path / name)), None)
             if found is None:
                 there = sorted(each.name for each in path.glob("*.safetensors*"))
@@ -144,14 +144,14 @@ class OpenCheckpoint:
         """Read the header of ``file``, and keep it open."""
         self._exists(file)
         noted, opened = self._noted[file], library.safe_open(file, framework="pt")
-        # In the order of the data, so that the disk reads forward; older versions only have keys().
+        # Iterate in the order of the data, so that the disk reads forward; older versions only have keys().
         keys = list(getattr(opened, "offset_keys", opened.keys)())
         headers = {}
         for key in [key for key in keys if listed is None or key in listed]:
             header = opened.get_slice(key)
             headers[key] = Header(file, tuple(header.get_shape()), header.get_dtype())
         metadata = dict(opened.metadata() or {})
-        if token is not None and metadata.get(TOKEN, token) != token:  # other programs write none
+        if token is not None and metadata.get(TOKEN, token) != token:  # other programs write no token
             self.unreadable.append(
                 f"{file} is of another save than the index. Copy the folder when no save is running."
             )
@@ -164,8 +164,8 @@ class OpenCheckpoint:
 
 
 def open_together(axis: Axis, library: Any, path: Path) -> OpenCheckpoint:
-    """What this rank has opened of ``path``: all ranks of ``axis`` the same, and one checkpoint. If it is not, the
-    ``problem`` says so."""
+    """Open ``path`` on all ranks of ``axis``, so that all have opened the same files of one checkpoint. If that fails,
+    ``problem`` says why."""
     for attempt in range(_ATTEMPTS):
         time.sleep(attempt * _PAUSE_S)
         checkpoint = OpenCheckpoint(library, path)

@@ -1,6 +1,6 @@
 """States that an optimizer loads itself, since torch would cast them to the dtype of their parameter.
 
-torch also moves them to the parameter's device. Rule: what was saved and loaded is what is saved again.
+torch would also move them to the parameter's device. Rule: a state that was saved and loaded is saved again unchanged.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ def loading_itself(
     check: Callable[[States], None],
     fill: Callable[[States], None],
 ) -> Iterator[None]:
-    """In the block, torch's ``load_state_dict`` of ``optimizer`` leaves out states whose names are its own: ``check``
-    gets them before anything is loaded, and ``fill`` when the rest is.
+    """In the block, torch's ``load_state_dict`` of ``optimizer`` leaves out the states for whose names ``is_own`` is
+    true: ``check`` gets them before anything is loaded, and ``fill`` after the rest has been loaded.
 
-    Hooks of the user change what is checked, and see what has been filled.
+    User hooks run before ``check``, whose input they may change, and after ``fill``.
     """
     found: States = {}
 
     def take(_: optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
         saved = chain.from_iterable(group["params"] for group in given["param_groups"])
         params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-        owners = dict(zip(saved, params, strict=False))  # torch refuses other numbers of parameters
+        owners = dict(zip(saved, params, strict=False))  # torch refuses a different number of parameters
         states: Mapping[Any, Any] = given["state"]
         found.update((owners[key], _chosen(state, is_own)) for key, state in states.items() if key in owners)
         check(found)

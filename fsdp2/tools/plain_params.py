@@ -1,9 +1,9 @@
-"""Warns of plain parameters that an optimizer steps, though nothing reduces their gradients, or though shards have
-taken their place.
+"""Warns about plain parameters that an optimizer steps, although nothing reduces their gradients or shards have
+replaced them.
 
-It happens if ``fully_shard`` was called on the blocks of a model and not on the model, on one of two tied modules, or
-after the optimizer was built. Rule: parameters of ``ignored_params``, of torch's ``replicate`` and of
-``DistributedDataParallel`` are left alone.
+This happens if ``fully_shard`` was called on the blocks of a model but not on the model, on one of two tied modules, or
+after the optimizer was built. Rule: parameters in ``ignored_params``, and those of torch's ``replicate`` and of
+``DistributedDataParallel``, are left alone.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from fsdp2.runtime.unit import unit_of
 
 
 def warn_of_plain(optimizer: torch.optim.Optimizer, plain: list[torch.Tensor], num_ranks: int) -> None:
-    """``optimizer`` has stepped ``plain``. Each parameter is warned of once. ``num_ranks``: over how many ranks
-    gradients of its shards are reduced; 0 if it has none.
+    """Warn once about each of the parameters ``plain`` that ``optimizer`` has stepped. ``num_ranks``: over how many
+    ranks the gradients of its shards are reduced; 0 if it has no shards.
 
-    Tied originals of shards are an error on one rank, too: the model has the parameter twice.
+    Tied originals of shards are an error even on one rank, since the model then has the parameter twice.
     """
     if num_ranks == 0:
         _warn_of_replaced(optimizer, plain)
@@ -46,7 +46,7 @@ def warn_of_plain(optimizer: torch.optim.Optimizer, plain: list[torch.Tensor], n
     reduced = {
         id(param) for each in modules if isinstance(each, DistributedDataParallel) for param in _reduced_by(each)
     }
-    # What is materialised after fully_shard takes the place of the parameter that was left alone.
+    # A parameter that is materialised after fully_shard replaces the one that was left alone.
     slots = [slot for each in modules if (unit := unit_of(each)) is not None for slot in unit.left_alone]
     reduced.update(id(getattr(slot.module, slot.name, None)) for slot in slots)
     found = [param for param in found if id(param) not in reduced]
@@ -72,8 +72,8 @@ def warn_of_plain(optimizer: torch.optim.Optimizer, plain: list[torch.Tensor], n
 
 
 def _warn_of_replaced(optimizer: torch.optim.Optimizer, params: list[torch.Tensor]) -> None:
-    """``optimizer`` has no sharded parameter. Does it have originals, and has it stepped without any gradient? With
-    one, somebody else trains the originals."""
+    """``optimizer`` has no sharded parameter. Warn if it has originals and has stepped without any gradient. If there
+    is a gradient, other code trains the originals."""
     name = next((vars(param)[SHARDED_AS] for param in params if SHARDED_AS in vars(param)), None)
     if name is not None and all(param.grad is None for param in params):
         warnings.warn(
@@ -88,7 +88,7 @@ def _reduced_by(ddp: DistributedDataParallel) -> list[nn.Parameter]:
 
 
 def modules_in_process() -> list[nn.Module]:
-    """All modules that are there; none of them is asked anything."""
+    """All modules in this process, found without calling any of them."""
     return [each for each in gc.get_objects() if issubclass(type(each), nn.Module) and "_modules" in vars(each)]
 
 

@@ -1,4 +1,4 @@
-"""Where long work is: a bar on the first rank, on a terminal, if tqdm is installed; else nothing.
+"""Progress of long work: a bar on the first rank, on a terminal, if tqdm is installed; otherwise nothing.
 
 ``TQDM_DISABLE=1`` in the environment hides all bars: that is tqdm's own switch.
 """
@@ -19,8 +19,8 @@ DELAY_S = 1.0  # shorter work shows nothing
 
 @contextmanager
 def progress(label: str, total: int, unit: str, *, is_first: bool | None = None) -> Iterator[Callable[[int], object]]:
-    """Show how much of ``total`` is done: call what this yields with each amount, in ``unit``. ``is_first``: whether
-    this is the rank that shows it; None asks the default process group."""
+    """Show how much of ``total`` is done: call the yielded function with each amount, in ``unit``. ``is_first`` says
+    whether this rank shows the bar; None asks the default process group."""
     tqdm = _tqdm() if (_is_first() if is_first is None else is_first) else None
     if tqdm is None:
         yield lambda amount: None
@@ -32,10 +32,10 @@ def progress(label: str, total: int, unit: str, *, is_first: bool | None = None)
 
 @contextmanager
 def _shown_in_time(bar: Any) -> Iterator[None]:
-    """tqdm looks at its delay only in updates: show ``bar`` although the first piece of work takes longer."""
+    """Show ``bar`` even if the first piece of work takes longer than the delay, which tqdm checks only in updates."""
 
     def show() -> None:
-        bar.delay = 0  # else close() takes it for one that was never shown, and ends no line
+        bar.delay = 0  # otherwise close() treats the bar as never shown, and does not end the line
         bar.refresh()
 
     timer = threading.Timer(DELAY_S, show)
@@ -53,7 +53,7 @@ def _is_first() -> bool:
 
 
 def _tqdm() -> Any:
-    """The class of bars; None where none can be shown."""
+    """The class of progress bars; None if none can be shown."""
     if sys.stderr is None or not sys.stderr.isatty():
         return None
     try:

@@ -1,4 +1,4 @@
-"""Why what a user has bound cannot take the place of a sharded parameter, or what is lost if it does."""
+"""Explains why something that a user has bound cannot replace a sharded parameter, or what is lost if it does."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fsdp2.types import ExtensionError
 
 
 def why_not(param: ShardedParam, bound: object) -> str:
-    """What is expected in the place of ``param``, that ``bound`` was found there, and the remedy."""
+    """A message that says what is expected in place of ``param``, that ``bound`` was found there, and the remedy."""
     text = f"parameter '{param.full_name}': "
     if bound is None:
         return text + (
@@ -60,7 +60,7 @@ def check_device(name: str, found: torch.device, home: Home) -> None:
     """Refuse a shard that is neither where the shards of its group live nor on the meta device.
 
     Raises:
-        ValueError: names the parameter and both devices.
+        ValueError: the shard is elsewhere. The error names the parameter and both devices.
     """
     if found == home.device or found.type == "meta":
         return
@@ -77,7 +77,7 @@ def check_device(name: str, found: torch.device, home: Home) -> None:
 
 
 def warn_of_plain(param: ShardedParam, before: type) -> None:
-    """A plain tensor has taken the place of a shard of the class ``before``, which has all-gather hooks."""
+    """Warn that a plain tensor has replaced a shard of the class ``before``, which has all-gather hooks."""
     warnings.warn(
         f"parameter '{param.full_name}' was a {before.__name__} with all-gather hooks. A plain tensor has replaced the "
         "parameter, and is now gathered without hooks. To keep the hooks, assign a tensor of that class, or set the "
@@ -87,7 +87,7 @@ def warn_of_plain(param: ShardedParam, before: type) -> None:
 
 
 def refuse_gradient(param: ShardedParam, grad: torch.Tensor) -> NoReturn:
-    """The gradient of ``param`` is a subclass, and plain tensors are expected."""
+    """Refuse a gradient of ``param`` that is a tensor subclass where a plain tensor is expected."""
     raise ExtensionError(
         f"parameter '{param.full_name}': the gradient is a {type(grad).__name__}, expected a plain tensor. A gradient "
         "may be a subclass only if the unsharded parameter is a wrapper of the same class, and all inner tensors have "

@@ -1,8 +1,8 @@
 """``reshard_to``: move a sharded model and its optimizers to other ranks, without a file.
 
-Every rank plans what it sends to whom (``transfers.py``), and sends only entries that the receiver lacks. Units move
-one after another. Rule: everything is checked on all ranks (``reshard_checks``) before the first unit moves; sharded
-parameters, optimizers and param groups stay the same objects.
+Every rank plans what it sends to each other rank (``transfers.py``), and sends only entries that the receiver lacks.
+Units move one after another. Rule: everything is checked on all ranks (``reshard_checks``) before the first unit moves;
+sharded parameters, optimizers and param groups stay the same objects.
 """
 
 from __future__ import annotations
@@ -50,39 +50,39 @@ from fsdp2.tools.transfers import Cut as CutOverRanks, Transfer, transfers
 
 Place = tuple[tuple[int, ...], torch.dtype]  # the shape and dtype of a tensor in a message
 
-_ALIGNMENT_NBYTES = 16  # of pieces in a message: the widest dtype
+_ALIGNMENT_NBYTES = 16  # of pieces in a message: the item size of the widest dtype
 
 
 @torch.no_grad()
 def reshard_to(model: nn.Module, optimizer: optim.Optimizer | Sequence[optim.Optimizer], new_mesh: DeviceMesh) -> bool:
     """Move ``model`` and the states of ``optimizer`` to the ranks of ``new_mesh``, in place and bit for bit.
 
-    All ranks of the default process group call it between steps, with the same model, optimizers and mesh; ranks that
-    are to join later have called ``fully_shard`` with the old mesh, too. Parameters, optimizers and param groups stay
-    the same objects, and settings of units stay. Gradients in ``.grad`` move, too. A rank that leaves has empty shards
-    and no optimizer states afterwards; its model cannot run until another call brings it in. A rank that joins gets
-    shards, optimizer states, the options of param groups, ignored parameters and buffers.
+    All ranks of the default process group must call it between steps, with the same model, optimizers and mesh; ranks
+    that join later must have called ``fully_shard`` with the old mesh, too. Parameters, optimizers and param groups
+    stay the same objects, and settings of units stay. Gradients in ``.grad`` also move. A rank that leaves has empty
+    shards and no optimizer states afterwards; its model cannot run until another call brings it back. A rank that joins
+    gets shards, optimizer states, the options of param groups, ignored parameters and buffers.
 
     Units move one after another, and each rank is sent only entries that it lacks. Besides the shards and states that
-    a rank has before or after, it holds at most those of one unit twice.
+    a rank has before or after the move, it holds at most those of one unit twice.
 
-    Errors are raised on all ranks, before anything has moved. Not noticed is a graph that was not differentiated yet:
+    Errors are raised on all ranks, before anything has moved. A graph whose backward has not run yet is not detected:
     its backward raises.
 
     Args:
         model: the root of the sharded model.
-        optimizer: one, or several, or an empty sequence.
-        new_mesh: 1D for FSDP, 2D (replicate, shard) for HSDP; of the same device type as the old mesh. Dims along which
-            parameters are cut stay.
+        optimizer: one optimizer, or a sequence of them, which may be empty.
+        new_mesh: 1D for FSDP, 2D (replicate, shard) for HSDP; of the same device type as the old mesh. Parameters stay
+            sharded along the same dims.
 
     Returns:
         Whether this rank is in ``new_mesh``.
 
     Raises:
-        ScheduleError: a forward or backward runs; a unit is unsharded; gradients are in flight or not reduced; a
+        ScheduleError: a forward or backward is running; a unit is unsharded; gradients are in flight or not reduced; a
             backward has begun a step of ``Muon``.
-        ValueError: the model has model axes, several meshes, was made by ``FullyShardedDataParallel``, or is stepped by
-            a ``HostAdamW``; the ranks of a mesh are not in ascending order; a setting or an optimizer state does not
+        ValueError: the model has model axes or several meshes, was made by ``FullyShardedDataParallel``, or is stepped
+            by a ``HostAdamW``; the ranks of a mesh are not in ascending order; a setting or an optimizer state does not
             fit; models, optimizers or meshes differ between ranks.
         TypeError: an argument is of the wrong type.
         RuntimeError: a parameter is on the meta device, on a rank of the old mesh.
@@ -100,7 +100,7 @@ def reshard_to(model: nn.Module, optimizer: optim.Optimizer | Sequence[optim.Opt
 
 
 def restore_settings(old: UnitTree) -> None:
-    """A new tree is formed by the next forward, or here, if the user has changed settings of the old one."""
+    """If the user has changed settings of the tree ``old``, form a new tree now; otherwise the next forward does it."""
     settings = old.schedule.finalizes_by_hand, old.schedule.is_last_backward
     if settings != (False, True) and old.root.mesh.has_this_rank:
         schedule = tree_of(old.root).schedule
@@ -109,7 +109,7 @@ def restore_settings(old: UnitTree) -> None:
 
 @dataclass
 class _Moving:
-    """One tensor on its way: the values of a parameter, its gradient, or a state that is cut like it.
+    """One tensor that is being moved: the values of a parameter, its gradient, or a state that is cut like it.
 
     Attributes:
         old: this rank's old part; an empty one if it had none.
@@ -123,34 +123,34 @@ class _Moving:
     transfers: Sequence[Transfer]
 
     def pieces(self, each: Transfer) -> list[torch.Tensor]:
-        """What ``each`` takes from the old part."""
+        """The pieces that ``each`` takes from the old part."""
         return _narrowed(self.old, self.dim, each.start - self.start, each.stop - each.start)
 
     def places(self, each: Transfer) -> list[Place]:
-        """The shapes and dtypes of what ``each`` brings."""
+        """The shapes and dtypes of the pieces that ``each`` brings."""
         size, dim = each.stop - each.start, self.dim
         leaves = map(_with_dims, _torch.leaves(self.old))
         return [((*leaf.shape[:dim], size, *leaf.shape[dim + 1 :]), leaf.dtype) for leaf in leaves]
 
     def fill(self, new: torch.Tensor, each: Transfer, pieces: Sequence[torch.Tensor]) -> None:
-        """Write into the new part what ``each`` has brought."""
+        """Write the pieces that ``each`` has brought into the new part."""
         targets = _narrowed(new, self.dim, each.start - self.new_start, each.stop - each.start)
         for target, piece in zip(targets, pieces, strict=True):
             target.copy_(piece)
 
 
 def _narrowed(local: torch.Tensor, dim: int, start: int, size: int) -> list[torch.Tensor]:
-    """Entries of the plain tensors that ``local`` is made of."""
+    """The same entries of each plain tensor that ``local`` is made of."""
     return [_with_dims(leaf).narrow(dim, start, size) for leaf in _torch.leaves(local)]
 
 
 def _with_dims(leaf: torch.Tensor) -> torch.Tensor:
-    """``leaf``, detached; a scalar as its only entry."""
+    """``leaf``, detached; a scalar becomes a tensor with one entry."""
     return leaf.detach().reshape(1) if leaf.dim() == 0 else leaf.detach()
 
 
 class _Move:
-    """The move that ``survey`` has found possible. ``known``: what belongs to each parameter."""
+    """The move that ``survey`` has found possible. ``known`` says what belongs to each parameter."""
 
     def __init__(self, survey: Survey, known: Known | None) -> None:
         self._survey, self._rank = survey, dist.get_rank()
@@ -185,7 +185,7 @@ class _Move:
         unit.move_to(self._new, tuple([self._moved_group(unit, group) for group in unit.groups]))
 
     def _moved_group(self, unit: Unit, group: ParamGroup) -> ParamGroup:
-        """The group of the same parameters on the new mesh, with their values, gradients and optimizer states."""
+        """A group of the same parameters on the new mesh, with their values, gradients and optimizer states."""
         mesh = self._new if AxisRole.SHARD in group.mesh.roles else replicated(self._new)
         moving = [self._moving(param, mesh, group.home) for param in group.params]
         received = self._exchanged([each for of_param in moving for each in of_param.values()])
@@ -200,7 +200,7 @@ class _Move:
         return made
 
     def _moving(self, param: ShardedParam, mesh: ParallelMesh, home: Home) -> dict[Any, _Moving]:
-        """What moves of ``param``: "values", "grad" and entries of states."""
+        """The tensors of ``param`` that move: "values", "grad" and entries of states."""
         before = CutOverRanks(param.layout, param.mesh.ranks)
         after = CutOverRanks(shard_layout(param.layout.shape, param.layout.dim, mesh.shard.size), mesh.ranks)
         start, new_start = before.interval_of(self._rank)[0], after.interval_of(self._rank)[0]
@@ -219,7 +219,7 @@ class _Move:
         return {key: _Moving(old, param.layout.dim, start, new_start, found) for key, old in olds.items()}
 
     def _moved(self, param: ShardedParam, mesh: ParallelMesh, home: Home) -> ShardedParam:
-        """``param`` on ``mesh``. Its values come later."""
+        """``param`` on ``mesh``. Its values are filled in later."""
         layout = shard_layout(param.layout.shape, param.layout.dim, mesh.shard.size)
         spec = replace(param.spec, sharded=plain_spec(layout.shape, layout.dim, mesh).sharded)
         local, shape = _torch.local_of(param.sharded), layout.shard_shape(mesh.shard.rank)
@@ -231,7 +231,7 @@ class _Move:
         return replace(param, mesh=mesh, layout=layout, spec=spec, local=new, is_cut=True)
 
     def _set_up(self, unit: Unit, old: ParamGroup, made: ParamGroup) -> None:
-        """Take over what the user has set on ``old``."""
+        """Take over the user's settings from ``old``."""
         mesh, size = made.mesh, unit.config.post_forward_size
         made.set_up_like(old, _moved_options(old.options, mesh))
         is_smaller = size is not None and mesh.has_this_rank and size < mesh.shard.size
@@ -262,7 +262,7 @@ class _Move:
             optimizer.state.pop(param, None)
 
     def _set_states(self, param: torch.Tensor, states: dict[tuple[int, Any], Any]) -> None:
-        """Write ``states`` to the optimizers. A rank that has taken part keeps its own values."""
+        """Write ``states`` to the optimizers. A rank that was in the old mesh keeps its own values."""
         for index, entries in states_by_optimizer(states).items():
             state = self._optimizers[index].state
             before = state.get(param, {})
@@ -287,8 +287,8 @@ class _Move:
         return _Received(rank, _exchange(pieces, places, self._new.device) if travelling else places)
 
     def _send_plain(self) -> None:
-        """Give joining ranks what is not sharded, from the first rank of the old mesh: parameters with their states,
-        and buffers. One after another."""
+        """Send what is not sharded from the first rank of the old mesh to joining ranks, one tensor after another:
+        parameters with their states, and buffers."""
         first = self._old.ranks[0][0]
         others = {rank for row in self._old.ranks for rank in row}
         joining = [rank for row in self._new.ranks for rank in row if rank not in others]
@@ -308,7 +308,7 @@ class _Move:
                 tensor.copy_(received[first][0])
 
     def _plain_tensors(self) -> Iterator[torch.Tensor | None]:
-        """What is not sharded, with the states of such parameters; None where this rank has no such state."""
+        """All tensors that are not sharded, and states of such parameters; None for a state that this rank lacks."""
         yield from (tensor.detach() for tensor in self._survey.plain.values())
         for param, belongings in self._of_plain:
             if self._survey.is_joining:
@@ -337,7 +337,7 @@ class _Move:
 
 
 class _Received:
-    """What has arrived: for each rank, the pieces that it sent, in the order of the tensors and their transfers."""
+    """The pieces that have arrived from each rank, in the order of the tensors and their transfers."""
 
     def __init__(self, rank: int, pieces: Sequence[Sequence[Any]]) -> None:
         self._rank, self._pieces = rank, list(map(iter, pieces))
@@ -355,7 +355,7 @@ class _Received:
 
 
 def _empty(values: torch.Tensor, entry: Cut, home: Home) -> torch.Tensor:
-    """The old part of a tensor on a rank that had none of it; ``values``: its empty part of the parameter."""
+    """The old part of a tensor on a rank that had none of it; ``values`` is its empty part of the parameter."""
     if entry.dtype is None:
         return values
     return torch.empty(values.shape, dtype=entry.dtype, device=home.device)
@@ -369,7 +369,7 @@ def _new_part(old: torch.Tensor, param: ShardedParam, home: Home) -> torch.Tenso
 
 
 def _moved_options(options: GroupOptions, mesh: ParallelMesh) -> GroupOptions:
-    """``options`` for another mesh: those that the user has set stay, and process groups are those of ``mesh``."""
+    """``options`` for another mesh: settings of the user stay, and process groups are those of ``mesh``."""
     changes: dict[str, Any] = {}
     if options.reduce_axis is not None:
         changes["reduce_axis"] = separate_axis(mesh.shard, mesh.device)
@@ -381,8 +381,8 @@ def _moved_options(options: GroupOptions, mesh: ParallelMesh) -> GroupOptions:
 def _exchange(
     pieces: Sequence[Sequence[torch.Tensor]], places: Sequence[Sequence[Place]], device: torch.device
 ) -> list[list[torch.Tensor]]:
-    """Send ``pieces[i]`` to rank i, and return what each rank has sent, whose shapes and dtypes are ``places[i]``.
-    Collective on all ranks. Everything travels as bytes."""
+    """Send ``pieces[i]`` to rank i, and return the tensors that rank i has sent, with the shapes and dtypes
+    ``places[i]``. Collective on all ranks. Everything is sent as bytes."""
     sent, sent_sizes, views = _messages([[(tuple(p.shape), p.dtype) for p in each] for each in pieces], device)
     for view, piece in zip(chain.from_iterable(views), chain.from_iterable(pieces), strict=True):
         view.copy_(piece)

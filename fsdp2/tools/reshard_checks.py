@@ -1,7 +1,7 @@
-"""What ``reshard_to`` finds: whether a model can move, and what all ranks must say alike.
+"""Checks of ``reshard_to``: whether a model can move, and whether all ranks agree.
 
-``Survey`` is what one rank finds; it refuses what cannot move. ``agreed`` compares the surveys of all ranks. Rule: when
-both have returned, nothing is left that a rank could refuse.
+``Survey`` records what one rank finds and refuses what cannot move. ``agreed`` compares the surveys of all ranks. Rule:
+once both have returned, no rank can refuse anything later.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _BY_CHECKPOINT = "Save the model through torch.distributed.checkpoint, and load 
 
 @dataclass(frozen=True)
 class Kept:
-    """A value that every rank has: a number, or a tensor of one element, here on the host."""
+    """A value that is the same on every rank: a number, or a tensor of one element, kept here on the host."""
 
     value: Any
     is_on_device: bool = False
@@ -75,15 +75,15 @@ class Belongings:
 
 @dataclass(frozen=True)
 class Known:
-    """What ranks of the old mesh tell the ranks that join it: the belongings of each parameter, and the options of each
-    param group of each optimizer."""
+    """What ranks of the old mesh tell joining ranks: the belongings of each parameter, and the options of each param
+    group of each optimizer."""
 
     belongings: list[Belongings]
     options: list[list[dict[str, Kept]]]
 
 
 def kept(value: Any) -> Kept:
-    """``value`` as it can be sent to another rank."""
+    """``value`` in a form that can be sent to another rank."""
     if isinstance(value, torch.Tensor):
         return Kept(value.detach().cpu(), value.device.type != "cpu")
     return Kept(value)
@@ -103,12 +103,12 @@ class Survey:
     """A model and its optimizers, as this rank finds them.
 
     Attributes:
-        units: with their names.
+        units: the units with their names.
         old, new: the meshes.
         params: the sharded parameters with their names, unit by unit.
         plain: what is not sharded, by name: ignored parameters, and buffers.
-        known: on ranks of the old mesh.
-        lines, own_lines: what must be equal on all ranks, and on all ranks of the old mesh.
+        known: set on ranks of the old mesh only.
+        lines, own_lines: what must be equal on all ranks, and what must be equal on all ranks of the old mesh.
 
     Raises:
         ScheduleError: something is unsharded, in flight or not reduced.
@@ -268,7 +268,7 @@ class Survey:
     def _states_of(
         self, name: str, key: nn.Parameter, param: ShardedParam | None
     ) -> dict[tuple[int, Any], Kept | Cut | Whole]:
-        """The entries of ``key``'s states; ``param``: of a sharded parameter."""
+        """The entries of ``key``'s states; ``param`` is given if ``key`` is a sharded parameter."""
         return {
             (index, entry): _described(name, f"{type(optimizer).__name__} has the state '{entry}'", value, param)
             for index, optimizer in enumerate(self.optimizers)
@@ -403,7 +403,7 @@ def _grad_of(name: str, param: ShardedParam) -> Cut | None:
 
 
 def _described(name: str, what: str, value: Any, param: ShardedParam | None) -> Kept | Cut | Whole:
-    """What ``value`` is: something that belongs to the parameter ``name``, and was found as ``what``."""
+    """Describe ``value``, which belongs to the parameter ``name`` and was found as ``what``."""
     if param is not None and isinstance(value, DTensor) and value.shape == param.sharded.shape:
         spec, local = param.spec.sharded, _torch.local_of(value)
         is_placed_alike = value.device_mesh == spec.mesh and value.placements == spec.placements
@@ -429,10 +429,10 @@ def _described(name: str, what: str, value: Any, param: ShardedParam | None) -> 
 
 
 def agreed(axis: Axis, survey: Survey) -> Known | None:
-    """Compare the surveys of all ranks. Returns what joining ranks need to know; None if there are none.
+    """Compare the surveys of all ranks. Returns what joining ranks need to know; None if no rank joins.
 
     Raises:
-        ValueError: surveys differ; all ranks raise. Names the ranks and the first difference.
+        ValueError: surveys differ. All ranks raise it; it names the ranks and the first difference.
     """
     is_old = survey.old.has_this_rank
     mine = _digest(survey.lines), _digest(survey.own_lines) if is_old else None, survey.is_joining

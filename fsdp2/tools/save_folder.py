@@ -1,10 +1,10 @@
 """The folder that ``save_safetensors`` writes to, as one rank has opened it.
 
-It is opened once, and all names are looked up in what was opened. So nothing changes elsewhere if a link takes its
-place. Rank 0 locks it; the system unlocks it when the process ends, however it ends.
+It is opened once, and all names are looked up relative to the open folder. So nothing changes elsewhere if a link
+replaces it. Rank 0 locks it; the system unlocks it when the process ends, however it ends.
 
-Rule: a file is made where nothing was. Removed is what this save has made, what the old checkpoint consists of and,
-under the lock, what killed saves have left.
+Rule: files are only created under unused names. The files removed are those that this save has made, those of the old
+checkpoint and, under the lock, those that killed saves have left behind.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from fsdp2.tools.weights import INDEX, ONE_FILE
 from fsdp2.tools.whole_file import create, rights_of
 
 LOCK = ".fsdp2_save.lock"
-# Files of one checkpoint, and what a save that was killed has left of one.
+# Files of one checkpoint, and files that a killed save may have left behind.
 _OURS = re.compile(r"model(-\d{5}-of-\d{5})?(\.[0-9a-f]{8})?\.safetensors|model\.safetensors\.index\.json\.[0-9a-f]{8}")
 _LOCK_ATTEMPTS = 10
-_Version: TypeAlias = tuple[int, int] | None  # size, and when it was written; None: it is not there
+_Version: TypeAlias = tuple[int, int] | None  # size and modification time; None if the file does not exist
 
 
 class SaveFolder:
@@ -47,13 +47,13 @@ class SaveFolder:
         self.close()
 
     def lock(self) -> None:
-        """Keep other saves out. Where the file system has no locks, or no inodes to tell files apart, it does nothing.
+        """Keep other saves out. Does nothing if the file system has no locks, or no inodes to tell files apart.
 
         Raises:
             BlockingIOError: another save is running.
         """
         for _ in range(_LOCK_ATTEMPTS):
-            # On NFS, an exclusive lock needs a descriptor that may write, which a folder's may not.
+            # On NFS, an exclusive lock needs a writable descriptor, which a folder does not have.
             lock = os.open(LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666, dir_fd=self._folder)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -68,10 +68,10 @@ class SaveFolder:
             if there is not None and os.path.samestat(there, os.fstat(lock)):
                 self._lock = lock
                 return
-            os.close(lock)  # the save that had it has ended, and removed it
+            os.close(lock)  # the save that held the lock has ended and removed the file
 
     def keep(self) -> None:
-        """What was made is another's to remove: from now on, a checkpoint may consist of it."""
+        """Let ``close`` keep the files that were made, since a checkpoint may consist of them from now on."""
         self._made.clear()
 
     def close(self) -> None:
@@ -79,18 +79,18 @@ class SaveFolder:
         if self._lock is not None:
             self.remove([LOCK])  # while it is locked
             with contextlib.suppress(OSError):
-                fcntl.flock(self._lock, fcntl.LOCK_UN)  # a process that was forked meanwhile has it open, too
+                fcntl.flock(self._lock, fcntl.LOCK_UN)  # a process forked in the meantime has it open, too
             os.close(self._lock)
         os.close(self._folder)
 
     def create(self, name: str, rights: int | None) -> BinaryIO:
-        """A new file."""
+        """Create a new file."""
         descriptor = create(name, rights, folder=self._folder)
         self._made.append(name)
         return open(descriptor, "wb")
 
     def replace(self, name: str, new_name: str) -> None:
-        """Let the file ``name`` take the place of what has the name ``new_name``."""
+        """Rename the file ``name`` to ``new_name``, replacing what had that name."""
         os.replace(name, new_name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
         self.sync()
 
@@ -98,13 +98,13 @@ class SaveFolder:
         os.link(name, new_name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
 
     def remove(self, names: Iterable[str]) -> None:
-        """In this order. What is not there, or another's, is left out."""
+        """Remove files in this order. Those that do not exist, or that this user may not remove, are skipped."""
         for name in names:
             with contextlib.suppress(OSError):
                 os.unlink(name, dir_fd=self._folder)
 
     def sync(self) -> None:
-        """Write names of files to the disk."""
+        """Flush the names of files to the disk."""
         with contextlib.suppress(OSError):
             os.fsync(self._folder)
 
@@ -123,19 +123,19 @@ class SaveFolder:
             return os.fstat(file.fileno()).st_size, file.read(nbytes)
 
     def rights(self) -> int | None:
-        """Of the checkpoint that is there: those that all its files have; None without one."""
+        """The permissions that all files of the existing checkpoint have; None if there is no checkpoint."""
         found = [rights_of(name, folder=self._folder) for name in self._checkpoint()]
         return functools.reduce(operator.and_, [each for each in found if each is not None]) if any(found) else None
 
     def others(self, own: Iterable[str]) -> dict[str, _Version]:
-        """What is to be removed when ``own`` files are the checkpoint: first what readers look for."""
+        """The files to remove once the files ``own`` are the checkpoint, those that readers look for first."""
         found = self._checkpoint()
         if self._lock is not None:
             found += [name for name in os.listdir(self._folder) if _OURS.fullmatch(name)]
         return {name: self.version(name) for name in found if name not in own}
 
     def remove_unchanged(self, versions: Mapping[str, _Version]) -> None:
-        """Another save may have taken a name meanwhile, where locks keep out only those of this node."""
+        """Remove unchanged files: where locks only work within a node, another save may have taken a name."""
         for name, version in versions.items():
             if self.version(name) == version:
                 self.remove([name])
@@ -146,7 +146,7 @@ class SaveFolder:
         return None if found is None else (found.st_size, found.st_mtime_ns)
 
     def index(self) -> dict[str, Any]:
-        """What the index says; nothing if there is none."""
+        """The contents of the index; an empty dict if there is none."""
         with contextlib.suppress(OSError, ValueError):
             descriptor = os.open(INDEX, os.O_RDONLY, dir_fd=self._folder)
             with open(descriptor, encoding="utf-8") as file:
@@ -160,7 +160,7 @@ class SaveFolder:
         return None
 
     def _checkpoint(self) -> list[str]:
-        """What a reader looks for, and the files that the index names, as far as a save may have written them."""
+        """The files that readers look for, and those that the index names, as far as a save may have written them."""
         file_of = self.index().get("weight_map")
         named = file_of.values() if isinstance(file_of, dict) else ()
         return [ONE_FILE, INDEX, *(name for name in named if isinstance(name, str) and _OURS.fullmatch(name))]

@@ -1,6 +1,6 @@
 """What ``save_safetensors`` writes: which tensors in which files, under which keys, made of which parts of the model.
 
-All ranks compute the same from their models: no file, no process group. ``digest_of`` tells whether they did.
+All ranks compute the same plan from their models, without files or process groups. ``digest_of`` lets them check that.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from fsdp2.tools.weights import DTYPES, ONE_FILE, TOKEN, Rename, Weight, WeightI
 _CALLER = "save_safetensors"
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _HEADER_ALIGNMENT = 8
-_METADATA = "__metadata__"  # what headers have besides tensors
+_METADATA = "__metadata__"  # the key in headers that is not a tensor
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a file: its key, its shape and dtype there, and of which parts of the model it is made."""
+    """One tensor of a file: its key, its shape and dtype there, and the parts of the model that it is made of."""
 
     key: str
     shape: Shape
@@ -45,8 +45,8 @@ class Entry:
 
 @dataclass(frozen=True)
 class File:
-    """One file of the checkpoint: its name at the end, the name that it is written under, its tensors, and the token of
-    its save."""
+    """One file of the checkpoint: its final name, the name that it is written under, its tensors, and the token of its
+    save."""
 
     name: str
     new_name: str
@@ -55,7 +55,7 @@ class File:
 
     @functools.cached_property
     def header(self) -> bytes:
-        """What safetensors files begin with: the size of the header, and where each tensor lies after it."""
+        """The beginning of the safetensors file: the size of the header, and where each tensor lies after it."""
         header: dict[str, object] = {_METADATA: {"format": "pt", TOKEN: self.token}}
         end = 0
         for entry in self.entries:
@@ -74,7 +74,7 @@ class File:
 def entries_of(
     weights: Sequence[Weight], dtype: torch.dtype | None, rename: Rename | None, mapping: MappingLike | None
 ) -> list[Entry]:
-    """In the order of the model; what a rule is about, where the first tensor of it is."""
+    """The entries in the order of the model; those of a rule come where its first tensor is."""
     weights = [each for weight in weights for each in weight.in_files()]
     by_name = {name: weight for weight in weights for name in weight.names}
     rules = resolved_to_save(mapping, [weight.names[0] for weight in weights], shapes_of(by_name), _CALLER)
@@ -139,8 +139,8 @@ def _add(found: dict[str, Entry], entry: Entry) -> None:
 
 
 def files_of(entries: Sequence[Entry], max_nbytes: int, token: str) -> list[File]:
-    """``entries`` in their order, cut where the next one would make a file too large. Inside a file, wide dtypes come
-    first: so each tensor starts at a multiple of its item size, which readers that map the file need."""
+    """``entries`` in their order, split where the next one would make a file too large. Within a file, wide dtypes come
+    first, so that each tensor starts at a multiple of its item size, as readers that map the file require."""
     cut: list[list[Entry]] = [[]]
     filled = 0
     for entry in entries:
@@ -161,7 +161,7 @@ def files_of(entries: Sequence[Entry], max_nbytes: int, token: str) -> list[File
 
 
 def digest_of(files: Sequence[File]) -> str:
-    """Of all that ranks must have in common."""
+    """A digest of everything that ranks must have in common."""
     said = [
         (file.name, each.key, str(each.dtype), each.shape, [(piece, _is_cut(weight)) for weight, piece in each.parts])
         for file in files
@@ -175,5 +175,5 @@ def _is_cut(weight: Weight) -> bool:
 
 
 def tag_of(token: str) -> str:
-    """What names of unfinished files have of it."""
+    """The part of the token that is used in names of unfinished files."""
     return token[:8]

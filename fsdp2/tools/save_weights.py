@@ -1,12 +1,12 @@
 """``save_safetensors``: the whole model in Hugging Face's layout, written tensor by tensor, replaced atomically.
 
-Each file is written by one rank; file k by rank k, k + W, ... Several ranks never write one file, because network file
-systems may mix up writes to one page. One tensor of each open file travels to its writer (on accelerators, to all
+Each file is written by one rank: rank r writes files r, r + W, ... Several ranks never write one file, because network
+file systems may mix up writes to one page. One tensor of each open file is sent to its writer (on accelerators, to all
 ranks), then all writers write.
 
-Rule: at every moment, one complete checkpoint is what a reader of the folder finds. New files have names of their own,
-and a token of their save in their headers. When rank 0 has seen all of them, one rename makes them the checkpoint: of
-the index, or of the only file. Only then old files are removed.
+Rule: at every moment, a reader of the folder finds one complete checkpoint. New files have names of their own, and a
+token of their save in their headers. When rank 0 has seen all of them, a single rename, of the index or of the only
+file, makes them the checkpoint. Only then are old files removed.
 """
 
 from __future__ import annotations
@@ -63,35 +63,35 @@ def save_safetensors(
 ) -> None:
     """Write the parameters and persistent buffers of ``model``, sharded or not, as Hugging Face stores them.
 
-    The folder gets ``model.safetensors``, or ``model-00001-of-0000N.safetensors`` and so on with an index. A checkpoint
-    in the folder is replaced: the folder has the old one or the new one, whenever the processes are killed. Other files
-    stay. Permissions are those of the old one. All ranks must call it, between steps, and see the folder. A rank holds
-    one whole tensor at a time; if ``mapping`` fuses several to one, that one, too. Tied weights are written once, under
-    the first name.
+    Writes ``model.safetensors``, or ``model-00001-of-0000N.safetensors`` and so on with an index. It replaces a
+    checkpoint in the folder: whenever the processes are killed, the folder has either the old one or the new one. Other
+    files stay, and the old permissions are kept. All ranks must call it, between steps, and must see the folder. A rank
+    holds one whole tensor at a time, plus the result if ``mapping`` fuses several into one. Tied weights are written
+    once, under their first name.
     Plain tensors, such as buffers, are written as the first rank has them, wire formats as the values of the shards,
     quantised weights dequantised, and 4-bit weights of bitsandbytes under the keys that it writes itself.
 
     Args:
         model: the model, or a part of it.
-        folder: is made if it does not exist.
-        max_shard_size: of one file, in bytes, or text such as ``"500MB"`` or ``"2GiB"``. A larger tensor gets its own
-            file.
-        dtype: of floating-point tensors in the files. Default: the dtypes of the model.
-        rename: maps a name of the model to a key of the files: a mapping, in which names may be absent, or a function,
-            which returns None to leave a tensor out.
-        mapping: for tensors that the files shall have split, fused or transposed, as ``load_safetensors`` takes it.
-            ``rename`` gets the names that no rule is about.
+        folder: the folder, which is created if it does not exist.
+        max_shard_size: the largest size of one file, in bytes or as text such as ``"500MB"`` or ``"2GiB"``. A tensor
+            that is larger gets its own file.
+        dtype: the dtype of floating-point tensors in the files. Default: the dtypes of the model.
+        rename: maps a name in the model to a key in the files: either a mapping, which need not have all names, or a
+            function, which returns None to leave a tensor out.
+        mapping: splits, fuses or transposes tensors in the files, in the form that ``load_safetensors`` takes.
+            ``rename`` gets the names that no rule covers.
         group: the ranks that save together. Default: all ranks.
 
     Raises:
-        ValueError: ``max_shard_size`` is no size; two tensors get one key, or one gets a reserved key; a dtype has no
-            name in safetensors; ranks have different tensors; a tensor is on a mesh without this rank; ``mapping`` does
-            not fit the model.
-        TypeError: ``folder`` is no path; ``dtype`` is not a floating-point dtype; ``rename`` gives no names.
-        ScheduleError: a forward or backward runs, or parameters are lent to ``fsdp2.unsharded``.
+        ValueError: ``max_shard_size`` is not a size; two tensors get one key, or one gets a reserved key; a dtype has
+            no name in safetensors; ranks have different tensors; a tensor is on a mesh without this rank; ``mapping``
+            does not fit the model.
+        TypeError: ``folder`` is not a path; ``dtype`` is not a floating-point dtype; ``rename`` does not return names.
+        ScheduleError: a forward or backward is running, or parameters are lent to ``fsdp2.unsharded``.
         RuntimeError: a tensor is on the meta device.
-        OSError: a rank cannot write, or sees another folder than rank 0; another save writes to the folder; the folder
-            or a file was replaced meanwhile. The old checkpoint is there.
+        OSError: a rank cannot write, or sees a different folder than rank 0; another save writes to the folder; the
+            folder or a file was replaced meanwhile. The old checkpoint is still there.
     """
     axis = axis_of(group)
     (token, *_) = exchange(axis, uuid.uuid4().hex)
@@ -135,7 +135,7 @@ def _path(folder: object) -> Path:
     return Path(folder)
 
 
-# Whose folder it is
+# Claiming the folder
 
 
 def _opened(path: Path, *, is_first: bool = False) -> SaveFolder:
@@ -148,7 +148,7 @@ def _opened(path: Path, *, is_first: bool = False) -> SaveFolder:
 
 
 def _claim(opened: SaveFolder, files: Sequence[File], token: str) -> None:
-    """Keep other saves out, and leave a mark by which the other writers know the folder."""
+    """Keep other saves out, and leave a marker by which the other writers recognise the folder."""
     try:
         opened.lock()
         if len(files) > 1:
@@ -164,7 +164,7 @@ def _claim(opened: SaveFolder, files: Sequence[File], token: str) -> None:
 
 
 def _check_claim(opened: SaveFolder, files: Sequence[File], token: str) -> None:
-    """``files``: those from this rank's first one on."""
+    """Check that this rank sees rank 0's folder, if it writes one of ``files``, which start at its first one."""
     if files and not opened.has(_unfinished_index(token)):
         raise FileNotFoundError(
             f"{_CALLER}: {opened.path} is another folder on this rank than on rank 0. Nothing was written. Pass a "
@@ -202,8 +202,8 @@ def _write(
     device: torch.device | None,
     advance: Callable[[int], object],
 ) -> OSError | None:
-    """Write ``files``; file i is this rank's if its rank on ``axis`` is i. A rank that cannot write goes on gathering,
-    since the others need it, and returns its error. ``advance``: gets the bytes that some rank has gathered."""
+    """Write ``files``; the rank with index i on ``axis`` writes file i. A rank that cannot write keeps gathering, since
+    the others need it, and returns its error. ``advance`` is called with the bytes that some rank has gathered."""
     mine = files[axis.rank] if axis.rank < len(files) else None
     out: BinaryIO | None = None
     problem: OSError | None = None
@@ -211,7 +211,7 @@ def _write(
     with contextlib.ExitStack() as stack:
         if mine is not None:
             try:
-                out = opened.create(mine.new_name, rights)  # a with would raise the error once more
+                out = opened.create(mine.new_name, rights)  # a with block would raise the error again
                 stack.callback(_close, out)
                 out.write(mine.header)
             except OSError as error:
@@ -234,20 +234,20 @@ def _write(
             try:
                 out.flush()
                 os.fsync(out.fileno())
-                out.close()  # a full disk may show only now
+                out.close()  # a full disk may only be reported now
             except OSError as error:
                 problem = _unwritable(opened.path / mine.name, error)
     return problem
 
 
 def _close(file: BinaryIO) -> None:
-    """Closing tries once more to write what could not be written, which has been noted."""
+    """Close ``file``, which tries again to write what could not be written; that error is already recorded."""
     with contextlib.suppress(OSError):
         file.close()
 
 
 def _unwritable(path: Path, error: OSError) -> OSError:
-    """What the system says of a full disk names no file."""
+    """Add the file name, which the system's error for a full disk lacks."""
     return OSError(
         f"{_CALLER}: {path} could not be written ({type(error).__name__}: {error}). The checkpoint that was in the "
         "folder is there. Make room, or pass a folder that all ranks see and may write."
@@ -256,7 +256,7 @@ def _unwritable(path: Path, error: OSError) -> OSError:
 
 class _Gathering:
     """Brings tensors to the rank ``owner`` of ``axis``. Keeps the last whole tensor of which a key was a part, since
-    the next keys are other parts of it. All ranks decide alike whether to gather it."""
+    the next keys are other parts of it. All ranks make the same decision whether to gather it."""
 
     def __init__(self, owner: int, axis: Axis, device: torch.device | None) -> None:
         self._owner, self._axis, self._device = owner, axis, device
@@ -282,7 +282,7 @@ class _Gathering:
 
     def _part(self, weight: Weight, piece: Piece, dtype: torch.dtype) -> torch.Tensor | None:
         if self._kept is None or self._kept[0] is not weight or self._kept[1] is not dtype:
-            self._kept = self._whole = None  # before another one is gathered
+            self._kept = self._whole = None  # freed before another one is gathered
             whole = _gathered(weight, dtype, self._owner, self._axis, self._device)
             self._whole = None if whole is None else whole.cpu()
             self._kept = weight, dtype
@@ -295,8 +295,8 @@ class _Gathering:
 def _gathered(
     weight: Weight, dtype: torch.dtype, owner: int, axis: Axis, device: torch.device | None
 ) -> torch.Tensor | None:
-    """The whole tensor in the dtype of the file, on the rank ``owner`` of ``axis``. A plain tensor is that of the first
-    rank, and travels through ``device``."""
+    """The whole tensor in the dtype of the file, on the rank ``owner`` of ``axis``. A plain tensor is taken from the
+    first rank, and is sent by way of ``device``."""
     if axis.group is None:
         return weight.whole(dtype)
     if isinstance(weight.tensor, DTensor):
@@ -308,7 +308,7 @@ def _gathered(
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU. The package does without NumPy, which has this built in."""
+    """The memory of a contiguous tensor on the CPU. NumPy has this built in, but the package does not use it."""
     memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()) if tensor.nbytes else b""
     return memoryview(memory)
 
@@ -324,7 +324,7 @@ def _commit(opened: SaveFolder, files: Sequence[File], token: str) -> None:
         others = opened.others(new_names)
         opened.sync()
         place = _publish(opened, files, new_names, token)
-    except OSError:  # the new checkpoint is not in its place: the old one is
+    except OSError:  # the new checkpoint is not in place; the old one still is
         opened.remove([*new_names, _unfinished_index(token)])
         raise
     _check_in_place(opened, files, new_names, token)
@@ -340,7 +340,7 @@ def _commit(opened: SaveFolder, files: Sequence[File], token: str) -> None:
 
 
 def _publish(opened: SaveFolder, files: Sequence[File], names: Sequence[str], token: str) -> str:
-    """Let one rename make ``files``, which have ``names`` now, the checkpoint. Returns the name that it replaces."""
+    """With one rename, make ``files``, which now have ``names``, the checkpoint. Returns the name that it replaces."""
     unfinished, place = (names[0], ONE_FILE) if len(files) == 1 else (_unfinished_index(token), INDEX)
     try:
         if place == INDEX:
@@ -355,7 +355,7 @@ def _publish(opened: SaveFolder, files: Sequence[File], names: Sequence[str], to
 
 
 def _check_seen(opened: SaveFolder, files: Sequence[File], names: Sequence[str]) -> None:
-    """Refuse what this rank does not see as it was written."""
+    """Raise if this rank does not see a file as it was written."""
     stays = "The checkpoint that was in the folder is there."
     if not opened.is_at_path():
         raise _NotSeenError(f"{_CALLER}: {opened.path} was replaced during the save. {stays} Save again.")
@@ -384,7 +384,7 @@ def _problem_of(opened: SaveFolder, file: File, name: str) -> str | None:
 
 
 def _check_in_place(opened: SaveFolder, files: Sequence[File], names: Sequence[str], token: str) -> None:
-    """Notice other saves, which no lock has kept out on some file systems."""
+    """Detect other saves, which no lock keeps out on some file systems."""
     if len(files) == 1:
         is_ours = _problem_of(opened, files[0], ONE_FILE) is None
     else:
@@ -397,8 +397,8 @@ def _check_in_place(opened: SaveFolder, files: Sequence[File], names: Sequence[s
 
 
 def _usual_names(opened: SaveFolder, files: Sequence[File], new_names: list[str], token: str) -> list[str]:
-    """Give files the names that may have belonged to the old checkpoint until now, and return the names that they have
-    at the end. Each has both names for a moment."""
+    """Give files their usual names, which may have belonged to the old checkpoint until now, and return the names that
+    they end up with. Each file briefly has both names."""
     linked = {}
     try:
         for file in files:
@@ -421,7 +421,7 @@ def _write_index(opened: SaveFolder, files: Sequence[File], names: Sequence[str]
         "weight_map": {entry.key: name for file, name in zip(files, names, strict=True) for entry in file.entries},
     }
     rights, unfinished = opened.rights(), _unfinished_index(token)
-    opened.remove([unfinished])  # the mark
+    opened.remove([unfinished])  # the marker
     with io.TextIOWrapper(opened.create(unfinished, rights)) as out:
         json.dump(index, out, indent=2)
         out.flush()

@@ -1,4 +1,4 @@
-"""Sizes as people write them: "70GiB" and back."""
+"""Convert between bytes and sizes as people write them, such as "70GiB"."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _SHOWN = ("GiB", "MiB", "KiB")
 
 
 def nbytes_of(size: str | int | float, what: str, example: str) -> int:
-    """Bytes of ``size``: a number of bytes, or text such as ``"70GiB"`` or ``"80 gb"``. ``what`` has this size;
-    ``example``: text that the user could have written.
+    """The bytes of ``size``, a number of bytes, or text such as ``"70GiB"`` or ``"80 gb"``. For errors, ``what`` names
+    the thing with this size, and ``example`` is a valid text.
 
     Raises:
-        ValueError: it is no size, or less than one byte.
+        ValueError: ``size`` is not a size, or is less than one byte.
     """
     found: object = size
     if isinstance(size, str):
@@ -34,11 +34,11 @@ def nbytes_of(size: str | int | float, what: str, example: str) -> int:
 
 
 def text_of(nbytes: float) -> str:
-    """``nbytes`` for people: "70.8 GiB", or "3.1 MiB"."""
+    """``nbytes`` in readable form: "70.8 GiB", or "3.1 MiB"."""
     unit, factor = unit_of(nbytes)
     return f"{nbytes / factor:.1f} {unit}"
 
 
 def unit_of(nbytes: float) -> tuple[str, int]:
-    """The largest unit of which ``nbytes`` are one or more, and its bytes; at least KiB."""
+    """The largest unit that is not larger than ``nbytes``, and its size in bytes; at least KiB."""
     return next(((unit, _UNITS[unit]) for unit in _SHOWN if nbytes >= _UNITS[unit]), ("KiB", _UNITS["KiB"]))

@@ -1,8 +1,8 @@
-"""When a stream may go on: no rank begins to gather before the ranks that receive have asked for it.
+"""Decides when a stream may continue: no rank begins to gather before the receiving ranks have asked for it.
 
-Ranks tell each other through the store of the process group, which is no collective: a rank that waits here keeps no
-device and no connection busy, whatever the caller of another rank does meanwhile. Rule: each rank asks for step 0, 1,
-and so on, and nobody asks for a step before the one before it was open. So one counter is enough.
+Ranks communicate through the store of the process group, without collectives: a rank that waits here keeps no device
+and no connection busy, whatever the caller on another rank does meanwhile. Rule: each rank asks for step 0, 1, and so
+on, and no rank asks for a step before the previous one was open. So one counter is enough.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from fsdp2.comm.streams import launched
 from fsdp2.extras import torch_names
 from fsdp2.types import CommunicationError
 
-_PAUSE_S, _MAX_PAUSE_S, _PAUSE_PER_RANK_S = 1e-4, 0.01, 1e-4  # so 10,000 questions per second at most reach the store
+_PAUSE_S, _MAX_PAUSE_S, _PAUSE_PER_RANK_S = 1e-4, 0.01, 1e-4  # so the store gets at most 10,000 requests per second
 _PLAN, _JOINED, _ASKED, _LEFT, _CLOSED = "plan", "joined", "asked", "left", "closed"
 
-_numbers: dict[tuple[int, ...], itertools.count[int]] = {}  # by ranks: all of them begin the same streams in one order
+_numbers: dict[tuple[int, ...], itertools.count[int]] = {}  # by ranks, which all begin the same streams in one order
 
 
 class Leaving(Enum):
-    """Why a rank leaves before the end."""
+    """Why a rank leaves a stream before its end."""
 
-    STOPPED = "stopped"  # on purpose: all ranks end
+    STOPPED = "stopped"  # on purpose, so all ranks end without an error
     LEFT = "left"  # the caller has left the loop
     RAISED = "raised"
 
@@ -41,9 +41,9 @@ class Gate:
     """The steps of one stream. Create it on all ``ranks`` in the same order, and ``close`` it.
 
     Args:
-        ranks: global ranks that take part; this process alone if there is one, or none.
-        askers: those of them whose asking opens a step.
-        caller: how errors begin.
+        ranks: the global ranks that take part; with at most one, only this process does.
+        askers: those ranks whose requests open a step.
+        caller: the beginning of error messages.
     """
 
     def __init__(self, ranks: Sequence[int], askers: Sequence[int], caller: str) -> None:
@@ -58,10 +58,10 @@ class Gate:
             self._store = dist.PrefixStore(f"fsdp2/streams/{digest}/{number}", torch_names.default_store())
 
     def join(self, plan: str) -> None:
-        """Wait until all ranks are here, with the same ``plan``.
+        """Wait until all ranks have joined with the same ``plan``.
 
         Raises:
-            ValueError: another rank has another plan. ``RuntimeError`` where another rank has found that.
+            ValueError: another rank has a different plan. It is a ``RuntimeError`` if another rank has detected that.
         """
         if self._store is None:
             return
@@ -77,12 +77,12 @@ class Gate:
         self._await(_JOINED, len(self._ranks))
 
     def ask(self, step: int) -> bool:
-        """Wait until all askers have asked for ``step``, if this rank is one, after asking. False: one of them has
-        stopped the stream.
+        """Ask for ``step`` if this rank is an asker, then wait until all askers have asked for it. Returns False if one
+        of them has stopped the stream.
 
         Raises:
             RuntimeError: a rank has left the loop, or raised.
-            CommunicationError: the askers have not come within the timeout of the process group, or are lost.
+            CommunicationError: the askers have not asked within the timeout of the process group, or are lost.
         """
         if self._store is None:
             return True
@@ -91,14 +91,14 @@ class Gate:
         return self._await(_ASKED, (step + 1) * self._num_askers)
 
     def leave(self, why: Leaving, text: str) -> None:
-        """Let the other ranks know that this one comes no more. The first reason counts."""
+        """Tell the other ranks that this one has left. The first reason counts."""
         if self._store is not None:
             said = json.dumps([self._rank, why.value, text])
-            with suppress(RuntimeError):  # the store is gone, as the process that hosts it; nobody is left to know
+            with suppress(RuntimeError):  # the store is gone with the process that hosts it; no rank can be told
                 self._store.compare_set(_LEFT, "", said)
 
     def close(self) -> None:
-        """This rank has ended. The last one cleans up, unless the store is gone: a rank that hosts it may end first."""
+        """End this rank's part. The last rank cleans up, unless the store is gone, whose host may end first."""
         store, self._store = self._store, None
         with suppress(RuntimeError):
             if store is not None and store.add(_CLOSED, 1) == len(self._ranks):
@@ -136,14 +136,14 @@ class Gate:
 
 
 def _limit_s() -> float:
-    """After how many seconds a collective of all ranks would fail."""
+    """The number of seconds after which a collective of all ranks would time out."""
     devices = (torch.device("cpu"), torch.accelerator.current_accelerator())
     found = [torch_names.timeout_of(dist.group.WORLD, each) for each in devices if each is not None]  # type: ignore[arg-type]
     return next((each.total_seconds() for each in found if each is not None), math.inf)
 
 
 def refuse(ranks: Sequence[int], caller: str, error: Exception) -> None:
-    """This rank cannot begin the stream that the other ``ranks`` wait for: let them raise, too."""
+    """Make the other ``ranks``, which wait for a stream that this rank cannot begin, raise, too."""
     gate = Gate(ranks, (), caller)
     gate.leave(Leaving.RAISED, f"{type(error).__name__}: {error}")
     gate.close()

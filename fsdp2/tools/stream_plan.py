@@ -1,6 +1,6 @@
-"""What a stream hands out, and in which buckets: decided before anything travels.
+"""What a stream yields, and in which buckets: decided before anything is sent.
 
-Weights in, places in flat buckets out. Nothing here communicates, and nothing depends on what one rank alone has.
+Weights in, places in flat buckets out. Nothing here communicates, or depends on what only one rank has.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Transform = Mapping[str | tuple[str, ...], Function]
 
 @dataclass(frozen=True)
 class StreamedTensor:
-    """One whole tensor, and the byte of its bucket that it begins at."""
+    """One whole tensor, and the byte of its bucket at which it begins."""
 
     name: str
     shape: tuple[int, ...]
@@ -36,22 +36,22 @@ class StreamedTensor:
 
 @dataclass(frozen=True)
 class BucketManifest:
-    """What one bucket has in it. Plain data, the same on all ranks: pickle it for whoever receives the bucket.
+    """The contents of one bucket. It is plain data, the same on all ranks: pickle it for the receiver of the bucket.
 
     Attributes:
-        tensors: in order; each begins at a multiple of 128 bytes.
-        nbytes: of the bucket.
+        tensors: the tensors in order; each begins at a multiple of 128 bytes.
+        nbytes: the size of the bucket.
     """
 
     tensors: tuple[StreamedTensor, ...]
     nbytes: int
 
     def cut(self, flat: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-        """``(name, tensor)`` of all tensors, as views of ``flat``: the bytes of the bucket, ``uint8`` of shape
+        """``(name, tensor)`` for all tensors, as views of ``flat``, the bytes of the bucket: ``uint8`` of shape
         ``[nbytes]``.
 
         Raises:
-            ValueError: ``flat`` has another dtype or shape.
+            ValueError: ``flat`` has a different dtype or shape.
         """
         if flat.dtype is not torch.uint8 or flat.shape != (self.nbytes,):
             raise ValueError(
@@ -66,12 +66,12 @@ class BucketManifest:
 
 @dataclass(frozen=True)
 class StreamedBucket:
-    """Whole tensors that lie behind each other in one buffer.
+    """Whole tensors that lie one after another in one buffer.
 
     Attributes:
-        flat: the buffer, ``uint8`` of shape ``[manifest.nbytes]``: one message has it all.
+        flat: the buffer, ``uint8`` of shape ``[manifest.nbytes]``, which fits into one message.
         tensors: ``(name, tensor)``, views of ``flat``, plain and contiguous.
-        manifest: where which tensor lies. Whoever receives ``flat`` calls ``manifest.cut``.
+        manifest: where each tensor lies. The receiver of ``flat`` calls ``manifest.cut``.
     """
 
     flat: torch.Tensor
@@ -80,7 +80,7 @@ class StreamedBucket:
 
 
 class Output(NamedTuple):
-    """A tensor that the caller gets, before it has a place."""
+    """A tensor that the caller will get, before it has been given a place in a bucket."""
 
     name: str
     shape: tuple[int, ...]
@@ -89,13 +89,13 @@ class Output(NamedTuple):
 
 @dataclass(frozen=True)
 class Item:
-    """What is handed out together.
+    """Tensors that are yielded together.
 
     Attributes:
-        weights: what travels.
-        dtypes: in which they travel.
-        function: makes ``outputs`` of the whole ``weights``; None if the only output is the only weight.
-        keys: how ``function`` calls its outputs.
+        weights: the weights that are sent.
+        dtypes: the dtypes in which they are sent.
+        function: makes ``outputs`` from the whole ``weights``; None if the only output is the only weight.
+        keys: the names that ``function`` gives to its outputs.
     """
 
     weights: tuple[Weight, ...]
@@ -111,7 +111,7 @@ class Item:
 
     @property
     def nbytes(self) -> int:
-        """Of its part of the bucket."""
+        """The size of this item's part of the bucket."""
         return sum(_aligned(math.prod(each.shape) * each.dtype.itemsize) for each in self.outputs)
 
 
@@ -129,11 +129,11 @@ def plan_stream(
     max_nbytes: int | None,
     caller: str,
 ) -> tuple[PlannedBucket, ...]:
-    """Buckets in the order of ``weights``: of ``max_nbytes`` at most, or one for each unit.
+    """Plan buckets in the order of ``weights``: of at most ``max_nbytes``, or one for each unit.
 
     Raises:
-        ValueError: two tensors get one name; ``transform`` names what is not there, or one tensor twice.
-        TypeError: ``rename`` or ``transform`` is no such thing, or gives something else.
+        ValueError: two tensors get one name; ``transform`` names a tensor that does not exist, or one tensor twice.
+        TypeError: ``rename`` or ``transform`` has the wrong type, or returns something of the wrong type.
         RuntimeError: one of them raised.
     """
     items = [
@@ -145,11 +145,11 @@ def plan_stream(
 
 
 def called(function: Function, tensors: Sequence[torch.Tensor], weights: Sequence[Weight], caller: str) -> Any:
-    """What ``function`` makes of ``tensors``.
+    """The result of ``function`` for ``tensors``.
 
     Raises:
         RuntimeError: it raised.
-        TypeError: it made something else than named tensors.
+        TypeError: it returned something other than named tensors.
     """
     where = f"{caller}: transform of {', '.join(repr(each.names[0]) for each in weights)}"
     kind = ", called with meta tensors to see what it returns," if any(each.is_meta for each in tensors) else ""
@@ -165,7 +165,7 @@ def called(function: Function, tensors: Sequence[torch.Tensor], weights: Sequenc
 
 
 def _resolved(transform: object, weights: Sequence[Weight], caller: str) -> dict[int, tuple[list[Weight], Function]]:
-    """By the first weight that a function takes: all that it takes, in its order, and the function."""
+    """Maps the first weight that a function takes to all that it takes, in its order, and to the function."""
     if transform is None:
         return {}
     if not isinstance(transform, Mapping):
@@ -240,7 +240,7 @@ def _by_unit(items: Sequence[Item]) -> list[list[Item]]:
 
 
 def _by_nbytes(items: Sequence[Item], max_nbytes: int) -> list[list[Item]]:
-    """Neither what travels for a bucket nor what is handed out is larger, unless a single item is."""
+    """Group items so that neither what is sent for a bucket nor the bucket is larger, unless a single item is."""
     cut: list[list[Item]] = []
     travelling = nbytes = 0
     for item in items:

@@ -1,8 +1,8 @@
-"""Whole parameters of a sharded model, bucket after bucket: what an inference engine is given.
+"""Streams the whole parameters of a sharded model, bucket by bucket, for example to an inference engine.
 
-``stream_plan`` says what is in the buckets, ``stream_gate`` when ranks may go on; here the bytes travel. A bucket takes
-one message per pair of ranks, besides those of large shards, which arrive where the caller reads them. Rule: nothing is
-gathered before the ranks that receive have asked for it, so that no gather ever waits for a caller.
+``stream_plan`` decides what is in the buckets, and ``stream_gate`` when ranks may continue; this file sends the data. A
+bucket takes one message per pair of ranks, besides those of large shards, which arrive where the caller reads them.
+Rule: nothing is gathered before the receiving ranks have asked for it, so that no gather ever waits for a caller.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fsdp2.tools.stream_plan import Item, PlannedBucket, StreamedBucket, Transfo
 from fsdp2.tools.weights import Rename, Weight, check_dtype, check_ready, weights_of
 
 _CALLER = "stream_full_params"
-_TAG = 7090  # of messages: away from 0, which user code on the same group is likely to use, and from our channels
+_TAG = 7090  # of messages; differs from 0, which user code on the same group is likely to use, and from our channels
 
 
 @door.all_entries
@@ -39,7 +39,7 @@ class FullParamStream:
     """What :func:`stream_full_params` returns. Iterate once, over tensors or over ``buckets()``, in a ``for`` loop.
 
     Attributes:
-        manifest: of all buckets, in order. It is there without communication.
+        manifest: the manifests of all buckets, in order. They are available without communication.
     """
 
     def __init__(
@@ -58,19 +58,19 @@ class FullParamStream:
 
     @_torch.runs_between_graphs
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """``(name, tensor)`` of all buckets. Tensors of a bucket share memory: clone the few that you keep."""
+        """``(name, tensor)`` for all buckets. Tensors of a bucket share memory: clone the few that you keep."""
         return self._tensors(self.buckets())
 
     def buckets(self) -> Iterator[StreamedBucket]:
         """Gather one bucket after another. A rank that does not receive gets none, and stays in the loop until the
-        receiver has ended.
+        receiver has finished.
 
         Raises:
-            ValueError: ranks have other tensors, or other arguments.
-            ScheduleError: a forward or backward runs, or parameters are lent to ``fsdp2.unsharded``.
-            RuntimeError: the stream was used already; a tensor was replaced since it was made; another rank left its
+            ValueError: ranks have different tensors or different arguments.
+            ScheduleError: a forward or backward is running, or parameters are lent to ``fsdp2.unsharded``.
+            RuntimeError: the stream was already used; a tensor was replaced since it was made; another rank left its
                 loop, or raised; ``transform`` raised.
-            CommunicationError: a collective failed, or a rank has not come.
+            CommunicationError: a collective failed, or a rank did not join in time.
         """
         if self._is_used:
             raise RuntimeError(f"{_CALLER}: this stream was iterated already. Call {_CALLER} again.")
@@ -78,7 +78,7 @@ class FullParamStream:
         return self._run()
 
     def stop(self) -> None:
-        """End the loops of all ranks, without an error, after the bucket that the caller has."""
+        """End the loops of all ranks without an error, after the caller's current bucket."""
         self._stops = True
 
     @staticmethod
@@ -128,7 +128,7 @@ class FullParamStream:
                 gate.close()
 
     def _check_still_there(self) -> None:
-        """Raise if the model has other tensors by now, or on other ranks: the plan has old values."""
+        """Raise if tensors of the model were replaced since, on this or another rank: the plan has the old values."""
         current = {(id(each.tensor), id(each.param)) for each in weights_of(self._model, _CALLER)}
         planned = (weight for bucket in self._plan for item in bucket.items for weight in item.weights)
         gone = next((each for each in planned if (id(each.tensor), id(each.param)) not in current), None)
@@ -168,50 +168,50 @@ def stream_full_params(
     transform: Transform | None = None,
     buffers: bool = False,
 ) -> FullParamStream:
-    """Hand out whole parameters, for example from a trainer to an inference engine.
+    """Stream whole parameters, for example from a trainer to an inference engine.
 
-    ``for name, tensor in stream`` gives one after another, ``for bucket in stream.buckets()`` those of a bucket, which
-    one message can carry; ``stream.manifest`` says what comes, without communication. All ranks of the model iterate,
-    between steps. Parameters come in the order of ``named_parameters``, under the names of the state dict, tied ones
-    once. The tensors are plain, contiguous, detached copies: of wire formats the values of the shards, of quantised
-    weights the dequantised ones.
-    Shards, gradients and the optimizer stay as they are. The model must not train meanwhile.
+    ``for name, tensor in stream`` yields them one by one, ``for bucket in stream.buckets()`` yields those of a bucket,
+    which fits into one message; ``stream.manifest`` lists them without communication. All ranks of the model must
+    iterate, between steps. Parameters come in the order of ``named_parameters``, under the names of the state dict, and
+    tied ones come once. The tensors are plain, contiguous, detached copies: for wire formats, the values of the shards;
+    for quantised weights, the dequantised values.
+    Shards, gradients and the optimizer stay unchanged. The model must not train meanwhile.
 
-    **Order.** Nothing is gathered for a bucket before all ranks that receive have asked for it. While a caller has a
-    bucket, other ranks wait in the store of the process group, which is no collective: so the caller may use
-    collectives with other processes. After the last bucket, ranks leave the loop when all that receive leave theirs.
+    **Order.** Nothing is gathered for a bucket before all receiving ranks have asked for it. While a caller has a
+    bucket, other ranks wait on the store of the process group, not in a collective, so the caller may use collectives
+    with other processes. After the last bucket, ranks leave the loop when all receiving ranks leave theirs.
 
-    **Ends.** A rank whose caller leaves the loop early, or whose ``transform`` raises, makes the loops of others raise.
+    **Ends.** If a caller leaves the loop early on one rank, or ``transform`` raises there, the loops of others raise.
     ``stream.stop()`` ends all loops without an error.
 
-    **Memory.** While a bucket is gathered: the bucket, and a copy of those of its tensors that are small, unevenly cut
-    or not cut along dim 0; also the one before it, if a variable of the caller still has that. ``ahead=1`` takes one
-    bucket more. A tensor larger than a bucket is a bucket of its own. Ranks that do not receive take what they send.
+    **Memory.** While a bucket is gathered, it is held together with a copy of its tensors that are small, unevenly cut
+    or not cut along dim 0, and with the previous bucket if a variable of the caller still holds that. ``ahead=1`` takes
+    one more bucket. A tensor larger than a bucket gets its own bucket. Non-receiving ranks hold only what they send.
 
     **Traffic.** With ``to_rank``, each rank of that rank's replica sends its shards once, and other replicas send
-    nothing; on accelerators that is so with NCCL. Elsewhere, and for parameters that tensor parallelism has cut, all
+    nothing; on accelerators this requires NCCL. Elsewhere, and for parameters that tensor parallelism has cut, all
     ranks gather.
 
     Args:
         model: the model, or a part of it.
-        dtype: of floating-point parameters, cast before they travel. Default: the dtype of the shards. Tensors that
-            ``transform`` takes keep theirs.
-        device: of the tensors. Default: the device of the mesh.
-        bucket_nbytes: the most bytes of a bucket, or text such as ``"512MiB"``. Default: one unit is one bucket.
-        to_rank: the only global rank that receives. Default: all ranks receive all.
-        ahead: 1 gathers the next bucket while the caller has one. Then collectives are in flight meanwhile.
-        rename: maps a name to another: a mapping, in which names may be absent, or a function, which returns None to
-            leave a tensor out.
+        dtype: the dtype to which floating-point parameters are cast before they are sent. Default: the dtype of the
+            shards. Tensors that ``transform`` takes keep theirs.
+        device: the device of the tensors. Default: the device of the mesh.
+        bucket_nbytes: the largest size of a bucket, or text such as ``"512MiB"``. Default: one bucket per unit.
+        to_rank: the only global rank that receives. Default: all ranks receive everything.
+        ahead: 1 gathers the next bucket while the caller has one, so collectives are in flight meanwhile.
+        rename: maps names to new ones: either a mapping, which need not have all names, or a function, which returns
+            None to leave a tensor out.
         transform: maps names, or tuples of names, to functions. A function gets the whole tensors of its names, and
-            returns a mapping of new names to tensors, whatever it makes of them: merged, quantised. It is called with
-            meta tensors first, for the manifest. See ``merge_lora``.
-        buffers: whether persistent buffers come, too, and other tensors that are not sharded: each rank's own.
+            returns a mapping of new names to the tensors that it makes, such as merged or quantised ones. It is first
+            called with meta tensors, for the manifest. See ``merge_lora``.
+        buffers: whether to include persistent buffers and other tensors that are not sharded: each rank's own.
 
     Raises:
         TypeError: ``dtype`` is not a floating-point dtype; ``rename`` or ``transform`` is of the wrong type.
-        ValueError: an argument is out of its range; two tensors get one name; ``transform`` names a tensor that is not
-            there; a parameter is on a mesh without this rank.
-        ScheduleError: a forward or backward runs, or parameters are lent to ``fsdp2.unsharded``.
+        ValueError: an argument is out of range; two tensors get one name; ``transform`` names a tensor that does not
+            exist; a parameter is on a mesh without this rank.
+        ScheduleError: a forward or backward is running, or parameters are lent to ``fsdp2.unsharded``.
         RuntimeError: a parameter is on the meta device; ``rename`` or ``transform`` raised.
     """
     ranks = _ranks_of(model, everywhere=to_rank is not None)
@@ -236,8 +236,8 @@ def _rank() -> int:
 
 
 def _ranks_of(model: nn.Module, *, everywhere: bool) -> list[int]:
-    """The global ranks that stream ``model``: those of its largest mesh if that has all others, else all. A model
-    without meshes needs nobody, unless ``everywhere``."""
+    """The global ranks that stream ``model``: those of its largest mesh if that contains all others, else all ranks. A
+    model without meshes needs only this rank, unless ``everywhere``."""
     if not dist.is_initialized():
         return [0]
     found = {
@@ -275,11 +275,11 @@ def _checked_device(device: torch.device | str | None) -> torch.device | None:
     return found
 
 
-# One bucket on its way
+# Gathering one bucket
 
 
 class _Gathering:
-    """The messages of one bucket, launched, and the memory that they arrive in. ``to_rank``: see
+    """The launched messages of one bucket, and the memory in which they arrive. ``to_rank`` is as in
     ``stream_full_params``."""
 
     @torch.no_grad()
@@ -290,7 +290,7 @@ class _Gathering:
         self._device = device
         self._messages: list[_Messages] = []
         self._flat: torch.Tensor | None = None
-        self._given: dict[int, list[torch.Tensor]] = {}  # by item: what its function gets
+        self._given: dict[int, list[torch.Tensor]] = {}  # by item: the inputs of its function
         if to_rank is None or to_rank == _rank():
             self._flat = torch.empty(self.manifest.nbytes, dtype=torch.uint8, device=device)
         by_axis: dict[object, list[_Travelling]] = {}
@@ -322,8 +322,8 @@ class _Gathering:
                 yield _Travelling(weight, dtype, target)
 
     def wait(self) -> None:
-        """Wait for the messages, and forget them. The CPU waits for the device, too: whatever the caller, or another
-        process on this device, enqueues then does not meet the gather."""
+        """Wait for the messages, and drop them. The CPU waits for the device, too, so that whatever the caller or
+        another process then enqueues on this device cannot overlap with the gather."""
         messages, self._messages = self._messages, []
         for each in messages:
             each.finish()
@@ -360,7 +360,7 @@ def _fill(places: Sequence[torch.Tensor], item: Item, given: list[torch.Tensor])
 
 @dataclass(frozen=True)
 class _Travelling:
-    """A weight, the dtype that it travels in, and where its whole tensor goes; None where nobody wants it."""
+    """A weight, the dtype in which it is sent, and where its whole tensor goes; None if this rank does not need it."""
 
     weight: Weight
     dtype: torch.dtype
@@ -368,13 +368,13 @@ class _Travelling:
 
     @property
     def chunk_nbytes(self) -> int:
-        """Of the longest shard."""
+        """The size of the longest shard."""
         assert self.weight.param is not None
         return self.weight.param.layout.chunk_numel * self.dtype.itemsize
 
     @property
     def is_direct(self) -> bool:
-        """Whether its shards, one after another, are the whole tensor, and are worth messages of their own."""
+        """Whether its concatenated shards are the whole tensor, and are large enough for messages of their own."""
         group, param = self.weight.group, self.weight.param
         assert group is not None
         assert param is not None
@@ -382,7 +382,7 @@ class _Travelling:
         return is_whole and self.chunk_nbytes >= group.comm.routing.direct_min_nbytes
 
     def sent(self, device: torch.device) -> torch.Tensor:
-        """This rank's shard as bytes; shares the memory where nothing is cast."""
+        """This rank's shard as bytes; shares its memory if nothing is cast."""
         local = self.weight.local
         if is_plain(local) and local.dtype is self.dtype and local.device == device and local.is_contiguous():
             return local.reshape(-1).view(torch.uint8)
@@ -391,7 +391,7 @@ class _Travelling:
 
 
 class _Messages:
-    """What the ranks of one shard axis send for a bucket: large shards one by one, and all others in one message."""
+    """The messages of one shard axis for a bucket: large shards are sent one by one, all others in one message."""
 
     def __init__(self, travelling: Sequence[_Travelling], to_rank: int | None, device: torch.device) -> None:
         group, param = travelling[0].weight.group, travelling[0].weight.param
@@ -406,7 +406,7 @@ class _Messages:
         self._staging: torch.Tensor | None = None
         ranks = dist.get_process_group_ranks(axis.group)
         if to_rank is not None and to_rank not in ranks:
-            return  # another replica sends
+            return  # another replica sends the shards
         backend = _torch.backend_name(axis.group, device)
         is_for_one = to_rank is not None and (device.type == "cpu" or backend == "nccl")
         receives = not is_for_one or to_rank == _rank()
@@ -425,10 +425,10 @@ class _Messages:
             launch: Launch = partial(self._send, ranks, to_rank, axis.group)
         else:
             launch = group.comm.all_gather(self._outputs, self._inputs)
-        self._streams.gather_after_compute()  # it has packed what is sent
+        self._streams.gather_after_compute()  # compute has packed what is sent
         with self._streams.on_gather:
             self._works = launched(launch)
-            if self._streams.runs_ahead:  # then only the stream waits
+            if self._streams.runs_ahead:  # in this case, only the stream waits
                 wait_for(self._works)
                 self._works = ()
             self._arrived = self._streams.record()
@@ -464,10 +464,10 @@ class _Messages:
         )
 
     def finish(self) -> None:
-        """Wait, and put what has arrived in one message where it belongs."""
+        """Wait, and unpack the tensors that arrived in one message."""
         works, self._works = self._works, ()
         wait_for(works)
-        self._streams.wait_here(self._arrived)  # compute waits for the gather: it reads what has come, or frees it
+        self._streams.wait_here(self._arrived)  # compute waits for the gather: it reads the received data, or frees it
         self._inputs, self._outputs = [], []
         staging, self._staging = self._staging, None
         if staging is not None:

@@ -1,4 +1,4 @@
-"""What all ranks of an axis do, or none of them does."""
+"""Steps that either all ranks of an axis complete, or none of them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def axis_of(group: dist.ProcessGroup | None) -> Axis:
 
 @contextmanager
 def together(axis: Axis) -> Iterator[None]:
-    """All ranks of ``axis`` leave the block normally, or all of them raise the same error, which says on which ranks it
-    happened. There must be no collective behind a line of the block that may fail on one rank only."""
+    """All ranks of ``axis`` leave the block normally, or all raise the same error, which says on which ranks it
+    happened. In the block, no collective may follow a line that can fail on one rank only."""
     error = None
     try:
         yield
@@ -40,7 +40,7 @@ def together(axis: Axis) -> Iterator[None]:
 
 
 def _kind(error: Exception) -> type[Exception]:
-    """A class like that of ``error`` that takes a text, and that other ranks know."""
+    """A class similar to that of ``error`` that can be built from a text, and that other ranks know."""
     kinds = (ScheduleError, FileNotFoundError, OSError, ImportError, TypeError)
     plain = ValueError if type(error) is ValueError else RuntimeError
     return next((kind for kind in kinds if isinstance(error, kind)), plain)
@@ -49,5 +49,5 @@ def _kind(error: Exception) -> type[Exception]:
 def _text(error: Exception) -> str:
     ours = isinstance(error, (ScheduleError, ImportError)) or type(error) in (TypeError, ValueError, RuntimeError)
     if isinstance(error, OSError):
-        ours = error.errno is None  # else the system's
+        ours = error.errno is None  # otherwise it comes from the system
     return str(error) if ours else f"{type(error).__name__}: {error}"

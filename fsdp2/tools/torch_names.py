@@ -31,7 +31,7 @@ def is_sharded_tensor(value: object) -> bool:
 
 
 def grads_of(params: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-    """``grad`` of each."""
+    """The ``grad`` of each parameter."""
     with _torch.plain_access():
         return list(map(_get_grad, params))
 
@@ -44,8 +44,8 @@ def locals_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def locals_placed_like(
     params: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor | None]
 ) -> list[torch.Tensor | None]:
-    """The local tensors of ``tensors``; None for those that are no DTensor, or not placed like their parameter. Where
-    the runtime has made the DTensor, its spec is the parameter's."""
+    """The local tensors of ``tensors``; None for those that are not DTensors or not placed like their parameter. If the
+    runtime has made the DTensor, its spec is the parameter's."""
     return [
         tensor._local_tensor
         if isinstance(tensor, DTensor) and (tensor._spec is param._spec or _is_placed_like(param, tensor))
@@ -61,23 +61,23 @@ def _is_placed_like(param: DTensor, tensor: DTensor) -> bool:
 
 
 def specs_of(tensors: Sequence[torch.Tensor]) -> list[object]:
-    """The spec of each DTensor, None of others. It says how the tensor is placed, and is never changed."""
+    """The spec of each DTensor, which says how the tensor is placed and is never changed; None for other tensors."""
     return [getattr(tensor, "_spec", None) for tensor in tensors]
 
 
 def set_placement(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
-    """Say that a DTensor lies on ``mesh`` by ``placements``; ``set_local`` gives it its part. The object stays."""
+    """Set the mesh and placements of a DTensor in place. ``set_local`` then gives it its local tensor."""
     like = cast(DTensor, tensor)
     like._spec = _torch.dtensor_spec(mesh, placements, like.shape, like.stride(), like.dtype)
 
 
 def as_of_dim_0(placement: Placement) -> Placement:
-    """``placement``, which shards some dimension, for dimension 0 of another tensor."""
+    """The equivalent of ``placement``, which shards some dimension, for dimension 0 of another tensor."""
     return _torch.strided_shard(0, split_factor_of(placement)) if isinstance(placement, _StridedShard) else Shard(0)
 
 
 def sharded_dim(placement: Placement) -> int | None:
-    """The tensor dimension that ``placement`` cuts; None if it cuts none."""
+    """The tensor dimension that ``placement`` shards; None if it does not shard."""
     return placement.dim if isinstance(placement, (Shard, _StridedShard)) else None
 
 
@@ -86,7 +86,7 @@ def split_factor_of(placement: Placement) -> int:
     return cast(int, placement.split_factor) if isinstance(placement, _StridedShard) else 1
 
 
-# One launch for many tensors: products with a 0-dim tensor, norms of an order computed in a dtype.
+# One launch for many tensors: products with a 0-dim tensor, and norms of an order, computed in a dtype.
 foreach_mul: Callable[[list[torch.Tensor], torch.Tensor], None] = torch._foreach_mul_
 foreach_norm: Callable[[list[torch.Tensor], float, torch.dtype], Sequence[torch.Tensor]] = torch._foreach_norm
 
@@ -97,7 +97,7 @@ _Step = TypeVar("_Step", bound=Callable[..., Any])
 def hooked_step(step: _Step) -> _Step:
     """``step`` with the optimizer's hooks and the profiler's label around it, as torch wraps it in each class."""
     hooked = torch.optim.Optimizer.profile_hook_step(step)
-    hooked.hooked = True  # type: ignore[attr-defined]  # else torch wraps it again
+    hooked.hooked = True  # type: ignore[attr-defined]  # otherwise torch would wrap it again
     return cast(_Step, hooked)
 
 
@@ -107,7 +107,7 @@ def unhooked_step(cls: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Opt
     return cast(Callable[[torch.optim.Optimizer], Any], step.__wrapped__ if getattr(step, "hooked", False) else step)
 
 
-# Where torch has the names of its ``fully_shard``. Modules that only hand names on:
+# Where torch has the names of its ``fully_shard``. First, modules that only re-export names:
 FULLY_SHARD_HOMES = (
     "torch.distributed.fsdp",
     "torch.distributed.fsdp._fully_shard",
@@ -122,7 +122,7 @@ FULLY_SHARD_SOURCES = (
     "torch.distributed.fsdp._flat_param",
     "torch.distributed.fsdp.sharded_grad_scaler",
 )
-# Modules that build upon torch's own classes.
+# Modules that build on torch's own classes.
 FULLY_SHARD_INTERNALS = ("torch.distributed.fsdp.", "torch.distributed._composable.replicate_with_fsdp")
 # (module, name) of the function that checks a module before torch shards or replicates it.
 FULLY_SHARD_CHECKS = (
@@ -136,36 +136,36 @@ FSDP1_STATES = (
     ("torch.distributed.fsdp._common_utils", "_get_module_fsdp_state"),
     ("torch.distributed._composable_state", "_get_module_state"),
 )
-# The same of the function by which clients make a FullyShardedDataParallel a root.
+# The same for the function by which clients make a FullyShardedDataParallel a root.
 FSDP1_LAZY_INIT = ("torch.distributed.fsdp._runtime_utils", "_lazy_init")
-# The same of the function by which they list the parameters of a model.
+# The same for the function by which torch's checkpoints list the parameters of a model.
 LISTED_STATE = ("torch.distributed.checkpoint.state_dict", "_iterate_valid_model_state")
 # The method by which torch's pipelining, since 2.15, and clients ask a sharded module for its state.
 STATE_OF_MODULE = "_get_fsdp_state"
 
 
 def forget_composable_api(module: nn.Module, function: Callable[..., Any]) -> None:
-    """Take what torch's ``contract`` noted for a refused call of ``function`` off ``module``."""
+    """Remove what torch's ``contract`` recorded on ``module`` for a call of ``function`` that was refused."""
     applied = getattr(function, "__wrapped__", function)
     module.__dict__.get(REGISTRY_KEY, {}).pop(applied.__name__, None)
     module.__dict__.get(STATE_KEY, {}).pop(applied, None)
 
 
 # Fake tensors: torch documents them for compilers, without a public name.
-DispatchMode = _python_dispatch.TorchDispatchMode  # what sees every operation below autograd
+DispatchMode = _python_dispatch.TorchDispatchMode  # sees every operation below autograd
 
 
 def fake_tensors() -> Any:
-    """A context: tensors made inside have a shape, a dtype and a device, and no memory. The meta device would not do:
-    attention chooses its kernel by the device."""
+    """A context in which new tensors have a shape, a dtype and a device, but no memory. The meta device does not work
+    here, since attention chooses its kernel by the device."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode()
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """The same number for all tensors in one storage, as long as it lives, also when its memory is freed and allocated
-    again: the public ``data_ptr`` changes then."""
+    """A number that is the same for all tensors in one storage as long as it lives, even if its memory is freed and
+    reallocated, which changes the public ``data_ptr``."""
     return tensor.untyped_storage()._cdata
 
 
@@ -180,8 +180,8 @@ def remove_hooks(module: nn.Module, owner: object) -> None:
 
 
 def replicates_plain_tensors() -> bool:
-    """Whether ``torch.distributed.tensor.experimental.implicit_replication`` is active: operations then take a plain
-    tensor beside a DTensor for one that is the same on all ranks."""
+    """Whether ``torch.distributed.tensor.experimental.implicit_replication`` is active: operations that mix plain
+    tensors with DTensors then treat the plain ones as equal on all ranks."""
     return DTensor._op_dispatcher._allow_implicit_replication
 
 

@@ -1,4 +1,4 @@
-"""What the runtime does, event by event: ``with fsdp2.trace.record(model) as trace: ...; print(trace)``."""
+"""Record what the runtime does, event by event: ``with fsdp2.trace.record(model) as trace: ...; print(trace)``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Which entries of a tensor travel from which rank to which, when other ranks than before are to hold its shards.
+"""Which entries of a tensor each rank sends to each other rank when the tensor's shards move to different ranks.
 
-Integers in, integers out: no torch, no process group. Entries are those along the dim that is cut. Rule: each rank of
-the new cut gets each entry of its new shard once, from a rank that had it, and from itself if it had it.
+Integers in, integers out: no torch, no process group. Entries are those along the sharded dim. Rule: each rank of the
+new cut gets each entry of its new shard exactly once, from itself if it had it, otherwise from a rank that had it.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class Transfer(NamedTuple):
 
 
 def transfers(before: Cut, after: Cut) -> list[Transfer]:
-    """What leads from ``before`` to ``after``, in the same order on all ranks."""
+    """The transfers that lead from ``before`` to ``after``, in the same order on all ranks."""
     return [each for i, row in enumerate(after.ranks) for j in range(len(row)) for each in _to(before, after, i, j)]
 
 
 def _to(before: Cut, after: Cut, replica: int, shard: int) -> Iterator[Transfer]:
-    """What shard ``shard`` in ``replica`` of ``after`` needs."""
+    """The transfers that shard ``shard`` in ``replica`` of ``after`` needs."""
     target, (start, stop) = after.ranks[replica][shard], after.layout.interval(shard)
     while start < stop:
         piece = start // before.layout.chunk_size

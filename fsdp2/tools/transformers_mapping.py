@@ -1,8 +1,8 @@
-"""Rules for checkpoints of transformers 5, made from its own tables of conversions.
+"""Rules for checkpoints of transformers 5, derived from its own conversion tables.
 
-transformers renames keys and says which tensors become one: ``MergeModulelist``, ``Concatenate``, ``Transpose``,
-``Chunk``, ``Split``. Here the same steps are done with names instead of tensors. What a table does besides these is
-refused by its name.
+transformers renames keys and converts tensors in steps: ``MergeModulelist``, ``Concatenate``, ``Transpose``, ``Chunk``,
+``Split``. This file applies the same steps to names instead of tensors. Any other step in a table is refused, and the
+error names it.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _CALLER = "transformers_mapping"
 
 
 def transformers_mapping(model: nn.Module) -> CheckpointMapping:
-    """What ``mapping`` of ``load_safetensors`` and ``save_safetensors`` takes for a model of transformers 5: files are
-    read as ``from_pretrained`` reads them, and written as ``save_pretrained`` writes them.
+    """The ``mapping`` for ``load_safetensors`` and ``save_safetensors`` with a model of transformers 5: files are read
+    as ``from_pretrained`` reads them, and written as ``save_pretrained`` writes them.
 
-    Reads nothing but transformers' tables. Needs the whole model, sharded or not, which may be on the meta device.
+    Reads only transformers' tables. Needs the whole model, sharded or not, which may be on the meta device.
 
     Raises:
-        ImportError: transformers is not installed, or older than 5.
-        TypeError: ``model`` is not of transformers.
-        ValueError: the model is quantised. When files are loaded or saved: a table does what has no rule.
+        ImportError: transformers is not installed, or is older than 5.
+        TypeError: ``model`` is not a transformers model.
+        ValueError: the model is quantised. When files are loaded or saved: no rule can express a step in a table.
     """
     try:
         core, tables = (
@@ -69,7 +69,7 @@ def transformers_mapping(model: nn.Module) -> CheckpointMapping:
 
 
 def _unsharded(model: Any) -> Any:
-    """``model``, or one that has the classes from before ``fully_shard``, by which the tables are found."""
+    """``model``, or a model with the classes from before ``fully_shard``, by which the tables are looked up."""
     classes = {name: own_class(module) for name, module in model.named_modules()}
     if all(type(module) is classes[name] for name, module in model.named_modules()):
         return model
@@ -78,21 +78,21 @@ def _unsharded(model: Any) -> Any:
 
 
 class _Value(NamedTuple):
-    """A tensor while it is converted; its shape is known when files are loaded."""
+    """A tensor during conversion; its shape is only known when files are loaded."""
 
     expression: Expression
     shape: Shape | None
 
 
 class _Collected(NamedTuple):
-    """A converter, and what it was found to be for: names or keys by the pattern that they match."""
+    """A converter, and the names or keys that it applies to, by the pattern that they match."""
 
     converter: Any
     found: dict[str, list[str]]
 
 
 class TransformersMapping:
-    """The tables of one model. ``core``: the module that has what the tables are made of."""
+    """The tables of one model. ``core`` is the module that defines the classes that the tables consist of."""
 
     def __init__(self, core: Any, to_load: Sequence[Any], to_save: Sequence[Any], prefix: str) -> None:
         self._core, self._to_load, self._to_save, self._prefix = core, to_load, to_save, prefix
@@ -170,7 +170,7 @@ class TransformersMapping:
 
 
 def _replaced(name: str, patterns: Sequence[str]) -> list[str]:
-    """``name``, which has the first of ``patterns`` in it, with each of them; ``*`` becomes a placeholder."""
+    """``name``, which contains the first of ``patterns``, with each of them instead; ``*`` becomes a placeholder."""
     before, found, behind = name.partition(patterns[0])
     if not found:
         raise ValueError(f"{_CALLER}: '{name}' does not show which part of it is one of {listed(patterns)}.")
@@ -191,7 +191,7 @@ def _rule(
 
 
 def _done(steps: Sequence[Any], values: Mapping[str, list[_Value]], name: str, shape: Shape | None) -> _Value:
-    """``values`` after ``steps``: one value. ``shape``: what some steps look at; that of ``name``, which is made."""
+    """The one value that ``steps`` make of ``values``. Some steps need ``shape``, that of the result ``name``."""
     for step in steps:
         kind = type(step).__name__
         if kind == "MergeModulelist":
@@ -215,7 +215,7 @@ def _done(steps: Sequence[Any], values: Mapping[str, list[_Value]], name: str, s
 
 
 def _checks(transpose: Any) -> bool:
-    """Whether it looks at shapes, and leaves what has its shape already."""
+    """Whether ``transpose`` checks shapes, and leaves a tensor alone that already has the right one."""
     return bool(getattr(transpose, "check_dims", False))
 
 
@@ -243,7 +243,7 @@ def _stacked(values: Sequence[_Value], dim: int) -> _Value:
 
 
 def _template(keys: Sequence[str]) -> str | None:
-    """What ``keys`` have in common if they differ in one number only: so a rule knows the names of absent ones."""
+    """A template for ``keys`` if they differ in one number only, so that a rule knows the names of absent ones."""
     parts = [re.split(r"(\d+)", key) for key in keys]
     if len({len(each) for each in parts}) != 1:
         return None

@@ -1,4 +1,4 @@
-"""The units of a sharded model, for tools that inspect it: which unit a module is, and who observes the units in it."""
+"""The units of a sharded model, for tools that inspect it: the unit of a module, and observers of the units in it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fsdp2.types import Observer
 
 
 def sharded_unit(module: nn.Module, caller: str) -> Unit:
-    """The unit of ``module``, or of what is in the wrapper ``module``, for tools that inspect sharded models.
+    """The unit of ``module``, or of the module that the wrapper ``module`` contains.
 
     Raises:
         ValueError: ``module`` is not sharded.
@@ -23,17 +23,17 @@ def sharded_unit(module: nn.Module, caller: str) -> Unit:
 
 
 def own_class(module: nn.Module) -> type[nn.Module]:
-    """The class of ``module`` from before ``fully_shard``, torch's or ours."""
+    """The class that ``module`` had before ``fully_shard`` (torch's or ours)."""
     return next(cls for cls in type(module).__mro__ if all(base.__name__ != "FSDPModule" for base in cls.__mro__))
 
 
 def observe(module: nn.Module, observer: Observer) -> None:
-    """Tell ``observer`` about the units inside ``module``, later ones included."""
+    """Let ``observer`` observe the units inside ``module``, including ones added later."""
     for _, unit in units_under(module):
         unit.tell([*unit.observers, observer])
 
 
 def stop_observing(module: nn.Module, observer: Observer) -> None:
-    """Tell ``observer`` no more about the units inside ``module``."""
+    """Stop ``observer`` from observing the units inside ``module``."""
     for _, unit in units_under(module):
         unit.tell([each for each in unit.observers if each is not observer])

@@ -1,6 +1,6 @@
 """One tensor of a sharded model: which entries of the whole tensor this rank holds, and the whole tensor, gathered.
 
-``load_weights`` fills what a ``Weight`` holds; ``save_weights`` and ``stream_weights`` hand out what it gathers.
+``load_weights`` fills the part that a ``Weight`` holds; ``save_weights`` and ``stream_weights`` use what it gathers.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from fsdp2.tools.lending import WHOLE, check_idle, gathered, joined, joined_alon
 
 Rename = Mapping[str, str] | Callable[[str], str | None]
 
-# A method that a tensor subclass may have: it gives a FileTensor for each tensor that files have of it, by what comes
-# behind the name of the parameter.
+# A method that a tensor subclass may have: it returns a FileTensor for each tensor that files have for it, keyed by the
+# suffix that follows the name of the parameter.
 IN_FILES = "fsdp2_in_files"
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-# What ``save_safetensors`` writes into the metadata of all its files: a random text, the same in those of one save.
+# The metadata key that ``save_safetensors`` writes into all its files. Its value is a random text, one per save.
 TOKEN = "fsdp2_save"
-# How the headers of safetensors files call dtypes.
+# The names of dtypes in the headers of safetensors files.
 DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -63,9 +63,9 @@ class Weight:
     """A parameter or a persistent buffer, as it is bound between passes.
 
     Attributes:
-        names: in the state dict; tied weights have several.
-        tensor: the parameter or buffer; a DTensor if it is cut or replicated.
-        group, param: what ``fully_shard`` knows of it; None if it does not manage the tensor.
+        names: the names in the state dict; tied weights have several.
+        tensor: the parameter or buffer; a DTensor if it is sharded or replicated.
+        group, param: what ``fully_shard`` knows about it; None if it does not manage the tensor.
     """
 
     names: tuple[str, ...]
@@ -75,34 +75,34 @@ class Weight:
 
     @property
     def local(self) -> torch.Tensor:
-        """What this rank has of it, without autograd; shares the memory."""
+        """This rank's part of the tensor, without autograd; shares its memory."""
         return (_torch.local_of(self.tensor) if isinstance(self.tensor, DTensor) else self.tensor).detach()
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole tensor in files."""
+        """The shape of the whole tensor in files."""
         return tuple(self.tensor.shape)
 
     @property
     def is_packed(self) -> bool:
-        """Whether compute reads other values than the shards have: ``whole`` makes them."""
+        """Whether compute reads other values than those in the shards; ``whole`` returns these values."""
         return self.param is not None and hasattr(self.local, WHOLE)
 
     @property
     def whole_like(self) -> tuple[tuple[int, ...], torch.dtype]:
-        """Shape and dtype of what ``whole`` returns, if nothing is cast."""
+        """The shape and dtype of what ``whole`` returns if nothing is cast."""
         if self.is_packed:
             dense: tuple[tuple[int, ...], torch.dtype] = self.local.dense_like  # type: ignore[attr-defined]
             return dense
         return tuple(self.tensor.shape), self.tensor.dtype
 
     def dtype_in_files(self, dtype: torch.dtype | None) -> torch.dtype:
-        """If the user has asked for ``dtype``."""
+        """The dtype in files if the user has asked for ``dtype``."""
         return cast_dtype(self.tensor, dtype)
 
     def in_files(self) -> list[Weight]:
-        """The tensors that files have of it: itself, but a tensor subclass may have ``fsdp2_in_files``, which gives one
-        or more by what comes behind the name."""
+        """The tensors that files have for this weight: the weight itself, or for a tensor subclass with
+        ``fsdp2_in_files``, one or more, keyed by the suffix that follows the name."""
         made: Mapping[str, FileTensor] = {}
         if self.param is not None and not self.local.is_meta:
             made = getattr(self.local, IN_FILES, dict)()
@@ -112,7 +112,7 @@ class Weight:
         ] or [self]
 
     def along(self) -> list[list[Run]]:
-        """Which entries of the whole tensor this rank has, for each dim."""
+        """For each dim, the entries of the whole tensor that this rank holds."""
         param, tensor = self.param, self.tensor
         along: list[Sequence[int]] = [range(size) for size in tensor.shape]
         if param is None:
@@ -127,8 +127,8 @@ class Weight:
         return [runs(entries) for entries in along]
 
     def whole(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The whole tensor, plain, cast to ``dtype``. Collective on the tensor's mesh; a plain tensor is this rank's
-        own. It is cast before it travels."""
+        """The whole tensor as a plain tensor of ``dtype``, cast before it is sent. Collective on the tensor's mesh; a
+        plain tensor is this rank's own."""
         with torch.no_grad():
             if self.param is not None and self.is_packed:
                 values: torch.Tensor = whole_subclass(self.param, self.local).dequantise()  # type: ignore[attr-defined]
@@ -142,11 +142,11 @@ class Weight:
             return _torch.dtensors_like([self.tensor], [local])[0].full_tensor()
 
     def whole_on(self, rank: int, dtype: torch.dtype | None = None) -> torch.Tensor | None:
-        """The whole tensor as ``whole`` has it, but on the global ``rank`` only; None elsewhere. Shards travel to that
-        rank alone, and other replicas do nothing. On accelerators, and if model axes cut it, all ranks gather it."""
+        """The result of ``whole``, but only on the global ``rank``; None elsewhere. Shards are sent only to that rank,
+        and other replicas do nothing. On accelerators, and if model axes cut the tensor, all ranks gather it."""
         mine, param = dist.get_rank() == rank, self.param
         is_simple = param is not None and param.spec.unsharded is None and param.layout.num_shards > 1
-        # Backends differ in how messages follow streams; an all-gather is fast on accelerators.
+        # Backends differ in how messages are ordered with streams, and an all-gather is fast on accelerators.
         if param is None or not is_simple or param.mesh.device.type != "cpu":
             whole = self.whole(dtype)
             return whole if mine else None
@@ -168,7 +168,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class WeightInFiles(Weight):
-    """One of several tensors that files have of a parameter. It is never cast."""
+    """One of several tensors that files have for a parameter. It is never cast."""
 
     piece: FileTensor | None = None
 
@@ -196,7 +196,7 @@ class WeightInFiles(Weight):
         return whole if dist.get_rank() == rank else None
 
     def is_dense_in(self, opened: Any, key: str) -> bool:
-        """Whether the file has the weight itself."""
+        """Whether the file has the weight itself, not quantised."""
         header, dense = opened.get_slice(key), self._piece.dense
         dtype = DTYPES.get(header.get_dtype())
         is_number = dtype is not None and dtype.is_floating_point
@@ -232,7 +232,7 @@ class WeightInFiles(Weight):
             piece.tensor.copy_(opened.get_tensor(key))
 
     def load_dense(self, opened: Any, key: str) -> torch.Tensor:
-        """Quantise this rank's part of ``key``. Returns what the ranks then need of each other."""
+        """Quantise this rank's part of ``key``. Returns what the ranks then need from each other."""
         dense = self._piece.dense
         assert dense is not None
         start, stop = (min(row * dense.row_numel, math.prod(dense.shape)) for row in self._rows)
@@ -242,7 +242,7 @@ class WeightInFiles(Weight):
         return dense.quantise(rows.reshape(-1)[start - before : stop - before])
 
     def finish_dense(self, mine: torch.Tensor) -> None:
-        """Collective."""
+        """Exchange the results ``mine`` of ``load_dense``. Collective."""
         dense = self._piece.dense
         if dense is not None and dense.finish is not None and isinstance(self.tensor, DTensor):
             dense.finish(joined_along_dim_0(self.tensor, mine), self._rows[0])
@@ -262,8 +262,8 @@ def weights_of(model: nn.Module, caller: str) -> list[Weight]:
     """The tensors of ``model``'s state dict in its order. Reshards, and takes over what users put in place of shards.
 
     Raises:
-        ScheduleError: a forward or backward runs, or ``fsdp2.unsharded`` has lent parameters.
-        ValueError: ranks hold other parameters under the same names.
+        ScheduleError: a forward or backward is running, or ``fsdp2.unsharded`` has lent parameters.
+        ValueError: ranks hold different parameters under the same names.
     """
     check_idle(model, caller)
     by_slot = groups_by_slot()
@@ -281,7 +281,7 @@ def weights_of(model: nn.Module, caller: str) -> list[Weight]:
     names: dict[int, list[str]] = {}
     tensors: dict[int, torch.Tensor] = {}
     for name, tensor in bound_state(model).items():
-        if isinstance(tensor, torch.Tensor):  # modules may have other things in it, as "extra state"
+        if isinstance(tensor, torch.Tensor):  # modules may add other objects, such as "extra state"
             tensors[id(tensor)] = tensor
             names.setdefault(id(tensor), []).append(name)
     return [Weight(tuple(names[key]), tensor, *managed.get(key, ())) for key, tensor in tensors.items()]
@@ -308,12 +308,12 @@ def check_ready(weights: Sequence[Weight], caller: str) -> None:
 
 
 def cast_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype of ``tensor`` after a cast that concerns floating-point tensors only."""
+    """The dtype of ``tensor`` after a cast that applies to floating-point tensors only."""
     return dtype if dtype is not None and tensor.dtype.is_floating_point else tensor.dtype
 
 
 def _plain(local: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """The values of ``local`` as a plain tensor. A subclass gives them when it is copied into a plain tensor."""
+    """The values of ``local`` as a plain tensor. A subclass yields them when it is copied into a plain tensor."""
     wanted = cast_dtype(local, dtype)
     if is_plain(local):
         return local.to(wanted)
@@ -321,7 +321,7 @@ def _plain(local: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 
 def _cut(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> list[Sequence[int]]:
-    """For each dim, the entries that this rank has: torch itself cuts the numbers of the entries."""
+    """For each dim, the entries that this rank holds, found by letting torch shard the indices of the entries."""
     along: list[Sequence[int]] = []
     for dim, size in enumerate(shape):
         cuts = [_torch.shards_dim(placement, dim) for placement in placements]
@@ -337,10 +337,10 @@ def _cut(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
 
 
 def renamed(key: str, rename: Rename | None) -> str | None:
-    """``key`` under its new name; None to leave it out.
+    """The new name for ``key``; None to leave it out.
 
     Raises:
-        TypeError: ``rename`` is no mapping and no function, or gives something else.
+        TypeError: ``rename`` is neither a mapping nor a function, or returns something other than a name.
         RuntimeError: it raised.
     """
     new: str | None = key
@@ -359,10 +359,10 @@ def renamed(key: str, rename: Rename | None) -> str | None:
 
 
 def check_dtype(dtype: object, caller: str) -> None:
-    """Refuse what floating-point tensors must not be cast to.
+    """Refuse a dtype to which floating-point tensors must not be cast.
 
     Raises:
-        TypeError: ``dtype`` is no dtype, or not of floating-point numbers.
+        TypeError: ``dtype`` is not a dtype, or not a floating-point one.
     """
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"{caller}: dtype is {dtype!r}, expected a floating-point dtype, such as torch.bfloat16.")
