@@ -1,8 +1,8 @@
-"""The door to private torch: every use of a name that torch does not document, behind one function each.
+"""The door to private torch: one function for each use of a name that torch does not document.
 
-Checked on torch 2.13.0. Each function says what it uses and why no public name would do. Names that only one folder
-above the core needs are in the same kind of file there: ``extras/torch_names.py``, ``tools/torch_names.py`` and
-``fsdp1/torch_names.py``. No other file of the package touches a private name.
+Checked with torch 2.13.0. Each function says what it uses and why no public name would do. Names that only one folder
+above the core needs are in a similar file there: ``extras/torch_names.py``, ``tools/torch_names.py`` and
+``fsdp1/torch_names.py``. No other file of the package uses a private name.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _P = ParamSpec("_P")
 
 
 def keep_out_of_graphs(function: Callable[..., Any], *, recursive: bool = False) -> None:
-    """Let the compiler run ``function`` as it is; also what it calls, if ``recursive``. ``torch.compiler.disable``
+    """Let the compiler run ``function`` unchanged; if ``recursive``, also what it calls. ``torch.compiler.disable``
     would put three Python calls around each call; ``skip_code`` would import the compiler."""
     frames = torch._C._dynamo.eval_frame
     skip = frames._FrameAction.SKIP
@@ -46,7 +46,7 @@ def keep_out_of_graphs(function: Callable[..., Any], *, recursive: bool = False)
 
 
 def runs_between_graphs(function: _Called) -> _Called:
-    """The compiler ends its graph where ``function`` is called, and runs it, and all that it calls, as it is."""
+    """Let the compiler end its graph where ``function`` is called, and run it and all its callees unchanged."""
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     keep_out_of_graphs(function, recursive=True)
     return function
@@ -56,21 +56,21 @@ def runs_between_graphs(function: _Called) -> _Called:
 
 
 class GradDtype(NamedTuple):
-    """What a user set as ``grad_dtype`` of a tensor; None allows gradients of any dtype."""
+    """The ``grad_dtype`` that a user has set on a tensor; None allows gradients of any dtype."""
 
     dtype: torch.dtype | None
 
 
 def own_grad_dtype(tensor: torch.Tensor) -> GradDtype | None:
-    """What the user set as ``grad_dtype`` of a leaf, if anything. Only torch 2.15 tells whether it was set. In earlier
-    versions, a ``grad_dtype`` equal to the tensor's dtype counts as not set."""
+    """The ``grad_dtype`` that the user has set on a leaf, if any. Only torch 2.15 can tell whether it was set. In
+    earlier versions, a ``grad_dtype`` equal to the tensor's dtype counts as not set."""
     found = tensor.grad_dtype
     is_set = getattr(tensor, "_has_grad_dtype_override", found is not tensor.dtype)
     return GradDtype(found) if is_set else None
 
 
 def set_grad_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> None:
-    """Let ``tensor`` have gradients of ``dtype``, or of any with None, whatever gradient it has."""
+    """Let ``tensor`` have gradients of ``dtype``, or of any dtype if None, even if it already has a gradient."""
     if tensor.grad_dtype is not dtype:
         grad, tensor.grad = tensor.grad, None
         tensor.grad_dtype = dtype
@@ -91,12 +91,12 @@ def in_backward() -> bool:
 class BackwardToken:
     """The last backward that has begun under a root, in whichever threads it runs.
 
-    The engine holds a callback as long as it executes a graph, and calls it after the last node. If a node raises, the
-    engine calls nothing, but lets the callback go. Nothing else holds it, so this tells that the backward is over.
-    There is no public hook for the end of a backward, and none at all for one that has raised.
+    The engine holds a callback while it executes a graph, and calls it after the last node. If a node raises, the
+    engine does not call the callback, but releases it. Nothing else holds it, so its end shows that the backward is
+    over. There is no public hook for the end of a backward, and none at all for one that has raised.
 
     Attributes:
-        task: the engine's number of it.
+        task: the engine's number of the backward.
     """
 
     def __init__(self) -> None:
@@ -110,11 +110,11 @@ class BackwardToken:
         torch.autograd.Variable._execution_engine.queue_callback(callback)
 
     def is_over(self) -> bool:
-        """Whether the engine has left it."""
+        """Whether the engine has left the backward."""
         return self._held_by_engine() is None
 
     def is_over_soon(self) -> bool:
-        """The same, for a thread that runs no backward. A device's thread may need the interpreter to let go."""
+        """The same, for a thread that runs no backward. A device's thread may need the GIL to release the callback."""
         for _ in range(100):
             if self.is_over():
                 return True
@@ -126,7 +126,7 @@ class _AtEnd:
     def __init__(self, function: Callable[[], None]) -> None:
         self._function = function
 
-    @runs_between_graphs  # of a step that is compiled with its backward
+    @runs_between_graphs  # if a step is compiled together with its backward
     def __call__(self) -> None:
         self._function()
 
@@ -135,13 +135,13 @@ class _AtEnd:
 
 # Whether a transform of torch.func (grad, vmap, ...) is active on this thread.
 in_func_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
-in_transform = in_func_transform  # or a checker: see add_checker
+in_transform = in_func_transform  # or whether a checker is active: see add_checker
 without_autocast: Callable[[], AbstractContextManager[None]] = torch._C._DisableAutocast
 _pause_checker: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 def add_checker(is_checking: Callable[[], bool], pause: Callable[[], AbstractContextManager[None]]) -> None:
-    """A checker follows each operation of the user's, as a transform does. Keep out of it what keeps out of those."""
+    """Treat a checker, which follows each operation of the user, like a transform, and pause it in the same places."""
     global in_transform, _pause_checker
     in_transform, _pause_checker = lambda: in_func_transform() or is_checking(), pause
     SURROUNDINGS.append(is_checking)
@@ -149,23 +149,23 @@ def add_checker(is_checking: Callable[[], bool], pause: Callable[[], AbstractCon
 
 @contextmanager
 def without_transforms() -> Iterator[None]:
-    """In the block, no transform of ``torch.func`` is active: what is made and written there is no part of what is
-    transformed."""
+    """In the block, no transform of ``torch.func`` is active, so tensors that are made or written there are not part of
+    the transformed computation."""
     with temporarily_clear_interpreter_stack(), _pause_checker():
         yield
 
 
-# Selective checkpointing's, which return saved results instead of computing, and one that copies what is written.
+# Modes of selective checkpointing, which return saved results instead of computing, and one that copies before writes.
 _REPLACING = (
     torch.utils.checkpoint._CachingTorchDispatchMode,
     torch.utils.checkpoint._CachedTorchDispatchMode,
     torch.autograd.graph._CloneArgBeforeMutateMode,
 )
-_REPLACES = ("replaces_results", "allow_non_fake_inputs")  # users' modes, and that of fake tensors around real shards
+_REPLACES = ("replaces_results", "allow_non_fake_inputs")  # users' modes, and the mode of fake tensors with real shards
 
 
 class ModeStack(NamedTuple):
-    """The modes of this thread of one kind, the innermost last, and which of them the runtime leaves: ``is_left``."""
+    """This thread's modes of one kind, the innermost last. ``is_left`` tells which of them the runtime leaves."""
 
     size: Callable[[], int]
     at: Callable[[int], Any]
@@ -179,7 +179,7 @@ class ModeStack(NamedTuple):
 
     @contextmanager
     def left(self) -> Iterator[None]:
-        """In the block, there are only the others: modes that watch, and most of torch's own."""
+        """In the block, only the other modes are active: those that watch, and most of torch's own."""
         modes = list(map(self.at, range(self.size())))
         staying = [mode for mode in modes if not self.is_left(mode)]
         self._swap(modes, staying)
@@ -195,8 +195,8 @@ class ModeStack(NamedTuple):
             self.push(mode)
 
 
-# They see every operation below autograd, or each call of torch's Python functions. DebugMode, which watches, is both;
-# a default device is for users' all-gather hooks, too.
+# Dispatch modes see every operation below autograd; function modes see each call of torch's Python functions.
+# DebugMode, which watches, is both. A default device stays, since it also applies to users' all-gather hooks.
 DISPATCH_MODES = ModeStack(
     torch._C._len_torch_dispatch_stack,
     torch._C._get_dispatch_stack_at,
@@ -217,8 +217,8 @@ SURROUNDINGS = [DISPATCH_MODES.size, FUNCTION_MODES.size, in_func_transform, tor
 class GradientHook:
     """Calls ``function`` in backward with the gradients of many tensors, before the nodes that computed these tensors.
 
-    ``Tensor.register_hook`` makes a dict and a handle for each tensor, 20 thousand instructions more. Nodes of a graph
-    take the dict of any tensor, so the dict of ``owner`` serves all.
+    ``Tensor.register_hook`` makes a dict and a handle for each tensor, which takes 20 thousand instructions more. Nodes
+    of a graph accept the dict of any tensor, so the dict of ``owner`` serves all of them.
     """
 
     def __init__(self, function: Callable[[torch.Tensor], None]) -> None:
@@ -240,18 +240,18 @@ class GradientHook:
 
 
 def before_in_place(view: torch.Tensor, num_writes: int, function: Callable[[torch.Tensor], None]) -> None:
-    """``view`` was written in place ``num_writes`` times, so that its graph is another one, and its hooks are lost.
-    Call ``function`` in backward with the gradient of the tensor under it, as that was before these writes."""
+    """``view`` was written in place ``num_writes`` times, which changed its graph, so its hooks are lost. Call
+    ``function`` in backward with the gradient of its base tensor, as that was before these writes."""
     base = view._base
     node = None if base is None else base.grad_fn
     for _ in range(num_writes):  # a write without gradients leaves no node
-        if node is not None and node.name().endswith("CopySlices"):  # behind the name of its namespace
+        if node is not None and node.name().endswith("CopySlices"):  # its namespace comes first
             node = node.next_functions[0][0]
     if node is not None:
         node.register_prehook(lambda gradients: function(gradients[0]))
 
 
-# At each attribute access on a DTensor, torch first looks up ``__torch_function__``: four fifths of the time.
+# At each attribute access on a DTensor, torch first looks up ``__torch_function__``, which is 80% of the time.
 plain_access = torch._C.DisableTorchFunctionSubclass
 _get_grad = attrgetter("grad")
 _get_hooks, _get_version = attrgetter("_post_accumulate_grad_hooks"), attrgetter("_version")
@@ -263,7 +263,7 @@ def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
         return list(map(_get_version, tensors))
 
 
-# Makes autograd take tensors for unmodified since they had these versions.
+# Makes autograd treat tensors as unmodified since they had these versions.
 set_versions: Callable[[tuple[torch.Tensor, ...], tuple[int, ...]], None] = (
     torch._C._autograd._unsafe_set_version_counter
 )
@@ -276,7 +276,7 @@ def post_accumulate_grad_hooks(param: torch.Tensor) -> Sequence[Callable[[torch.
 
 
 def way_of_hooks(param: torch.Tensor) -> str | None:
-    """The method by which hooks for the gradient of ``param`` were registered, if there are any."""
+    """The method that registered hooks for the gradient of ``param``; None if there are no such hooks."""
     if param._backward_hooks:
         return "register_hook"
     return "register_post_accumulate_grad_hook" if post_accumulate_grad_hooks(param) else None
@@ -286,7 +286,7 @@ def way_of_hooks(param: torch.Tensor) -> str | None:
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
-    """The backend that serves ``device`` in ``group``. Groups written in Python are their own backend."""
+    """The name of the backend that serves ``device`` in ``group``. Groups written in Python are their own backend."""
     try:
         return backend_of(group, device).name()
     except RuntimeError:
@@ -294,15 +294,15 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """The backend that serves ``device`` in ``group``, which knows its own memory."""
+    """The backend that serves ``device`` in ``group``, which knows its own memory allocator."""
     return group._get_backend(device)
 
 
 def all_gather(
     group: dist.ProcessGroup, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *, on_stream: bool
 ) -> Callable[[], dist.Work | None]:
-    """A function that gathers each input into its output in one launch. ``on_stream``: on the call's stream; NCCL
-    then returns no work. The public ``all_gather_into_tensor`` takes one tensor and costs 5 us more per call."""
+    """A function that gathers each input into its output in one launch. ``on_stream``: it runs on the caller's stream,
+    and NCCL returns no work. The public ``all_gather_into_tensor`` takes one tensor and costs 5 us more per call."""
     options = dist.distributed_c10d.AllgatherOptions()
     options.asyncOp = not on_stream
     if len(outputs) == 1:
@@ -330,8 +330,8 @@ def reduce_scatter(
 
 
 def with_works(launch: Callable[..., dist.Work | None], *, on_stream: bool) -> Callable[..., Sequence[dist.Work]]:
-    """``launch``, with what the CPU has to wait for as its result. On a stream, NCCL returns no work. If another
-    backend returns one, the stream waits for it, not the CPU."""
+    """``launch``, changed to return the works that the CPU has to wait for. On a stream, NCCL returns no work. If
+    another backend returns one, the stream waits for it, not the CPU."""
 
     def issue(*tensors: list[torch.Tensor]) -> Sequence[dist.Work]:
         work = launch(*tensors)
@@ -344,7 +344,7 @@ def with_works(launch: Callable[..., dist.Work | None], *, on_stream: bool) -> C
 
 
 def _method(group: dist.ProcessGroup, name: str, older_name: str) -> Callable[..., dist.Work | None]:
-    """torch 2.13 renamed these methods; groups written in Python have one of the names only."""
+    """The method under either name: torch 2.13 renamed these, and groups written in Python have only one of them."""
     return cast(Callable[..., dist.Work | None], getattr(group, name, None) or getattr(group, older_name))
 
 
@@ -358,13 +358,13 @@ def dtensor_spec(
     return DTensorSpec(mesh, tuple(placements), TensorMeta(shape, stride, dtype))
 
 
-# Makes a local tensor and a spec a DTensor, no check, no autograd: 1 us where ``DTensor.from_local`` takes 50.
+# Makes a DTensor from a local tensor and a spec without checks or autograd: 1 us, vs. 50 for ``DTensor.from_local``.
 dtensor: Callable[[torch.Tensor, DTensorSpec], DTensor] = partial(DTensor.__new__, DTensor, requires_grad=False)
 
 
 def parameter_outside_its_mesh(data: DTensor, requires_grad: bool) -> nn.Parameter:
-    """``data`` itself as a parameter. ``nn.Parameter`` detaches it, and there any operation on a DTensor returns one
-    that is empty and on the CPU."""
+    """``data`` itself as a parameter. ``nn.Parameter`` would detach it, and outside the mesh, any operation on a
+    DTensor returns one that is empty and on the CPU."""
     made: Any = data.requires_grad_(requires_grad)
     made._is_param = True
     return cast(nn.Parameter, made)
@@ -375,7 +375,7 @@ local_of: Callable[[torch.Tensor], torch.Tensor] = attrgetter("_local_tensor")
 
 
 def dtensors_like(params: Sequence[Any], locals_: Sequence[torch.Tensor]) -> list[DTensor]:
-    """``locals_`` as DTensors that are sharded like ``params``, each of its own dtype."""
+    """``locals_`` as DTensors that are sharded like ``params``. Each keeps its own dtype."""
     made = []
     for param, local in zip(params, locals_, strict=True):
         spec = param._spec
@@ -386,7 +386,7 @@ def dtensors_like(params: Sequence[Any], locals_: Sequence[torch.Tensor]) -> lis
 
 
 def set_grads(params: Sequence[torch.Tensor], locals_: Sequence[torch.Tensor]) -> None:
-    """Set ``grad`` of each to its local tensor, as a DTensor."""
+    """Set ``grad`` of each parameter to its tensor in ``locals_``, as a DTensor."""
     grads = dtensors_like(params, locals_)
     with plain_access():
         for param, grad in zip(params, grads, strict=True):
@@ -396,8 +396,8 @@ def set_grads(params: Sequence[torch.Tensor], locals_: Sequence[torch.Tensor]) -
 def set_first_grads(
     params: Sequence[torch.Tensor], locals_: Sequence[torch.Tensor]
 ) -> tuple[list[torch.Tensor | None], bool]:
-    """``set_grads``, unless some have a gradient already. Returns ``grad`` of each before, and whether the user
-    registered a hook on any of the sharded ``params``."""
+    """Like ``set_grads``, but sets nothing if a parameter already has a gradient. Returns the earlier ``grad`` of each,
+    and whether the user registered a hook on any of the sharded ``params``."""
     with plain_access():
         before, has_hooks = list(map(_get_grad, params)), any(map(_get_hooks, params))
     if before.count(None) == len(before):
@@ -406,70 +406,70 @@ def set_first_grads(
 
 
 def set_local(tensor: torch.Tensor, local: torch.Tensor) -> None:
-    """Point a DTensor at other local memory; the object stays, so optimizers and ties keep their references."""
+    """Point a DTensor at other local memory. The object stays, so optimizers and ties keep their references."""
     cast(DTensor, tensor)._local_tensor = local
 
 
 def arrived_local(tensor: DTensor) -> torch.Tensor:
-    """A DTensor's local tensor, after the collective that makes it: DTensor leaves some pending."""
+    """A DTensor's local tensor, after waiting for the collective that makes it: DTensor leaves some pending."""
     local = tensor._local_tensor
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
 def strided_shard(dim: int, split_factor: int) -> Placement:
-    """A part of each of ``split_factor`` pieces along ``dim`` that axes further right have made."""
+    """The placement that shards each of the ``split_factor`` pieces along ``dim`` that axes further right make."""
     return cast(Placement, _StridedShard(dim, split_factor=split_factor))
 
 
 def shards_dim(placement: Placement, dim: int) -> bool:
-    """Whether ``placement`` cuts tensor dimension ``dim``; strided shards are no ``Shard`` for ``is_shard()``."""
+    """Whether ``placement`` cuts tensor dimension ``dim``. ``is_shard()`` does not recognize strided shards."""
     return isinstance(placement, (Shard, _StridedShard)) and placement.dim == dim
 
 
 def concatenated_mesh(meshes: list[DeviceMesh]) -> DeviceMesh:
-    """The axes of ``meshes``, parts of one mesh, behind each other. Public API only takes axes in their order."""
+    """The axes of ``meshes``, which are parts of one mesh, in this order. The public API keeps the mesh's own order."""
     return meshes[0] if len(meshes) == 1 else DeviceMesh._concatenate(meshes)
 
 
 def flattened_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """All axes of ``mesh`` as one axis, with a process group of its own, made once per name."""
+    """All axes of ``mesh`` as one axis with its own process group, which is created once per name."""
     return mesh._flatten(name)
 
 
 # Tools that watch
 
-# Whether a profiler records. Asking takes 0.03 us; opening a range takes 3 us even if nothing records.
+# Whether a profiler records. This call takes 0.03 us; opening a range takes 3 us even if nothing records.
 is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 
 def in_range(what: str, unit: str, act: Callable[[], T]) -> T:
-    """``act()`` in a range ``FSDP::what (unit)`` of the profiler, as torch names its ranges."""
+    """Call ``act`` in a profiler range ``FSDP::what (unit)``, named as torch names its ranges."""
     with torch.profiler.record_function(f"FSDP::{what}" if unit == "(root)" else f"FSDP::{what} ({unit})"):
         return act()
 
 
-# One launch for many tensors: copies that cast where dtypes differ, additions, divisions by one number.
+# One launch for many tensors: copies that cast if dtypes differ, additions, and divisions by one number.
 foreach_copy: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_copy_
 foreach_add: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_add_
 foreach_div: Callable[[list[torch.Tensor], float], None] = torch._foreach_div_
 
-# Cuts each tensor along a dimension into rows, padded with zeros, and lays the rows of all side by side in ``out``,
-# casting where dtypes differ: (tensors, dim, number of rows, out=).
+# Cuts each tensor along a dimension into rows, padded with zeros, and puts the rows of all tensors side by side into
+# ``out``, casting if dtypes differ: (tensors, dim, number of rows, out=).
 pack_rows: Callable[..., torch.Tensor] = torch._chunk_cat
 
 
 # Modules and optimizers
 
 
-# The attribute of a module that its calls run, if it is set: ``Module.compile`` sets it. Copies and pickles of a module
-# leave it behind. With a forward hook, a call takes 11 thousand instructions more.
+# If this attribute of a module is set, the module's calls run it; ``Module.compile`` sets it. Copies and pickles of a
+# module leave it out. A forward hook instead would add 11 thousand instructions to a call.
 CALL = "_compiled_call_impl"
 _CALL_IMPL = nn.Module._call_impl.__code__
 
 
 def is_called_inside_itself(module: nn.Module) -> bool:
-    """Whether the call of ``module`` whose hook asks is inside another one on this thread. Only the stack tells: torch
-    calls no hook when a KeyboardInterrupt ends a forward."""
+    """Whether the call of ``module`` whose hook runs this is inside another call of it on this thread. Only the stack
+    shows that, since torch calls no hook when a KeyboardInterrupt ends a forward."""
     num_calls, frame = 0, sys._getframe().f_back
     while frame is not None and num_calls < 2:
         num_calls += frame.f_code is _CALL_IMPL and frame.f_locals.get("self") is module
@@ -479,7 +479,7 @@ def is_called_inside_itself(module: nn.Module) -> bool:
 
 def composable_apis(module: nn.Module) -> Collection[str]:
     """The names of the composable APIs that were applied to ``module``, such as ``fully_shard`` and ``replicate``. Each
-    of them looks into torch's registry, which is private, for the others."""
+    of these APIs looks for the others in torch's registry, which is private."""
     return module.__dict__.get(REGISTRY_KEY, ())
 
 
@@ -491,18 +491,18 @@ def is_flattened(param: torch.Tensor) -> bool:
 def mark_as_managed(module: nn.Module) -> None:
     """Mark a ``module`` whose parameters are sharded, as torch's ``fully_shard`` does. The compiler then leaves the
     module's parameters alone; otherwise, it lists all of them, as static, for each module that it meets. Hugging Face's
-    ``generate`` keeps the ranks of a model with this mark in step."""
+    ``generate`` also keeps ranks in step if a model has this mark."""
     module._is_fsdp_managed_module = True  # type: ignore[assignment]
     module._fsdp_use_orig_params = True  # type: ignore[assignment]
 
 
 def register_composable_api(module: nn.Module, name: str) -> None:
-    """Note in torch's registry that the composable API ``name`` was applied to ``module``."""
+    """Record in torch's registry that the composable API ``name`` was applied to ``module``."""
     module.__dict__.setdefault(REGISTRY_KEY, {})[name] = RegistryItem()
 
 
 def sets_attributes_plainly(module: nn.Module) -> bool:
-    """Whether parameters may be bound through ``_parameters``: ``nn.LSTM``, for one, must see the assignment."""
+    """Whether parameters may be bound through ``_parameters``. ``nn.LSTM``, for example, must see the assignment."""
     return type(module).__setattr__ is nn.Module.__setattr__
 
 
@@ -524,7 +524,7 @@ def inner_names(tensor: torch.Tensor) -> tuple[str, ...]:
 
 
 def leaves(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The plain tensors that a wrapper subclass is made of, however nested, or ``tensor`` itself."""
+    """The plain tensors that a wrapper subclass consists of, at any depth, or ``tensor`` itself."""
     names = inner_names(tensor)
     return [leaf for name in names for leaf in leaves(getattr(tensor, name))] if names else [tensor]
 
@@ -535,6 +535,6 @@ def versioned(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def rewrapped(like: torch.Tensor, inner: dict[str, torch.Tensor]) -> torch.Tensor:
-    """A tensor of ``like``'s class, shape and context that is made of ``inner``."""
+    """A tensor of ``like``'s class, shape and context that consists of ``inner``."""
     _, context = cast(Any, like).__tensor_flatten__()
     return cast(torch.Tensor, type(like).__tensor_unflatten__(inner, context, like.shape, like.stride()))  # type: ignore[attr-defined]

@@ -24,7 +24,7 @@ class MixedPrecisionPolicy:
         output_dtype: floating-point tensors in the forward's output are cast to it. ``None`` leaves them alone.
         cast_forward_inputs: whether floating-point tensors in the forward's inputs are cast to ``param_dtype``.
         param_dtype_override_fn: called once per parameter; returns the compute dtype of this parameter: its own dtype,
-            ``param_dtype``, or None for ``param_dtype``. All ranks must return the same.
+            ``param_dtype``, or None for ``param_dtype``. It must return the same on all ranks.
 
     Source: the same class of PyTorch's FSDP2; module-level mixed precision of Zhao et al., VLDB 2023, section 4.4.
     """
@@ -47,7 +47,7 @@ class CPUOffloadPolicy(OffloadPolicy):
 
     Attributes:
         pin_memory: whether shards and gradients are in pinned memory, so that copies overlap with compute. Pass False
-            if the host has too little pinned memory.
+            if the host cannot pin enough memory.
 
     Source: the same class of PyTorch's FSDP2; offloaded optimizer states as in Ren et al., "ZeRO-Offload", USENIX ATC
     2021.
@@ -61,11 +61,11 @@ class DataParallelMeshDims:
     """The data-parallel axes of a full mesh, for parameters that are DTensors on this mesh.
 
     Attributes:
-        shard: the axes that shard the parameters, flattened into one. ``None``: gradients are only averaged.
+        shard: the axes that shard the parameters, flattened into one. With ``None``, gradients are only averaged.
         replicate: the axes that hold copies of the shards (HSDP).
 
     Raises:
-        ValueError: neither is given.
+        ValueError: neither of the two is given.
 
     Source: the same class of PyTorch's FSDP2.
     """
@@ -94,7 +94,7 @@ def _names(given: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class ParamPlacement:
-    """``shard_placement_fn`` may return this to shard a parameter over other ranks than the other parameters.
+    """``shard_placement_fn`` may return this to shard a parameter over different ranks than the other parameters.
 
     Attributes:
         placement: the tensor dimension to shard, or ``Replicate()``; ``None`` means ``Shard(0)``.
@@ -135,7 +135,7 @@ class Observer:
         allocates, moves or releases ``nbytes`` on this rank."""
 
     def on_start(self, work: str, unit: str) -> None:
-        """This thread starts ``work`` for ``unit``: an action, whether or not there is anything to do; or inside one, a
+        """This thread starts ``work`` for ``unit``: an action, even if there is nothing to do; or, inside an action, a
         part of a reduction: ``reduce_launch``, ``reduce_finish`` (frees what the reduction reads), ``reduce_land``."""
 
     def on_stop(self, work: str, unit: str) -> None:

@@ -1,1 +1,1 @@
-"""What users call. Each call validates everything first. Then it changes the model, and can no longer refuse."""
+"""The functions that users call. Each call validates everything before it changes the model, and then cannot refuse."""

@@ -1,7 +1,7 @@
 """Parameters of other libraries: those whose classes have no all-gather hooks, and those with types.
 
-An adapter knows one class, by its name: so nothing is imported before a model has such a parameter. The adapter makes a
-tensor subclass with hooks, which is sharded instead. A ``SpecReader`` reads what else is written on a parameter.
+An adapter knows one class by name, so nothing is imported until a model has such a parameter. The adapter makes a
+tensor subclass with hooks, which is sharded instead. A ``SpecReader`` reads other information attached to a parameter.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fsdp2.plan.placements import ParamSpec
 
 @dataclass(frozen=True)
 class Adapted:
-    """What an adapter makes of a parameter. Nothing has changed yet.
+    """The result of an adapter for a parameter. Nothing has changed yet.
 
     Attributes:
         tensor: has all-gather hooks, and is sharded in place of the parameter.
@@ -30,26 +30,26 @@ class Adapted:
     commit: Callable[[], None]
 
 
-# Gets the name of a parameter, the parameter, and its slots. Raises ValueError if it cannot be sharded.
+# Gets the name of a parameter, the parameter, and its slots. Raises ValueError if the parameter cannot be sharded.
 Adapter = Callable[[str, nn.Parameter, Sequence[Slot]], Adapted]
 
-ADAPTERS: dict[str, Adapter] = {}  # by the name of a class, which starts with its module
+ADAPTERS: dict[str, Adapter] = {}  # by the qualified name of a class, including its module
 
 
 def adapter_of(param: nn.Parameter) -> Adapter | None:
-    """The adapter for the class of ``param``, or for one that it derives from."""
+    """The adapter for the class of ``param`` or one of its base classes."""
     names = (f"{cls.__module__}.{cls.__qualname__}" for cls in type(param).__mro__)
     return next((ADAPTERS[name] for name in names if name in ADAPTERS), None)
 
 
-# How a parameter lies on a mesh that cuts it along a dim, if a library has written that on the plain tensor; else None.
-# Gets the name of the parameter, too. Raises ValueError if what is written contradicts the mesh.
+# Returns how a parameter lies on a mesh that cuts it along a dim, if a library has recorded that on the plain tensor;
+# else None. Also gets the name of the parameter. Raises ValueError if the record contradicts the mesh.
 SpecReader = Callable[[str, torch.Tensor, int, ParallelMesh], ParamSpec | None]
 
-SPEC_READERS: list[SpecReader] = []  # the first who knows a parameter answers
+SPEC_READERS: list[SpecReader] = []  # the first one that knows a parameter answers
 
 
 def written_spec(name: str, param: torch.Tensor, dim: int, parallel: ParallelMesh) -> ParamSpec | None:
-    """As ``SpecReader``, of all."""
+    """The spec from the first of all readers that knows ``param``, or None."""
     answers = (read(name, param, dim, parallel) for read in SPEC_READERS)
     return next((spec for spec in answers if spec is not None), None)

@@ -1,4 +1,4 @@
-"""Refuses wrong arguments, in one way: where, found, expected, and the remedy."""
+"""Refuses wrong arguments with uniform messages: where, found, expected, and the remedy."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from reprlib import repr as shortened
 def expect(
     is_right: bool, where: str, found: object, expected: str, remedy: str = "", *, by_value: bool = False
 ) -> None:
-    """Refuse the argument ``where``, which is ``found``, unless it ``is_right``.
+    """Refuse the argument named ``where``, whose value is ``found``, unless it ``is_right``.
 
     Raises:
-        TypeError: it is not; with ``by_value``, a ValueError.
+        TypeError: the argument is wrong; with ``by_value``, a ValueError instead.
     """
     if not is_right:
         kind = "" if by_value else f", a {type(found).__module__}.{type(found).__qualname__}"

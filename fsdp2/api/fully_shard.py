@@ -56,30 +56,30 @@ def fully_shard(  # type: ignore[misc]  # options of a list of modules are those
     ignored_params: Collection[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> Any:
-    """Shard parameters of ``module``, their gradients and optimizer states over the ranks of ``mesh``.
+    """Shard the parameters of ``module``, their gradients and optimizer states over the ranks of ``mesh``.
 
-    All parameters under ``module`` that no earlier call has taken form one unit: the unit is gathered together, and its
-    gradients are reduced together. Call it bottom-up, on every block and then on the root. Parameters become
-    ``DTensor`` shards in place; build the optimizer after this call. Parameters may be DTensors before the call, cut
-    over model axes (TP, EP) of the same mesh. A parameter that an inner unit holds and that is also used outside that
-    unit moves to this one. The module's class gains :class:`FSDPModule`.
+    All parameters under ``module`` that no earlier call has taken form one unit: its parameters are gathered together,
+    and its gradients are reduced together. Call it bottom-up, on every block and then on the root. Parameters become
+    ``DTensor`` shards in place; build the optimizer after this call. Parameters may already be DTensors, sharded over
+    model axes (TP, EP) of the same mesh. A parameter that an inner unit holds and that is also used outside that unit
+    moves to this one. The module's class gains :class:`FSDPModule`.
 
     Args:
         module: the module, or several modules that are unsharded and reduced as one unit.
         mesh: 1D for FSDP; 2D (replicate, shard) for HSDP. Its device type decides where parameters live.
             Default: all ranks, on the accelerator if there is one. On a rank that is not in ``mesh``, shards are empty
-            and the model cannot run, until :func:`reshard_to` brings the rank in.
+            and the model cannot run until :func:`reshard_to` brings the rank in.
         reshard_after_forward: True frees unsharded parameters between forward and backward; False keeps them; an int
             reshards them over groups of that many ranks. Default: True, but False for the root.
-        shard_placement_fn: returns for each parameter ``Shard(dim)`` to cut along another dimension than 0,
-            ``Replicate()`` to leave it whole on each rank and all-reduce its gradient, a :class:`ParamPlacement` to
-            shard over other ranks (experts), or None.
+        shard_placement_fn: returns for each parameter ``Shard(dim)`` to shard a dimension other than 0,
+            ``Replicate()`` to keep it whole on each rank and all-reduce its gradient, a :class:`ParamPlacement` to
+            shard it over other ranks (experts), or None.
         mp_policy: dtypes of compute, reduction and output. This and ``offload_policy`` may be torch's own.
         offload_policy: ``CPUOffloadPolicy`` keeps shards, gradients and optimizer states on the host.
             None, which some clients pass, offloads nothing.
         ignored_params: parameters that are not sharded, moved or reduced; a set, list or tuple.
         dp_mesh_dims: the data-parallel axes of ``mesh``, if ``mesh`` has all axes of the model and every parameter is a
-            DTensor on ``mesh``, or has types of the library spmd_types. Without a shard axis, parameters stay whole
+            DTensor on ``mesh``, or has types of the spmd_types library. Without a shard axis, parameters stay whole
             and gradients are averaged (DDP).
 
     Returns:
@@ -87,8 +87,8 @@ def fully_shard(  # type: ignore[misc]  # options of a list of modules are those
 
     Raises:
         TypeError: an argument is of the wrong type.
-        ValueError: the mesh, a placement, a dtype or a parameter does not allow the sharding; ``module`` was given to
-            ``fully_shard`` before. The model is unchanged then.
+        ValueError: the mesh, a placement, a dtype or a parameter does not allow the sharding; or ``module`` was given
+            to ``fully_shard`` before. The model is then unchanged.
         ExtensionError: a parameter is a tensor subclass that cannot be cut into shards.
 
     Source: Zhao et al., "PyTorch FSDP", VLDB 2023; per-parameter sharding as in ``torch.distributed.fsdp``.
@@ -110,15 +110,15 @@ def fully_shard(  # type: ignore[misc]  # options of a list of modules are those
 
 
 class PlugIns:
-    """What higher layers plug in.
+    """Functions that higher layers plug in.
 
     Attributes:
-        read_arguments: returns the policies, in our classes; refuses them, a placement function or ignored parameters.
-        check_module: refuses modules before anything changes, by an error; gets a prefix of names, and a module.
-        resolve: returns what a function does that checks and resolves all parameters of a call on a mesh. If it raises
-            on one rank, all may raise.
-        divide_ties: the parameters that a call on modules manages, of those found under them; the slots of tied ones
-            that it leaves to an outer call; and what makes inner units give up those that they have managed so far.
+        read_arguments: checks policies, a placement function and ignored parameters; returns policies of our classes.
+        check_module: raises for a module that is refused, before anything changes; gets a name prefix and the module.
+        resolve: calls the given function, which checks and resolves all parameters of a call on a mesh, and returns the
+            result. If the function raises on one rank, all ranks may raise.
+        divide_ties: returns which of the found parameters a call manages; the slots of tied ones that it leaves to an
+            outer call; and a function that makes inner units give up the parameters that move to this call.
     """
 
     read_arguments: Callable[[object, object, object, object], tuple[MixedPrecisionPolicy, OffloadPolicy]]
@@ -164,7 +164,7 @@ def _checked_dims(dims: Any) -> DataParallelMeshDims | None:
 
 
 def _collect(roots: Sequence[nn.Module], ignored: Set[nn.Parameter]) -> tuple[list[Found], list[nn.Module], list[Slot]]:
-    """The parameters to manage with all their slots, the modules outside other units (their buffers move to the mesh's
+    """The parameters to manage with all their slots, the modules outside other units (whose buffers move to the mesh's
     device), and the slots of ignored parameters."""
     found: dict[nn.Parameter, Found] = {}
     managed: dict[nn.Module, None] = {}
@@ -187,8 +187,8 @@ def _collect(roots: Sequence[nn.Module], ignored: Set[nn.Parameter]) -> tuple[li
 
 
 def _modules_outside_units(module: nn.Module, prefix: str, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """The module tree of ``module`` without the subtrees of other units, each module once. Nothing under a module that
-    torch's ``replicate`` was applied to."""
+    """The module tree of ``module`` without the subtrees of other units, each module once. Nothing below a module that
+    torch's ``replicate`` was applied to is included."""
     seen.add(module)
     yield prefix, module
     if "replicate" in _torch.composable_apis(module):
@@ -208,10 +208,10 @@ def _slots_under(module: nn.Module) -> list[Slot]:
 
 @dataclass(frozen=True)
 class PreparedUnit:
-    """A unit that can be made: everything that may be refused has been checked, and nothing has changed yet.
+    """A unit that is ready to be created: everything that may be refused has been checked; nothing has changed yet.
 
     Attributes:
-        resolved: its groups.
+        resolved: the groups of the unit.
         commit: shards the parameters in place.
     """
 
@@ -229,11 +229,11 @@ def prepare_unit(
     ignored_params: Set[nn.Parameter],
     shard_placement_fn: ShardPlacementFn | None = None,
 ) -> PreparedUnit:
-    """Check that the parameters under ``roots`` which no unit has yet can form one. For :func:`fully_shard`, and for
-    front ends that keep the classes of modules.
+    """Check that the parameters under ``roots`` that belong to no unit yet can form one. For :func:`fully_shard`, and
+    for front ends that do not change the classes of modules.
 
     Raises:
-        ValueError, TypeError, ExtensionError: as ``fully_shard``.
+        ValueError, TypeError, ExtensionError: for the same reasons as in ``fully_shard``.
     """
     found, managed, left_alone = _collect(roots, ignored_params)
     found, left_out, take_over = PlugIns.divide_ties(found, roots)
@@ -245,7 +245,7 @@ def prepare_unit(
     if size is not None and all(group.mesh.shard.size <= size for group in resolved):
         config = replace(config, after_forward=AfterForward.RESHARD)
 
-    @torch.inference_mode(False)  # tensors made in inference mode could not be trained, and do not count their writes
+    @torch.inference_mode(False)  # tensors made in inference mode cannot be trained and do not count writes
     def commit() -> Unit:
         leave_alone(ignored_params)
         leave_alone(getattr(slot.module, slot.name) for slot in left_alone)
@@ -265,7 +265,7 @@ def prepare_unit(
 
 
 def _groups(resolved: Sequence[ResolvedGroup], home: Home) -> Iterator[ParamGroup]:
-    """The groups, with the parameters as shards."""
+    """Create the groups, which turns the parameters into shards."""
     for item in resolved:
         OfParams.warn_of_hooks(item.params, is_sharded=False)
         for param in item.params:
@@ -280,10 +280,10 @@ def _groups(resolved: Sequence[ResolvedGroup], home: Home) -> Iterator[ParamGrou
 
 
 def _change_classes(roots: Sequence[nn.Module]) -> None:
-    """Give all ``roots`` their sharded class, or none. It is the first change, since Python or the class may refuse it.
+    """Give all ``roots`` their sharded class, or none. This is the first change, as Python or the class may refuse it.
 
     Raises:
-        TypeError: a class cannot be derived from, or its instances cannot change their class.
+        TypeError: a class cannot be subclassed, or its instances cannot change their class.
     """
     originals = [type(root) for root in roots]
     try:

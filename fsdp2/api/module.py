@@ -1,4 +1,4 @@
-"""``FSDPModule``: the methods that a sharded module gains, and the handles that these methods return."""
+"""``FSDPModule``, the methods that a sharded module gains, and the handles that these methods return."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from fsdp2.types import ScheduleError
 
 
 class PlugIns:
-    """What higher layers plug in.
+    """Functions that higher layers plug in.
 
     Attributes:
-        copied: copies a sharded module; gets the memo of ``copy.deepcopy``, too.
-        around_apply: the block in which tensors of a sharded module are replaced, as ``to`` does.
-        separate_axis: an axis of the same ranks, on a device, with a process group of its own.
-        communicate_by: lets a unit communicate by what one of the setters was given; gets the setter's name first.
+        copied: copies a sharded module; also gets the memo of ``copy.deepcopy``.
+        around_apply: a context manager around methods such as ``to`` that replace the tensors of a sharded module.
+        separate_axis: returns an axis of the same ranks, on a device, with a process group of its own.
+        communicate_by: lets a unit communicate by what was passed to one of the setters; gets the setter's name first.
     """
 
     copied: Callable[[nn.Module, dict[Any, Any]], nn.Module]
@@ -49,7 +49,7 @@ class UnshardHandle:
 
     def wait(self) -> None:
         """Bind the unsharded parameters. The current stream may then read them. If an optimizer has stepped since
-        ``unshard``, gather again. Write shards in no other way before you wait. Later calls do nothing."""
+        ``unshard``, gather again. Do not write shards in any other way before waiting. Later calls do nothing."""
         unit, self._unit = self._unit, None
         if unit is not None:
             tree_of(unit).finish_unshard(unit)
@@ -67,7 +67,7 @@ class GradientReductionHandle:
         """Put the gradients into ``.grad`` of the shards. The current stream may read them. Later calls do nothing.
 
         Raises:
-            ScheduleError: the root was reset since ``finalize_backward``, and the gradients are lost.
+            ScheduleError: the root was reset after ``finalize_backward``, so the gradients are lost.
         """
         if self._tree is None:
             return
@@ -88,7 +88,7 @@ class FSDPModule:
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Build the original class: a sliced container constructs ``type(self)``, and a slice is not sharded."""
+        """Build the original class, since a sliced container constructs ``type(self)``, but a slice is not sharded."""
         original = cls.__mro__[cls.__mro__.index(FSDPModule) + 1]
         return original(*args, **kwargs)
 
@@ -114,8 +114,8 @@ class FSDPModule:
     # Parameters
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """All-gather this module's parameters and bind them, until :meth:`reshard` or the end of the next forward or
-        backward. With ``async_op``, return a handle at once; the next forward waits without the handle, too."""
+        """All-gather this module's parameters and bind them until :meth:`reshard` or the end of the next forward or
+        backward. With ``async_op``, return a handle at once; the next forward waits even if the handle is not used."""
         unit = self._unit()
         tree_of(unit).unshard(unit)
         handle = UnshardHandle(unit)
@@ -125,7 +125,7 @@ class FSDPModule:
         return None
 
     def reshard(self) -> None:
-        """Bind the shards and free the unsharded parameters, and what is kept of them on a smaller mesh."""
+        """Bind the shards and free the unsharded parameters, including any shards of them kept on a smaller mesh."""
         self._unit().reshard()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
@@ -142,12 +142,12 @@ class FSDPModule:
     def set_reshard_after_backward(self, reshard_after_backward: bool | int, *, recurse: bool = True) -> None:
         """If False, parameters stay unsharded after backward, and the next forward gathers nothing.
 
-        An int, that of ``reshard_after_forward``: the shards that are kept between forward and backward, over so many
-        ranks, stay until the parameters change. So of all gathers of a step, with all its micro-batches, one crosses
+        If it is the int of ``reshard_after_forward``, the shards kept between forward and backward, over that many
+        ranks, stay until the parameters change. So only one gather of a step, with all its micro-batches, crosses
         nodes.
 
         Raises:
-            ValueError: a unit has another ``reshard_after_forward``, or none in ranks.
+            ValueError: a unit has another ``reshard_after_forward``, or one that is not a number of ranks.
         """
         size = None if isinstance(reshard_after_backward, bool) else reshard_after_backward
         units = self._units(recurse)
@@ -164,28 +164,28 @@ class FSDPModule:
                 group.keep_post_forward(size is not None)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Whether backward gathers this unit. Pass False if backward does not read its parameters, as for an
+        """Whether backward gathers this unit. Pass False if backward does not read the unit's parameters, as with an
         embedding."""
         self._configure_units(False, unshard_in_backward=unshard_in_backward)
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """In this module's forward, start gathering ``modules`` instead of the unit that came next in the last forward.
-        Each gather in flight takes the memory of its unsharded parameters."""
+        Each gather in flight needs memory for its unsharded parameters."""
         self._unit().configure(forward_units=units_of(modules, "set_modules_to_forward_prefetch"))
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """In this module's backward, start gathering ``modules`` instead of the unit whose forward ran before."""
+        """In this module's backward, start gathering ``modules`` instead of the unit that preceded it in forward."""
         self._unit().configure(backward_units=units_of(modules, "set_modules_to_backward_prefetch"))
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """Make the gathers of the next forward wait for ``event`` only. Record ``event`` after the optimizer step; call
-        on the root. By default, gathers wait for all earlier work of the current stream. No effect on the CPU."""
+        """Make the gathers of the next forward wait only for ``event``, which is recorded after the optimizer step. By
+        default, gathers wait for all earlier work of the current stream. Call it on the root. No effect on the CPU."""
         tree_of(self._unit()).post_optim_event = event
 
     @door.entry
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Whether unsharded parameters are allocated and filled on the caller's stream. Casts and copies around the
-        collective then do not overlap with compute. Acts on inner units too, and reshards. No effect on the CPU."""
+        collective then do not overlap with compute. Also acts on inner units, and reshards. No effect on the CPU."""
         for group in self._groups(True):
             group.gather_on_compute_stream(async_op)
 
@@ -194,11 +194,11 @@ class FSDPModule:
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the next backward is the last one over the forwards recorded so far. The last backward waits for the
         reductions in flight. The order of the forwards, which backward prefetch follows, is kept until then. If an
-        optimizer steps before, the next forward raises ``ScheduleError``. Call it on the root."""
+        optimizer steps earlier, the next forward raises ``ScheduleError``. Call it on the root."""
         tree_of(self._unit()).schedule.is_last_backward = is_last_backward
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether backward reduces gradients. If False, each rank accumulates unsharded ones, in reduce dtype."""
+        """Whether backward reduces gradients. If False, each rank accumulates unsharded ones in the reduce dtype."""
         self._configure_groups(recurse, requires_all_reduce=requires_gradient_sync)
         self._configure_units(recurse, reduces=requires_gradient_sync)
 
@@ -207,21 +207,21 @@ class FSDPModule:
         self._configure_groups(recurse, requires_all_reduce=requires_all_reduce)
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Whether a trainable parameter gets a gradient of zeros, not ``None``, if this rank has none. With True,
-        ranks may use other parameters of a unit."""
+        """Whether a trainable parameter gets a gradient of zeros instead of ``None`` if this rank has none. With True,
+        ranks may use different parameters of a unit."""
         self._configure_groups(recurse, fills_gradients=reduce_scatter_unused_params)
 
     def set_ranks_may_differ(self, ranks_may_differ: bool, *, recurse: bool = True) -> None:
-        """Whether ranks may use other units, or other parameters of a unit, than the other ranks do in the same pass:
-        experts without tokens, batches without images. Default: False. A change takes effect with the next forward.
+        """Whether ranks may use different units, or different parameters of a unit, in the same pass: for example,
+        experts without tokens, or batches without images. Default: False. A change takes effect with the next forward.
 
         All ranks end a step with the same mean gradients. A rank that skips a unit still gathers the unit and reduces
         zeros for it, even if no rank uses the unit; pass False for units that either all ranks use or all ranks skip.
-        A small all-reduce at the end of a step tells which parameters had a gradient on some rank. A rank must not use
+        A small all-reduce at the end of a step finds which parameters had a gradient on some rank. A rank must not use
         a unit more often than the others do, nor use units in an order that contradicts the other ranks' order.
 
-        Without it, ranks that differ are found out when a rank does something else than in its last step: it waits for
-        the others to do the same. If these go on, a ``ScheduleError`` names the units or the parameters and the ranks.
+        Without it, ranks that diverge are detected: a rank that deviates from its previous step waits for the others to
+        do the same. If they do not, a ``ScheduleError`` names the units or the parameters and the ranks.
         """
         self._configure_units(recurse, ranks_may_differ=ranks_may_differ)
         note_tree_change()  # the root must reschedule its units
@@ -259,18 +259,18 @@ class FSDPModule:
     ) -> None:
         """Call ``hook`` on this rank's reduced gradients in every backward that reduces.
 
-        The hook gets one flat buffer of reduce dtype and may change it in place. The buffer holds the gradients of the
-        unit's trainable parameters, with zeros between them, summed over all ranks. They are divided already, except
-        after :meth:`set_force_sum_reduction_for_comms`, and except for the second division of float16. On HSDP, the
+        The hook gets one flat buffer of the reduce dtype and may change it in place. It holds the gradients of the
+        unit's trainable parameters, with zeros between them, summed over all ranks. They are already divided, except
+        after :meth:`set_force_sum_reduction_for_comms`, and except for the second division of float16. With HSDP, the
         hook is not called while :meth:`set_requires_all_reduce` is off. Scalars get a separate call.
 
         Args:
             hook: the function; None removes an earlier hook.
-            stream: the accelerator's stream that the hook runs on. On HSDP, and for scalars, the stream of reductions.
+            stream: the accelerator stream that the hook runs on. With HSDP, and for scalars, it is that of reductions.
 
         Raises:
             TypeError: ``hook`` cannot be called.
-            ValueError: ``stream`` is given on HSDP, or the unit has several groups.
+            ValueError: ``stream`` is given with HSDP, or the unit has several groups.
         """
         caller = "set_all_reduce_hook"
         cut = cut_groups(self._unit(), caller)
@@ -288,11 +288,11 @@ class FSDPModule:
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Whether :meth:`finalize_backward` ends the backward pass, after any number of backwards;
-        :meth:`set_is_last_backward` then has no effect. Call it on the root. For schedules with a separate reduction
-        step: switch :meth:`set_requires_gradient_sync` off for the backwards, and on again before finalizing.
+        :meth:`set_is_last_backward` then has no effect. Call it on the root. In schedules with a separate reduction
+        step, switch :meth:`set_requires_gradient_sync` off for the backwards, and on again before finalizing.
 
         Raises:
-            ScheduleError: the module is not a root; a backward is running, or waits to be finalized.
+            ScheduleError: the module is not a root; or a backward is running, or waits to be finalized.
         """
         tree = tree_of(self._root_unit("set_manual_backward_finalization"))
         schedule = tree.schedule
@@ -353,8 +353,8 @@ class FSDPModule:
         step that is repeated as a whole would count them twice. Call it on the root.
 
         Args:
-            keep_unreduced: keep these gradients too, and continue with the next micro-batch. Only after an exception in
-                *forward*.
+            keep_unreduced: keep these gradients as well, to continue with the next micro-batch. Only allowed after an
+                exception in *forward*.
 
         Raises:
             ScheduleError: ``keep_unreduced`` after an exception in backward, which has changed some of the gradients.
@@ -374,7 +374,7 @@ class FSDPModule:
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """How many reductions may be in flight at a time; 1 by default. Each one holds the gradients that it reads.
-        If units under one root have different numbers, the largest counts. Takes effect with the next backward.
+        If units under one root have different limits, the largest applies. Takes effect with the next backward.
 
         Raises:
             TypeError: ``max_input_buffers`` is not an int.
@@ -384,12 +384,12 @@ class FSDPModule:
         self._configure_units(recurse, max_reductions=max_input_buffers)
 
     def set_temporary_memory_limit(self, nbytes: int | None) -> None:
-        """Hold at most ``nbytes`` on each rank, without shards, their gradients and activations. Takes effect with the
-        next forward; None, the default, sets no limit. Call it on the root, with the same limit on all ranks.
+        """Hold at most ``nbytes`` on each rank, not counting shards, their gradients and activations. Takes effect with
+        the next forward; None, the default, sets no limit. Call it on the root, with the same limit on all ranks.
 
         The limit counts unsharded parameters, the staging memory of their gathers, gradients while their unit's
         backward runs, and what reductions in flight read and write (:func:`fsdp2.memory_plan`). It does not count
-        gradients that accumulate without communication, memory that custom communication or hooks allocate, and blocks
+        gradients that accumulate without communication, memory that custom communication or hooks allocate, or blocks
         that the allocator keeps. Near the limit, less work overlaps.
 
         Raises:
@@ -407,10 +407,10 @@ class FSDPModule:
         for group in self._groups(recurse):
             group.keeps_storage = keep
 
-    # What carries the bytes
+    # Custom communication
 
     def set_custom_all_gather(self, comm: Callable[..., dist.Work | None]) -> None:
-        """All-gather this unit's parameters by ``comm``, an :class:`AllGather`, unless the shard axis has one rank.
+        """All-gather this unit's parameters with ``comm``, an :class:`AllGather`, unless the shard axis has one rank.
 
         Raises:
             TypeError: ``comm`` is not an :class:`AllGather`.
@@ -419,7 +419,7 @@ class FSDPModule:
         PlugIns.communicate_by("set_custom_all_gather", self._unit(), comm)
 
     def set_custom_reduce_scatter(self, comm: Callable[..., dist.Work | None]) -> None:
-        """Reduce-scatter this unit's gradients by ``comm``, a :class:`ReduceScatter`.
+        """Reduce-scatter this unit's gradients with ``comm``, a :class:`ReduceScatter`.
 
         Raises:
             TypeError: ``comm`` is not a :class:`ReduceScatter`.
@@ -428,8 +428,8 @@ class FSDPModule:
         PlugIns.communicate_by("set_custom_reduce_scatter", self._unit(), comm)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Whether messages are copied into memory of the backend's allocator, if it has one, such as NCCL's registered
-        memory.
+        """Whether messages are copied into memory from the backend's own allocator, if it has one, such as NCCL's
+        registered memory.
 
         Raises:
             ValueError: the unit has a custom all-gather or reduce-scatter, or symmetric memory.
@@ -437,8 +437,8 @@ class FSDPModule:
         PlugIns.communicate_by("set_allocate_memory_from_process_group_for_comm", self._unit(), enable)
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
-        """All-gather in symmetric memory. After :meth:`set_force_sum_reduction_for_comms`, also reduce in it.
-        All ranks must call it.
+        """All-gather in symmetric memory, and after :meth:`set_force_sum_reduction_for_comms`, also reduce in it.
+        All ranks must call this method.
 
         Raises:
             ValueError: the backend is not NCCL; the mesh is not on CUDA devices; the unit has a custom all-gather or
@@ -454,7 +454,7 @@ class FSDPModule:
         for group, axis in zip(groups, axes, strict=True):
             group.configure(reduce_axis=axis)
 
-    # What the setters change
+    # The units and groups that the setters change
 
     def _unit(self) -> Unit:
         unit = unit_of(cast(nn.Module, self))
@@ -486,10 +486,10 @@ class FSDPModule:
 
 
 def cut_groups(unit: Unit, caller: str) -> Sequence[ParamGroup]:
-    """The group of ``unit``, or none. The group of scalars is left out: no comm moves scalars.
+    """The group of ``unit``, if any. The group of scalars is left out, since no comm moves scalars.
 
     Raises:
-        ValueError: there are several.
+        ValueError: there are several groups.
     """
     cut = [group for group in unit.groups if any(param.layout.shape for param in group.params)]
     if len(cut) > 1:

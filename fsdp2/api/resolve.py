@@ -1,4 +1,4 @@
-"""Checks the arguments of ``fully_shard`` and decides what they mean. Changes nothing."""
+"""Checks the arguments of ``fully_shard`` and decides what they mean, without changing anything."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class Found:
 
 
 class PlugIns:
-    """What higher layers plug in: ``check_param`` refuses a parameter that cannot be sharded on a device;
-    ``post_forward_mesh`` makes the mesh for shards over so many ranks between forward and backward."""
+    """Functions that higher layers plug in: ``check_param`` refuses a parameter that cannot be sharded on a device;
+    ``post_forward_mesh`` creates the mesh for shards over a number of ranks between forward and backward."""
 
     check_param: Callable[[Found, torch.device], None]
     post_forward_mesh: Callable[[ParallelMesh, int], ParallelMesh]
@@ -56,8 +56,8 @@ class PlugIns:
 
 @dataclass(frozen=True)
 class ResolvedGroup:
-    """Parameters that travel together. ``post_forward``: the smaller mesh between forward and backward, or None.
-    ``on_commit``: what else changes when the parameters are sharded."""
+    """Parameters that are gathered together. ``post_forward``: the smaller mesh between forward and backward, or None.
+    ``on_commit``: functions for other changes to make when the parameters are sharded."""
 
     mesh: ParallelMesh
     params: list[ShardedParam]
@@ -73,8 +73,8 @@ def resolve_groups(
     home: Home,
     post_forward_size: int | None,
 ) -> list[ResolvedGroup]:
-    """One group per set of ranks, in the order of the first parameter of each group. ``post_forward_size``: over how
-    many ranks the user wants shards between forward and backward."""
+    """One group per set of ranks, in the order of the first parameter of each group. ``post_forward_size``: the number
+    of ranks over which the user wants shards between forward and backward."""
 
     def ranks(mesh: ParallelMesh) -> tuple[object, ...]:
         return mesh.shard.group, mesh.replicate.group, mesh.roles
@@ -82,7 +82,7 @@ def resolve_groups(
     meshes: dict[tuple[object, ...], ParallelMesh] = {ranks(parallel): parallel}
 
     def known(mesh: ParallelMesh, param: torch.Tensor) -> ParallelMesh:
-        """One object for all meshes of the same ranks, but a DTensor's mesh can be joined only with the given one."""
+        """One object for all meshes of the same ranks, except that a DTensor's mesh can only join the given one."""
         is_joined = isinstance(param, DTensor) and mesh.mesh != parallel.mesh
         return meshes.setdefault((*ranks(mesh), mesh.mesh) if is_joined else ranks(mesh), mesh)
 
@@ -90,7 +90,7 @@ def resolve_groups(
     for item in found:
         PlugIns.check_param(item, parallel.device)
         placement, mesh = _asked_placement(item, parallel, placement_fn)
-        # All ranks hold what stays whole, and its gradient is all-reduced. A scalar cannot be cut.
+        # All ranks hold parameters that stay whole, and all-reduce their gradients. A scalar cannot be cut.
         if isinstance(placement, Replicate) or item.param.dim() == 0:
             mesh, placement = replicated(known(mesh, item.param)), None
         mesh = known(mesh, item.param)
@@ -108,7 +108,7 @@ def _asked_placement(
 ) -> tuple[Shard | Replicate | None, ParallelMesh]:
     asked: Any = None if placement_fn is None else placement_fn(item.param)
     of_ranks = getattr(asked, "mesh_info", asked)  # torch's ShardPlacementResult has a mesh_info
-    dims = getattr(of_ranks, "dp_mesh_dims", None)  # if torch has read it from a full mesh
+    dims = getattr(of_ranks, "dp_mesh_dims", None)  # set if torch has read the mesh_info from a full mesh
     mesh = getattr(of_ranks, "mesh" if dims is None else "spmd_mesh", None)
     placement = asked if mesh is None else asked.placement
     is_known = placement is None or isinstance(placement, (Shard, Replicate))
@@ -136,7 +136,7 @@ def _asked_placement(
 def _resolve(
     item: Found, parallel: ParallelMesh, placement: Shard | None, policy: MixedPrecisionPolicy, home: Home
 ) -> tuple[ShardedParam, Callable[[], None] | None]:
-    """The parameter, not sharded yet, and what else changes when it is."""
+    """The parameter, not sharded yet, and a function for other changes to make when it is, or None."""
     name, param = item.name, item.param
     adapter = adapter_of(param)
     adapted = None if adapter is None else adapter(name, param, item.slots)
@@ -194,7 +194,7 @@ def read_reshard_after_forward(value: bool | int | None, parallel: ParallelMesh)
     """The configuration of a unit with ``reshard_after_forward=value``.
 
     Raises:
-        TypeError, ValueError: ``value`` is no bool, and no number of ranks that divides the shard axis.
+        TypeError, ValueError: ``value`` is neither a bool nor a number of ranks that divides the shard axis.
     """
     if value is None:
         return UnitConfig()

@@ -1,1 +1,1 @@
-"""*How* bytes travel: flat tensors in, bytes moved. Sees no parameter."""
+"""*How* bytes are moved. This layer takes flat tensors and knows no parameters."""

@@ -1,4 +1,4 @@
-"""Tensors made on storages that are there already."""
+"""Creates tensors on existing storages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 def tensor_on(
     storage: torch.UntypedStorage, offset_nbytes: int, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
 ) -> torch.Tensor:
-    """A tensor with a version counter of its own on ``storage`` (a view would share its base's counter).
+    """A tensor on ``storage`` with its own version counter (a view would share its base's counter).
 
     Collectives write through such tensors after autograd saves a parameter and before backward reads it. Autograd does
     not count these writes as in-place modifications of the parameter (I2).
@@ -20,10 +20,10 @@ def tensor_on(
 
 
 def alias(flat: torch.Tensor, offset: int, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
-    """Elements of the storage of ``flat`` from ``offset`` on, as a tensor whose own storage starts there; it keeps the
-    memory alive.
+    """Elements of the storage of ``flat`` from ``offset`` on, as a tensor whose own storage starts there. The tensor
+    keeps the memory alive.
 
-    A view would do, but for two things that users see: ``copy.deepcopy`` of a DTensor refuses a local tensor with a
+    A view would do, except for two effects that users see: ``copy.deepcopy`` of a DTensor refuses a local tensor with a
     storage offset, and ``torch.save`` writes the whole storage of a view.
     """
     if flat.is_meta or 0 in shape:  # no memory to share

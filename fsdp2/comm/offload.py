@@ -1,8 +1,8 @@
-"""Shards on the host: where a group's shards live, and the copies at the two ends of a plan.
+"""CPU offload: where a group's shards live, and the copies before a gather and after a reduction.
 
 Before a gather, the flat shard buffers are copied to the device (H2D); after a reduction, the flat gradient buffer is
-copied to the host (D2H). No code between the two ends knows of the copies. The copies run on the stream that enqueued
-them, so the CPU may use the host memory only after it has waited for them (I12); the callers do that.
+copied to the host (D2H). No code in between knows about the copies. They run on the stream that enqueued them, so the
+CPU may use the host memory only after it has waited for them (I12), which the callers do.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ HOST = torch.device("cpu")
 
 @dataclass(frozen=True)
 class StagedOffloadPolicy(CPUOffloadPolicy):
-    """Copies on a CPU mesh, too, where shards are on the host already: for tests of the copies without a device."""
+    """Also copies on a CPU mesh, where shards are already on the host, to test the copies without a device."""
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,10 @@ class Home:
     """Where the shards of a group and their gradients live.
 
     Attributes:
-        device: of shards, gradients, and so of optimizer states.
-        is_staged: whether compute needs copies of them: shards are copied to the mesh's device before they travel, and
-            gradients from there when they have been reduced.
-        pin_memory: whether their memory is pinned, so that the CPU goes on while it is copied.
+        device: the device of shards and gradients, and therefore of optimizer states.
+        is_staged: whether compute needs copies of them: shards are copied to the mesh's device before they are
+            gathered, and gradients are copied from there after they have been reduced.
+        pin_memory: whether their memory is pinned, so that the CPU does not block while it is copied.
     """
 
     device: torch.device
@@ -40,7 +40,7 @@ class Home:
 
 
 def home_for(policy: OffloadPolicy, device: torch.device) -> Home:
-    """Where the shards live that compute on ``device`` reads. No other code decides this."""
+    """Where the shards live that are used by compute on ``device``. No other code decides this."""
     if not isinstance(policy, CPUOffloadPolicy):
         return Home(device)
     is_elsewhere = device.type != HOST.type
@@ -49,12 +49,12 @@ def home_for(policy: OffloadPolicy, device: torch.device) -> Home:
 
 
 class FlatStage:
-    """Copies of a group's flat shard buffers on the device that gathers them. Their memory comes at issue and goes on
-    arrival.
+    """Copies of a group's flat shard buffers on the device that gathers them. Their memory is allocated when the gather
+    is issued, and freed when it arrives.
 
     Attributes:
         flats: the copies, by dtype.
-        storages: their storages, empty at first, and the bytes that each needs.
+        storages: the storages of the copies, empty at first, and the number of bytes that each needs.
     """
 
     def __init__(self, host: Mapping[torch.dtype, torch.Tensor], device: torch.device, streams: Streams) -> None:
@@ -66,7 +66,7 @@ class FlatStage:
         self._copied: torch.Event | None = None
 
     def fetch(self) -> None:
-        """Fill ``flats``, which have memory now. One copy per dtype, on the current stream."""
+        """Fill ``flats``, which have memory by now, with one copy per dtype on the current stream."""
         with observed(Activity.COPY_TO_DEVICE):
             for flat, host in zip(self.flats.values(), self._host, strict=True):
                 flat.copy_(host, non_blocking=True)
@@ -82,7 +82,7 @@ class HostCopies:
     """Copies of tensors on their way to the host.
 
     Attributes:
-        tensors: the copies; their values are there after ``wait``.
+        tensors: the copies; their values are valid after ``wait``.
     """
 
     def __init__(self, sources: Sequence[torch.Tensor], home: Home, streams: Streams) -> None:
@@ -92,7 +92,7 @@ class HostCopies:
         self._copied = streams.record()
 
     def wait(self) -> None:
-        """Have the CPU wait for the values."""
+        """Make the CPU wait for the values."""
         self._streams.wait_on_cpu(self._copied)
 
 

@@ -1,10 +1,10 @@
 """One interface for CUDA streams and for the CPU, where collectives run on threads of the process group.
 
-On an accelerator, gathers and reductions are enqueued on streams of their own, and "wait" makes the compute stream
-wait: the CPU never blocks, but for copies from and to the host (I12). On the CPU, a collective returns a ``Work``, and
+On an accelerator, gathers and reductions are enqueued on their own streams, and "wait" makes the compute stream wait:
+the CPU never blocks, except for copies from and to the host (I12). On the CPU, a collective returns a ``Work``, and
 "wait" blocks this thread until it is done; there are no streams, and every event is ``None``.
 
-Each stream wait below states producer, consumer and reason.
+Each stream wait below states its producer, consumer and reason.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 _HERE = nullcontext()
-_MAX_RANKS = 16  # in a message
+_MAX_RANKS = 16  # that a message names
 _NO_CPU_MEMORY = "DefaultCPUAllocator"  # in the text of torch's error
 
 
@@ -35,7 +35,7 @@ class Waitable(Protocol):
 
 
 class Activity(Enum):
-    """What tools that measure can observe here."""
+    """The activities that measuring tools can observe here."""
 
     WAIT = "this thread waits for collectives"
     COPY_TO_DEVICE = "shards are copied from the host"
@@ -46,21 +46,21 @@ OnActivity: TypeAlias = Callable[[Activity, bool], None]
 
 
 class _Process:
-    """Whether this process waits for collectives that it has launched, and who is told of activities."""
+    """Whether this process waits for collectives that it has launched, and the callback for activities."""
 
     is_waiting = False
     on_activity: OnActivity | None = None
 
 
 def observe_activities(on_activity: OnActivity | None) -> None:
-    """Call ``on_activity`` around each activity, with True and then with False; None ends it. On an accelerator, waits
-    and copies are only enqueued, on the current stream."""
+    """Call ``on_activity`` with True before and with False after each activity; None ends this. On an accelerator,
+    waits and copies are only enqueued on the current stream."""
     _Process.on_activity = on_activity
 
 
 @contextmanager
 def observed(activity: Activity) -> Iterator[None]:
-    """The block is ``activity``."""
+    """Report the block as ``activity``."""
     tell = _Process.on_activity
     if tell is not None:
         tell(activity, True)
@@ -71,7 +71,7 @@ def observed(activity: Activity) -> Iterator[None]:
 
 @contextmanager
 def waiting() -> Iterator[None]:
-    """In the block, this thread waits for collectives in another way than by ``wait_for``."""
+    """In the block, this thread waits for collectives by other means than ``wait_for``."""
     _Process.is_waiting = True
     try:
         yield
@@ -83,13 +83,13 @@ def wait_for(works: Sequence[Waitable], on_lost: Callable[[], None] | None = Non
     """Wait for collectives. If one fails, call ``on_lost``: others may still read and write their memory.
 
     Raises:
-        CommunicationError: one failed.
+        CommunicationError: one of them failed.
     """
     if not works:
         return
     tell = _Process.on_activity
     _Process.is_waiting = True
-    try:  # as launched(), without another call
+    try:  # like launched(), but saves a call
         if tell is not None:
             tell(Activity.WAIT, True)
         for work in works:
@@ -107,10 +107,10 @@ def wait_for(works: Sequence[Waitable], on_lost: Callable[[], None] | None = Non
 
 
 def launched(launch: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-    """What ``launch`` returns, which starts collectives, or runs them.
+    """Call ``launch``, which starts collectives or runs them, and return its result.
 
     Raises:
-        CommunicationError: the backend has refused one.
+        CommunicationError: the backend refused or failed one of them.
     """
     try:
         return launch(*args, **kwargs)
@@ -121,15 +121,15 @@ def launched(launch: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _
 
 
 def is_of_backend(error: RuntimeError) -> bool:
-    """Whether the backend has made ``error``, which the call of a collective has raised. gloo has no class of its own.
-    Other subclasses of ``RuntimeError`` say what else has failed, and the CPU's allocator says it in the text only."""
+    """Whether ``error``, which the call of a collective has raised, comes from the backend. gloo has no error class of
+    its own. Other subclasses of ``RuntimeError`` have other causes; the CPU's allocator is known only by its text."""
     is_plain = type(error) is RuntimeError and _NO_CPU_MEMORY not in str(error)
     return is_plain or isinstance(error, dist.DistError)
 
 
 def lost(what: str, error: CommunicationError, story: str, groups: Iterable[dist.ProcessGroup]) -> CommunicationError:
     """``error`` of ``what``, with the recent events of this rank, and the ranks that may be lost: backends name an
-    address at best. ``groups``: those that it communicated over."""
+    address at best. ``groups``: the process groups used for the communication."""
     rank = dist.get_rank()
     others = sorted({other for group in groups for other in dist.get_process_group_ranks(group)} - {rank})
     named = ", ".join(map(str, others[:_MAX_RANKS]))
@@ -145,12 +145,12 @@ def lost(what: str, error: CommunicationError, story: str, groups: Iterable[dist
 
 
 class Streams:
-    """The CPU: no streams. Also the interface that :class:`AcceleratorStreams` fills in.
+    """The implementation for the CPU, without streams. Also the interface that :class:`AcceleratorStreams` implements.
 
     Attributes:
-        runs_ahead: whether this thread goes on before what it has enqueued is done.
-        gathers_are_async: whether the backend is to run all-gathers beside the stream that issues them.
-        on_gather, on_reduce: ``with`` one of these, what follows runs on the stream of all-gathers, or on that of
+        runs_ahead: whether this thread continues before the work that it has enqueued is done.
+        gathers_are_async: whether the backend runs all-gathers concurrently with the stream that issues them.
+        on_gather, on_reduce: context managers; work in their blocks runs on the stream of all-gathers, or on that of
             gradient reductions.
     """
 
@@ -161,15 +161,15 @@ class Streams:
 
     @property
     def gathering_on_compute(self) -> Streams:
-        """Those of groups that gather on the compute stream. The CPU has no streams."""
+        """The streams for groups that gather on the compute stream. The CPU has no streams."""
         return self
 
     def on(self, stream: torch.Stream | None) -> AbstractContextManager[object]:
-        """Run what follows on the user's ``stream``, in order with what is on the current one; None is that one."""
+        """Run the block on the user's ``stream``, in order with the work on the current one; None means the latter."""
         return _HERE
 
     def beside(self, purpose: str) -> AbstractContextManager[object]:
-        """Run what follows on a stream of its own for ``purpose``: tools copy to the host and back so."""
+        """Run the block on a separate stream for ``purpose``. Tools use this to copy to the host and back."""
         return _HERE
 
     def record(self) -> torch.Event | None:
@@ -180,30 +180,30 @@ class Streams:
         """The current stream waits for ``event``."""
 
     def wait_on_cpu(self, event: torch.Event | None) -> None:
-        """The CPU waits for ``event``: it is to read what was copied to the host, or write what was copied from it."""
+        """The CPU waits for ``event``: it will read what was copied to the host, or write what was copied from it."""
 
     def is_idle(self) -> bool:
-        """Whether nobody waits for collectives: all that were enqueued are done, or, on the CPU, nobody has come to
-        wait for them. Other threads may ask."""
+        """Whether nothing waits for collectives: all that were enqueued are done, or, on the CPU, this process is not
+        waiting for any. Other threads may call this."""
         return not _Process.is_waiting
 
     def gather_after_compute(self) -> None:
-        """Gather stream waits for compute: compute has written the shards, or other data that hooks read, or has read
-        the memory that is released."""
+        """Gather stream waits for compute, which has written the shards, or other data that hooks read, or has read the
+        memory that is released."""
 
     def gather_after(self, event: torch.Event) -> None:
-        """Gather stream waits for ``event``: it marks when the shards were written."""
+        """Gather stream waits for ``event``, which marks when the shards were written."""
 
     def reduce_after_compute(self) -> None:
-        """Reduce stream waits for compute: compute has written gradients, and read memory of gradients freed since."""
+        """Reduce stream waits for compute, which has written gradients and read the memory of gradients freed since."""
 
     def compute_after_reduce(self) -> None:
-        """Compute waits for all that is on the reduce stream: the optimizer reads the gradients."""
+        """Compute waits for all work on the reduce stream, since the optimizer reads the gradients."""
 
 
 class AcceleratorStreams(Streams):
-    """CUDA and devices like it. One gather stream and one reduce stream for the whole model, both of high priority, so
-    that the small copies around a collective are not queued behind large compute kernels."""
+    """CUDA and similar devices. There is one gather stream and one reduce stream for the whole model, both of high
+    priority, so that the small copies around a collective do not queue behind large compute kernels."""
 
     runs_ahead = True
     gathers_are_async = False
@@ -237,12 +237,12 @@ class AcceleratorStreams(Streams):
             yield
             return
         current = self._module.current_stream()
-        stream.wait_stream(current)  # user's stream waits for the current one: it reads what that has made
+        stream.wait_stream(current)  # user's stream waits for the current one: it reads data written there
         try:
             with self._module.stream(stream):
                 yield
         finally:
-            current.wait_stream(stream)  # the current stream waits for the user's: it goes on with the result
+            current.wait_stream(stream)  # the current stream waits for the user's: it uses the result
 
     def record(self) -> torch.Event | None:
         return self._module.current_stream().record_event()
@@ -275,8 +275,8 @@ class AcceleratorStreams(Streams):
 
 
 class ComputeStreamGathers(AcceleratorStreams):
-    """Gathers without a stream of their own: memory is allocated and filled on the stream that computes, the backend
-    runs the collective beside it, and the compute stream waits for that where the data is needed."""
+    """Gathers without their own stream: memory is allocated and filled on the compute stream, the backend runs the
+    collective concurrently, and the compute stream waits for that where the data is needed."""
 
     gathers_are_async = True
 
@@ -287,7 +287,7 @@ class ComputeStreamGathers(AcceleratorStreams):
     on_gather = _HERE
 
     def gather_after_compute(self) -> None:
-        """Nothing to wait for: it is the compute stream that gathers."""
+        """Nothing to wait for, since gathers run on the compute stream."""
 
 
 _streams: dict[torch.device, Streams] = {}
@@ -295,7 +295,7 @@ _streams: dict[torch.device, Streams] = {}
 
 def streams_for(device: torch.device) -> Streams:
     """The streams of ``device``; the same for all models of the process, so that their gathers queue behind each other
-    and freed memory serves any of them."""
+    and any of them can reuse freed memory."""
     if device not in _streams:
         _streams[device] = Streams() if device.type == "cpu" else AcceleratorStreams(device)
     return _streams[device]

@@ -1,12 +1,12 @@
-"""Makes sure that all ranks do alike, as torch expects: the same model, flags, units and gradients.
+"""Checks that all ranks do the same, as torch expects: the same model, flags, units and gradients.
 
-Models are compared once, by small all-reduces on each mesh (``rank_checks``). Later a rank compares what it does with
-its own last pass. Where that has changed, it *claims* what it does, and waits in the store until all ranks that
-communicate with it have claimed the same (``claims``, ``meetings``). So a step that is like the last one sends nothing,
-and reads nothing from the device.
+Models are compared once, by small all-reduces on each mesh (``rank_checks``). After that, a rank compares each pass
+with its own previous one. If something has changed, the rank *claims* what it does, and waits in the store until all
+ranks that communicate with it have claimed the same (``claims``, ``meetings``). So a step that repeats the previous one
+sends nothing, and reads nothing from the device.
 
-Claims are about the groups of one mesh, and go to its ranks: what other ranks do on other meshes is their own affair.
-What a forward uses goes to the ranks that gather together; replicas run their own forwards until a backward begins.
+A claim concerns the groups of one mesh and is compared on the ranks of that mesh only. The units that a forward uses
+are claimed among the ranks that gather together; replicas run their forwards independently until a backward begins.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _next_number: defaultdict[int, int] = defaultdict(int)  # of a scope, by its ran
 
 
 class _Scope:
-    """The groups of a root on one mesh, and the ranks that must do alike with them.
+    """The groups of a root on one mesh, and the ranks that must treat them in the same way.
 
     Attributes:
-        everyone: where all ranks of the mesh meet; they reduce together.
-        gathering: where the ranks of this shard axis meet; they gather together.
-        used: of each group, which parameters had gradients in the last step.
+        everyone: the meeting of all ranks of the mesh, which reduce together.
+        gathering: the meeting of the ranks on this shard axis, which gather together.
+        used: for each group, which parameters had gradients in the last step.
     """
 
     def __init__(self, mesh: ParallelMesh, groups: Sequence[ParamGroup], units: Sequence[Unit], identity: str) -> None:
@@ -57,7 +57,7 @@ class _Scope:
         return [self._names[index] for index in units if index in self._names]
 
     def trainable(self) -> dict[str, bool]:
-        """Of each parameter that was used, whether it required a gradient then. Other threads may ask."""
+        """Whether each parameter that was used required a gradient at that time. Other threads may call this."""
         flags = [(group.params, group.unsharded.requires_grad) for group in self.groups]
         return {param.full_name: flag for params, its in flags for param, flag in zip(params, its, strict=False)}
 
@@ -66,10 +66,10 @@ class Alike(TreeChecks):
     """The checks of one root.
 
     Attributes:
-        identity: tells roots apart. The same on all ranks, once these have compared their models.
-        num_backwards: how many have begun.
-        timeout_s: after how many seconds its collectives fail.
-        board: where its ranks show where they stand.
+        identity: tells roots apart. It is the same on all ranks once they have compared their models.
+        num_backwards: how many backwards have begun.
+        timeout_s: after how many seconds the collectives of this root fail.
+        board: where the ranks of this root report their standing.
     """
 
     board: Board
@@ -80,8 +80,8 @@ class Alike(TreeChecks):
         self._agreed: Sequence[tuple[Unit, Sequence[ParamGroup]]] = ()  # the units that the ranks have compared
         self._scopes: Sequence[_Scope] = ()
         self._has_new_flags = False
-        self._claims: dict[str, Claim] = {}  # what this rank did last, of what ranks must do alike
-        self._orders: dict[int, Sequence[int]] = {}  # by the outermost unit, the units of its last forward
+        self._claims: dict[str, Claim] = {}  # the last claims of this rank, by name
+        self._orders: dict[int, Sequence[int]] = {}  # maps an outermost unit to the units of its last forward
         self._expected: Sequence[int] = ()  # the units that the last backward was to reach
         self._is_comparing = self._is_claiming = False
         self._num_forwards = self.num_backwards = 0
@@ -98,7 +98,7 @@ class Alike(TreeChecks):
         """If the units are new, compare them before ranks wait for each other.
 
         Raises:
-            ScheduleError: they differ.
+            ScheduleError: the units differ between ranks.
         """
         self._num_forwards += 1
         tree = self._tree
@@ -119,23 +119,23 @@ class Alike(TreeChecks):
         self._claims = {_named(FLAGS, scope.everyone): scope.trainable() for scope in self._scopes}
 
     def _scope(self, mesh: ParallelMesh, groups: Sequence[ParamGroup]) -> _Scope:
-        """Its name is agreed on: some ranks may have had more roots before than others, in worlds that are gone."""
+        """The ranks agree on the scope's number, since some may have had more roots than others in earlier worlds."""
         ranks = zlib.crc32(repr(mesh.ranks).encode())
         found = agree(self._tree, "the comparison of the models", partial(compare_on, mesh, _next_number[ranks]))
         number = max(found)
         _next_number[ranks] = number + 1
-        self.identity = f"{ranks:x}/{number}"  # in the end, that of the largest mesh
+        self.identity = f"{ranks:x}/{number}"  # the largest mesh comes last, and its identity stays
         return _Scope(mesh, groups, self._tree.units, self.identity)
 
     def note_flags(self) -> None:
         self._has_new_flags = True
 
     def agree_on_flags(self) -> None:
-        """If the flags are not those that the ranks have agreed on, wait until all ranks have set them alike. A forward
-        without gradients between two changes needs no agreement.
+        """If the flags are not those that the ranks have agreed on, wait until all ranks have set the same flags. A
+        forward without gradients between two changes needs no agreement.
 
         Raises:
-            ScheduleError: another rank has not.
+            ScheduleError: another rank has set other flags.
         """
         if self._has_new_flags:
             for scope in self._scopes:
@@ -143,7 +143,7 @@ class Alike(TreeChecks):
             self._has_new_flags = False
 
     def end_forward(self, unit: Unit) -> None:
-        """Others of its kind have used the same units, or all ranks say that they have used these."""
+        """If this root's forward used different units than last time, agree on them with the other ranks."""
         schedule = self._tree.schedule
         units = schedule.tape.expected
         if schedule.tape.records:  # else no backward follows, which would depend on flags
@@ -154,7 +154,7 @@ class Alike(TreeChecks):
             self._orders[unit.index] = units
 
     def begin_backward(self) -> None:
-        """Replicas have used the same units in the forwards that it may reach, or say that they have used these."""
+        """If the backward may reach other units than the last one, agree on these units with the replicas."""
         self.num_backwards += 1
         units = list(dict.fromkeys(self._tree.schedule.tape.ended))
         if units != self._expected:
@@ -164,7 +164,7 @@ class Alike(TreeChecks):
             self._expected = units
 
     def end_step(self) -> None:
-        """The parameters that have gradients had some in the last step, too; or all ranks say that these have."""
+        """If other parameters have gradients than in the last step, agree on them with the other ranks."""
         used = dict.fromkeys(chain.from_iterable([scope.groups for scope in self._scopes]), b"")  # some may have left
         used |= {group: group.gradients.take_used() for unit in self._tree.units for group in unit.groups}
         for scope in self._scopes:
@@ -177,7 +177,7 @@ class Alike(TreeChecks):
                 scope.used = its
 
     def _claim(self, meeting: Meeting, what: str, claim: Claim) -> None:
-        """If this rank has changed what it does, wait until all ranks of ``meeting`` have done the same."""
+        """If the claim differs from this rank's last one, wait until all ranks of ``meeting`` have claimed the same."""
         name, before = _named(what, meeting), self._claims
         if claim != before.get(name):
             self._claims = {**before, name: claim}  # other threads may read the old ones
@@ -194,7 +194,7 @@ class Alike(TreeChecks):
 
     @property
     def last_event(self) -> object:
-        """As of the root."""
+        """The last event of the root."""
         return self._tree.executor.last_event
 
     @property
@@ -205,11 +205,11 @@ class Alike(TreeChecks):
 
     @property
     def runs_ahead(self) -> bool:
-        """As of the device."""
+        """Whether the CPU runs ahead of the device."""
         return self._tree.executor.streams.runs_ahead
 
     def is_idle(self) -> bool:
-        """As of the device."""
+        """Whether the device is idle."""
         return self._tree.executor.streams.is_idle()
 
     def passes(self) -> RunCounts:
@@ -219,7 +219,7 @@ class Alike(TreeChecks):
         return RunCounts(self._tree.class_name, self._num_forwards, self.num_backwards, running, row)
 
     def story(self) -> str:
-        """As of the root."""
+        """The last events of the root."""
         return self._tree.executor.story()
 
     def ranks(self) -> list[int]:
@@ -228,7 +228,7 @@ class Alike(TreeChecks):
         return sorted({rank for group in groups for row in group.mesh.ranks for rank in row})
 
     def claims(self) -> dict[str, Claim]:
-        """What this rank does, of what ranks must do alike."""
+        """What this rank does now, for comparison with the other ranks."""
         schedule, claims = self._tree.schedule, dict(self._claims)
         for scope in self._scopes:
             claims[_named(FLAGS, scope.everyone)] = scope.trainable()
@@ -243,7 +243,7 @@ def _named(what: str, meeting: Meeting) -> str:
 
 
 def _described(group: ParamGroup, used: bytes) -> dict[str, bool]:
-    """By name, which trainable parameters had a gradient. ``used``: what ``take_used`` has returned."""
+    """Maps names of trainable parameters to whether each had a gradient. ``used`` is the result of ``take_used``."""
     found, trainable = {}, group.gradients.trainable
     for position, has_gradient in enumerate(used or bytes(len(group.params))):
         number, index = divmod(position, len(group.params))
@@ -254,5 +254,5 @@ def _described(group: ParamGroup, used: bytes) -> dict[str, bool]:
 
 
 def register() -> None:
-    """Let every root check that ranks do alike."""
+    """Let every root check that all ranks do the same."""
     PlugIns.checks.append(Alike)

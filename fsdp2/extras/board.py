@@ -1,7 +1,7 @@
-"""Where ranks show each other where they stand: in the store of the process group.
+"""The board on which ranks report their standing to each other. It lives in the store of the process group.
 
-The store ends with the process that hosts it: rank 0, if ranks were started without torchrun. Rule: a diagnosis fails
-no step, and holds none up. So only the thread of ``stalls`` comes here, and a board whose store is gone shows nothing.
+The store ends with the process that hosts it: rank 0, if ranks were started without torchrun. Rule: a diagnosis must
+not fail or delay a step. So only the thread of ``stalls`` uses the board, and a board without its store shows nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Board:
 
     Attributes:
         rank: this process.
-        is_gone: the store is.
+        is_gone: whether the store is gone.
     """
 
     def __init__(self, store: dist.Store, rank: int) -> None:
@@ -31,21 +31,21 @@ class Board:
         self.is_gone = False
 
     def show(self, standing: Standing | None) -> None:
-        """Other ranks see ``standing`` from now on; None: this rank goes on."""
+        """Let other ranks see ``standing`` from now on. None means that this rank makes progress again."""
         self._do(self._store.set, str(self.rank), "" if standing is None else standing.to_text())
 
     def of(self, rank: int) -> Standing | None:
-        """Where ``rank`` stands, if it has shown that."""
+        """The standing of ``rank``, if that rank has shown one."""
         key = str(rank)
         text = self._do(self._store.get, key) if self._do(self._store.check, [key]) else None
         return standing_from(text) if text else None
 
     def ask(self) -> None:
-        """Let ranks without events that wait for nobody show where they stand, too."""
+        """Ask ranks that have no events, but do not wait for other ranks either, to show their standing, too."""
         self._do(self._store.set, _ASKED, "")
 
     def stop_asking(self) -> None:
-        """This rank goes on. Others that wait ask again and again."""
+        """This rank makes progress again. Other ranks that still wait repeat their request."""
         self._do(self._store.delete_key, _ASKED)
 
     def is_asked(self) -> bool:
@@ -53,12 +53,12 @@ class Board:
         return bool(self._do(self._store.check, [_ASKED]))
 
     def leave(self, standing: Standing) -> None:
-        """This process ends: ``standing`` is the last one."""
+        """Show ``standing`` as the last one before this process ends."""
         self.show(standing)
         self._do(self._store.set, _left(self.rank), "")
 
     def have_left(self, ranks: Sequence[int]) -> bool:
-        """Whether all ``ranks`` have, or nobody knows."""
+        """Whether all ``ranks`` have left. True also if the store is gone, so that this is not known."""
         return self._do(self._store.check, [_left(rank) for rank in ranks]) is not False
 
     def _do(self, call: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T | None:

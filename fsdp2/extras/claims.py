@@ -1,7 +1,7 @@
-"""What all ranks must do alike: which parameters they train, which units they use, which parameters get gradients.
+"""What must be the same on all ranks: which parameters are trained, which units are used, which gradients exist.
 
 A rank *claims* what it does when that has changed. ``meetings`` waits until all ranks have claimed the same. So a step
-that is like the last one pays nothing, and a rank that parts from the others is found out.
+that repeats the previous one costs nothing, and a rank that diverges is detected.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
-# By name, whether it is so; or names in the order in which something happened to them.
+# Either a flag for each name, or names in the order in which something happened to them.
 Claim = Mapping[str, bool] | Sequence[str]
 
-FLAGS, GRADIENTS, UNITS = "requires_grad", "gradients", "units"  # a claim about units goes on with the forward's name
-UNFINISHED = "..."  # behind the names, if more may follow
+FLAGS, GRADIENTS, UNITS = "requires_grad", "gradients", "units"  # in a claim about units, the forward's name follows
+UNFINISHED = "..."  # comes after the names if more may follow
 
 _MAX_LINES = 4
 _ALIKE = (
@@ -25,7 +25,7 @@ _ALIKE = (
 
 @dataclass(frozen=True)
 class _Kind:
-    """How to speak of a claim. ``why``: behind "because"; ``differs``: of one name, between two lists of ranks."""
+    """The wording for a kind of claim. ``why`` follows "because"; ``differs`` takes a name and two lists of ranks."""
 
     why: str
     head: str
@@ -57,14 +57,14 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Difference:
-    """In what the claims of ranks differ. ``why``: in a few words. ``lines``: an error that says it."""
+    """How the claims of ranks differ. ``why`` is a short reason, and ``lines`` is the text of an error."""
 
     why: str
     lines: Sequence[str]
 
 
 def difference(claims: Mapping[int, Mapping[str, Claim]]) -> Difference | None:
-    """The first difference between the claims of ranks; None if there is none. A rank need not have claimed all."""
+    """The first difference between the claims of ranks; None if there is none. Some claims of a rank may be missing."""
     names = dict.fromkeys(name for claim in claims.values() for name in claim)
     for name in sorted(names, key=lambda name: list(_KINDS).index(name.partition(" ")[0])):
         kind = _KINDS[name.partition(" ")[0]]

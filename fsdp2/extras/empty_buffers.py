@@ -1,7 +1,7 @@
 """Remembers the non-persistent buffers to which ``to_empty`` gave memory without values.
 
-No checkpoint has them, so loading weights leaves them as they are. Rule: a buffer counts as filled once somebody has
-written it or put another tensor in its place.
+No checkpoint contains them, so loading weights leaves them as they are. Rule: a buffer counts as filled once it has
+been written or replaced by another tensor.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _EMPTY = "_fsdp2_empty_at"  # attribute of a buffer: its version when it got its
 
 
 class EmptyBuffer(NamedTuple):
-    """A buffer without values, by its module and its name there. ``full_name``: from the module that was asked, without
-    wrappers. ``path``: of ``owner``, as ``get_submodule`` takes it."""
+    """A buffer without values, given by its module and its name there. ``full_name`` starts at the module that was
+    asked, and leaves out wrappers. ``path`` is the path of ``owner`` that ``get_submodule`` takes."""
 
     owner: nn.Module
     name: str
@@ -32,7 +32,7 @@ class EmptyBuffer(NamedTuple):
 
 
 def empty_buffers(module: nn.Module) -> list[EmptyBuffer]:
-    """The non-persistent buffers under ``module`` that nobody has filled, on the meta device or not."""
+    """The non-persistent buffers under ``module`` that have not been filled, whether on the meta device or not."""
     return [
         EmptyBuffer(owner, name, plain_name(module, f"{prefix}.{name}" if prefix else name), prefix)
         for prefix, owner in module.named_modules()
@@ -43,8 +43,8 @@ def empty_buffers(module: nn.Module) -> list[EmptyBuffer]:
 
 @contextmanager
 def _noting_replaced(module: nn.Module) -> Iterator[None]:
-    """In the block, ``Module._apply`` puts other tensors in the place of empty buffers: ``to_empty`` gives them memory,
-    or ``to`` casts what the memory holds. They have no values either."""
+    """In the block, ``Module._apply`` replaces empty buffers: ``to_empty`` gives them memory, or ``to`` casts what that
+    memory holds. The new tensors have no values either, and are marked as empty."""
     before = empty_buffers(module)
     yield
     for owner, name, *_ in before:
@@ -54,5 +54,5 @@ def _noting_replaced(module: nn.Module) -> Iterator[None]:
 
 
 def register() -> None:
-    """Let ``to_empty`` and similar methods of sharded modules note it."""
+    """Let ``to_empty`` and similar methods of sharded modules mark the buffers that they leave empty."""
     PlugIns.around_apply = _noting_replaced

@@ -1,4 +1,4 @@
-"""What ranks tell each other once: slow, and the CPU waits. A step without agreements runs none of this."""
+"""One-time exchanges between ranks. They are slow, and the CPU waits; a step without agreements never runs them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def exchange(axis: Axis, value: object) -> list[Any]:
 
 
 def _exchange_by_sums(axis: Axis, value: object) -> list[Any]:
-    """As ``dist.all_gather_object``, with tensors that ``comm.backends`` knows: see ``_lent`` there."""
+    """Like ``dist.all_gather_object``, but with tensors that ``comm.backends`` knows: see ``_lent`` there."""
     assert axis.group is not None
     mine, rank = pickle.dumps(value), axis.group.rank()
     sizes = torch.zeros(axis.size, dtype=torch.int64, device="cpu")  # whatever the user's default device is

@@ -1,5 +1,5 @@
-"""Refuses a unit whose forward returns one of its parameters, if that is freed then. Whoever reads it would read
-address 0 on the CPU: torch's ``fully_shard`` ends with a segmentation fault."""
+"""Refuses a unit whose forward returns one of the unit's parameters, if resharding then frees that parameter. Reading
+it would read address 0 on the CPU: torch's ``fully_shard`` ends with a segmentation fault."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from fsdp2.types import ScheduleError
 
 
 def check_handed_out(unit: Unit, memory: torch.Tensor) -> None:
-    """The forward of ``unit`` returns ``memory``, or a view of it, and is resharded after it.
+    """Check ``memory``, which the forward of ``unit`` returns, itself or as a view, before the unit is resharded.
 
     Raises:
-        ScheduleError: it is an unsharded parameter of the unit.
+        ScheduleError: ``memory`` is an unsharded parameter of the unit.
     """
     groups = [group for group in unit.groups if group.unsharded.versioned and not group.keeps_storage]
     if any(memory is each for group in groups for each in group.unsharded.parameters):
@@ -30,5 +30,5 @@ def check_handed_out(unit: Unit, memory: torch.Tensor) -> None:
 
 
 def register() -> None:
-    """Let every unit check what it hands out."""
+    """Let every unit check what its forward returns."""
     PlugIns.check_handed_out = check_handed_out

@@ -1,11 +1,11 @@
-"""Losses on what a unit computes inside, not on what it returns: for example, on an activation that the user kept.
+"""Losses on values inside a unit rather than on its output: for example, on an activation that the user kept.
 
-A unit's backward begins at the gradient of its output. A loss that reaches something inside the unit first, or only
-that, would find freed parameters. The first node that has saved a parameter belongs to the forward of a submodule with
-parameters. So gradients of the outputs of these submodules start the unit's backward, too.
+A unit's backward begins at the gradient of the unit's output. If a loss reached a value inside the unit first, or
+reached nothing else, backward would find freed parameters. The first node that saved a parameter belongs to the forward
+of a submodule with parameters. So gradients of the outputs of these submodules start the unit's backward, too.
 
 Operations on a parameter outside such a submodule call are not seen: ``self.scale * x`` in the unit's own forward, or
-``F.linear(x, self.proj.weight)``. A loss only on their results raises if the unit is resharded (I16). If the unit is
+``F.linear(x, self.proj.weight)``. A loss on only their results raises if the unit is resharded (I16). If the unit is
 not resharded, the gradients that arrive start the unit's reduction.
 
 Compiled graphs are left alone: each graph is one node, and the unit's output is among its results.
@@ -36,11 +36,11 @@ def allow_inner_losses(module: nn.Module) -> None:
     """Let losses begin inside the units of ``module``, too: on an activation that the user has kept, without the unit's
     output, or in a backward that reaches the activation first. Call it once, after all calls of ``fully_shard``.
 
-    From then on, each call of a submodule with parameters costs some microseconds. Losses that also depend on the
-    unit's output do not need it if that was computed last: autograd comes to it first. All ranks must use the same
-    losses.
+    From then on, each call of a submodule with parameters costs a few microseconds. Losses that also depend on the
+    unit's output do not need this if the output was computed last, since autograd reaches it first. All ranks must use
+    the same losses.
 
-    Call it again for a copy of the module, and if you have tied sharded parameters since: these move in the next
+    Call it again for a copy of the module, and after tying sharded parameters, since these move in the next
     forward.
     """
     for _, unit in units_under(module):
@@ -50,7 +50,7 @@ def allow_inner_losses(module: nn.Module) -> None:
 def _watch(unit: Unit) -> None:
     @_torch.runs_between_graphs
     def on_gradient(_: torch.Tensor) -> None:
-        """Usually, backward began at the unit's output. In the unit's forward, the user computes gradients."""
+        """Begin the unit's backward, unless it has begun at the unit's output, or the gradient arises in forward."""
         tree = unit.tree
         phase = Phase.IDLE if tree is None else tree.passes.phases[unit.index]
         if phase is not Phase.BACKWARD and phase is not Phase.FORWARD:

@@ -1,8 +1,8 @@
-"""Lets an optimizer go on with the shards, if it has parameters in whose place shards are.
+"""Lets an optimizer continue with the shards if it holds parameters that shards have replaced.
 
-That is one that was built before ``fully_shard``, or while parameters were unsharded. Rule: a parameter is replaced
-only where it is certain which shard it stands for. An original that has a gradient, or that a module still has, is
-trained by somebody else.
+Such an optimizer was built before ``fully_shard``, or while parameters were unsharded. Rule: a parameter is replaced
+only if it is certain which shard it stands for. An original that has a gradient, or that a module still holds, is
+trained elsewhere.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _LEFT_ALONE = "_fsdp2_not_taken_over"  # attribute of originals
 
 
 def take_over(*optimizers: Optimizer) -> None:
-    """Put shards into the place of parameters that stand for them, with the optimizers' states. The order of parameters
-    stays, so does what is in the groups beside parameters.
+    """Replace parameters that stand for shards by these shards, and move the optimizers' states. The order of the
+    parameters and the other entries of the parameter groups do not change.
 
-    A state that has the shape of the whole parameter is cut as the parameter is. Originals that no unit knows, or that
-    a module still has, are left alone from then on.
+    A state that has the shape of the whole parameter is cut like the parameter. Originals that no unit knows, or that
+    a module still holds, are left alone from then on.
     """
     shards: dict[int, Any] = {}
     originals: dict[int, torch.Tensor] = {}
@@ -49,7 +49,7 @@ def take_over(*optimizers: Optimizer) -> None:
 
 
 def take_over_all(params: Collection[torch.Tensor]) -> None:
-    """The optimizers of this process that have one of ``params``, originals of shards, go on with the shards."""
+    """Let all optimizers of this process that hold one of ``params``, originals of shards, continue with the shards."""
     wanted = set(map(id, params))
     found = [each for each in gc.get_objects() if issubclass(type(each), Optimizer) and "param_groups" in vars(each)]
     take_over(*(each for each in found if not wanted.isdisjoint(map(id, params_of(each)))))
@@ -66,8 +66,8 @@ def _is_original(param: torch.Tensor) -> bool:
 
 
 def _shards_of(originals: Collection[int]) -> dict[int, nn.Parameter]:
-    """By the identity of an original, its shard. Units keep a reference to the original of each parameter."""
-    found = (each for each in gc.get_objects() if issubclass(type(each), nn.Module))  # no object of users is asked
+    """Maps the identity of an original to its shard. Units keep a reference to the original of each parameter."""
+    found = (each for each in gc.get_objects() if issubclass(type(each), nn.Module))  # calls no code of users' objects
     modules = [each for each in found if "_parameters" in vars(each)]
     units = {unit for module in modules if (unit := unit_of(module)) is not None}
     params = (param for unit in units for group in unit.groups for param in group.params)

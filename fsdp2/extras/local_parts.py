@@ -1,10 +1,10 @@
 """Plain local tensors that say which part of a global tensor they are: torch's ``CheckpointableTensor``.
 
-A library of tensor parallelism may give each rank plain tensors, with the four attributes of that protocol. A shard of
-such a parameter is a DTensor of this rank's part only, which checkpoints would take for the whole. So the spec keeps
-the geometry, and ``tools.checkpointable`` makes of it what checkpoints read.
+A tensor-parallel library may give each rank plain tensors with the four attributes of that protocol. A shard of such a
+parameter is a DTensor of this rank's part only, which checkpoints would mistake for the whole parameter. So the spec
+keeps the geometry, and ``tools.checkpointable`` turns it into what checkpoints read.
 
-Rule: a shard is an interval along one dim. So of a box of the geometry, a shard has a box or nothing.
+Rule: a shard is an interval along one dim, so its intersection with a box of the geometry is a box or empty.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _FIELDS = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 
 
 class Box(NamedTuple):
-    """Entries that lie together, in the global tensor and in the local one."""
+    """A box of entries that is contiguous both in the global tensor and in the local one."""
 
     global_offset: tuple[int, ...]
     local_offset: tuple[int, ...]
     size: tuple[int, ...]
 
     def between(self, dim: int, start: int, stop: int) -> Box | None:
-        """What lies in the interval of ``dim`` of the local tensor, counted from ``start``; None if nothing does."""
+        """The part of the box in an interval of the local tensor's ``dim``, counted from ``start``; None if empty."""
         first, end = self.local_offset[dim], self.local_offset[dim] + self.size[dim]
         low, high = max(first, start), min(end, stop)
         if low >= high:
@@ -50,13 +50,13 @@ def _with(entries: tuple[int, ...], dim: int, entry: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Geometry:
-    """Where a local tensor lies in a global one of ``shape``. What no box has is padding."""
+    """Where a local tensor lies in a global tensor of ``shape``. Entries outside all boxes are padding."""
 
     shape: tuple[int, ...]
     boxes: tuple[Box, ...]
 
     def between(self, dim: int, start: int, stop: int) -> Geometry:
-        """That of the interval from ``start`` to ``stop`` along ``dim`` of the local tensor."""
+        """The geometry of the interval from ``start`` to ``stop`` along ``dim`` of the local tensor."""
         return Geometry(self.shape, tuple(cut for box in self.boxes if (cut := box.between(dim, start, stop))))
 
     def put_on(self, tensor: torch.Tensor) -> None:
@@ -67,10 +67,10 @@ class Geometry:
 
 
 def geometry_of(name: str, tensor: torch.Tensor) -> Geometry | None:
-    """What is written on ``tensor``; None if one of the four attributes is missing, as torch has it.
+    """The geometry in the attributes of ``tensor``; None if one of the four is missing, which is torch's rule, too.
 
     Raises:
-        ValueError: the attributes do not fit each other, or the tensor.
+        ValueError: the attributes do not match each other or the tensor.
     """
     written = tuple(getattr(tensor, each, None) for each in _FIELDS)
     if any(each is None for each in written):
@@ -103,7 +103,7 @@ def _is_inside(offset: tuple[int, ...], size: tuple[int, ...], shape: tuple[int,
 
 @dataclass(frozen=True)
 class LocalPartSpec(ParamSpec):
-    """A plain parameter that is this rank's part of a global one. ``geometry``: of the unsharded parameter."""
+    """A plain parameter that is this rank's part of a global one. ``geometry`` is that of the unsharded parameter."""
 
     geometry: Geometry = field(kw_only=True)
 
@@ -114,8 +114,8 @@ class LocalPartSpec(ParamSpec):
 
 
 def _written(name: str, param: torch.Tensor, dim: int, parallel: ParallelMesh) -> ParamSpec | None:
-    """Reads the geometry of parameters. Types of spmd_types come first: with these, shards are DTensors that know their
-    place."""
+    """Read the geometry of a parameter. Types of spmd_types take precedence: with them, shards are DTensors that know
+    where they lie."""
     if isinstance(param, DTensor) or (geometry := geometry_of(name, param)) is None:
         return None
     if not is_plain(param):

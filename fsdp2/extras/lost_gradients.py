@@ -1,13 +1,13 @@
-"""Notices gradients that a step loses.
+"""Detects gradients that a step loses.
 
-Late ones: an optimizer steps without gradients that a backward has computed, and they would be part of the next step.
-torch's ``fully_shard`` says nothing. They are in flight, if no backward has waited for them. Or they lie on unsharded
-parameters, if a backward has reached the parameters of a unit, but no output of it. Rule: what all ranks do alike
-decides, never the state of one message.
+Late gradients: an optimizer steps without gradients that a backward has computed, and they would be part of the next
+step. torch's ``fully_shard`` says nothing. They are in flight if no backward has waited for them, or they lie on
+unsharded parameters if a backward reached the parameters of a unit, but no output of the unit. Rule: these checks
+depend only on what all ranks do in the same way, never on the state of one message.
 
 Backwards in two halves: zero-bubble pipeline schedules compute gradients of inputs first, and those of parameters
-later. Both halves ask the module for its parameters. From a module that is resharded by then, they get shards, which
-are in no graph. The gradients of its parameters are left out, without an error.
+later. Both halves ask the module for its parameters. If the module has been resharded by then, they get shards, which
+are in no graph. The gradients of its parameters are then left out without an error.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class LateGradients(TreeChecks):
 
     def __init__(self, tree: UnitTree) -> None:
         self._tree = tree
-        self._num_steps: list[tuple[Unit, ParamGroup, int]] = []  # of what the last backward has left in flight
+        self._num_steps: list[tuple[Unit, ParamGroup, int]] = []  # for gradients that the last backward left in flight
 
     def begin_pass(self) -> None:
         if self._tree.is_reducing:
@@ -52,10 +52,10 @@ class LateGradients(TreeChecks):
         self._num_steps = [(unit, group, group.shards.num_steps) for unit, group in self._tree.executor.in_flight]
 
     def _check_landed(self) -> None:
-        """Check that optimizers that have stepped since the last backward had what it has left in flight.
+        """Check that no optimizer has stepped without the gradients that the last backward left in flight.
 
         Raises:
-            ScheduleError: the gradients of a unit are still in flight.
+            ScheduleError: one has stepped, and the gradients of a unit are still in flight.
         """
         in_flight = [group for _, group in self._tree.executor.in_flight]
         for unit, group, num_steps in self._num_steps if in_flight else ():
@@ -70,10 +70,10 @@ class LateGradients(TreeChecks):
 
 
 def _check_reduced(unit: Unit, group: ParamGroup) -> None:
-    """An optimizer has stepped: check that it had all gradients of ``group``.
+    """After a step of an optimizer, check that all gradients of ``group`` had been reduced.
 
     Raises:
-        ScheduleError: an optimizer has stepped without.
+        ScheduleError: the optimizer stepped without one of them.
     """
     for param in group.params:
         if param.unsharded_grad is not None:
@@ -86,17 +86,17 @@ def _check_reduced(unit: Unit, group: ParamGroup) -> None:
 
 
 class SplitBackwards(TreeChecks):
-    """Watches the backwards of a step of one root, if there are several."""
+    """Watches the backwards of one root in steps that have several."""
 
     def __init__(self, tree: UnitTree) -> None:
         self._tree = tree
-        self._params: Sequence[ShardedParam] = ()  # of the running backward, those whose gradients it keeps
+        self._params: Sequence[ShardedParam] = ()  # those whose gradients the running backward keeps
         self._before: list[tuple[int, int]] = []
         self._unit = ""  # in the running backward: a unit that is resharded between the two halves
-        self._losers: list[str] = []  # such a unit, for each backward that computed no gradient of a parameter
+        self._losers: list[str] = []  # a value of ``_unit`` for each backward that computed no gradient of a parameter
 
     def begin_backward(self) -> None:
-        """Gradients that are reduced at once are not lost."""
+        """Note the gradients that exist, unless this backward ends the step: gradients reduced at once are not lost."""
         if self._ends_step:
             return
         rules = zip(self._tree.units, self._tree.schedule.rules, strict=True)
@@ -120,8 +120,8 @@ class SplitBackwards(TreeChecks):
         self._params = ()
 
     def finalize_backward(self) -> None:
-        """The step is about to be reduced. Where the user ends it, one backward without gradients of parameters may be
-        the one by which a pipeline finds out shapes.
+        """Check the step before its reduction. If the user ends the step, one backward without gradients of parameters
+        is allowed: a pipeline may run it to infer shapes.
 
         Raises:
             ScheduleError: gradients are lost.
@@ -144,7 +144,7 @@ class SplitBackwards(TreeChecks):
         return self._tree.schedule.is_last_backward and not self._tree.schedule.finalizes_by_hand
 
     def _gradients(self) -> list[tuple[int, int]]:
-        """Differs once autograd has computed a gradient of a parameter."""
+        """A value that changes once autograd has computed a gradient of a parameter."""
         both = [grad for param in self._params for grad in (param.unsharded_grad, param.accumulated)]
         found = [grad for grad in both if grad is not None]
         return list(zip(map(id, found), _torch.versions_of(found), strict=True))

@@ -1,4 +1,4 @@
-"""Warns of hooks for gradients that are never called, or are lost when a shard takes the place of a parameter.
+"""Warns of gradient hooks that are never called, or are lost when a shard takes the place of a parameter.
 
 Autograd computes gradients of the unsharded parameters only, which hooks on a shard never see.
 """
@@ -13,7 +13,7 @@ from fsdp2.group.param import PlugIns, ShardedParam
 
 
 def _warn_of_hooks(params: Sequence[ShardedParam], *, is_sharded: bool) -> None:
-    """``is_sharded``: they have been sharded, and a gather of them is about to be bound."""
+    """Warn of hooks on ``params``. ``is_sharded``: they have been sharded, and their gather is about to be bound."""
     for param in params:
         way = _torch.way_of_hooks(param.sharded)
         if is_sharded and way == "register_hook":

@@ -1,7 +1,7 @@
-"""Where ranks wait until all of them have claimed the same. They meet in the store of the process group, which is no
+"""Meetings at which ranks wait until all of them have claimed the same. They use the store of the process group, not a
 collective.
 
-Rule: once all ranks have come, this rank needs the store no more. The process that hosts it may end then.
+Rule: once all ranks have come, this rank no longer needs the store, since the process that hosts it may end then.
 """
 
 from __future__ import annotations
@@ -24,38 +24,38 @@ from fsdp2.plan.mesh import ParallelMesh
 from fsdp2.types import CommunicationError, ScheduleError
 
 _MAX_PAUSE_S, _PAUSE_PER_RANK_S = 0.05, 0.001  # so the store has to answer some 1,000 questions per second at most
-_MET = "/met"  # ends a key: all ranks have claimed the same
+_MET = "/met"  # suffix of a key that exists once all ranks have claimed the same
 
 
 class Meeting:
-    """Where ``ranks``, some of those of ``mesh``, wait for each other: in the store, once per claim.
+    """A place in the store where ``ranks``, some of those of ``mesh``, wait for each other once per claim.
 
     Attributes:
-        key: the same on these ranks, and that of no other meeting.
+        key: the same on all these ranks, and different from that of any other meeting.
     """
 
     def __init__(self, mesh: ParallelMesh, identity: str, ranks: Sequence[int]) -> None:
         self.mesh, self.ranks = mesh, ranks
         self.key = f"{identity}/{zlib.crc32(repr(ranks).encode()):x}"
-        self.number = 0  # how many claims the ranks have met for
-        self.sent: list[str] = []  # digests of what this rank has claimed: of several things, if it was interrupted
+        self.number = 0  # how many claims have been agreed on here
+        self.sent: list[str] = []  # digests of this rank's current claims; several if it was interrupted
         self.earlier: Sequence[str] = ()  # the keys of the last claim
 
 
 def await_claim(meeting: Meeting, name: str, claim: Claim) -> None:
-    """Wait until all ranks of ``meeting`` have claimed the same under ``name``. If one of them goes on without, this
-    rank must not communicate: messages would differ. After an interrupt, the same claim may be made again, or another.
+    """Wait until all ranks of ``meeting`` have claimed the same under ``name``. If one of them proceeds without, this
+    rank must not communicate: messages would differ. After an interrupt, the same claim or another one may be made.
 
     Raises:
-        ScheduleError: other ranks wait for this one, and do something else. Names what and the ranks.
+        ScheduleError: other ranks wait for this one, but do something else. Names the difference and the ranks.
         CommunicationError: a rank is lost, or has not come within the timeout of the process group.
     """
     timeout_s = timeout_s_of(meeting.mesh)
-    if timeout_s is None or len(meeting.ranks) < 2:  # nobody else is there
+    if timeout_s is None or len(meeting.ranks) < 2:  # there are no other ranks
         return
     store = dist.PrefixStore(f"fsdp2/claims/{meeting.key}", torch_names.default_store())
     digest, met_for = hashlib.sha256(json.dumps([name, claim]).encode()).hexdigest(), ""
-    while met_for != digest:  # else this rank had claimed something else, and others have come for that
+    while met_for != digest:  # else the ranks agreed on an earlier claim of this rank, which was interrupted
         if digest not in meeting.sent:
             meeting.sent.append(digest)
             launched(_come, meeting, store, digest)
@@ -66,17 +66,17 @@ def await_claim(meeting: Meeting, name: str, claim: Claim) -> None:
 
 
 def _come(meeting: Meeting, store: dist.Store, digest: str) -> None:
-    """Claim. The last rank to come lets the others know, after it has cleaned up: afterwards, some may have ended."""
+    """Claim. The last rank to come cleans up first and then notifies the others, since these may end afterwards."""
     key = f"{meeting.number}/{digest}"
     if store.add(key, 1) == len(meeting.ranks):
-        with suppress(RuntimeError):  # not all stores can
-            for each in meeting.earlier:  # all ranks have left that one
+        with suppress(RuntimeError):  # not all stores can delete keys
+            for each in meeting.earlier:  # all ranks are done with the previous claim
                 store.delete_key(each)
         store.set(key + _MET, "")
 
 
 def _await_all(meeting: Meeting, store: dist.Store, timeout_s: float) -> str:
-    """Wait until all ranks have come for the same. Returns the digest of that."""
+    """Wait until all ranks have made the same claim. Returns its digest."""
     begun = looked = time.monotonic()
     pause_s, max_pause_s = 1e-4, max(_MAX_PAUSE_S, len(meeting.ranks) * _PAUSE_PER_RANK_S)
     while True:
@@ -87,7 +87,7 @@ def _await_all(meeting: Meeting, store: dist.Store, timeout_s: float) -> str:
             time.sleep(3 * LOOK_S)  # when this rank ends, others get an error: let them see the cause first
             raise ScheduleError("\n".join(lines))
         now = time.monotonic()
-        if now > looked + LOOK_S and meeting.mesh.device.type == "cpu":  # a device's backend tells nobody
+        if now > looked + LOOK_S and meeting.mesh.device.type == "cpu":  # device backends do not report it
             looked = now
             for group in meeting.mesh.process_groups:
                 check_connections(group)

@@ -1,9 +1,9 @@
-"""Says why torch found shards in a computation, where a call of a submodule has raised.
+"""Explains why a call of a submodule raised because an operation got shards.
 
-torch names an operation: "mixed torch.Tensor and DTensor". A module ran outside the forward of its unit, or it reads
-the parameters of an inner unit without a call of that unit. Rule: in any other state, torch's error stands.
+torch's error names only an operation: "mixed torch.Tensor and DTensor". The cause is that a module ran outside the
+forward of its unit, or read parameters of an inner unit without calling it. Rule: otherwise, torch's error stays.
 
-While parameters are unsharded, calls pay nothing: the group removes the guard when it binds what compute reads.
+While parameters are unsharded, calls cost nothing: the group removes the guard when it binds unsharded parameters.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from fsdp2.types import ScheduleError
 
 
 def guards_of(unit: Unit, holders: Iterable[nn.Module]) -> list[Guard]:
-    """Guards for the submodules of ``unit`` that compute with parameters of the modules ``holders``. A submodule with
-    units inside may read their shards in its unit's forward, so its guard stays."""
+    """Guards for the submodules of ``unit`` that compute with parameters of the modules ``holders``. A submodule that
+    contains units may read their shards during the forward of ``unit``, so its guard stays."""
     guards = []
     for module in called_with(unit.modules, holders):
         guard = Guard(vars(module), torch_names.guarded_call(module, partial(_explain_shards, unit, module)))
@@ -37,8 +37,8 @@ def guards_of(unit: Unit, holders: Iterable[nn.Module]) -> list[Guard]:
 
 
 def called_with(modules: tuple[nn.Module, ...], holders: Iterable[nn.Module]) -> list[nn.Module]:
-    """The modules below ``modules`` that compute with the parameters of ``holders``. The module around it replaces a
-    holder without a forward, such as a list of parameters."""
+    """The modules below ``modules`` that compute with the parameters of ``holders``. A holder without a forward, such
+    as a list of parameters, is replaced by the module around it."""
     around = {child: module for each in modules for module in each.modules() for child in module.children()}
     found: dict[nn.Module, None] = {}
     for holder in holders:
@@ -51,10 +51,10 @@ def called_with(modules: tuple[nn.Module, ...], holders: Iterable[nn.Module]) ->
 
 
 def _explain_shards(unit: Unit, module: nn.Module, error: RuntimeError) -> None:
-    """A call of ``module``, which is inside ``unit``, has raised ``error``: an operation got shards.
+    """Explain ``error``, which a call of ``module`` inside ``unit`` has raised because an operation got shards.
 
     Raises:
-        ScheduleError: the reason.
+        ScheduleError: the cause is known.
     """
     kind, name = type(module).__name__, _name_of(module, unit)
     if _is_sharded(unit):
@@ -80,7 +80,7 @@ def _is_sharded(unit: Unit) -> bool:
 
 
 def _name_of(module: nn.Module, unit: Unit) -> str:
-    """The name of ``module`` from the root, or from ``unit`` if it has none yet."""
+    """The name of ``module`` relative to the root, or to ``unit`` if the root is not known yet."""
     around = unit if unit.tree is None else unit.tree.root
     found = (name for top in around.modules for name, each in plain_named_modules(top) if each is module)
     return next(found, type(module).__name__)

@@ -1,7 +1,7 @@
-"""Process groups that fsdp2 makes: for shards between forward and backward, for reductions that do not queue behind
+"""Process groups that fsdp2 creates: for shards between forward and backward, for reductions that do not queue behind
 gathers, and for all ranks of an HSDP mesh.
 
-Rule: whether one is made depends only on ranks and earlier calls, never on what a rank has freed (I4).
+Rule: whether a group is created depends only on ranks and earlier calls, never on what a rank has freed (I4).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def post_forward_mesh(parallel: ParallelMesh, shard_size: int) -> ParallelMesh:
 
 
 def separate_axis(axis: Axis, device: torch.device) -> Axis:
-    """``axis``, of a mesh on ``device``, with a process group of its own, the same for all axes of the same ranks.
+    """``axis``, of a mesh on ``device``, with a process group of its own. Axes of the same ranks share that group.
     Collective."""
     if axis.group is None or axis.size == 1:
         return axis
@@ -42,9 +42,9 @@ def separate_axis(axis: Axis, device: torch.device) -> Axis:
 
 
 def _match_names(axes: Sequence[Axis], device: torch.device) -> None:
-    """Let the ranks of ``axes`` find each other in groups that they make from now on. torch counts the groups of this
-    rank in the name of a new one, and ranks that were in other meshes before have other counts. Groups of one rank make
-    up the difference."""
+    """Let the ranks of ``axes`` use the same names for the groups that they create from now on. torch puts the number
+    of this rank's groups into the name of a new one, and ranks that were in other meshes before have other numbers.
+    Groups of one rank make up the difference."""
     count = torch.tensor([torch_names.num_groups()], dtype=torch.int64, device=device)
     for axis in axes:
         if axis.size > 1:
@@ -54,14 +54,14 @@ def _match_names(axes: Sequence[Axis], device: torch.device) -> None:
             dist.new_group([dist.get_rank()], use_local_synchronization=True, group_desc="fsdp2_counted")
 
 
-# I4: all ranks must decide alike whether to create a group. So keys are plain values: one rank alone may free a mesh.
+# I4: all ranks must agree on whether to create a group. So keys are plain values, since one rank alone may free a mesh.
 _Key = tuple[tuple[int, ...], str]
 _own_groups: WeakKeyDictionary[dist.ProcessGroup, dict[_Key, dist.ProcessGroup]] = WeakKeyDictionary()
 
 
 def own_axis(ranks: list[int], description: str, axes: Sequence[Axis], device: torch.device) -> Axis:
-    """An axis of ``ranks`` with a process group of its own for this use, made once. Collective on ``axes``, whose other
-    ranks make their own groups meanwhile, or have them."""
+    """An axis of ``ranks`` with its own process group for this use, created once. Collective on ``axes``; their other
+    ranks create their own groups at the same time, or have them already."""
     assert dist.group.WORLD is not None  # the mesh has groups
     _match_names(axes, device)
     made = _own_groups.setdefault(dist.group.WORLD, {})
@@ -73,6 +73,6 @@ def own_axis(ranks: list[int], description: str, axes: Sequence[Axis], device: t
 
 
 def register() -> None:
-    """Make them where they are asked for."""
+    """Let the core create process groups where it needs them."""
     PlugIns.own_axis = own_axis
     OfCalls.post_forward_mesh, OfModules.separate_axis = post_forward_mesh, separate_axis

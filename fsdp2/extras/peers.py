@@ -1,7 +1,7 @@
-"""Ranks that send each other messages over gloo, on the CPU, in place of gloo's own all-gather and reduce-scatter.
+"""Direct messages between ranks over gloo, on the CPU, in place of gloo's own all-gather and reduce-scatter.
 
-Those stage their data. Messages go from and to the tensors that compute uses. ``register`` makes them the comm of gloo
-on the CPU.
+gloo's collectives stage their data, whereas these messages are sent from and received into the tensors that compute
+uses. ``register`` makes them the comm for gloo on the CPU.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from fsdp2.extras.stalls import last_words
 from fsdp2.plan.mesh import Axis
 from fsdp2.plan.plan import Routing
 
-# Every comm has its own channels: even if the ranks' programs diverge, no message of one parameter group is taken for a
-# message of another. Every rank makes its comms on a process group in the same order; else see match_channels.
-_FIRST_CHANNEL = 7101  # tags of messages: away from 0, which user code on the same group is likely to use
+# Every comm has its own channels: even if the ranks' programs diverge, no message of one parameter group is mistaken
+# for one of another group. Every rank makes its comms on a process group in the same order; else see match_channels.
+_FIRST_CHANNEL = 7101  # message tags start far from 0, which user code on the same group is likely to use
 _next_channel: dict[tuple[object, ...], int] = {}  # by name and ranks of the process group
 
 
 def _new_channels(group: dist.ProcessGroup) -> tuple[int, int]:
-    """One for gathers, one for reductions."""
+    """Two new channels: one for gathers, and one for reductions."""
     first = _next_channel.get(_identity(group), _FIRST_CHANNEL)
     _next_channel[_identity(group)] = first + 2
     return first, first + 1
 
 
 def match_channels(axis: Axis) -> None:
-    """Make comms that are created on ``axis`` from now on match, although the ranks created different ones before."""
+    """Make comms that are created on ``axis`` from now on match, even if the ranks created different ones before."""
     if axis.group is not None:
         mine = _next_channel.get(_identity(axis.group), _FIRST_CHANNEL)
         _next_channel[_identity(axis.group)] = max(exchange(axis, mine))
@@ -46,8 +46,8 @@ _NOTHING = torch.zeros(1, dtype=torch.uint8, device="cpu")
 
 
 def check_connections(group: dist.ProcessGroup) -> None:
-    """Find out, on the CPU, whether a rank of ``group`` is lost: gloo says that a connection is closed when it is to
-    send a message. Nobody receives this one.
+    """Find out, on the CPU, whether a rank of ``group`` is lost: gloo reports a closed connection when it tries to send
+    a message. The message sent here is never received.
 
     Raises:
         CommunicationError: a connection is closed.
@@ -67,11 +67,11 @@ class PeerComm(AxisComm):
 
     gloo's own all-gather and reduce-scatter stage their data. Measured with 2 ranks and 48 MiB in four tensors: 15 ms
     for either direction here, 24 ms for its all-gather, 35 ms for its reduce-scatter.
-    Rank r adds the parts in the order r - 1, r - 2, ..., r + 1, r: a result does not depend on where an element lies.
+    Rank r adds the parts in the order r - 1, r - 2, ..., r + 1, r, so a result does not depend on where an element
+    lies.
 
     Sends come first: a ``send`` whose receive is already known writes all its data on the calling thread, while gloo's
-    own thread spins. With receives first, a step took 3 to 13% longer (2 ranks, widths 256 to 1024;
-    benchmarks/gloo_step.py).
+    own thread spins. Receives first made a step 3 to 13% longer (2 ranks, widths 256 to 1024; benchmarks/gloo_step.py).
     """
 
     # For smaller shards, a message costs more than the bucket's copy: with shards of 128 KiB a step took 87 ms direct
@@ -141,8 +141,8 @@ _in_flight: set[_Messages] = set()
 
 
 class _Messages:
-    """Messages that gloo sends and receives. They stay in ``_in_flight`` until somebody has waited for them, also if
-    their owner goes away (I17): a message that finds no memory to arrive in blocks its connection for all later ones.
+    """Messages that gloo sends and receives. They stay in ``_in_flight`` until they have been waited for, even if their
+    owner goes away (I17): a message without memory to arrive in blocks its connection for all later ones.
     """
 
     def __init__(self) -> None:
@@ -151,7 +151,7 @@ class _Messages:
         _in_flight.add(self)
 
     def start(self, call: Callable[..., dist.Work], tensor: torch.Tensor, rank: int, tag: int) -> None:
-        """Send ``tensor``, or receive it. If that fails, ``wait`` raises: others are in flight already."""
+        """Send ``tensor``, or receive it. A failure is raised later, by ``wait``: other messages may be in flight."""
         if self._error is None:
             try:
                 self._works.append(call([tensor], rank, tag))
@@ -159,7 +159,7 @@ class _Messages:
                 self._error = error
 
     def wait(self) -> None:
-        """Wait for those that nobody has waited for: after an interrupt, the next call waits for the others."""
+        """Wait for all messages that have not been waited for. After an interrupt, the next call waits for the rest."""
         try:
             if self._error is not None:
                 raise self._error
@@ -191,5 +191,5 @@ def _parts(values: torch.Tensor, size: int, count: int) -> list[torch.Tensor]:
 
 
 def register() -> None:
-    """Let gloo on the CPU carry its bytes so."""
+    """Use this comm for gloo on the CPU."""
     register_comm("gloo", "cpu", PeerComm)

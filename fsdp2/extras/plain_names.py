@@ -1,8 +1,8 @@
-"""Names of modules without those of the wrappers around them.
+"""Names of modules without the names of wrappers around them.
 
 ``torch.compile``, ``checkpoint_wrapper``, ``offload_wrapper``, ``FullyShardedDataParallel`` and
-``DistributedDataParallel`` put a module inside another one, and ``named_modules`` says so. Rule: every name that this
-package hands out is that of the model without wrappers, which is the one in ``get_model_state_dict`` of torch.
+``DistributedDataParallel`` put a module inside another one, which shows in ``named_modules``. Rule: every name that
+this package returns is the name in the model without wrappers, as in torch's ``get_model_state_dict``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fsdp2.runtime.unit import PlugIns
 
 IN_COMPILED, IN_CHECKPOINT, IN_FSDP1 = "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"
-WRAPPED = (IN_COMPILED, IN_CHECKPOINT, IN_FSDP1)  # under which attribute a wrapper has its module
+WRAPPED = (IN_COMPILED, IN_CHECKPOINT, IN_FSDP1)  # the attributes in which wrappers keep their modules
 
 
 def without(name: str, parts: tuple[str, ...] = WRAPPED) -> str:
@@ -24,7 +24,7 @@ def without(name: str, parts: tuple[str, ...] = WRAPPED) -> str:
 
 
 def is_left_out(module: object, child: str) -> bool:
-    """Whether names do not have ``child``, the name of the module that the wrapper ``module`` has inside."""
+    """Whether names leave out ``child``, the name of the module inside the wrapper ``module``."""
     return child in WRAPPED or (child == "module" and isinstance(module, DistributedDataParallel))
 
 
@@ -42,7 +42,7 @@ def plain_name(model: nn.Module, name: str) -> str:
 
 
 def plain_named_modules(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Module]]:
-    """``model.named_modules`` by names without wrappers. A wrapper has the name of what it wraps, and comes first."""
+    """``model.named_modules`` with names without wrappers. A wrapper has the name of what it wraps, and comes first."""
     for name, module in model.named_modules(remove_duplicate=remove_duplicate):
         yield plain_name(model, name), module
 
@@ -53,7 +53,7 @@ def plain_paths(tops: Iterable[nn.Module]) -> dict[nn.Module, str]:
 
 
 def with_inside(module: nn.Module) -> Iterator[nn.Module]:
-    """``module`` and, if it is a wrapper, what is inside: they have one name."""
+    """``module`` and, if it is a wrapper, the modules that it wraps: they all have the same name."""
     inner: nn.Module | None = module
     while inner is not None:
         yield inner
@@ -66,13 +66,13 @@ def is_checkpoint_wrapper(module: nn.Module) -> bool:
 
 
 def inside_checkpoint(module: nn.Module) -> nn.Module:
-    """The module inside a ``checkpoint_wrapper``; another module itself."""
+    """The module inside a ``checkpoint_wrapper``; ``module`` itself if it is not one."""
     inner = _children(module).get(IN_CHECKPOINT)
     return module if inner is None else inner
 
 
 def inside_compiled(module: nn.Module) -> nn.Module:
-    """What ``torch.compile`` has wrapped; another module itself."""
+    """The module that ``torch.compile`` has wrapped; ``module`` itself if it is not compiled."""
     inner = _children(module).get(IN_COMPILED)
     return module if inner is None else inner
 
@@ -88,5 +88,5 @@ def _children(module: nn.Module | None) -> Mapping[str, nn.Module]:
 
 
 def register() -> None:
-    """Let units and parameters have such names."""
+    """Use these names for units and parameters."""
     PlugIns.plain_name, PlugIns.is_left_out = plain_name, is_left_out

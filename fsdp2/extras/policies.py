@@ -1,6 +1,6 @@
-"""Takes torch's policies for ours: a program that changes one import may keep the others.
+"""Accepts torch's policies in place of ours, so a program that changes one import may keep the others.
 
-torch's classes are known by their names, since its modules take long to import, and nobody may have imported them.
+torch's classes are recognized by name, since its modules take long to import and may not have been imported.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def as_ours(policy: Any) -> Any:
     ``policy``.
 
     Raises:
-        TypeError: it has a setting that fsdp2 does not know, as a newer torch may have.
+        TypeError: it has a setting that fsdp2 does not know, perhaps from a newer torch.
     """
     for cls in type(policy).__mro__:
         ours = _OURS.get(cls.__name__)

@@ -1,4 +1,4 @@
-"""What ranks must know of each other: whether their models are alike, and which parameters were used.
+"""What ranks must know about each other: whether their models are the same, and which parameters were used.
 
 ``check_agreement`` compares the units of all ranks once, before the first collective that would hang if units differed.
 It sends a hash per mesh in one small all-reduce, and the descriptions only if hashes differ (I4).
@@ -49,7 +49,7 @@ def check_agreement(root_class: str, units: Sequence[Unit]) -> None:
 
 @cache
 def software() -> str:
-    """What this rank runs."""
+    """The versions of the software that this rank runs."""
     try:
         own = version("fsdp2")
     except PackageNotFoundError:  # a checkout that was not installed
@@ -58,7 +58,7 @@ def software() -> str:
 
 
 def agree(tree: UnitTree, what: str, communicate: Callable[[], _T]) -> _T:
-    """Call ``communicate``. If that fails, the error says that it was ``what``."""
+    """Call ``communicate``. If that fails, the error names ``what`` as the communication that failed."""
     try:
         return communicate()
     except CommunicationError as error:
@@ -69,7 +69,7 @@ def agree(tree: UnitTree, what: str, communicate: Callable[[], _T]) -> _T:
 
 def compare(units: Sequence[Unit], found: _T) -> list[_T]:
     """The values ``found`` on the ranks of the largest mesh of ``units``, in rank order; one entry if all are equal.
-    ``found``: plain values."""
+    ``found`` consists of plain values."""
     meshes = [group.mesh for unit in units for group in unit.groups]
     return compare_on(max(meshes, key=lambda mesh: mesh.data_parallel_size), found)
 
@@ -133,8 +133,8 @@ def _difference(root_class: str, mesh: ParallelMesh, lines: list[str]) -> str:
 
 
 def first_difference(found: Sequence[tuple[int, Sequence[str]]]) -> tuple[int, list[str]]:
-    """Of ranks and their lines: the number of the first line that differs, and what it is, each with its ranks; nothing
-    if none differs."""
+    """The number of the first line that differs between ranks, and each variant of it with its ranks. If no line
+    differs, the number is -1 and the list is empty."""
     by_line = zip_longest(*(theirs for _, theirs in found), fillvalue="nothing more")
     number, differing = next(((i, each) for i, each in enumerate(by_line) if len(set(each)) > 1), (-1, ()))
     ranks = {line: [rank for (rank, _), its in zip(found, differing, strict=True) if its == line] for line in differing}
@@ -142,7 +142,7 @@ def first_difference(found: Sequence[tuple[int, Sequence[str]]]) -> tuple[int, l
 
 
 def by_mesh(groups: Iterable[ParamGroup]) -> list[tuple[ParallelMesh, list[ParamGroup]]]:
-    """Meshes with their groups. Meshes may overlap, so all ranks have them in one order, whatever their units are."""
+    """Meshes with their groups. Meshes may overlap, so all ranks sort them in the same order, whatever their units."""
     found: dict[object, tuple[ParallelMesh, list[ParamGroup]]] = {}
     for group in groups:
         mesh = group.mesh

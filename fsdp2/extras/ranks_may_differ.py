@@ -1,7 +1,7 @@
-"""Ranks that use other units, or other parameters of a unit: all end a step with the same gradients.
+"""Lets ranks use different units, or different parameters of a unit, and still end a step with the same gradients.
 
-``set_ranks_may_differ(True)`` asks for it. ``JoiningSchedule`` inserts the events of units that this rank skips
-(``skipped_units``). At the end of a step, one small all-reduce tells which parameters had a gradient on some rank.
+``set_ranks_may_differ(True)`` enables it. ``JoiningSchedule`` inserts the events of units that this rank skips
+(``skipped_units``). At the end of a step, one small all-reduce finds which parameters had a gradient on some rank.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from fsdp2.schedule.states import Outcome
 
 
 class JoiningSchedule(Schedule):
-    """The schedule of a root whose passes go through the units that this rank skips, too. Where other ranks come to
-    such a unit, this rank performs at once what they do, without computing.
+    """The schedule of a root whose passes also cover the units that this rank skips. Where other ranks run such a unit,
+    this rank performs the same gathers and reductions without computing.
 
     Attributes:
-        skipping: which units these are.
+        skipping: the units that this rank skips.
     """
 
     def __init__(self, tree: UnitTree) -> None:
@@ -72,7 +72,7 @@ class JoiningSchedule(Schedule):
         return () if unit in backward.ended else super().post_backward(unit, is_last_use=backward.is_last_use)
 
     def end_backward(self, ended: Collection[int] = ()) -> Actions:
-        """Late gradients, ``ended``, are of no use here: other ranks may have none."""
+        """Ignores ``ended``, the units with late gradients, since other ranks may have none."""
         is_last = self.is_last_backward and not self.finalizes_by_hand
         self._join_backward(self.skipping.backward.finish(is_last=is_last, ends_open=not self.finalizes_by_hand))
         return super().end_backward(self.skipping.backward.ended)
@@ -129,7 +129,7 @@ def _is_in_tree(tree: UnitTree, unit: Unit) -> bool:
 
 
 class ChecksWhereRanksDiffer(TreeChecks):
-    """Instead of comparing which units and parameters were used, the ranks tell each other. ``usual``: the checks of
+    """Exchanges which units and parameters the ranks used, instead of checking that they are the same. ``usual`` checks
     everything else."""
 
     def __init__(self, tree: UnitTree, schedule: JoiningSchedule, usual: Alike) -> None:
@@ -147,7 +147,7 @@ class ChecksWhereRanksDiffer(TreeChecks):
         self._usual.agree_on_flags()
 
     def end_forward(self, unit: Unit) -> None:
-        """If the forward was the first of its kind with these trainable units, find out what other ranks have used."""
+        """If the ranks have no order for this kind of forward with these trainable units, agree on one."""
         tree, schedule, skipping = self._tree, self._schedule, self._schedule.skipping
         trainable: set[int] = set()
         if skipping.forward.has_gradients:  # else no backward follows, which would depend on them
@@ -175,8 +175,8 @@ class UsedParams:
     """Which parameters of ``groups``, all groups of a root on ``mesh``, had a gradient on some rank.
 
     A parameter without a gradient on this rank contributes zeros to the reduction, but the sum may still be a gradient.
-    It is kept until the end of the step. Then the ranks exchange, in one small all-reduce, which of their parameters
-    had a gradient in which reduction, and on each rank the sums land that are gradients. (I15)
+    The sum is kept until the end of the step. Then the ranks exchange, in one small all-reduce, which parameters had a
+    gradient in which reduction, and each rank lands the sums that are gradients. (I15)
     """
 
     def __init__(self, mesh: ParallelMesh, groups: Sequence[ParamGroup]) -> None:
@@ -189,8 +189,8 @@ class UsedParams:
             gradients.on_missing = partial(_keep, kept, gradients)
 
     def land_kept(self) -> None:
-        """All other gradients of a step have landed: land those that were kept if another rank had one, and drop the
-        rest. These are zero, and a hook of the user would take each for one more gradient."""
+        """After all other gradients of a step have landed, land the kept ones for which another rank had a gradient,
+        and drop the rest. Those are zero, and a hook of the user would take each for one more gradient."""
         mine = [gradients.take_used() for gradients in self._gradients]
         used = self._anywhere(b"".join(mine)) if self._has_others else b""
         start = 0
@@ -204,7 +204,7 @@ class UsedParams:
             start += len(its)
 
     def forget(self) -> None:
-        """The step is given up."""
+        """Forget what was kept, since the step is given up."""
         for gradients, kept in zip(self._gradients, self._kept, strict=True):
             gradients.take_used()
             kept.clear()
@@ -217,7 +217,7 @@ class UsedParams:
         ranks), and processes crashed when torch's profiler, recording memory, stopped while the all-reduce still ran.
         """
         device = self._mesh.device
-        if not mine:  # on all ranks: these have landed the same reductions
+        if not mine:  # then all ranks have nothing, since they have landed the same reductions
             return b""
         if mine != self._mine:
             sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
@@ -228,7 +228,7 @@ class UsedParams:
 
 
 def _keep(kept: list[tuple[int, Landed]], gradients: GroupGradients, landed: Landed) -> None:
-    """Keep what has ``landed`` without a gradient here, and where its bytes start. Copies: the buffers are larger."""
+    """Keep copies of what has ``landed`` without a gradient here, and where its bytes start. The buffers are larger."""
     kept.append((gradients.num_used, landed._replace(shards=[shard.clone() for shard in landed.shards])))
 
 
@@ -239,5 +239,5 @@ def _plug_in(tree: UnitTree, usual: Sequence[TreeChecks]) -> tuple[Schedule, Seq
 
 
 def register() -> None:
-    """Use these where users have asked for it."""
+    """Use this schedule and these checks where users call ``set_ranks_may_differ(True)``."""
     PlugIns.where_ranks_differ = _plug_in

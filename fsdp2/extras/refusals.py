@@ -1,9 +1,9 @@
 """Refuses arguments, modules and parameters that ``fully_shard`` cannot take, before they fail in another way.
 
-``MultiheadAttention`` never calls its ``out_proj``, which so cannot be a unit. ``DistributedDataParallel`` around
-sharded parameters is refused where it is built: its own error names an operation of a process group. Rule: it may be
-around a sharded model if it ignores the sharded parameters, since it then reduces only the others. What torch's
-``fully_shard`` has sharded is refused, too.
+``MultiheadAttention`` never calls its ``out_proj``, which therefore cannot be a unit. ``DistributedDataParallel``
+around sharded parameters is refused when it is built, because its own error names only an operation of a process group.
+Rule: it may wrap a sharded model if it ignores the sharded parameters, since it then reduces only the others. Anything
+that torch's ``fully_shard`` has sharded is refused, too.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from fsdp2.types import ExtensionError, MixedPrecisionPolicy, OffloadPolicy
 def read_arguments(
     policy: Any, offload_policy: Any, placement_fn: object, ignored_params: object
 ) -> tuple[MixedPrecisionPolicy, OffloadPolicy]:
-    """Check arguments of ``fully_shard``. Returns the two policies; torch's become ours.
+    """Check arguments of ``fully_shard``. Returns the two policies; torch's policies are converted to ours.
 
     Raises:
-        TypeError, ValueError: one is wrong.
+        TypeError, ValueError: an argument is wrong.
     """
     policy = as_ours(policy)
     offload_policy = OffloadPolicy() if offload_policy is None else as_ours(offload_policy)
@@ -69,10 +69,10 @@ def read_arguments(
 
 
 def check_computes(what: str, dtype: torch.dtype | None, *, is_reduced: bool = False) -> None:
-    """Check a dtype to compute in, called ``what``, or to reduce gradients in (``is_reduced``).
+    """Check the dtype named ``what``, which is used to compute, or to reduce gradients (``is_reduced``).
 
     Raises:
-        ValueError: it has no fractions, or torch cannot add in it.
+        ValueError: it is not a floating-point dtype, or torch cannot add in it.
     """
     if dtype is None or ((dtype.is_complex or dtype.is_floating_point) and (dtype.itemsize > 1 or not is_reduced)):
         return
@@ -82,14 +82,14 @@ def check_computes(what: str, dtype: torch.dtype | None, *, is_reduced: bool = F
 
 
 def check_module(prefix: str, module: nn.Module) -> None:
-    """Check a module that a unit is to manage. From the first one on, look at what is wrapped around modules, too."""
+    """Check a module that a unit will manage. From the first call on, also check what is wrapped around modules."""
     _check_unsharded(prefix, module)
     _check_attention(prefix, module)
     _refuse_ddp()
 
 
 def _check_unsharded(prefix: str, module: nn.Module) -> None:
-    """``module`` is no unit of ours.
+    """Refuse a module that torch has sharded. ``module`` is not yet one of our units.
 
     Raises:
         ValueError: torch's ``fully_shard`` was applied to it.
@@ -104,10 +104,10 @@ def _check_unsharded(prefix: str, module: nn.Module) -> None:
 
 
 def _check_attention(prefix: str, module: nn.Module) -> None:
-    """torch's attention computes with the weight of ``out_proj``, and never calls it.
+    """Check torch's attention, which computes with the weight of ``out_proj``, but never calls that module.
 
     Raises:
-        ValueError: ``out_proj`` is a unit of its own, which nothing would unshard.
+        ValueError: ``out_proj`` is a unit of its own, so nothing would unshard it.
     """
     if not isinstance(module, nn.MultiheadAttention) or type(module).forward is not nn.MultiheadAttention.forward:
         return
@@ -123,7 +123,7 @@ def check_not_flattened(name: str, param: nn.Parameter) -> None:
     """Refuse a parameter that torch's ``FullyShardedDataParallel`` has sharded.
 
     Raises:
-        ValueError: names it.
+        ValueError: names the parameter.
     """
     if _torch.is_flattened(param):
         raise ValueError(
@@ -134,7 +134,7 @@ def check_not_flattened(name: str, param: nn.Parameter) -> None:
 
 
 def check_param(item: Found, device: torch.device) -> None:
-    """Check a parameter that is to be sharded on ``device``. Hooks of subclasses are checked when it is cut.
+    """Check a parameter that will be sharded on ``device``. Hooks of subclasses are checked when it is cut.
 
     Raises:
         ValueError, ExtensionError: it cannot be sharded.
@@ -171,7 +171,7 @@ def check_param(item: Found, device: torch.device) -> None:
 
 @cache
 def _refuse_ddp() -> None:
-    """Look at every module that gets another one from now on, in the whole process. A step sets no modules."""
+    """From now on, check every module of this process that is given a submodule. A step registers no modules."""
     register_module_module_registration_hook(_check_wrapped)
 
 
@@ -196,6 +196,6 @@ def _check_wrapped(around: nn.Module, _: str, module: object) -> None:
 
 
 def register() -> None:
-    """Let ``fully_shard`` check modules and parameters so."""
+    """Let ``fully_shard`` run these checks on arguments, modules and parameters."""
     PlugIns.read_arguments, PlugIns.check_module = read_arguments, check_module
     OfParams.check_param = check_param

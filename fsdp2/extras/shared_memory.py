@@ -1,9 +1,9 @@
-"""Sharded models with the same memory, as ``q.load_state_dict(m.state_dict(), assign=True)`` makes them.
+"""Sharded models that share memory, for example after ``q.load_state_dict(m.state_dict(), assign=True)``.
 
-A group's shards lie in flat buffers of its own. If the tensors that a user has assigned are the shards of another group
-that is cut in the same way, the group uses that group's buffers: then writes to the one are writes to the other, as in
-plain modules. Their parameters share version counters, since one was detached from the other, and the count of steps of
-optimizers. If the groups are cut differently, values are copied, and the user is told.
+The shards of a group lie in the group's own flat buffers. If the tensors that a user has assigned are the shards of
+another group that is cut in the same way, the group uses that group's buffers: then a write to one model is a write to
+the other, as with plain modules. Their parameters share the count of optimizer steps, and version counters, since one
+was detached from the other. If the groups are cut differently, the values are copied, and the user is warned.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from fsdp2.group.shards import GroupShards, PlugIns, is_shard
 
 
 def _adopt_memory(shards: GroupShards, params: Sequence[nn.Parameter], tensors: Sequence[torch.Tensor]) -> bool:
-    """``params`` with the local ``tensors`` are about to become those of ``shards``. Returns whether these now have the
-    buffers of another group, in which the tensors lie. A parameter that itself belongs to another group is a tie, which
-    is not handled here."""
+    """``params`` with the local ``tensors`` are about to become those of ``shards``. Returns whether ``shards`` now
+    uses the buffers of another group, in which the tensors lie. A parameter that itself belongs to another group is a
+    tie, which is not handled here."""
     others = [each for each in {group.shards for group, _ in groups_by_slot().values()} if each is not shards]
     assigned = [each for param, each in zip(params, tensors, strict=True) if not is_shard(param) and not each.is_meta]
     where = next((each for each in assigned if each.numel()), None)
@@ -64,5 +64,5 @@ def _has(shards: GroupShards, tensor: torch.Tensor) -> bool:
 
 
 def register() -> None:
-    """Ask when a group takes over tensors that the user has assigned."""
+    """Share memory, where possible, when a group takes over tensors that the user has assigned."""
     PlugIns.adopt_memory = _adopt_memory

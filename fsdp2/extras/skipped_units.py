@@ -1,13 +1,13 @@
-"""Which units this rank skips while other ranks may use them. This rank still gathers and reduces such units.
+"""Tracks units that this rank skips while other ranks may use them. This rank still gathers and reduces such units.
 
-A forward is a list of events: the forward of a unit begins, or ends. A backward reads that list from its end: where a
-forward ended, a backward begins. All ranks share one order of events. When an event happens here, events before it in
-that order may not have happened: this rank skips their units. It performs those events first, without computing. So all
-ranks start the same collectives in the same order, whatever their data decides (I4).
+A forward is a list of events: the forward of a unit begins, or ends. A backward reads that list in reverse: where a
+forward ended, a backward begins. All ranks share one order of events. If an event happens here and earlier events in
+that order have not happened, this rank skips their units. It performs those events first, without computing. So all
+ranks start the same collectives in the same order, even if control flow depends on their data (I4).
 
-The first order is that of registration. When the first forward of a root ends, the ranks compare what they used and
-agree on an order. In that order, units that no rank has used keep their place of registration. If a pass takes another
-order, or uses a unit twice, nothing is inserted: then all ranks must run the same units.
+The first order is the order of registration. When the first forward of a root ends, the ranks compare what they used
+and agree on an order, in which units that no rank used stay where they were registered. If a pass takes another order,
+or uses a unit twice, nothing is inserted: then all ranks must run the same units.
 
 Pure: no tensor, no process group.
 """
@@ -27,7 +27,7 @@ MAX_ORDERS = 64  # that ranks have agreed on
 
 class Event(NamedTuple):
     """The forward of ``unit`` begins, or ends. If not ``is_used``, this rank skips the unit. If not ``is_last_use``,
-    the backward that ends there reduces nothing: it comes to the unit again."""
+    the backward that ends there reduces nothing, since it will reach the unit again."""
 
     unit: int
     begins: bool
@@ -36,8 +36,8 @@ class Event(NamedTuple):
 
 
 class Used(NamedTuple):
-    """What one rank did in a forward: the events of the units that it used, each once; whether the events followed the
-    shared order; and the units that a backward may reach."""
+    """What one rank did in a forward: the events of the units that it used, without repetition; whether the events
+    followed the shared order; and the units that a backward may reach."""
 
     events: tuple[Event, ...]
     is_following: bool
@@ -56,10 +56,10 @@ class Forward:
 
     def __init__(self, units: SkippedUnits, key: tuple[int, bool], expected: Sequence[Event]) -> None:
         self.key, self.expected = key, expected  # key: the root, and whether gradients are recorded
-        self.events: list[Event] = []  # what has happened, skipped units included; a backward reads this list
-        self.leads_to: dict[int, Outcome] = {}  # outcomes of the units that were used; of several uses, the last
+        self.events: list[Event] = []  # past events, including those of skipped units; a backward reads this list
+        self.leads_to: dict[int, Outcome] = {}  # outcomes of the units that were used; the last use counts
         self._with_gradients: set[int] = set()  # units with a use that leads to a backward
-        self._without: list[int] = []  # where, in ``events``, uses end that ran without gradients
+        self._without: list[int] = []  # the positions in ``events`` where uses without gradients end
         self.is_following = bool(expected)  # this forward has followed the shared order
         self._begins, self._ends = units.begins, units.ends
         self._by_hand, self._alike = units.by_hand, units.alike
@@ -72,12 +72,12 @@ class Forward:
         return self.key[1]
 
     def begin(self, unit: int) -> Sequence[Event]:
-        """``unit``'s forward begins. Returns the events before it, of units that this rank skips."""
+        """``unit``'s forward begins. Returns the earlier events of units that this rank skips."""
         self._by_hand.discard(unit)
         return self._reach(self._begins[unit])
 
     def end(self, unit: int, leads_to: Outcome) -> Sequence[Event]:
-        """``unit``'s forward ends. Returns as ``begin``."""
+        """``unit``'s forward ends. Returns the same as ``begin``."""
         self.leads_to[unit] = leads_to
         skipped = self._reach(self._ends[unit])
         if leads_to is Outcome.BACKWARD:
@@ -87,8 +87,8 @@ class Forward:
         return skipped
 
     def differentiated(self) -> Sequence[Event]:
-        """The events that a backward comes to. If a unit ran with gradients and without, such as in models that recycle
-        their output, only its uses with gradients."""
+        """The events that a backward reaches. If a unit ran both with and without gradients, as in models that recycle
+        their output, the uses without gradients are left out."""
         left_out: set[int] = set()
         for end in self._without:
             unit = self.events[end].unit
@@ -124,8 +124,8 @@ class Backward:
     removes from the list the forwards that it has passed through.
 
     Autograd has the gradient of a parameter after all of its uses. So if a unit is used several times, its last use in
-    this backward reduces. It is taken for granted that the backward passes through as many forwards as the last one
-    that began with so many: users run some forwards without a backward.
+    this backward reduces. The backward is assumed to pass through as many forwards as the last one that began with the
+    same number of forwards, since users run some forwards without a backward.
     """
 
     def __init__(self, units: SkippedUnits, forwards: list[Forward], reachable: Collection[int]) -> None:
@@ -139,21 +139,21 @@ class Backward:
         self._starts = [0, *accumulate(map(len, events))]
         self._is_following = bool(self._left)
         self._open: set[int] = set()  # units whose backward has begun and not ended
-        self._num_uses = [0] * len(units.begins)  # to come, of each unit
+        self._num_uses = [0] * len(units.begins)  # remaining uses of each unit
         for event in chain(*events[-units.num_passed.get(len(forwards), 1) :]):
             if event.begins:
                 self._num_uses[event.unit] += 1
         self._postponed: set[int] = set()  # units that have ended a backward without a reduction
 
     def begin(self, unit: int) -> Sequence[Event]:
-        """``unit``'s backward begins. Returns the events before it, of units that this rank skips."""
+        """``unit``'s backward begins. Returns the earlier events of units that this rank skips."""
         skipped = self._reach(self._ends[unit])
         self._open.add(unit)
         self.ended.discard(unit)
         return skipped
 
     def end(self, unit: int) -> Sequence[Event]:
-        """``unit``'s backward ends. Returns as ``begin``."""
+        """``unit``'s backward ends. Returns the same as ``begin``."""
         skipped = self._reach(self._begins[unit])
         self._open.discard(unit)
         if unit not in self.ended:
@@ -161,7 +161,7 @@ class Backward:
         return skipped
 
     def _ends_last_use(self, unit: int) -> bool:
-        """Whether no use of ``unit`` is to come. If one is, its reduction is postponed."""
+        """Whether no further use of ``unit`` follows. If one follows, the reduction is postponed."""
         if self._is_following and self._num_uses[unit] > 0:
             self._postponed.add(unit)
             return False
@@ -177,10 +177,10 @@ class Backward:
             around = _ends_around(event, left[at:])
             skipped = self._pass_to(at)
             self._note_passed(left.pop())
-            # A unit around this one may have returned the same tensor: its backward then begins behind this one's.
+            # A unit around this one may have returned the same tensor: its backward then begins after this one's.
             left += [each for each in around if each.unit not in self._reachable]
             return skipped
-        elif self._is_following:  # the event may be passed already; units that all ranks use or none change nothing
+        elif self._is_following:  # it may be in the past; units that either all ranks or no ranks use change nothing
             self._is_following = event.begins or event.unit not in self._reachable
         return ()
 
@@ -189,9 +189,9 @@ class Backward:
             self._num_uses[event.unit] -= 1
 
     def recompute(self, unit: int) -> Sequence[Event]:
-        """``unit``'s forward is about to run again, and its backward follows. Returns the events before its backward.
-        Returns none if a unit that was used later must begin or end its backward first: both may be in one checkpoint,
-        if both ran with gradients, or both without."""
+        """``unit``'s forward is about to be recomputed, and its backward follows. Returns the events before that
+        backward, or none if a unit that was used later must begin or end its backward first. Both may be in one
+        checkpoint if both ran with gradients, or both without."""
         if not (self._is_following and self._left):
             return ()
         leads_to = self._forwards[bisect(self._starts, len(self._left) - 1) - 1].leads_to
@@ -205,7 +205,7 @@ class Backward:
         return ()
 
     def finish(self, *, is_last: bool, ends_open: bool) -> Sequence[Event]:
-        """The backward is over. Returns the remaining events of the forward that it has passed in part. ``is_last``: no
+        """The backward is over. Returns the remaining events of the forward that it has passed partly. ``is_last``: no
         later backward passes through the other forwards. ``ends_open``: units whose end no hook reported end now."""
         forwards, left, starts = self._forwards, self._left, self._starts
         skipped: Sequence[Event] = ()
@@ -224,8 +224,8 @@ class Backward:
 
     def _pass_to(self, at: int) -> list[Event]:
         """Take the remaining events from ``at`` on. Autograd runs first what was computed last, so an open unit has all
-        its gradients. Only the roots stay open, and the units whose end no hook reports because they were used first
-        in their forward: further forwards may follow."""
+        its gradients. Two kinds of units stay open, since further forwards may follow: the roots, and units that were
+        used first in their forward, whose end no hook reports."""
         left = self._left
         staying = {root for root, _ in (forward.key for forward in self._forwards)}
         start = max(start for start in self._starts if start < len(left))
@@ -257,8 +257,8 @@ class Backward:
 
 
 def _ends_around(event: Event, behind: Iterable[Event]) -> list[Event]:
-    """The ends, in the events ``behind`` of ``event``, of the units around it. Units that this rank skipped, or whose
-    backward is over, may lie between."""
+    """The ends of the units around ``event`` among the events ``behind``, which come after it. Units that this rank
+    skipped, or whose backward is over, may lie between."""
     inside = {event.unit}
     ends = []
     for each in behind:
@@ -271,23 +271,23 @@ def _ends_around(event: Event, behind: Iterable[Event]) -> list[Event]:
 
 class SkippedUnits:
     """The units that this rank skips. ``forward`` and ``backward`` follow the passes that run, or ran last.
-    ``parents``: for each unit, the innermost unit around it."""
+    ``parents`` holds, for each unit, the innermost unit around it."""
 
     def __init__(self, parents: Sequence[int | None]) -> None:
         # One object for each event that is used: the hot path compares identities.
         self.begins = [Event(unit, begins=True) for unit in range(len(parents))]
         self.ends = [Event(unit, begins=False) for unit in range(len(parents))]
-        self.by_hand: set[int] = set()  # units that the user has unsharded; the user handles them until their next use
+        self.by_hand: set[int] = set()  # units that the user has unsharded, and handles until their next use
         self.alike: set[int] = set()  # units that either all ranks use, or none
         self._parents = parents
-        self._orders: dict[tuple[int, bool], _Order] = {}  # by the key of a forward: the order that was used last
-        # All that ranks have agreed on: units that are frozen by turns are compared once each way.
+        self._orders: dict[tuple[int, bool], _Order] = {}  # maps the key of a forward to the order that was used last
+        # All orders that ranks have agreed on: if units are frozen in turn, each combination is compared only once.
         self._agreed: dict[tuple[tuple[int, bool], frozenset[int]], _Order] = {}
-        self.num_passed: dict[int, int] = {}  # by the number of its forwards: how many the last backward passed through
+        self.num_passed: dict[int, int] = {}  # maps a number of forwards to how many the last such backward passed
         self.reset()
 
     def reset(self) -> None:
-        """Forget the running passes: an exception has ended them."""
+        """Forget the running passes, since an exception has ended them."""
         self.forward = Forward(self, (0, False), ())
         self.backward = Backward(self, [], ())
         self._forwards: list[Forward] = []  # forwards that no backward has passed through
@@ -312,8 +312,8 @@ class SkippedUnits:
             del self._forwards[:-MAX_FORWARDS]
 
     def end_forward(self, trainable: Collection[int]) -> Used | None:
-        """The forward is over. Returns what ranks have to compare, or None if they have compared already.
-        ``trainable``: units with parameters that are trained; the same on all ranks."""
+        """The forward is over. Returns what the ranks have to compare, or None if they have already done so.
+        ``trainable``: units with trainable parameters; the same on all ranks."""
         forward = self.forward
         if not forward.expected:
             return None
@@ -341,7 +341,7 @@ class SkippedUnits:
         if not present.issuperset(registered):
             at = 0
             for event in registered:
-                if event.begins and event not in events:  # insert behind its last sibling, or first in its parent
+                if event.begins and event not in events:  # insert after its last sibling, or first in its parent
                     events[at:at] = [event, self.ends[event.unit]]
                 if event in events:
                     at = events.index(event) + 1

@@ -1,13 +1,13 @@
-"""Diagnoses hangs: what each rank did last, how often it has run which model, and in what the ranks differ.
+"""Diagnoses hangs: what each rank did last, how often it has run which model, and how the ranks differ.
 
 A thread looks at the last event of every root. If this rank waits for collectives and no event comes, the thread shows
-on the ``Board`` where the rank stands, asks other ranks to do so, too, and reads what they show. A rank that waits for
-nobody, and has no events either, answers. Then
+the rank's standing on the ``Board``, asks other ranks to do the same, and reads what they show. A rank that has no
+events, but does not wait for other ranks either, answers, too. There are two cases:
 
-- all ranks wait for each other, or one of them has ended: their programs differ. That is an error;
-- or some rank does something else, and may come later. After a while, a warning says where all ranks stand.
+- All ranks wait for each other, or one of them has ended. Then their programs differ, which is an error.
+- Some rank does something else, and may come later. After a while, a warning reports the standing of all ranks.
 
-The board is no collective, so this works where collectives are stuck. Nobody writes or reads it while events come.
+The board uses no collective, so this works while collectives are stuck. It is not touched while events come.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from fsdp2.types import CommunicationError
 LOOK_S = 1.0
 _UNTIL_COMPARED_S = 5.0
 _UNTIL_WARNED_S = 20.0
-_UNTIL_TOLD = 0.5  # part of the timeout: the collective that hangs may have started long before the last event
-_UNTIL_EXPLAINED_S = 2.0  # a rank closes its connections a little earlier than it says that it ends
-_READ_S = 2e-5  # times ranks times ranks: so the store has to answer some 100,000 questions per second at most
-_LINGER_S = 10.0  # until ranks that wait have compared
+_UNTIL_TOLD = 0.5  # fraction of the timeout: the hanging collective may have started long before the last event
+_UNTIL_EXPLAINED_S = 2.0  # a rank closes its connections a little before it reports that it ends
+_READ_S = 2e-5  # times ranks squared, so that the store has to answer some 100,000 requests per second at most
+_LINGER_S = 10.0  # gives ranks that wait the time to compare
 _STORE_IS_GONE = (
     "The store of the process group is gone, so the process that hosts it has ended: rank 0, if ranks were started "
     "without torchrun."
@@ -55,14 +55,14 @@ _log = logging.getLogger("fsdp2")
 
 
 class Watched(Protocol):
-    """A root, as far as other threads may ask it.
+    """The part of a root's interface that other threads may use.
 
     Attributes:
         identity: tells roots apart, and is the same on all ranks.
         last_event: a different object for each event; None before the first.
         is_running: whether a forward or backward runs.
-        board: of the ranks of its process group. Only the root keeps it: a store that outlives the model would be in
-            the way of the next process group.
+        board: the board of the ranks of the process group. Only the root keeps it: a store that outlives the model
+            would interfere with the next process group.
         timeout_s: after how many seconds the backend gives up.
         runs_ahead: see ``Streams``. Ranks that wait for a busy device may all go on.
     """
@@ -94,18 +94,18 @@ class Said(NamedTuple):
 
 
 class _Pause:
-    """From one event to the next.
+    """The time from one event to the next.
 
     Attributes:
         number: tells pauses of this rank apart.
-        root: that of the event, while it lives.
-        shown: where this rank has shown that it stands.
-        first_seen: of each other rank, the number of its pause, and when this rank saw that first.
-        next_read: not before that time, this rank reads what others show.
-        did: what the ranks did then.
+        root: the root of the event, while it lives.
+        shown: the standing that this rank has shown.
+        first_seen: for each other rank, the number of its pause, and when this rank first saw that pause.
+        next_read: the earliest time at which this rank reads again what others show.
+        did: what the ranks did at the last read.
         ended: the last standings of ranks that have ended.
-        differing: in what ranks differ for certain, as the lines of an error.
-        explained: what was said of a collective that has failed.
+        differing: how ranks differ for certain, as the lines of an error.
+        explained: the explanation that was given for a failed collective.
     """
 
     def __init__(self, number: int, root: Callable[[], Watched | None], since: float) -> None:
@@ -127,8 +127,8 @@ class StallWatch:
     nothing: the CPU waits for the device elsewhere, until the watchdog of the backend (NCCL) ends the process.
 
     Args:
-        lingers: whether this process hosts the store. Then it ends only when the other ranks have, or after a while:
-            they may still read there that all ranks agree, or where this rank stands.
+        lingers: whether this process hosts the store. Then it ends only after the other ranks, or after a while, since
+            they may still read from the store that all ranks agree, or what this rank's standing is.
     """
 
     def __init__(self, *, lingers: bool = False) -> None:
@@ -142,18 +142,18 @@ class StallWatch:
 
     @property
     def differing(self) -> Sequence[str]:
-        """In what ranks differ for certain, as the lines of an error; empty if nobody knows."""
+        """How ranks differ for certain, as the lines of an error; empty if this is not known."""
         return self._pause.differing
 
     def add(self, root: Watched) -> bool:
-        """Watch ``root``, too. False if ``run`` has ended, or is about to: then nobody would look."""
+        """Watch ``root``, too. False if ``run`` has ended or is about to end, so that ``root`` would not be watched."""
         with self._lock:
             if not self._has_ended:
                 self._roots.add(root)
             return not self._has_ended
 
     def look(self, now: float) -> Said | None:
-        """What to log at time ``now`` (in seconds), if anything. The same is said once in a pause."""
+        """What to log at time ``now`` (in seconds), if anything. Each message is logged only once in a pause."""
         self._note_events(now)
         pause, root = self._pause, self._pause.root()
         if root is None:
@@ -189,7 +189,7 @@ class StallWatch:
             return list(self._roots)
 
     def _note_events(self, now: float) -> None:
-        """If there are any, the pause ends, and another one begins."""
+        """If there are new events, end the pause and begin another one."""
         roots, seen = self._alive(), self._seen
         changed = [root for root in roots if seen.get(root, root) is not root.last_event]
         if not changed and len(roots) == len(seen):
@@ -219,7 +219,7 @@ class StallWatch:
         )
 
     def _show(self, root: Watched, quiet_s: float) -> Standing:
-        """Show where this rank stands. If it waits, ask others to do the same."""
+        """Show the standing of this rank. If it waits, ask others to do the same."""
         shown, waits = self._pause.shown, not root.is_idle()
         first_quiet_s = quiet_s if shown is None else shown.quiet_s
         mine = self._standing(root, first_quiet_s, "" if waits else _place(), waits=waits, has_ended=False)
@@ -231,7 +231,7 @@ class StallWatch:
         return mine
 
     def _view(self, board: Board, mine: Standing, now: float) -> View:
-        """Where this rank stands, and each rank that it waits for."""
+        """The standings of this rank and of each rank that it waits for."""
         pause = self._pause
         found: dict[int, Standing | None] = {board.rank: mine}
         quiet_s = {board.rank: now - pause.since}
@@ -254,7 +254,7 @@ class StallWatch:
     # The thread
 
     def run(self) -> None:
-        """Look until there are no more roots, or until ``end``."""
+        """Watch until there are no more roots, or until ``end`` is called."""
         try:
             while self._goes_on() and self._serve():
                 pass
@@ -263,11 +263,11 @@ class StallWatch:
                 self._has_ended = True
 
     def _serve(self) -> bool:
-        """Wait for a question, or look. False: Python ends."""
+        """Wait for a question, or look. Returns False if Python ends."""
         try:
             question = self._questions.get(timeout=min([LOOK_S, *(root.timeout_s / 40 for root in self._alive())]))
         except queue.Empty:
-            with suppress(RuntimeError):  # the main thread goes on, and changes what is read here
+            with suppress(RuntimeError):  # the main thread runs meanwhile, and changes what is read here
                 said = self.look(time.monotonic())
                 if said is not None:
                     _log.log(said.level, said.text)
@@ -279,12 +279,12 @@ class StallWatch:
         return True
 
     def end(self) -> None:
-        """Look no more: Python ends."""
+        """Stop watching, since Python ends."""
         self._questions.put(None)
 
     def explain(self) -> str:
-        """What is known of ranks that have ended, in lines for an error: a collective has failed. Waits for the thread
-        that calls ``run``, but not for long."""
+        """After a collective has failed: what is known about ranks that have ended, in lines for an error. Waits a
+        short time for the thread that calls ``run``."""
         question: Future[str] = Future()
         self._questions.put(question)
         with suppress(TimeoutError):
@@ -319,8 +319,8 @@ class StallWatch:
         return pause.explained
 
     def _leave(self) -> None:
-        """This process ends. Show what it has run, and the exception that ended it; then other ranks need not wait. If
-        that is an error of a collective that does not say it, say which ranks have ended."""
+        """This process ends. Show what it has run, and the exception that ended it, so that other ranks need not wait.
+        If that is an error of a collective without an explanation, log which ranks have ended."""
         root = self._pause.root() or next(iter(self._alive()), None)
         if root is None:
             return
@@ -336,12 +336,12 @@ class StallWatch:
             time.sleep(0.05)
 
 
-_running: list[tuple[StallWatch, threading.Thread]] = []  # one, if there is any
+_running: list[tuple[StallWatch, threading.Thread]] = []  # at most one
 
 
 def watch_for_stalls(root: Watched, store: dist.Store) -> None:
     """Let a thread of this process watch ``root`` from now on. The thread ends with the process, or with its roots.
-    ``store``: that of the ranks."""
+    ``store`` is the store of the ranks."""
     if _running and _running[0][0].add(root):
         return
     watch = StallWatch(lingers=torch_names.is_hosted_here(store))
@@ -353,12 +353,12 @@ def watch_for_stalls(root: Watched, store: dist.Store) -> None:
 
 
 def differing() -> Sequence[str]:
-    """In what ranks differ for certain, as the lines of an error; empty if nobody knows."""
+    """How ranks differ for certain, as the lines of an error; empty if this is not known."""
     return _running[0][0].differing if _running else ()
 
 
 def last_words() -> str:
-    """What is known of ranks that have ended, as more lines of an error: a collective has failed."""
+    """After a collective has failed: what is known about ranks that have ended, as more lines for the error."""
     return next((watch.explain() for watch, thread in _running if thread.is_alive()), "")
 
 
@@ -371,8 +371,8 @@ def timeout_s_of(mesh: ParallelMesh) -> float | None:
 
 @cache
 def _end_with_python() -> None:
-    """End the thread before Python ends, or the child process that a library has started as a rank: a thread that is
-    inside the store then would abort the process."""
+    """End the thread before Python ends, or before the end of a child process that a library has started as a rank. A
+    thread that is inside the store at that time would abort the process."""
 
     def end() -> None:
         for watch, thread in _running:
@@ -382,7 +382,7 @@ def _end_with_python() -> None:
     Finalize(None, end, exitpriority=0)
 
 
-# What the process does
+# What the process is doing
 
 
 def _described(error: BaseException | None) -> str:
@@ -390,7 +390,7 @@ def _described(error: BaseException | None) -> str:
 
 
 def _place() -> str:
-    """The line of the user's program, or of another library, that the main thread runs."""
+    """The line of the user's program or of another library that the main thread is running."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None and _is_internal(frame.f_code.co_filename):
         frame = frame.f_back
@@ -402,7 +402,7 @@ def _place() -> str:
 
 
 def _is_internal(path: str) -> bool:
-    """Whether a file is one of fsdp2, torch or Python."""
+    """Whether a file belongs to fsdp2, torch or Python."""
     return path.startswith((f"{_FSDP2}/", f"{_TORCH}/", "<")) or (
         path.startswith(f"{_PYTHON}/") and "site-packages" not in path
     )

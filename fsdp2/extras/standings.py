@@ -1,4 +1,4 @@
-"""Where ranks stand that have had no event for some time: in what they differ, and how to say it. Plain values."""
+"""The standings of ranks that have had no event for some time: how they differ, and how to report it. Plain values."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _MAX_LINES = 8
 
 @dataclass(frozen=True)
 class RunCounts:
-    """What a rank has run of one root.
+    """The passes of one root that a rank has run.
 
     Attributes:
-        name: of the root's class.
+        name: the name of the root's class.
         forwards, backwards: how many have begun.
         running: "forward", "backward", or "" if none runs.
-        row: the ranks that gather with this one, and so run as many forwards.
+        row: the ranks that gather with this one, and therefore run the same number of forwards.
     """
 
     name: str
@@ -46,19 +46,19 @@ class RunCounts:
 
 @dataclass(frozen=True)
 class Standing:
-    """Where one rank stands.
+    """What one rank is doing, and what it has done.
 
     Attributes:
         pause: the number of this pause on that rank.
         waits: whether the rank waits for others in a collective of fsdp2.
-        has_ended: whether its process ends.
-        quiet_s: for how long it had had no event when it first showed this pause.
-        place: what its main thread runs; or, if it has ended, the exception that ended it, if any.
+        has_ended: whether its process has ended, or is about to.
+        quiet_s: how long the rank had been without an event when it first showed this pause.
+        place: the line that its main thread runs; or, if it has ended, the exception that ended it, if any.
         root: the identity of the root with the last event.
-        ranks: all that hold a part of that root.
+        ranks: all ranks that hold a part of that root.
         story: the last events of that root.
-        claims: what the rank did last with that root, of what ranks must do alike.
-        passes: what it has run, by the identity of the root.
+        claims: the rank's last claims about that root, to be compared with other ranks.
+        passes: the passes that the rank has run, by the identity of the root.
     """
 
     pause: int
@@ -73,12 +73,12 @@ class Standing:
     passes: Mapping[str, RunCounts]
 
     def to_text(self) -> str:
-        """For ``standing_from``."""
+        """The text that ``standing_from`` reads."""
         return json.dumps(asdict(self))
 
 
 def standing_from(text: str | bytes) -> Standing:
-    """What ``to_text`` has made a text of."""
+    """The inverse of ``to_text``."""
     found = json.loads(text)
     passes = {root: RunCounts(**each) for root, each in found.pop("passes").items()}
     return Standing(**found, passes=passes)
@@ -89,9 +89,9 @@ class View:
     """What one rank sees when it has had no event for some time.
 
     Attributes:
-        rank: the one that looks.
-        quiet_s: for how long it, and other ranks at least, have had no event.
-        standings: of this rank, and of those that it waits for, maybe by way of others. None: a rank shows nothing.
+        rank: the rank that looks.
+        quiet_s: how long each rank has been without an event; for other ranks, at least that long.
+        standings: of this rank, and of those that it waits for, directly or indirectly. None: the rank shows nothing.
     """
 
     rank: int
@@ -100,22 +100,22 @@ class View:
 
     @property
     def known(self) -> dict[int, Standing]:
-        """The ranks that show where they stand."""
+        """The standings of the ranks that show one."""
         return {rank: each for rank, each in self.standings.items() if each is not None}
 
     def is_uneven(self, *, runs_ahead: bool) -> bool:
-        """Whether ranks wait for others that do something else. ``runs_ahead``: ranks wait for their busy devices, too,
-        and one that shows nothing may have gone on a moment ago."""
+        """Whether ranks wait for others that do something else. ``runs_ahead``: ranks also wait for their busy devices,
+        and a rank that shows nothing may have made progress a moment ago."""
         waiting = [each for each in self.known.values() if each.waits]
         seen = self.known if runs_ahead else self.standings
         return bool(waiting) and (len(waiting) < len(seen) or bool(are_behind(self.known)))
 
     def head(self) -> str:
-        """How a message begins."""
+        """The beginning of a message."""
         return f"rank {self.rank}: no progress for {self.quiet_s[self.rank]:.0f} s"
 
     def lines(self) -> list[str]:
-        """A line for each rank, or for several of which the same is to be said: what it does, and what it has run of
+        """A line for each rank, or for several ranks with the same text: what it does, and which passes it has run of
         the roots in which ranks wait."""
         known = self.known
         roots = dict.fromkeys(each.root for each in known.values() if each.waits)
@@ -142,8 +142,8 @@ class View:
 
 
 def are_behind(standings: Mapping[int, Standing]) -> list[int]:
-    """The ranks that have run fewer forwards of a root than a rank that gathers with them; or fewer backwards than any
-    rank, though they are in no pass of it."""
+    """The ranks that have run fewer forwards of a root than some rank that gathers with them; or fewer backwards than
+    some rank, although no pass of the root runs on them."""
     found = [(rank, root, its) for rank, each in standings.items() for root, its in each.passes.items()]
     forwards, backwards = Counter[tuple[str, tuple[int, ...]]](), Counter[str]()
     for _, root, its in found:
@@ -161,16 +161,16 @@ def are_behind(standings: Mapping[int, Standing]) -> list[int]:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What holds ranks up for certain. ``text``: what to log. ``differing``: the lines of an error, if it is known in
-    what the ranks differ."""
+    """What blocks ranks for certain. ``text`` is the message to log, and ``differing`` has the lines of an error if it
+    is known how the ranks differ."""
 
     text: str
     differing: Sequence[str] = ()
 
 
 def verdict(view: View, *, is_same: bool, runs_ahead: bool) -> Verdict | None:
-    """Ranks have ended early; or all ranks wait for each other. ``is_same``: they did at the last look, too.
-    ``runs_ahead``: ranks that wait for a busy device may all go on."""
+    """A verdict if ranks have ended early, or if all ranks wait for each other. ``is_same``: they also did at the last
+    look. ``runs_ahead``: ranks that wait for a busy device may all make progress yet."""
     known, behind = view.known, are_behind(view.known)
     raised = [rank for rank, its in known.items() if its.has_ended and its.place]
     early = [rank for rank, its in known.items() if its.has_ended and (its.place or rank in behind)]
@@ -195,7 +195,7 @@ def verdict(view: View, *, is_same: bool, runs_ahead: bool) -> Verdict | None:
 
 
 def doubt(view: View, *more: str) -> str:
-    """What to say of ranks that may still come. ``more``: lines about this rank."""
+    """The message about ranks that may still come. ``more``: lines about this rank."""
     advice = AS_MANY if are_behind(view.known) else ALIKE if more else ""
     return "\n".join([f"{view.head()}:", *view.lines(), *more, f"{_SLOW} {advice}".rstrip()])
 

@@ -13,8 +13,8 @@ collects_shards = ContextVar("collects_shards", default=False)  # whether ``boun
 
 
 def bound_state(model: nn.Module) -> dict[str, Any]:
-    """The state dict of ``model`` with the parameters and buffers themselves, by names without wrappers. Front ends
-    whose state dicts have other values look at ``collects_shards``."""
+    """The state dict of ``model`` with the parameters and buffers themselves, under names without wrappers. Front ends
+    whose state dicts normally hold other values check ``collects_shards``."""
     token = collects_shards.set(True)
     try:
         return {plain_name(model, name): value for name, value in model.state_dict(keep_vars=True).items()}

@@ -1,10 +1,10 @@
-"""Parameters tied across units move to the nearest unit that contains all their uses.
+"""Moves parameters that are tied across units to the nearest unit that contains all their uses.
 
 Tied before ``fully_shard``: the first inner call takes the parameter, since it does not see the other use. A call on
 another module that also uses the parameter leaves it out. The first call around both modules takes the parameter over,
-if the parameter is untouched since it was sharded. A use that no unit has taken when the model runs is an error.
+if it is untouched since it was sharded. If a use belongs to no unit when the model runs, that is an error.
 
-Tied after ``fully_shard``, as transformers does: sharded parameters of several units, bound as one. They move before
+Tied after ``fully_shard``, as transformers does: sharded parameters of several units are bound as one. They move before
 the first use. Ties that cannot move are refused.
 """
 
@@ -32,8 +32,8 @@ from fsdp2.types import ScheduleError
 def divide_ties(
     found: Sequence[Found], roots: Sequence[nn.Module]
 ) -> tuple[list[Found], list[Slot], Callable[[], None]]:
-    """The parameters that a call manages, the slots of tied parameters that it leaves to an outer call, and what makes
-    inner units give up those that they have managed so far.
+    """The parameters that a call manages, the slots of tied parameters that it leaves to an outer call, and a function
+    that makes inner units give up the parameters that move to this call.
 
     Raises:
         ValueError: an inner unit cannot give up a parameter.
@@ -83,7 +83,7 @@ def divide_ties(
 
 
 def _name_in(roots: Sequence[nn.Module], slot: Slot) -> str:
-    """As ``fully_shard`` names what it finds itself."""
+    """The name of the slot, in the form that ``fully_shard`` uses for parameters that it finds itself."""
     prefixes = [""] if len(roots) == 1 else [f"[{index}]." for index in range(len(roots))]
     for prefix, root in zip(prefixes, roots, strict=True):
         for path, module in plain_named_modules(root):
@@ -97,7 +97,7 @@ def _name_in(roots: Sequence[nn.Module], slot: Slot) -> str:
 
 @dataclass(frozen=True)
 class Member:
-    """One of the parameters that are bound as one, with its unit, and its name from the root."""
+    """One of several parameters that are bound as one, with its unit, and its name relative to the root."""
 
     unit: Unit
     group: ParamGroup
@@ -106,12 +106,12 @@ class Member:
 
 
 def join_tie(members: Sequence[Member], unit: Unit, group: ParamGroup, name: str) -> None:
-    """Let ``group`` of ``unit``, which has ``name``, manage all ``members`` as one parameter."""
+    """Let ``group`` of ``unit``, whose name is ``name``, manage all ``members`` as one parameter."""
     own = next((member for member in members if member.group is group), members[0])
     others = [member for member in members if member is not own]
     for member in (*others, own):  # the last one places the shard in its own buffers
         member.group.take_replaced()
-    others = [member for member in others if member.param in member.group.params]  # else joined in its own group
+    others = [member for member in others if member.param in member.group.params]  # others are joined already
     for member in others:
         member.group.give_up(member.param)
     if own.group is not group:
@@ -127,7 +127,7 @@ def join_tie(members: Sequence[Member], unit: Unit, group: ParamGroup, name: str
 
 
 def ties_inside(group: ParamGroup) -> dict[ShardedParam, ShardedParam]:
-    """The parameters of ``group`` in whose place the user has bound another one of it, and that other one.
+    """Maps each parameter of ``group`` that the user has replaced by another one of the group to that other one.
 
     Raises:
         ScheduleError: the group was used before, so autograd and optimizer states may know several parameters.
@@ -148,7 +148,7 @@ def ties_inside(group: ParamGroup) -> dict[ShardedParam, ShardedParam]:
 
 
 def ties_across(units: Sequence[tuple[Unit, str]]) -> list[Callable[[], None]]:
-    """What joins each tie across ``units``, which are given with their names.
+    """A function for each tie across ``units`` that joins it. Units are given with their names.
 
     Raises:
         ScheduleError: a tie cannot move.
@@ -161,7 +161,7 @@ def ties_across(units: Sequence[tuple[Unit, str]]) -> list[Callable[[], None]]:
                 if bound is not None:
                     full_name = f"{name}.{param.name}" if name else param.name
                     found.setdefault(id(bound), []).append(Member(unit, group, param, full_name))
-    # A tie inside a unit is for its group.
+    # A tie inside a unit is handled by the group.
     return [_tie(members, units) for members in found.values() if len({member.unit for member in members}) > 1]
 
 

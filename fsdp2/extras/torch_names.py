@@ -1,4 +1,4 @@
-"""Private names of torch that only this folder and those above it use; ``_torch.py`` says which versions were tried."""
+"""Private names of torch that only this folder and those above it use; ``_torch.py`` lists the tested versions."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from fsdp2 import _torch
 
 
 def default_store() -> dist.Store:
-    """The store that the ranks of the world share; ``init_process_group`` may have made it."""
+    """The store that the ranks of the world share; ``init_process_group`` may have created it."""
     return dist.distributed_c10d._get_default_store()
 
 
 def is_hosted_here(store: dist.Store) -> bool:
-    """Whether ``store``, that of the world, ends with this process."""
+    """Whether ``store``, the store of the world, ends with this process."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return isinstance(store, dist.TCPStore) and dist.get_rank() == 0 and not dist.is_torchelastic_launched()
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
-    """How long an operation of ``group`` may take on ``device``, if its backend has a limit."""
+    """How long an operation of ``group`` may take on ``device``; None if the backend has no limit."""
     try:
         return group._get_backend(device).options._timeout
-    except (AttributeError, RuntimeError):  # it is written in Python, such as torch's for threads
+    except (AttributeError, RuntimeError):  # the backend is written in Python, such as torch's for threads
         return None
 
 
 @contextmanager
 def groups_made_from_nothing() -> Iterator[None]:
-    """New groups get communicators of their own. If ``init_process_group`` was given a ``device_id``, torch would split
-    them off the world's communicator, and that takes all ranks of the world."""
+    """Give new groups their own communicators. If ``init_process_group`` was given a ``device_id``, torch would split
+    them off the world's communicator, and that requires all ranks of the world."""
     world = dist.group.WORLD
     device, world.bound_device_id = world.bound_device_id, None  # type: ignore[union-attr]
     try:
@@ -47,18 +47,18 @@ def groups_made_from_nothing() -> Iterator[None]:
 
 
 def num_groups() -> int:
-    """By what this rank tells its process groups apart, which is part of the name of a group that only some ranks make:
-    each group that this rank makes adds one. The name was made of another number in torch 2.13 and before."""
+    """The counter torch uses to name this rank's next process group, if only some ranks create it. Each group that this
+    rank creates increments it. torch 2.13 and earlier versions used another number in the name."""
     world, names_read = dist.distributed_c10d._world, dist.distributed_c10d._hash_ranks_to_str.__code__.co_names
     return world.group_count if "group_count" in names_read else len(world.pg_names)
 
 
-_MIXED = "mixed torch.Tensor and DTensor"  # what torch says if an operation gets a plain tensor and a DTensor
+_MIXED = "mixed torch.Tensor and DTensor"  # part of torch's error if an operation gets a tensor and a DTensor
 
 
 def guarded_call(module: nn.Module, on_shards: Callable[[RuntimeError], None]) -> Callable[..., Any]:
-    """What calls of ``module`` run, and then, if a call raised because it got shards, ``on_shards``, which may raise a
-    better error."""
+    """A wrapper for calls of ``module``. If a call raises because it got shards, the wrapper calls ``on_shards``, which
+    may raise a better error."""
     call = module._call_impl
 
     def guarded(*args: Any, **kwargs: Any) -> Any:
@@ -79,8 +79,8 @@ def watch_calls(
     find_tensors: Callable[[Any, list[torch.Tensor]], list[torch.Tensor]],
     is_late: Callable[[], bool],
 ) -> None:
-    """Add ``hook`` to what each call of ``module`` returns, for good. ``find_tensors`` lists the tensors in it.
-    ``is_late``: whether the hook would change nothing, for a call inside a backward, which recomputes.
+    """Permanently add ``hook`` to what each call of ``module`` returns. ``find_tensors`` lists the tensors in that.
+    ``is_late`` tells whether the hook would have no effect in a call inside a backward, which recomputes.
 
     The compiler looks at ``CALL`` in modules with hooks, such as those of tensor parallelism, and then traces
     ``watched``.
@@ -98,12 +98,12 @@ def watch_calls(
                 if tensor.requires_grad:
                     hook.add_to(tensor)
         elif output.requires_grad and (_torch.running_backward() == -1 or not is_late()):
-            if args and output is args[0]:  # it may be the unit's input, whose own hook must be the last one
+            if args and output is args[0]:  # it may be the unit's input, whose own hook must run last
                 output = output.view_as(output)
             node = output.grad_fn
             if node is None or output.output_nr:
                 hook.add_to(output)
-            else:  # the usual case: the same as add_to, without one more call
+            else:  # the usual case: the same as add_to, but saves one call
                 node._register_hook_dict(owner)
         return output
 

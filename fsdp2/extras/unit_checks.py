@@ -1,7 +1,7 @@
 """Checks the units of a tree when they are known: before the first pass, and whenever something has changed.
 
 Ties made after ``fully_shard`` move to a unit around them, or are refused (``ties``). Only the root may have settings
-of a root. Plain parameters that were added to a sharded module are warned of, once.
+of a root. Plain parameters that were added to a sharded module cause a warning, once.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _MAX_NAMES = 4
 
 
 class UnitChecks(TreeChecks):
-    """Those of one tree."""
+    """The checks of one tree."""
 
     def __init__(self, tree: UnitTree) -> None:
         self._tree = tree
 
     def check_units(self, units: Sequence[tuple[Unit, str]]) -> None:
-        """Move ties to where they belong.
+        """Check ``units``, and move ties to the units where they belong.
 
         Raises:
             ScheduleError: a tie cannot move, units cannot work in one tree, or this rank is not in the root's mesh.
@@ -53,7 +53,7 @@ class UnitChecks(TreeChecks):
 
 
 class ChecksWithoutRoot(UnitChecks):
-    """Those of a tree whose root is one of several modules of one unit: no module around them ever ran."""
+    """The checks of a tree whose root is one of several modules of one unit: no module around them ever ran."""
 
     def begin_pass(self) -> None:
         names = ", ".join(type(module).__name__ for module in self._tree.root.modules)
@@ -106,17 +106,17 @@ def _check_tree(root_class: str, units: Sequence[tuple[Unit, str]]) -> None:
 
 
 def _name_by_modules(root: Unit, units: Sequence[Unit]) -> None:
-    """Name the parameters of ``units``, which have several modules, by these modules, not by the first one."""
+    """Name each parameter of ``units``, which have several modules, after its own module, not after the first one."""
     paths = plain_paths(root.modules) if units else {}
     for param in (param for unit in units for group in unit.groups for param in group.params):
         module, name = param.slots[0]
-        if module in paths:  # else the root does not have it any more
+        if module in paths:  # else the root no longer contains it
             param.full_name = f"{paths[module]}.{name}".removeprefix(".")
 
 
 def _warn_of_unsharded(roots: Iterable[nn.Module], known: Collection[Slot]) -> list[Slot]:
-    """Warn of trainable plain parameters under ``roots`` that are in none of the ``known`` slots: nothing reduces their
-    gradients, so ranks diverge. Returns their slots."""
+    """Warn about trainable plain parameters under ``roots`` that are in none of the ``known`` slots: their gradients
+    are not reduced, so ranks diverge. Returns the slots of these parameters."""
     found = {
         f"{prefix}.{name}" if prefix else name: slot
         for root in roots

@@ -1,4 +1,4 @@
-"""Which feature plugs in where: the seams of the core, and what is loaded at the first call of one.
+"""Connects features to the seams of the core, either directly or through a function that loads them when called.
 
 ``wire`` registers the extras that every model needs. Other features are named here, and imported at their first call.
 """
@@ -46,7 +46,7 @@ EXTRAS = (
 
 def wire() -> None:
     """Called once, when the package is imported."""
-    types = "tensors.typed_params"  # before local parts: the first reader who knows a parameter answers
+    types = "tensors.typed_params"  # before local parts: the first reader that knows it answers
     SPEC_READERS.append(_once_imported("spmd_types", _later(types, "written"), lambda *_: None))
     OfCalls.resolve = _once_imported("spmd_types", _later(types, "resolved"), lambda _, resolve: resolve())
     for extra in (*CHECKS, *EXTRAS):
@@ -79,5 +79,5 @@ def _later(module: str, name: str) -> Any:
 
 
 def _once_imported(library: str, function: Callable[..., Any], without: Callable[..., Any]) -> Callable[..., Any]:
-    """Calls ``function`` where somebody has imported ``library``, else ``without``."""
+    """A function that calls ``function`` once ``library`` has been imported, else ``without``."""
     return lambda *args: (function if library in sys.modules else without)(*args)

@@ -1,1 +1,1 @@
-"""*Where* bytes lie, decided once: plain data. No stream, no process group, no module."""
+"""*Where* bytes lie, decided once, as plain data. Nothing here uses streams, process groups or modules."""

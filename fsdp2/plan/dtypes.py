@@ -1,6 +1,6 @@
-"""Dtype rules: which dtype a parameter, its reduction and its gradient have, and by what a reduced gradient is divided.
+"""Dtype rules: the dtypes of a parameter, its reduction and its gradient, and the divisor of a reduced gradient.
 
-Each parameter has dtypes of its own; those of one group may be any mix.
+Each parameter has its own dtypes; a group may contain any mix of them.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from fsdp2._torch import GradDtype
 from fsdp2.plan.trees import map_tensors
 from fsdp2.types import MixedPrecisionPolicy
 
-# Since 2.15, torch's own runtime accumulates and reduces gradients in the dtype of the shards, unless it is told
-# another one; before, in that of compute. Users get what their version of torch does.
+# By default, torch's own runtime accumulates and reduces gradients in the dtype of the shards since torch 2.15, and in
+# the dtype of compute before that. Users get what their version of torch does.
 GRADIENTS_FOLLOW_SHARDS = torch.__version__ >= "2.15.0.dev0"
 
 
@@ -34,14 +34,14 @@ class ParamDtypes:
 
     @classmethod
     def uncast(cls, dtype: torch.dtype) -> ParamDtypes:
-        """``dtype`` all the way."""
+        """``dtype`` for all four."""
         return cls(dtype, dtype, dtype, dtype)
 
 
 @lru_cache(maxsize=256)
 def param_dtypes(orig: torch.dtype, policy: MixedPrecisionPolicy, grad: GradDtype | None = None) -> ParamDtypes:
-    """The dtypes of a parameter of dtype ``orig`` under its :func:`own_policy`. ``grad``: its ``grad_dtype``, if one
-    was set; one of None keeps the gradient as it was reduced."""
+    """The dtypes of a parameter of dtype ``orig`` under its :func:`own_policy`. ``grad``: its ``grad_dtype``, if the
+    user has set it; ``GradDtype(None)`` keeps the dtype in which the gradient was reduced."""
     if not orig.is_floating_point:
         return ParamDtypes.uncast(orig)
     param = policy.param_dtype or orig
@@ -56,8 +56,8 @@ def own_policy(name: str, param: nn.Parameter, policy: MixedPrecisionPolicy) -> 
     """``policy`` for ``param`` alone: what ``param_dtype_override_fn`` returns becomes its ``param_dtype``.
 
     Raises:
-        TypeError: it returned no dtype.
-        ValueError: it returned another dtype than the parameter's, the policy's or None.
+        TypeError: the function returned neither a dtype nor None.
+        ValueError: the function returned a dtype other than the parameter's and the policy's.
     """
     if policy.param_dtype_override_fn is None:
         return policy
@@ -74,7 +74,7 @@ def own_policy(name: str, param: nn.Parameter, policy: MixedPrecisionPolicy) -> 
 
 
 def check_grad_dtype(name: str, grad: GradDtype | None, policy: MixedPrecisionPolicy) -> None:
-    """Refuse a ``grad_dtype`` of None without a reduce dtype: ranks must agree on that dtype before they compute."""
+    """Refuse a ``grad_dtype`` of None without a reduce dtype, since ranks must agree on that before they compute."""
     if grad == GradDtype(None) and policy.reduce_dtype is None:
         raise ValueError(
             f"parameter '{name}' has grad_dtype=None, so its gradient may have any dtype, and the dtype of the "
@@ -84,10 +84,10 @@ def check_grad_dtype(name: str, grad: GradDtype | None, policy: MixedPrecisionPo
 
 @dataclass(frozen=True)
 class DivideFactors:
-    """Divide by ``before`` ahead of the sum over all ranks and by ``after`` behind it.
+    """Divide by ``before`` before the sum over all ranks, and by ``after`` after it.
 
     Attributes:
-        behind_hook: also behind the user's all-reduce hook, which sees a sum that is not fully divided then.
+        behind_hook: divide by ``after`` after the user's all-reduce hook, which then sees a sum not fully divided.
         averages: the collectives themselves take the mean.
     """
 
@@ -102,8 +102,8 @@ def divide_factors(
 ) -> DivideFactors:
     """How to turn a sum over ``world_size`` ranks into ``sum / factor`` (default: the mean) in ``reduce_dtype``.
 
-    fp32 and bf16 have range to spare: one division, after the sum. fp16 may overflow in the sum or underflow before it,
-    so the factor is split near its square root; a hook's sums have to fit as well, so the second division is behind it.
+    fp32 and bf16 have range to spare: one division after the sum suffices. fp16 may overflow in the sum or underflow
+    before it, so the factor is split near its square root. A hook's sums must fit as well, so the hook runs in between.
 
     Source: the split of PyTorch's FSDP (Zhao et al., VLDB 2023).
     """
@@ -117,7 +117,7 @@ def divide_factors(
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    """``value`` with every floating-point tensor in it, however nested, cast to ``dtype``; differentiable."""
+    """``value`` with every floating-point tensor in it cast to ``dtype``, at any depth; differentiable."""
 
     return map_tensors(lambda tensor: tensor.to(dtype) if tensor.dtype.is_floating_point else tensor, value)
 

@@ -1,4 +1,4 @@
-"""How one tensor is cut over W ranks, and how pieces lie behind each other in a flat buffer.
+"""How one tensor is cut over W ranks, and how pieces are laid out one after another in a flat buffer.
 
 Integers in, integers out: no torch, no process group. Sizes are elements unless the name says nbytes.
 Rule: the intervals of all ranks, joined in rank order, are the tensor, for every shape, including size 0 and W > size.
@@ -11,15 +11,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-# Regions that compute reads or a collective writes start at multiples of this: what vectorised GPU kernels want.
+# Regions that compute reads or a collective writes start at multiples of this, as vectorised GPU kernels prefer.
 ALIGNMENT_NBYTES = 128
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A tensor of ``shape``, cut along ``dim`` into consecutive pieces: ``sizes`` are their entries along it, by rank.
+    """A tensor of ``shape``, cut along ``dim`` into consecutive pieces. ``sizes`` are their lengths along it, by rank.
 
-    In a message every piece takes ``chunk_numel`` elements, padded at its end.
+    In a message, every piece takes ``chunk_numel`` elements, with padding at its end.
     """
 
     shape: tuple[int, ...]
@@ -43,7 +43,7 @@ class Layout:
         return self.dim == 0 and not any(self.sizes[first_short + 1 :])
 
     def interval(self, rank: int) -> tuple[int, int]:
-        """``rank``'s piece along ``dim``, as (start, stop). A rank behind the last one has nothing."""
+        """``rank``'s piece along ``dim``, as (start, stop). It is empty for a rank after the last one."""
         return sum(self.sizes[:rank]), sum(self.sizes[: rank + 1])
 
     @cached_property
@@ -73,8 +73,8 @@ class Layout:
 
 @lru_cache(maxsize=1024)
 def shard_layout(shape: tuple[int, ...], dim: int, num_shards: int) -> Layout:
-    """A parameter cut as DTensor's ``Shard(dim)`` cuts it: all shards have the same length, but the last non-empty one
-    may be shorter and later ones are empty. A scalar is one entry, in one shard."""
+    """The layout of DTensor's ``Shard(dim)``: all shards have the same length, except that the last non-empty one may
+    be shorter and later ones are empty. A scalar is one entry, in one shard."""
     size = shape[dim] if shape else 1
     chunk = -(-size // num_shards)
     sizes = (min(chunk, max(size - rank * chunk, 0)) for rank in range(num_shards))
@@ -82,11 +82,11 @@ def shard_layout(shape: tuple[int, ...], dim: int, num_shards: int) -> Layout:
 
 
 def join(shapes: Sequence[tuple[int, ...]], dim: int) -> Layout:
-    """The layout of pieces of ``shapes``, one per rank, along ``dim``, or dim 0 where they have no such dim. Empty
-    pieces fit to any shape.
+    """The layout of pieces of ``shapes``, one per rank, along ``dim``, or along dim 0 if they have no such dim. Empty
+    pieces match any shape.
 
     Raises:
-        ValueError: the other dims differ.
+        ValueError: the pieces differ in other dims.
     """
     pieces = [shape or (1,) for shape in shapes]
     present = [shape for shape in pieces if math.prod(shape) > 0] or [pieces[0]]
@@ -109,8 +109,8 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def pack(sizes: Sequence[int], alignment: int) -> tuple[list[int], int]:
-    """Place pieces of ``sizes`` behind each other, at multiples of ``alignment``. Returns where each starts, and where
-    the next one would."""
+    """Place pieces of ``sizes`` one after another, at multiples of ``alignment``. Returns where each piece starts, and
+    where the next one would start."""
     offsets, end = [], 0
     for size in sizes:
         offsets.append(end)

@@ -1,4 +1,4 @@
-"""Which ranks: the shard axis, the replicate axis, the model axes, and the smaller mesh between forward and backward.
+"""Which ranks take part: the shard, replicate and model axes, and the smaller mesh between forward and backward.
 
 A mesh always has a shard and a replicate axis; an absent one has size 1.
 """
@@ -18,7 +18,7 @@ from fsdp2.types import DataParallelMeshDims
 
 
 class AxisRole(Enum):
-    """What a mesh axis does to a parameter. Model axes (TP, EP) have cut it before."""
+    """What a mesh axis does to a parameter. Model axes (TP, EP) have already cut it."""
 
     SHARD = "shard"
     REPLICATE = "replicate"
@@ -28,7 +28,7 @@ class AxisRole(Enum):
 @dataclass(frozen=True)
 class Axis:
     """One mesh axis as this rank sees it. ``group`` is None for an absent axis, whose size is 1, and on ranks that are
-    not in the mesh: their ``rank`` is ``size``, behind the last one, so that they hold nothing."""
+    not in the mesh. The ``rank`` of the latter is ``size``, one after the last, so that they hold nothing."""
 
     group: dist.ProcessGroup | None
     size: int
@@ -44,8 +44,8 @@ NO_AXIS = Axis(group=None, size=1, rank=0)
 
 @dataclass(frozen=True)
 class SpmdMesh:
-    """A mesh that has all axes: the one that DTensor parameters are on before they are sharded. ``sharded_mesh``: the
-    same, but several shard axes are one."""
+    """The full mesh with all axes, on which DTensor parameters lie before they are sharded. ``sharded_mesh`` is the
+    same mesh with its shard axes flattened into one."""
 
     mesh: DeviceMesh
     roles: tuple[AxisRole, ...]
@@ -55,8 +55,8 @@ class SpmdMesh:
 
 @dataclass(frozen=True)
 class ParallelMesh:
-    """The axes that parameters are sharded over and replicated on: those of ``mesh``, by ``roles``. ``spmd``: the full
-    mesh, where the user named the data-parallel axes of one."""
+    """The axes of ``mesh`` over which parameters are sharded or replicated, according to ``roles``. ``spmd`` is the
+    full mesh, if the user named its data-parallel axes."""
 
     mesh: DeviceMesh
     roles: tuple[AxisRole, ...]
@@ -72,7 +72,7 @@ class ParallelMesh:
 
     @property
     def has_this_rank(self) -> bool:
-        """Whether this rank takes part. One that does not has empty shards, until ``reshard_to`` brings it in."""
+        """Whether this rank takes part. If not, its shards are empty until ``reshard_to`` brings it in."""
         return self.mesh.get_coordinate() is not None
 
     @property
@@ -83,19 +83,19 @@ class ParallelMesh:
 
     @property
     def process_groups(self) -> list[dist.ProcessGroup]:
-        """Those of the axes with more than one rank."""
+        """The process groups of the axes with more than one rank."""
         return [axis.group for axis in (self.shard, self.replicate) if axis.group is not None and axis.size > 1]
 
 
 class PlugIns:
-    """What higher layers plug in: ``own_axis`` makes an axis of ranks with a process group of its own, once; gets the
-    ranks, a description, the axes over which this rank can agree with them, and the device."""
+    """Functions that higher layers plug in: ``own_axis`` creates an axis with its own process group, once per use. It
+    gets the ranks, a description, the axes over which this rank can agree with them, and the device."""
 
     own_axis: Callable[[list[int], str, Sequence[Axis], torch.device], Axis]
 
 
 def replicated(parallel: ParallelMesh) -> ParallelMesh:
-    """The ranks of ``parallel``, with parameters whole on each of them. Collective on a 2D mesh."""
+    """The mesh of the same ranks as ``parallel``, but with parameters whole on each rank. Collective on a 2D mesh."""
     spmd = parallel.spmd
     if spmd is not None:
         whole = _without_shard(spmd.roles)
@@ -139,8 +139,8 @@ def parallel_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims | None = None) ->
     names of its axes.
 
     Raises:
-        TypeError: ``mesh`` is no DeviceMesh.
-        ValueError: ``mesh`` has more than two axes, or not those that ``dims`` names.
+        TypeError: ``mesh`` is not a DeviceMesh.
+        ValueError: ``mesh`` has more than two axes, or lacks an axis that ``dims`` names.
     """
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(
@@ -166,7 +166,7 @@ def mesh_device(mesh: DeviceMesh) -> torch.device:
 
 
 def mesh_with_roles(mesh: DeviceMesh, roles: tuple[AxisRole, ...], spmd: SpmdMesh | None = None) -> ParallelMesh:
-    """``mesh``, of whose axes ``roles`` say what they do, as this rank sees it."""
+    """``mesh``, whose axes have the given ``roles``, as this rank sees it."""
     if mesh.get_coordinate() is None:
         axes = {role: _axis_of_others(mesh.size(i)) for i, role in enumerate(roles)}
     else:
@@ -180,7 +180,7 @@ def _axis_of_others(size: int) -> Axis:
     return Axis(group=None, size=size, rank=size)
 
 
-# A full mesh, of which the user names axes
+# A full mesh with axes that the user names
 
 
 def _data_parallel_part(mesh: DeviceMesh, dims: DataParallelMeshDims) -> ParallelMesh:

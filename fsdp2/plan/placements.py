@@ -1,7 +1,7 @@
 """How a parameter lies on a mesh, sharded and unsharded: DTensor specs.
 
-A model axis (TP, EP) has cut the parameter before; data parallelism cuts the local part again. If a model axis further
-right in the mesh cuts the same dim, DTensor calls the placement a strided shard.
+A model axis (TP, EP) may already have cut the parameter; data parallelism cuts the local part again. If a model axis
+further right in the mesh cuts the same dim, DTensor calls the placement a strided shard.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fsdp2.plan.mesh import AxisRole, ParallelMesh, SpmdMesh
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor of ``shape`` and ``stride`` on all ranks of ``mesh``: what a DTensor knows of itself, but its dtype."""
+    """A tensor of ``shape`` and ``stride`` on all ranks of ``mesh``: the metadata of a DTensor except for its dtype."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
@@ -39,8 +39,8 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """One parameter. ``unsharded``: of a parameter that is a DTensor on model axes, which stays one; None for a plain
-    tensor. ``data_parallel_axes``: positions, in ``unsharded.mesh``, of axes that the reduction sums over."""
+    """The specs of one parameter. ``unsharded``: the spec of a DTensor on model axes, which remains one; None for a
+    plain tensor. ``data_parallel_axes``: the positions in ``unsharded.mesh`` of axes that the reduction sums over."""
 
     sharded: TensorSpec
     unsharded: TensorSpec | None = None
@@ -48,21 +48,21 @@ class ParamSpec:
 
     @property
     def may_be_pending(self) -> bool:
-        """Whether a gradient may be a sum that is pending on a model axis: where the parameter is replicated."""
+        """Whether a gradient may be a pending sum on a model axis, namely one on which the parameter is replicated."""
         placements = () if self.unsharded is None else self.unsharded.placements
         return any(p.is_replicate() for axis, p in enumerate(placements) if axis not in self.data_parallel_axes)
 
     def unsharded_tensor(self, local: torch.Tensor) -> torch.Tensor:
-        """What has been gathered, with its place on the model axes."""
+        """The gathered tensor ``local``, as a DTensor if the parameter lies on model axes."""
         return local if self.unsharded is None else self.unsharded.dtensor(local)
 
     def unsharded_parameter(self, local: torch.Tensor, *, requires_grad: bool) -> nn.Parameter:
-        """What has been gathered, as compute reads it."""
+        """The gathered tensor ``local``, as the parameter that compute reads."""
         return nn.Parameter(self.unsharded_tensor(local), requires_grad=requires_grad)
 
     def local_gradient(self, grad: torch.Tensor, pending_in: torch.dtype | None = None) -> torch.Tensor:
-        """This rank's part of the gradient of the unsharded parameter, placed like it on the model axes: sums that are
-        pending there are taken, in ``pending_in`` if that dtype is wider. On data-parallel axes, they stay pending."""
+        """This rank's part of the unsharded parameter's gradient, placed like the parameter on model axes: sums pending
+        there are computed, in ``pending_in`` if that dtype is wider. On data-parallel axes, sums stay pending."""
         if self.unsharded is None or not isinstance(grad, DTensor):
             return grad
         wanted = [
@@ -82,11 +82,11 @@ def plain_spec(shape: Sequence[int], dim: int, parallel: ParallelMesh) -> ParamS
 
 
 def param_spec(name: str, param: torch.Tensor, dim: int, parallel: ParallelMesh) -> ParamSpec:
-    """``param`` as found, cut along ``dim`` of what this rank has of it.
+    """The spec of ``param``, whose local part on this rank is cut along ``dim``.
 
     Raises:
-        ValueError: ``param`` is not on the full mesh that was given, or is on the data-parallel ranks in another way
-            than whole; or its mesh cannot be joined with the data-parallel one.
+        ValueError: ``param`` is not on the full mesh that was given, or is not whole on each data-parallel rank; or its
+            mesh cannot be joined with the data-parallel one.
     """
     if isinstance(param, DTensor):
         if any(placement.is_partial() for placement in param.placements):
@@ -107,12 +107,12 @@ def param_spec(name: str, param: torch.Tensor, dim: int, parallel: ParallelMesh)
 
 
 def local_part(param: torch.Tensor) -> torch.Tensor:
-    """What this rank has of an unsharded parameter, detached."""
+    """This rank's local part of an unsharded parameter, detached."""
     return _torch.local_of(param).detach() if isinstance(param, DTensor) else param.detach()
 
 
 def _on_model_mesh(name: str, param: DTensor, dim: int, parallel: ParallelMesh) -> ParamSpec:
-    """``param`` lies on model axes only: the data-parallel axes stand in front of them."""
+    """The spec of ``param``, which lies on model axes only. The data-parallel axes are put in front of these."""
     model, shape, stride = param.device_mesh, tuple(param.shape), contiguous_stride(param.shape)
     try:
         mesh = _torch.concatenated_mesh([parallel.mesh, model])
@@ -128,7 +128,7 @@ def _on_model_mesh(name: str, param: DTensor, dim: int, parallel: ParallelMesh) 
 
 
 def _on_full_mesh(name: str, param: DTensor, dim: int, spmd: SpmdMesh) -> ParamSpec:
-    """``param`` lies on the full mesh, whole on each data-parallel rank."""
+    """The spec of ``param``, which lies on the full mesh and is whole on each data-parallel rank."""
     if param.device_mesh != spmd.mesh:
         raise ValueError(
             f"fully_shard: parameter '{name}' is a DTensor on {param.device_mesh}, but the mesh given with "
@@ -155,7 +155,7 @@ def _on_full_mesh(name: str, param: DTensor, dim: int, spmd: SpmdMesh) -> ParamS
 def _placements(
     roles: Sequence[AxisRole], sizes: Sequence[int], on_model_axes: Sequence[Placement], dim: int
 ) -> tuple[Placement, ...]:
-    """The placements of a sharded parameter on axes of ``roles`` and ``sizes``; its placements on model axes stay."""
+    """The placements of a sharded parameter on axes of ``roles`` and ``sizes``. Those on model axes do not change."""
     remaining = iter(on_model_axes)
     placements = [next(remaining) if role is AxisRole.MODEL else Replicate() for role in roles]
     for axis, role in enumerate(roles):

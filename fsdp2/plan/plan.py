@@ -1,8 +1,8 @@
-"""What a gather and a reduction do, decided once: plain data, the same on all ranks.
+"""Plans for gathers and reductions: plain data, computed once and the same on all ranks.
 
-Each tensor takes one route. ``DIRECT`` tensors travel out of and into their final memory. Small ones, and those that
-must be rearranged, share a bucket, one per dtype: ``ROWS`` for shards that are intervals of their tensor, ``STRIDED``
-for others.
+Each tensor takes one route. ``DIRECT`` tensors are sent from and received into their final memory. Small tensors, and
+those that must be rearranged, share a bucket, one per dtype: ``ROWS`` for shards that are intervals of their tensor,
+``STRIDED`` for others.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fsdp2.plan.layout import ALIGNMENT_NBYTES, Layout, pack, shard_layout
 
 
 class Route(Enum):
-    """How one tensor travels."""
+    """How one tensor is sent."""
 
     ROWS = "bucket"
     STRIDED = "strided bucket"
@@ -29,12 +29,12 @@ class Route(Enum):
 
 @dataclass(frozen=True)
 class Routing:
-    """Which tensors take which route, as suits the comm that carries them.
+    """Which tensors take which route, chosen to suit the comm that sends them.
 
     Attributes:
-        direct_min_nbytes: shards of at least this many bytes travel without a staging copy; others share a bucket.
-        reduces_uneven: whether reductions take inputs whose last shards are short.
-        reduces_casts: whether reductions take inputs of another dtype than their outputs.
+        direct_min_nbytes: shards of at least this many bytes are sent without a staging copy; others share a bucket.
+        reduces_uneven: whether reductions accept inputs whose last shards are short.
+        reduces_casts: whether reductions accept inputs of another dtype than their outputs.
     """
 
     direct_min_nbytes: int
@@ -43,8 +43,8 @@ class Routing:
 
 
 class Origin(Enum):
-    """Where a rank's part comes from: the group's flat shards, or an all-gather hook, every time anew. What is gathered
-    is kept while the group is unsharded, unless the hooks consume it on arrival."""
+    """Where a rank's part comes from: the group's flat shards, or an all-gather hook, which is called for each gather.
+    Gathered data is kept while the group is unsharded, unless the hooks consume it on arrival."""
 
     SHARD = "shard"
     HOOK = "for a hook, kept while unsharded"
@@ -53,8 +53,8 @@ class Origin(Enum):
 
 @dataclass(frozen=True)
 class PlanInput:
-    """What a plan needs to know of one parameter, of the part of it that is kept after forward, or of one tensor that
-    an all-gather hook returns."""
+    """What a plan needs to know about one parameter, the part of it that is kept after forward, or one tensor that an
+    all-gather hook returns."""
 
     name: str
     layout: Layout
@@ -64,9 +64,9 @@ class PlanInput:
 
 @dataclass(frozen=True)
 class GatherStep:
-    """One tensor's way from shard to unsharded. ``index``: its key among the inputs. ``shard_offset``: elements into
-    the flat shard buffer of dtype ``source``. ``offset_nbytes``: bytes into the group's unsharded storage; what hooks
-    send has a storage of its own."""
+    """How one tensor is gathered. ``index``: its key among the inputs. ``shard_offset``: its offset in elements in the
+    flat shard buffer of dtype ``source``. ``offset_nbytes``: its offset in bytes in the group's unsharded storage;
+    tensors that hooks send have their own storages."""
 
     index: int
     name: str
@@ -80,7 +80,7 @@ class GatherStep:
 
     @property
     def is_copied_in(self) -> bool:
-        """Whether this rank's part is not sent from where it lies: it is cast, or a hook made it."""
+        """Whether this rank's part is copied before it is sent, because it is cast or was made by a hook."""
         return self.source is not self.dtype or self.origin is not Origin.SHARD
 
     @property
@@ -90,14 +90,14 @@ class GatherStep:
 
     @property
     def padded_nbytes(self) -> int:
-        """Bytes that are gathered."""
+        """Bytes that are gathered, including padding."""
         return self.layout.padded_numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class GatherBucket:
-    """Tensors of one dtype that travel in one message. Each rank's row of the staging memory holds its shards behind
-    each other. ``offset_nbytes``: where the rows start in the staging storage."""
+    """Tensors of one dtype that are sent in one message. Each rank's row of the staging memory holds its shards one
+    after another. ``offset_nbytes``: where the rows start in the staging storage."""
 
     steps: tuple[GatherStep, ...]
     offset_nbytes: int
@@ -128,7 +128,7 @@ class GatherPlan:
 
     @property
     def unsharded_nbytes(self) -> int:
-        """What is gathered and kept while the group is unsharded."""
+        """Bytes that are gathered and kept while the group is unsharded."""
         return self.shared_nbytes + sum(step.padded_nbytes for step in self.steps if step.origin is Origin.HOOK)
 
     def on_route(self, route: Route) -> tuple[GatherStep, ...]:
@@ -137,7 +137,7 @@ class GatherPlan:
 
 @dataclass(frozen=True)
 class ReduceStep:
-    """One parameter's gradient: ``offset`` counts elements into the flat reduced buffer."""
+    """One parameter's gradient. ``offset`` is its offset in elements in the flat reduced buffer."""
 
     index: int
     name: str
@@ -148,12 +148,12 @@ class ReduceStep:
 
 @dataclass(frozen=True)
 class ReducePlan:
-    """The reduction of a group's gradients of one combination of dtypes; all plans travel in one launch.
+    """The reduction of a group's gradients of one combination of dtypes; all plans share one launch.
 
     Attributes:
-        calls: (offset, length) in the flat buffer of what each call of the comm fills: buckets first, then each direct
-            tensor.
-        casts_first: direct gradients are cast to the reduce dtype before they are sent; else the comm casts.
+        calls: the (offset, length) in the flat buffer that each call of the comm fills: first the buckets, then each
+            direct tensor.
+        casts_first: whether direct gradients are cast to the reduce dtype before they are sent; else the comm casts.
     """
 
     steps: tuple[ReduceStep, ...]
@@ -167,9 +167,9 @@ class ReducePlan:
 def compile_gather(
     inputs: Mapping[int, PlanInput], routing: Routing, *, back_into: GatherPlan | None = None
 ) -> GatherPlan:
-    """Place every shard in a flat buffer per dtype, and what is gathered in one storage.
+    """Place every shard in a flat buffer per dtype, and all gathered tensors in one storage.
 
-    ``inputs``: by the keys that the steps carry as ``index``. ``back_into``: for shards on the post-forward mesh, the
+    ``inputs``: by the keys that the steps have as ``index``. ``back_into``: for shards on the post-forward mesh, the
     plan whose gathered tensors were cut into these shards. The shards are gathered back to their old places.
     """
     unplaced = [_unplaced_step(index, item, routing) for index, item in inputs.items()]
@@ -202,7 +202,7 @@ def compile_reduces(
 ) -> tuple[ReducePlan, ...]:
     """A plan per combination of dtypes, for gradients that are summed over ``world_size`` ranks and divided by
     ``factor``, after the user's hook if ``behind_hook``. If ``averages``, and the result is the mean, the collectives
-    take the mean. Steps carry the position in ``inputs`` as ``index``."""
+    take the mean. The ``index`` of a step is the position in ``inputs``."""
     by_dtypes: dict[ParamDtypes, list[tuple[int, PlanInput]]] = {}
     for index, item in enumerate(inputs):
         by_dtypes.setdefault(item.dtypes, []).append((index, item))
@@ -215,8 +215,8 @@ def compile_reduces(
 
 
 def cut_after_forward(step: GatherStep, num_shards: int) -> PlanInput:
-    """What ``step`` gathered, as ``num_shards`` ranks hold it between forward and backward; it is already cast. What
-    hooks sent is cut as a flat tensor: only the hooks know its shape."""
+    """The tensor that ``step`` gathered, as ``num_shards`` ranks hold it between forward and backward. It is already
+    cast. A tensor that hooks sent is cut as a flat tensor, since only the hooks know its shape."""
     layout = step.layout
     shape, dim = (layout.shape, layout.dim) if step.origin is Origin.SHARD else ((layout.numel,), 0)
     return PlanInput(step.name, shard_layout(shape, dim, num_shards), ParamDtypes.uncast(step.dtype))
@@ -237,7 +237,7 @@ def _compile_reduce(inputs: Sequence[tuple[int, PlanInput]], factors: DivideFact
             steps.append(ReduceStep(index, item.name, routes[i], item.layout, offset))
             offset += item.layout.chunk_numel
     places = tuple(zip(starts, sizes, strict=True))
-    casts_first = not routing.reduces_casts or factors.before != 1.0  # division comes behind the cast
+    casts_first = not routing.reduces_casts or factors.before != 1.0  # division comes after the cast
     return ReducePlan(tuple(steps), dtypes, factors, sum(places[-1]), places, casts_first)
 
 
@@ -260,8 +260,8 @@ def _is_large(item: PlanInput, routing: Routing) -> bool:
 
 
 def _place_shards(steps: Sequence[GatherStep]) -> tuple[list[GatherStep], tuple[tuple[torch.dtype, int], ...]]:
-    """Offsets in the flat shard buffer of each dtype. Bucketed shards touch each other, so that a bucket's contribution
-    is a slice; direct ones are aligned."""
+    """Choose offsets in the flat shard buffer of each dtype. Bucketed shards are adjacent, so that a bucket's input is
+    a slice; direct ones are aligned."""
     placed: list[GatherStep] = []
     ends: dict[torch.dtype, int] = {}
     for step in steps:
@@ -274,7 +274,7 @@ def _place_shards(steps: Sequence[GatherStep]) -> tuple[list[GatherStep], tuple[
 
 
 def _place_regions(steps: Sequence[GatherStep]) -> tuple[list[GatherStep], int]:
-    """Regions of the shared storage, in the order of the inputs, and the bytes they take."""
+    """Choose regions of the shared storage, in the order of the inputs. Also returns the bytes they take."""
     placed = sorted((step for step in steps if step.origin is Origin.SHARD), key=lambda step: step.index)
     starts, nbytes = pack([step.padded_nbytes for step in placed], ALIGNMENT_NBYTES)
     offsets = {step.index: start for step, start in zip(placed, starts, strict=True)}

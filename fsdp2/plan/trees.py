@@ -1,4 +1,4 @@
-"""The tensors inside what modules take and return: in dicts, lists, tuples and dataclasses, but not in sets."""
+"""The tensors in the arguments and results of modules: in dicts, lists, tuples and dataclasses, but not in sets."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-# Most of what models are given beside tensors; told apart first, since the other tests cost more.
+# Most arguments of models other than tensors; checked first, since the other tests cost more.
 _LEAVES = frozenset({type(None), bool, int, float, str})
 
 
@@ -37,7 +37,7 @@ def find_tensors(value: Any, found: list[torch.Tensor]) -> list[torch.Tensor]:
         return found
     for item in value if isinstance(value, (list, tuple)) else _named_parts(value).values():
         kind = type(item)
-        if kind is torch.Tensor:  # most items are tensors or leaves, and take no call
+        if kind is torch.Tensor:  # most items are tensors or leaves, and need no call
             found.append(item)
         elif kind not in _LEAVES:
             find_tensors(item, found)
@@ -45,7 +45,7 @@ def find_tensors(value: Any, found: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _named_parts(value: Any) -> dict[Any, Any]:
-    """The items of a dict, or the fields of a dataclass; nothing of what is neither."""
+    """The items of a dict, or the fields of a dataclass; empty for anything else."""
     if isinstance(value, dict):
         return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -68,6 +68,6 @@ def _rebuilt(original: Any, parts: dict[Any, Any]) -> Any:
     else:  # copy() of an OrderedDict would call the subclass
         rebuilt = type(original).__new__(type(original))
         vars(rebuilt).update(vars(original))
-    for key, item in parts.items():  # some subclasses mirror items as attributes, and forbid update()
+    for key, item in parts.items():  # some subclasses mirror items as attributes and forbid update()
         rebuilt[key] = item
     return rebuilt

@@ -1,2 +1,2 @@
-"""A sharded module as torch's private names show it. Clients read these names; each name reads the runtime and acts
-through the runtime's own operations. Loaded only when somebody asks."""
+"""Shows a sharded module under torch's private names, which some clients read. Each name reads the runtime and acts
+through the runtime's own operations. Loaded only on demand."""

@@ -1,7 +1,7 @@
 """The parameters of a unit as torch's ``FSDPParamGroup`` and ``FSDPParam`` show them.
 
-torch has a group for each mesh; the runtime also has one for scalars, which it all-reduces. A view shows all groups on
-one mesh as one. What it does, it does to the whole unit, as the methods of ``FSDPModule`` do.
+torch has one group for each mesh; the runtime has another one for scalars, which it all-reduces. A view shows all
+groups on one mesh as one. Its methods act on the whole unit, like the methods of ``FSDPModule``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _OF_PHASE = {
 }
 _OF_GROUP = {
     GroupState.SHARDED: "SHARDED",
-    GroupState.UNSHARDING: "SHARDED",  # torch, too, changes its state when the gather is waited for
+    GroupState.UNSHARDING: "SHARDED",  # torch also changes its state only when the gather is waited for
     GroupState.UNSHARDED: "UNSHARDED",
     GroupState.LENT: "UNSHARDED",
     GroupState.SHARDED_POST_FORWARD: "SHARDED_POST_FORWARD",
@@ -44,7 +44,7 @@ _OF_GROUP = {
 
 
 def training_state(unit: Unit, groups: Sequence[ParamGroup] = ()) -> Any:
-    """In which pass ``unit`` is. A prefetch of one of its ``groups`` belongs to the pass that prefetches."""
+    """The pass that ``unit`` is in. A prefetch of one of its ``groups`` belongs to the pass that prefetches."""
     tree = unit.tree
     name = "IDLE" if tree is None else _OF_PHASE[tree.passes.phases[unit.index]]
     if tree is not None and name == "IDLE" and any(group.state is GroupState.UNSHARDING for group in groups):
@@ -69,7 +69,7 @@ def mesh_info(mesh: ParallelMesh) -> Any:
 
 @door.all_entries
 class ParamGroupView(View):
-    """The parameters of a unit that are on one mesh, and what the unit does with them."""
+    """The parameters of a unit on one mesh, and the operations of the unit on them."""
 
     shows = "FSDPParamGroup"
     instead: ClassVar[Mapping[str, str]] = {
@@ -112,12 +112,12 @@ class ParamGroupView(View):
     def __hash__(self) -> int:
         return hash(self._groups)
 
-    # What there is
+    # Contents
 
     @property
     def fsdp_params(self) -> list[ParamView]:
         shown = [param._param for param in self._params]
-        if shown != [param for group in self._groups for param in group.params]:  # ties have moved
+        if shown != [param for group in self._groups for param in group.params]:  # ties have moved since
             vars(self)["_params"] = [ParamView(self, group, param) for group in self._groups for param in group.params]
         return list(self._params)
 
@@ -174,7 +174,7 @@ class ParamGroupView(View):
     def _with_fqn(self, label: str) -> str:
         return f"{label} ({self._module_fqn})" if self._module_fqn else label
 
-    # Where it stands
+    # State
 
     @property
     def _training_state(self) -> Any:
@@ -182,8 +182,8 @@ class ParamGroupView(View):
 
     @_training_state.setter
     def _training_state(self, state: Any) -> None:
-        """Clients set IDLE before they reshard, which torch otherwise refuses or ignores in a pass. ``reshard()`` of
-        the runtime does as it is told."""
+        """Clients set IDLE before they reshard, because torch otherwise refuses or ignores that call in a pass. The
+        runtime's ``reshard()`` does not depend on this state."""
         if getattr(state, "name", None) != "IDLE":
             raise AttributeError(self._refusal("can set '_training_state' to IDLE only", "_training_state"))
 
@@ -247,7 +247,7 @@ class ParamGroupView(View):
 
     @property
     def reshard_after_backward(self) -> bool | int:
-        """As ``set_reshard_after_backward`` takes it."""
+        """The value that ``set_reshard_after_backward`` takes."""
         config = self._unit.config
         keeps_some = any(group.keeps_post_forward for group in self._groups)
         return config.post_forward_size or True if keeps_some else config.reshard_after_backward
@@ -308,14 +308,14 @@ class ParamGroupView(View):
         for group in self._groups:
             group.configure(**changes)
 
-    # What it does
+    # Operations
 
     def lazy_init(self) -> None:
-        """Form the tree of units, which the first use does otherwise."""
+        """Form the tree of units, which otherwise happens at the first use."""
         tree_of(self._unit)
 
     def unshard(self, async_op: bool = False) -> None:
-        """Start gathering the unit; ``wait_for_unshard`` binds."""
+        """Start gathering the unit; ``wait_for_unshard`` binds the parameters."""
         tree_of(self._unit).unshard(self._unit)
 
     def wait_for_unshard(self) -> None:
@@ -328,14 +328,14 @@ class ParamGroupView(View):
 
     def post_backward(self, *_: object) -> None:
         """Reduce what backwards have kept, and reshard. The runtime does so for all units of a root together, in an
-        order that all ranks share, so the first call does it. It also waits, since some clients call no final callback.
+        order that all ranks share, so the first call does it. It also waits, as some clients call no final callback.
 
         Raises:
             ScheduleError: a backward is running.
         """
         unit, tree = self._unit, self._unit.tree
         if tree is None:
-            return  # never used: there is nothing
+            return  # never used, so there is nothing to do
         if tree.passes.in_backward:
             raise ScheduleError(
                 f"post_backward of unit '{unit.name}': a backward is running, which reduces the unit itself. Call "
@@ -431,13 +431,13 @@ class ParamView(View):
 
     @property
     def param_dtype(self) -> torch.dtype | None:
-        """As in torch, None if it is that of the shard."""
+        """None if it is the dtype of the shard, as in torch."""
         dtypes = self._param.dtypes
         return None if dtypes.param is dtypes.orig else dtypes.param
 
     @property
     def reduce_dtype(self) -> torch.dtype | None:
-        """As in torch, None if it is that of compute."""
+        """None if it is the dtype of compute, as in torch."""
         dtypes = self._param.dtypes
         return None if dtypes.reduce is dtypes.param else dtypes.reduce
 
@@ -486,22 +486,22 @@ class ParamView(View):
         return self._param.spec.sharded
 
     def accumulate_unsharded_grad_if_needed(self) -> None:
-        """Add this backward's gradients to those that are kept, in reduce dtype."""
+        """Add this backward's gradients to the kept ones, in the reduce dtype."""
         self._group.gradients.keep_unreduced()
 
     def to_accumulated_grad_if_needed(self) -> None:
-        """Keep this backward's gradients in reduce dtype."""
+        """Keep this backward's gradients in the reduce dtype."""
         self._group.gradients.keep_unreduced()
 
 
 def _group_or_refuse(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     if group is None:
-        raise AttributeError  # the view says why
+        raise AttributeError  # the view adds the reason
     return group
 
 
 def views_of(unit: Unit) -> list[ParamGroupView]:
-    """The groups of ``unit`` by mesh, in the order of the first parameter of each."""
+    """A view for each mesh of ``unit``'s groups, in the order of the first parameter of each."""
     by_mesh: dict[Any, list[ParamGroup]] = {}
     for group in unit.groups:
         by_mesh.setdefault(group.mesh.mesh, []).append(group)

@@ -1,5 +1,5 @@
 """The parameters of a ``FullyShardedDataParallel`` as torch's ``FlatParamHandle`` shows them, and what torch's root
-knows of the order of units."""
+knows about the order of units."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _OF_FSDP1 = {"PRE_BACKWARD": "BACKWARD_PRE", "POST_BACKWARD": "BACKWARD_POST"}
 
 @door.all_entries
 class Handle(View):
-    """What the wrapper of a module does with the parameters of its unit."""
+    """The operations of a module's wrapper on the parameters of its unit."""
 
     shows = "FlatParamHandle"
     instead: ClassVar[Mapping[str, str]] = {
@@ -42,7 +42,7 @@ class Handle(View):
     def __init__(self, wrapper: Any) -> None:
         vars(self).update(_wrapper=wrapper)
 
-    _wrapper: Any  # a FullyShardedDataParallel; to import the class would be a circle
+    _wrapper: Any  # a FullyShardedDataParallel; importing the class would be circular
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Handle) and self._unit is other._unit
@@ -59,7 +59,7 @@ class Handle(View):
     def flat_param(self) -> nn.Parameter:
         flat: nn.Parameter | None = self._wrapper._flat_param
         if flat is None:
-            raise AttributeError  # the view says why
+            raise AttributeError  # the view adds the reason
         return flat
 
     @property
@@ -88,7 +88,7 @@ class Handle(View):
 
     @_orig_param_dtype.setter
     def _orig_param_dtype(self, dtype: torch.dtype) -> None:
-        """Clients that have cast ``flat_param`` say so; the runtime reads the dtype of the shards."""
+        """Ignored: clients set it after a cast of ``flat_param``, but the runtime reads the dtype of the shards."""
 
     @property
     def _fwd_bwd_param_dtype(self) -> torch.dtype:
@@ -125,7 +125,7 @@ class Handle(View):
         return any(group.state is not GroupState.UNSHARDED for group in self._unit.groups)
 
     def is_sharded(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor``, which is ``flat_param``, is a part on this rank; it never is whole here."""
+        """Whether ``tensor``, which is ``flat_param``, is only a part on this rank. It is never unsharded here."""
         return self.uses_sharded_strategy
 
     def unshard(self) -> None:
@@ -135,11 +135,11 @@ class Handle(View):
         tree.finish_unshard(self._unit)
 
     def reshard(self, free_unsharded_flat_param: bool = True) -> None:
-        """Bind the shards. The unsharded memory is freed, whatever is passed: to keep it would make it stale."""
+        """Bind the shards. The unsharded memory is always freed, whatever is passed, since it would become stale."""
         self._unit.reshard()
 
     def flat_param_to(self, *args: Any, **kwargs: Any) -> None:
-        """Move ``flat_param``, and so the shards of the unit, in place. The next use needs them where they were."""
+        """Move ``flat_param``, and thus the unit's shards, in place. The next use needs them back where they were."""
         self._unit.reshard()
         flat = self.flat_param
         moved = flat.detach().to(*args, **kwargs)
@@ -148,7 +148,7 @@ class Handle(View):
 
 
 class ExecutionOrder(View):
-    """What torch's root knows of the order of its wrappers. The runtime records the order itself."""
+    """What torch's root knows about the order of its wrappers. The runtime records the order itself."""
 
     shows = "_ExecOrderData"
     instead: ClassVar[Mapping[str, str]] = {

@@ -1,5 +1,5 @@
-"""What ``install`` shows of our modules where clients look for torch's: the registry of states, the functions that look
-for the state of a wrapper, and the hooks of a module. And a warning for clients that patch torch's runtime, which no
+"""Shows our modules where clients look for torch's, after ``install``: in the registry of states, in the functions that
+look up the state of a wrapper, and in the hooks of a module. Also warns clients that patch torch's runtime, which no
 longer runs."""
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _HOOKS: Sequence[Any] = (ModuleHooks.pre_forward, ModuleHooks.post_forward)
 
 
 def show() -> Callable[[], None]:
-    """Show our modules from now on. Returns what ends it."""
+    """Show our modules from now on. Returns a function that hides them again."""
     patches = Patches()
     guards_of = OfHooks.guards_of
 
     def guards_and_state_of(unit: Unit, modules: Iterable[nn.Module]) -> list[Guard]:
-        """A new unit has got its hooks."""
+        """Register a new unit, which has just got its hooks."""
         _register(unit)
         return guards_of(unit, modules)
 
@@ -52,7 +52,7 @@ def show() -> Callable[[], None]:
 
     OfHooks.guards_of = guards_and_state_of
     OfTrees.checks.append(checks_of)
-    for hook in _HOOKS:  # clients that run a module without them look where they are written
+    for hook in _HOOKS:  # to run a module without them, clients look at where they are defined
         hook.__module__ = torch_names.STATE_MODULE
     return hide
 
@@ -67,7 +67,7 @@ class Patches:
     """Looks for attributes of torch's classes that a client has replaced since this object was made.
 
     Attributes:
-        classes: those without a warning so far, with what they were, and what does the same for our runtime.
+        classes: the classes not yet warned about, with their original attributes, and the remedy in our runtime.
     """
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class Patches:
         }
 
     def check(self) -> None:
-        """Warn of each class once. Clients patch classes for a while, so this looks before every pass."""
+        """Warn about each class once. Clients may patch classes temporarily, so this runs before every pass."""
         for cls, (before, remedy) in list(self.classes.items()):
             now = vars(cls)
             if now == before:
@@ -94,7 +94,7 @@ class Patches:
 
 
 class _Checks(TreeChecks):
-    """Asked before every pass."""
+    """Looks for patches before every pass."""
 
     def __init__(self, patches: Patches) -> None:
         self._patches = patches

@@ -16,11 +16,11 @@ from fsdp2.runtime.unit import Unit, unit_of
 from fsdp2.runtime.unit_tree import tree_of
 from fsdp2.types import MixedPrecisionPolicy
 
-_VIEW = "_torch_view"  # of a unit: kept, since torch's registry holds weak references
+_VIEW = "_torch_view"  # attribute of a unit that keeps its view, since torch's registry holds weak references
 
 
 class FSDPState(View):
-    """The state of one unit. For ``isinstance``, it is one of torch's class, too."""
+    """The state of one unit. ``isinstance`` also accepts it as an instance of torch's class."""
 
     shows = "FSDPState"
     instead: ClassVar[Mapping[str, str]] = {
@@ -39,11 +39,11 @@ class FSDPState(View):
         vars(self).update(_unit=unit, _shown=(), _views=[])
 
     _unit: Unit
-    _shown: tuple[ParamGroup, ...]  # of which groups the views are
+    _shown: tuple[ParamGroup, ...]  # the groups that the views show
     _views: list[ParamGroupView]
     _state_name = "FSDP"
 
-    @property  # type: ignore[misc]  # what isinstance asks where the type says no
+    @property  # type: ignore[misc]  # isinstance reads it if the type does not match
     def __class__(self) -> type:
         return torch_names.state_class() or FSDPState
 
@@ -64,7 +64,7 @@ class FSDPState(View):
     def _fsdp_param_group(self) -> ParamGroupView | None:
         groups = self._fsdp_param_groups
         if len(groups) > 1:
-            raise AttributeError  # the view says why
+            raise AttributeError  # the view adds the reason
         return groups[0] if groups else None
 
     @property
@@ -94,7 +94,7 @@ class FSDPState(View):
 
     @property
     def _auto_reshard_after_forward(self) -> bool:
-        """Whether a root stays unsharded after forward, because the user has not said otherwise."""
+        """Whether the unit, as a root, stays unsharded after forward, because the user has not chosen otherwise."""
         return self._unit.config.stays_as_root
 
     @_auto_reshard_after_forward.setter
@@ -119,8 +119,8 @@ class FSDPState(View):
 
     @property
     def _comm_ctx(self) -> Unit:
-        """torch's pipelining lets reductions of stages overlap if no two share this object. A handle of ours waits for
-        the reductions of its own root only."""
+        """torch's pipelining lets reductions of stages overlap if no two of them share this object. Our handles wait
+        only for the reductions of their own root."""
         return self._unit
 
     @property
@@ -128,7 +128,7 @@ class FSDPState(View):
         return StateContext(self._unit)
 
     def _lazy_init(self) -> None:
-        """Form the tree of units, which the first use does otherwise."""
+        """Form the tree of units, which otherwise happens at the first use."""
         tree_of(self._unit)
 
     def _root_post_backward_final_callback(self) -> None:
@@ -156,12 +156,12 @@ class StateContext(View):
 
     @property
     def all_states(self) -> list[FSDPState]:
-        """Those of all units under the root, which comes first."""
+        """The states of all units of the tree, the root first."""
         return [of_unit(unit) for unit in tree_of(self._unit).units]
 
     @property
     def iter_forward_root(self) -> FSDPState | None:
-        """Of the unit whose forward is the whole pass, while that runs."""
+        """The state of the outermost unit of the running pass; None if no pass runs."""
         tree = tree_of(self._unit)
         return None if tree.passes.root is None else of_unit(tree.units[tree.passes.root])
 

@@ -1,4 +1,4 @@
-"""Private names of torch that the views look like. They are looked up when somebody asks: to import them takes long."""
+"""Private names of torch that the views imitate. They are looked up only on demand, since importing them takes long."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch.distributed import _composable_state
 from torch.distributed.device_mesh import DeviceMesh
 
 _FULLY_SHARD = "torch.distributed.fsdp._fully_shard."
-STATE_MODULE = f"{_FULLY_SHARD}_fsdp_state"  # where torch's hooks on modules are written
+STATE_MODULE = f"{_FULLY_SHARD}_fsdp_state"  # where torch's hooks on modules are defined
 _COMMON, _PARAM, _GROUP = (f"{_FULLY_SHARD}{name}" for name in ("_fsdp_common", "_fsdp_param", "_fsdp_param_group"))
 
-# Classes of torch's runtimes that clients patch, and what does the same for ours.
+# Classes of torch's runtimes that clients patch, and the equivalent in ours.
 PATCHED = (
     (_PARAM, "FSDPParam", "For other formats of parameters, use tensor subclasses with all-gather hooks"),
     (_GROUP, "FSDPParamGroup", "To change communication, use the setters of FSDPModule, such as set_all_reduce_hook"),
@@ -24,18 +24,18 @@ PATCHED = (
     ("torch.distributed.fsdp._flat_param", "FlatParamHandle", "To see or change passes, use hooks of modules"),
 )
 
-# torch's registry: by module, a weak reference to its state.
+# torch's registry, which maps a module to a weak reference to its state.
 states_by_module: MutableMapping[nn.Module, Any] = _composable_state._module_state_mapping
 
 
 def state_class() -> type | None:
-    """torch's class of a module's state, if somebody has imported it."""
+    """torch's class of a module's state; None if it has not been imported."""
     module = sys.modules.get(STATE_MODULE)
     return None if module is None else vars(module)["FSDPState"]
 
 
 def class_of_torch(module: str, name: str) -> type | None:
-    """The class ``name`` in ``module``; None if this torch has none."""
+    """The class ``name`` in ``module``; None if this version of torch has no such class."""
     try:
         import_module(module)
     except ImportError:
@@ -44,22 +44,22 @@ def class_of_torch(module: str, name: str) -> type | None:
 
 
 def training_state(name: str) -> Any:
-    """A member of the enum that says in which pass a unit is."""
+    """A member of torch's enum of the passes that a unit may be in."""
     return import_module(_COMMON).TrainingState[name]
 
 
 def sharded_state(name: str) -> Any:
-    """A member of the enum that says which form of the parameters is bound."""
+    """A member of torch's enum of the forms in which parameters may be bound."""
     return import_module(_PARAM).ShardedState[name]
 
 
 def handle_training_state(name: str) -> Any:
-    """The same as ``training_state``, of FSDP1."""
+    """The same as ``training_state``, for FSDP1."""
     return import_module("torch.distributed.fsdp._common_utils").HandleTrainingState[name]
 
 
 def handle_strategy(name: str) -> Any:
-    """A member of the enum that says how FSDP1 shards a unit."""
+    """A member of torch's enum of FSDP1's sharding strategies."""
     return import_module("torch.distributed.fsdp._flat_param").HandleShardingStrategy[name]
 
 
@@ -70,19 +70,19 @@ def places_of(slots: Sequence[tuple[nn.Module, str]]) -> Any:
 
 
 def mesh_info(mesh: DeviceMesh, shard: int | None, replicate: int | None, **options: Any) -> Any:
-    """A mesh whose axes, by their numbers, shard and replicate. It makes no process group."""
+    """torch's description of a mesh; ``shard`` and ``replicate`` are axis numbers. Creates no process group."""
     names = {(True, True): "HSDPMeshInfo", (True, False): "FSDPMeshInfo", (False, True): "DDPMeshInfo"}
     made = getattr(import_module(_COMMON), names[shard is not None, replicate is not None])
     return made(mesh, shard_mesh_dim=shard, replicate_mesh_dim=replicate, **options)
 
 
 def size_of(info: Any) -> int:
-    """Over how many ranks a ``mesh_info`` shards."""
+    """The number of ranks over which a ``mesh_info`` shards."""
     return int(info.shard_mesh_size)
 
 
 def set_reduce_group(info: Any, group: dist.ProcessGroup | None) -> Any:
-    """``info``, which says that gradients are reduced in ``group``."""
+    """``info``, changed to say that gradients are reduced in ``group``."""
     if hasattr(info, "reduce_scatter_process_group"):
         info.reduce_scatter_process_group = group
     return info

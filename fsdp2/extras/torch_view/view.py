@@ -1,4 +1,4 @@
-"""What all views have in common: a name that a view cannot honour raises, and says which public call does it."""
+"""The base of all views: a name that a view cannot support raises an error that names the public call for it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ _PUBLIC = "the methods of fsdp2.FSDPModule, or fsdp2.trace, which shows what hap
 
 
 class View:
-    """A view of one thing of the runtime. It keeps nothing: what it shows is read anew each time.
+    """A view of one object of the runtime. It holds no state: whatever it shows is read anew each time.
 
     Attributes:
-        shows: what of torch's it looks like, for messages.
+        shows: the name of the torch class that it imitates, for messages.
         instead: for names that it lacks, the public call that does what clients use the name for.
-        not_now: for names that it has at times only, what is missing, and the remedy.
+        not_now: for names that exist only at times, what is missing, and the remedy.
     """
 
     shows: ClassVar[str] = ""
@@ -22,7 +22,7 @@ class View:
     not_now: ClassVar[Mapping[str, str]] = {}
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # Python looks for protocols that the view does not have
+        if name.startswith("__"):  # Python looks for protocols that the view does not support
             raise AttributeError(name)
         if name in self.not_now:
             raise AttributeError(f"fsdp2's view of torch's {self.shows}: '{name}' {self.not_now[name]}")
