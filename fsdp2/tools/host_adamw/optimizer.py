@@ -102,7 +102,7 @@ class HostAdamW(optim.Optimizer):
         self._unit_of: dict[nn.Parameter, HostUnit] = {}
         self._group_of: dict[nn.Parameter, int] = {}  # index of the param group
         self._streams: Streams | None = None
-        # Parameters stepped, or to be stepped, with this step's gradients; their values: these, if they stay, and versions.
+        # Parameters stepped, or to be stepped, with this step's gradients: these, if they stay, and their versions.
         self._begun: dict[nn.Parameter, tuple[Tensor | None, list[int]]] = {}
         self._held: list[tuple[HostUnit, Job]] = []  # jobs that wait until the norm is known
         self._factor: Factor | None = None  # from the previous step
