@@ -1,6 +1,6 @@
-"""FSDP1's front: ``FullyShardedDataParallel`` and its names, on the runtime of ``fully_shard``.
+"""FSDP1's interface: ``FullyShardedDataParallel`` and related names, built on the runtime of ``fully_shard``.
 
-Settings, enums and configs are torch's own classes, so that code may mix both imports.
+Settings, enums and configs are torch's own classes, so code may mix imports from both packages.
 """
 
 from torch.distributed.fsdp import (

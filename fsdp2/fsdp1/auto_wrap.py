@@ -24,15 +24,15 @@ def chosen_by(
     ignored_modules: Collection[nn.Module] = frozenset(),
     ignored_params: Collection[nn.Parameter] = frozenset(),
 ) -> Overrides:
-    """The modules inside of ``model`` that ``policy`` chooses, inner ones first, each with the options that the policy
-    overrides. ``model`` itself is not among them.
+    """Return the modules inside ``model`` that ``policy`` chooses, inner ones first, each with the options that the
+    policy overrides. ``model`` itself is not among them.
 
     Args:
         policy: a ``ModuleWrapPolicy``, a ``CustomPolicy``, or a function ``(module, recurse, nonwrapped_numel)``.
 
     Raises:
         TypeError: ``policy`` is none of these.
-        ValueError: a ``CustomPolicy`` returns something else than a bool or a dict.
+        ValueError: a ``CustomPolicy`` returns something other than a bool or a dict.
     """
     found = run_policy(policy, model, set(ignored_modules))
     if found is None:
@@ -55,7 +55,7 @@ def _ask(
     *,
     is_root: bool = False,
 ) -> int:
-    """Ask ``policy`` about ``module`` and all modules inside. Returns how many elements the chosen ones take."""
+    """Ask ``policy`` about ``module`` and all modules inside it. Returns how many elements the chosen ones hold."""
     numel = sum(param.numel() for param in module.parameters() if param not in ignored_params)
     if module in found:  # a shared module
         return numel
@@ -70,7 +70,7 @@ def _ask(
 
 
 def inner_first(model: nn.Module) -> list[nn.Module]:
-    """All modules of ``model``, each once, behind the modules inside it."""
+    """All modules of ``model``, each listed once, after the modules inside it."""
     seen: dict[nn.Module, None] = {}
     entered: set[nn.Module] = set()
 
@@ -86,10 +86,10 @@ def inner_first(model: nn.Module) -> list[nn.Module]:
 
 
 def check_nothing_is_wrapped(model: nn.Module) -> None:
-    """Refuse a policy for a model that is sharded in part.
+    """Refuse to apply a policy to a model that is already partly sharded.
 
     Raises:
-        ValueError: names the first module that is sharded.
+        ValueError: a module is sharded already; the message names the first one.
     """
     for name, module in plain_named_modules(model):
         if unit_of(module) is not None:
@@ -100,8 +100,8 @@ def check_nothing_is_wrapped(model: nn.Module) -> None:
 
 
 def add_full_precision(model: nn.Module, classes: Collection[type[nn.Module]], chosen: Overrides) -> Overrides:
-    """``chosen`` with all modules of ``classes``, without mixed precision: they compute in fp32. Their inputs are cast
-    to fp32, and their outputs to the dtype of the inputs."""
+    """Add all modules of ``classes`` to ``chosen``, without mixed precision, so that they compute in fp32. Their inputs
+    are cast to fp32, and their outputs back to the dtype of the inputs."""
     found = of_classes(model, classes)
     if not found:
         return chosen
@@ -118,14 +118,14 @@ def add_full_precision(model: nn.Module, classes: Collection[type[nn.Module]], c
 
 
 def of_classes(model: nn.Module, classes: Collection[type[nn.Module]]) -> Overrides:
-    """The modules of ``classes`` inside of ``model``."""
+    """The modules inside ``model`` that are instances of ``classes``."""
     kept = tuple(classes)
     return {module: {} for module in model.modules() if isinstance(module, kept) and module is not model}
 
 
 def compute_in_fp32(module: nn.Module) -> None:
     """Cast floating-point inputs of ``module`` to fp32, and its outputs back."""
-    before: list[torch.dtype] = []  # of inputs; forwards of one module can nest
+    before: list[torch.dtype] = []  # dtypes of inputs; forwards of one module can nest
 
     def cast_inputs(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         dtypes = [arg.dtype for arg in args if isinstance(arg, torch.Tensor) and arg.is_floating_point()]
@@ -140,7 +140,7 @@ def compute_in_fp32(module: nn.Module) -> None:
 
 
 def replace_everywhere(model: nn.Module, wrapped: Mapping[nn.Module, nn.Module]) -> None:
-    """Put wrappers in the place of modules of ``model``, in all parents. Wrappers keep what they wrap."""
+    """Replace modules of ``model`` by their wrappers, in every parent. The wrappers keep the modules they wrap."""
     inside = set(wrapped.values())
     for parent in dict.fromkeys(model.modules()):
         if parent not in inside:
@@ -150,7 +150,7 @@ def replace_everywhere(model: nn.Module, wrapped: Mapping[nn.Module, nn.Module])
 
 
 def modules_outside_units(model: nn.Module, ignored: Collection[nn.Module] = frozenset()) -> Iterator[nn.Module]:
-    """The modules of ``model`` that no wrapper inside manages, and that are not ignored; parents first."""
+    """The modules of ``model`` that no inner wrapper manages and that are not ignored, parents first."""
     waiting, seen = [model], {model}
     for module in waiting:
         yield module

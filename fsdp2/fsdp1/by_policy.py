@@ -13,7 +13,7 @@ from fsdp2.plan.mesh import default_mesh
 
 
 def shard_by_policy(model: nn.Module, policy: Any, **options: Any) -> FSDPModule:
-    """What :func:`fsdp2.auto_shard` does with ``policy``."""
+    """Shard ``model`` as :func:`fsdp2.auto_shard` does when it is given a ``policy``."""
     params = frozenset(options.get("ignored_params") or ())
     chosen = chosen_by(policy, model, ignored_params=params)
     if not chosen:

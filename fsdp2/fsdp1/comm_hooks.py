@@ -1,4 +1,4 @@
-"""The user's hook in the place of the reduction: ``register_comm_hook``, with the hooks of torch and of users."""
+"""``register_comm_hook``: replaces the gradient reduction by a hook, either one of torch's or the user's own."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _KEY = "_comm_hook"  # attribute of wrappers that have a hook
 
 
 class Compress:
-    """Does what the hooks of torch that compress do. Those call ``record_stream``, which the CPU does not have."""
+    """Does the same as torch's compressing hooks, which call ``record_stream`` and so do not run on the CPU."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -37,7 +37,7 @@ class Compress:
 
 
 class HookedReduceScatter(ReduceScatter):
-    """``hook(state, gradients, shard)`` as the reduce-scatter."""
+    """Runs ``hook(state, gradients, shard)`` as the reduce-scatter."""
 
     def __init__(self, state: object, hook: Hook) -> None:
         self._state, self._hook = state, hook
@@ -60,7 +60,7 @@ class HookedReduceScatter(ReduceScatter):
 
 
 class HookedAllReduce:
-    """``hook(state, gradients)`` as the all-reduce, in place."""
+    """Runs ``hook(state, gradients)`` as the all-reduce, in place."""
 
     def __init__(self, state: object, hook: Hook) -> None:
         self._state, self._hook = state, hook
@@ -72,14 +72,14 @@ class HookedAllReduce:
 
 
 def _compressed_dtype(hook: Hook) -> torch.dtype | None:
-    """The dtype that travels with one of torch's hooks that compress."""
+    """The dtype that ``hook`` communicates in, if it is one of torch's compressing hooks; else None."""
     hooks = torch_names.default_comm_hooks()
     known = ((hooks.fp16_compress_hook, torch.float16), (hooks.bf16_compress_hook, torch.bfloat16))
     return next((dtype for each, dtype in known if hook is each), None)
 
 
 def _restore_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> None:
-    """Hooks that compress leave their results in the dtype that their state says."""
+    """Cast ``tensor`` back to ``dtype``: compressing hooks leave their results in the dtype that their state names."""
     if tensor.dtype is not dtype:
         tensor.data = tensor.data.to(dtype)
 

@@ -1,5 +1,5 @@
-"""After a forward without gradients, modules have their shards, as with torch's class: other modules list these, and
-``zero_grad`` of a module around the wrapper finds their gradients."""
+"""After a forward without gradients, modules hold their shards again, as with torch's class. Other modules then list
+the shards, and ``zero_grad`` of a module around the wrapper finds their gradients."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from fsdp2.schedule.states import GroupState
 
 
 class BindsShards(TreeChecks):
-    """Reshards what stays unsharded behind an evaluation, if a wrapped module is the root. A step that trains is left
-    alone: its backward reshards."""
+    """Reshards the units that stay unsharded after an evaluation, if the root is a wrapped module. Training steps are
+    left alone, since their backward reshards."""
 
     def __init__(self, tree: UnitTree) -> None:
         self._tree = tree
@@ -27,5 +27,5 @@ class BindsShards(TreeChecks):
 
 
 def register() -> None:
-    """Do so in every tree from now on."""
+    """Apply :class:`BindsShards` to every tree from now on."""
     PlugIns.checks.append(BindsShards)

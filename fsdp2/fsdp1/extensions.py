@@ -1,6 +1,6 @@
-"""Six methods by which a user's tensor type is sharded, shown, saved and loaded: ``FSDPExtensions``.
+"""``FSDPExtensions``: six methods that define how a user's tensor type is sharded, shown, saved and loaded.
 
-A wrapper keeps the extension that was set when it was made. Without one, nothing here runs: the runtime itself knows
+A wrapper keeps the extension that was set when it was made. Without one, nothing here runs: the runtime itself handles
 DTensors of tensor parallelism and the all-gather hooks of tensor subclasses. Rule: each result of a user's method is
 checked here, and an error names the method and the parameter.
 """
@@ -32,30 +32,30 @@ from fsdp2.types import ExtensionError
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 _KEY = "_extended"  # attribute of wrappers that have an extension
-_TRANSFORMED = "_fsdp2_transformed_as"  # attribute of the original parameter: its name
+_TRANSFORMED = "_fsdp2_transformed_as"  # attribute of the original parameter; holds its name
 
 
 class FSDPExtensions(ABC):
-    """How ``FullyShardedDataParallel`` handles parameters of a tensor type of its user. Subclass it, and pass an
-    instance to :func:`set_fsdp_extensions`. All ranks set the same.
+    """Defines how ``FullyShardedDataParallel`` handles parameters of a user's tensor type. Subclass it and pass an
+    instance to :func:`set_fsdp_extensions`. All ranks must set the same extension.
 
     Source: the private class of the same name in PyTorch.
     """
 
     @abstractmethod
     def pre_flatten_transform(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any | None]:
-        """Called with each parameter when its wrapper is made, and with whole values that are written or loaded.
+        """Called with each parameter when its wrapper is made, and with each whole value that is written or loaded.
 
         Returns:
-            The plain tensor that is sharded, and what ``post_unflatten_transform`` needs to make the parameter of it.
+            The plain tensor to shard, and what ``post_unflatten_transform`` needs to rebuild the parameter from it.
             ``(tensor, None)`` leaves the parameter as it is.
         """
 
     @abstractmethod
     def post_unflatten_transform(self, tensor: torch.Tensor, param_extension: Any) -> torch.Tensor:
-        """Make what compute reads, of the shape of the original parameter, by differentiable operations: before each
-        forward, and before each backward whose parameters were resharded. Also for ``summon_full_params`` and for
-        values in state dicts.
+        """Make the tensor that compute reads, in the shape of the original parameter, by differentiable operations.
+        Called before each forward, before each backward whose parameters were resharded, in ``summon_full_params``, and
+        for values in state dicts.
 
         Args:
             tensor: the whole plain tensor. Its memory is valid until the parameters are resharded.
@@ -77,7 +77,7 @@ class FSDPExtensions(ABC):
 
     @abstractmethod
     def chunk_dtensor(self, tensor: torch.Tensor, rank: int, device_mesh: DeviceMesh) -> torch.Tensor:
-        """The same as a ``DTensor``: for wrappers with a device mesh."""
+        """Like ``chunk_tensor``, but return a ``DTensor``. Called for wrappers with a device mesh."""
 
     @abstractmethod
     def pre_load_state_dict_transform(self, tensor: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
@@ -93,8 +93,8 @@ _current: FSDPExtensions | None = None
 
 
 def set_fsdp_extensions(extensions: FSDPExtensions | None) -> None:
-    """Let wrappers that are made from now on use ``extensions``; None: the default again. Wrappers keep what was set
-    when they were made.
+    """Let wrappers that are made from now on use ``extensions``; None restores the default. Existing wrappers keep the
+    extension that was set when they were made.
 
     Raises:
         TypeError: ``extensions`` lacks methods.
@@ -114,7 +114,7 @@ def set_fsdp_extensions(extensions: FSDPExtensions | None) -> None:
 
 @dataclass(frozen=True)
 class Extended:
-    """One parameter that an extension has made plain. ``shape``: of what compute reads."""
+    """One parameter that an extension has made plain. ``shape`` is the shape of the tensor that compute reads."""
 
     name: str
     extension: Any
@@ -125,8 +125,8 @@ class Extended:
 
 
 class Extension:
-    """The extension of one wrapper, and the parameters of its unit that it has made plain. Copies of the wrapper share
-    the user's object."""
+    """The extension of one wrapper, and the parameters of the wrapper's unit that it has made plain. Copies of the
+    wrapper share the user's object."""
 
     def __init__(self, user: FSDPExtensions) -> None:
         self.user = user
@@ -138,7 +138,7 @@ class Extension:
         return made
 
     def of(self, param: ShardedParam) -> Extended | None:
-        """What is known of ``param``; None if the extension has left it as it is."""
+        """The record of ``param``; None if the extension has left it as it is."""
         return next((self.by_slot[slot] for slot in param.slots if slot in self.by_slot), None)
 
     # The six methods, with checks
@@ -161,7 +161,7 @@ class Extension:
         return made
 
     def plain(self, known: Extended, value: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-        """The plain tensor of ``shape`` in ``value``, which the user has written or loaded."""
+        """Convert ``value``, which the user has written or loaded, to the plain tensor of ``shape``."""
         if type(value) in _PLAIN and tuple(value.shape) == tuple(shape):
             return value.detach()
         plain, extension = self.flatten(known.name, value)
@@ -212,8 +212,8 @@ def _refuse(method: str, name: str, found: object, expected: str) -> NoReturn:
 def flattened(
     module: nn.Module, ignored: Collection[nn.Parameter], *, keeps: bool = True
 ) -> Iterator[Extension | None]:
-    """Inside the block, parameters under ``module`` that no unit has yet are plain, as the current extension makes
-    them. If it ``keeps`` them, they stay so, unless the block raises.
+    """Inside the block, the current extension has made plain those parameters under ``module`` that belong to no unit
+    yet. With ``keeps`` they stay plain afterwards, unless the block raises.
 
     Raises:
         ExtensionError: the extension returns something of the wrong kind or shape. Nothing has changed then.
@@ -258,7 +258,7 @@ def flattened(
 
 
 def _own_slots(module: nn.Module, ignored: Collection[nn.Parameter]) -> dict[nn.Parameter, list[tuple[str, Slot]]]:
-    """The parameters that the wrapper around ``module`` will take, with their names and places."""
+    """The parameters that the wrapper around ``module`` will manage, with their names and slots."""
     taken, ignored = groups_by_slot(), set(ignored)
     found: dict[nn.Parameter, list[tuple[str, Slot]]] = {}
     for path, child in module.named_modules():
@@ -270,7 +270,7 @@ def _own_slots(module: nn.Module, ignored: Collection[nn.Parameter]) -> dict[nn.
 
 
 def install(wrapper: Wrapper, extension: Extension | None) -> None:
-    """Let the groups of ``wrapper`` show parameters as ``extension`` makes them."""
+    """Let the groups of ``wrapper`` show the parameters that ``extension`` makes."""
     if extension is None:
         return
     wrapper.__dict__[_KEY] = extension
@@ -289,8 +289,8 @@ def install(wrapper: Wrapper, extension: Extension | None) -> None:
 
 
 class _Shows:
-    """Makes what compute reads of one group's unsharded parameters: once per gather, and once more for each further
-    forward on parameters that were kept, since a backward frees what its forward has recorded."""
+    """Makes the tensors that compute reads from one group's unsharded parameters: once per gather, and again for each
+    further forward on parameters that were kept, since a backward frees what its forward recorded."""
 
     def __init__(self, group: ParamGroup, extension: Extension) -> None:
         self._group, self.extension = group, extension
@@ -340,15 +340,15 @@ def shown_shape(wrapper: Wrapper, param: ShardedParam) -> torch.Size:
 
 
 def shown_value(wrapper: Wrapper, param: ShardedParam, whole: torch.Tensor) -> torch.Tensor:
-    """``whole`` of ``param``, or an optimizer state of it, as a full state dict has it."""
+    """Convert ``whole``, the value of ``param`` or of an optimizer state of it, to the form of full state dicts."""
     extension = extension_of(wrapper)
     known = None if extension is None else extension.of(param)
     return whole if extension is None or known is None else extension.show(known, whole).detach()
 
 
 def chunked_value(wrapper: Wrapper, param: ShardedParam, whole: torch.Tensor) -> torch.Tensor:
-    """``whole`` of ``param``, or an optimizer state of it, as a sharded state dict of a wrapper with an extension has
-    it."""
+    """Convert ``whole``, the value of ``param`` or of an optimizer state of it, to the form that sharded state dicts
+    of a wrapper with an extension have."""
     extension = extension_of(wrapper)
     assert extension is not None
     shown = shown_value(wrapper, param, whole)
@@ -356,7 +356,7 @@ def chunked_value(wrapper: Wrapper, param: ShardedParam, whole: torch.Tensor) ->
 
 
 def loaded_value(wrapper: Wrapper, param: ShardedParam, value: object) -> object:
-    """A loaded ``value`` of ``param`` as it would be without an extension: whole and plain, or a ShardedTensor."""
+    """Undo the extension in a loaded ``value`` of ``param``. Returns a whole plain value, or a ShardedTensor."""
     extension = extension_of(wrapper)
     if extension is None or not isinstance(value, torch.Tensor):
         return value
@@ -372,8 +372,8 @@ def loaded_value(wrapper: Wrapper, param: ShardedParam, value: object) -> object
 
 
 def loaded_state(wrapper: Wrapper, param: ShardedParam, value: object) -> object:
-    """A loaded optimizer state of ``param``, cut in any way, whole and plain. Collective if it is sharded. As in
-    torch's class, no method of an extension takes sharded states."""
+    """Make a loaded optimizer state of ``param`` whole and plain, however it is sharded. Collective if sharded.
+    As in torch's class, sharded states are not passed to any method of an extension."""
     extension = extension_of(wrapper)
     if extension is None or not isinstance(value, torch.Tensor):
         return value
@@ -386,24 +386,24 @@ def loaded_state(wrapper: Wrapper, param: ShardedParam, value: object) -> object
 
 
 def plain_value(group: ParamGroup, param: ShardedParam, bound: torch.Tensor) -> torch.Tensor:
-    """``bound``, which stands in the place of ``param`` of ``group``, as it would be without an extension."""
+    """Convert ``bound``, which stands in for ``param`` of ``group``, to what it would be without an extension."""
     shows = group.shows
     known = shows.extension.of(param) if isinstance(shows, _Shows) else None
     return bound if known is None else shows.extension.plain(known, bound, param.layout.shape)  # type: ignore[union-attr]
 
 
 def bind_shown(extended: Mapping[ShardedParam, tuple[Extension, Extended]]) -> None:
-    """Replace whole plain parameters, which are bound, by what the extensions make of them."""
+    """Replace the bound whole plain parameters by what the extensions make from them."""
     for param, (extension, known) in extended.items():
         module, name = param.slots[0]
         bound = getattr(module, name)
-        if bound is not param.sharded:  # else it is whole on another rank only
+        if bound is not param.sharded:  # otherwise it is whole on another rank only
             with torch.no_grad():
                 _bind(param, extension.show(known, bound.detach()), requires_grad=bound.requires_grad)
 
 
 def bind_plain(extended: Mapping[ShardedParam, tuple[Extension, Extended]]) -> None:
-    """The reverse: plain tensors of what the user has left."""
+    """Reverse :func:`bind_shown`: bind plain tensors made from the values that the user has left."""
     for param, (extension, known) in extended.items():
         bound = next((b for m, n in param.slots if (b := getattr(m, n, None)) is not None), None)
         if isinstance(bound, torch.Tensor) and bound is not param.sharded:

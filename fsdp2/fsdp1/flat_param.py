@@ -1,7 +1,7 @@
-"""``use_orig_params=False``: one flat parameter per unit, on the memory that the shards of the unit have anyway.
+"""``use_orig_params=False``: one flat parameter per unit, on the memory that the unit's shards occupy anyway.
 
-The shards stay the truth. The flat parameter is a second name of their memory, and its gradient a second name of
-theirs. An optimizer that gets the flat parameters steps once per unit.
+The shards remain the source of truth. The flat parameter is an alias of their memory, and its gradient is an alias of
+their gradients. An optimizer that is given the flat parameters steps once per unit.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from fsdp2.plan.layout import contiguous_stride
 from fsdp2.tools.clip import joined_neighbours
 
 _DATA: Any = torch.Tensor.data  # the descriptor
-IN_BACKWARD = "_in_backward_optimizers"  # where torch's _apply_optimizer_in_backward notes them
+IN_BACKWARD = "_in_backward_optimizers"  # where torch's _apply_optimizer_in_backward stores them
 
 
 class FlatParameter(nn.Parameter):
-    """The shards of one unit on this rank, as one 1-D parameter: ``[numel]``, the dtype of the parameters.
+    """The shards of one unit on this rank as one 1-D parameter of shape ``[numel]``, in the dtype of the parameters.
 
-    The shards lie behind each other, with zeros in gaps. ``grad`` is
-    made when it is read: None if no shard has a gradient; else zeros stand for missing gradients.
+    The shards lie one after another, with zeros in the gaps. ``grad`` is made when it is read: it is
+    None if no shard has a gradient; otherwise zeros stand for missing gradients.
 
     Attributes:
-        is_away: somebody has moved it from where the shards of the unit live. It has their values meanwhile.
+        is_away: the user has moved it away from where the shards of the unit live. It holds their values meanwhile.
     """
 
     _is_flat_param = True  # isinstance checks against torch's FlatParameter ask for it
-    _fsdp_flattened = True  # torch's mark; trainers look whether the parameters of an optimizer have it
+    _fsdp_flattened = True  # torch's mark; trainers check whether the parameters of an optimizer have it
     _group: ParamGroup
     _flat: torch.Tensor
     _seen: list[torch.Tensor | None]
@@ -83,8 +83,8 @@ class FlatParameter(nn.Parameter):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        """Give the shards other values, also of another dtype: clients of torch's class upcast parameters so. And also
-        on another device, while nobody uses the unit: clients move models to the host between two phases so."""
+        """Give the shards other values. The dtype may differ: clients of torch's class upcast parameters this way. The
+        device may differ while the unit is unused: clients move models to the host between two phases this way."""
         group, is_moving = self._group, value.device != self.device
         value = value.contiguous()
         with torch.no_grad():
@@ -105,8 +105,8 @@ class FlatParameter(nn.Parameter):
             self.follow_shards()
 
     def _free_shards(self) -> None:
-        """Free the memory where the shards were. They get new memory when they are back: whatever address that has, it
-        is not where they were, which tensors without memory say meanwhile."""
+        """Free the memory of the shards. They get new memory when they return. Until then they are tensors without
+        memory, so that the new memory counts as a move, whatever address it has."""
         shards = self._group.shards
         for flat in shards.flats.values():
             flat.untyped_storage().resize_(0)
@@ -114,7 +114,7 @@ class FlatParameter(nn.Parameter):
         self._flat, self._flat_grad = self.detach(), None
 
     def _lie_in(self, value: torch.Tensor) -> None:
-        """Use the memory of ``value``, which is on a device of any type. The object stays: optimizers have it."""
+        """Use the memory of ``value``, on any type of device. The object stays the same, since optimizers hold it."""
         other = nn.Parameter(value)
         other.__class__ = FlatParameter
         vars(other).update(vars(self))
@@ -122,7 +122,7 @@ class FlatParameter(nn.Parameter):
 
     @property
     def _local_shard(self) -> torch.Tensor:
-        """Torch's name of the memory as another tensor, which is always the same object while the memory is."""
+        """Torch's name for a tensor on the same memory. It is the same object as long as the memory stays the same."""
         data = self.data
         if self._local is None or (self._local.data_ptr(), self._local.device) != (data.data_ptr(), data.device):
             self._local = data
@@ -136,17 +136,17 @@ class FlatParameter(nn.Parameter):
         self._local = value
 
     def register_hook(self, hook: Any) -> Any:
-        """Raises: autograd knows the parameters of the unit, not this one, so ``hook`` would never be called."""
+        """Raises always: autograd sees the unit's parameters, not this one, so ``hook`` would never be called."""
         self._refuse_hook("register_hook")
 
     def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
-        """Raises, as ``register_hook``."""
+        """Always raises, as ``register_hook`` does."""
         self._refuse_hook("register_post_accumulate_grad_hook")
 
     @property
     def _in_backward_optimizers(self) -> list[Any]:
-        """Optimizers that ``_apply_optimizer_in_backward`` wants to step this parameter: refused by the first forward,
-        as by torch's class; after it, at once."""
+        """Optimizers that ``_apply_optimizer_in_backward`` registers for this parameter. As with torch's class, the
+        first forward refuses them; after it, they are refused at once."""
         if IN_BACKWARD not in vars(self):
             raise AttributeError(f"'FlatParameter' object has no attribute '{IN_BACKWARD}'")
         return cast("list[Any]", vars(self)[IN_BACKWARD])
@@ -161,7 +161,7 @@ class FlatParameter(nn.Parameter):
         """From now on, refuse optimizers that step inside backward.
 
         Raises:
-            RuntimeError: there are some.
+            RuntimeError: such optimizers are registered already.
         """
         if IN_BACKWARD in vars(self):
             self._refuse_optimizers()
@@ -187,7 +187,7 @@ class FlatParameter(nn.Parameter):
         return tuple(saved_name(param.name) for param in self._group.params)
 
     def follow_shards(self) -> None:
-        """Take over the memory of the shards, if the shards have moved or were cast."""
+        """Adopt the memory of the shards, if the shards have moved or were cast."""
         (flat,) = self._group.shards.flats.values()
         if flat is not self._flat and flat.device.type == self.device.type:
             self._flat, self._flat_grad = flat, None
@@ -201,7 +201,7 @@ class FlatParameter(nn.Parameter):
         return [(param, alias(flat, start + offset, *place)) for param, offset, place in self._places()]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """A plain parameter with the same values, until the copy of its wrapper makes it a flat one."""
+        """Copy to a plain parameter with the same values, which the copy of the wrapper later turns into a flat one."""
         memo[id(self)] = made = nn.Parameter(self.detach().clone(), requires_grad=self.requires_grad)
         return made
 
@@ -216,7 +216,7 @@ class FlatParameter(nn.Parameter):
         return places
 
     def _join(self, grads: list[torch.Tensor | None]) -> None:
-        """Make ``grads`` parts of one flat gradient. They stay where they are, if they lie there as the shards do."""
+        """Make ``grads`` parts of one flat gradient. They stay in place if they are laid out as the shards are."""
         flat = self._memory_of(grads)
         if flat is not None:
             self._seen, self._flat_grad = grads, flat
@@ -229,7 +229,7 @@ class FlatParameter(nn.Parameter):
         self._use(flat)
 
     def _memory_of(self, grads: list[torch.Tensor | None]) -> torch.Tensor | None:
-        """The memory of ``grads`` as one tensor, if they lie in it as the shards do, without gaps."""
+        """The memory of ``grads`` as one tensor, if they are laid out in it as the shards are, without gaps."""
         present = [_torch.local_of(grad) for grad in grads if grad is not None]
         joined = joined_neighbours(present)
         if len(present) < len(grads) or len(joined) != 1 or joined[0].numel() != self._flat.numel():
@@ -250,8 +250,8 @@ class FlatParameter(nn.Parameter):
 
 
 def flat_parameter(group: ParamGroup, before: nn.Parameter | None = None) -> FlatParameter:
-    """The flat parameter of ``group``, whose parameters have one dtype. ``before``: the one so far. It stays, unless
-    the shards have moved to a device of another type; if ``deepcopy`` has made it, it becomes that of ``group``."""
+    """Return the flat parameter of ``group``, whose parameters share one dtype. ``before`` is the current one; it is
+    kept unless the shards have moved to another type of device. One made by ``deepcopy`` becomes that of ``group``."""
     (flat,) = group.shards.flats.values()
     if isinstance(before, FlatParameter) and before._group is group and before.device.type == flat.device.type:
         made = before

@@ -1,7 +1,7 @@
 """Whole parameters and gradients: ``summon_full_params``, ``apply``, and the norm of all gradients.
 
-Parameters come from ``fsdp2.unsharded``, and gradients follow them. A wrapper alone (``recurse=False``) is its unit:
-the parameters in it that no inner wrapper has taken.
+``fsdp2.unsharded`` provides the parameters, and this module adds their gradients. With ``recurse=False``, a wrapper
+stands for its own unit: the parameters in it that no inner wrapper manages.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def summoned(
 
 
 def keep_attributes(before: Mapping[str, object], after: object) -> None:
-    """Give ``after``, which takes the place of a parameter with the attributes ``before``, those that the user has
+    """Copy to ``after``, which replaces a parameter with the attributes ``before``, the attributes that the user has
     set."""
     for name, value in before.items():
         if name != "_is_param" and not name.startswith("_fsdp2_"):  # torch's, and ours
@@ -140,13 +140,13 @@ def _check_arguments(
         )
 
 
-# Whole on each rank anyway
+# Parameters that are whole on each rank anyway
 
 
 def _replicated(wrappers: Sequence[Wrapper], lent: Collection[ShardedParam]) -> dict[ShardedParam, bool]:
-    """The parameters in ``lent`` that are whole on each rank (``NO_SHARD``). With torch's class, users see these
-    themselves: what they write in place stays, and original parameters have their gradients, whatever the arguments.
-    The value says whether that one has."""
+    """The parameters in ``lent`` that are whole on each rank (``NO_SHARD``). With torch's class, users see the
+    parameters themselves: in-place writes stay, and original parameters have their gradients, whatever the arguments.
+    The value says whether the parameter has its gradient."""
     return {
         param: wrapper._settings.use_orig_params
         for wrapper in wrappers
@@ -159,7 +159,7 @@ def _replicated(wrappers: Sequence[Wrapper], lent: Collection[ShardedParam]) -> 
 
 @torch.no_grad()
 def _write_values(places: Mapping[ShardedParam, torch.Tensor]) -> None:
-    """Keep what was written in place into the whole parameters."""
+    """Copy in-place writes to the whole parameters into the shards."""
     for param, whole in places.items():
         if whole is not param.sharded:
             value = _torch.local_of(whole) if isinstance(whole, DTensor) else whole
@@ -175,8 +175,8 @@ def _bound(param: ShardedParam) -> torch.Tensor:
 
 
 def _bind_gradients(group: ParamGroup, params: Sequence[ShardedParam], axis: Axis, *, is_here: bool) -> None:
-    """Give the whole ``params``, which are bound, their whole gradients. Ranks of ``axis`` without a gradient
-    contribute zeros, if another rank has one."""
+    """Give the bound whole ``params`` their whole gradients. Ranks of ``axis`` without a gradient contribute zeros, if
+    another rank has one."""
     mine = [None if param.sharded.grad is None else param.sharded.grad.dtype for param in params]
     for_each = zip(*exchange(axis, mine), strict=True)
     dtypes = [next((dtype for dtype in found if dtype is not None), None) for found in for_each]
@@ -191,8 +191,8 @@ def _bind_gradients(group: ParamGroup, params: Sequence[ShardedParam], axis: Axi
 
 
 def _show_gradient(param: ShardedParam, own: torch.Tensor) -> torch.Tensor:
-    """Give the whole ``param``, which is bound, its gradient. Returns ``own``: this rank's part, if model axes have cut
-    it."""
+    """Give the bound whole ``param`` its gradient. Returns ``own``, which is this rank's part if model axes shard the
+    parameter."""
     bound, grad = _bound(param), param.spec.unsharded_tensor(own)
     if grad.dtype is not bound.dtype:
         _torch.set_grad_dtype(bound, grad.dtype)
@@ -246,8 +246,8 @@ def clip(wrapper: Wrapper, max_norm: float, norm_type: float) -> torch.Tensor:
 
 
 def _all_params(wrapper: Wrapper) -> list[torch.Tensor]:
-    """The shards of all parameters in ``wrapper``, and parameters that are not sharded. Never what a kept unit has
-    bound in their place."""
+    """The shards of all parameters in ``wrapper``, and parameters that are not sharded; never the unsharded parameters
+    that a unit which was kept has bound in their place."""
     sharded: dict[Slot, nn.Parameter] = {}
     for _, unit in units_under(wrapper):
         for group in unit.groups:

@@ -1,7 +1,7 @@
 """``FSDP_USE_FULL_PREC_IN_EVAL=1``, read when a wrapper is made: in ``eval()``, it computes without mixed precision.
 
-The forward of the outermost wrapper looks at ``training`` of each wrapped module, before anything is gathered. Where
-that has changed, the unit gets the other precision policy, and its plans are compiled anew. The rest costs nothing.
+The forward of the outermost wrapper checks ``training`` of each wrapped module before anything is gathered. Where it
+has changed, the unit gets the other precision policy and its plans are recompiled. Other units pay nothing.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from fsdp2.fsdp1.names import Wrapper, wrappers_in
 from fsdp2.group.group import ParamGroup
 from fsdp2.types import MixedPrecisionPolicy
 
-_POLICIES = "_policies_in_training"  # attribute of a wrapper that computes in full precision: of its parameters
+_POLICIES = "_policies_in_training"  # attribute of a wrapper in full precision; holds its parameters' policies
 
 
 def follow_training(root: Wrapper) -> None:
-    """Let the wrappers in ``root``, the outermost one, compute in the precision of their mode."""
+    """Let all wrappers in ``root``, the outermost one, compute in the precision of their mode (train or eval)."""
     wrappers = wrappers_in(root)
     for wrapper in wrappers:
         is_full = not wrapper._fsdp_wrapped_module.training and wrapper._settings.full_precision_in_eval
@@ -50,7 +50,7 @@ def _switch(wrapper: Wrapper, *, is_full: bool) -> None:
 
 
 def _compile_again(group: ParamGroup) -> None:
-    """Let the next use of ``group`` place its shards and compile its plans anew, as if a shard had moved."""
+    """Make the next use of ``group`` place its shards and compile its plans again, as if a shard had moved."""
     group.take_replaced()
-    group.shards.locals[0] = torch.empty(0, dtype=torch.bool, device="meta")  # no shard is like this
+    group.shards.locals[0] = torch.empty(0, dtype=torch.bool, device="meta")  # differs from every shard
     group.is_stale = True

@@ -22,7 +22,7 @@ from fsdp2.runtime import door
 
 
 class HasStateDicts(nn.Module):
-    """Saves and loads parameters, and what optimizers keep of them, under the names that they had before wrapping."""
+    """Saves and loads parameters and their optimizer states under the names that they had before wrapping."""
 
     @staticmethod
     def state_dict_type(
@@ -31,8 +31,8 @@ class HasStateDicts(nn.Module):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> AbstractContextManager[None]:
-        """Set the kind of state dicts inside the block: see :meth:`set_state_dict_type`. Also after an exception, the
-        earlier settings come back."""
+        """Set the kind of state dicts inside the block: see :meth:`set_state_dict_type`. The earlier settings are
+        restored afterwards, even after an exception."""
         return state_dicts.types_set(module, state_dict_type, state_dict_config, optim_state_dict_config)
 
     @staticmethod
@@ -45,14 +45,14 @@ class HasStateDicts(nn.Module):
         """Set the kind of state dicts of all wrappers in ``module``.
 
         Full state dicts, the default, have whole tensors. Sharded ones have this rank's shards: DTensors if the wrapper
-        got a ``device_mesh``, else ShardedTensors. Local ones have one ``_flat_param`` per wrapper, as torch's class
-        lays it out; they fit only the same wrapping and number of ranks.
+        was given a ``device_mesh``, else ShardedTensors. Local ones have one ``_flat_param`` per wrapper, laid out as
+        torch's class does; they load only with the same wrapping and number of ranks.
 
         Returns:
             What was set before; None if there are no wrappers.
 
         Raises:
-            RuntimeError: a config is of another kind than ``state_dict_type``; wrappers have different settings.
+            RuntimeError: a config is not of the kind ``state_dict_type``; wrappers have different settings.
         """
         return state_dicts.set_types(module, state_dict_type, state_dict_config, optim_state_dict_config)
 
@@ -67,8 +67,8 @@ class HasStateDicts(nn.Module):
 
     @door.entry
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Parameters and buffers under their original names, of the kind that :meth:`set_state_dict_type` has set.
-        Collective, if it is a full or local one. Values do not change when the model is trained on.
+        """Return parameters and buffers under their original names, as the kind that :meth:`set_state_dict_type` has
+        set. Collective for full and local state dicts. Later training does not change the returned values.
 
         Raises:
             ScheduleError: a forward or backward runs.
@@ -78,7 +78,7 @@ class HasStateDicts(nn.Module):
 
     @door.entry
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load whole or sharded values, or local ones if they are set. All ranks must call it.
+        """Load whole or sharded values, or local ones if that kind is set. All ranks must call it.
 
         Raises:
             RuntimeError: keys are missing or unexpected, or shapes differ, on some rank. No rank has loaded anything.
@@ -90,7 +90,7 @@ class HasStateDicts(nn.Module):
         state_dicts.load_into_wrapper(self, super()._load_from_state_dict, state_dict, prefix, *args)
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """What ``torch.distributed.checkpoint.state_dict`` asks, to leave the wrapper out of names."""
+        """``torch.distributed.checkpoint.state_dict`` calls this to leave the wrapper out of names."""
         return state_dicts.names_for_checkpoints(self)
 
     # State dicts of optimizers
@@ -103,13 +103,13 @@ class HasStateDicts(nn.Module):
         optim_state_dict: dict[str, Any] | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """The state dict of ``optim``, by clean names of parameters, of the kind that :meth:`set_state_dict_type` has
-        set. Collective. Values do not change when ``optim`` steps on.
+        """Return the state dict of ``optim``, keyed by clean parameter names, as the kind that
+        :meth:`set_state_dict_type` has set. Collective. Later steps of ``optim`` do not change the returned values.
 
         Args:
             model: the module whose parameters ``optim`` has; it may have wrappers inside.
             optim_state_dict: what to convert; by default ``optim.state_dict()``.
-            group: with ``rank0_only``, its first rank gets the result, the others an empty dict.
+            group: with ``rank0_only``, its first rank gets the result; the other ranks get an empty dict.
 
         Raises:
             ValueError: ``optim`` has parameters of another model.
@@ -127,15 +127,15 @@ class HasStateDicts(nn.Module):
         load_directly: bool = False,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """``optim_state_dict`` as ``optim`` loads it. It may be full or sharded, and of any wrapping. Collective.
+        """Convert ``optim_state_dict``, full or sharded and of any wrapping, so that ``optim`` can load it. Collective.
 
         Args:
-            is_named_optimizer: keys of the result are names, as of TorchRec's optimizers.
+            is_named_optimizer: the keys of the result are names, as TorchRec's optimizers have them.
             load_directly: also load the result into ``optim``.
             group: with ``rank0_only``, its first rank has ``optim_state_dict``; the others may pass anything.
 
         Raises:
-            ValueError: it does not fit the model and the optimizer, on some rank. No rank has loaded anything.
+            ValueError: on some rank, it does not fit the model and the optimizer. No rank has loaded anything.
         """
         made = optim_load.loadable(model, optim, optim_state_dict, is_named=is_named_optimizer, group=group)
         if load_directly:
@@ -168,7 +168,7 @@ class HasStateDicts(nn.Module):
         optim_input: optim_load.OptimInput = None,
         optim: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
-        """A full state dict, which each rank has, as the optimizer loads it. It does not communicate."""
+        """Convert a full state dict that each rank has, so that the optimizer can load it. Does not communicate."""
         return optim_load.to_load(model, optim, full_optim_state_dict, optim_input=optim_input, is_collective=False)
 
     @staticmethod
@@ -179,7 +179,7 @@ class HasStateDicts(nn.Module):
         optim: torch.optim.Optimizer | None = None,
         group: Any | None = None,
     ) -> dict[str, Any]:
-        """A full state dict, which only the first rank of ``group`` has, as the optimizer loads it. Collective."""
+        """Convert a full state dict that only ``group``'s first rank has, for the optimizer to load. Collective."""
         return optim_load.to_load(
             model, optim, full_optim_state_dict, rank0_only=True, optim_input=optim_input, group=group
         )
@@ -188,7 +188,7 @@ class HasStateDicts(nn.Module):
     def flatten_sharded_optim_state_dict(
         sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer
     ) -> dict[str, Any]:
-        """A sharded state dict as the optimizer loads it. Collective."""
+        """Convert a sharded state dict so that the optimizer can load it. Collective."""
         return optim_load.to_load(model, optim, sharded_optim_state_dict)
 
     @staticmethod
@@ -199,8 +199,8 @@ class HasStateDicts(nn.Module):
         optim_input: optim_load.OptimInput = None,
         optim: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
-        """Full state dicts with other keys: numbers of parameters, as plain optimizers have them, or names. ``model``
-        and ``optim``, without wrappers, say which is which. What has the right keys comes back as it is.
+        """Change the keys of a full state dict to the parameter numbers that plain optimizers use, or to names.
+        ``model`` and ``optim``, without wrappers, define the mapping. A dict with the right keys is returned as it is.
 
         Raises:
             ValueError: the model or the optimizer lacks parameters of the state dict.

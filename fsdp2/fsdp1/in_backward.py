@@ -1,8 +1,8 @@
 """``torch.distributed.optim._apply_optimizer_in_backward``: optimizers that step a parameter inside backward.
 
-Torch's function notes them on the parameter, and hooks into the node of autograd that adds up its gradient. Shards have
-no such node, so here they step when the reduced gradient has landed. Rule: as with torch's class, what counts is what
-was applied before the first forward.
+Torch's function stores them on the parameter and hooks into the autograd node that accumulates its gradient. Shards
+have no such node, so here the optimizers step once the reduced gradient has arrived. Rule: as with torch's class, only
+optimizers that were applied before the first forward count.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 from fsdp2.fsdp1.flat_param import IN_BACKWARD
 from fsdp2.fsdp1.names import Wrapper
 
-_KNOWN = "_fsdp2_steps_in_backward"  # attribute of a parameter whose optimizers step
+_KNOWN = "_fsdp2_steps_in_backward"  # attribute of a parameter whose optimizers step in backward
 
 
 def check_or_join(wrapper: Wrapper) -> None:
-    """At the first forward: refuse optimizers of a flat parameter, and let those of original parameters step.
+    """At the first forward, refuse optimizers of a flat parameter, and let those of original parameters step.
 
     Raises:
         RuntimeError: an optimizer steps a flat parameter in backward.

@@ -1,4 +1,4 @@
-"""What happens to parameters and buffers before they are sharded: made, moved, made equal on all ranks."""
+"""Prepares parameters and buffers for sharding: materialises them, moves them, and makes them equal on all ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def own_states(module: nn.Module) -> list[Tensor]:
 
 
 def check_materialise(module: nn.Module, ignored: Ignored, param_init_fn: object) -> None:
-    """Refuse what :func:`materialise` could not do.
+    """Check that :func:`materialise` can do its work.
 
     Raises:
         ValueError: ``param_init_fn`` cannot be called.
@@ -43,7 +43,7 @@ def check_materialise(module: nn.Module, ignored: Ignored, param_init_fn: object
 
 
 def _to_materialise(module: nn.Module, ignored: Ignored) -> list[nn.Module]:
-    """The modules outside other wrappers, if one of them has something on the meta device."""
+    """The modules outside other wrappers, if any of them has a parameter or buffer on the meta device."""
     modules = list(modules_outside_units(module, ignored.modules))
     states = (state for each in modules for state in own_states(each))
     return modules if any(state.is_meta and state not in ignored.params for state in states) else []
@@ -52,11 +52,11 @@ def _to_materialise(module: nn.Module, ignored: Ignored) -> list[nn.Module]:
 def materialise(
     module: nn.Module, ignored: Ignored, param_init_fn: Callable[[nn.Module], None] | None, device: torch.device
 ) -> None:
-    """Give values to parameters and buffers on the meta device: by ``param_init_fn``, called for each module outside
-    other wrappers, or by ``reset_parameters`` of the modules that have any.
+    """Give values to parameters and buffers on the meta device, by calling ``param_init_fn`` for each module outside
+    other wrappers, or else ``reset_parameters`` of the modules that have any.
 
     Raises:
-        RuntimeError: a parameter is on the meta device still.
+        RuntimeError: a parameter is still on the meta device.
     """
     modules = _to_materialise(module, ignored)
     if param_init_fn is not None:
@@ -79,8 +79,8 @@ def materialise(
 
 def broadcast(module: nn.Module, ignored: Ignored, settings: Settings) -> None:
     """Copy the parameters that are sharded here, and all buffers, from the first rank to all ranks that shard or
-    replicate them. Collective. As torch's class, also buffers of ignored modules, and those of wrappers inside unless
-    these have sent them."""
+    replicate them. Collective. As with torch's class, this includes buffers of ignored modules, and those of inner
+    wrappers that have not broadcast them already."""
     modules = modules_outside_units(module, ignored.modules)
     params = chain.from_iterable(each.parameters(recurse=False) for each in modules)
     sent = {buffer for inner in wrappers_in(module) if inner._sends_states for buffer in inner.buffers()}
@@ -96,8 +96,8 @@ def broadcast(module: nn.Module, ignored: Ignored, settings: Settings) -> None:
 
 
 def _broadcast_leaf(leaf: Tensor, parallel: ParallelMesh) -> None:
-    """Copy a plain tensor; of a DTensor, this is the part that model axes have left to this rank."""
-    if leaf.is_meta:  # of an ignored module, which may have values on other ranks
+    """Copy ``leaf`` from the first rank. For a DTensor, this copies the part that model axes leave to this rank."""
+    if leaf.is_meta:  # it belongs to an ignored module, which may have values on other ranks
         travelling = torch.empty_like(leaf, device=parallel.device)
     else:
         travelling = leaf.detach().to(parallel.device).contiguous()
@@ -109,7 +109,7 @@ def _broadcast_leaf(leaf: Tensor, parallel: ParallelMesh) -> None:
 
 
 def check_flat(module: nn.Module, ignored: Ignored) -> None:
-    """Refuse what cannot be one flat parameter.
+    """Refuse parameters that cannot form one flat parameter.
 
     Raises:
         ValueError: parameters differ in dtype or in ``requires_grad``; one is a scalar or a tensor subclass.
@@ -139,8 +139,8 @@ def check_flat(module: nn.Module, ignored: Ignored) -> None:
 
 
 def keep_low_precision(module: nn.Module, ignored: Ignored) -> None:
-    """Let gradients keep the dtype of the reduction (``keep_low_precision_grads``). Any dtype is allowed, so that users
-    may cast them up before the optimizer's step."""
+    """Let gradients keep the reduce dtype (``keep_low_precision_grads``). Any dtype is allowed, so that users may
+    upcast them before the optimizer's step."""
     for each in modules_outside_units(module, ignored.modules):
         for param in each.parameters(recurse=False):
             if param.is_floating_point() and param not in ignored.params:
@@ -148,7 +148,7 @@ def keep_low_precision(module: nn.Module, ignored: Ignored) -> None:
 
 
 def cast_buffers(module: nn.Module, ignored: Ignored, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Cast the floating-point buffers of ``module`` outside other wrappers. Returns their dtypes before, by name."""
+    """Cast the floating-point buffers of ``module`` outside other wrappers. Returns their former dtypes by name."""
     before = {name: buffer.dtype for name, _, _, buffer in _own_buffers(module, ignored)}
     set_buffer_dtypes(module, ignored, before, dtype)
     return before
@@ -157,7 +157,7 @@ def cast_buffers(module: nn.Module, ignored: Ignored, dtype: torch.dtype) -> dic
 def set_buffer_dtypes(
     module: nn.Module, ignored: Ignored, original: dict[str, torch.dtype], dtype: torch.dtype | None
 ) -> None:
-    """Cast the buffers of which ``original`` has the dtypes to ``dtype``; None means the original ones."""
+    """Cast the buffers named in ``original`` to ``dtype``. None restores the dtypes that ``original`` lists."""
     for name, owner, short, buffer in list(_own_buffers(module, ignored)):
         if name in original:
             owner._buffers[short] = buffer.to(original[name] if dtype is None else dtype)

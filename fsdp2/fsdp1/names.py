@@ -1,4 +1,4 @@
-"""Names in a tree with wrappers, and where the wrappers are."""
+"""Names in a module tree that contains wrappers, and the search for these wrappers."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from fsdp2.extras.plain_names import IN_CHECKPOINT, IN_FSDP1, without
 from fsdp2.fsdp1.settings import Settings
 
 WRAPPED = IN_FSDP1  # torch's name: it is part of the names of parameters
-FLAT = "_flat_param"  # and of the one that stands for all parameters of a unit
+FLAT = "_flat_param"  # torch's name of the parameter that stands for all parameters of a unit
 
-Wrapper: TypeAlias = Any  # a FullyShardedDataParallel; to import the class would be a circle
+Wrapper: TypeAlias = Any  # a FullyShardedDataParallel; importing the class would be circular
 
 
 def clean_name(name: str) -> str:
-    """``name`` of a parameter, buffer or module without the names of wrappers in it."""
+    """Remove the names of wrappers from ``name``, which is that of a parameter, buffer or module."""
     return without(name, (IN_FSDP1,))
 
 
 def saved_name(name: str) -> str:
-    """``clean_name`` as state dicts have it, those of torch's class, too: also without the names of
-    ``checkpoint_wrapper``, but with that of ``torch.compile``."""
+    """The clean name that state dicts use, as with torch's class: it also lacks the names of ``checkpoint_wrapper``,
+    but keeps that of ``torch.compile``."""
     return without(name, (IN_FSDP1, IN_CHECKPOINT))
 
 

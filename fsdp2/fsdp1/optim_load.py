@@ -1,6 +1,6 @@
-"""Loading state dicts of optimizers: from names, with whole or sharded values, to what an optimizer over wrapped
-parameters loads; and other keys for state dicts of plain models. All values are copies: steps do not change what was
-loaded from."""
+"""Converts optimizer state dicts, keyed by names and with whole or sharded values, to what an optimizer over wrapped
+parameters loads, and changes the keys of state dicts of plain models. All values are copies, so that later steps do
+not change the state dict that was loaded."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from fsdp2.plan.mesh import NO_AXIS
 from fsdp2.tools.together import together
 from fsdp2.tools.torch_names import is_sharded_tensor
 
-_STEP = "step"  # a count, whatever the shape of the parameter; Optimizer.load_state_dict knows the name, too
+_STEP = "step"  # a count, whatever the parameter's shape; Optimizer.load_state_dict treats this name specially, too
 
 
 def loadable(
@@ -39,7 +39,7 @@ def loadable(
     is_named: bool = False,
     group: Any = None,
 ) -> dict[str, Any]:
-    """``optim_state_dict_to_load``: of the kind that is set."""
+    """Implements ``optim_state_dict_to_load`` for the kind of state dict that is set."""
     settings = get_types(model)
     rank0_only = (
         settings is not None
@@ -61,11 +61,11 @@ def to_load(
     optim_input: OptimInput = None,
     is_collective: bool = True,
 ) -> dict[str, Any]:
-    """The state dict ``given``, with keys that are names, as ``optim`` loads it. With ``is_collective``, it fails on
-    all ranks or on none.
+    """Convert the state dict ``given``, whose keys are names, to what ``optim`` loads. With ``is_collective``, this
+    fails on all ranks or on none.
 
     Raises:
-        ValueError: ``given`` does not fit the model or the optimizer, on some rank.
+        ValueError: on some rank, ``given`` does not fit the model or the optimizer.
     """
     owners = Owners(model, groups_in(model, optim, optim_input))
     fetch: Fetch = _itself
@@ -109,7 +109,7 @@ def _itself(value: Any) -> Any:
 
 
 def _named_as_here(owners: Owners, given: Any) -> Any:
-    """``given``, where parameters of compiled modules may have other names than in this model."""
+    """Rename parameters in ``given`` as in this model: those of compiled modules may have other names there."""
     here = {without(name): name for name in owners.known}
 
     def renamed(key: Any) -> Any:
@@ -117,7 +117,7 @@ def _named_as_here(owners: Owners, given: Any) -> Any:
         return here.get(without(key), key) if is_strange else key
 
     if not isinstance(given, Mapping) or not isinstance(given.get("state"), Mapping):
-        return given  # check says so
+        return given  # check reports it
     made = {**given, "state": {renamed(key): value for key, value in given["state"].items()}}
     if groups := given.get("param_groups"):
         made["param_groups"] = [{**each, "params": list(map(renamed, each["params"]))} for each in groups]
@@ -125,7 +125,7 @@ def _named_as_here(owners: Owners, given: Any) -> Any:
 
 
 def _check_alike(ways: Sequence[Any]) -> None:
-    """``ways``: of each rank. Raise if ranks would communicate about different values."""
+    """Raise if ranks would communicate about different values. ``ways`` holds the result of ``_ways`` on each rank."""
     for rank, theirs in enumerate(ways):
         if theirs != ways[0]:
             names = sorted({str(way[0]) for way in {*theirs} ^ {*ways[0]}})
@@ -139,7 +139,7 @@ def _check_alike(ways: Sequence[Any]) -> None:
 
 
 def check(owners: Owners, given: Any) -> None:
-    """Raise ValueError if ``given`` does not fit the model and the optimizer. Without communication."""
+    """Raise ValueError if ``given`` does not fit the model and the optimizer. Does not communicate."""
     if owners.problem is not None:
         raise ValueError(owners.problem)
     if not isinstance(given, Mapping) or not isinstance(given.get("state"), Mapping):
@@ -171,7 +171,7 @@ def check(owners: Owners, given: Any) -> None:
         )
     if groups is not None:
         has = set(names_in_groups)
-        # As in torch's class, what no wrapper has may be missing: users add its states to the result.
+        # As in torch's class, states of unwrapped parameters may be missing: users add them to the result.
         managed = [names for owner in owners if owner.entries for names in owner.names]
         missing = [names[0] for names in managed if has.isdisjoint(names)]
         if missing:
@@ -202,7 +202,7 @@ def _shape_problems(owner: Owner, state: Mapping[str, States]) -> list[str]:
 
 
 def _shapes(entry: Entry) -> set[tuple[int, ...]]:
-    """The shapes that states of a parameter may have: its own, and that of what an extension shows of it."""
+    """The shapes that states of a parameter may have: its own, and that of the tensor that an extension shows."""
     return {tuple(entry.param.spec.sharded.shape), tuple(shown_shape(entry.wrapper, entry.param))}
 
 
@@ -212,12 +212,12 @@ def _shape(value: Any) -> tuple[int, ...] | None:
 
 
 def _states_by_name(owner: Owner, state: Mapping[str, States]) -> list[States | None]:
-    """For each parameter of ``owner``, its states, under any of its tied names; None if there are none."""
+    """The states of each parameter of ``owner``, found under any of its tied names; None if it has no states."""
     return [next((state[name] for name in names if state.get(name)), None) for names in owner.names]
 
 
 def _check_flat_states(owner: Owner, found: Sequence[States | None]) -> None:
-    """Flat parameters have one set of states, so those of their parameters must agree."""
+    """A flat parameter has one set of states, so the states of its parameters must agree."""
     present = [each for each in found if each is not None]
     names = [each[0] for each in owner.names]
     if not present:
@@ -260,11 +260,11 @@ def _differ(a: Any, b: Any) -> bool:
         )
     if isinstance(a, torch.Tensor) != isinstance(b, torch.Tensor):
         return True
-    return bool(a != b) and bool(a == a or b == b)  # NaN does not differ from NaN
+    return bool(a != b) and bool(a == a or b == b)  # NaN counts as equal to NaN
 
 
 def _ways(owners: Owners, state: Mapping[str, States]) -> list[tuple[str, str, str]]:
-    """The sharded values that are loaded, and how they are sharded: ranks communicate about some of them."""
+    """The sharded values to load, and how they are sharded; some of them require communication."""
     ways = []
     for owner in owners.in_model_order:
         for names, states in zip(owner.names, _states_by_name(owner, state), strict=True):
@@ -311,7 +311,7 @@ def _loaded(entry: Entry, name: str, value: Any, fetch: Fetch) -> Any:
     shape = _shape(value)
     if shape is None or (not shape and (name == _STEP or entry.param.layout.shape)):
         return copied(value)
-    if shape not in _shapes(entry):  # a DTensor of an optimizer that reduces states
+    if shape not in _shapes(entry):  # a DTensor of an optimizer whose states are reduced over dims
         return copied(value)
     held = _torch.local_of(entry.param.sharded)
     local = _local(entry, value, fetch)
@@ -348,9 +348,9 @@ def _keys_of(model: nn.Module, owners: Owners, *, is_named: bool) -> dict[int, A
 
 
 def _param_groups(owners: Owners, groups: Sequence[Mapping[str, Any]], keys: Mapping[int, Any]) -> list[dict[str, Any]]:
-    """For each group of the optimizer, in its order, what was saved for its parameters, as far as they were saved.
-    Torch's class keeps the order that was saved; ``Optimizer.load_state_dict`` then takes one parameter's states for
-    another's.
+    """For each group of the optimizer, in the optimizer's order, return the options that were saved for its parameters,
+    as far as any were saved. Torch's class keeps the order of the saved groups, and ``Optimizer.load_state_dict`` then
+    mistakes one parameter's states for another's.
 
     Raises:
         ValueError: parameters of one group were in groups with different options.
@@ -375,7 +375,7 @@ def _param_groups(owners: Owners, groups: Sequence[Mapping[str, Any]], keys: Map
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Without names: the optimizer keeps its own."""
+    """The options of ``group`` without parameter names, since the optimizer keeps its own."""
     return {name: value for name, value in group.items() if name not in ("params", "param_names")}
 
 
@@ -393,11 +393,11 @@ def rekeyed(
     optim_input: OptimInput = None,
     optim: torch.optim.Optimizer | None = None,
 ) -> dict[str, Any]:
-    """``given`` with names as keys, or with the numbers that parameters have in ``optim``. The same object, if its keys
-    are so already.
+    """Return ``given`` keyed by names, or by the numbers that parameters have in ``optim``. If the keys are of that
+    kind already, the same object is returned.
 
     Raises:
-        ValueError: the keys are of both kinds; or parameters that the model or optimizer does not have.
+        ValueError: the keys are of both kinds, or name parameters that the model or optimizer does not have.
     """
     if not isinstance(key_type, OptimStateKeyType):
         raise TypeError(f"rekey_optim_state_dict: expected an OptimStateKeyType, not {key_type!r}.")

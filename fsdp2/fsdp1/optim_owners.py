@@ -1,4 +1,4 @@
-"""Whose states: the parameters of an optimizer, as parameters of a model with wrappers, and their names."""
+"""Maps the parameters of an optimizer to the parameters, and their names, of a model with wrappers."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from fsdp2.plan.mesh import Axis
 from fsdp2.tools.lending import all_ranks
 
 OptimInput: TypeAlias = Sequence[dict[str, Any]] | Iterable[nn.Parameter] | None
-States: TypeAlias = dict[str, Any]  # of one parameter, by the optimizer's names
+States: TypeAlias = dict[str, Any]  # the states of one parameter, by the optimizer's names
 
 
 @dataclass(frozen=True)
 class Owner:
-    """A parameter of an optimizer. ``entries``: the sharded parameters that it stands for, several if it is flat; none
-    if no wrapper has it. ``names``: the clean names of these; for each, the first one of tied names comes first."""
+    """A parameter of an optimizer. ``entries`` are the sharded parameters that it stands for: several if it is flat,
+    none if no wrapper manages it. ``names`` are their clean names; the first one of tied names comes first."""
 
     param: nn.Parameter
     entries: tuple[Entry, ...]
@@ -40,9 +40,9 @@ class Owners:
     """The parameters of an optimizer in a model, group by group.
 
     Attributes:
-        groups: in the order of this rank's optimizer.
-        in_model_order: all of them, in the order of the model, which is the same on all ranks. Whatever is collective
-            follows it (I4).
+        groups: the parameters by group, in the order of this rank's optimizer.
+        in_model_order: all parameters in the order of the model, which is the same on all ranks. All collectives
+            follow it (I4).
         known: the names of all parameters of the model.
         problem: why the parameters cannot be in this model.
     """
@@ -80,7 +80,7 @@ class Owners:
                 if not names:
                     unknown.append(f"parameter {j} of group {i} with shape {tuple(param.shape)}")
                 self.groups[-1].append(Owner(param, tuple(found), tuple(names)))
-        # Ranks may have given their optimizers the parameters in another order, but must communicate in one.
+        # Ranks may have given their optimizers the parameters in different orders, but must communicate in one.
         self.in_model_order: list[Owner] = sorted(
             self, key=lambda owner: rank[owner.names[0][0]] if owner.names else -1
         )
@@ -97,7 +97,7 @@ class Owners:
 
     @cached_property
     def axis(self) -> Axis:
-        """All ranks that have the model: those of the largest mesh. The first use is collective."""
+        """All ranks that have the model, which are those of the largest mesh. The first use is collective."""
         meshes = dict.fromkeys(each._settings.parallel for each in self.wrappers)
         return max(map(all_ranks, meshes), key=lambda axis: axis.size)
 
@@ -113,12 +113,12 @@ def _names_in_order(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def groups_in(model: nn.Module, optim: torch.optim.Optimizer | None, given: OptimInput) -> list[list[nn.Parameter]]:
-    """The parameters of an optimizer, group by group. An optimizer that has parameters from before wrapping goes on
-    with shards. ``given``: what was passed to the optimizer, if ``optim`` itself is not known; None means the
-    parameters of ``model``.
+    """The parameters of an optimizer, group by group. An optimizer that has parameters from before wrapping switches to
+    the shards. If ``optim`` itself is not known, ``given`` is what was passed to it; None means the parameters of
+    ``model``.
 
     Raises:
-        TypeError, ValueError: ``given`` is nothing that an optimizer takes.
+        TypeError, ValueError: ``given`` is not what an optimizer accepts.
     """
     if optim is not None:
         take_over(optim)

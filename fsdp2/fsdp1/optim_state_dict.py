@@ -1,7 +1,7 @@
-"""Saving state dicts of optimizers over wrapped models: by names of parameters, with whole or sharded values.
+"""Saves state dicts of optimizers over wrapped models, keyed by parameter names, with whole or sharded values.
 
-A state that is cut as the parameter is (``Cut``) becomes whole or sharded; other states are copied. All
-values are copies: later steps do not change what was saved.
+A state that is sharded like its parameter (``Cut``) is saved whole or sharded; other states are copied. All
+values are copies, so later steps do not change a saved state dict.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Cut:
-    """A state of this rank that is cut as its parameter is."""
+    """A state of this rank that is sharded like its parameter."""
 
     local: torch.Tensor
 
@@ -51,7 +51,7 @@ def saved(
     *,
     group: Any = None,
 ) -> dict[str, Any]:
-    """``optim_state_dict``: of the kind that is set."""
+    """Implements ``optim_state_dict`` for the kind of state dict that is set."""
     settings = get_types(model)
     config = None if settings is None else settings.optim_state_dict_config
     return save(
@@ -76,7 +76,7 @@ def save(
     offload: bool = True,
     group: Any = None,
 ) -> dict[str, Any]:
-    """The state dict ``given`` of ``optim``, by default what it has now, by names. Collective.
+    """Key the state dict ``given`` of ``optim``, by default its current one, by names. Collective.
 
     Raises:
         ValueError: the optimizer has parameters of another model.
@@ -118,7 +118,7 @@ def save(
 
 
 def _keys(model: nn.Module, owners: Owners, given: Mapping[str, Any]) -> dict[Any, Owner]:
-    """The keys of an optimizer's state dict: numbers, or names if the optimizer has such."""
+    """The keys of an optimizer's state dict: numbers, or names if the optimizer uses names."""
     in_groups = (key for group in given.get("param_groups", ()) for key in group["params"])
     if not isinstance(next(chain(in_groups, given["state"]), None), str):
         return dict(enumerate(owners))
@@ -127,7 +127,7 @@ def _keys(model: nn.Module, owners: Owners, given: Mapping[str, Any]) -> dict[An
 
 
 def _cut_states(owners: Owners, by_key: Mapping[Any, Owner], states: Mapping[Any, States]) -> list[Part]:
-    """For each parameter of a wrapper, in the model's order, its name and states; those like its shard as ``Cut``."""
+    """The name and states of each wrapped parameter, in the model's order. States like its shard become ``Cut``."""
     found = {id(owner.param): states[key] for key, owner in by_key.items()}
     parts = []
     for owner in owners.in_model_order:
@@ -169,8 +169,8 @@ def _as_cut(entry: Entry, value: Any) -> Any:
 
 
 def _agreed(owners: Owners, cut: list[Part]) -> list[Part]:
-    """``cut`` with the states that other ranks have, where this rank's shard is empty. All ranks have the same states
-    then, or all raise."""
+    """Add to ``cut`` the states that other ranks have where this rank's shard is empty. Afterwards all ranks have the
+    same states, or all of them raise."""
     mine = [(name, entry.param.shard_shape, _kinds(states)) for _, entry, name, states in cut]
     found: list[Any] = exchange(owners.axis, mine)
     kinds = [[(name, kind) for name, _, kind in each] for each in found]
@@ -253,7 +253,7 @@ def _full(merged: list[Part], device: torch.device | None, *, is_saved: bool) ->
 def _wholes(
     cuts: Sequence[tuple[Part, str, torch.Tensor]], device: torch.device | None
 ) -> Iterator[tuple[Part, str, torch.Tensor]]:
-    """Whole states, one launch for all parameters of a unit and a state. Collective."""
+    """Make states whole, with one launch per unit and state for all parameters. Collective."""
     launches: dict[tuple[int, str], list[tuple[Part, torch.Tensor]]] = {}
     for part, state, local in cuts:
         launches.setdefault((id(part.entry.group), state), []).append((part, local))
@@ -281,8 +281,8 @@ def _sharded(merged: list[Part], device: torch.device | None) -> dict[str, State
 
 
 def _is_extended(part: Part) -> bool:
-    """Whether an extension of the user cuts the states of ``part``: as torch's class, also states of flat parameters
-    that are whole on each rank."""
+    """Whether a user's extension shards the states of ``part``. As with torch's class, this includes states of flat
+    parameters that are whole on each rank."""
     wrapper = part.entry.wrapper
     return extension_of(wrapper) is not None and (part.owner.is_flat or not is_replicated(wrapper))
 
@@ -294,7 +294,7 @@ def _sharded_state(owner: Owner, entry: Entry, value: Any, device: torch.device 
         return copied(value, _scalar_device(owner, value, device))
     if not is_replicated(entry.wrapper):
         return sharded_value(entry.param, value.local, entry.wrapper, device=device)
-    if owner.is_flat:  # as torch's class: of the whole value, each rank saves a part
+    if owner.is_flat:  # as with torch's class, each rank saves a part of the whole value
         return chunked_value(value.local, entry.wrapper, device)
     return copied(value.local, device)
 

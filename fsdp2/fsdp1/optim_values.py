@@ -1,4 +1,4 @@
-"""Values of optimizer state dicts: cut otherwise than parameters are, or held by the first rank alone."""
+"""Values of optimizer state dicts that are sharded differently from parameters, or held by the first rank alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fsdp2.tools.torch_names import is_sharded_tensor
 
 
 def copied(value: Any, device: torch.device | None = None) -> Any:
-    """A copy of any value in memory of its own; of a tensor, on ``device``."""
+    """Copy any value to memory of its own. The copy of a tensor is on ``device``."""
     if not isinstance(value, torch.Tensor):
         return copy.deepcopy(value)
     value = value.detach()
@@ -25,8 +25,8 @@ def copied(value: Any, device: torch.device | None = None) -> Any:
 
 
 def chunked_value(whole: torch.Tensor, wrapper: Wrapper, device: torch.device | None) -> torch.Tensor:
-    """This rank's part of ``whole``, which all ranks of ``wrapper`` have: a DTensor with a device mesh, else a
-    ShardedTensor. Not collective."""
+    """This rank's part of ``whole``, which all ranks of ``wrapper`` have. It is a DTensor if there is a device mesh,
+    else a ShardedTensor. Not collective."""
     num_ranks, size = wrapper.world_size, whole.shape[0]
     step = -(-size // num_ranks)
     intervals = [(min(rank * step, size), min((rank + 1) * step, size)) for rank in range(num_ranks)]
@@ -48,7 +48,7 @@ def whole_of_pieces(value: Any, wrapper: Wrapper) -> torch.Tensor:
         for dim, (start, size) in enumerate(zip(shard.metadata.shard_offsets, shard.metadata.shard_sizes, strict=True)):
             part = part.narrow(dim, start, size)
         part.copy_(shard.tensor.detach())
-    # Bytes: one rank has each element, the others zeros. A sum of floats would lose the sign of zeros.
+    # Sum bytes: one rank has each element, and the others have zeros. A sum of floats would lose the sign of zeros.
     dist.all_reduce(whole.view(-1).view(torch.uint8), group=wrapper.process_group)
     return whole
 
@@ -61,14 +61,14 @@ class Remote:
     dtype: torch.dtype
 
 
-Fetch: TypeAlias = Callable[[Any], Any]  # makes a Remote, or what the first rank has, a tensor on all ranks
+Fetch: TypeAlias = Callable[[Any], Any]  # turns a Remote, or the first rank's tensor, into a tensor on all ranks
 
 
 def broadcast_structure(
     given: Mapping[str, Any] | None, group: dist.ProcessGroup | None, device: torch.device
 ) -> tuple[dict[str, Any], Fetch]:
-    """The state dict of the first rank on all ranks, with a ``Remote`` for each tensor; and what fetches one. All ranks
-    must fetch the same ones, in the same order."""
+    """Broadcast the first rank's state dict with a ``Remote`` for each tensor. Returns it and a function that fetches a
+    tensor. All ranks must fetch the same ones in the same order."""
     is_first = dist.get_rank(group) == 0
     described: list[Any] = [_described(given) if is_first else None]
     dist.broadcast_object_list(described, group=group, group_src=0)

@@ -1,8 +1,8 @@
-"""``use_orig_params=True``: what users may do with parameters, and with those that they had before wrapping.
+"""``use_orig_params=True``: what users may do with parameters, including those that they held before wrapping.
 
-Torch's class keeps the ``nn.Parameter`` objects, and makes each one a view of this rank's shard. Here DTensors take
-their place. So shards take what is assigned to ``data``, and the old objects stand for the shards from then on: a list
-of them, an EMA or an optimizer goes on working.
+Torch's class keeps the ``nn.Parameter`` objects and makes each one a view of this rank's shard. Here DTensors replace
+them. So shards accept assignments to ``data``, and from then on the old objects stand for the shards: a list
+of them, an EMA or an optimizer keeps working.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _DATA: Any = torch.Tensor.data  # the descriptor
 
 
 class OriginalParameter(DTensor):
-    """A shard. Values that are assigned to ``data`` are written into it, as torch's class does before a forward."""
+    """A shard. Assigning to ``data`` writes the values into the shard, as torch's class does before a forward."""
 
     __slots__ = ()
 
@@ -46,7 +46,7 @@ class OriginalParameter(DTensor):
         return self._as_dtensor().__reduce_ex__(protocol)
 
     def _as_dtensor(self) -> nn.Parameter:
-        """A parameter with the same memory, gradient and attributes, of the class that others know."""
+        """A parameter with the same memory, gradient and attributes, of the class that other code expects."""
         made = nn.Parameter(_torch.dtensors_like([self], [_torch.local_of(self)])[0], requires_grad=self.requires_grad)
         made.grad = self.grad
         vars(made).update(vars(self))
@@ -54,13 +54,13 @@ class OriginalParameter(DTensor):
 
 
 class KeptParameter(nn.Parameter):
-    """A parameter that the user had before wrapping. Every function gets this rank's shard in its place, as a plain
-    tensor: operations compute with it, write to it, and send gradients to it. ``data``, ``grad`` and ``requires_grad``
-    are those of the shard.
+    """A parameter that the user had before wrapping. Every function receives this rank's shard instead, as a plain
+    tensor: operations compute with it, write to it, and propagate gradients to it. ``data``, ``grad`` and
+    ``requires_grad`` are those of the shard.
     """
 
     _of: weakref.ref[ShardedParam]
-    _shard: nn.Parameter  # the last one that was known: it outlives the model
+    _shard: nn.Parameter  # the last known one, kept here because this object may outlive the model
 
     @property
     def _fsdp2_stands_for(self) -> nn.Parameter:
@@ -111,7 +111,7 @@ class KeptParameter(nn.Parameter):
         self._fsdp2_stands_for.requires_grad_(value)
 
     def requires_grad_(self, requires_grad: bool = True) -> KeptParameter:
-        """Train the shard, or not."""
+        """Set whether the shard is trained."""
         self._fsdp2_stands_for.requires_grad_(requires_grad)
         return self
 
@@ -120,7 +120,7 @@ class KeptParameter(nn.Parameter):
         return self._fsdp2_stands_for.register_hook(hook)
 
     def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
-        """Call ``hook`` with the shard, when it has its gradient."""
+        """Call ``hook`` with the shard once it has its gradient."""
         return self._fsdp2_stands_for.register_post_accumulate_grad_hook(hook)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -135,7 +135,7 @@ assert STANDS_FOR in vars(KeptParameter)  # the name of the property, by which t
 
 
 def answer_as_originals(group: ParamGroup) -> None:
-    """The shards of ``group`` take what is assigned to ``data``."""
+    """Let the shards of ``group`` accept assignments to ``data``."""
     for param in group.params:
         bound = param.bound()
         if type(bound) is DTensor and isinstance(bound, nn.Parameter):
@@ -143,7 +143,7 @@ def answer_as_originals(group: ParamGroup) -> None:
 
 
 def keep(originals: Iterable[nn.Parameter], params: Iterable[ShardedParam]) -> None:
-    """Each of ``originals`` that is plain stands for the shard that has taken its place, and frees its memory."""
+    """Make each plain tensor of ``originals`` stand for the shard that replaced it, and free its memory."""
     for original, param in zip(originals, params, strict=True):
         if type(original) is nn.Parameter:
             _DATA.__set__(original, original.detach().new_empty(0))
@@ -152,7 +152,7 @@ def keep(originals: Iterable[nn.Parameter], params: Iterable[ShardedParam]) -> N
 
 
 def take_over_optimizers(groups: Iterable[ParamGroup]) -> None:
-    """Optimizers that have kept parameters of ``groups`` go on with the shards."""
+    """Make optimizers that hold kept parameters of ``groups`` use the shards instead."""
     origins = (param.origin() for group in groups for param in group.params)
     kept = [origin for origin in origins if isinstance(origin, KeptParameter)]
     if kept:
@@ -160,7 +160,7 @@ def take_over_optimizers(groups: Iterable[ParamGroup]) -> None:
 
 
 def _with_shards(found: Any) -> Any:
-    """``found``, which may be nested, with shards in the place of kept parameters."""
+    """Replace kept parameters in ``found``, which may be nested, by their shards."""
     if isinstance(found, KeptParameter):
         return _local(found)
     if type(found) in (list, tuple):
@@ -181,11 +181,11 @@ def _write(shard: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def _part_of(shard: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
-    """What ``value`` gives to this rank's ``shard``: the whole parameter, or the shard, also flattened.
+    """The part of ``value`` for this rank's ``shard``. ``value`` is the whole parameter or the shard, maybe flattened.
 
     Raises:
-        TypeError: ``value`` is no tensor.
-        ValueError: it has another shape, or is sharded in another way.
+        TypeError: ``value`` is not a tensor.
+        ValueError: it has a different shape or is sharded differently.
     """
     assert isinstance(shard, DTensor)
     local = _torch.local_of(shard)

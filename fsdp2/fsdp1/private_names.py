@@ -1,5 +1,5 @@
-"""Private names of torch's ``FullyShardedDataParallel`` that clients read. What they return is a view on the runtime,
-which is loaded at its first use."""
+"""Private names of torch's ``FullyShardedDataParallel`` that clients read. They return views of the runtime, whose
+module is loaded at first use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class HasPrivateNames(nn.Module):
-    """What the wrapper has of them."""
+    """The private names that the wrapper provides."""
 
     if TYPE_CHECKING:
 
@@ -32,17 +32,17 @@ class HasPrivateNames(nn.Module):
 
     @property
     def _handle(self) -> Handle | None:
-        """What torch's wrapper moves its parameters by; None if it has none."""
+        """The handle with which torch's wrapper moves its parameters; None if it has none."""
         return cast("Handle", _view("Handle")(self)) if self._unit.groups else None
 
     @property
     def _all_handles(self) -> list[Handle]:
-        """Those of all wrappers inside."""
+        """The handles of all wrappers inside."""
         return [each._handle for each in wrappers_in(self) if each._handle is not None]
 
     @property
     def _all_fsdp_states(self) -> list[Wrapper]:
-        """All wrappers inside: in torch, each is its own state."""
+        """All wrappers inside. In torch, each wrapper is its own state."""
         return wrappers_in(self)
 
     @property
@@ -51,15 +51,15 @@ class HasPrivateNames(nn.Module):
 
     @property
     def _is_root(self) -> bool | None:
-        """Whether no other wrapper is around this one. None until the first use, as in torch."""
+        """Whether no other wrapper encloses this one. None until the first use, as in torch."""
         return None if self._unit.tree is None else self._unit.is_root
 
     @_is_root.setter
     def _is_root(self, value: bool | None) -> None:
-        """Clients set it to read one wrapper of a tree alone. ``summon_full_params`` needs no root here."""
+        """Ignored. Clients set it to read a single wrapper of a tree; here, ``summon_full_params`` needs no root."""
 
     def _init_tree(self) -> HasPrivateNames:
-        """What torch's ``_lazy_init`` does: the first wrapper that is used becomes the root. Returns the wrapper."""
+        """Do what torch's ``_lazy_init`` does: the first wrapper that is used becomes the root. Returns the wrapper."""
         tree_of(self._unit)
         return self
 

@@ -1,4 +1,4 @@
-"""The arguments of ``FullyShardedDataParallel``: checked, and translated to what the runtime takes."""
+"""Checks the arguments of ``FullyShardedDataParallel`` and translates them to those of the runtime."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ DeviceId = int | str | torch.device | None
 
 @dataclass(frozen=True)
 class Settings:
-    """What one wrapper was given, with defaults filled in.
+    """The arguments of one wrapper, with defaults filled in.
 
     Attributes:
         parallel: the ranks that parameters are sharded over and replicated on.
-        device_mesh: of the mesh that the user gave, if any, the axes in use. It decides whether sharded state dicts
+        device_mesh: the axes in use of the mesh that the user gave, if any. It decides whether sharded state dicts
             have DTensors.
         process_group: the ranks that parameters are sharded over, or copied to (``NO_SHARD``).
         full_precision_in_eval: see ``full_precision``.
@@ -50,7 +50,7 @@ class Settings:
 
     @property
     def policy(self) -> MixedPrecisionPolicy:
-        """The dtypes of parameters and of the reduction. The wrapper casts inputs itself: the root by another rule."""
+        """The dtypes of parameters and reductions. The wrapper casts inputs itself, since the root's rule differs."""
         given = self.mixed_precision
         return MixedPrecisionPolicy(
             param_dtype=given.param_dtype,
@@ -64,7 +64,7 @@ class Settings:
 
     @property
     def reshard_after_forward(self) -> bool | None:
-        """None: True, but False for the root, whose parameters backward needs first."""
+        """None means True, except for the root, whose parameters backward needs first."""
         return False if self.strategy in KEEPS_PARAMETERS else None
 
     @property
@@ -92,8 +92,8 @@ def checked_settings(
     """The settings of one wrapper.
 
     Raises:
-        ValueError: arguments contradict each other, or do not say over which ranks to shard; ``fully_shard`` was called
-            on ``module``.
+        ValueError: arguments contradict each other, or do not determine the ranks to shard over; ``fully_shard`` was
+            called on ``module``.
         TypeError: an argument is of the wrong type.
     """
     for name, value, cls in (
@@ -158,7 +158,7 @@ def _warn_of_late_prefetch() -> None:
 
 
 def _mesh_to_use(mesh: DeviceMesh, strategy: ShardingStrategy) -> DeviceMesh:
-    """The axes of the user's ``mesh`` that ``strategy`` uses: two for hybrid ones, else the first one, as in torch."""
+    """The axes of ``mesh`` that ``strategy`` uses: two for hybrid strategies, else the first one, as in torch."""
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(
             f"FullyShardedDataParallel: device_mesh is a {type(mesh).__name__}, expected a DeviceMesh. Build one with "
@@ -185,7 +185,7 @@ def _mesh_to_use(mesh: DeviceMesh, strategy: ShardingStrategy) -> DeviceMesh:
 
 
 def _checked_device_id(given: DeviceId) -> int | torch.device | None:
-    """``device_id``, of which a string becomes a device."""
+    """Return ``device_id``, with a string converted to a device."""
     if given is None or isinstance(given, (int, torch.device)):
         return given
     remedy = 'Pass an index, or a device such as torch.device("cpu").'
@@ -201,7 +201,7 @@ def _checked_device_id(given: DeviceId) -> int | torch.device | None:
 
 
 def _device_type(module: nn.Module, device_id: int | torch.device | None) -> str:
-    """Where parameters live: on ``device_id``, else where the module is, else on the accelerator, if there is one."""
+    """The device type of parameters: that of ``device_id``, else the module's, else the accelerator's, if any."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if isinstance(device_id, torch.device):
         return device_id.type
@@ -222,7 +222,7 @@ def _device_type(module: nn.Module, device_id: int | torch.device | None) -> str
 
 
 def _check_device(device_id: int | torch.device | None, device_type: str) -> None:
-    """``device_id`` must be the device that the mesh stands for: this process' current one."""
+    """Check that ``device_id`` is the device that the mesh stands for, which is this process's current one."""
     if device_id is None:
         return
     device = device_id if isinstance(device_id, torch.device) else torch.device(device_type, device_id)
@@ -237,8 +237,8 @@ def _check_device(device_id: int | torch.device | None, device_type: str) -> Non
 
 # Meshes
 
-# Wrappers of one model share a mesh. I4: all ranks must decide alike whether to communicate. So keys are plain values,
-# and nothing is freed before the world's group is.
+# Wrappers of one model share a mesh. I4: all ranks must make the same decision whether to communicate. So keys are
+# plain values, and nothing is freed before the world's group is.
 _meshes: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, ...], DeviceMesh]] = WeakKeyDictionary()
 
 
@@ -296,7 +296,7 @@ def _mesh_of_groups(groups: tuple[dist.ProcessGroup, ...], device_type: str) -> 
 
 
 def _mesh_of_nodes(strategy: ShardingStrategy, device_type: str) -> DeviceMesh:
-    """Shard inside of each node, replicate over nodes."""
+    """Shard within each node and replicate across nodes."""
     given = os.environ.get("LOCAL_WORLD_SIZE")
     per_node = (
         int(given) if given else 0 if device_type == "cpu" else torch.get_device_module(device_type).device_count()
@@ -317,13 +317,13 @@ def _mesh_of_nodes(strategy: ShardingStrategy, device_type: str) -> DeviceMesh:
 
 @dataclass(frozen=True)
 class Ignored:
-    """What stays as it is: parameters, and modules with all modules inside."""
+    """What is left unchanged: parameters, and modules with all modules inside them."""
 
     params: frozenset[nn.Parameter]
     modules: frozenset[nn.Module]
 
     def joined_with(self, others: Iterable[Ignored]) -> Ignored:
-        """This and ``others``: a parameter that is ignored in one place, and tied to another, is ignored there, too."""
+        """Merge this with ``others``. A parameter that is ignored in one place is also ignored where it is tied."""
         all_of_them = [self, *others]
         return Ignored(
             frozenset().union(*(each.params for each in all_of_them)),
@@ -336,12 +336,12 @@ def checked_ignored(
     ignored_modules: Iterable[nn.Module] | None,
     ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None,
 ) -> Ignored:
-    """What the user wants to leave alone in ``module``.
+    """What the user wants to leave unchanged in ``module``.
 
     Raises:
         ValueError: both arguments are given; ``ignored_states`` mixes parameters and modules; a wrapper is ignored;
-            ``ignored_modules`` has something that is no module.
-        TypeError: an argument is no iterable; or an iterator has something that is no module, as in torch.
+            ``ignored_modules`` contains something other than modules.
+        TypeError: an argument is not iterable, or an iterator yields something other than modules, as in torch.
     """
     if ignored_modules is not None and ignored_states is not None:
         raise ValueError(

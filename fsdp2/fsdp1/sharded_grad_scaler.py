@@ -1,4 +1,4 @@
-"""``ShardedGradScaler``: torch's scaler of losses, for parameters that are DTensors or flat."""
+"""``ShardedGradScaler``: torch's loss scaler for parameters that are DTensors or flat."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["ShardedGradScaler"]
 
 
 class ShardedGradScaler(_ShardedGradScaler):
-    """Torch's scaler, with its arguments: if gradients on some rank are not finite, all ranks skip the step.
+    """Torch's scaler, with the same arguments: if gradients on any rank are not finite, all ranks skip the step.
 
-    Torch's own class hands DTensors to an operator that reduces over their mesh on each call. So ranks wait for each
-    other when one of them has no gradients. Here it sees this rank's shards only, and one all-reduce of
+    Torch's own class hands DTensors to an operator that reduces over their mesh on each call, so ranks block each
+    other when one of them has no gradients. Here the operator sees only this rank's shards, and one all-reduce over
     ``process_group`` (default: all ranks) follows. Pass ``device="cpu"`` on the CPU.
     """
 

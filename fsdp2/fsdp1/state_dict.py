@@ -1,8 +1,8 @@
-"""State dicts of the model: which kind each wrapper makes, saving, and loading.
+"""State dicts of the model: the kind that each wrapper makes, saving, and loading.
 
-Saving: ``nn.Module`` collects the shards; then each wrapper gives its parameters their clean names, and replaces them
-by values of its kind, unit by unit. Loading: each module that holds parameters turns loaded values into shards, just
-before ``nn.Module`` copies them; so it does not matter what has renamed keys on the way.
+To save, ``nn.Module`` collects the shards; then each wrapper gives its parameters their clean names and replaces them
+by values of its kind, unit by unit. To load, each module that holds parameters turns loaded values into shards just
+before ``nn.Module`` copies them, so hooks may have renamed keys before that.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def settings_of(wrapper: Wrapper) -> StateDictSettings:
     """The kind of state dicts that ``wrapper`` makes. ``_use_dtensor`` says whether sharded values are DTensors.
 
     Raises:
-        RuntimeError: local state dicts, which cannot have DTensors, are set on a wrapper with a device mesh.
+        RuntimeError: local state dicts, which cannot hold DTensors, are set on a wrapper with a device mesh.
     """
     found = _set_on(wrapper)
     if not uses_dtensor(wrapper):
@@ -91,10 +91,10 @@ def settings_of(wrapper: Wrapper) -> StateDictSettings:
 
 
 def get_types(module: nn.Module) -> StateDictSettings | None:
-    """What all wrappers in ``module`` have set; None if there are no wrappers, as in torch.
+    """The settings of all wrappers in ``module``; None if there are no wrappers, as in torch.
 
     Raises:
-        RuntimeError: they have set different things.
+        RuntimeError: their settings differ.
     """
     wrappers = wrappers_in(module)
     _check_alike(wrappers, "get_state_dict_type")
@@ -107,10 +107,10 @@ def set_types(
     config: StateDictConfig | None = None,
     optim_config: OptimStateDictConfig | None = None,
 ) -> StateDictSettings | None:
-    """Set the kind of state dicts of all wrappers in ``module``. Returns what was set; None if there are no wrappers.
+    """Set the kind of state dicts of all wrappers in ``module``. Returns the former settings; None without wrappers.
 
     Raises:
-        RuntimeError: a config is of another kind; the wrappers have set different kinds. Nothing has changed then.
+        RuntimeError: a config is of another kind; the wrappers' settings differ. Nothing has changed in either case.
     """
     if kind not in _CONFIGS:
         raise TypeError(f"set_state_dict_type: state_dict_type must be a StateDictType, not {kind!r}.")
@@ -139,7 +139,7 @@ def types_set(
     config: StateDictConfig | None = None,
     optim_config: OptimStateDictConfig | None = None,
 ) -> Iterator[None]:
-    """Set the kind inside the block. Torch's class keeps it after an exception; this restores what was set before."""
+    """Set the kind inside the block. After an exception, torch's class keeps it; this restores the former settings."""
     wrappers = wrappers_in(module)
     before = [_set_on(wrapper) for wrapper in wrappers]
     set_types(module, kind, config, optim_config)
@@ -167,7 +167,7 @@ def _check_alike(wrappers: Sequence[Wrapper], caller: str) -> None:
 
 
 def _effective(wrapper: Wrapper) -> tuple[StateDictType, Any]:
-    """The kind and the config that count: parameters that are not sharded are always saved as they are."""
+    """The kind and the config that apply. Parameters that are not sharded are always saved as they are."""
     settings = settings_of(wrapper)
     if not is_replicated(wrapper):
         return settings.state_dict_type, settings.state_dict_config
@@ -185,7 +185,7 @@ def _effective(wrapper: Wrapper) -> tuple[StateDictType, Any]:
 
 @dataclass(frozen=True)
 class Entry:
-    """One parameter of a wrapper's unit. ``names``: its clean names, several if it is tied."""
+    """One parameter of a wrapper's unit. ``names`` are its clean names; a tied parameter has several."""
 
     wrapper: Wrapper
     group: ParamGroup
@@ -211,11 +211,11 @@ def entries_of(module: nn.Module) -> list[Entry]:
 
 
 def save(wrapper: Wrapper, call: Callable[..., Any], args: Sequence[Any], given: dict[str, Any]) -> Any:
-    """``nn.Module.state_dict``, which is ``call``. It collects the parameters themselves, and so ``replace_values``
-    recognises them by identity, whatever hooks of the modules have made of their names."""
+    """Run ``call``, which is ``nn.Module.state_dict``. It collects the parameters themselves, so ``replace_values`` can
+    recognise them by identity even if hooks of the modules have renamed them."""
     given = {**dict(zip(("destination", "prefix", "keep_vars"), args, strict=False)), **given}
     check_idle(wrapper._fsdp_wrapped_module, "state_dict")
-    _effective(wrapper)  # may refuse
+    _effective(wrapper)  # may raise
     for group in wrapper._unit.groups:
         if group.state is not GroupState.LENT:
             group.take_replaced()
@@ -233,7 +233,7 @@ def save(wrapper: Wrapper, call: Callable[..., Any], args: Sequence[Any], given:
 
 
 def replace_values(wrapper: Wrapper, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """A hook behind ``nn.Module.state_dict``: what it has put into ``state_dict`` gets clean names and the values that
+    """A hook that runs after ``nn.Module.state_dict``: entries of ``state_dict`` get clean names, and the values that
     the wrapper's settings ask for."""
     kind, config = _effective(wrapper)
     names = [name for name in state_dict if name.startswith(prefix)]
@@ -283,13 +283,13 @@ _LEFT_OUT = object()  # stands for a value that is not saved on this rank
 
 
 def clean_name_in(name: str, prefix: str) -> str:
-    """``name`` without the part that the wrapper behind ``prefix`` has added."""
+    """``name`` without the part that the wrapper at ``prefix`` has added."""
     rest = name.removeprefix(prefix)
     return prefix + rest.removeprefix(f"{WRAPPED}.")
 
 
 def _bound_in(group: ParamGroup, found: Mapping[str, Any]) -> dict[str, ShardedParam]:
-    """The names in ``found`` of parameters of ``group``, or of what ``summon_full_params`` has put in their place."""
+    """The names in ``found`` of parameters of ``group``, or of what ``summon_full_params`` has bound instead."""
     known = {
         id(_torch.parameters_dict(slot.module).get(slot.name)): param for param in group.params for slot in param.slots
     }
@@ -333,7 +333,7 @@ def _saved_buffer(wrapper: Wrapper, name: str, buffer: torch.Tensor, device: tor
 
 
 def _add_clean_metadata(state_dict: Any, prefix: str) -> None:
-    """Note versions of modules under clean names, too, so that models without wrappers find them."""
+    """Store the versions of modules under clean names, too, so that models without wrappers find them."""
     metadata = getattr(state_dict, "_metadata", None)
     if metadata is not None:
         for name in [name for name in metadata if WRAPPED in name and name.startswith(prefix[:-1])]:
@@ -346,8 +346,8 @@ def _add_clean_metadata(state_dict: Any, prefix: str) -> None:
 def load(
     wrapper: Wrapper, call: Callable[..., Any], state_dict: Mapping[str, Any], *, strict: bool, assign: bool
 ) -> Any:
-    """``nn.Module.load_state_dict``, which is ``call``, on the outermost wrapper. Collective. If it fails on some rank,
-    it raises on all, and no rank has loaded anything."""
+    """Run ``call``, which is ``nn.Module.load_state_dict``, on the outermost wrapper. Collective. If it fails on any
+    rank, it raises on all ranks, and no rank has loaded anything."""
     axis = all_ranks(wrapper._settings.parallel)
     with together(axis):
         check_idle(wrapper._fsdp_wrapped_module, "load_state_dict")
@@ -368,7 +368,7 @@ def load(
 
 
 def _with_metadata_of_wrappers(wrapper: Wrapper, state_dict: Mapping[str, Any]) -> OrderedDict[str, Any]:
-    """A copy of ``state_dict`` whose metadata has the names of modules in wrappers. The user's stays as it is."""
+    """A copy of ``state_dict`` whose metadata has the names of modules in wrappers. The original is left unchanged."""
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"load_state_dict: expected a dict of tensors, got a {type(state_dict).__name__}.")
     made: Any = OrderedDict(state_dict)
@@ -382,7 +382,7 @@ def _with_metadata_of_wrappers(wrapper: Wrapper, state_dict: Mapping[str, Any]) 
 
 
 def _check_local(wrapper: Wrapper, state_dict: Mapping[str, Any]) -> None:
-    """Raise RuntimeError if a local state dict does not fit. Its units communicate, so all ranks must know before."""
+    """Raise RuntimeError if a local state dict does not fit. All ranks must know before its units communicate."""
     for path, module in wrapper.named_modules():
         if is_wrapper(module) and _effective(module)[0] is LOCAL:
             name = saved_name(f"{path}.{FLAT}" if path else FLAT)
@@ -393,8 +393,8 @@ def _check_local(wrapper: Wrapper, state_dict: Mapping[str, Any]) -> None:
 
 
 def _doubt(wrapper: Wrapper, state_dict: Mapping[str, Any], *, strict: bool) -> bool:
-    """Whether loading ``state_dict`` may fail, as far as names and shapes tell. Hooks of modules may accept it."""
-    if any(map(is_sharded_tensor, state_dict.values())):  # they may be cut otherwise
+    """Whether names and shapes suggest that loading ``state_dict`` may fail. Hooks of modules may accept it anyway."""
+    if any(map(is_sharded_tensor, state_dict.values())):  # they may be sharded differently
         return True
     expected = _expected_shapes(wrapper)
     if strict and set(expected) != set(state_dict):
@@ -406,7 +406,7 @@ def _doubt(wrapper: Wrapper, state_dict: Mapping[str, Any], *, strict: bool) -> 
 
 
 def _expected_shapes(wrapper: Wrapper) -> dict[str, torch.Size | None]:
-    """The keys of a state dict, with shapes of tensors; None if any shape may come. Local values count as such."""
+    """The expected keys of a state dict, with tensor shapes; None if any shape may come, as for local values."""
     local: set[Slot] = set()
     expected: dict[str, torch.Size | None] = {}
     modules = list(wrapper.named_modules(remove_duplicate=False))
@@ -427,7 +427,7 @@ def _expected_shapes(wrapper: Wrapper) -> dict[str, torch.Size | None]:
 
 @contextmanager
 def _restoring(wrapper: Wrapper) -> Iterator[Callable[[], None]]:
-    """A function that puts back all parameters and buffers of ``wrapper`` with the values they have now."""
+    """Yield a function that restores all parameters and buffers of ``wrapper`` with the values they have now."""
     bound: list[tuple[dict[str, Any], dict[str, Any], dict[str, torch.Tensor]]] = [
         (
             cast(Any, place),
@@ -454,8 +454,8 @@ def _plain_part(tensor: Any) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Loading:
-    """One load of a wrapper. ``errors``: the list of the load, by which holders of parameters recognise it.
-    ``from_flat``: shards from a local state dict. ``held``: the parameters of each module that holds some."""
+    """One load of a wrapper. ``errors`` is the load's error list, by which modules that hold parameters recognise it.
+    ``from_flat`` has shards from a local state dict, and ``held`` the parameters of each module that holds some."""
 
     errors: list[str]
     from_flat: dict[ShardedParam, torch.Tensor]
@@ -465,7 +465,7 @@ class _Loading:
 def load_into_wrapper(
     wrapper: Wrapper, call: Callable[..., None], state_dict: dict[str, Any], prefix: str, *rest: Any
 ) -> None:
-    """``nn.Module._load_from_state_dict``, which is ``call``, of a wrapper: keys get the names inside the wrapper."""
+    """Run ``call``, a wrapper's ``nn.Module._load_from_state_dict``, with keys renamed to those inside the wrapper."""
     check_idle(wrapper._fsdp_wrapped_module, "load_state_dict")
     kind, _ = _effective(wrapper)
     from_flat: dict[ShardedParam, torch.Tensor] = {}
@@ -486,7 +486,7 @@ def load_into_wrapper(
 
 
 def clean_up_load(wrapper: Wrapper, incompatible: Any) -> None:
-    """A hook behind loading of a wrapper: messages name keys as the user knows them."""
+    """A hook that runs after a wrapper has loaded: messages name keys as the user knows them."""
     loading = wrapper.__dict__.pop("_loading")
     for names in (incompatible.missing_keys, incompatible.unexpected_keys):
         names[:] = map(clean_name, names)
@@ -494,7 +494,7 @@ def clean_up_load(wrapper: Wrapper, incompatible: Any) -> None:
 
 
 class CutLoaded:
-    """A hook before loading of a module that holds parameters of ``wrapper``: loaded values become shards."""
+    """A hook that runs before a module with parameters of ``wrapper`` loads: it turns loaded values into shards."""
 
     def __init__(self, wrapper: Wrapper) -> None:
         self._wrapper = wrapper
@@ -502,17 +502,17 @@ class CutLoaded:
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         loading = self._wrapper.__dict__.get("_loading")
         *_, errors = rest
-        if loading is None or loading.errors is not errors:  # the module is loaded alone; or an earlier load has raised
+        if loading is None or loading.errors is not errors:  # the module is loaded alone, or an earlier load raised
             loading = _Loading(errors, {}, _held_by_modules(self._wrapper))
         for param, name in loading.held.get(module, ()):
             key = f"{prefix}{name}"
             bound: object = _torch.parameters_dict(module).get(name)
-            if not isinstance(bound, DTensor):  # a whole parameter of summon_full_params; or the user has removed it
+            if not isinstance(bound, DTensor):  # a whole parameter of summon_full_params, or one that the user removed
                 continue
             local = loading.from_flat.get(param)
             if local is None and key in state_dict:
                 local = local_value(param, extensions.loaded_value(self._wrapper, param, state_dict[key]))
-            if local is not None:  # else nn.Module says what is wrong
+            if local is not None:  # otherwise nn.Module reports what is wrong
                 state_dict[key] = param.spec.sharded.dtensor(local.to(_torch.local_of(bound).device))
 
 
@@ -526,8 +526,8 @@ def _held_by_modules(wrapper: Wrapper) -> dict[nn.Module, list[tuple[ShardedPara
 
 
 def names_for_checkpoints(wrapper: Wrapper) -> dict[str, str]:
-    """For each name in the wrapped module, the child of the wrapper that has it: the wrapped module. Also for names
-    that the wrapper itself has, such as ``module``."""
+    """Maps each name in the wrapped module to the wrapper's child that holds it, which is the wrapped module. Includes
+    names that the wrapper itself has, such as ``module``."""
     inner = wrapper._fsdp_wrapped_module
     names = [*_torch.parameters_dict(inner), *buffers_dict(inner), *dict(inner.named_children())]
     found = {"": WRAPPED, **dict.fromkeys(names, WRAPPED)}
@@ -535,8 +535,8 @@ def names_for_checkpoints(wrapper: Wrapper) -> dict[str, str]:
 
 
 class _WrappedNames(dict[str, str]):
-    """Torch's functions cannot leave out the wrapper's own name, which they meet in names of parameters, and would
-    save it, unless they know the class."""
+    """Refuses the wrapper's own name, which torch's functions meet in parameter names. They leave it out only for
+    classes that they know, and would otherwise save it."""
 
     def get(self, name: str, default: Any = None) -> Any:
         if name == WRAPPED:
@@ -549,7 +549,7 @@ class _WrappedNames(dict[str, str]):
 
 
 def install(wrapper: Wrapper) -> None:
-    """Register the hooks for state dicts of ``wrapper``, before the user can register his."""
+    """Register the state dict hooks of ``wrapper`` before users can register theirs."""
     wrapper.register_state_dict_post_hook(replace_values)
     wrapper.register_load_state_dict_post_hook(clean_up_load)
     hook = CutLoaded(wrapper)

@@ -1,6 +1,6 @@
-"""One parameter in state dicts: whole, sharded, or as a part of torch's flat parameter; and back to this rank's shard.
+"""Converts one parameter to its form in state dicts (whole, sharded, or part of torch's flat parameter) and back.
 
-Values that go into a state dict never share memory with the shards: later steps do not change them.
+Values that go into a state dict never share memory with the shards, so later steps do not change them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fsdp2.tools.lending import gathered_together, whole_subclass
 from fsdp2.tools.torch_names import is_sharded_tensor
 
 CPU = torch.device("cpu")
-_ALIGNMENT_NBYTES = 16  # of parameters in torch's flat parameter, with use_orig_params
+_ALIGNMENT_NBYTES = 16  # alignment of parameters in torch's flat parameter, with use_orig_params
 
 
 # Whole
@@ -35,7 +35,7 @@ def full_values(
     locals_: Sequence[torch.Tensor],
     device: torch.device | None = None,
 ) -> list[torch.Tensor]:
-    """``full_value`` of many, in one launch. All are on ``device``; None means the device of the mesh."""
+    """Whole values of ``params``, in one launch. All are on ``device``; None means the device of the mesh."""
     plain = [i for i, local in enumerate(locals_) if is_plain(local)]
     got = gathered_together(group, [params[i] for i in plain], [locals_[i] for i in plain]) if plain else []
     whole = dict(zip(plain, got, strict=True))
@@ -49,7 +49,7 @@ def full_values(
 
 
 def _owned(value: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """``value`` in memory of its own, with nothing else in it."""
+    """Return ``value`` in memory that it shares with nothing else, copying it if necessary."""
     theirs = {leaf.untyped_storage().data_ptr() for leaf in _torch.leaves(local)}
     memory = [leaf.untyped_storage() for leaf in _torch.leaves(value)]
     is_own = theirs.isdisjoint(each.data_ptr() for each in memory)
@@ -61,7 +61,7 @@ def _owned(value: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 
 
 def uses_dtensor(wrapper: Wrapper) -> bool:
-    """Whether sharded values are DTensors, as the user has given a device mesh."""
+    """Whether sharded values are DTensors, which is so if the user gave a device mesh."""
     return wrapper._settings.device_mesh is not None
 
 
@@ -73,8 +73,8 @@ def sharded_value(
     device: torch.device | None = None,
     use_dtensor: bool | None = None,
 ) -> torch.Tensor:
-    """``local``, this rank's part of a tensor that is cut as ``param`` is, as state dicts have it: a DTensor if the
-    user gave a device mesh, else a ShardedTensor. It has a copy of ``local``, on ``device``. Not collective."""
+    """Convert ``local``, this rank's part of a tensor sharded like ``param``, for a state dict: to a DTensor if the
+    user gave a device mesh, else a ShardedTensor. It holds a copy of ``local`` on ``device``. Not collective."""
     own = torch.empty_like(local, device=device or param.mesh.device).copy_(local)
     if not param.layout.shape and param.spec.unsharded is None:
         return own  # every rank has the whole scalar
@@ -86,17 +86,17 @@ def sharded_value(
 
 
 def local_value(param: ShardedParam, value: object) -> torch.Tensor | None:
-    """This rank's shard of a loaded ``value``: whole, DTensor or ShardedTensor. It may share the memory of ``value``.
-    None if ``value`` is no tensor or has another shape. Collective if a DTensor is sharded otherwise.
+    """This rank's shard of a loaded ``value``, which is whole, a DTensor or a ShardedTensor; it may share its memory.
+    None if ``value`` is not a tensor or has another shape. Collective if a DTensor is sharded differently.
 
     Raises:
-        ValueError: a ShardedTensor is sharded otherwise.
+        ValueError: a ShardedTensor is sharded differently.
     """
     shape = tuple(param.spec.sharded.shape)
     if not isinstance(value, torch.Tensor):
         return None
     found = torch_names.shape_of(value)
-    if not shape and found == (1,) and not isinstance(value, DTensor):  # as nn.Module: checkpoints of torch 0.3
+    if not shape and found == (1,) and not isinstance(value, DTensor):  # as in nn.Module, for checkpoints of torch 0.3
         value, found = value[0], torch.Size(())
     if found != shape:
         return None
@@ -104,7 +104,7 @@ def local_value(param: ShardedParam, value: object) -> torch.Tensor | None:
         return _local_of_sharded_tensor(param, value)
     if isinstance(value, DTensor):
         return _local_of_dtensor(param, value)
-    if param.spec.unsharded is not None:  # also cut over model axes
+    if param.spec.unsharded is not None:  # also sharded over model axes
         mine = param.spec.sharded
         return _torch.local_of(distribute_tensor(value, mine.mesh, mine.placements, src_data_rank=None))
     return param.shard_of(value.detach())
@@ -143,8 +143,8 @@ def _local_of_sharded_tensor(param: ShardedParam, value: torch.Tensor) -> torch.
 
 @dataclass(frozen=True)
 class TorchFlat:
-    """Where parameters lie in the flat parameter of torch's class: one behind the other, in whole. Each rank has an
-    equal part. ``offsets``: of each parameter. ``chunk_numel``: of the longest part."""
+    """Where parameters lie in the flat parameter of torch's class: whole, one after another. Each rank has an equal
+    part. ``offsets`` has one offset per parameter; ``chunk_numel`` is the size of the longest part."""
 
     offsets: tuple[int, ...]
     numel: int
@@ -157,8 +157,8 @@ class TorchFlat:
 
 
 def torch_flat(numels: Sequence[int], itemsize: int, num_ranks: int, *, aligned: bool) -> TorchFlat:
-    """The layout of parameters of ``numels``. ``aligned``: as with ``use_orig_params``, each parameter starts at a
-    multiple of 16 bytes, and the whole divides by the number of ranks."""
+    """The layout of parameters with ``numels`` elements. With ``aligned``, as for ``use_orig_params``, each parameter
+    starts at a multiple of 16 bytes, and the total is divisible by the number of ranks."""
     step = max(_ALIGNMENT_NBYTES // itemsize, 1) if aligned else 1
     offsets, end = [], 0
     for numel in numels:
@@ -170,15 +170,15 @@ def torch_flat(numels: Sequence[int], itemsize: int, num_ranks: int, *, aligned:
 
 
 def flat_layout(wrapper: Wrapper, group: ParamGroup) -> TorchFlat:
-    """Of the parameters of ``group``, the unit of ``wrapper``."""
+    """The layout of the parameters of ``group``, which is the unit of ``wrapper``."""
     numels = [param.layout.numel for param in group.params]
     itemsize = group.params[0].dtypes.orig.itemsize
     return torch_flat(numels, itemsize, wrapper.world_size, aligned=wrapper._settings.use_orig_params)
 
 
 def memory_order(param: torch.Tensor) -> tuple[int, ...] | None:
-    """The dims of ``param`` as they lie in memory, outermost first; None if it is contiguous. Torch's flat parameter
-    has other parameters, such as those in ``channels_last``, in this order."""
+    """The dims of ``param`` in memory order, outermost first; None if it is contiguous. Torch's flat parameter stores
+    non-contiguous parameters, such as those in ``channels_last``, in this order."""
     if param.is_contiguous():
         return None
     strides = param.stride()
@@ -192,7 +192,7 @@ def _order_in_flat(wrapper: Wrapper, param: ShardedParam) -> tuple[int, ...]:
 def flat_value(
     wrapper: Wrapper, group: ParamGroup, wholes: Sequence[torch.Tensor], device: torch.device | None
 ) -> torch.Tensor:
-    """This rank's part of torch's flat parameter, a ShardedTensor, of whole parameters. Not collective."""
+    """Build this rank's part of torch's flat parameter, a ShardedTensor, from whole parameters. Not collective."""
     layout = flat_layout(wrapper, group)
     start, stop = layout.interval(wrapper.rank)
     own = wholes[0].new_zeros(stop - start, device=device or group.mesh.device)
@@ -232,7 +232,7 @@ def flat_problem(wrapper: Wrapper, group: ParamGroup, name: str, value: object) 
 
 
 def locals_of_flat(wrapper: Wrapper, group: ParamGroup, value: object) -> dict[ShardedParam, torch.Tensor]:
-    """This rank's shards of the parameters of ``group``, from the flat parameter ``value``. Collective."""
+    """Extract this rank's shards of the parameters of ``group`` from the flat parameter ``value``. Collective."""
     layout = flat_layout(wrapper, group)
     start, stop = layout.interval(wrapper.rank)
     locals_ = torch_names.local_shards(value)

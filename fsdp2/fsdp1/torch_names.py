@@ -1,4 +1,4 @@
-"""Private names of torch that only this folder uses: of FSDP1, and of the ShardedTensors in its state dicts."""
+"""Private names of torch that only this folder uses: those of FSDP1, and of the ShardedTensors in its state dicts."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ PRIVATE_POLICIES: dict[str, Any] = {
 
 
 def run_policy(policy: Any, model: nn.Module, ignored: set[nn.Module]) -> dict[nn.Module, dict[str, Any]] | None:
-    """The modules that a policy object chooses, with what it overrides; None if ``policy`` is no such object."""
+    """The modules that a policy object chooses, with their overrides; None if ``policy`` is not a policy object."""
     return policy._run_policy(model, ignored, {}) if isinstance(policy, _Policy) else None
 
 
-# ShardedTensors: what FSDP1 has in sharded state dicts. Their module is private, and slow to import.
+# ShardedTensors, which FSDP1 puts into sharded state dicts. Their module is private and slow to import.
 
 
 def sharded_tensor(
@@ -52,8 +52,8 @@ def sharded_tensor(
     *,
     requires_grad: bool = False,
 ) -> torch.Tensor:
-    """``local``, this rank's part, as a ShardedTensor. ``intervals``: the part of each rank of ``group``, along dim 0.
-    A rank with an empty part may pass anything of the right dtype and device."""
+    """Make a ShardedTensor from ``local``, this rank's part. ``intervals`` has the part of each rank of ``group`` along
+    dim 0. A rank with an empty part may pass any tensor of the right dtype and device."""
     from torch.distributed._shard import sharded_tensor as names
     from torch.distributed._shard.metadata import ShardMetadata
 
@@ -62,7 +62,7 @@ def sharded_tensor(
     rest = list(shape[1:])
     metadata, locals_ = [], []
     for index, (start, stop) in enumerate(intervals):
-        if start == stop and index:  # the first part is there, even if it is empty
+        if start == stop and index:  # the first part exists even if it is empty
             continue
         rank = dist.get_global_rank(group, index)
         place = f"rank:{rank}/{kind}" if kind == "cpu" else f"rank:{rank}/{kind}:{rank % num_devices}"
@@ -78,14 +78,14 @@ def sharded_tensor(
 
 
 def shape_of(value: object) -> torch.Size | None:
-    """The shape of a tensor; None of anything else. A ShardedTensor would warn that it is deprecated."""
+    """The shape of a tensor; None for anything else. Avoids the deprecation warning of ShardedTensors."""
     if not isinstance(value, torch.Tensor):
         return None
     return cast(Any, value).metadata().size if is_sharded_tensor(value) else value.shape
 
 
 def dtype_of(value: torch.Tensor) -> torch.dtype:
-    """The dtype of a tensor. A ShardedTensor would warn that it is deprecated."""
+    """The dtype of a tensor. Avoids the deprecation warning of ShardedTensors."""
     found = cast(Any, value).metadata().tensor_properties.dtype if is_sharded_tensor(value) else value.dtype
     return cast(torch.dtype, found)
 
@@ -96,7 +96,7 @@ def local_shards(value: Any) -> list[torch.Tensor]:
 
 
 def pieces_of(value: Any) -> list[list[tuple[int, int]]]:
-    """For each part of a ShardedTensor on any rank, its interval along each dim."""
+    """The interval along each dim, for each part of a ShardedTensor on any rank."""
     return [
         [(offset, offset + size) for offset, size in zip(part.shard_offsets, part.shard_sizes, strict=True)]
         for part in value.metadata().shards_metadata
@@ -105,17 +105,17 @@ def pieces_of(value: Any) -> list[list[tuple[int, int]]]:
 
 
 def default_comm_hooks() -> Any:
-    """The module of torch's communication hooks for its first FSDP."""
+    """The module with torch's communication hooks for FSDP1."""
     from torch.distributed.algorithms._comm_hooks import default_hooks
 
     return default_hooks
 
 
 def takes_for_fsdp1(module: nn.Module) -> bool:
-    """Whether torch takes ``module`` for its ``FullyShardedDataParallel``; ours, once ``install`` was called."""
+    """Whether torch takes ``module`` for its own ``FullyShardedDataParallel``, as it does ours after ``install``."""
     return isinstance(module, vars(sys.modules["torch.distributed.fsdp"])["FullyShardedDataParallel"])
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
-    """A module's own buffers that state dicts have."""
+    """A module's own buffers that state dicts include."""
     return {name: each for name, each in module._buffers.items() if name not in module._non_persistent_buffers_set}

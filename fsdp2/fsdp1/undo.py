@@ -1,7 +1,7 @@
-"""Construction of a wrapper is all or nothing: if it raises, the model is what it was.
+"""Makes construction of a wrapper all or nothing: if it raises, the model is unchanged.
 
-Policies, ``param_init_fn``, ``reset_parameters``, extensions and collectives may raise when inner modules are wrapped
-already. So the original parameters, which a unit replaces by shards, are kept until the outermost wrapper is made.
+Policies, ``param_init_fn``, ``reset_parameters``, extensions and collectives may raise after inner modules have been
+wrapped. So the original parameters, which units replace by shards, are kept until the outermost wrapper is complete.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from fsdp2.runtime.unit import unit_of
 
 @contextmanager
 def undone_on_error(module: nn.Module) -> Iterator[None]:
-    """If the block raises, all modules in ``module`` get back the parameters, buffers, children, hooks and other
-    attributes that they had. Not undone: values that were written in place, such as those that ``sync_module_states``
-    has copied from the first rank."""
+    """If the block raises, restore the parameters, buffers, children, hooks and other attributes of all modules in
+    ``module``. In-place writes, such as the values that ``sync_module_states`` copies from the first rank, are not
+    undone."""
     modules = [_ModuleBefore.of(each) for each in module.modules()]
     params = [_ParamBefore.of(each) for each in module.parameters()]
     try:
@@ -39,8 +39,8 @@ def undone_on_error(module: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _ModuleBefore:
-    """Attributes of a module. ``contents``: what was in those that are dicts, such as its parameters and its hooks.
-    They stay the same objects, since handles of hooks refer to them."""
+    """Attributes of a module. ``contents`` copies those that are dicts, such as its parameters and hooks; the dicts
+    themselves stay the same objects, since handles of hooks refer to them."""
 
     module: nn.Module
     attributes: dict[str, Any]
@@ -64,7 +64,7 @@ class _ModuleBefore:
 
 @dataclass(frozen=True)
 class _ParamBefore:
-    """A parameter. ``data``: its memory, if it is plain; ``to_empty`` replaces it."""
+    """A parameter. ``data`` is its memory, if it is plain, since ``to_empty`` replaces it."""
 
     param: nn.Parameter
     kind: type

@@ -1,4 +1,4 @@
-"""The policies of ``torch.distributed.fsdp.wrap``: torch's own, since they know nothing of the wrapper."""
+"""The policies of ``torch.distributed.fsdp.wrap``. They are torch's own, since they do not depend on the wrapper."""
 
 from torch.distributed.fsdp.wrap import (
     CustomPolicy,

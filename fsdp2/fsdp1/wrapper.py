@@ -65,14 +65,14 @@ evaluation.register()
 
 
 class FullyShardedDataParallel(HasStateDicts, HasPrivateNames):
-    """Shards the parameters of ``module``, as torch's class of this name, on the runtime of :func:`fsdp2.fully_shard`.
+    """Shards the parameters of ``module`` like torch's class of this name, on the runtime of :func:`fsdp2.fully_shard`.
 
     The wrapper and what it wraps form one unit: parameters that no wrapper inside manages are gathered together, and
     their gradients are reduced together. With ``use_orig_params``, optimizers may be built before wrapping.
 
     Args:
-        module: the module to wrap. Its class and its names stay. If it is a wrapper, or in one of its own, nothing is
-            left for this one to shard.
+        module: the module to wrap. Its class and names stay the same. If it is or already has a wrapper, nothing
+            is left for this one to shard.
         process_group: the ranks to shard over; for hybrid strategies a pair (shard, replicate). Default: all ranks.
         sharding_strategy: ``FULL_SHARD``, the default, frees parameters between forward and backward. ``SHARD_GRAD_OP``
             keeps them. ``NO_SHARD`` keeps them whole and averages gradients. ``HYBRID_SHARD`` and
@@ -82,20 +82,20 @@ class FullyShardedDataParallel(HasStateDicts, HasPrivateNames):
             function ``(module, recurse, nonwrapped_numel)``.
         backward_prefetch: None gathers one unit at a time in backward. ``BACKWARD_PRE`` and ``BACKWARD_POST`` do the
             same here: they gather the next unit while one runs.
-        mixed_precision: the dtypes of parameters, reductions and buffers, and which inputs are cast.
-        ignored_modules, ignored_states: modules or parameters that stay as they are. Pass one of the two. What a
-            wrapper inside ignores is ignored, too.
+        mixed_precision: the dtypes of parameters, reductions and buffers, and the inputs to cast.
+        ignored_modules, ignored_states: modules or parameters that are left unchanged. Pass one of the two. Anything
+            that an inner wrapper ignores is ignored, too.
         param_init_fn: gives values to the parameters of one module on the meta device. Default: the module's
             ``to_empty`` and ``reset_parameters``.
         device_id: the device to shard on: an index, or a device. Default: that of the module, else the accelerator.
-        sync_module_states: copy parameters and buffers from the first rank to all ranks. Of what is ignored, buffers
+        sync_module_states: copy parameters and buffers from the first rank to all ranks. Buffers of ignored modules
             are copied, too.
-        forward_prefetch, limit_all_gathers: accepted, without effect: units are always gathered ahead in forward, and
-            two at a time hold memory.
-        use_orig_params: True: the parameters are DTensors under their own names. Those from before wrapping stand for
-            them: an optimizer, a list or an average that has them goes on. False, the default: one flat, 1-D parameter
-            per wrapper stands for them, and an optimizer, built after wrapping, steps once per wrapper. Then the
-            parameters of a wrapper have one dtype, and are trained all or none.
+        forward_prefetch, limit_all_gathers: accepted, but without effect: units are always prefetched in forward, and
+            at most two at a time hold memory.
+        use_orig_params: if True, the parameters are DTensors under their own names. Parameters from before wrapping
+            stand for them, so an optimizer, list or average that holds those keeps working. If False, the default,
+            one flat 1-D parameter per wrapper stands for them, and an optimizer, built after wrapping, steps once per
+            wrapper. All parameters of a wrapper then have the same dtype and ``requires_grad``.
         device_mesh: the ranks as a mesh, instead of ``process_group``: one axis, or (replicate, shard).
 
     Raises:
@@ -103,8 +103,8 @@ class FullyShardedDataParallel(HasStateDicts, HasPrivateNames):
             called on ``module``.
         TypeError: an argument is of the wrong type.
 
-    If it raises, also in a function of the user, the modules are as they were. For this, the original parameters are
-    kept until all modules inside are wrapped.
+    If construction raises, even in a user's function, the modules are unchanged. For this, the original parameters
+    are kept until all modules inside are wrapped.
 
     Source: Zhao et al., "PyTorch FSDP", VLDB 2023; the interface of ``torch.distributed.fsdp``.
     """
@@ -145,7 +145,7 @@ class FullyShardedDataParallel(HasStateDicts, HasPrivateNames):
         ignored = ignored.joined_with(inner._ignored for inner in wrappers_in(module))
         self._settings: Settings = settings
         self._ignored: Ignored = ignored
-        self._orig_buffer_dtypes: dict[str, torch.dtype] = {}  # by clean name; of buffers that were cast
+        self._orig_buffer_dtypes: dict[str, torch.dtype] = {}  # of buffers that were cast, by clean name
         self._has_run = False
         self._is_full_precision = False  # in ``eval()``, if the user asked for it
         self._sends_states = sync_module_states
@@ -187,7 +187,7 @@ class FullyShardedDataParallel(HasStateDicts, HasPrivateNames):
     def _shard(
         self, module: nn.Module, param_init_fn: Callable[[nn.Module], None] | None, *, sync_module_states: bool
     ) -> None:
-        """Make the unit of ``module`` and of all modules inside that have none."""
+        """Make the unit of ``module`` and of all modules inside it that belong to no unit."""
         settings, ignored = self._settings, self._ignored
         self._check_groups_inside(module)
         if not settings.use_orig_params:
@@ -220,7 +220,7 @@ class FullyShardedDataParallel(HasStateDicts, HasPrivateNames):
         extensions.install(self, extension)
 
     def _wrap_again(self, module: nn.Module, *, sync_module_states: bool) -> None:
-        """Wrap ``module``, all of which is in units. The wrapper itself is a unit then, without parameters."""
+        """Wrap ``module``, which units manage completely. The wrapper itself becomes a unit without parameters."""
         self._check_groups_inside(module)
         self._memory_orders = {}
         self._prepared(self).commit()
@@ -241,7 +241,7 @@ class FullyShardedDataParallel(HasStateDicts, HasPrivateNames):
         )
 
     def _wrap_inside(self, module: nn.Module, policy: Any, options: dict[str, Any]) -> None:
-        """Wrap what ``policy`` chooses inside of ``module``, inner modules first, with ``options``."""
+        """Wrap the modules inside ``module`` that ``policy`` chooses, inner ones first, with ``options``."""
         check_nothing_is_wrapped(module)
         with extensions.flattened(module, self._ignored.params, keeps=False):
             self._prepared(module)  # refuses parameters that cannot be sharded, before anything is wrapped
@@ -259,7 +259,7 @@ class FullyShardedDataParallel(HasStateDicts, HasPrivateNames):
         replace_everywhere(module, wrapped)
 
     def _check_groups_inside(self, module: nn.Module) -> None:
-        """Wrappers of a hybrid strategy must replicate over the same ranks."""
+        """Check that inner wrappers with a hybrid strategy replicate over the same ranks."""
         mine = self._settings
         for inner in self.fsdp_modules(module):
             theirs = inner._settings
@@ -274,7 +274,7 @@ class FullyShardedDataParallel(HasStateDicts, HasPrivateNames):
 
     @property
     def module(self) -> nn.Module:
-        """The wrapped module; of a ``checkpoint_wrapper``, the module inside it."""
+        """The wrapped module. If that is a ``checkpoint_wrapper``, the module inside it."""
         return inside_checkpoint(self._fsdp_wrapped_module)
 
     @property
@@ -307,7 +307,7 @@ class FullyShardedDataParallel(HasStateDicts, HasPrivateNames):
         return self._settings.parallel.device
 
     def __getattr__(self, name: str) -> Any:
-        """Attributes that the wrapper lacks are the wrapped module's."""
+        """Look up attributes that the wrapper lacks in the wrapped module."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -320,8 +320,8 @@ class FullyShardedDataParallel(HasStateDicts, HasPrivateNames):
         return cast(Any, self._fsdp_wrapped_module)[key]
 
     def check_is_root(self) -> bool:
-        """Whether no other wrapper is around this one. Before the first forward, this call decides it: call it on the
-        outermost wrapper."""
+        """Whether no other wrapper encloses this one. Before the first forward, this call makes it the root, so call it
+        on the outermost wrapper."""
         return tree_of(self._unit).root is self._unit
 
     @staticmethod
@@ -347,7 +347,7 @@ class FullyShardedDataParallel(HasStateDicts, HasPrivateNames):
 
     @_torch.runs_between_graphs
     def _begin_to_run(self) -> None:
-        """The first forward of the outermost wrapper begins."""
+        """Called when the first forward of the outermost wrapper begins."""
         wrappers = self.fsdp_modules(self)
         orig_params.take_over_optimizers(group for each in wrappers for group in each._unit.groups)
         for wrapper in wrappers:
@@ -356,7 +356,7 @@ class FullyShardedDataParallel(HasStateDicts, HasPrivateNames):
             wrapper._cast_buffers()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backwards inside the block reduce nothing: see :func:`fsdp2.no_sync`. Call it on the root.
+        """Inside the block, backward reduces no gradients: see :func:`fsdp2.no_sync`. Call it on the root.
 
         Raises:
             RuntimeError: the wrapper is not the root.
@@ -380,18 +380,18 @@ class FullyShardedDataParallel(HasStateDicts, HasPrivateNames):
 
         Raises:
             RuntimeError: the wrapper is not the root.
-            ScheduleError: a forward or backward runs.
+            ScheduleError: a forward or backward is running.
         """
         return full_params.clip(self, max_norm, norm_type)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Reduce all gradients by ``hook``, which also divides them: the runtime divides nothing then.
+        """Reduce all gradients with ``hook``, which also divides them: the runtime no longer divides anything.
 
         Under ``NO_SHARD``, or with one rank, ``hook(state, gradients)`` gets a unit's flat gradients and reduces them
         in place. Otherwise ``hook(state, gradients, shard)`` gets flat gradients ``[W * n]``, and writes the reduced
         elements ``[r * n, (r + 1) * n)`` into ``shard`` ``[n]`` on rank r. Both have the reduce dtype; the hook may
-        replace their ``data`` by another dtype, as the hooks of torch do. Which element belongs to which parameter
-        differs from torch's class: the message has each rank's part of all parameters behind each other, padded.
+        replace their ``data`` by another dtype, as torch's hooks do. The order of elements differs from torch's class:
+        the message holds each rank's parts of all parameters one after another, padded.
 
         Args:
             state: the first argument of each call.
@@ -404,7 +404,7 @@ class FullyShardedDataParallel(HasStateDicts, HasPrivateNames):
         comm_hooks.register(self, state, hook)
 
     def _unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather this wrapper's parameters ahead of its next forward. With ``async_op``, return a handle at once."""
+        """All-gather this wrapper's parameters before its next forward. With ``async_op``, return a handle at once."""
         tree_of(self._unit).unshard(self._unit)
         handle = UnshardHandle(self._unit)
         if async_op:
@@ -423,17 +423,17 @@ class FullyShardedDataParallel(HasStateDicts, HasPrivateNames):
         offload_to_cpu: bool = False,
         with_grads: bool = False,
     ) -> AbstractContextManager[None]:
-        """Inside the block, the parameters of the wrappers in ``module`` are whole, plain, and have their original
-        names, with ``use_orig_params=False``, too. All ranks enter and leave the block together. If the block raises,
+        """Inside the block, the parameters of the wrappers in ``module`` are whole and plain, and have their original
+        names even with ``use_orig_params=False``. All ranks enter and leave the block together. If the block raises,
         nothing is written. See :func:`fsdp2.unsharded`.
 
         Args:
             module: any module; nothing happens if it contains no wrapper.
-            recurse: False: only the parameters of ``module`` itself, without those of inner wrappers.
+            recurse: if False, only the parameters of ``module`` itself, without those of inner wrappers.
             writeback: copy values into the shards when the block ends.
             rank0_only: only the first rank has whole parameters.
             offload_to_cpu: whole parameters are on the host.
-            with_grads: parameters have their whole gradients, too; ``writeback`` writes these as well.
+            with_grads: parameters also have their whole gradients, which ``writeback`` writes as well.
 
         Raises:
             NotImplementedError: ``rank0_only`` with ``writeback``; ``with_grads`` with ``offload_to_cpu`` or with
@@ -443,14 +443,14 @@ class FullyShardedDataParallel(HasStateDicts, HasPrivateNames):
         return full_params.summoned(module, recurse, writeback, rank0_only, offload_to_cpu, with_grads)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
-        """Call ``fn`` on each module, inner ones first, while the parameters of its unit are whole. What ``fn`` writes
-        is written into the shards. All ranks must call it."""
+        """Call ``fn`` on each module, inner ones first, while the parameters of its unit are whole. Changes by ``fn``
+        are written to the shards. All ranks must call it."""
         with full_params.summoned(self, recurse=False):
             return super().apply(fn)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients, also those of ``no_sync`` that no backward has reduced. ``zero_grad`` of an optimizer, or
-        of another module, does not find the latter."""
+        """Drop all gradients, including those from ``no_sync`` that have not been reduced yet, which ``zero_grad`` of
+        an optimizer or of another module does not find."""
         super().zero_grad(set_to_none)
         for module in self.modules():
             if isinstance(module, FullyShardedDataParallel):
@@ -461,7 +461,7 @@ class FullyShardedDataParallel(HasStateDicts, HasPrivateNames):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Buffers with their names; inside ``summon_full_params``, without the names of wrappers."""
-        unit = unit_of(self)  # none yet, while a unit is made of the wrapper itself
+        unit = unit_of(self)  # none yet, while the wrapper itself is made a unit
         cleans = unit is not None and unit.is_whole is not None
         for name, buffer in super().named_buffers(prefix, recurse, remove_duplicate):
             yield clean_name(name) if cleans else name, buffer
@@ -469,10 +469,10 @@ class FullyShardedDataParallel(HasStateDicts, HasPrivateNames):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters with their names. With ``use_orig_params``, the original ones; otherwise one ``_flat_param`` per
-        wrapper stands for all parameters of its unit. Names contain those of wrappers, as names of modules do. Inside
-        ``summon_full_params``, the original ones under their original names. Outside of it, always the sharded ones,
-        which optimizers step."""
+        """Parameters with their names. With ``use_orig_params``, these are the original ones; otherwise one
+        ``_flat_param`` per wrapper stands for all parameters of its unit. Names contain those of wrappers, as names of
+        modules do. Inside ``summon_full_params``, the original parameters have their original names. Outside of it,
+        these are always the sharded parameters, which optimizers step."""
         seen: set[nn.Parameter] = set()
         for name, param in self._parameters_in(prefix, recurse):
             if not remove_duplicate or param not in seen:
@@ -487,7 +487,7 @@ class FullyShardedDataParallel(HasStateDicts, HasPrivateNames):
             if each._unit.is_whole is None and (flat := each._listed_flat_param) is not None
         }
         hidden = {slot for flat in flats.values() for param in flat._group.params for slot in param.slots}
-        shards = {  # in the place of what units that stay unsharded have bound
+        shards = {  # instead of what units that stay unsharded have bound
             slot: param.sharded
             for _, unit in units_under(self)
             for group in unit.groups
@@ -526,7 +526,7 @@ class FullyShardedDataParallel(HasStateDicts, HasPrivateNames):
 
     @property
     def _flat_owner(self) -> nn.Module:
-        """The module whose parameter the flat one is. It has the name only: the shards are bound."""
+        """The module that owns the flat parameter. It holds the name only, since the shards are bound."""
         return inside_checkpoint(self._unit.modules[0])
 
     # What torch and Python call
@@ -567,7 +567,7 @@ class FullyShardedDataParallel(HasStateDicts, HasPrivateNames):
 
     @property
     def _unit(self) -> Unit:
-        """The unit of the module that was wrapped. Users may put another module around that one later, such as a
+        """The unit of the module that was wrapped. Users may later wrap that module in another one, such as a
         ``checkpoint_wrapper``."""
         unit = unit_of(self)
         assert unit is not None  # __init__ sets it

@@ -1,9 +1,9 @@
-"""The parameters of one group that have all-gather hooks (see ``types``): the hooks decide what travels.
+"""The parameters of one group that have all-gather hooks (see ``types``): the hooks decide what is sent.
 
 ``HookedParam`` looks up the hooks of one shard, and inspects their signature, once. It checks every call: an error is
 an ``ExtensionError`` that names parameter, class and hook. ``HookedParams`` holds the hooked parameters of a group. At
-first use the ranks exchange what their pre-hooks returned, or that one failed. So all ranks know the sizes, or all
-ranks raise (I9). Later the ranks exchange nothing, and a hook that fails raises on its own rank, as in torch. The
+first use, the ranks exchange what their pre-hooks returned, or that one failed. So all ranks know the sizes, or all
+ranks raise (I9). Later the ranks exchange nothing, and a failing hook raises on its own rank only, as in torch. The
 runtime owns the inner tensors that the post-hooks list: it allocates and frees their memory together with the group's
 unsharded storage.
 
@@ -38,14 +38,14 @@ from fsdp2.types import ExtensionError
 
 _RELEASE = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
 
-_Kinds = tuple[tuple[torch.Size, torch.dtype], ...]  # of the tensors that travel
+_Kinds = tuple[tuple[torch.Size, torch.dtype], ...]  # of the tensors that are sent
 
 
 class HookedParam:
     """One parameter with all-gather hooks.
 
     Attributes:
-        metadata: what the pre-hook returned with the payload that is, or was last, gathered.
+        metadata: what the pre-hook returned with the payload that was gathered last.
         gathered: the gathered tensors.
         outputs: what the post-hook reads: ``gathered``, or wrappers of these.
         out: the tensor that the post-hook fills, from the first gather on.
@@ -53,7 +53,7 @@ class HookedParam:
     """
 
     def __init__(self, param: ShardedParam, mesh: DeviceMesh, device: torch.device, *, is_staged: bool = False) -> None:
-        """``mesh``: the shard axis. ``is_staged``: the shard is on the host, and pre-hooks get a copy on ``device``."""
+        """``mesh`` is the shard axis. With ``is_staged``, the shard is on the host; pre-hooks get a ``device`` copy."""
         self.param, self._mesh, self._device, self._is_staged = param, mesh, device, is_staged
         self._local = local = _torch.local_of(param.sharded)
         self._class = type(local).__name__
@@ -74,7 +74,7 @@ class HookedParam:
         self._post = getattr(local, POST)
         self._expected: _Kinds | None = None
         self._rebuild: list[Callable[[Iterator[torch.Tensor]], torch.Tensor]] = []  # per tensor of the payload
-        self._has_seen_result = False  # of a call with ``out``; only the first result is looked at
+        self._has_seen_result = False  # of a call with ``out``; only the first result is checked
         self._release: Callable[[], object] = getattr(local, _RELEASE, lambda: False)
 
     def error(self, hook: str, problem: str) -> ExtensionError:
@@ -82,7 +82,7 @@ class HookedParam:
         return ExtensionError(f"parameter '{self.param.full_name}': {self._class}.{hook} {problem.rstrip('.')}.")
 
     def payload(self) -> tuple[torch.Tensor, ...]:
-        """What this rank sends, made anew. Of wrapper tensors, the plain tensors that they are made of travel.
+        """Make the tensors that this rank sends. For wrapper tensors, these are the plain tensors inside them.
 
         Raises:
             ExtensionError: the hook raised, or returned something that cannot be gathered.
@@ -130,7 +130,7 @@ class HookedParam:
         return tuple(plain)
 
     def bind_outputs(self, gathered: Sequence[torch.Tensor]) -> None:
-        """The post-hook reads ``gathered``, in wrappers of the class that the pre-hook returned, if any."""
+        """Let the post-hook read ``gathered``, wrapped in the class that the pre-hook returned, if any."""
         self.gathered = tuple(gathered)
         iterator = iter(gathered)
         self.outputs = tuple(rebuild(iterator) for rebuild in self._rebuild) if self._rebuild else self.gathered
@@ -139,7 +139,7 @@ class HookedParam:
         """Whether the unsharded tensor does not alias the outputs. Called after the first pre-hook, which may decide.
 
         Raises:
-            ExtensionError: the hook raised, or the answer is no bool.
+            ExtensionError: the hook raised, or the answer is not a bool.
         """
         try:
             answer = self._release()
@@ -150,8 +150,8 @@ class HookedParam:
         return answer
 
     def fill(self) -> None:
-        """Let the post-hook fill ``out``. As in torch, a result is ignored. Warn if the first result has memory of its
-        own: then the hook has most likely not filled ``out``.
+        """Let the post-hook fill ``out``. As in torch, its result is ignored. Warn if the first result has its own
+        memory, since then the hook has most likely not filled ``out``.
 
         Raises:
             ExtensionError: the hook raised.
@@ -173,12 +173,12 @@ class HookedParam:
             warnings.warn(str(self.error(POST, problem)), stacklevel=2)
 
     def first_post(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """The unsharded tensor of the outer size, and the tensors to free with it.
+        """Return the unsharded tensor, in its outer size, and the tensors to free with it.
 
         Raises:
             ExtensionError: the hook raised, or returned something that cannot be the parameter.
         """
-        self._post = getattr(self._local, POST)  # users may have mended it, since it failed
+        self._post = getattr(self._local, POST)  # users may have fixed it after it failed
         try:
             result = self._post(self.outputs, self.metadata, self.param.dtypes.param)
         except Exception as error:
@@ -255,7 +255,7 @@ class HookedParam:
             raise self.error(POST, problem)
         try:
             made = param.unsharded_parameter(tensor)
-        except RuntimeError as error:  # nn.Parameter wants detach() to keep the class
+        except RuntimeError as error:  # nn.Parameter requires detach() to keep the class
             problem = f"made a {type(tensor).__name__} that cannot be an nn.Parameter: {error}"
             raise self.error(POST, problem) from error
         inner_memory = self._owned(inner)
@@ -269,7 +269,7 @@ class HookedParam:
         param.unsharded, param.inner = made, inner_memory
 
     def fill_first(self) -> None:
-        """Let the post-hook fill the unsharded parameter; check what later calls do not check."""
+        """Let the post-hook fill the unsharded parameter for the first time, with checks that later calls skip."""
         assert self.param.unsharded_local is not None
         self.out = self.param.unsharded_local
         before = set(_memory_of(self.out))
@@ -280,8 +280,8 @@ class HookedParam:
             raise self.error(POST, problem)
 
     def _freed_memory(self) -> set[int]:
-        """Memory that is freed between gathers, and is there again when a hook fills it. A wrapper tensor may also hold
-        what came with the metadata, such as the scale of torchao's float8: each call may replace that."""
+        """Memory that is freed between gathers and allocated again when a hook fills it. A wrapper tensor may also hold
+        tensors from the metadata, such as the scale of torchao's float8, which each call may replace."""
         gathered = {output.untyped_storage().data_ptr() for output in self.gathered}
         return gathered | {storage.data_ptr() for storage, _ in self.param.inner}
 
@@ -326,16 +326,16 @@ class HookedParams:
     """
 
     def __init__(self, params: Sequence[ShardedParam], mesh: ParallelMesh, home: Home) -> None:
-        self._no_grad = torch.no_grad()  # one object, entered often and never nested
+        self._no_grad = torch.no_grad()  # a single object, entered often and never nested
         self.storages: list[tuple[torch.UntypedStorage, int]] = []
         self._versioned: tuple[torch.Tensor, ...] = ()
         self._params: list[HookedParam] = []
-        self._first: list[tuple[torch.Tensor, ...]] = []  # payloads that were made, but not sent
+        self._first: list[tuple[torch.Tensor, ...]] = []  # payloads that were made but not sent
         self._are_checked = False  # the post-hooks have filled the unsharded tensors
         self._sent = self._agree(params, mesh, home)  # by replica, rank of the shard axis, parameter
 
     def _agree(self, params: Sequence[ShardedParam], mesh: ParallelMesh, home: Home) -> list[list[list[_Kinds]]]:
-        """Make the first payloads. Returns what is sent by all ranks, also of other replicas (I9).
+        """Make the first payloads. Returns the shapes and dtypes that all ranks send, including other replicas (I9).
 
         Raises:
             ExtensionError: a hook failed on some rank; all ranks raise.
@@ -362,8 +362,8 @@ class HookedParams:
         return [[kinds for _, _, kinds in row] for row in rows]
 
     def inputs(self, first_key: int, *, keeps_consumed: bool) -> dict[int, PlanInput]:
-        """For the plan: each tensor that travels, by keys from ``first_key`` on. ``keeps_consumed``: also what may be
-        freed after the post-hook is kept while the group is unsharded.
+        """For the plan: each tensor that is sent, with keys from ``first_key`` on. With ``keeps_consumed``, memory that
+        could be freed after the post-hook is also kept while the group is unsharded.
 
         Raises:
             ExtensionError: the ranks' payloads do not fit together; all ranks raise.
@@ -395,21 +395,21 @@ class HookedParams:
         return inputs
 
     def bind_outputs(self, outputs: Mapping[int, torch.Tensor], first_key: int) -> None:
-        """Bind ``outputs`` of the gather whose plan was made from ``inputs(first_key)``."""
+        """Bind the ``outputs`` of the gather that was planned from ``inputs(first_key)``."""
         key = first_key
         for hooked, payload in zip(self._params, self._first, strict=True):
             hooked.bind_outputs([outputs[key + k] for k in range(len(payload))])
             key += len(payload)
 
     def payloads(self) -> list[torch.Tensor]:
-        """This rank's part of every tensor that hooks send, in the order of their indices, without empty ones."""
+        """This rank's part of every tensor that hooks send, in order of index, without empty ones."""
         with self._no_grad:
             payloads, self._first = self._first or [hooked.payload() for hooked in self._params], []
         each = (tensor for payload in payloads for tensor in payload if tensor.numel())
         return [tensor if tensor.dim() else tensor.view(1) for tensor in each]
 
     def arrive(self) -> None:
-        """Everything has been gathered. Staging memory is freed afterwards."""
+        """Run the post-hooks after everything has been gathered. Staging memory is freed afterwards."""
         if not self._are_checked:
             self._arrive_checked()
             return
@@ -424,8 +424,8 @@ class HookedParams:
             _torch.set_versions(self._versioned, tuple(versions))
 
     def _arrive_checked(self) -> None:
-        """An arrival until the post-hooks have worked in both ways: they make the unsharded tensors first, and fill
-        them from the next arrival on."""
+        """``arrive`` until the post-hooks have run in both modes: they make the unsharded tensors first, and fill them
+        from the next arrival on."""
         are_made = all(hooked.param.unsharded is not None for hooked in self._params)
         before = self._collect_versioned()
         versions = tuple(tensor._version for tensor in before)

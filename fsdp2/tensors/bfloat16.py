@@ -1,4 +1,4 @@
-"""Parameters that travel in bfloat16."""
+"""Parameters that are all-gathered in bfloat16."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from fsdp2.tensors.wrapper import Tensors
 
 
 class BFloat16AllGatherTensor(WireFormatTensor):
-    """A parameter that is gathered in bfloat16, for any dtype of its master values and of compute. If compute is also
-    in bfloat16, the unsharded parameter is the gathered memory itself.
+    """A parameter that is all-gathered in bfloat16, whatever the dtype of its master values and of compute. If compute
+    also uses bfloat16, the unsharded parameter is the gathered memory itself.
 
     Args:
         data: master values, usually float32. The tensor shares their memory.
@@ -53,7 +53,7 @@ class BFloat16AllGatherTensor(WireFormatTensor):
             converted = gathered.to(param_dtype)
             return converted, () if converted is gathered else (converted,)
         if out.data_ptr() != gathered.data_ptr():
-            out.data.copy_(gathered[: out.size(0)])  # .data has a version of its own: autograd must not see a write
+            out.data.copy_(gathered[: out.size(0)])  # .data has its own version counter: autograd must not see a write
         return None
 
     def fsdp_should_release_all_gather_outputs_after_post_all_gather(self) -> bool:

@@ -15,7 +15,7 @@ from fsdp2.plan.placements import local_part
 
 
 def is_matrix(name: str, param: nn.Parameter) -> bool:
-    """Whether ``param`` has two dims and a floating-point dtype, as weights of linear layers and embeddings have."""
+    """Whether ``param`` has two dims and a floating-point dtype, like weights of linear layers and embeddings."""
     return param.dim() == 2 and param.is_floating_point()
 
 
@@ -41,7 +41,7 @@ def wrap_parameters(
     Raises:
         TypeError: ``make`` did not return a tensor.
         ValueError: a selected parameter is sharded already; ``make`` returned a tensor of another shape. The module
-            is unchanged then, also if ``make`` raised.
+            is then unchanged, as it is if ``make`` raises.
     """
     made: dict[nn.Parameter, nn.Parameter] = {}
     names = []

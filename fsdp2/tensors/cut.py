@@ -1,4 +1,4 @@
-"""Shards of tensor subclasses: only the class knows where its values are, so it cuts itself."""
+"""Cuts tensor subclasses into shards, with operations of the class, since only it knows where its values are."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fsdp2.types import ExtensionError
 
 
 def subclass_shard(name: str, full: torch.Tensor, layout: Layout, rank: int, device: torch.device) -> torch.Tensor:
-    """``rank``'s shard of the tensor subclass ``full``, in its own memory on ``device`` (or still on meta).
+    """The shard of ``rank`` of the tensor subclass ``full``, in its own memory on ``device`` (or still on meta).
 
     Raises:
         ExtensionError: the class lacks an operation that cutting needs, or the operation returns another class.
@@ -44,13 +44,13 @@ def subclass_shard(name: str, full: torch.Tensor, layout: Layout, rank: int, dev
 
 
 def pinned_shard(name: str, full: torch.Tensor, layout: Layout, rank: int, home: Home) -> torch.Tensor:
-    """``subclass_shard``, where ``home`` is, in pinned memory if it asks for that."""
+    """``subclass_shard`` on the device of ``home``, in pinned memory if ``home`` asks for that."""
     return pinned(name, subclass_shard(name, full, layout, rank, home.device), home)
 
 
 def pinned(name: str, local: torch.Tensor, home: Home) -> torch.Tensor:
-    """The shard ``local`` of a tensor subclass in pinned memory, if ``home`` asks for that. A plain tensor with its own
-    hooks stays as it is, since a copy would lose the hooks.
+    """Copy the shard ``local`` of a tensor subclass to pinned memory, if ``home`` asks for that. A plain tensor with
+    its own hooks is returned as it is, since a copy would lose the hooks.
 
     Raises:
         ExtensionError: the class lacks an operation that pinning needs, or the operation returns another class.

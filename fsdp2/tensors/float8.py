@@ -1,7 +1,7 @@
-"""Parameters that travel, and stay unsharded, in float8.
+"""Parameters that are all-gathered in float8 and stay float8 while unsharded.
 
 ``Float8AllGatherTensor`` is the shard with master values; ``Float8Tensor`` is the unsharded parameter. Rule: all ranks
-use the same scale, or each row has its own. So the gathered values do not depend on the rank that quantised them.
+use the same scale, or each row has its own, so the gathered values do not depend on the rank that quantised them.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ class Float8Scaling(Enum):
 
 
 class Float8AllGatherTensor(WireFormatTensor):
-    """A parameter that is gathered in float8 (e4m3), half the bytes of bfloat16, and stays float8 while unsharded.
+    """A parameter that is all-gathered in float8 (e4m3), half the bytes of bfloat16, and stays float8 while unsharded.
 
     The unsharded parameter is a :class:`Float8Tensor` on the gathered memory, 1 byte per element. Its values are those
     of :func:`quantise_float8`. The gradient ignores the rounding.
 
-    - ``PER_ROW``: each row travels with its scale: 4 bytes per row.
+    - ``PER_ROW``: each row is sent with its scale, which takes 4 bytes per row.
     - ``PER_TENSOR``: the scale comes from the largest magnitude on all ranks. Call :func:`precompute_float8_scales`
       after ``optimizer.step()``. If a shard has no scale, or was written since, each all-gather asks the other ranks
-      for their magnitudes. So all ranks must write their shards, and precompute, in the same way. After an unnoticed
+      for their magnitudes. So all ranks must write their shards, and precompute, at the same times. After an undetected
       write (see ``write_stamp``), values beyond the outdated scale are clamped to the largest float8.
 
     Args:
@@ -76,8 +76,8 @@ class Float8AllGatherTensor(WireFormatTensor):
     def fsdp_pre_all_gather(
         self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: tuple[int, ...], module: Any, mp_policy: Any
     ) -> tuple[Tensors, torch.Tensor | None]:
-        """The float8 bits as uint8 of the shard's shape, since some collectives do not know float8. Also the scales
-        ``[rows, 1, ...]``, or, as metadata, the single scale ``[1]``."""
+        """The float8 bits as uint8 in the shard's shape, since some collectives do not support float8. Also the scales
+        ``[rows, 1, ...]``, or the single scale ``[1]`` as metadata."""
         if self.scaling is Float8Scaling.PER_ROW:
             self.check_cut_along_rows(outer_size)
             scales = scale_from(row_magnitudes(self._data))
@@ -136,7 +136,7 @@ class Float8Tensor(WrapperTensor):
         """Copy newly gathered ``data`` and ``scale``, unless they are already in this tensor's memory."""
         for mine, new in ((self._data, data), (self._scale, scale)):
             if mine.data_ptr() != new.data_ptr():
-                mine.data.copy_(new[: mine.size(0)])  # .data has a version of its own: autograd must not see a write
+                mine.data.copy_(new[: mine.size(0)])  # .data has its own version counter: autograd must not see a write
 
     def _plain(self) -> torch.Tensor:
         return self.dequantised()
@@ -174,7 +174,7 @@ def _cut_rows(tensor: Float8Tensor, size: Any, stride: Any, storage_offset: int 
 
 
 def _without_values(op: Callable[..., Any], tensor: Float8Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Reads the shape only: the values may have been released."""
+    """Reads only the shape, since the values may have been released."""
     return op(tensor._data, *args, **{**kwargs, "dtype": kwargs.get("dtype") or tensor.dtype})
 
 
@@ -192,7 +192,7 @@ def _product(*operands: torch.Tensor, **factors: Any) -> Any:
 
 
 def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Called in inference mode only: otherwise autograd decomposes ``linear`` first."""
+    """Called only in inference mode: otherwise autograd decomposes ``linear`` first."""
     rows = x.reshape(-1, x.size(-1))
     product = torch.mm(rows, weight.t()) if bias is None else torch.addmm(bias, rows, weight.t())
     return product.view(*x.shape[:-1], weight.size(0))
@@ -236,7 +236,7 @@ Float8Tensor._OPS = {
 
 
 def magnitude(data: torch.Tensor) -> torch.Tensor:
-    """The largest absolute value of ``data``, float32 ``[1]``; 0 if it is empty, NaN if one is in it."""
+    """The largest absolute value of ``data``, float32 ``[1]``; 0 if it is empty, NaN if it contains NaN."""
     if data.numel() == 0:
         return torch.zeros(1, device=data.device)
     low, high = torch.aminmax(data)
@@ -250,12 +250,12 @@ def row_magnitudes(data: torch.Tensor) -> torch.Tensor:
 
 
 def scale_from(magnitudes: torch.Tensor) -> torch.Tensor:
-    """The scales with which the largest float8 value stands for ``magnitudes``; the same shape, float32."""
+    """The scales that map the largest float8 value to ``magnitudes``, in the same shape and in float32."""
     return (magnitudes / _WIRE_MAX).clamp_(min=_SMALLEST_SCALE)
 
 
 def quantise_float8(data: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """``data / scale`` as float8 (e4m3) of the same shape; ``scale`` is float32 ``[1]`` or ``[rows, 1, ...]``.
+    """Convert ``data / scale`` to float8 (e4m3) of the same shape; ``scale`` is float32 ``[1]`` or ``[rows, 1, ...]``.
 
     ``abs(data - float8 * scale)`` is at most ``abs(data) / 16`` or ``scale / 1024``, whichever is larger. Values beyond
     448 times ``scale`` become 448. NaN stays NaN; an inf among the values that gave the scale makes all of them NaN.
@@ -276,13 +276,13 @@ def precompute_float8_scales(model: nn.Module) -> None:
     all-reduce per mesh. Call it after each ``optimizer.step()``, on all ranks. A scale is used until its shard is
     written.
 
-    Source: the idea is torchao's precomputation of dynamic float8 scales for FSDP.
+    Source: torchao's precomputation of dynamic float8 scales for FSDP.
     """
     waiting: dict[tuple[DeviceMesh, tuple[int, ...]], list[Float8AllGatherTensor]] = {}
     for param in (param for param in model.parameters() if isinstance(param, DTensor)):
         shard = _torch.local_of(param)
         if isinstance(shard, Float8AllGatherTensor) and shard.scaling is Float8Scaling.PER_TENSOR:
-            # Strided shards, which FSDP makes of dims that tensor parallelism has cut, are no shards for is_shard().
+            # is_shard() is False for strided shards, which FSDP makes from dims that tensor parallelism has sharded.
             axes = tuple(axis for axis, placement in enumerate(param.placements) if not placement.is_replicate())
             waiting.setdefault((param.device_mesh, axes), []).append(shard)
     for (mesh, axes), shards in waiting.items():

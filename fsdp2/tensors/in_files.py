@@ -1,4 +1,4 @@
-"""What files have of a parameter whose class has more than one tensor: see ``fsdp2_in_files`` of ``Shard4bit``."""
+"""How files store a parameter whose class has several tensors: see ``fsdp2_in_files`` of ``Shard4bit``."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 
 @dataclass(frozen=True)
 class FileTensor:
-    """One of several tensors that files have of a parameter.
+    """One of several tensors that files store for a parameter.
 
     Attributes:
-        tensor: if ``is_cut``, this rank's rows along dim 0, else all of it.
-        shape, dtype: in files. Bytes of ``tensor`` behind these are padding.
-        check: says what is wrong with values of files, which may have another shape then, and of ``""``, nothing is.
-        write: loads such values, instead of a copy into ``tensor``.
-        dense: how files that have the weight itself, not in pieces, are loaded.
+        tensor: this rank's rows along dim 0 if ``is_cut``, else the whole tensor.
+        shape, dtype: those in files. Further bytes of ``tensor`` are padding.
+        check: describes what is wrong with values from files, which may then have another shape; ``""`` means nothing.
+        write: loads such values; used instead of a copy into ``tensor``.
+        dense: how to load files that store the weight itself, not its pieces.
     """
 
     tensor: torch.Tensor
@@ -34,10 +34,10 @@ class DenseWeight:
     """A weight that is quantised when it is loaded.
 
     Attributes:
-        shape: in files.
-        row_numel: how many of its entries, in their order in memory, one row of the parameter has.
-        quantise: gets the entries of this rank's rows, and returns something for each row.
-        finish: gets that of all ranks, and the number of this rank's first row. None: there is nothing left to do.
+        shape: the shape in files.
+        row_numel: the number of its entries, in memory order, that one row of the parameter holds.
+        quantise: takes the entries of this rank's rows and returns a value for each row.
+        finish: takes those values of all ranks and the number of this rank's first row. None if there is nothing to do.
     """
 
     shape: tuple[int, ...]

@@ -1,7 +1,7 @@
-"""Parameters that travel as blocks of int8, each with a scale.
+"""Parameters that are all-gathered as blocks of int8, each with a scale.
 
-``quantise`` and ``dequantise`` are pure. Rule: a block lies within one row of dim 0. So blocks and values are the same
-for every cut of dim 0 over ranks.
+``quantise`` and ``dequantise`` are pure. Rule: a block lies within one row of dim 0, so blocks and values do not
+depend on how dim 0 is cut over ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # smaller scales lose precisi
 
 
 class Int8AllGatherTensor(DequantisedTensor, WireFormatTensor):
-    """A parameter that is gathered in int8: a quarter of the bytes of float32, plus 4 bytes per block for the scale.
+    """A parameter that is all-gathered in int8: a quarter of float32's bytes, plus 4 bytes per block for the scale.
 
     Forward and backward compute with the values of :func:`quantise`. The gradient ignores the rounding.
     Results do not depend on the number of ranks.
@@ -63,7 +63,7 @@ class Int8AllGatherTensor(DequantisedTensor, WireFormatTensor):
 
 
 def quantise(data: torch.Tensor, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Contiguous ``data`` ``[rows, ...]`` of a floating-point dtype as int8 of the same shape and float32 scales
+    """Convert contiguous floating-point ``data`` ``[rows, ...]`` to int8 of the same shape and float32 scales
     ``[rows, num_blocks]``; the last block of a row may be shorter.
 
     A block's scale is ``max(abs(block)) / 127``, but at least float32's smallest normal number, so
@@ -82,8 +82,8 @@ def quantise(data: torch.Tensor, block_size: int) -> tuple[torch.Tensor, torch.T
 
 
 def dequantise(values: torch.Tensor, scales: torch.Tensor, block_size: int, *, out: torch.Tensor) -> None:
-    """Write what ``quantise`` made of a tensor into ``out``: contiguous, of the shape of ``values``, of any
-    floating-point dtype."""
+    """Dequantise the result of ``quantise`` into ``out``, which is contiguous, has the shape of ``values``, and may
+    have any floating-point dtype."""
     for rows in row_pieces(values):
         for target, value, scale in _blocks(out[rows], values[rows], scales[rows], block_size):
             if out.device.type == "cpu":  # the CPU converts mixed dtypes one by one: 15 times slower

@@ -1,7 +1,7 @@
 """``NF4Tensor``: frozen weights in 4 bits, as QLoRA keeps its base model (Dettmers et al., arXiv 2305.14314).
 
-A row of a weight is cut into blocks. A block has one float32 scale, and a 4-bit code per weight. Shards hold scales and
-codes, and the all-gather sends them. So every cut along dim 0 is exact, and no other cut is possible.
+A row of a weight is cut into blocks. A block has one float32 scale and a 4-bit code per weight. Shards hold scales and
+codes, and the all-gather sends them. So every cut along dim 0 is exact, and cuts along other dims are impossible.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from fsdp2.tensors.wrapper import ALIASES, DequantisedTensor, Tensors, aten, eac
 class NF4Tensor(DequantisedTensor):
     """A frozen weight of shape ``(rows, ...)`` in 4 bits. Its dtype is the dtype of its dequantised values.
 
-    Make one with ``quantise``, and bind it as ``nn.Parameter(nf4, requires_grad=False)``. Reading ops dequantise, also
-    without sharding. It can be copied, moved, saved, and cut along dim 0; ``copy_`` into it quantises. A cast changes
+    Make one with ``quantise``, and bind it as ``nn.Parameter(nf4, requires_grad=False)``. Ops that read it dequantise,
+    even without sharding. It can be copied, moved, saved, and cut along dim 0; ``copy_`` quantises. A cast changes
     the dtype of its dequantised values. Other in-place ops are refused.
     """
 
@@ -36,7 +36,7 @@ class NF4Tensor(DequantisedTensor):
 
     @classmethod
     def quantise(cls, weight: torch.Tensor, *, block_size: int = 64) -> NF4Tensor:
-        """``weight`` ``(rows, ...)`` in 4 bits. The trailing dims are a row, cut into blocks of ``block_size``.
+        """Quantise ``weight`` ``(rows, ...)`` to 4 bits. The trailing dims are a row, cut into ``block_size`` blocks.
 
         A row takes ``ceil(row / block_size) * (block_size / 2 + 4)`` bytes: 0.5625 per weight where 64 divides it.
 
@@ -143,7 +143,7 @@ def _zeros_like(weight: NF4Tensor, *, memory_format: object = None, **options: A
 def _new_zeros(
     weight: NF4Tensor, size: tuple[int, ...], *, dtype: torch.dtype | None = None, **options: Any
 ) -> torch.Tensor:
-    """An NF4Tensor if rows have the same size, else dense. Empty tensors are zeros, too: all bytes are valid codes."""
+    """An NF4Tensor if the row size is the same, else dense. Also used for empty tensors: all bytes are valid codes."""
     dtype, shape = dtype or weight.dtype, tuple(size)
     if not dtype.is_floating_point or len(shape) < 2 or math.prod(shape[1:]) != weight._row_numel:
         return weight._scales.new_zeros(shape, dtype=dtype, **options)
@@ -182,7 +182,7 @@ def _as_strided(weight: NF4Tensor, size: Any, stride: Any, storage_offset: int |
 
 def _copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     if not isinstance(target, NF4Tensor):
-        return NotImplemented  # source is read, as by any other operation
+        return NotImplemented  # source is read like by any other operation
     row_numel, block_size = target._row_numel, target._block_size
     is_alike = isinstance(source, NF4Tensor) and (source._row_numel, source._block_size) == (row_numel, block_size)
     if isinstance(source, NF4Tensor) and is_alike and source.shape == target.shape:

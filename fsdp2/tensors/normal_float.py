@@ -36,17 +36,17 @@ MIDPOINTS = tuple((low + high) / 2 for low, high in pairwise(CODEBOOK))
 MAX_ERROR = max(high - low for low, high in pairwise(CODEBOOK)) / 2
 ZERO_CODE = CODEBOOK.index(0.0)
 
-# On an accelerator, weights treated at a time: temporaries take 8 bytes per weight, and 20 to quantise.
+# The weights processed at a time on an accelerator: temporaries take 8 bytes per weight, and 20 to quantise.
 _PIECE_NUMEL = 1 << 20
 
 
 def quantise(weight: torch.Tensor, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales of ``weight`` ``[rows, cols]``, of any floating dtype.
+    """Compute codes and scales of ``weight`` ``[rows, cols]``, of any floating-point dtype.
 
     Returns uint8 ``[rows, num_blocks * block_size / 2]``, the first code of two in a byte's high half, and float32
-    ``[rows, num_blocks]`` with ``num_blocks = ceil(cols / block_size)``; a row's last block is filled up with zeros. A
-    scale is the block's largest absolute value, in float32: exact, so quantising again what was dequantised changes
-    nothing.
+    ``[rows, num_blocks]`` with ``num_blocks = ceil(cols / block_size)``; a row's last block is padded with zeros. A
+    scale is the block's largest absolute value in float32. It is exact, so quantising a dequantised weight again
+    changes nothing.
 
     Raises:
         ValueError: ``weight`` has an entry that is not finite in float32.
@@ -70,13 +70,13 @@ def quantise(weight: torch.Tensor, block_size: int) -> tuple[torch.Tensor, torch
 
 
 def dequantise(packed: torch.Tensor, scales: torch.Tensor, *, out: torch.Tensor) -> None:
-    """Write the weight that ``quantise`` made these of into ``out`` ``[rows, cols]``, of any floating dtype.
+    """Write the weight from which ``quantise`` made these into ``out`` ``[rows, cols]``, of any floating-point dtype.
 
-    It differs from what was quantised by at most ``MAX_ERROR`` (0.152) times the block's scale, and the rounding to the
+    It differs from the original by at most ``MAX_ERROR`` (0.152) times the block's scale, plus the rounding to the
     dtype; zeros and the block's largest weight are exact.
     """
     num_blocks, cols = scales.size(1), out.size(1)
-    is_traced = type(packed) is not torch.Tensor  # torch.compile's stand-ins cannot meet a tensor that was kept
+    is_traced = type(packed) is not torch.Tensor  # torch.compile's stand-ins cannot be mixed with a cached tensor
     table = (_values_of_bytes.__wrapped__ if is_traced else _values_of_bytes)(packed.device)
     for piece in row_pieces(out, _PIECE_NUMEL):
         values = table.index_select(0, packed[piece].reshape(-1).int()).view(torch.float32)

@@ -1,11 +1,11 @@
 """Frozen 4-bit weights of bitsandbytes (``Params4bit``), as QLoRA keeps its base model (Dettmers et al., arXiv
-2305.14314). ``fully_shard`` makes a ``Shard4bit`` of each.
+2305.14314). ``fully_shard`` turns each into a ``Shard4bit``.
 
-bitsandbytes cuts a weight, flattened, into blocks: of each, it keeps packed codes and one scale (``absmax``). A row of
-``Shard4bit`` is a block, so each cut along dim 0 is exact. Codes and scales travel. What is small, all ranks have: the
-table of codes, and the statistics of the scales if these are quantised, too (4 bytes for 256 blocks).
+bitsandbytes cuts a flattened weight into blocks. For each block, it keeps packed codes and one scale (``absmax``). A
+row of ``Shard4bit`` is a block, so each cut along dim 0 is exact. Codes and scales are sent. All ranks hold the small
+parts: the table of codes, and the statistics of the scales if these are quantised, too (4 bytes for 256 blocks).
 
-Rule: bitsandbytes alone quantises and dequantises. So all bytes are those that it makes of the whole weight.
+Rule: only bitsandbytes quantises and dequantises, so all bytes are those that it would make from the whole weight.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from fsdp2.group.param import Slot
 from fsdp2.tensors.in_files import DenseWeight, FileTensor
 from fsdp2.tensors.wrapper import ALIASES, Tensors, WrapperTensor, aten, each
 
-_NUM_CUT = 2  # of the inner tensors, the first ones are cut into shards
-# bitsandbytes' choices: of codes, and how it quantises scales.
+_NUM_CUT = 2  # the number of inner tensors, from the first on, that are cut into shards
+# bitsandbytes' choices: the number of codes, and how it quantises scales.
 _NUM_CODES, _NUM_NESTED_CODES, _NESTED_BLOCKSIZE = 16, 256, 256
-_TEXT = "quant_state.bitsandbytes__"  # in files, what a state has besides tensors; behind it comes the type
+_TEXT = "quant_state.bitsandbytes__"  # key in files of a state's other values; the type follows it
 _OFFSET = "nested_offset"
 
 
@@ -54,7 +54,7 @@ class Shard4bit(WrapperTensor):
     _weight_dtype: torch.dtype
     _nested_blocksize: int
     _INNER = ("_packed", "_absmax", "_code", "_nested_absmax", "_nested_code", "_nested_offset")
-    # The public ones have the names that they have in bitsandbytes' class.
+    # Public options have the same names as in bitsandbytes' class.
     _option_names = (
         *("blocksize", "compress_statistics", "quant_type", "quant_storage"),
         *("_weight_shape", "_weight_dtype", "_nested_blocksize"),
@@ -114,7 +114,7 @@ class Shard4bit(WrapperTensor):
 
     @property
     def _num_blocks(self) -> int:
-        """Of the whole weight."""
+        """The number of blocks of the whole weight."""
         return -(-math.prod(self._weight_shape) // self.blocksize)
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -133,12 +133,12 @@ class Shard4bit(WrapperTensor):
         )
 
     def fsdp2_whole(self, gather: Callable[[torch.Tensor], torch.Tensor]) -> Params4bit:
-        """All blocks, in memory of their own."""
+        """Gather all blocks into their own memory."""
         cut, shared = self._inner[:_NUM_CUT], self._inner[_NUM_CUT:]
         return Params4bit(*map(gather, cut), *(inner.clone() for inner in shared), **self._options)
 
     def _state(self) -> Any:
-        """bitsandbytes' ``QuantState`` of these blocks, made anew. Its tensors are those of the wrapper."""
+        """A new ``QuantState`` of bitsandbytes for these blocks. Its tensors are those of the wrapper."""
         from bitsandbytes.functional import QuantState
 
         nested = None
@@ -161,7 +161,7 @@ class Shard4bit(WrapperTensor):
         )
 
     def fsdp2_in_files(self) -> dict[str, FileTensor]:
-        """What bitsandbytes writes of such a weight, by what it puts behind the name."""
+        """The tensors that bitsandbytes writes for such a weight, by the suffix that it appends to the name."""
         shape = (-(-math.prod(self._weight_shape) // 2) // self.quant_storage.itemsize, 1)
         finish = self._quantise_scales if self.compress_statistics else None
         dense = DenseWeight(self._weight_shape, self.blocksize, self._quantise, finish)
@@ -180,7 +180,7 @@ class Shard4bit(WrapperTensor):
         }
 
     def _check_text(self, values: torch.Tensor) -> str:
-        """What bitsandbytes writes of a state besides tensors: JSON."""
+        """Check the JSON that bitsandbytes writes for a state in addition to its tensors."""
         own = _parsed(self._state().as_dict(packed=True)[_TEXT + self.quant_type])
         try:
             found = _parsed(values)
@@ -210,7 +210,7 @@ class Shard4bit(WrapperTensor):
         return scales
 
     def _quantise_scales(self, scales: torch.Tensor, start: int) -> None:
-        """``scales``: of all blocks; this rank's begin at ``start``. As bitsandbytes does it."""
+        """Quantise ``scales`` of all blocks as bitsandbytes does. Those of this rank begin at ``start``."""
         from bitsandbytes.functional import quantize_blockwise
 
         offset = scales.mean()
@@ -227,7 +227,7 @@ class Shard4bit(WrapperTensor):
     def fsdp_post_all_gather(
         self, all_gather_outputs: Tensors, metadata: Any, param_dtype: torch.dtype, *, out: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, Tensors] | None:
-        """What bitsandbytes computes with. It lies in the outputs, which each gather fills again."""
+        """The weight that bitsandbytes computes with. It lies in the outputs, which each gather fills again."""
         if out is not None:
             return None
         packed, absmax = (output[: self._num_blocks] for output in all_gather_outputs)
@@ -235,12 +235,12 @@ class Shard4bit(WrapperTensor):
 
 
 class Params4bit(Shard4bit):
-    """A whole weight during a pass. It has what layers of bitsandbytes read of a ``Params4bit``: the state, and bytes
-    of shape ``(n, 1)``. The class has this name since other libraries know 4-bit weights by it."""
+    """A whole weight during a pass. It has what bitsandbytes' layers read from a ``Params4bit``: the state, and bytes
+    of shape ``(n, 1)``. The class has this name because other libraries recognise 4-bit weights by it."""
 
     @property
     def quant_state(self) -> Any:
-        """bitsandbytes' ``QuantState``, made anew. Its tensors are those of the parameter."""
+        """A new ``QuantState`` of bitsandbytes. Its tensors are those of the parameter."""
         return self._state()
 
     def dequantise(self) -> torch.Tensor:
@@ -251,12 +251,12 @@ class Params4bit(Shard4bit):
         return weight
 
     def _like(self, *inner: torch.Tensor) -> Shard4bit:
-        """A part of it is a ``Shard4bit``."""
+        """Parts of it are ``Shard4bit`` tensors."""
         cls = Params4bit if inner[0].size(0) == self._num_blocks else Shard4bit
         return cls._of(*inner, **self._options)
 
     def _plain(self) -> torch.Tensor:
-        """Without padding."""
+        """The bytes without padding."""
         nbytes = -(-math.prod(self._weight_shape) // 2)
         return self._packed.view(-1)[:nbytes].view(-1, 1)
 
@@ -269,10 +269,10 @@ torch.serialization.add_safe_globals([Shard4bit, Params4bit])
 
 
 def adapt(name: str, param: nn.Parameter, slots: Sequence[Slot]) -> Adapted:
-    """What is sharded in place of ``param``, a ``Params4bit`` of bitsandbytes.
+    """Make the tensor to shard in place of ``param``, a ``Params4bit`` of bitsandbytes.
 
     Raises:
-        ValueError: it is trained, was not quantised, or has lost its state.
+        ValueError: it is trainable, was not quantised, or has lost its state.
     """
     _check(name, param)
 
@@ -321,7 +321,7 @@ def _check(name: str, param: Any) -> None:
 
 
 def _on_blocks(op: Callable[..., Any], weight: Shard4bit, *args: Any, **kwargs: Any) -> Any:
-    """``op`` on what is cut: one wrapper of the results, or a list."""
+    """Apply ``op`` to the inner tensors that are cut. Returns one wrapper of the results, or a list."""
     shared = weight._inner[_NUM_CUT:]
     results = [op(inner, *args, **kwargs) for inner in weight._inner[:_NUM_CUT]]
     if isinstance(results[0], torch.Tensor):
@@ -348,7 +348,7 @@ def _zeros_like(weight: Shard4bit, *, memory_format: object = None, **options: A
 def _new_zeros(
     weight: Shard4bit, size: Sequence[int], *, dtype: torch.dtype | None = None, **options: Any
 ) -> torch.Tensor:
-    """Blocks of zeros if ``size`` has the size of blocks, else plain. Statistics that are shared are copied."""
+    """Blocks of zeros if ``size`` has the size of blocks, else a plain tensor. Shared statistics are copied."""
     if dtype not in (None, weight.dtype) or len(size) != 2 or size[1] != weight.size(1):
         return weight._packed.new_zeros(size, dtype=dtype, **options)
     cut = [inner.new_zeros((size[0], *inner.shape[1:]), **options) for inner in weight._inner[:_NUM_CUT]]
@@ -374,7 +374,7 @@ def _split(op: Callable[..., Any], weight: Shard4bit, sizes: int | list[int], di
 
 
 def _view(weight: Shard4bit, size: Sequence[int]) -> torch.Tensor:
-    """``DTensor.to_local`` makes a view of the same shape. Other views are of bytes."""
+    """``DTensor.to_local`` makes a view of the same shape. Other views are views of the bytes."""
     return weight._like(*weight._inner) if tuple(size) == tuple(weight.shape) else weight._plain().view(size)
 
 
@@ -388,7 +388,7 @@ def _check_cut(dim: int) -> None:
 
 def _copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     if not isinstance(target, Shard4bit):
-        return NotImplemented  # source is read, as by any other operation
+        return NotImplemented  # source is read like by any other operation
     if not isinstance(source, Shard4bit) or source._options != target._options or source.shape != target.shape:
         raise TypeError(
             f"copy_ into {target!r}: expected as many blocks of a 4-bit weight with the same options "

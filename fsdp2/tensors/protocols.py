@@ -67,14 +67,14 @@ class AllGatherExtension(_PostAllGather, Protocol):
         Returns:
             The tensors to gather, and metadata for this rank's post-hook. The tensors are contiguous, on the mesh's
             device, of any dtype and shape. All ranks return the same number, with equal dtypes and shapes; only the
-            size along the sharded dim (dim 0 without such a dim) may differ. Shapes and dtypes are fixed. Of a wrapper
-            tensor, the inner tensors travel; they have the wrapper's shape, and the post-hook gets a wrapper.
+            size along the sharded dim (dim 0 without such a dim) may differ. Shapes and dtypes are fixed. For a wrapper
+            tensor, the inner tensors are sent; they have the wrapper's shape, and the post-hook gets a wrapper.
         """
 
 
 @runtime_checkable
 class MeshAllGatherExtension(_PostAllGather, Protocol):
-    """The same protocol with a short pre-hook, for payloads that depend only on the shard."""
+    """The same protocol with a shorter pre-hook, for payloads that depend only on the shard."""
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> PreResult:
         """The same as in :class:`AllGatherExtension`."""

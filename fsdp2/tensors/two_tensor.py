@@ -1,7 +1,7 @@
-"""``TwoTensor``: one tensor made of two, and the reference for authors of all-gather hooks.
+"""``TwoTensor``: one tensor made of two. It is the reference for authors of all-gather hooks.
 
-It has the three parts that a sharded parameter's class needs: a wrapper that torch can take apart and put together
-(``WrapperTensor``), an answer to every op (``__torch_dispatch__``), and the hooks.
+It has the three parts that the class of a sharded parameter needs: a wrapper that torch can take apart and reassemble
+(``WrapperTensor``), an implementation of every op (``__torch_dispatch__``), and the hooks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class TwoTensor(WrapperTensor):
-    """``a`` and ``b``, of equal shape, strides, dtype and device, as one tensor of that shape. An op runs
+    """Combines ``a`` and ``b``, of equal shape, strides, dtype and device, into one tensor of that shape. An op runs
     once on all ``a``s and once on all ``b``s; plain tensors take part in both. So make all parameters ``TwoTensor``s.
 
     Raises:
@@ -72,7 +72,7 @@ class TwoTensor(WrapperTensor):
         module: nn.Module,
         mp_policy: MixedPrecisionPolicy,
     ) -> tuple[Tensors, None]:
-        """What travels: plain contiguous tensors, and metadata for the other hook, which stays on this rank.
+        """The payload: plain contiguous tensors to send, and metadata for the other hook, which stays on this rank.
 
         A hook that needs only ``mesh`` has the short form ``fsdp_pre_all_gather(self, mesh)``. A cast here would
         send fewer bytes than a cast in the post-hook.
@@ -82,7 +82,7 @@ class TwoTensor(WrapperTensor):
     def fsdp_post_all_gather(
         self, all_gather_outputs: Tensors, metadata: Any, param_dtype: torch.dtype, *, out: torch.Tensor | None = None
     ) -> tuple[TwoTensor, Tensors] | None:
-        """The first call returns the unsharded parameter, and the tensors besides the outputs that are freed with it.
+        """The first call returns the unsharded parameter and the tensors, besides the outputs, to free with it.
         Later calls pass the parameter as ``out``, with new memory, to be written in place."""
         a, b = all_gather_outputs
         if out is not None:
@@ -90,7 +90,7 @@ class TwoTensor(WrapperTensor):
             if a.dtype != out.dtype:
                 out.a.copy_(a)
                 out.b.copy_(b)
-            return None  # else out lies in the outputs, and the gather has written it
+            return None  # otherwise out lies in the outputs, and the gather has written it
         if a.dtype == param_dtype:
             return TwoTensor(a, b), ()
         cast = TwoTensor(a.to(param_dtype), b.to(param_dtype))
@@ -105,12 +105,12 @@ def _facts(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _paired(func: Any, a: Any, b: Any, inputs: dict[int, TwoTensor]) -> Any:
-    """Join the results of both runs. An inner tensor of an input gives that input back: a write returns the written
-    tensor. ``inputs``: by the id of their ``a``."""
+    """Join the results of both runs. If a result is an inner tensor of an input, that input is returned: a write
+    returns the written tensor. ``inputs`` has inputs by the id of their ``a``."""
     if isinstance(a, torch.Tensor):
         if id(a) in inputs:
             return inputs[id(a)]
-        return a if a is b else TwoTensor(a, b)  # the same for both: a plain tensor that the op returned
+        return a if a is b else TwoTensor(a, b)  # both runs returned the same plain tensor
     if isinstance(a, (list, tuple)):
         return type(a)(_paired(func, one, other, inputs) for one, other in zip(a, b, strict=True))
     if isinstance(a, bool):

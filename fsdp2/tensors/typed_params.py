@@ -1,11 +1,11 @@
-"""Plain parameters with types of the library ``spmd_types``, which say how they lie on model axes.
+"""Plain parameters with types of the library ``spmd_types``, which define their layout on model axes.
 
 Compute reads plain tensors with types. Between passes, parameters are DTensors on the full mesh, like any others. A
-type also says what a gradient is on an axis: of R (replicated) a sum that is pending, of I (invariant) the whole
-gradient, of S(dim) this rank's part.
+type also determines the gradient on an axis: for R (replicated) it is a pending sum, for I (invariant) the whole
+gradient, and for S(dim) this rank's part.
 
-Nothing is imported: who has types has imported the library. Its checker follows each operation of the user's, and the
-runtime stays out of it.
+Nothing is imported here: code that uses types has imported the library. Its checker follows each operation of the
+user, and the runtime stays out of it.
 
 Rule: a type on a data-parallel axis is R, since the runtime itself shards there and reduces. All ranks have the same
 types, or all raise.
@@ -39,9 +39,9 @@ class TypedSpec(ParamSpec):
     """A plain parameter with types.
 
     Attributes:
-        types: of the unsharded parameter, by axis of the mesh that compute is checked on.
-        partition_spec: which axes cut which dim, in which order; None if no axis does.
-        grad_placements: of the gradient as autograd leaves it, on the axes of ``unsharded.mesh``.
+        types: the types of the unsharded parameter, by axis of the mesh that compute is checked on.
+        partition_spec: the axes that shard each dim, in order; None if no axis does.
+        grad_placements: the placements of the gradient from autograd, on the axes of ``unsharded.mesh``.
     """
 
     types: tuple[tuple[Any, Any], ...] = field(kw_only=True)
@@ -80,7 +80,7 @@ def written(name: str, param: torch.Tensor, dim: int, parallel: ParallelMesh) ->
 
 
 def resolved(parallel: ParallelMesh, resolve: Callable[[], list[ResolvedGroup]]) -> list[ResolvedGroup]:
-    """What ``resolve`` returns. If it raises on one rank, or types differ, all ranks raise."""
+    """Return the result of ``resolve``. If it raises on any rank, or types differ, all ranks raise."""
     _keep_out_of_checks()
     if parallel.spmd is None:
         return resolve()
@@ -96,12 +96,12 @@ def resolved(parallel: ParallelMesh, resolve: Callable[[], list[ResolvedGroup]])
 
 
 def _library() -> Any:
-    """The module ``spmd_types``, which somebody has imported."""
+    """The module ``spmd_types``, which other code has imported."""
     return sys.modules["spmd_types"]
 
 
 def _keep_out_of_checks() -> None:
-    """The checker follows what the user computes, and not the runtime."""
+    """Exclude the runtime from the checker, which follows only the user's computation."""
     if InputOfShardedModule not in _kept_out:
         _kept_out.append(InputOfShardedModule)
         _library().register_local_autograd_function(InputOfShardedModule)
@@ -115,7 +115,7 @@ _kept_out: list[type] = []
 
 
 def _types_of(param: torch.Tensor) -> dict[Any, Any]:
-    """The types of ``param`` by axis, with S(dim) for the axes that cut a dim."""
+    """The types of ``param`` by axis, with S(dim) for the axes that shard a dim."""
     types = dict(_library().get_local_type(param))
     cut = _library().get_partition_spec(param)
     if cut is not None:
@@ -142,10 +142,10 @@ def _typed_spec(name: str, param: torch.Tensor, dim: int, parallel: ParallelMesh
 
 
 def _on_storage_axes(name: str, types: dict[Any, Any], spmd: SpmdMesh) -> list[Any]:
-    """The type on each axis of the mesh given, by position.
+    """The type on each axis of the given mesh, by position.
 
     Raises:
-        ValueError: a type is on no axis of the mesh, or says what the axis does not allow; a model axis has none.
+        ValueError: a type is on no axis of the mesh, or is not allowed on its axis; a model axis has no type.
     """
     library, names = _library(), spmd.mesh.mesh_dim_names or ()
     axes = _axes_of(spmd)
@@ -184,7 +184,7 @@ def _on_storage_axes(name: str, types: dict[Any, Any], spmd: SpmdMesh) -> list[A
 
 def _compute_axes(name: str, types: dict[Any, Any], spmd: SpmdMesh) -> Sequence[Any]:
     """The axes that compute is checked on: those of ``types`` if they reach all ranks of the mesh, else those of the
-    library's current mesh. Two meshes may have the same ranks, and divide them otherwise.
+    library's current mesh. Two meshes may have the same ranks but divide them differently.
 
     Raises:
         ValueError: neither reaches all ranks.
@@ -206,7 +206,7 @@ def _axes_of(spmd: SpmdMesh) -> list[Any]:
 
 
 def _joined(axes: Sequence[Any]) -> Any:
-    """Several axes as one; None if each has one rank only."""
+    """Join several axes into one; None if each has only one rank."""
     several = tuple(axis for axis in axes if axis.size() > 1)
     return import_module("spmd_types._mesh_axis").flatten_axes(several) if several else None
 
@@ -220,7 +220,7 @@ def _described(param: Any) -> str:
 
 
 def _check_agreement(spmd: SpmdMesh, error: Exception | None, found: Sequence[str]) -> None:
-    """Raise ``error``, or what another rank of the full mesh has to say. Collective on that mesh.
+    """Raise ``error``, or report that of another rank of the full mesh. Collective on that mesh.
 
     Raises:
         ValueError: another rank has refused the call, or has other types.

@@ -1,7 +1,7 @@
-"""The base of wire formats whose values are plain: a parameter has one dtype in memory and travels in another dtype.
+"""The base of wire formats whose values are plain: a parameter has one dtype in memory and is sent in another one.
 
 Rule: a wire format is not part of the value. Optimizer states and checkpoints are plain, and load anywhere. Only the
-listed operations, by which runtimes place, cut, copy and move parameters, keep the class.
+listed operations, with which runtimes place, cut, copy and move parameters, keep the class.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch.distributed.tensor import DTensor
 from fsdp2.plan.trees import find_tensors
 from fsdp2.tensors.wrapper import ALIASES, WrapperTensor, as_strided, aten, each
 
-# Views on the memory of the first argument: sharding and checkpoints cut and flatten.
+# Views of the first argument's memory, with which sharding and checkpoints cut and flatten.
 _VIEWS = {
     **ALIASES,
     aten.as_strided.default: as_strided,
     **each(aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default, aten.view.default),
 }
-# New memory of the same class: padding, deepcopy, Module.to, to_empty, pinning. ``zeros_like`` is left out, because
+# Copies of the same class: for padding, deepcopy, Module.to, to_empty and pinning. ``zeros_like`` is left out because
 # optimizers make their plain states with it.
 _COPIES = each(
     aten._pin_memory.default,
@@ -41,7 +41,7 @@ class WireFormatTensor(WrapperTensor):
     inherit the second one from ``DequantisedTensor``.
 
     It shares the memory of the plain tensor that it was made from. A subclass calls ``make`` in its ``__new__``;
-    keyword arguments given to ``make`` become attributes, which travel through views, copies and ``torch.compile``.
+    keyword arguments given to ``make`` become attributes, which views, copies and ``torch.compile`` preserve.
 
     - In-place operations write the plain tensor and return the wrapper.
     - Views, slices and copies are of the same class; every other operation returns plain tensors.
@@ -57,7 +57,7 @@ class WireFormatTensor(WrapperTensor):
 
     @classmethod
     def make(cls: type[W], data: torch.Tensor, **options: Any) -> W:
-        """A wrapper on the memory of ``data``: plain, floating-point, of at least 16 bits and one dim.
+        """Make a wrapper on the memory of ``data``: plain, floating-point, of at least 16 bits and one dim.
 
         Raises:
             TypeError: ``data`` is not a plain tensor, or has another dtype.
@@ -101,14 +101,14 @@ class WireFormatTensor(WrapperTensor):
         return self._data
 
     def _before_write(self, func: Any) -> None:
-        """Count the write: torch counts it only for the written object, such as a view, and never in a DTensor list."""
+        """Count the write. Torch counts it only for the written object, such as a view, and never in a DTensor list."""
         torch.autograd.graph.increment_version([self._data, self._origin])
 
     @property
     def write_stamp(self) -> tuple[int, ...]:
-        """Differs from an earlier one if the values were written in between, through this wrapper, a view of it or a
-        DTensor. Not noticed: writes through a DTensor by a graph compiled by Inductor, through other plain tensors on
-        the same memory, and by custom operations that are not named like it."""
+        """Differs from an earlier stamp if the values were written in between, through this wrapper, a view of it or a
+        DTensor. Not detected are writes through a DTensor by a graph compiled by Inductor, through other plain tensors
+        on the same memory, and by custom operations that are not named like writes."""
         counted = () if self._data.is_inference() else (self, self._data, self._origin)
         return tuple(tensor._version for tensor in counted)
 

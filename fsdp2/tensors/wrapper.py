@@ -1,7 +1,7 @@
-"""The base of the tensor subclasses here: one tensor that is made of inner tensors.
+"""The base class of the tensor subclasses here: a tensor that is made of inner tensors.
 
-A class has a table of operations. Rule: an operation that is not in the table reads a plain tensor instead of the
-wrapper, and returns plain results. Before a write, the wrapper is told; it counts or refuses the write.
+Each class has a table of operations. Rule: an operation that is not in the table reads a plain tensor instead of the
+wrapper and returns plain results. The wrapper is notified before a write, and counts or refuses it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from fsdp2.plan.trees import find_tensors, map_tensors
 
 aten = torch.ops.aten
 
-# On the CPU, rows are converted in pieces of this many elements: temporaries stay in the cache. With 16M elements on
-# one core: int8 in 5 ms instead of 37.
+# On the CPU, rows are converted in pieces of this many elements, so that temporaries stay in the cache. With 16M
+# elements on one core, int8 takes 5 ms instead of 37.
 _CPU_PIECE_NUMEL = 1 << 18
 
 W = TypeVar("W", bound="WrapperTensor")
@@ -26,9 +26,9 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 class WrapperTensor(torch.Tensor):
-    """``_INNER`` names the attributes that hold inner tensors, ``_option_names`` those that travel with them through
-    views, copies and ``torch.compile``. ``_OPS`` has functions for the operations that do not read a plain tensor; one
-    that returns ``NotImplemented`` leaves the call to the rule."""
+    """``_INNER`` names the attributes that hold inner tensors, ``_option_names`` those that views, copies and
+    ``torch.compile`` preserve with them. ``_OPS`` has functions for operations that do not read a plain tensor; if one
+    returns ``NotImplemented``, the rule applies."""
 
     _INNER: ClassVar[tuple[str, ...]] = ("_data",)
     _OPS: ClassVar[dict[Any, Callable[..., Any]]] = {}
@@ -48,8 +48,8 @@ class WrapperTensor(torch.Tensor):
         dtype: torch.dtype | None = None,
         **options: Any,
     ) -> W:
-        """Made of ``inner``. Shape and strides are those of the first, but for a contiguous ``shape``; so is the dtype.
-        Without a storage offset: with one, copy.deepcopy looks for memory of its own."""
+        """Make a wrapper of ``inner``. Shape, strides and dtype are those of the first, unless a contiguous ``shape``
+        is given. There is no storage offset: with one, copy.deepcopy would look for the wrapper's own memory."""
         like = inner[0]
         size, strides = (like.shape, like.stride()) if shape is None else (shape, None)
         self: W = cls._make_wrapper_subclass(cls, size, strides=strides, dtype=dtype or like.dtype, device=like.device)
@@ -91,7 +91,7 @@ class WrapperTensor(torch.Tensor):
         kwargs = kwargs or {}
         if func in cls._OPS and (result := cls._OPS[func](*args, **kwargs)) is not NotImplemented:
             return result
-        written: dict[int, torch.Tensor] = {}  # by the identity of their plain tensors
+        written: dict[int, torch.Tensor] = {}  # written wrappers, by the identity of their plain tensors
         for tensor in written_by(func, args, kwargs):
             if isinstance(tensor, WrapperTensor):
                 tensor._before_write(func)
@@ -114,10 +114,10 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class DequantisedTensor(WrapperTensor):
-    """Travels as codes and scales, and is unsharded into a dense tensor in memory of its own."""
+    """Is sent as codes and scales, and is unsharded into a dense tensor in its own memory."""
 
     def _dequantise(self, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
-        """Write into ``out``, which has as many rows."""
+        """Write the dequantised values into ``out``, which has the same number of rows."""
         raise NotImplementedError
 
     def fsdp_post_all_gather(
@@ -129,7 +129,7 @@ class DequantisedTensor(WrapperTensor):
             made = codes.new_empty((codes.size(0), *self.shape[1:]), dtype=param_dtype)
             self._dequantise(codes, scales, made)
             return made, (made,)
-        # .data has a version of its own: autograd must not see a write.
+        # .data has its own version counter: autograd must not see a write.
         self._dequantise(codes[: out.size(0)], scales[: out.size(0)], out.data)
         return None
 

@@ -1,4 +1,4 @@
-"""For tests of tensor subclasses: does a class keep what the all-gather hooks promise?"""
+"""For tests of tensor subclasses: checks whether a class fulfils the contract of all-gather hooks."""
 
 from __future__ import annotations
 

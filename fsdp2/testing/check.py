@@ -1,7 +1,7 @@
-"""``check_all_gather_extension``: what authors of tensor subclasses call in their own tests.
+"""``check_all_gather_extension``, which authors of tensor subclasses call in their own tests.
 
-Cases are shapes on numbers of ranks. Each case repeats what a training step does to a sharded parameter. The case with
-most ranks also repeats what optimizers and checkpoints do to shards. The first failure of a case ends the case.
+A case is a shape on a number of ranks. Each case repeats what a training step does to a sharded parameter. The case
+with most ranks also repeats what optimizers and checkpoints do to shards. A case ends at its first failure.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ def check_all_gather_extension(
         dtype: dtype of the plain tensors.
         mp_policy, device: the policy for ``fully_shard``, and the device of its mesh.
         value: the expected unsharded values for a plain tensor. Default: the values with one rank.
-        tolerance: by how much values may differ from that, for formats whose rounding depends on the cut. Ranks must
+        tolerance: how much values may differ from those, for formats whose rounding depends on the cut. Ranks must
             always agree exactly.
         trainable: False for frozen parameters: no gradients, no optimizers.
         prepare: called with the shards of all ranks before every gather, for hooks that otherwise communicate.
 
     Raises:
-        ExtensionError: one line for each kind of failure: which checks, what was found, what was expected, and where.
+        ExtensionError: has one line for each kind of failure: the check, what was found and expected, and where.
         ValueError: a shape has no such dim to cut.
     """
     for shape in shapes:
@@ -163,8 +163,7 @@ def _check_values(world: World, expected: Values | None, tolerance: float) -> No
 
 
 def _check_memory(rank: Rank) -> None:
-    """Every byte of the unsharded parameter is one that the runtime frees. Single elements, such as a scale, may
-    stay."""
+    """The runtime must free every byte of the unsharded parameter. Single elements, such as a scale, may stay."""
     for leaf in _torch.leaves(rank.unsharded):
         storage = leaf.untyped_storage()
         if leaf.numel() > 1 and not rank.frees(storage):
@@ -187,7 +186,7 @@ def _check_refill(world: World) -> None:
 
 
 def _check_autograd(world: World) -> None:
-    """What autograd saved is read after a reshard and another gather, as if nothing had happened."""
+    """Tensors that autograd saved must be readable after a reshard and another gather, as if nothing had happened."""
     unsharded = world.ranks[0].unsharded
     undisturbed = _gradients(unsharded, lambda: None)
 
@@ -237,7 +236,7 @@ def _check_gradient(rank: Rank, grad: torch.Tensor | None) -> None:
 
 
 def _gradient_names(rank: Rank) -> tuple[str, ...]:
-    """The inner tensors by which a gradient may be reduced; none if it has to be plain."""
+    """The inner tensors with which a gradient may be reduced; none if it has to be plain."""
     names = _torch.inner_names(rank.unsharded)
     inner = [getattr(rank.unsharded, name) for name in names]
     is_alike = all(t.shape == rank.unsharded.shape and t.dtype is rank.unsharded.dtype for t in inner)
@@ -266,7 +265,7 @@ def _handling(case: Case, expected: Values, rank: Rank) -> dict[str, Callable[[]
 
 
 def _emptied_and_filled(param: torch.Tensor) -> torch.Tensor:
-    """As ``to_empty`` and ``load_state_dict`` do it."""
+    """Empty and refill ``param`` as ``to_empty`` and ``load_state_dict`` do."""
     return torch.empty_like(param).copy_(param)
 
 
@@ -277,7 +276,7 @@ def _gathered(case: Case, shards: Sequence[torch.Tensor]) -> Values:
 
 
 def _check_kept(found: torch.Tensor, like: torch.Tensor, operation: str) -> None:
-    """The class and the shape are as before ``operation``."""
+    """``operation`` must keep the class and the shape."""
     if type(found) is not type(like) or found.shape != like.shape:
         raise ExtensionError(
             f"{operation} of a {type(like).__name__} of shape {tuple(like.shape)} gives a {type(found).__name__} of "
@@ -381,7 +380,7 @@ def _saved_and_read(shard: torch.Tensor) -> torch.Tensor:
     name, file = type(shard).__name__, io.BytesIO()
     try:
         torch.save(shard, file)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:  # what pickle raises for what it cannot write
+    except (pickle.PicklingError, AttributeError, TypeError) as error:  # pickle's, if it cannot write a value
         raise ExtensionError(
             f"torch.save cannot write a {name}: {type(error).__name__}: {error}. Define the class, and those of its "
             "attributes, at the top of a module."
@@ -399,7 +398,7 @@ def _saved_and_read(shard: torch.Tensor) -> torch.Tensor:
 def _check_optimizer(
     case: Case, expected: Values, make_optimizer: Callable[[Any], torch.optim.Optimizer], is_wrapped: bool
 ) -> None:
-    """``is_wrapped``: gradients are of the class of the shard."""
+    """With ``is_wrapped``, gradients have the class of the shard."""
 
     def step(params: list[nn.Parameter]) -> None:
         for param in params:
@@ -417,7 +416,7 @@ def _check_optimizer(
 
 
 def _gathered_after(case: Case, write: Callable[[list[nn.Parameter]], None]) -> Values:
-    """What a second gather makes of shards that ``write`` has written after the first."""
+    """The values of a second gather, after ``write`` has written the shards following the first."""
     params = case.params(case.shards())
     world = World(case, params)
     world.gather()

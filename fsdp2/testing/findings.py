@@ -1,4 +1,4 @@
-"""What a conformance check has found, and how values are compared."""
+"""Collects the findings of a conformance check, and compares values."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _WARNING = f"parameter '{PARAMETER}': "
 
 
 class Findings:
-    """The failed checks of one class. Failures of the same check on several shapes are one line of the report."""
+    """The failed checks of one class. Failures of one check on several shapes become a single line of the report."""
 
     def __init__(self) -> None:
         self.class_name = ""
-        self._failures: dict[str, list[tuple[str, Exception]]] = {}  # by check: where, and what was raised
+        self._failures: dict[str, list[tuple[str, Exception]]] = {}  # places and exceptions, by check
 
     def passes(self, where: str, checks: Mapping[str, Callable[[], object]]) -> bool:
-        """Run ``checks`` up to the first one that raises; what it raised is reported at the end."""
+        """Run ``checks`` up to the first one that raises; its exception is reported at the end."""
         for name, check in checks.items():
             try:
                 with warnings.catch_warnings():
-                    warnings.filterwarnings("error", message=_WARNING)  # a run goes on, a check does not
+                    warnings.filterwarnings("error", message=_WARNING)  # training would continue, but a check fails
                     check()
             except Exception as error:
                 self._failures.setdefault(name, []).append((where, error))
@@ -60,7 +60,7 @@ def _counted(count: int, noun: str) -> str:
 
 
 def values_of(tensor: torch.Tensor) -> Values:
-    """What compute reads of ``tensor``, as plain tensors of double precision: of a subclass, its product with one."""
+    """The values that compute reads from ``tensor``, in plain fp64: for a subclass, its product with one."""
     with torch.no_grad():
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
             try:
@@ -75,7 +75,7 @@ def values_of(tensor: torch.Tensor) -> Values:
 def check_equal(
     found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], problem: str, remedy: str, tolerance: float = 0.0
 ) -> None:
-    """Refuse shapes that differ, or values that do by more than ``tolerance``, with ``problem`` and ``remedy``."""
+    """Raise with ``problem`` and ``remedy`` if shapes differ, or if values differ by more than ``tolerance``."""
     shapes = [[tuple(tensor.shape) for tensor in tensors] for tensors in (found, expected)]
     if shapes[0] != shapes[1]:
         raise ExtensionError(f"{problem}: its values have shapes {shapes[0]}, expected {shapes[1]}. {remedy}")

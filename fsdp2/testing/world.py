@@ -1,6 +1,6 @@
-"""All ranks in one process: stand-ins for mesh and DTensor, and the all-gather between the ranks.
+"""Simulates all ranks in one process, with stand-ins for mesh and DTensor, and the all-gather between the ranks.
 
-``World`` does to memory what the runtime does; memory without promised content holds garbage.
+``World`` treats memory as the runtime does; memory whose contents are not guaranteed holds garbage.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from fsdp2.types import ExtensionError, MixedPrecisionPolicy
 
 T = TypeVar("T")
 
-# What errors call the parameter; reports leave it out.
+# The parameter's name in errors; reports leave it out.
 PARAMETER = "tested"
 
-# In any float dtype, a huge number or NaN; in integers, the largest byte. No check takes it for a real value.
+# A huge number or NaN in any float dtype, and the largest byte in integers. No check takes it for a real value.
 _GARBAGE = 0x7F
 
 
 @dataclass(frozen=True)
 class Case:
-    """A tensor of ``shape`` that ``size`` ranks share. Everything else as given to ``check_all_gather_extension``."""
+    """A tensor of ``shape`` that ``size`` ranks share. The rest is as given to ``check_all_gather_extension``."""
 
     make: Callable[[torch.Tensor], torch.Tensor]
     dtype: torch.dtype
@@ -69,7 +69,7 @@ class Case:
         return values.to(self.device, self.dtype)
 
     def shards(self, made: torch.Tensor | None = None, *, seed: int = 0) -> list[torch.Tensor]:
-        """The shards of all ranks: of ``made``, or of a tensor of its own for each seed."""
+        """The shards of all ranks, cut from ``made``, or from a different tensor for each seed."""
         full = self.make(self.plain(seed)) if made is None else made
         with torch.no_grad():
             return [
@@ -94,7 +94,7 @@ class Case:
             name=PARAMETER,
             sharded=param,
             slots=(Slot(nn.Module(), PARAMETER),),
-            mesh=cast(ParallelMesh, None),  # hooks see ``mesh`` only
+            mesh=cast(ParallelMesh, None),  # hooks only see ``mesh``
             layout=self.layout,
             spec=ParamSpec(TensorSpec(mesh, (), self.shape, contiguous_stride(self.shape))),
             dtypes=param_dtypes(self.dtype, self.policy),
@@ -118,7 +118,7 @@ class StandInDTensor(WrapperTensor):
     def __torch_dispatch__(  # type: ignore[override]  # declared as a static method
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # DTensors run operations in C++, where no class but one with __torch_dispatch__ has a say.
+        # DTensors run operations in C++, where only classes with __torch_dispatch__ can intercept them.
         without_torch_function = nn.Parameter.__torch_function__
         result = without_torch_function(func, (), map_tensors(local_of, args), map_tensors(local_of, kwargs or {}))
         if func.__name__.partition(".")[0].endswith("_"):
@@ -179,13 +179,13 @@ class Rank:
         return payload
 
     def receive(self, layouts: Sequence[Layout], sent: Sequence[tuple[torch.Tensor, ...]]) -> None:
-        """``sent`` by all ranks arrives, and the post-hook makes the unsharded parameter of it."""
+        """Receive what all ranks ``sent``, and let the post-hook make the unsharded parameter from it."""
         if self._unsharded is None:
             pairs = zip(layouts, sent[0], strict=True)
             self.hooks.bind_outputs([self._output(layout, payload.dtype) for layout, payload in pairs])
         self._allocate()
         for layout, output, payloads in zip(layouts, self.hooks.gathered, zip(*sent, strict=True), strict=True):
-            # I2: a tensor of its own writes, and autograd does not see that the output changes.
+            # I2: a separate tensor writes, so autograd does not see that the output changes.
             target = tensor_on(output.untyped_storage(), 0, output.shape, output.stride(), output.dtype)
             for rank, payload in enumerate(payloads):
                 start, stop = layout.interval(rank)
@@ -203,7 +203,7 @@ class Rank:
         _torch.set_versions(tuple(versioned), tuple(versions))
 
     def drop_outputs(self) -> None:
-        """Spoil the outputs, if the class says that the unsharded parameter does not need them."""
+        """Overwrite the outputs, if the class says that the unsharded parameter does not need them."""
         for output in self.hooks.gathered if self._releases_outputs else ():
             _fill_with_garbage(output.untyped_storage())
 
@@ -213,16 +213,16 @@ class Rank:
             storage.resize_(0)
 
     def frees(self, storage: torch.UntypedStorage) -> bool:
-        """Whether ``release`` frees it; known while it has memory."""
+        """Whether ``release`` frees ``storage``. Known only while it has memory."""
         return any(mine.data_ptr() == storage.data_ptr() for mine, _ in self._storages)
 
     def _allocate(self) -> None:
-        """Other memory than before, full of garbage."""
+        """Allocate different memory than before, filled with garbage."""
         kept = [torch.UntypedStorage(nbytes, device=storage.device) for storage, nbytes in self._storages]
         for storage, nbytes in self._storages:
             storage.resize_(nbytes)
             _fill_with_garbage(storage)
-        del kept  # until here, ``kept`` stopped the allocator from returning the same block
+        del kept  # until here, ``kept`` prevented the allocator from returning the same block
 
     def _output(self, layout: Layout, dtype: torch.dtype) -> torch.Tensor:
         storage = torch.UntypedStorage(layout.padded_numel * dtype.itemsize, device=self.shard.device)
@@ -236,7 +236,7 @@ class Rank:
             raise self.hooks.error("fsdp_post_all_gather", problem)
         try:
             self._unsharded = nn.Parameter(tensor, requires_grad=self._param.requires_grad)
-        except RuntimeError as error:  # it wants detach() to keep the class
+        except RuntimeError as error:  # it requires detach() to keep the class
             problem = f"made a {type(tensor).__name__} that cannot be an nn.Parameter: {error}"
             raise self.hooks.error("fsdp_post_all_gather", problem) from error
         for storage in (leaf.untyped_storage() for inner in listed for leaf in _torch.leaves(inner)):
@@ -256,7 +256,7 @@ def _memory_of(tensor: torch.Tensor) -> list[int]:
 
 
 class World:
-    """``params`` of all ranks, one each: shards of one parameter of ``case``. Raises what the runtime would."""
+    """The ``params`` of all ranks, which are shards of one parameter of ``case``. Raises what the runtime would."""
 
     def __init__(self, case: Case, params: Sequence[nn.Parameter]) -> None:
         self._case = case
@@ -265,7 +265,7 @@ class World:
         self._layouts: list[Layout] = []
 
     def send(self) -> None:
-        """Every rank calls its pre-hook, and what they send is fitted together."""
+        """Call the pre-hook on every rank, and fit their payloads together."""
         with torch.inference_mode(False), torch.no_grad():
             if self._case.prepare is not None:
                 self._case.prepare([rank.shard for rank in self.ranks])
@@ -273,13 +273,13 @@ class World:
             self._layouts = self._joined()
 
     def receive(self) -> None:
-        """Every rank gets what was sent, in memory of its own, and calls its post-hook."""
+        """Give every rank the payloads, in its own memory, and call its post-hook."""
         with torch.inference_mode(False), torch.no_grad():
             for index, rank in enumerate(self.ranks):
                 self._on(index, partial(rank.receive, self._layouts, self._sent))
 
     def gather(self) -> None:
-        """What an all-gather does; on every rank, the post-hook has returned before outputs are dropped."""
+        """Do what an all-gather does. The post-hooks of all ranks return before outputs are dropped."""
         self.send()
         self.receive()
         for rank in self.ranks:

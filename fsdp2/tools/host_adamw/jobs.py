@@ -1,8 +1,8 @@
-"""One step of some parameters of a unit on the host: gradients come, AdamW runs in a thread, results go back.
+"""One step of some parameters of a unit on the host: gradients arrive, AdamW runs in a thread, results are sent back.
 
-The thread that trains enqueues copies to the host and goes on. The host's thread waits for these copies, steps, and
-enqueues copies back. Nobody may read or write what a job works on before ``HostUnit.wait``; then the device has to wait
-for ``HostUnit.take_returned``, too. Each stream wait states producer, consumer and reason.
+The training thread enqueues copies to the host and continues. The host's thread waits for these copies, steps, and
+enqueues copies back. No other code may read or write a job's tensors before ``HostUnit.wait``; after it, the device has
+to wait for ``HostUnit.take_returned``, too. Each stream wait states producer, consumer and reason.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from fsdp2.tools import torch_names
 from fsdp2.tools.host_adamw.memory import HostParam, Travelling, make_travelling, take_over
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-MASTER = "master"  # a state of shards with fewer digits than their master
+MASTER = "master"  # a state of shards with lower precision than their master
 
 
 class Options(NamedTuple):
-    """What a step of a parameter is told, as of when its gradient landed."""
+    """Options for the step of one parameter, as they were when its gradient became ready."""
 
     lr: float
     beta1: float
@@ -53,15 +53,15 @@ class Options(NamedTuple):
 
 @contextmanager
 def _copying_out(streams: Streams) -> Iterator[None]:
-    """What follows copies to the host what the current stream has made."""
+    """Inside the block, copies to the host may read what the current stream has produced."""
     made = streams.record()
     with streams.beside("copy to host"):
-        streams.wait_here(made)  # copy-out waits for the current stream: it reads what that has made
+        streams.wait_here(made)  # copy-out waits for the current stream: it reads what that stream produced
         yield
 
 
 class Factor:
-    """What gradients are multiplied by: ``value``, a 0-dim tensor on the device, on its way to the host."""
+    """The factor for gradients: ``value``, a 0-dim tensor on the device that is being copied to the host."""
 
     def __init__(self, value: Tensor, streams: Streams) -> None:
         self._streams = streams
@@ -72,15 +72,15 @@ class Factor:
         self._source: Tensor | None = value
 
     def arrived(self) -> Tensor:
-        """The value on the host; this thread waits for it."""
+        """The value on the host. The calling thread waits for it."""
         self._streams.wait_on_cpu(self._copied)  # this thread reads what was copied
         self._source = None
         return self._host
 
 
 class _Step(NamedTuple):
-    """What a job does for one parameter: ``target`` is the memory of its shard, and the ``master`` if nothing travels.
-    ``is_read``: the master takes over the values of the shard first."""
+    """A job's work for one parameter. ``target`` is the memory of its shard, and also the ``master`` if nothing is
+    copied. ``is_read`` means that the master first takes the values of the shard."""
 
     target: Tensor
     master: Tensor
@@ -92,8 +92,8 @@ class _Step(NamedTuple):
 
 
 class Job:
-    """A step of parameters whose gradients have landed on the current stream. Copies to the host start here.
-    ``keeps_gradients``: others still read gradients that are on the host, so they are not scaled in place."""
+    """A step of parameters whose gradients are ready on the current stream. Copies to the host start here. With
+    ``keeps_gradients``, other code still reads gradients that are on the host, so they are not scaled in place."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class Job:
 
     @torch.no_grad()
     def run(self, factor: Factor | None, unit: str) -> torch.Event | None:
-        """On the host's thread: step ``unit``. Returns what marks that results are in the shards."""
+        """Step ``unit`` on the host's thread. Returns the event that marks that the shards have the results."""
         self._streams.wait_on_cpu(self._copied)  # this thread reads what was copied
         self._sources.clear()
         for step in self._steps:
@@ -153,7 +153,7 @@ class Job:
         with self._streams.beside("copy back"):
             for step in self._steps:
                 if step.travelling is not None:
-                    step.travelling.shard.copy_(step.master)  # does nothing where they are the same tensor
+                    step.travelling.shard.copy_(step.master)  # a no-op if they are the same tensor
                     step.target.copy_(step.travelling.shard, non_blocking=True)
             return self._streams.record()
 
@@ -175,8 +175,8 @@ class _Observer:
 
 
 def observe_host_steps(on_step: OnHostStep | None) -> None:
-    """Call ``on_step`` on the host's thread with a unit's name, and when its step has begun and ended, in seconds of
-    ``time.perf_counter``; None ends it. A step begins when gradients are on the host."""
+    """Call ``on_step`` on the host's thread with each unit's name and the begin and end of its step, in seconds of
+    ``time.perf_counter``; None stops this. A step begins when the gradients are on the host."""
     _Observer.on_step = on_step
 
 
@@ -193,7 +193,7 @@ class HostUnit:
         self._running = thread.submit(job.run, factor, self.name)
 
     def wait(self) -> None:
-        """This thread waits until the host has stepped. The current stream waits for the results.
+        """Block this thread until the host has stepped, and let the current stream wait for the results.
 
         Raises:
             RuntimeError: the step has failed.
@@ -203,7 +203,7 @@ class HostUnit:
         self.streams.wait_here(event)  # compute waits for copy-back: it reads and writes the shards
 
     def wait_before_gather(self, *, on_compute: bool) -> None:
-        """The same for a gather. ``on_compute``: the current stream reads the shards, too.
+        """Like ``wait``, for an all-gather. With ``on_compute``, the current stream reads the shards, too.
 
         Raises:
             RuntimeError: the step has failed.
@@ -216,7 +216,7 @@ class HostUnit:
                 self.streams.wait_here(event)  # compute waits for copy-back: it reads the shards itself
 
     def drop(self) -> None:
-        """Wait for a step whose result nobody needs any more."""
+        """Wait for a step whose result is no longer needed."""
         running, self._running = self._running, None
         if running is not None:
             running.exception()

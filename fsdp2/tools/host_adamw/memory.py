@@ -1,9 +1,9 @@
-"""Where the values of parameters lie on the host: masters, optimizer states, and what travels.
+"""Where the values of parameters lie on the host: masters, optimizer states, and staging memory.
 
-A shard that is on the host already, in the dtype of its master, is its own master. Any other shard has memory for its
-gradient and for its values on their way, which is pinned, so that copies overlap with compute. In the dtype of the
-master, fp32 (fp64 for fp64), the values on their way are the master. Else the master is one of the optimizer's states:
-these own all that a checkpoint holds.
+A shard that is on the host already, in the dtype of its master, is its own master. Any other shard has pinned staging
+memory for its gradient and its values, so that copies overlap with compute. If that has the dtype of the master, fp32
+(fp64 for fp64), the staged values are the master. Otherwise the master is one of the optimizer's states, which own
+everything that a checkpoint holds.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _ALIGNMENT_NBYTES = 64  # a cache line
 
 
 def master_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In which a shard of ``dtype`` is stepped."""
+    """The dtype in which a shard of ``dtype`` is stepped."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def host_nbytes_of(dtype: torch.dtype, *, is_on_host: bool) -> int:
-    """What ``HostAdamW`` and the shard take of host memory, in bytes per element of a shard of ``dtype``: states, what
-    travels; and, if the shard ``is_on_host``, shard and gradient."""
+    """The host memory that ``HostAdamW`` and the shard take, in bytes per element of a shard of ``dtype``: states,
+    staging memory, and, if the shard ``is_on_host``, shard and gradient."""
     master = master_dtype(dtype)
     travelling = dtype.itemsize + master.itemsize + (dtype.itemsize if dtype is not master else 0)
     if is_on_host and dtype is master:
@@ -55,12 +55,12 @@ def in_one_buffer(like: Sequence[tuple[Sequence[int], torch.dtype]], *, pin_memo
 
 
 class HostParam:
-    """What the host has of one parameter beside its states.
+    """What the host keeps for one parameter in addition to its states.
 
     Attributes:
         param: the sharded parameter.
         name: its full name.
-        travelling: memory for the gradient and for the values of the shard; None if the shard is its own master.
+        travelling: staging memory for the gradient and the shard's values; None if the shard is its own master.
     """
 
     def __init__(self, param: nn.Parameter, name: str) -> None:
@@ -77,7 +77,7 @@ class HostParam:
 
     @property
     def is_narrow(self) -> bool:
-        """Whether the shard has fewer digits than its master."""
+        """Whether the shard has lower precision than its master."""
         dtype = self.param.dtype
         return dtype is not master_dtype(dtype)
 
@@ -86,7 +86,7 @@ class HostParam:
         return self.local.device.type == "cpu" and not self.is_narrow
 
     def target(self) -> Tensor:
-        """The memory of the shard, with a version of its own: a step writes it while others ask whether users have."""
+        """The shard's memory with a version of its own, so that a step's writes are not taken for the user's."""
         local = self.local
         if self._target is None or local is not self._local or local.data_ptr() != self._target.data_ptr():
             offset = int(local.storage_offset())
@@ -94,22 +94,22 @@ class HostParam:
         return self._target
 
     def take_changes(self) -> bool:
-        """Whether others may have written the shard since the last call, or the master."""
+        """Whether other code may have written the shard or the master since the last call."""
         now = _torch.versions_of([self.param, self.local])
         before, self._versions = self._versions, now
         return now != before
 
     def forget_versions(self) -> None:
-        """The master has other values than a step has left there."""
+        """Forget the versions, since the master no longer has the values that the last step left there."""
         self._versions = None
 
 
 class Travelling:
-    """The host memory of a shard that is elsewhere, or in another dtype than its master.
+    """Staging memory on the host for a shard that is elsewhere, or in a dtype other than its master's.
 
     Attributes:
-        gradient: in the dtype of the gradient.
-        shard: what is copied to the shard and from it.
+        gradient: memory in the dtype of the gradient.
+        shard: values that are copied to and from the shard.
     """
 
     def __init__(self, gradient: Tensor, shard: Tensor) -> None:
@@ -122,14 +122,14 @@ class Travelling:
 
 
 def take_over(master: Tensor, shard: Tensor) -> None:
-    """Give ``master`` the values of ``shard``. Those that round to the shard's stay: they know more digits."""
+    """Copy ``shard`` to ``master``, except where the master rounds to the shard's value: it is more precise there."""
     if master is not shard:
         differs = master.to(shard.dtype) != shard
         master.copy_(torch.where(differs, shard.to(master.dtype), master))
 
 
 def make_travelling(params: Sequence[HostParam], gradients: Sequence[Tensor]) -> None:
-    """Give all ``params`` that need it memory for what travels."""
+    """Allocate staging memory for all ``params`` that need it."""
     needing = [
         (each, each.local, grad)
         for each, grad in zip(params, gradients, strict=True)

@@ -1,9 +1,9 @@
-"""``HostAdamW``: what is stepped when, with which options.
+"""``HostAdamW`` decides what is stepped when, with which options.
 
-A step has three parts. ``_take``: gradients of a unit have landed, their copies start. ``_start``: the host's thread
-steps the unit. ``wait``: the parameters have their new values. The first happens in backward, or in ``step`` for
-gradients that no backward has announced. The second follows at once, or in ``step`` where the norm of all gradients
-must be known before. The third happens in ``step``, or before the next gather of the unit.
+A step has three parts. In ``_take``, gradients of a unit are ready and their copies start. In ``_start``, the host's
+thread steps the unit. After ``wait``, the parameters have their new values. The first happens during backward, or in
+``step`` for gradients that no backward has announced. The second follows at once, or in ``step`` if the norm of all
+gradients must be known first. The third happens in ``step``, or before the next all-gather of the unit.
 """
 
 from __future__ import annotations
@@ -37,37 +37,37 @@ from fsdp2.types import ScheduleError
 
 ClipBy = Literal["this step", "step before"]
 
-_LAST_NORM = "last_norm"  # in param groups, beside AdamW's
+_LAST_NORM = "last_norm"  # a key in param groups, in addition to AdamW's
 
 
 class HostAdamW(optim.Optimizer):
-    """AdamW on the host, for parameters of ``fully_shard``: each unit is stepped as soon as its gradients have landed,
-    in a thread, while backward goes on.
+    """AdamW on the host, for parameters of ``fully_shard``: each unit is stepped in a thread as soon as its gradients
+    are ready, while backward continues.
 
     Options, values and checkpoints are those of ``torch.optim.AdamW(fused=True)``. The states live on the host; so do
     masters of shards that are on a device, or that are not fp32 (fp64). ``CPUOffloadPolicy`` for a unit puts its shards
-    there, too. Host memory for n fp32 shards on a device: 16 n bytes, of which 8 n are pinned.
+    there, too. An fp32 shard of n elements on a device takes 16 n bytes of host memory, of which 8 n are pinned.
 
-    The backward that ends a step begins to step: the last one, if ``set_is_last_backward(False)`` was called for those
-    before, and none in which gradients are not reduced. ``.grad`` is ``None`` once a parameter was stepped. Parameters
-    change from backward on; read and write them after ``step``. Options count as they are when gradients land.
+    Stepping begins in the last backward of a step: call ``set_is_last_backward(False)`` for earlier ones. A backward
+    that does not reduce gradients steps nothing. ``.grad`` is ``None`` once a parameter has been stepped. Parameters
+    change during backward, so access them only after ``step``. Options are read when gradients become ready.
 
     Args:
         params: sharded parameters, named ones, or param groups.
-        lr, betas, eps, weight_decay, amsgrad, maximize: as of ``torch.optim.AdamW``. ``lr`` may be a host tensor.
+        lr, betas, eps, weight_decay, amsgrad, maximize: as in ``torch.optim.AdamW``. ``lr`` may be a host tensor.
         max_norm: clip gradients to this norm over all ranks, as ``fsdp2.clip_grad_norm_`` before the step would; all
             ranks then call ``step`` with the same parameters. ``float("inf")`` only measures ``grad_norm``.
-        clip_by: the norm that the factor is computed from. "this step": the exact one; it is known when all gradients
-            have landed, so that only copies overlap with backward. "step before": steps overlap, too, and each is
-            scaled by what its predecessor's norm asks for; the first by its own.
-        overlap_forward: ``step`` does not wait for the host; each unit's next gather does, and state dicts of modules.
-            Call ``wait`` before you read or write parameters in any other way.
+        clip_by: the norm that the factor is computed from. "this step" uses the exact norm, which is known only once
+            all gradients are ready, so only copies overlap with backward. With "step before", steps overlap, too, and
+            each is scaled according to the norm of the previous step; the first step uses its own norm.
+        overlap_forward: ``step`` does not wait for the host; each unit's next all-gather and state dicts of modules
+            do. Call ``wait`` before you read or write parameters in any other way.
 
     Raises:
         ValueError: a parameter is not managed by ``fully_shard``, its shard is a tensor subclass or complex; a unit
             is stepped by another HostAdamW; an option is out of range.
         TypeError: ``max_norm`` is not a number.
-        RuntimeError: from ``step``, or the next gather: the host's step has failed on this rank.
+        RuntimeError: raised by ``step`` or the next all-gather if the host's step has failed on this rank.
 
     Source: Ren et al., "ZeRO-Offload", USENIX ATC 2021; a step per unit in backward, and the norm of the step before,
     as in its delayed update.
@@ -102,10 +102,10 @@ class HostAdamW(optim.Optimizer):
         self._unit_of: dict[nn.Parameter, HostUnit] = {}
         self._group_of: dict[nn.Parameter, int] = {}  # index of the param group
         self._streams: Streams | None = None
-        # What is stepped, or to be stepped, with the gradients of this step: these, if they stay, and their versions.
+        # Parameters stepped, or to be stepped, with this step's gradients: these, if they stay, and their versions.
         self._begun: dict[nn.Parameter, tuple[Tensor | None, list[int]]] = {}
-        self._held: list[tuple[HostUnit, Job]] = []  # until the norm is known
-        self._factor: Factor | None = None  # of the step before
+        self._held: list[tuple[HostUnit, Job]] = []  # jobs that wait until the norm is known
+        self._factor: Factor | None = None  # from the previous step
         self._norm: Tensor | None = None
         defaults = dict(plain.defaults)
         if clip_by == "step before":
@@ -125,7 +125,7 @@ class HostAdamW(optim.Optimizer):
         """Add parameters of ``fully_shard``.
 
         Raises:
-            ValueError: as the constructor does.
+            ValueError: for the same reasons as in the constructor.
             ScheduleError: backward has begun a step.
         """
         if self._begun:
@@ -139,13 +139,13 @@ class HostAdamW(optim.Optimizer):
 
     @cached_property
     def _thread(self) -> ThreadPoolExecutor:
-        """One thread: AdamW's kernel uses all threads of torch itself. It ends with the optimizer."""
+        """A single thread, since AdamW's kernel itself uses all threads of torch. It ends with the optimizer."""
         return ThreadPoolExecutor(1, thread_name_prefix="HostAdamW")
 
     # Which parameters
 
     def _manage(self, group: Mapping[str, Any]) -> None:
-        """Take the parameters of the param ``group``, the last one."""
+        """Manage the parameters of ``group``, which is the last param group."""
         _take_replaced(group["params"])
         managed = _managed()
         names = group.get("param_names", [None] * len(group["params"]))
@@ -167,7 +167,7 @@ class HostAdamW(optim.Optimizer):
         self._follow_units()
 
     def _follow_units(self) -> None:
-        """Find the units that the parameters are in now, and be told of their gradients. The first forward may move
+        """Find the units that the parameters are in now, and subscribe to their gradients. The first forward may move
         tied parameters to other units."""
         self._leave_units()
         managed = _managed()
@@ -188,13 +188,13 @@ class HostAdamW(optim.Optimizer):
         self._is_settled = False
 
     def _settle(self) -> None:
-        """A forward has run since the parameters were taken."""
+        """Update the units if a forward has run since the parameters were added."""
         if not self._is_settled:
             self._follow_units()
             self._is_settled = True
 
     def remove(self) -> None:
-        """Step nothing in backward any more. A ``step`` still steps what has gradients."""
+        """Stop stepping during backward. ``step`` still steps parameters that have gradients."""
         self._leave_units()
         self._is_settled = True
 
@@ -210,7 +210,7 @@ class HostAdamW(optim.Optimizer):
 
     @torch.no_grad()
     def _land(self, params: Iterable[nn.Parameter], ends_step: bool) -> None:
-        """Gradients of ``params``, which are those of a unit, have landed."""
+        """Called when the gradients of ``params``, the parameters of a unit, are ready."""
         mine = [param for param in params if param in self._homes]
         again = next((param for param in mine if param in self._begun), None)
         if again is not None:
@@ -228,7 +228,7 @@ class HostAdamW(optim.Optimizer):
         )
 
     def _check_begun(self) -> None:
-        """Gradients that were taken are still those: nothing has come since, which would be lost."""
+        """Check that gradients have not changed since they were taken: later contributions would be lost."""
         for (param, (taken, versions)), grad in zip(
             self._begun.items(), torch_names.grads_of(list(self._begun)), strict=True
         ):
@@ -236,7 +236,7 @@ class HostAdamW(optim.Optimizer):
                 self._refuse_another_gradient(param)
 
     def _take(self, params: Iterable[nn.Parameter]) -> None:
-        """Begin the step of those of ``params`` that have a gradient."""
+        """Begin the step of the ``params`` that have a gradient."""
         of_unit: dict[HostUnit, list[nn.Parameter]] = {}
         for param, grad in zip(params := list(params), torch_names.grads_of(params), strict=True):
             if grad is not None:
@@ -279,7 +279,7 @@ class HostAdamW(optim.Optimizer):
 
     @torch.no_grad()
     def _make_masters(self, params: Iterable[nn.Parameter]) -> None:
-        """Give a master to states of shards that need one and have none, and to no others: a model may have been cast
+        """Add missing masters to the states of shards that need one, and remove others: the model may have been cast
         since the last step."""
         homes = [self._homes[param] for param in params]
         changed = [home for home in homes if home.is_narrow != (MASTER in self.state[home.param])]
@@ -295,11 +295,11 @@ class HostAdamW(optim.Optimizer):
     # The step
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step what has gradients and was not stepped in backward. Then wait for the host, unless ``overlap_forward``;
-        the current stream waits for results in the shards. Returns the result of ``closure``, which is called first.
+        """Step parameters that have gradients and were not stepped in backward. Then wait for the host, unless
+        ``overlap_forward``; the current stream waits for the results. Returns the result of ``closure``, called first.
 
         Raises:
-            ScheduleError: a backward is running; a parameter has got another gradient since its step has begun.
+            ScheduleError: a backward is running; a parameter got another gradient after its step had begun.
             RuntimeError: the host's step has failed.
         """
         if _torch.in_backward():
@@ -322,15 +322,15 @@ class HostAdamW(optim.Optimizer):
                     self._clip(self._norm, self._max_norm)
             _drop_gradients(self._begun)
             self._begun.clear()
-            if not self._overlaps_forward or not self._groups:  # after ``remove``, no gather waits
+            if not self._overlaps_forward or not self._groups:  # after ``remove``, no all-gather waits
                 self.wait()
         return loss
 
     def _clip(self, total: Tensor, max_norm: float) -> None:
-        """Start what waits for ``total``, the norm of all gradients. Only the host's thread waits for its value."""
+        """Start the jobs that need ``total``, the norm of all gradients. Only the host's thread waits for its value."""
         factor = Factor(factor_of(total, max_norm), cast(Streams, self._streams))
         held, self._held = self._held, []
-        for unit, job in reversed(held):  # the next forward needs the unit first whose gradients have landed last
+        for unit, job in reversed(held):  # the next forward first needs the unit whose gradients came last
             unit.start(job, factor, self._thread)
         if self._clip_by == "step before":
             self._factor = factor
@@ -342,7 +342,7 @@ class HostAdamW(optim.Optimizer):
         return self._norm
 
     def wait(self) -> None:
-        """Wait until the host has stepped all units. The current stream waits for results in the shards.
+        """Wait until the host has stepped all units. The current stream waits for the results in the shards.
 
         Raises:
             RuntimeError: the host's step has failed.
@@ -357,8 +357,8 @@ class HostAdamW(optim.Optimizer):
             raise
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients that were not stepped. What backward has stepped stays stepped: call this to go on after a
-        backward that has raised."""
+        """Forget gradients that were not stepped. Steps taken during backward are not undone. Call this to continue
+        after a backward that raised."""
         self._begun.clear()
         self._held.clear()
         super().zero_grad(set_to_none)
@@ -366,9 +366,9 @@ class HostAdamW(optim.Optimizer):
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """As of ``torch.optim.AdamW``. Shards that are not their master's dtype also have a state ``master``; with
+        """As in ``torch.optim.AdamW``. Shards that are not in their master's dtype also have a state ``master``; with
         ``clip_by="step before"``, param groups also have the norm of the last step. Waits for the host. Between a
-        backward and ``step``, it has what backward has stepped already.
+        backward and ``step``, it includes what that backward has already stepped.
 
         Raises:
             ScheduleError: a backward is running.
@@ -409,7 +409,7 @@ class HostAdamW(optim.Optimizer):
                     _torch.local_of(mine[key]).copy_(_local(state[key]))
         for home in self._homes.values():
             home.forget_versions()
-        # An optimizer that measures no norm would keep this one, and save it after other steps.
+        # An optimizer that measures no norm would keep this one and save it after later steps.
         norms = [group.pop(_LAST_NORM, None) for group in self.param_groups]
         self._begun.clear()
         self._held.clear()
@@ -463,7 +463,7 @@ def _local(value: Tensor) -> Tensor:
 
 
 class _Landing:
-    """Tells the optimizer that gradients have landed. It does not keep the optimizer alive."""
+    """Tells the optimizer that gradients are ready. It does not keep the optimizer alive."""
 
     def __init__(self, optimizer: HostAdamW) -> None:
         self.optimizer = weakref.ref(optimizer)
@@ -481,8 +481,8 @@ def _managed() -> dict[nn.Parameter, tuple[ParamGroup, str]]:
 
 
 def _take_replaced(params: Iterable[nn.Parameter]) -> None:
-    """Let units know of ``params`` that have taken the place of sharded ones, as in loading a model on the meta
-    device."""
+    """Tell units about ``params`` that have replaced sharded ones, as happens when a model on the meta device is
+    loaded."""
     given = set(map(id, params))
     for group, i in groups_by_slot().values():
         param = group.params[i]
@@ -510,14 +510,14 @@ def stepped_by(group: ParamGroup) -> HostAdamW | None:
 
 
 def _before_gather(unit: weakref.ref[HostUnit], group: weakref.ref[ParamGroup]) -> None:
-    """``group`` is about to be gathered: what reads its shards waits for their new values."""
+    """Called before ``group`` is all-gathered: streams that read its shards wait for the new values."""
     stepped, gathered = unit(), group()
     if stepped is not None and gathered is not None:
         stepped.wait_before_gather(on_compute=gathered.gathers_on_compute)
 
 
 class _BeforeStateDict:
-    """A hook of modules: state dicts read and write the shards of ``unit`` when the host has stepped it."""
+    """A module hook that makes state dicts wait until the host has stepped ``unit``, since they access its shards."""
 
     def __init__(self, unit: HostUnit) -> None:
         self._unit = weakref.ref(unit)

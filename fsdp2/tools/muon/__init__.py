@@ -1,7 +1,7 @@
 """Muon on sharded parameters.
 
-``optimizer`` is the optimizer; ``update`` says what a step computes for one parameter, ``early`` lets a step begin in
-backward, and ``groups`` divides the parameters of a model.
+``optimizer`` has the optimizer; ``update`` defines what a step computes for one parameter, ``early`` lets a step begin
+during backward, and ``groups`` divides the parameters of a model into param groups.
 """
 
 from fsdp2.tools.muon.groups import muon_groups

@@ -1,4 +1,4 @@
-"""A step of Muon that begins in backward: the first buckets are sent when their gradients have landed."""
+"""A step of Muon that begins during backward: the first buckets are sent as soon as their gradients are ready."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fsdp2.tools.whole_matrices.run import MOST_IN_FLIGHT, OnBatch, Run
 
 
 class EarlyRun:
-    """A run that begins in backward. ``entry_of``: makes the entry of a parameter whose gradient has landed."""
+    """A run that begins during backward. ``entry_of`` makes the entry of a parameter whose gradient is ready."""
 
     def __init__(self, plan: WholeMatrices, fn: OnBatch, entry_of: Callable[[int], Entry]) -> None:
         self._entries: dict[int, Entry] = {}
@@ -34,7 +34,7 @@ class EarlyRun:
 
     @torch.no_grad()
     def land(self, position: int) -> None:
-        """Send all buckets whose gradients are there."""
+        """Record that the gradient at ``position`` is ready, and send all buckets whose gradients are complete."""
         self._landed.add(position)
         while self.run.num_sent < len(self._awaited) and self._awaited[self.run.num_sent] <= self._landed:
             try:
@@ -45,10 +45,10 @@ class EarlyRun:
             self.run.send()
 
     def check(self, entries: Sequence[Entry]) -> None:
-        """Raise if gradients are not those that were sent.
+        """Check that gradients are still those that were sent.
 
         Raises:
-            ValueError: they are not.
+            ValueError: a gradient has changed.
         """
         for position, (grad, version) in self._sent.items():
             found = entries[position].grad

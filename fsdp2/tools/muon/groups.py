@@ -20,20 +20,20 @@ def muon_groups(
     verbose: bool = True,
     **adamw: Any,
 ) -> list[dict[str, Any]]:
-    """The param groups of ``model`` for ``Muon``: by the usual rule, or by ``is_matrix``.
+    """Divide the parameters of ``model`` into param groups for ``Muon``: by the usual rule, or by ``is_matrix``.
 
-    By the usual rule, Muon steps the matrices of hidden layers, and what ``rule`` gives a rule for. AdamW steps the
-    rest: embeddings, norms, biases, what has not two dims, and the head, by its name: ``lm_head``, ``head``,
-    ``output``, ``unembed``, ``classifier`` or ``score``, at most one level below the model.
+    By the usual rule, Muon steps the matrices of hidden layers, and parameters for which ``rule`` returns a rule. AdamW
+    steps the rest: embeddings, norms, biases, other parameters without exactly two dims, and the head, known by its
+    name: ``lm_head``, ``head``, ``output``, ``unembed``, ``classifier`` or ``score``, at most one level deep.
 
     Args:
-        is_matrix: from a name and a parameter to whether Muon steps it.
+        is_matrix: takes a name and a parameter, and returns whether Muon steps the parameter.
         rule: as for ``Muon``.
-        verbose: print what went where, on rank 0.
-        adamw: options of the group of AdamW.
+        verbose: print on rank 0 which parameters went into which group.
+        adamw: options of the AdamW group.
 
     Returns:
-        At most two groups of named parameters: that of Muon, and that of AdamW. Frozen parameters are in none.
+        At most two groups of named parameters, one for Muon and one for AdamW. Frozen parameters are in neither.
     """
     taken = is_matrix or _UsualRule(model, rule)
     named = [(plain_name(model, name), param) for name, param in model.named_parameters() if param.requires_grad]
@@ -51,7 +51,7 @@ def muon_groups(
 
 
 class _UsualRule:
-    """What Muon steps if nothing else is said."""
+    """Decides which parameters Muon steps by default."""
 
     _HEADS = ("lm_head", "head", "output", "unembed", "classifier", "score")
 
@@ -73,7 +73,7 @@ class _UsualRule:
 
 
 def _table(matrices: Sequence[tuple[str, Tensor]], others: Sequence[tuple[str, Tensor]]) -> str:
-    """What went where, one line for parameters whose names differ in numbers only."""
+    """List the groups, with one line for all parameters whose names differ only in numbers."""
     lines = []
     for title, named in (("Muon", matrices), ("AdamW", others)):
         numel = sum(param.numel() for _, param in named)

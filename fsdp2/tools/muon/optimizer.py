@@ -1,7 +1,7 @@
 """``Muon`` on sharded parameters: each matrix is orthogonalised once, on its owner; momentum stays sharded.
 
-Arguments, defaults and numbers are those of ``torch.optim.Muon``. Rule: a step writes nothing before all ranks know
-that all matrices have succeeded; so a step that raises has changed neither parameters nor states.
+Arguments, defaults and numerics are those of ``torch.optim.Muon``. Rule: a step writes nothing before all ranks know
+that all matrices have succeeded, so a step that raises has changed neither parameters nor states.
 
 Source: Jordan et al., Muon, 2024; Liu et al., Muon is Scalable for LLM Training, 2025.
 """
@@ -33,9 +33,9 @@ _STATES_OF_ADAMW = {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
 
 
 class Muon(optim.Optimizer):
-    """Muon for parameters of ``fully_shard``, this package's or torch's, with storage as it is.
+    """Muon for parameters of ``fully_shard``, this package's or torch's. Their storage does not change.
 
-    Arguments, defaults and numbers are those of ``torch.optim.Muon``. A param group with ``use_muon=False`` is stepped
+    Arguments, defaults and numerics are those of ``torch.optim.Muon``. A param group with ``use_muon=False`` is stepped
     by ``torch.optim.AdamW`` in the same call; it takes AdamW's options and has AdamW's defaults. ``muon_groups`` makes
     the groups of a model. All ranks call ``step``, since it exchanges shards.
 
@@ -46,13 +46,13 @@ class Muon(optim.Optimizer):
 
     Args:
         params: parameters, or param groups. Named parameters are named in errors.
-        ns_dtype: in which matrices travel and are orthogonalised.
-        rule: from a name and a parameter to the matrices that it consists of; None where it is a matrix.
+        ns_dtype: the dtype in which matrices are communicated and orthogonalised.
+        rule: takes a name and a parameter, and returns the matrices it consists of; None if it is a single matrix.
         bucket_nbytes, copies, last_first: see ``whole_matrices``.
 
     Raises:
-        TypeError: a parameter is no DTensor.
-        ValueError: an option is out of range; a parameter is no matrix, and has no rule.
+        TypeError: a parameter is not a DTensor.
+        ValueError: an option is out of range; a parameter is not a matrix and has no rule.
     """
 
     def __init__(
@@ -97,9 +97,9 @@ class Muon(optim.Optimizer):
 
     def _forget_plan(self) -> None:
         self._plan: WholeMatrices | None = None
-        self._planned: list[object] = []  # parameters and how they are placed
-        self._position_of: dict[int, int] = {}  # by id of a matrix: that of its parameter
-        self._early: EarlyRun | None = None  # a run that has begun in backward
+        self._planned: list[object] = []  # parameters and their placements
+        self._position_of: dict[int, int] = {}  # position of a matrix's parameter, by id of the matrix
+        self._early: EarlyRun | None = None  # a run that began during backward
         self._parts: list[list[Part]] = []  # by position
         self._adamw: optim.AdamW | None = None
 
@@ -111,10 +111,10 @@ class Muon(optim.Optimizer):
         self._forget_plan()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters; those of a group with ``use_muon=False`` need not be matrices.
+        """Add parameters. Those of a group with ``use_muon=False`` need not be matrices.
 
         Raises:
-            TypeError, ValueError: as the constructor does.
+            TypeError, ValueError: for the same reasons as in the constructor.
         """
         if not param_group.get("use_muon", True):
             param_group = _with_options_of_adamw(param_group)
@@ -137,7 +137,7 @@ class Muon(optim.Optimizer):
 
     @property
     def plan(self) -> WholeMatrices:
-        """Who owns which matrix. Collective, if parameters have been added or moved since the last step."""
+        """The owner rank of each matrix. Collective if parameters were added or moved since the last step."""
         params = [param for group in self._muon_groups() for param in group["params"]]
         keys = [*params, *torch_names.specs_of(params)]
         is_planned = len(keys) == len(self._planned) and all(map(operator.is_, keys, self._planned))
@@ -181,7 +181,7 @@ class Muon(optim.Optimizer):
         """Update all parameters. Collective.
 
         Raises:
-            RuntimeError: a matrix could not be orthogonalised. Raised on all ranks, and nothing has changed.
+            RuntimeError: a matrix could not be orthogonalised. All ranks raise, and nothing has changed.
             ValueError: a gradient is not placed like its parameter, or has changed since ``overlap_backward``. The
                 other ranks raise RuntimeError.
             CommunicationError: a rank is lost.
@@ -224,12 +224,12 @@ class Muon(optim.Optimizer):
 
     @contextmanager
     def overlap_backward(self) -> Iterator[None]:
-        """In the block, the last backward before ``step``: send the first buckets as soon as their gradients have
-        landed. Collective.
+        """Wrap the last backward before ``step`` in this block, to send the first buckets as soon as their gradients
+        are ready. Collective.
 
-        Gradients must not change between the block and ``step``, so they cannot be clipped by their norm. Make the
-        optimizer with ``last_first=True``, so that the first buckets have what backward brings first. All ranks use
-        the same parameters.
+        Gradients must not change between the block and ``step``, so they cannot be clipped by their norm. Create the
+        optimizer with ``last_first=True``, so that the first buckets hold the gradients that backward computes first.
+        All ranks must use the same parameters.
         """
         params = [param for group in self._muon_groups() for param in group["params"]]
         self._drop_early()
@@ -241,7 +241,7 @@ class Muon(optim.Optimizer):
         handles = [
             param.register_post_accumulate_grad_hook(lambda _, position=position: early.land(position))
             for position, param in enumerate(params)
-            if param.requires_grad  # else its bucket is sent by ``step``
+            if param.requires_grad  # otherwise ``step`` sends its bucket
         ]
         try:
             yield
@@ -254,17 +254,17 @@ class Muon(optim.Optimizer):
 
     @property
     def has_begun(self) -> bool:
-        """Whether a backward in ``overlap_backward`` has begun a step, which ``step`` has not ended."""
+        """Whether a backward in ``overlap_backward`` has begun a step that ``step`` has not finished yet."""
         return self._early is not None
 
     def _drop_early(self) -> None:
-        """Give up what an earlier backward has sent. All ranks then have sent the same."""
+        """Discard what an earlier backward has sent. Afterwards all ranks have sent the same buckets."""
         early, self._early = self._early, None
         if early is not None:
             early.run.drop()
 
     def _step_others(self, groups: list[dict[str, Any]]) -> None:
-        """AdamW steps ``groups`` with this optimizer's states."""
+        """Step ``groups`` by AdamW, with this optimizer's states."""
         if self._adamw is None:
             self._adamw = optim.AdamW([nn.Parameter(torch.empty(0))])
         self._adamw.param_groups, self._adamw.state = groups, self.state
@@ -274,7 +274,7 @@ class Muon(optim.Optimizer):
         """Load what ``state_dict`` of this class, or of ``torch.optim.Muon``, has returned.
 
         Raises:
-            ValueError: it is of another optimizer, or has other param groups; nothing has changed.
+            ValueError: it belongs to another optimizer, or has different param groups. Nothing has changed.
         """
         groups = state_dict["param_groups"]
         if len(groups) == len(self.param_groups):
@@ -290,7 +290,7 @@ class Muon(optim.Optimizer):
     def _load_momentum(self, found: States) -> None:
         for param, state in found.items():
             for name, value in state.items():
-                self.state[param][name] = value.to(param.device, param.grad_dtype or value.dtype)  # that of gradients
+                self.state[param][name] = value.to(param.device, param.grad_dtype or value.dtype)  # as gradients
 
     def _check_states(self, groups: Sequence[dict[str, Any]], states: Mapping[Any, Mapping[str, Any]]) -> None:
         for index, (loaded, own) in enumerate(zip(groups, self.param_groups, strict=True)):
@@ -310,14 +310,14 @@ class Muon(optim.Optimizer):
 
 
 def _named(group: Mapping[str, Any], index: int) -> Iterator[tuple[str, Tensor]]:
-    """The parameters of a group, with names: their own, without those of wrappers, or made from their position."""
+    """The parameters of a group with their own names, without those of wrappers, or names made from their positions."""
     params = group["params"]
     names: Iterable[str] = group.get("param_names") or [f"parameter {i} of group {index}" for i in range(len(params))]
     return zip(map(without, names), params, strict=True)
 
 
 def _with_options_of_adamw(group: Mapping[str, Any]) -> dict[str, Any]:
-    """``group`` with AdamW's defaults for what it does not say.
+    """Fill in AdamW's defaults for options that ``group`` does not set.
 
     Raises:
         ValueError: AdamW does not take an option.

@@ -1,6 +1,6 @@
-"""What a step of Muon computes for one parameter: momentum, orthogonal matrices, and what is written.
+"""Computes a step of Muon for one parameter: the momentum, the orthogonal matrices, and the values to write.
 
-Shapes are those of this rank's shard, but for ``newton_schulz``, which gets whole matrices.
+Shapes are those of this rank's shard, except in ``newton_schulz``, which gets whole matrices.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Part(NamedTuple):
 
 
 def parts_of(plan: WholeMatrices, num_params: int) -> list[list[Part]]:
-    """By position of a parameter, what this rank has of its matrices."""
+    """The parts of matrices that this rank has, by position of their parameter."""
     found: list[list[Part]] = [[] for _ in range(num_params)]
     for domain in plan.domains:
         for index, matrix in enumerate(domain.plan.matrices):
@@ -70,7 +70,7 @@ class Entry:
         return self.grad is not None
 
     def update(self, slices: Slices) -> Tensor:
-        """What is to be orthogonalised, from the momentum after this step. Writes nothing."""
+        """Compute the values to orthogonalise from the momentum after this step. Writes nothing."""
         momentum, nesterov = self.group["momentum"], self.group["nesterov"]
         if self.grad is None:
             like = self.local if self.buffer is None else self.buffer
@@ -83,7 +83,7 @@ class Entry:
         return grad.lerp(buffer, momentum) if nesterov else buffer
 
     def write(self, result: Tensor, parts: Sequence[Part]) -> None:
-        """Step the parameter. ``parts``: of each of its matrices, if their shapes differ."""
+        """Step the parameter. ``parts`` has the parts of each of its matrices, if their shapes differ."""
         lr = float(self.group["lr"])
         self.local.mul_(1 - lr * self.group["weight_decay"])
         result = result.to(self.local.device)

@@ -1,9 +1,9 @@
-"""From a model to a wrapping: what a step on N GPUs costs, before it runs.
+"""Plans how to shard a model: predicts what a step on N GPUs costs before it runs.
 
-From below: ``machine`` says what a collective costs, ``work`` what a unit computes, ``groups`` what a compiled plan
-sends, ``queues`` when operations on streams run, ``memory`` what is held, ``simulate`` what the runtime enqueues for
-each action of the schedule; ``scenario`` puts them together. ``blocks`` finds the units of a model, ``observe`` what
-they compute; ``plan`` compares the ways to shard them, and ``code`` writes the chosen one down.
+From the bottom up: ``machine`` models the cost of a collective, ``work`` what a unit computes, ``groups`` what a
+compiled plan sends, ``queues`` when operations on streams run, ``memory`` what is held, ``simulate`` what the runtime
+enqueues for each action of the schedule; ``scenario`` combines them. ``blocks`` finds the units of a model, ``observe``
+what they compute; ``plan`` compares the ways to shard them, and ``code`` writes code for the chosen one.
 """
 
 from fsdp2.tools.planner.machine import Contention, Link, Machine

@@ -1,5 +1,5 @@
-"""Which modules become units: the repeated blocks, and large embeddings and heads beside them; and whose each parameter
-is, which ``fully_shard`` decides in the same way."""
+"""Chooses the modules that become units: repeated blocks, and large embeddings and heads next to them. Also assigns
+parameters to units, in the same way as ``fully_shard``."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import nn
 
 from fsdp2 import _torch
 
-SMALLEST_SHARE = 0.05  # of the model's elements: what a container of blocks holds at least
-LARGE_SHARE = 0.25  # of the largest block's elements: from here on, a module beside the blocks is a unit
+SMALLEST_SHARE = 0.05  # a container of blocks holds at least this share of the model's elements
+LARGE_SHARE = 0.25  # with this share of the largest block's elements, another module is a unit
 
 
 @dataclass(frozen=True)
 class Stack:
-    """Blocks that lie in one container. ``path``: that of the container; "" is the model. ``names``: of its children
-    that are blocks, in order. ``is_mapping``: it is an ``nn.ModuleDict``. ``is_whole``: it has no other children."""
+    """Blocks that lie in one container. ``path`` is the container's path; "" is the model. ``names`` are those of its
+    child blocks, in order. ``is_mapping``: it is an ``nn.ModuleDict``. ``is_whole``: it has no other children."""
 
     path: str
     names: tuple[str, ...]
@@ -33,10 +33,10 @@ class Stack:
 
 @dataclass(frozen=True)
 class Units:
-    """What gets a ``fully_shard`` call, besides the model: all blocks of ``stacks``, and modules by path.
+    """The modules that get a ``fully_shard`` call, besides the model: all blocks of ``stacks``, and modules by path.
 
     Attributes:
-        tied: paths of large modules that share a parameter with another one; they stay with the model.
+        tied: paths of large modules that share a parameter with another module; they stay with the model.
     """
 
     stacks: tuple[Stack, ...]
@@ -48,7 +48,7 @@ class Units:
         return tuple(path for stack in self.stacks for path in stack.block_paths)
 
     def renamed(self, rename: Callable[[str], str]) -> Units:
-        """The same with other paths."""
+        """The same units with renamed paths."""
         stacks = tuple(replace(stack, path=rename(stack.path)) for stack in self.stacks)
         return Units(stacks, tuple(map(rename, self.large)), tuple(map(rename, self.tied)))
 
@@ -61,8 +61,8 @@ def params_of_units(
     model: nn.Module, units: Units, ignored: Collection[nn.Parameter] = ()
 ) -> dict[str, dict[str, nn.Parameter]]:
     """The parameters of each unit by their names in it; units by path in the order of modules, the model itself by "".
-    Each parameter is there once, however many modules hold it: if these are of several units, the model has it.
-    ``ignored`` ones are nobody's."""
+    Each parameter is listed once, however many modules hold it; if these belong to several units, the model has it.
+    ``ignored`` parameters are in no unit."""
     left_out = set(map(id, ignored))
     owners: dict[int, str] = {}
     for path in units.paths:
@@ -106,7 +106,7 @@ def find_units(model: nn.Module) -> Units:
 
 
 def structure(module: nn.Module) -> tuple[Any, ...]:
-    """Equal for modules that compute alike, as far as classes and parameters tell."""
+    """Equal for modules that compute the same, as far as classes and parameters tell."""
     params = tuple(
         (name, tuple(param.shape), param.dtype, param.requires_grad) for name, param in module.named_parameters()
     )
@@ -114,13 +114,13 @@ def structure(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _stacks(module: nn.Module, path: str, enough: float, seen: set[nn.Module]) -> Iterator[Stack]:
-    """The outermost ones; what they hold is not searched. A module that is at several paths counts at the first."""
+    """The outermost stacks; modules inside them are not searched. A module with several paths counts at the first."""
     children = {name: child for name, child in module.named_children() if _numel(child) and child not in seen}
     seen.update(children.values())
     if isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict)) and _numel(module) >= enough:
         callable_ones = {name: child for name, child in children.items() if not _is_mere_container(child)}
         entries = list(module.values() if isinstance(module, nn.ModuleDict) else module)
-        # A block that is there several times is repeated, too.
+        # A single block that occurs several times is repeated, too.
         counts = Counter(structure(child) for child in entries if child in callable_ones.values())
         repeated = {kind for (kind, _), count in counts.items() if count > 1}  # others of the class are blocks, too
         if repeated:
@@ -132,15 +132,15 @@ def _stacks(module: nn.Module, path: str, enough: float, seen: set[nn.Module]) -
 
 
 def _is_mere_container(module: nn.Module) -> bool:
-    """It has no forward of its own."""
+    """Whether ``module`` has no forward of its own."""
     return isinstance(module, (nn.ModuleList, nn.ModuleDict))
 
 
 def _large(
     module: nn.Module, path: str, units: set[nn.Module], enough: float, owners: Counter[int]
 ) -> Iterator[tuple[str, bool]]:
-    """Paths of large modules, and whether they are tied. ``units``: those found so far. None of them is inside, and
-    what they hold is not searched. A module that is at several paths counts at the first."""
+    """Paths of large modules, and whether they are tied. ``units`` are those found so far; no large module contains
+    one, and modules inside them are not searched. A module with several paths counts at the first."""
     if module in units:
         return
     own = _own(module)
@@ -155,7 +155,7 @@ def _large(
 
 
 def _own(module: nn.Module) -> list[nn.Parameter]:
-    """Those that ``module`` holds itself."""
+    """The parameters that ``module`` holds itself."""
     return [param for param in _torch.parameters_dict(module).values() if param is not None]
 
 

@@ -1,4 +1,4 @@
-"""The Python that a choice stands for."""
+"""Generates the Python code for a choice."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def code_for(
 ) -> str:
     """Functions ``shard(model, device_type)`` and ``load(model, folder, device_type)``, and their imports.
 
-    ``cuts_other_dims``: some parameter is cut along another dim than 0. ``caches``: paths of modules whose config says
-    whether they keep keys and values, which what runs again would keep twice. ``has_initializer``: the model can fill
-    buffers that no checkpoint has. ``master_dtype``: what is trained is cast to it; None leaves it as it is built."""
+    ``cuts_other_dims``: some parameter is sharded along a dim other than 0. ``caches``: paths of modules whose config
+    enables a cache of keys and values, which recomputation would fill twice. ``has_initializer``: the model can fill
+    buffers that no checkpoint has. ``master_dtype``: trained parameters are cast to it; None leaves them as built."""
     function = _function(units, choice, machine, precision, cuts_other_dims)
     if master_dtype is not None:
         function[1:1] = _master_weights(master_dtype)
@@ -114,7 +114,7 @@ def _options(choice: Choice, precision: Precision, cuts_other_dims: bool) -> lis
 
 
 def _node(choice: Choice, machine: Machine) -> list[str]:
-    """Of HSDP, a replica has whole nodes. FSDP may be tried on fewer ranks than a node has."""
+    """With HSDP, a replica consists of whole nodes. FSDP may be tried on fewer ranks than a node has."""
     if choice.shard_size or choice.after_forward is not AfterForward.RESHARD_TO_SMALLER_MESH:
         return []
     size = machine.node_size

@@ -1,4 +1,4 @@
-"""``python -m fsdp2 plan``: reads the command line, and prints a plan."""
+"""``python -m fsdp2 plan``: reads the command line and prints a plan."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def add_plan(commands: Any) -> None:
 
 
 def _print_plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Every refusal is one line that says what to write instead. If nothing fits, the exit code is 1."""
+    """Each error is one line that says what to write instead. If nothing fits, the exit code is 1."""
     try:
         if not 1 <= options.gpus <= MOST_GPUS:
             raise ValueError(f"--gpus is {options.gpus}, expected 1 to {MOST_GPUS}.")
@@ -94,7 +94,7 @@ def _workload(options: argparse.Namespace) -> Workload:
 
 
 def _machine(name: str, node_size: int | None, host_memory: str | None) -> Machine:
-    """The machine called ``name``, on nodes of another size or with another memory of their hosts."""
+    """The machine called ``name``, optionally with another node size or host memory."""
     machine = machine_by_name(name)
     if node_size is not None and node_size != machine.node_size:
         if node_size < 1:
@@ -107,7 +107,7 @@ def _machine(name: str, node_size: int | None, host_memory: str | None) -> Machi
 
 
 def _size(text: str | None) -> str | int | None:
-    """Digits alone are bytes, unless there are so few that a unit was forgotten."""
+    """Digits alone are bytes, unless they are so few that the unit must have been forgotten."""
     return int(text) if text and text.isdecimal() and len(text) > 6 else text
 
 

@@ -1,6 +1,6 @@
-"""What a parameter group sends and holds, read off the plans that ``fsdp2.plan.plan`` compiles for it.
+"""What a parameter group sends and holds, taken from the plans that ``fsdp2.plan.plan`` compiles for it.
 
-Ranks hold equal parts, so one rank's plan is every rank's. Plans are compiled once per kind of group.
+Ranks hold equal parts, so all ranks have the same plan. Plans are compiled once per kind of group.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fsdp2.types import MixedPrecisionPolicy
 
 
 class Wire(Enum):
-    """In which dtype matrices are gathered; they stay in it while unsharded."""
+    """The dtype in which matrices are gathered and stay while unsharded."""
 
     __hash__ = object.__hash__
 
@@ -42,7 +42,7 @@ class Wire(Enum):
 
 @dataclass(frozen=True)
 class Flight:
-    """One launch, and the seconds that copies before and behind it take."""
+    """One launch, and the seconds that copies before and after it take."""
 
     transfer: Transfer
     before: float = 0.0
@@ -54,13 +54,13 @@ class GroupCost:
     """What one group's actions cost in seconds and bytes.
 
     Attributes:
-        regather: from where it rests between forward and backward; None if it rests with its shards.
-        reduce: one after the other: reduce-scatter, and all-reduce with HSDP; none if nothing is trained.
-        rest: seconds to cut what rests.
-        staging_nbytes: while a gather arrives. regather_staging_nbytes: while that from the resting shards does.
-        grad_nbytes: the gradients that autograd leaves. cast_nbytes: what is made of them to be sent.
-        reduced_nbytes: what arrives, the sharded gradients.
-        shards_nbytes: of its shards. trained_nbytes: of those that get gradients.
+        regather: the gather from where it rests between forward and backward; None if that is its shards.
+        reduce: reduce-scatter, then all-reduce with HSDP; none if nothing is trained.
+        rest: seconds to cut the resting shards.
+        staging_nbytes: during a gather. regather_staging_nbytes: during a gather from the resting shards.
+        grad_nbytes: the gradients that autograd leaves. cast_nbytes: copies of them that are sent.
+        reduced_nbytes: the sharded gradients that arrive.
+        shards_nbytes: bytes of its shards. trained_nbytes: bytes of those that get gradients.
     """
 
     gather: Flight
@@ -96,7 +96,7 @@ def group_cost(
     *,
     offloads: bool = False,
 ) -> GroupCost:
-    """The cost of a group of ``params``. ``offloads``: its shards and their gradients are in the host's memory."""
+    """The cost of a group of ``params``. With ``offloads``, its shards and their gradients are in host memory."""
     sizes = (axes.shard.size, axes.replicate.size, axes.resting.size if axes.resting else None)
     plans = _compiled(params, *sizes, wire, policy)
     reduced_nbytes = sum(plan.flat_numel * plan.dtypes.grad.itemsize for plan in plans.reduces)
@@ -145,7 +145,7 @@ def _compiled(
     wire: Wire,
     policy: MixedPrecisionPolicy,
 ) -> _Plans:
-    """As ``fsdp2.group.unsharded`` and ``fsdp2.group.gradients`` compile them; of a comm, its routing matters."""
+    """Plans as ``fsdp2.group.unsharded`` and ``fsdp2.group.gradients`` compile them, with the routing of a comm."""
     routing = (LocalComm if num_shards == 1 else CollectiveComm).routing
     plain = [
         PlanInput(
@@ -182,7 +182,7 @@ def _in_float8(param: PlanInput, num_shards: int) -> PlanInput:
 
 
 def _gather_flight(machine: Machine, ranks: Ranks, plan: GatherPlan) -> Flight:
-    """Casts into what is sent, the launch, and copies out of the buckets."""
+    """Casts to the sent dtype, the launch, and copies out of the buckets."""
     cast = sum(
         step.layout.chunk_numel * (step.source.itemsize + step.dtype.itemsize)
         for step in plan.steps
@@ -195,8 +195,8 @@ def _gather_flight(machine: Machine, ranks: Ranks, plan: GatherPlan) -> Flight:
 
 
 def _reduce_flights(machine: Machine, axes: Axes, plans: tuple[ReducePlan, ...]) -> tuple[Flight, ...]:
-    """Copies into what is sent, the reduce-scatter, with HSDP the all-reduce, and the division by the ranks. None if
-    nothing is trained."""
+    """Copies into send buffers, the reduce-scatter, with HSDP the all-reduce, and the division by the number of ranks.
+    Empty if nothing is trained."""
     if not plans:
         return ()
     reduced_nbytes = sum(plan.flat_numel * plan.dtypes.reduce.itemsize for plan in plans)
@@ -216,7 +216,7 @@ def _reduce_flights(machine: Machine, axes: Axes, plans: tuple[ReducePlan, ...])
 
 
 def _sent_nbytes(plan: ReducePlan) -> int:
-    """What is made of the gradients to be sent: buckets, padded; casts."""
+    """Bytes of the copies of gradients that are sent: padded buckets, and casts."""
     sizes = [
         step.layout.numel if step.route is Route.DIRECT else step.layout.padded_numel
         for step in plan.steps

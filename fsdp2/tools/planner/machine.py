@@ -1,4 +1,4 @@
-"""What a machine is, and what a collective on it costs: bytes over bandwidth, and a latency that no bandwidth shortens.
+"""Models a machine and the cost of its collectives: bytes over bandwidth, plus a latency that bandwidth cannot reduce.
 
 Bandwidths are bytes per second of one GPU in one direction, latencies are seconds per hop.
 """
@@ -11,7 +11,7 @@ from enum import Enum
 
 
 class Resource(Enum):
-    """What operations share: those that use the same one at the same time slow each other down."""
+    """Shared resources: operations that use the same one at the same time slow each other down."""
 
     __hash__ = object.__hash__
 
@@ -39,7 +39,7 @@ def _check_delay(what: str, value: float) -> None:
 
 @dataclass(frozen=True)
 class Link:
-    """A connection: its ``bandwidth`` in bytes/s, its ``latency`` in s per hop."""
+    """A connection, with ``bandwidth`` in bytes/s and ``latency`` in s per hop."""
 
     bandwidth: float
     latency: float
@@ -51,7 +51,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Contention:
-    """The share of its rate that compute loses while a transfer runs, and a transfer while compute runs."""
+    """The share of its rate that compute loses while a transfer runs, and that a transfer loses while compute runs."""
 
     compute: float = 0.0
     transfer: float = 0.0
@@ -71,15 +71,15 @@ class Machine:
         bf16_flops, fp8_flops, fp32_flops: peak of dense matrix products; None where it is not known.
         in_node, network: the links in a node and between nodes; None where they were not measured.
         utilisation: the share of the peak that matrix products and attention reach.
-        contention: compute and transfers beside each other.
-        sources: where the figures are from.
+        contention: how concurrent compute and transfers slow each other down.
+        sources: where the figures come from.
         host_bandwidth: bytes per second between one GPU and the host, in one direction.
-        host_memory_nbytes: of a node's host; None where it is not known.
+        host_memory_nbytes: memory of a node's host; None where it is not known.
         device: part of the name that torch gives the device, such as "H100"; None where it is not known.
         bandwidth_efficiency: the share of a link's bandwidth that a large collective reaches.
         copy_bandwidth: bytes per second that a copy kernel or an optimizer reads and writes.
         launch_latency: seconds from the start of a collective to its first byte.
-        channels: how many tensors of one coalesced launch travel beside each other; more of them take turns.
+        channels: how many tensors of one coalesced launch are sent concurrently; further ones take turns.
     """
 
     name: str
@@ -110,7 +110,7 @@ class Machine:
         _check_delay("Machine: launch_latency", self.launch_latency)
 
     def links(self) -> tuple[Link, Link]:
-        """In a node, and between nodes.
+        """The links within a node and between nodes.
 
         Raises:
             ValueError: they are not known.
@@ -123,7 +123,7 @@ class Machine:
         return self.in_node, self.network
 
     def is_made_of(self, device: str) -> bool:
-        """Whether ``device``, as torch names it, is one of this machine's. False if the machine does not say."""
+        """Whether ``device``, as torch names it, is one of this machine's. False if the machine's device is unknown."""
         return self.device is not None and self.device.lower() in device.lower()
 
     def peak_fp8(self) -> float:
@@ -152,7 +152,7 @@ class Ranks:
 
     @property
     def num_nodes(self) -> int:
-        """The last one may have fewer ranks."""
+        """The number of nodes; the last one may have fewer ranks."""
         return -(-self.size // self.per_node)
 
 
@@ -190,7 +190,7 @@ def gather(machine: Machine, ranks: Ranks, nbytes: float, num_tensors: int = 1) 
 
 
 def all_reduce(machine: Machine, ranks: Ranks, nbytes: float) -> Transfer:
-    """A sum of ``nbytes`` over all ranks: each byte travels twice. Backends have trees for it, so the faster counts."""
+    """A sum of ``nbytes`` over all ranks, which sends each byte twice. Backends may use trees, so the faster counts."""
     if ranks.size == 1:
         return Transfer(0.0, 0.0, Resource.IN_NODE)
     latency = 2 * min(_ring_latency(machine, ranks), _tree_latency(machine, ranks))
@@ -207,7 +207,7 @@ def _bandwidth(machine: Machine, ranks: Ranks) -> tuple[float, Resource]:
 
 
 def _ring_latency(machine: Machine, ranks: Ranks) -> float:
-    """A part passes all other ranks, one after the other; one hop per node leaves it."""
+    """A part passes through all other ranks, one after another; one hop per node leaves the node."""
     in_node, network = machine.links()
     between = min(ranks.num_nodes, ranks.size - 1) if ranks.num_nodes > 1 else 0
     return between * network.latency + (ranks.size - 1 - between) * in_node.latency

@@ -1,6 +1,6 @@
 """Machines by name: public figures, each with its source.
 
-Peaks are of dense products, without sparsity. Vendors name both directions of a link together; here it is one. The
+Peaks are for dense products, without sparsity. Vendors add both directions of a link; here it is one direction. The
 first source is the vendor's page, as those below it quote it; sources marked as secondary name no origin. Latencies and
 the share of a link's bandwidth that a collective reaches are assumptions; ``utilisation`` is calibrated on a published
 row (docs/scale.md). ``python -m fsdp2 measure`` measures your own machine.
@@ -15,7 +15,7 @@ from typing import Any
 
 from fsdp2.tools.planner.machine import Algorithm, Contention, Link, Machine
 
-_COPY_SHARE = 0.8  # of the memory bandwidth: what a kernel that only moves data reaches
+_COPY_SHARE = 0.8  # share of the memory bandwidth that a copy kernel reaches
 _UTILISATION = 0.433
 _IN_NODE_LATENCY, _NETWORK_LATENCY = 3e-6, 15e-6
 
@@ -163,10 +163,10 @@ MACHINES = {"H100": H100, "H200": H200, "B200": B200, "A100-80": A100_80, "A100-
 
 
 def machine_by_name(name: str) -> Machine:
-    """One of :data:`MACHINES`, or the one in a file that ``python -m fsdp2 measure`` wrote.
+    """One of :data:`MACHINES`, or the machine in a file that ``python -m fsdp2 measure`` wrote.
 
     Raises:
-        ValueError: there is no such machine and no such file; the file describes none.
+        ValueError: there is no such machine and no such file; the file does not describe a machine.
     """
     found = {key.lower(): machine for key, machine in MACHINES.items()}.get(name.lower())
     if found is not None:
@@ -185,7 +185,7 @@ def machine_by_name(name: str) -> Machine:
 
 
 def machine_from(fields: dict[str, Any]) -> Machine:
-    """The machine that :func:`fields_of` was called for."""
+    """The machine with these ``fields``, as returned by :func:`fields_of`."""
     return Machine(
         **{
             **fields,

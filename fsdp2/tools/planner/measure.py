@@ -1,9 +1,9 @@
-"""``python -m fsdp2 measure``: the machine at hand, as the planner needs it.
+"""``python -m fsdp2 measure``: measures the current machine for the planner.
 
-Alone it measures products, copies and memory; under ``torchrun`` also all-gathers and reduce-scatters, by size, alone
-and beside products. On several nodes, the ranks of each node also measure by themselves, which tells its links from
-those between nodes; on one node, both get the same rate. One rank measures no link, so no plan for several GPUs can be
-made of it.
+A single process measures products, copies and memory; under ``torchrun``, it also measures all-gathers and
+reduce-scatters by size, alone and concurrent with products. On several nodes, the ranks of each node also measure by
+themselves, to distinguish its links from those between nodes; on one node, both get the same rate. A single rank
+measures no link, so its result allows no plan for several GPUs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ROUNDS = 5
 
 @dataclass(frozen=True)
 class Collective:
-    """Seconds of gathering or scattering ``nbytes`` over all ranks. ``beside``: what it adds to products beside it."""
+    """Seconds to gather or scatter ``nbytes`` over all ranks. ``beside`` is what it adds to concurrent products."""
 
     name: str
     nbytes: int
@@ -55,7 +55,7 @@ def measure(sizes: tuple[int, ...], width: int) -> Measured:
 
     Args:
         sizes: bytes of collectives, ascending.
-        width: of the square products.
+        width: width of the square products.
     """
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     device = accelerator or torch.device("cpu")
@@ -74,7 +74,7 @@ def measure(sizes: tuple[int, ...], width: int) -> Measured:
         name=f"measured: {device_name(device)}, {_ranks(num_ranks, node_size)}",
         bf16_flops=flops[torch.bfloat16],
         fp8_flops=None,
-        utilisation=1.0,  # what was measured is what products reach
+        utilisation=1.0,  # the measured rate is what products reach
         memory_nbytes=_memory(device),
         copy_bandwidth=copies,
         node_size=node_size,
@@ -92,13 +92,13 @@ def measure(sizes: tuple[int, ...], width: int) -> Measured:
 
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
-    """The median, after one round to warm up."""
+    """The median time of ``run``, after one warm-up round."""
     return statistics.median([_once(run, device) for _ in range(ROUNDS + 1)][1:])
 
 
 def _extra_seconds(more: Callable[[], object], less: Callable[[], object], device: torch.device) -> float:
-    """What ``more`` takes beyond ``less``. They take turns, so that both meet what else the machine does, and all ranks
-    start together: to wait for a late rank is no cost of a collective."""
+    """The time that ``more`` takes beyond ``less``. They alternate, so that other load on the machine affects both. All
+    ranks start together, since waiting for a late rank is not a cost of a collective."""
     extra = []
     for _ in range(ROUNDS + 1):
         dist.barrier()
@@ -148,14 +148,14 @@ def _ranks(num_ranks: int, node_size: int) -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """Of a GPU, that of its kind; of others, the type."""
+    """The model name of a GPU; for other devices, their type."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def _collectives(
     group: dist.ProcessGroup | None, sizes: tuple[int, ...], device: torch.device, width: int
 ) -> tuple[Collective, ...]:
-    """As fsdp2 issues them over the ranks of ``group``. All ranks of the job call this together."""
+    """Measure collectives as fsdp2 issues them over the ranks of ``group``. All ranks of the job call this together."""
     assert group is not None
     axis = Axis(group, group.size(), group.rank())
     match_channels(axis)
@@ -193,14 +193,14 @@ def _collectives(
 
 
 def _agreed(seconds: float, device: torch.device) -> float:
-    """That of rank 0, so that all ranks run as many products."""
+    """The value of rank 0, so that all ranks run the same number of products."""
     agreed = torch.tensor(seconds, device=device)
     dist.broadcast(agreed, src=0)
     return agreed.item()
 
 
 def _link(found: tuple[Collective, ...], num_ranks: int) -> Link | None:
-    """A line through the smallest and the largest all-gather; a ring has a hop per other rank. None without
+    """Fit a line through the smallest and the largest all-gather; a ring has a hop per other rank. None without
     collectives."""
     gathers = [each for each in found if each.name == "all-gather"]
     if not gathers:
@@ -211,15 +211,15 @@ def _link(found: tuple[Collective, ...], num_ranks: int) -> Link | None:
 
 
 def _between(whole: Link, in_node: Link, num_ranks: int, node_size: int) -> Link:
-    """The link between nodes, from one over all ranks: the ring of ``gather``, solved for it. Its bandwidth is at least
-    this if links in a node are the slower ones."""
+    """The link between nodes, from the link over all ranks, by solving the ring of ``gather`` for it. If links in a
+    node are slower, this is a lower bound of its bandwidth."""
     hops, num_nodes = num_ranks - 1, num_ranks // node_size
     latency = (hops * whole.latency - (hops - num_nodes) * in_node.latency) / num_nodes
     return Link(whole.bandwidth / node_size, max(latency, 0.0))
 
 
 def _contention(found: tuple[Collective, ...]) -> Contention:
-    """The share of its rate that compute loses beside a large collective."""
+    """The share of its rate that compute loses during a large collective."""
     if not found:
         return Contention()
     return Contention(compute=min(found[-1].beside / found[-1].alone, 0.95))

@@ -1,4 +1,4 @@
-"""Bytes that a rank holds beside its shards and their optimizer state, counted as they come and go."""
+"""Bytes that a rank holds in addition to its shards and their optimizer state, counted as they come and go."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class Held(Enum):
-    """What memory is held for."""
+    """The purpose for which memory is held."""
 
     __hash__ = object.__hash__
 
@@ -24,7 +24,7 @@ class Memory:
         self.peak = dict(self.now)
 
     def add(self, held: Held, nbytes: float) -> None:
-        """Negative ``nbytes`` are freed."""
+        """Add ``nbytes``; negative ones are freed."""
         self.now[held] += nbytes
         if sum(self.now.values()) > sum(self.peak.values()):
             self.peak = dict(self.now)

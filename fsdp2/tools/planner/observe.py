@@ -1,8 +1,8 @@
 """What a model computes and keeps, observed under fake tensors: nothing is allocated, nothing is computed.
 
-The model runs once. Of blocks that are called alike, the first runs where it is called, forward and backward; the
-others count as much. Activations are what autograd saves, each storage counted once; what several blocks are given is
-counted outside of blocks. Which parameters a unit has does not depend on the run.
+The model runs once. Of blocks that are called in the same way, only the first runs where it is called, forward and
+backward; the others count the same. Activations are what autograd saves, each storage counted once; inputs of several
+blocks are counted outside of blocks. The parameters of a unit do not depend on the run.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ Loss = Callable[[Any], Tensor]
 
 @dataclass(frozen=True)
 class ModelWork:
-    """What a model has, and what its forward calls.
+    """What a model has and what its forward calls.
 
     Attributes:
-        kinds: blocks that are called alike, with each checkpointing.
-        calls: of units, in the order of forward.
-        params: of each unit, by its path; those of the model itself by "".
+        kinds: blocks that are called in the same way, with each checkpointing.
+        calls: the calls of units, in the order of forward.
+        params: the parameters of each unit, by its path; those of the model itself by "".
         blocks: paths of blocks.
-        rest: what is computed outside of blocks.
+        rest: the work outside of blocks.
         ignored: parameters that stay whole on each rank.
-        buffers_nbytes: these do, too.
+        buffers_nbytes: bytes of buffers, which stay whole, too.
     """
 
     kinds: tuple[dict[Checkpointing, UnitWork], ...]
@@ -59,8 +59,8 @@ class ModelWork:
         return self.params[""]
 
     def units(self, checkpointing: Checkpointing) -> tuple[UnitWork, ...]:
-        """One for each call, in the order of forward, without the root. What is outside of blocks is counted with the
-        last of them, or behind them: in language models, this is the head."""
+        """One entry for each call, in the order of forward, without the root. Work outside of blocks is counted with
+        the last of them, or after them: in language models, this is the head."""
         units = []
         for call in self.calls:
             work = self._bare(call.path) if call.kind is None else self.kinds[call.kind][checkpointing]
@@ -74,19 +74,19 @@ class ModelWork:
 
     @property
     def members(self) -> tuple[UnitWork, ...]:
-        """All units, in the order of the model, without what they compute. Those that this forward does not use have
-        gradients and optimizer states, too: another forward may use them."""
+        """All units in the order of the model, without their work. Units that this forward does not use also have
+        gradients and optimizer states, since another forward may use them."""
         return tuple(self._bare(path) for path in self.params if path)
 
     def _bare(self, path: str) -> UnitWork:
-        """Without what it computes."""
+        """The unit at ``path`` without its work."""
         return UnitWork(path, self.params[path], Work(), Work(), 0.0, 0.0, is_block=path in self.blocks)
 
 
 @dataclass(frozen=True)
 class Call:
-    """Of the unit at ``path``. ``kind``: of a block. ``has_backward``: its output needs a gradient. ``hands_on``: so
-    does its input."""
+    """A call of the unit at ``path``. ``kind`` is set for a block. ``has_backward``: its output needs a gradient.
+    ``hands_on``: its input does, too."""
 
     path: str
     kind: int | None
@@ -106,10 +106,10 @@ def observe(
     """Run ``model`` under fake tensors. Its parameters may be on the meta device.
 
     Args:
-        inputs: makes the inputs of ``model``: a tensor, or a tuple of arguments, or a dict of them by name.
-        loss: gets what ``model`` returns.
-        dtype: in which floating-point parameters and inputs are in forward.
-        master_dtype: that of the shards of parameters that are trained; None is that of the model.
+        inputs: makes the inputs of ``model``: a tensor, a tuple of arguments, or a dict of them by name.
+        loss: takes the output of ``model``.
+        dtype: the dtype of floating-point parameters and inputs in forward.
+        master_dtype: the dtype of the shards of trained parameters; None is that of the model.
         ignored: parameters that are not sharded.
     """
     with torch_names.fake_tensors(), _masks_as_with_values(), _FusedAttention(), _without_caches(model):
@@ -142,8 +142,8 @@ def observe(
 
 @contextmanager
 def _without_caches(model: nn.Module) -> Iterator[None]:
-    """Training needs no cache of keys and values: meanwhile ``use_cache`` is False in the configs of ``model``. An
-    input of this name still decides."""
+    """Inside the block, ``use_cache`` is False in the configs of ``model``, since training needs no cache of keys and
+    values. An input of this name still overrides it."""
     configs = cache_configs(model)
     before = {path: config.use_cache for path, config in configs.items()}
     try:
@@ -167,7 +167,7 @@ def cache_configs(model: nn.Module) -> dict[str, Any]:
 
 @contextmanager
 def _masks_as_with_values() -> Iterator[None]:
-    """transformers cannot see in fake positions that no sequences are packed, and would make a mask for it."""
+    """transformers cannot see from fake positions that no sequences are packed, and would make a mask for that."""
     masking, name = sys.modules.get("transformers.masking_utils"), "find_packed_sequence_indices"
     original = getattr(masking, name, None)
     if original is None:
@@ -181,7 +181,7 @@ def _masks_as_with_values() -> Iterator[None]:
 
 
 class _FusedAttention(TorchFunctionMode):
-    """Dropout of attention is left out: on a CPU it keeps all scores, which kernels of GPUs do not."""
+    """Leaves out dropout of attention: on a CPU, it keeps all scores, which GPU kernels do not."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -194,7 +194,7 @@ class _FusedAttention(TorchFunctionMode):
 
 
 def language_model_loss(output: Any) -> Tensor:
-    """Cross-entropy in fp32 of logits: of the last dim of a tensor, or of an output's ``logits``."""
+    """Cross-entropy of logits in fp32, over the last dim of a tensor or of an output's ``logits``."""
     logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     if not isinstance(logits, Tensor):
         raise TypeError(
@@ -212,7 +212,7 @@ def _params(named: Iterable[tuple[str, nn.Parameter]], master_dtype: torch.dtype
 
 
 def shard_dtype(param: nn.Parameter, master_dtype: torch.dtype | None) -> torch.dtype:
-    """Of its shards. Only what is trained has master weights."""
+    """The dtype of the shards of ``param``. Only trained parameters have master weights."""
     is_trained = param.requires_grad and param.is_floating_point()
     return master_dtype if is_trained and master_dtype is not None else param.dtype
 
@@ -224,13 +224,13 @@ def _as_arguments(given: Any) -> Inputs:
 
 
 def _sum_of_outputs(output: Any) -> Tensor:
-    """A loss whose backward starts from what the next block would give."""
+    """A loss whose backward starts from the gradients that the next block would give."""
     tensors = [each for each in find_tensors((output,), []) if each.requires_grad]
     return _Given.apply(*tensors) if tensors else torch.empty(())
 
 
 class _Given(torch.autograd.Function):
-    """Its backward gives gradients without computing them."""
+    """A function whose backward returns gradients without computing them."""
 
     @staticmethod
     def forward(ctx: Any, *outputs: Tensor) -> Tensor:
@@ -243,7 +243,7 @@ class _Given(torch.autograd.Function):
 
 
 class _LeftOut(torch.autograd.Function):
-    """In the place of a block: its outputs come from nowhere, and so do the gradients of its inputs."""
+    """Stands in for a block: its outputs, and the gradients of its inputs, are made without computing them."""
 
     @staticmethod
     def forward(ctx: Any, likes: list[Tensor], *entries: Tensor) -> tuple[Tensor, ...]:
@@ -262,7 +262,7 @@ def _forward(model: nn.Module, made: _Fakes, *args: Any, **kwargs: Any) -> Any:
 
 class _Fakes:
     """Fake parameters and buffers of a model by name, in the dtype of its forward. One that several modules hold is
-    there once for each; a module that has several names, under one of them."""
+    listed once for each; a module that has several names is listed under one of them."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -275,7 +275,7 @@ class _Fakes:
         }
 
     def _like(self, tensor: Tensor, *, is_cast: bool) -> Tensor:
-        """One for each ``tensor``, which stays alive, so that no other one gets its id."""
+        """One fake for each ``tensor``, which is kept alive so that no other tensor gets its id."""
         if id(tensor) not in self._made:
             dtype = self.dtype if is_cast else tensor.dtype
             made = torch.empty(tensor.shape, dtype=dtype, requires_grad=tensor.requires_grad)
@@ -283,12 +283,12 @@ class _Fakes:
         return self._made[id(tensor)][1]
 
     def inputs(self, given: Any) -> Any:
-        """Like ``given``, whose tensors may have values."""
+        """Fakes like ``given``, whose tensors may have values."""
         return map_tensors(lambda leaf: self._like(leaf, is_cast=leaf.is_floating_point()), given)
 
 
 def _is_cast(tensor: Tensor) -> bool:
-    """Whether mixed precision casts it, of what a model holds."""
+    """Whether mixed precision casts ``tensor``, which the model holds."""
     return isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
 
 
@@ -297,7 +297,7 @@ _next_number = itertools.count()
 
 
 def _storage(tensor: Tensor) -> int:
-    """The number of its storage. No other storage ever has the same one, as it may have the same address."""
+    """The number of the tensor's storage. It is unique, whereas a later storage may have the same address."""
     storage = tensor.untyped_storage()
     address = storage._cdata
     if address not in _numbers:
@@ -312,7 +312,7 @@ def _needs_grad(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class _Kind:
-    """Blocks of one structure that are called alike. ``path``: of the first. ``likes``: what it returns."""
+    """Blocks of one structure that are called in the same way. ``path`` is the first one's, ``likes`` its outputs."""
 
     path: str
     seen: _Seen
@@ -320,27 +320,27 @@ class _Kind:
 
 
 class _Calls:
-    """What a forward calls. ``outside``: the run around it, which sees nothing of the blocks."""
+    """What a forward calls. ``outside`` is the run around the blocks, which sees nothing of them."""
 
     def __init__(self, model: nn.Module, units: Units, made: _Fakes) -> None:
         self.found: list[Call] = []
         self.outside = _Run(made)
         self._model, self._units, self._made = model, units, made
         self._kinds: dict[Any, _Kind] = {}
-        self._given: dict[str, set[int]] = {}  # storages that each block was given
+        self._given: dict[str, set[int]] = {}  # storages of each block's inputs
 
     @property
     def kinds(self) -> list[_Kind]:
         return list(self._kinds.values())
 
     def shared_storages(self) -> set[int]:
-        """What several blocks were given."""
+        """The storages that were inputs of several blocks."""
         counts = Counter(storage for given in self._given.values() for storage in given)
         return {storage for storage, count in counts.items() if count > 1}
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Meanwhile blocks tell what they are given, and return tensors like those of the first of their kind."""
+        """Inside the block, model blocks record their inputs and return tensors like the first block of their kind."""
         blocks = {path: self._model.get_submodule(path) for path in self._units.block_paths}
         originals = {module: module.__dict__.get("forward", _MISSING) for module in blocks.values()}
         handles = []
@@ -396,10 +396,10 @@ def _restore(originals: Mapping[nn.Module, Any]) -> None:
 @dataclass(frozen=True)
 class _Seen:
     """One forward and backward. ``saved``: storages that autograd keeps for backward, and their bytes. ``entries``:
-    those it was given, which full checkpointing keeps. ``left``: those that are there when all is over, in caches and
-    in attributes of modules. ``kept_nbytes``: what selective checkpointing keeps besides. ``full`` and ``selective``:
-    what these run again. ``peak_nbytes``: the most that was there in backward of what the run made, gradients of
-    parameters included."""
+    those of the inputs, which full checkpointing keeps. ``left``: those that remain at the end, in caches and
+    in attributes of modules. ``kept_nbytes``: what selective checkpointing also keeps. ``full`` and ``selective``:
+    the work that these repeat. ``peak_nbytes``: the peak in backward of what the run made, including gradients of
+    parameters."""
 
     forward: Work
     backward: Work
@@ -448,7 +448,7 @@ class _Run:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Meanwhile, what runs inside of this forward is not counted with it."""
+        """Inside the block, work within this forward is not counted with it."""
         self._forward.is_paused = True
         try:
             yield
@@ -458,7 +458,7 @@ class _Run:
     def run(
         self, function: Callable[..., Any], given: Inputs, loss: Loss, returned: Callable[[Any], None] = lambda _: None
     ) -> _Seen:
-        """``returned`` gets what the function returned, which is dropped before backward."""
+        """``returned`` receives the function's result, which is dropped before backward."""
         args, kwargs = map_tensors(lambda leaf: leaf.detach().requires_grad_(leaf.requires_grad), given)
         entries = {
             _storage(leaf): leaf for leaf in find_tensors((args, kwargs), []) if _storage(leaf) not in self._params
@@ -517,15 +517,15 @@ class _Op:
 
 @dataclass(frozen=True)
 class _Again:
-    """What runs again in backward, and how much of what was kept is read."""
+    """What runs again in backward, and how much of the kept results is read."""
 
     work: Work
     read_nbytes: int
 
 
 def _run_again(ops: Sequence[_Op], needed: Iterable[int], *, keeps: bool) -> _Again:
-    """What gives backward the results of ``needed``, and no more: what only the output of a block needs does not run
-    again. ``keeps``: kept results are there already."""
+    """The operations that give backward the results of ``needed``, and no more: those that only the output of a block
+    needs do not run again. With ``keeps``, kept results exist already."""
     work, read_nbytes = Work(), 0
     left, seen = list(needed), set()
     while left:
@@ -543,7 +543,7 @@ def _run_again(ops: Sequence[_Op], needed: Iterable[int], *, keeps: bool) -> _Ag
 
 
 class _Live:
-    """Bytes of storages that operations made and that are still there."""
+    """Bytes of storages that operations made and that are still alive."""
 
     def __init__(self) -> None:
         self.now = self.peak = 0
@@ -560,7 +560,7 @@ class _Live:
         weakref.finalize(storage, self._freed, key, nbytes)
 
     def left(self) -> dict[int, int]:
-        """What is still there, by storage."""
+        """The bytes that are still alive, by storage."""
         if self._known:
             gc.collect()
         return dict(self._known)
@@ -571,7 +571,7 @@ class _Live:
 
 
 class _Counter(torch_names.DispatchMode):
-    """Notes what operations compute, move and read. Attention and every other matrix product may be kept."""
+    """Records what operations compute, move and read. Attention and every second matrix product may be kept."""
 
     def __init__(self, memory: _Live, fixed: set[int]) -> None:
         super().__init__()
@@ -614,7 +614,7 @@ class _Counter(torch_names.DispatchMode):
         return sum((op.work for op in self.ops), Work())
 
     def writers_of(self, tensors: Iterable[Tensor]) -> set[int]:
-        """The operations that wrote ``tensors``, unless they were there before."""
+        """The operations that wrote ``tensors``, without tensors that existed before."""
         return {self._writers[_storage(each)] for each in tensors if _storage(each) in self._writers}
 
     def _keeps(self, name: str) -> bool:
@@ -624,17 +624,17 @@ class _Counter(torch_names.DispatchMode):
         return self._num_products % 2 == 1
 
     def _beside_product(self, inputs: list[Tensor]) -> Work:
-        """Other kernels write its operands, unless products or parameters are these."""
+        """The work next to a product: other kernels write its operands, unless those are products or parameters."""
         return Work(fused_nbytes=sum(self._crosses(x) for x in inputs if _storage(x) in self._inside - self._fixed))
 
     def _moved(self, inputs: list[Tensor], outputs: list[Tensor]) -> Work:
-        """A fused kernel reads what products made, and what was there before."""
+        """The bytes moved. A fused kernel reads results of products, and tensors that existed before."""
         fused = sum(self._crosses(each) for each in inputs if _storage(each) not in self._inside)
         self._inside.update(map(_storage, outputs))
         return Work(moved_nbytes=sum(map(_nbytes, [*inputs, *outputs])), fused_nbytes=fused)
 
     def _crosses(self, tensor: Tensor) -> int:
-        """Bytes that a kernel leaves for another one, counted once."""
+        """Bytes that one kernel leaves for another, counted once."""
         if _storage(tensor) in self._crossed:
             return 0
         self._crossed.add(_storage(tensor))
@@ -642,7 +642,7 @@ class _Counter(torch_names.DispatchMode):
 
 
 def _nbytes(tensor: Tensor) -> int:
-    """What a kernel reads or writes of ``tensor``: an expanded dim only once."""
+    """The bytes that a kernel reads or writes of ``tensor``; an expanded dim counts only once."""
     sizes = [size if stride else 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
     numel = 1
     for size in sizes:
@@ -651,7 +651,7 @@ def _nbytes(tensor: Tensor) -> int:
 
 
 def _work_of(function: Any, name: str, args: Any, kwargs: Any, result: Any) -> Work | None:
-    """Of matrix products and attention; None for all else."""
+    """The work of matrix products and attention; None for other operations."""
     if "scaled_dot_product" in name:
         return Work(other=_attention_flops(name, args, kwargs))
     if name == "_grouped_mm":
@@ -671,7 +671,7 @@ def _work_of(function: Any, name: str, args: Any, kwargs: Any, result: Any) -> W
 
 
 def _attention_flops(name: str, args: Any, kwargs: Any) -> float:
-    """Two products forward, five backward; half of all pairs if it is causal."""
+    """Two products in forward, five in backward; half of all pairs if attention is causal."""
     is_backward = "backward" in name
     query, key = args[1:3] if is_backward else args[:2]
     value = args[3] if is_backward else args[2]

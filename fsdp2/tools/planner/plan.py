@@ -1,4 +1,4 @@
-"""``plan``: the ways to shard a model on so many GPUs, what each of them costs, and the one to take."""
+"""``plan``: compares the ways to shard a model on a number of GPUs by cost, and recommends one."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from fsdp2.tools.progress import progress
 from fsdp2.tools.sizes import nbytes_of, text_of
 from fsdp2.types import MixedPrecisionPolicy
 
-ABOUT_AS_FAST = 1.02  # what the model can tell apart
-USABLE_SHARE = 0.95  # of a GPU's memory, and of the host's; the rest is for the driver, NCCL and the system
+ABOUT_AS_FAST = 1.02  # smaller differences are within the model's accuracy
+USABLE_SHARE = 0.95  # of a GPU's and of the host's memory; the rest is for the driver, NCCL and the system
 SHARD_SIZES = (64, 512)  # of HSDP, besides a node
-MOST_GPUS = 2**17  # the time that a plan takes grows with them: what each rank sends in fp8 is listed
+MOST_GPUS = 2**17  # a plan's time grows with them, since it lists what each rank sends in fp8
 
 MASTER_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -47,19 +47,19 @@ def _check_int(what: str, value: object) -> None:
 
 @dataclass(frozen=True)
 class Workload:
-    """What each GPU computes in a step.
+    """The work of each GPU in a step.
 
     Attributes:
         batch: sequences per GPU.
         sequence: tokens per sequence.
         optimizer: ``"adamw"``, ``"sgd with momentum"`` or ``"sgd"``.
-        precision: ``"bf16"`` gathers and computes in bf16, and reduces in fp32. ``"fp32"`` does all in fp32.
+        precision: ``"bf16"`` gathers and computes in bf16, and reduces in fp32. ``"fp32"`` does everything in fp32.
         kernels: ``"eager"``, or ``"compiled"`` for blocks under ``torch.compile``.
-        master_dtype: of the shards that are trained, their gradients and the optimizer's states: ``"fp32"`` or
-            ``"bf16"``; None is what the model is built in.
-        inputs: makes what the model is given, for models that do not take tokens of shape ``(batch, sequence)``: a
+        master_dtype: the dtype of trained shards, their gradients and the optimizer's states: ``"fp32"`` or
+            ``"bf16"``; None is the dtype that the model is built in.
+        inputs: makes the model's inputs, for models that do not take tokens of shape ``(batch, sequence)``: a
             tensor, a tuple of arguments, or a dict of them by name. It runs under fake tensors.
-        loss: gets what the model returns; None is cross-entropy of logits in fp32.
+        loss: takes the model's output; None is cross-entropy of logits in fp32.
     """
 
     batch: int
@@ -101,13 +101,13 @@ class Workload:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to shard, and what it costs; all figures are of one GPU.
+    """One way to shard, and its cost; all figures are per GPU.
 
     Attributes:
-        choice: the way.
-        result: step time, and memory at the peak.
-        budget_nbytes: what may be used.
-        host_budget_nbytes: what may be used of the host's memory of a node; None where it is not known.
+        choice: the way to shard.
+        result: step time and peak memory.
+        budget_nbytes: the memory that may be used.
+        host_budget_nbytes: the host memory of a node that may be used; None where it is not known.
     """
 
     choice: Choice
@@ -121,36 +121,36 @@ class Candidate:
 
     @property
     def missing_nbytes(self) -> int:
-        """By how much it does not fit on a GPU."""
+        """The memory that is missing on a GPU."""
         return max(0, int(self.result.reserved_nbytes) - self.budget_nbytes)
 
     @property
     def host_missing_nbytes(self) -> int:
-        """By how much it does not fit into the host's memory of a node."""
+        """The host memory that is missing on a node."""
         return 0 if self.host_budget_nbytes is None else max(0, int(self.result.host_nbytes) - self.host_budget_nbytes)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What :func:`plan` found; ``str()`` shows a table.
+    """The result of :func:`plan`; ``str()`` shows a table.
 
     Attributes:
         model: the name of the model's class.
         num_params: elements of all parameters.
-        units: what gets a ``fully_shard`` call of its own.
-        shapes: of its parameters.
-        choices: all ways that were looked at, those that fit first, the fastest of them first. The time of those that
-            offload is not known, so they come behind the others.
-        recommended: of those that fit and are about as fast as the fastest, the one that asks least; None if none fits.
-        enough_gpus: if none fits: over how many GPUs FSDP would, without offloading; None if over no number.
-        enough: if none fits: the largest batch with which one would, or, with a batch of 1, the longest sequences, up
+        units: the modules that get their own ``fully_shard`` call.
+        shapes: the shapes of its parameters.
+        choices: all ways that were considered: those that fit first, by speed. The time of those that offload is not
+            known, so they come after the others.
+        recommended: the simplest of those that fit and are about as fast as the fastest; None if none fits.
+        enough_gpus: if none fits, the number of GPUs on which FSDP would, without offloading; None if there is none.
+        enough: if none fits, the largest batch with which one would, or, with a batch of 1, the longest sequences, up
             to 1%; None if there is neither.
         caches: paths of modules whose config has ``use_cache``, as in Hugging Face: ``code`` switches it off.
         left_nbytes: what a forward leaves on a GPU until the step ends, in caches that the workload's inputs ask for,
             or in attributes of modules. It counts as activations.
         has_initializer: it has ``initialize_weights``, as in transformers: ``code`` calls it before it loads weights.
-        built_in, sharded_in: the dtypes of what is trained, as the model is built, and of its shards.
-        host_budget_nbytes: what may be used of the host's memory of a node; None where it is not known.
+        built_in, sharded_in: the dtypes of trained parameters, as the model is built, and of their shards.
+        host_budget_nbytes: the host memory of a node that may be used; None where it is not known.
     """
 
     model: str
@@ -174,7 +174,7 @@ class Plan:
 
     @cached_property
     def smallest(self) -> Candidate:
-        """The choice that needs least memory of a GPU, of those that may be recommended and fit into the host's."""
+        """The choice that needs least GPU memory, of those that may be recommended and fit into host memory."""
         return _smallest(self.choices)
 
     @property
@@ -182,7 +182,7 @@ class Plan:
         """Python that shards the model in the recommended way.
 
         Raises:
-            ValueError: nothing fits; says by how much.
+            ValueError: nothing fits; the message says by how much.
         """
         if self.recommended is None:
             raise ValueError(self.why_nothing_fits())
@@ -201,16 +201,16 @@ class Plan:
 
     @property
     def warnings(self) -> list[str]:
-        """What makes the figures worse than they look, one line each; ``str()`` shows them, too."""
+        """Reasons why the figures are worse than they look, one line each; ``str()`` shows them, too."""
         return words.warnings(self)
 
     @property
     def data(self) -> dict[str, Any]:
-        """All of it as plain data, for JSON: bytes and seconds; ``choices`` in order, ``recommended`` by name."""
+        """The whole plan as plain data for JSON: bytes and seconds; ``choices`` in order, ``recommended`` by name."""
         return words.as_data(self)
 
     def why_nothing_fits(self) -> str:
-        """By how much the smallest choice is too large, and what would fit."""
+        """How much the smallest choice is too large, and what would fit."""
         return words.why_nothing_fits(self)
 
     def __str__(self) -> str:
@@ -233,7 +233,7 @@ def plan(
         machine: one of ``"H100"``, ``"H200"``, ``"B200"``, ``"A100-80"``, ``"A100-40"``, ``"MI300X"``, a path that
             ``python -m fsdp2 measure`` wrote, or a :class:`Machine`.
         workload: what each GPU computes.
-        num_gpus: how many there are.
+        num_gpus: the number of GPUs.
         budget: bytes of one GPU that may be used, such as ``"70GiB"``; None is 95% of its memory.
 
     Raises:
@@ -253,7 +253,7 @@ def plan(
 def checked_inputs(
     caller: str, machine: Machine | str, workload: Workload, budget: str | int | None, num_gpus: int
 ) -> tuple[Machine, int]:
-    """The machine, and the bytes of a GPU that may be used.
+    """Return the machine, and the bytes of a GPU that may be used.
 
     Raises:
         TypeError: ``machine`` or ``workload`` is something else.
@@ -356,7 +356,7 @@ def _check_computes_once(model: nn.Module) -> None:
 
 
 def _rank(candidate: Candidate) -> tuple[Any, ...]:
-    """What fits comes first; what takes a time that is not known comes last."""
+    """A sort key: choices that fit come first; those whose time is not known come last."""
     missing = candidate.missing_nbytes + candidate.host_missing_nbytes
     return not candidate.fits, missing, candidate.choice.offloads, candidate.result.time.step
 
@@ -366,7 +366,7 @@ def _master_dtype(workload: Workload) -> torch.dtype | None:
 
 
 def _trained_dtypes(model: nn.Module, master_dtype: torch.dtype | None) -> tuple[torch.dtype, ...]:
-    """Of the shards of what is trained."""
+    """The dtypes of the shards of trained parameters."""
     return tuple({shard_dtype(param, master_dtype): None for param in model.parameters() if param.requires_grad})
 
 
@@ -378,7 +378,7 @@ def build(builder: Callable[[], nn.Module]) -> nn.Module:
     """Call ``builder`` on the meta device.
 
     Raises:
-        ValueError: it raises there, or returns no module.
+        ValueError: it raises there, or does not return a module.
     """
     name = getattr(builder, "__name__", repr(builder))
     try:
@@ -395,7 +395,7 @@ def build(builder: Callable[[], nn.Module]) -> nn.Module:
 
 
 def observed(model: nn.Module, units: Units, workload: Workload, ignored: Collection[nn.Parameter] = ()) -> ModelWork:
-    """What ``model`` has, and computes in ``workload``.
+    """What ``model`` has, and its work for ``workload``.
 
     Raises:
         ValueError: the model cannot run under fake tensors.
@@ -441,7 +441,7 @@ def _checked_loss(workload: Workload) -> Callable[[Any], torch.Tensor]:
 
 
 def cause_of(error: BaseException) -> str:
-    """Type, text, and the line that raised."""
+    """The type and text of ``error``, and the line that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f", {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     if isinstance(error, SyntaxError):
@@ -476,13 +476,13 @@ def _candidate(base: Scenario, work: ModelWork, choice: Choice, limit: int) -> C
 
 
 def _shard_sizes(machine: Machine, num_gpus: int) -> list[int | None]:
-    """None is FSDP."""
+    """The shard sizes to compare; None is FSDP."""
     sizes = sorted({machine.node_size, *SHARD_SIZES})
     return [None, *(size for size in sizes if size < num_gpus and num_gpus % size == 0)]
 
 
 def _choices(machine: Machine, num_gpus: int, sizes: Sequence[int | None]) -> Iterator[Choice]:
-    """What asks least first: in settings, then in computing again."""
+    """The choices, simplest first: by settings, then by recomputation."""
     node = machine.node_size
     after = [AfterForward.RESHARD, AfterForward.KEEP]
     if num_gpus > node > 1:
@@ -499,7 +499,7 @@ def _choices(machine: Machine, num_gpus: int, sizes: Sequence[int | None]) -> It
 
 
 def _that_keep_some(base: Scenario, work: ModelWork, tried: list[Candidate], limit: int) -> Iterator[Candidate]:
-    """As many of the last blocks as there is room for, where not all of them can stay unsharded."""
+    """Choices that keep as many of the last blocks unsharded as fit, where not all of them can stay so."""
     for candidate in tried:
         choice = candidate.choice
         if (
@@ -520,7 +520,7 @@ def _that_keep_some(base: Scenario, work: ModelWork, tried: list[Candidate], lim
 
 
 def _enough_gpus(base: Scenario, work: ModelWork, tried: list[Candidate], limit: int) -> int | None:
-    """Over how many GPUs FSDP fits, in powers of two times the present number; None if their links are not known."""
+    """The number of GPUs on which FSDP fits, in powers of two times the current number; None if links are unknown."""
     if base.machine.in_node is None:
         return None
     allowed = filter(_changes_no_numbers, tried)
@@ -544,7 +544,7 @@ def _enough(
     ignored: Collection[nn.Parameter],
 ) -> Workload | None:
     """The largest workload that fits, with smaller batches, or else shorter sequences."""
-    if workload.inputs is not None:  # they have their own size
+    if workload.inputs is not None:  # custom inputs have their own size
         return None
 
     def fits(batch: int, sequence: int) -> bool:
@@ -563,7 +563,7 @@ def _enough(
 
 
 def _largest(limit: int, fits: Callable[[int], bool], share: float = 0.0) -> int:
-    """The largest number up to ``limit`` that fits, 0 if none does, found by halving; up to ``share`` of it less."""
+    """The largest number up to ``limit`` that fits, by bisection to within ``share`` of it; 0 if none fits."""
     low, high = 0, limit
     while low < high * (1 - share):
         middle = (low + high + 1) // 2
@@ -572,7 +572,7 @@ def _largest(limit: int, fits: Callable[[int], bool], share: float = 0.0) -> int
 
 
 def _smallest(candidates: Sequence[Candidate]) -> Candidate:
-    """That needs least memory of a GPU, of those that may be recommended and fit into the host's."""
+    """The one that needs least GPU memory, of those that may be recommended and fit into host memory."""
     allowed = filter(_changes_no_numbers, candidates)
     return min(allowed, key=lambda each: (each.host_missing_nbytes > 0, each.result.reserved_nbytes))
 
@@ -583,7 +583,7 @@ def _changes_no_numbers(candidate: Candidate) -> bool:
 
 
 def _recommended(candidates: list[Candidate]) -> Candidate | None:
-    """Offloading is recommended if nothing else fits."""
+    """The choice to recommend. Offloading is recommended only if nothing else fits."""
     fitting = [each for each in candidates if each.fits and _changes_no_numbers(each)]
     fitting = [each for each in fitting if not each.choice.offloads] or fitting
     if not fitting:

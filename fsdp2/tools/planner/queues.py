@@ -1,8 +1,8 @@
-"""Operations on streams, and when each of them runs.
+"""Simulates operations on streams and determines when each of them runs.
 
-A stream runs its operations one after the other; an operation also waits for those of other streams that it was told
-to. It has a fixed part, which nothing slows down, and then work on a resource. Transfers on the same resource share it
-equally; compute and transfers slow each other down by what the machine's contention says.
+A stream runs its operations one after another; an operation also waits for those operations of other streams that it
+depends on. It has a fixed part, which nothing slows down, and then work on a resource. Transfers on the same resource
+share it equally; compute and transfers slow each other down as the machine's contention says.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Queues:
         work: float = 0.0,
         resource: Resource = Resource.COMPUTE,
     ) -> Op:
-        """Put an operation behind what is on ``stream``, and behind what that was told to wait for."""
+        """Append an operation to ``stream``; it also follows the operations that the stream was told to wait for."""
         op = Op(label, stream, fixed, work, resource, tuple(self._waits[stream]))
         self._waits[stream].clear()
         self._last[stream] = op
@@ -64,17 +64,17 @@ class Queues:
         return op
 
     def wait(self, stream: Stream, op: Op | None) -> None:
-        """What is enqueued on ``stream`` from here on waits for ``op``."""
+        """Make all operations that are enqueued on ``stream`` from now on wait for ``op``."""
         if op is not None:
             self._waits[stream].append(op)
 
     def last(self, stream: Stream) -> Op | None:
-        """What was enqueued on ``stream`` last: an event recorded now."""
+        """The operation that was last enqueued on ``stream``, like an event recorded now."""
         return self._last.get(stream)
 
 
 class _Running:
-    """How much of one operation is left."""
+    """The remainder of one running operation."""
 
     def __init__(self, op: Op) -> None:
         self.op, self.fixed, self.work = op, op.fixed, op.work
@@ -114,7 +114,7 @@ def run(ops: Sequence[Op], contention: Contention) -> None:
 
 
 def _start(waiting: dict[Stream, deque[Op]], running: dict[Stream, _Running], now: float) -> None:
-    """Start whatever may start; what takes no time ends at once, and may let others start."""
+    """Start all operations that may start. Those that take no time end at once, and may let others start."""
     again = True
     while again:
         again = False

@@ -13,11 +13,11 @@ from fsdp2.tools.planner.work import Checkpointing
 
 
 def recompute(module: nn.Module, checkpointing: Checkpointing | str) -> None:
-    """Let ``module`` compute activations again in its backward. Call it before ``fully_shard``.
+    """Let ``module`` recompute activations in its backward. Call it before ``fully_shard``.
 
     Args:
-        checkpointing: ``"full"`` keeps the inputs of ``module`` alone. ``"selective"`` keeps attention and every other
-            matrix product, too: it counts ``mm`` and ``addmm`` only; batched and grouped products, such as those of
+        checkpointing: ``"full"`` keeps only the inputs of ``module``. ``"selective"`` also keeps attention and every
+            second matrix product; it counts only ``mm`` and ``addmm``. Batched and grouped products, such as those of
             experts, run again. ``"none"`` changes nothing.
 
     Raises:
@@ -33,7 +33,7 @@ def recompute(module: nn.Module, checkpointing: Checkpointing | str) -> None:
 
 
 def _selective_contexts() -> Any:
-    num_products = {False: 0, True: 0}  # in forward, and when it runs again
+    num_products = {False: 0, True: 0}  # in forward, and in recomputation
 
     def policy(ctx: Any, function: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         keeps = "scaled_dot_product" in str(function)

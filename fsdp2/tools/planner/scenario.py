@@ -1,4 +1,4 @@
-"""One model, on so many GPUs, sharded in one way: its step time, and what it holds at the peak."""
+"""Simulates one model on a number of GPUs, sharded in one way: its step time and its peak memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FP8_CAST_NBYTES = 5  # per element of an operand: bf16 read for the magnitude, b
 
 
 class Precision(Enum):
-    """Of compute: all-gathers and products in it, sums of gradients in fp32."""
+    """The dtype of compute: all-gathers and products use it; gradients are summed in fp32."""
 
     __hash__ = object.__hash__
 
@@ -30,12 +30,12 @@ class Precision(Enum):
 
     @property
     def policy(self) -> MixedPrecisionPolicy:
-        """What ``fully_shard`` is given."""
+        """The policy to pass to ``fully_shard``."""
         return MixedPrecisionPolicy(torch.bfloat16 if self is Precision.BF16 else torch.float32, torch.float32)
 
 
 class Optimizer(Enum):
-    """Of which kind."""
+    """The kind of optimizer."""
 
     __hash__ = object.__hash__
 
@@ -45,12 +45,12 @@ class Optimizer(Enum):
 
     @property
     def num_states(self) -> int:
-        """Tensors per parameter, of its size and dtype."""
+        """The number of state tensors per parameter, in its size and dtype."""
         return {Optimizer.ADAMW: 2, Optimizer.MOMENTUM: 1, Optimizer.SGD: 0}[self]
 
     @property
     def num_moved(self) -> int:
-        """Tensors that a step reads or writes: it reads the gradient, and reads and writes all else."""
+        """The number of tensors that a step reads or writes. It reads the gradient, and reads and writes the others."""
         return 1 + 2 * (1 + self.num_states)
 
 
@@ -68,9 +68,9 @@ class Choice:
     """A way to shard.
 
     Attributes:
-        shard_size: over how many ranks, with replicas over the others (HSDP); None is over all.
+        shard_size: the number of ranks to shard over, with replicas over the others (HSDP); None is all.
         num_kept: how many of the last blocks stay unsharded after forward, where ``after_forward`` reshards.
-        offloads: shards, gradients and optimizer are in the host's memory.
+        offloads: whether shards, gradients and optimizer are in host memory.
     """
 
     name: str
@@ -89,15 +89,15 @@ class Scenario:
 
     Attributes:
         units: one for each call in the order of forward, without the root. Calls of one unit have one name.
-        tokens: of one GPU, or of a group of ``tensor_parallel`` GPUs.
+        tokens: the tokens of one GPU, or of a group of ``tensor_parallel`` GPUs.
         root: the root's own parameters.
         members: all units in the order of the model, those that this forward does not use among them; without it, those
             of ``units``.
-        mp_policy: of units; None is that of ``precision``.
+        mp_policy: the policy of units; None is that of ``precision``.
         ignored: parameters that stay whole on each rank, as ``buffers_nbytes`` do.
-        fp8: the blocks' products with weights run in fp8.
-        async_tp: tensor parallelism sends beside products where it can, and hides this share of what it sends there;
-            None: transfers and products take turns.
+        fp8: whether the blocks' products with weights run in fp8.
+        async_tp: tensor parallelism overlaps transfers with products where it can, and hides this share of them;
+            None means that transfers and products alternate.
     """
 
     machine: Machine
@@ -131,7 +131,7 @@ class Scenario:
 
     @property
     def axes(self) -> Axes:
-        """Tensor parallelism takes neighbours, sharding comes next, replicas are furthest apart."""
+        """The axes of ranks: tensor parallelism uses neighbours, sharding comes next, replicas are furthest apart."""
         tp, node, total = self.tensor_parallel, self.machine.node_size, self.data_parallel_size
         shard_size = min(self.choice.shard_size or total, total)
         resting = None
@@ -143,9 +143,9 @@ class Scenario:
 
 @dataclass(frozen=True)
 class Result:
-    """``grads_nbytes``: of the sharded gradients. ``memory``: what is held at the peak beside parameters, buffers and
-    optimizer, and for what. ``host_nbytes``: what offloading puts into the host's memory of one node. All else is of
-    one GPU."""
+    """``grads_nbytes`` counts sharded gradients. ``memory`` is held at the peak in addition to parameters, buffers and
+    optimizer, by purpose. ``host_nbytes`` is what offloading puts into the host memory of one node. The rest is per
+    GPU."""
 
     time: StepTime
     tokens_per_second: float
@@ -166,13 +166,13 @@ class Result:
 
     @property
     def reserved_nbytes(self) -> float:
-        """What the caching allocator takes: more than is held, and room for gradients, whenever the peak is."""
+        """The memory that the caching allocator takes: more than is held, with room for gradients at any time."""
         return ALLOCATOR_SHARE * (self.peak_nbytes + self.grads_nbytes - self.memory[Held.REDUCED])
 
 
 def simulate(scenario: Scenario) -> Result:
-    """The second step of ``scenario``. With ``offloads``, the optimizer's time on the host is not known, and left
-    out."""
+    """Simulate the second step of ``scenario``. With ``offloads``, the optimizer's time on the host is not known, and
+    left out."""
     choice, machine, optimizer = scenario.choice, scenario.machine, scenario.optimizer
     device = accelerator(scenario)
     groups = [group for group in device.groups if group is not None]
@@ -207,13 +207,13 @@ def accelerator(scenario: Scenario) -> Accelerator:
 
 
 def _updated_nbytes(scenario: Scenario, groups: Sequence[GroupCost]) -> int:
-    """What the optimizer updates on the device."""
+    """The bytes that the optimizer updates on the device."""
     whole = sum(param.nbytes for param in scenario.ignored if param.trainable)
     return whole + (0 if scenario.choice.offloads else sum(group.trained_nbytes for group in groups))
 
 
 def _rules(scenario: Scenario) -> list[UnitRules]:
-    """What ``fully_shard`` is told for each unit, the root first, which stays unsharded."""
+    """The rules that ``fully_shard`` gets for each unit, first for the root, which stays unsharded."""
     choice, units = scenario.choice, scenario.distinct
     blocks = [index for index, unit in enumerate(units) if unit.is_block]
     kept = set(blocks[len(blocks) - choice.num_kept :])
@@ -255,9 +255,9 @@ def _call_cost(scenario: Scenario, work: UnitWork, unit: int) -> CallCost:
 
 
 def _exchange_seconds(scenario: Scenario, exchange: Exchange, *, is_block: bool) -> float:
-    """What an exchange along the sequence adds to compute: the transfer, and a copy, since sequences are not the first
-    dim. Async TP hides a share of the transfer behind the parts of a product, which are slower than the whole, and sums
-    what arrives in a kernel of its own."""
+    """The time that an exchange along the sequence adds to compute: the transfer, and a copy, since the sequence is not
+    the first dim. Async TP overlaps a share of the transfer with the parts of a product, which are slower than the
+    whole, and sums what arrives in a separate kernel."""
     machine, size = scenario.machine, scenario.tensor_parallel
     in_fp8 = scenario.fp8 and is_block
     nbytes = exchange.numel * (1 if exchange.gathers and in_fp8 else 2)
@@ -270,7 +270,7 @@ def _exchange_seconds(scenario: Scenario, exchange: Exchange, *, is_block: bool)
 
 
 def _seconds(scenario: Scenario, work: Work, *, is_block: bool) -> float:
-    """Products at their share of the peak, all other kernels at the rate of a copy."""
+    """The time of ``work``: products run at their share of the peak, all other kernels at the rate of a copy."""
     machine = scenario.machine
     half = scenario.precision is Precision.BF16
     peak = machine.bf16_flops if half else machine.peak_fp32()
@@ -285,7 +285,7 @@ def _seconds(scenario: Scenario, work: Work, *, is_block: bool) -> float:
 
 
 def _scales_seconds(scenario: Scenario) -> float:
-    """With fp8 on the wire, one all-reduce of the scales of all matrices follows the optimizer."""
+    """With all-gathers in fp8, one all-reduce of the scales of all matrices follows the optimizer."""
     if scenario.choice.wire is not Wire.FP8:
         return 0.0
     matrices = sum(len(param.shape) > 1 for unit in scenario.distinct if unit.is_block for param in unit.params)

@@ -1,5 +1,5 @@
-"""Steps of one rank: the events of a model go to the real ``Schedule``, and what it answers is enqueued
-as ``fsdp2.runtime.executor`` and ``fsdp2.group.group`` would. Nothing here decides an order.
+"""Simulates steps of one rank: the events of a model go to the real ``Schedule``, and its actions are enqueued as
+``fsdp2.runtime.executor`` and ``fsdp2.group.group`` would do it. Nothing here decides an order.
 
 The CPU of an ``Accelerator`` runs ahead of it: memory is counted in the order of the program, which is the order in
 which the caching allocator sees it.
@@ -21,7 +21,7 @@ from fsdp2.tools.planner.queues import Op, Queues, Stream, run
 
 @dataclass(frozen=True)
 class CallCost:
-    """Seconds of compute of one call of ``unit``. What is ``fixed`` nothing slows down: tensor parallelism on its own
+    """Seconds of compute of one call of ``unit``. Nothing slows down the ``fixed`` part: tensor parallelism on its own
     link. ``has_backward``: autograd goes through it. ``hands_on``: its input gets a gradient, which tells that its
     backward is over; that of the first call never needs one."""
 
@@ -39,7 +39,7 @@ class CallCost:
 
 @dataclass
 class Reduction:
-    """In flight: it ends with ``done``, and holds ``nbytes`` of gradients until it is finished."""
+    """A reduction in flight. It ends with ``done``, and holds ``nbytes`` of gradients until it is finished."""
 
     unit: int
     done: Op
@@ -47,10 +47,10 @@ class Reduction:
 
 
 class Accelerator:
-    """See the module's text. Unit 0 is the root, whose forward surrounds ``calls`` of the others.
+    """See the module docstring. Unit 0 is the root, whose forward surrounds ``calls`` of the others.
 
     Attributes:
-        groups: of each unit, its parameters; None if it has none.
+        groups: the cost of each unit's parameters; None if it has none.
         performed: the actions that the schedule asked for and that changed something, in order.
         shares_communicator: whether a reduce-scatter and an all-gather wait for each other.
     """
@@ -90,7 +90,7 @@ class Accelerator:
     def step(self) -> None:
         """Enqueue forward, backward and optimizer."""
         schedule, memory = self.schedule, self.memory
-        self.queues.wait(Stream.GATHER, self.queues.last(Stream.COMPUTE))  # it reads what the optimizer has written
+        self.queues.wait(Stream.GATHER, self.queues.last(Stream.COMPUTE))  # it reads what the optimizer wrote
         self.do(schedule.pre_forward(0, grad_enabled=True))
         for call in self.calls:
             self.do(schedule.pre_forward(call.unit, grad_enabled=True))
@@ -148,7 +148,7 @@ class Accelerator:
     # Actions
 
     def _transition(self, unit: int, event: GroupEvent) -> tuple[GroupCost | None, GroupState]:
-        """The group of ``unit``, if ``event`` changes its state, and the state before."""
+        """Return the group of ``unit``, if ``event`` changes its state, and the previous state."""
         group, before = self.groups[unit], self._states[unit]
         if group is None:
             return None, before
@@ -179,7 +179,7 @@ class Accelerator:
         return True
 
     def _arrive(self, unit: int, group: GroupCost) -> None:
-        """The gather stream has copied everything to where it belongs."""
+        """Called when the gather stream has copied everything to its place."""
 
     def _reshard(self, unit: int) -> bool:
         group, before = self._transition(unit, GroupEvent.RESHARD)
@@ -225,7 +225,7 @@ class Accelerator:
         return bool(pending)
 
     def _make_room(self) -> None:
-        """One reduction may be in flight."""
+        """Ensure that at most one reduction is in flight."""
         self._land(0)
 
     def _finish(self, reduction: Reduction) -> None:
@@ -233,7 +233,7 @@ class Accelerator:
         self.memory.add(Held.GRADIENTS, -reduction.nbytes)
 
     def _launch(self, stream: Stream, label: str, flight: Flight, *, own_communicator: bool = False) -> Op:
-        """Backends run the collectives of one communicator in the order in which they are launched."""
+        """Enqueue a launch. Backends run the collectives of one communicator in launch order."""
         if self.shares_communicator and not own_communicator:
             self.queues.wait(stream, self._communicator)
         transfer = flight.transfer
@@ -260,7 +260,7 @@ class Accelerator:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one step; ``compute`` if nothing else ran, ``exposed`` is the rest."""
+    """Seconds of one step. ``compute`` is its time if nothing else ran, ``exposed`` the rest."""
 
     step: float
     compute: float

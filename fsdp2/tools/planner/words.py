@@ -1,4 +1,4 @@
-"""What a plan says: its table, why nothing fits, what to beware of; and the same as plain data."""
+"""A plan as text: its table, why nothing fits, and warnings; and the same as plain data."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _HOST_UNKNOWN = "whose size is not known: pass --host-memory, or Machine(host_me
 
 
 def named(choice: Choice) -> Choice:
-    """``choice`` with a name that says all of it."""
+    """``choice`` with a name that describes it completely."""
     parts = [sharding(choice), after_forward(choice)]
     if choice.checkpointing is not Checkpointing.NONE:
         parts.append(f"{choice.checkpointing.value} checkpointing")
@@ -59,13 +59,13 @@ def after_forward(choice: Choice) -> str:
 
 
 def text_of_plan(plan: Plan) -> str:
-    """The whole of ``print(plan)``."""
+    """The whole text of ``print(plan)``."""
     head = [*_head(plan), *(f"warning: {each}" for each in warnings(plan))]
     return "\n".join([*head, "", *table(_shown(plan), plan.recommended, plan.workload.precision), "", _verdict(plan)])
 
 
 def warnings(plan: Plan) -> list[str]:
-    """What makes the figures of ``plan`` worse than they look."""
+    """Reasons why the figures of ``plan`` are worse than they look."""
     machine, num_gpus, node = plan.machine, plan.num_gpus, plan.machine.node_size
     found = []
     if num_gpus > node and num_gpus % node:
@@ -94,7 +94,7 @@ def warnings(plan: Plan) -> list[str]:
 
 
 def why_nothing_fits(plan: Plan) -> str:
-    """By how much the smallest choice is too large, and what would fit."""
+    """How much the smallest choice is too large, and what would fit."""
     smallest, workload = plan.smallest, plan.workload
     activations = smallest.result.memory[Held.ACTIVATIONS]
     remedies = []
@@ -166,7 +166,7 @@ def _verdict(plan: Plan) -> str:
 
 
 def table(candidates: list[Candidate], recommended: Candidate | None, precision: str) -> list[str]:
-    """Lines; memory at the peak of one GPU, time of a step. Each has one unit for all rows."""
+    """The lines of the table, with peak memory of one GPU and step time. Each has one unit for all rows."""
     _, factor = _memory_unit(candidates)
     time_unit, per_second = ("s", 1) if max(each.result.time.step for each in candidates) >= 1 else ("ms", 1000)
 
@@ -185,7 +185,7 @@ def table(candidates: list[Candidate], recommended: Candidate | None, precision:
     ]
     for each in candidates:
         choice, result = each.choice, each.result
-        at_least = ">" if choice.offloads else ""  # the optimizer on the host comes on top
+        at_least = ">" if choice.offloads else ""  # the optimizer's time on the host is added
         rows.append(
             (
                 f"{'*' if each is recommended else ' '} {sharding(choice)}",
@@ -212,7 +212,7 @@ def table(candidates: list[Candidate], recommended: Candidate | None, precision:
 
 
 def _held(candidate: Candidate) -> dict[str, float]:
-    """Bytes of one GPU, for what."""
+    """Bytes of one GPU by purpose."""
     result = candidate.result
     return {
         "params": result.params_nbytes,
@@ -245,7 +245,7 @@ def _count(number: int) -> str:
 
 
 def as_data(plan: Plan) -> dict[str, Any]:
-    """``plan`` for JSON: bytes, seconds, and names as the table has them."""
+    """``plan`` for JSON: bytes, seconds, and names as in the table."""
     workload = plan.workload
     names = ("batch", "sequence", "optimizer", "precision", "kernels", "master_dtype")
     return {

@@ -13,8 +13,8 @@ import torch
 
 
 class Checkpointing(Enum):
-    """Which activations are computed again in backward. ``SELECTIVE`` keeps attention and every other matrix product,
-    as torchtitan does. No choice gathers parameters again: a block that recomputes has been gathered for backward."""
+    """Which activations are recomputed in backward. ``SELECTIVE`` keeps attention and every second matrix product, as
+    torchtitan does. No choice gathers parameters again: a block that recomputes has been gathered for backward."""
 
     __hash__ = object.__hash__
 
@@ -25,7 +25,7 @@ class Checkpointing(Enum):
 
 @dataclass(frozen=True)
 class Param:
-    """``dtype``: that of the shard, which the optimizer updates."""
+    """``dtype`` is that of the shard, which the optimizer updates."""
 
     name: str
     shape: tuple[int, ...]
@@ -38,19 +38,19 @@ class Param:
 
     @property
     def nbytes(self) -> int:
-        """If it is whole."""
+        """The bytes of the whole parameter."""
         return self.numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one pass computes.
+    """The work of one pass.
 
     Attributes:
         linear: floating-point operations of products with two-dimensional weights, which may run in fp8.
-        other: those of all other products, attention included.
-        moved_nbytes: what all other kernels read and write, if each operation is a kernel.
-        fused_nbytes: the same, if all operations between two products are one kernel, as ``torch.compile`` makes them.
+        other: those of all other products, including attention.
+        moved_nbytes: bytes that all other kernels read and write if each operation is a kernel.
+        fused_nbytes: the same if all operations between two products are one kernel, as with ``torch.compile``.
         operand_numel: elements of the operands of ``linear``, which fp8 has to convert.
     """
 
@@ -69,9 +69,9 @@ class Exchange:
     """Tensor parallelism gathers all activations of a group of GPUs, or sums and scatters them: ``numel`` elements.
 
     Attributes:
-        gathers: it is a gather, which sends fp8 if products are in fp8. Sums are in bf16.
-        product: floating-point operations of the one product that reads or makes it, in whose parts async TP sends it;
-            zero if there is no such product.
+        gathers: whether it is a gather, which sends fp8 if products are in fp8. Sums are in bf16.
+        product: floating-point operations of the product that reads or makes it. Async TP sends it in the parts of that
+            product; zero if there is none.
     """
 
     numel: float
@@ -81,11 +81,11 @@ class Exchange:
 
 @dataclass(frozen=True)
 class UnitWork:
-    """One call of a unit. ``backward`` includes what is computed again. ``saved_nbytes`` stay from its forward to its
+    """One call of a unit. ``backward`` includes recomputation. ``saved_nbytes`` stay from its forward to its
     backward, of which backward does not read ``unread_nbytes``. ``working_nbytes`` come on top while its backward runs,
-    gradients included. ``left_nbytes`` stay until the step ends, as in a cache. ``exchanges``: what tensor parallelism
-    sends in forward and in backward. ``is_block``: it may send and compute in fp8. ``has_backward``: autograd goes
-    through it. ``hands_on``: its input gets a gradient."""
+    gradients included. ``left_nbytes`` stay until the step ends, as in a cache. ``exchanges`` are what tensor
+    parallelism sends in forward and in backward. ``is_block``: it may send and compute in fp8. ``has_backward``:
+    autograd goes through it. ``hands_on``: its input gets a gradient."""
 
     name: str
     params: tuple[Param, ...]

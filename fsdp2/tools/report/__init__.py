@@ -1,8 +1,8 @@
 """A report on real steps: ``with fsdp2.report(model, "step.html"): train_step()``.
 
-``recorder`` notes what happens when; ``timeline`` reads its marks; ``data`` puts all ranks together; ``findings`` says
+``recorder`` records what happens when; ``timeline`` reads its marks; ``data`` combines all ranks; ``findings`` suggests
 what to change first; ``files`` writes; ``comparison`` puts two reports side by side. Only ``recorder`` and ``call``
-know torch.
+depend on torch.
 """
 
 from fsdp2.tools.report.call import Report, report

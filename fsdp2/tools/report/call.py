@@ -1,4 +1,4 @@
-"""``fsdp2.report``: records steps inside a block; at its end, all ranks bring their records to rank 0, which writes."""
+"""``fsdp2.report`` records steps inside a block; at its end, all ranks send their records to rank 0, which writes."""
 
 from __future__ import annotations
 
@@ -51,17 +51,17 @@ _recording: list[str] = []  # the class of the model that is recorded
 
 
 class Report:
-    """What :func:`fsdp2.report` has found.
+    """The result of :func:`fsdp2.report`.
 
     Attributes:
-        data: the whole report after the block, on rank 0; None on other ranks. What the JSON file and the page hold.
+        data: the whole report after the block, on rank 0, as in the JSON file and the page; None on other ranks.
     """
 
     def __init__(self) -> None:
         self.data: dict[str, Any] | None = None
 
     def __str__(self) -> str:
-        """The step, what it lost, the changes to make first, and who holds the memory."""
+        """The step, the time it lost, the changes to make first, and what holds the memory."""
         return "no report: only rank 0 has one, after the block" if self.data is None else text_of(self.data)
 
 
@@ -77,35 +77,35 @@ def report(
     activations: bool = True,
 ) -> Iterator[Report]:
     """Record the first ``steps`` training steps of the block, and report on the typical one: a timeline of each rank,
-    every unit's bytes and times, who holds the memory, the order of collectives, and what to change first.
+    every unit's bytes and times, what holds the memory, the order of collectives, and what to change first.
 
     A step ends where the next forward begins after gradients were reduced. All ranks enter and leave the block
-    together; rank 0 writes. Ranks of other meshes than the data-parallel one of rank 0 are not in the report. If the
-    block raises, nothing is written or sent.
+    together; rank 0 writes. Only ranks on the data-parallel mesh of rank 0 are in the report. If the block raises,
+    nothing is written or sent.
 
     Args:
         model: the root of a sharded model.
-        paths: where to write. ``.html``: one page, without any network; ``.trace.json``: a Chrome trace; ``.json``.
+        paths: the files to write: ``.html`` is one self-contained page, ``.trace.json`` a Chrome trace; or ``.json``.
         steps: how many steps to record; the rest of the block runs as without a report.
-        plan: what :func:`fsdp2.plan` or :func:`fsdp2.auto_shard` returned. What it predicts for its recommended choice
-            stands beside what happened, with ratios if that machine ran. For another choice, pass
+        plan: the result of :func:`fsdp2.plan` or :func:`fsdp2.auto_shard`. The prediction for its recommended choice
+            is shown next to the measurements, with ratios if the machine is the same. For another choice, pass
             ``dataclasses.replace(plan, recommended=choice)``.
-        profile: run torch.profiler meanwhile, which makes the steps longer. Then compute has gaps: *idle* is when no
-            operation ran; on an accelerator, the host was late. A warning says if torch.profiler saw no operations.
+        profile: also run torch.profiler, which makes the steps longer. It shows gaps in compute: *idle* is when no
+            operation ran; on an accelerator, the host was late. A warning tells if torch.profiler saw no operations.
         tokens_per_rank: how many tokens this rank trains on per step, for tokens per second. The sum of all ranks is
             global, so ranks that share tokens pass their part.
-        flops_per_rank: the floating-point operations of this rank per step, forward and backward, for MFU: its share
-            of the device's peak in bf16. There is none on devices whose peak is not known, such as CPUs.
-        activations: on a device whose allocator does not say what is allocated, such as the CPU, count what autograd
-            saves in forward, by ``saved_tensors_hooks``. Turn it off if the forward uses transforms of ``torch.func``,
-            which refuse such hooks. On other devices, activations are what the allocator says beyond all that is known.
+        flops_per_rank: the floating-point operations of this rank per step, forward and backward, for MFU, the share
+            of the device's bf16 peak. MFU is not reported on devices whose peak is unknown, such as CPUs.
+        activations: on a device whose allocator has no statistics, such as the CPU, count what autograd saves in
+            forward, with ``saved_tensors_hooks``. Turn it off if the forward uses transforms of ``torch.func``, which
+            refuse such hooks. On other devices, activations are allocated memory that nothing else accounts for.
 
     Raises:
         ValueError: ``model`` is not sharded; ``steps``, tokens or FLOPs are less than 1; a path has another suffix, or
             rank 0 cannot write there; ``plan`` recommends nothing. All ranks raise.
         TypeError: an argument is of the wrong type.
-        ScheduleError: inside another report, or inside torch.profiler with ``profile``; or at the end of the block, no
-            forward ran on some rank.
+        ScheduleError: inside another report, or inside torch.profiler with ``profile``; or no forward ran in the block
+            on some rank.
         CommunicationError: another rank has not reached the end of the block.
     """
     _check_arguments(model, paths, steps, tokens_per_rank, flops_per_rank)
@@ -135,7 +135,7 @@ def report(
     ):
         yield found
     recorder.end()
-    tree = tree_of(unit)  # in the block, a unit around it may have become the root
+    tree = tree_of(unit)  # in the block, an enclosing unit may have become the root
     record = RankRecord(
         rank=dist.get_rank(),
         host=platform.node(),
@@ -175,8 +175,8 @@ def attached(
     operations: Operations | None = None,
     on_done: Sequence[Callable[[], None]] = (),
 ) -> Iterator[None]:
-    """Tell ``recorder`` what happens to ``model``, until it has all it wants or the block ends; then call ``on_done``.
-    Meanwhile, profile ``operations``."""
+    """Let ``recorder`` observe ``model`` until it is done or the block ends; then call ``on_done``. Meanwhile, profile
+    ``operations``."""
     observe(model, recorder)
 
     def detach() -> None:
@@ -238,7 +238,7 @@ def _problem(targets: Sequence[Path]) -> str | None:
 
 
 def _checked_plan(plan: object) -> Plan:
-    """A plan that recommends a choice."""
+    """Check that ``plan`` is a plan that recommends a choice."""
     if isinstance(plan, AutoShard):
         plan = plan.plan
     if not isinstance(plan, Plan):
@@ -255,8 +255,8 @@ def _checked_plan(plan: object) -> Plan:
 
 
 def _prediction(plan: Plan, mesh: ParallelMesh) -> Prediction:
-    """What ``plan`` says of its recommended choice."""
-    assert plan.recommended is not None  # _checked_plan has looked
+    """The prediction of ``plan`` for its recommended choice."""
+    assert plan.recommended is not None  # _checked_plan has checked it
     choice, result = plan.recommended.choice, plan.recommended.result
     figures = StepFigures(
         step_ms=1e3 * result.time.step,
@@ -271,13 +271,13 @@ def _prediction(plan: Plan, mesh: ParallelMesh) -> Prediction:
 
 
 def _peak(device: torch.device) -> Peak | None:
-    """What a device of a known machine computes, in bf16."""
+    """The bf16 peak of ``device``, if it belongs to a known machine."""
     machine = next((each for each in MACHINES.values() if each.is_made_of(device_name(device))), None)
     return None if machine is None else Peak(f"the bf16 peak of {machine.device}", machine.bf16_flops)
 
 
 def _mesh_of(tree: UnitTree) -> ParallelMesh:
-    """The largest mesh of the units: its ranks are in the report."""
+    """The largest mesh of the units, whose ranks are in the report."""
     meshes = [tree.root.mesh, *(group.mesh for unit in tree.units for group in unit.groups)]
     return max(meshes, key=lambda mesh: mesh.data_parallel_size)
 
@@ -294,7 +294,7 @@ def _exchange(mesh: ParallelMesh, value: object) -> list[Any]:
 
 
 def _equally_long(records: Sequence[RankRecord]) -> list[RankRecord]:
-    """``records`` with as many steps as all of them have."""
+    """Shorten ``records`` to the number of steps that all of them have."""
     shortest = min(len(record.steps) for record in records)
     return [RankRecord(**{**vars(record), "steps": record.steps[:shortest]}) for record in records]
 
@@ -324,7 +324,7 @@ def _rank_steps(
                 [
                     each
                     for each in transfers(step.marks, replicated, on_device=on_device)
-                    if each.unit not in local or each.kind in (ALL_REDUCE, *OF_HOST)  # else nothing travels
+                    if each.unit not in local or each.kind in (ALL_REDUCE, *OF_HOST)  # else nothing is sent
                 ],
                 memory(marks, sizes, step.start, step.stop),
             )
@@ -384,7 +384,7 @@ def _device_name(mesh: ParallelMesh) -> str:
 
 
 def _device_memory(device: torch.device) -> dict[str, int | None]:
-    """The allocator's peaks, and what nobody has taken of the device; nothing of a device that does not say."""
+    """The allocator's peaks and the device's free memory; empty for a device without such statistics."""
     module = None if device.type == "cpu" else torch.get_device_module(device)
     allocated, free = getattr(module, "max_memory_allocated", None), getattr(module, "mem_get_info", None)
     reserved = getattr(module, "max_memory_reserved", None)

@@ -1,8 +1,8 @@
 """The report in the format that Perfetto and chrome://tracing read. Plain values in, plain values out.
 
-A process per rank: a thread for what the rank does, threads for collectives in flight, a counter for memory, and
-arrows: from where a collective is started to where its result is used. Rule: slices of a thread never overlap in
-part, since viewers refuse or misplace such slices; so collectives that do so lie on threads of their own.
+Each rank is a process with a thread for what the rank does, threads for collectives in flight, a counter for memory,
+and arrows from the start of a collective to the use of its result. Rule: slices of a thread never partially overlap,
+since viewers refuse or misplace such slices; so collectives that do are put on separate threads.
 
 Source: "Trace Event Format" of the Chromium project; phases X, M, C, s, t and f.
 """
@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-_COMPUTE = 0  # the thread of what a rank does
+_COMPUTE = 0  # the thread that shows what a rank does
 _ARROWS = {"all-gather": "gather to use", "reduce-scatter": "reduce to landing", "all-reduce": "reduce to landing"}
 _NOT_A_USE = ("launch", "other")
-_THREADS_PER_KIND = 100  # more are never in flight
+_THREADS_PER_KIND = 100  # there are never more in flight
 
 
 def chrome_trace(data: dict[str, Any]) -> dict[str, Any]:
@@ -44,7 +44,7 @@ class _Rank:
         self._spans = timeline["spans"]
         self._transfers = timeline["transfers"]
         self._threads: dict[int, str] = {_COMPUTE: "compute"}
-        self._ends: dict[int, int] = {}  # by thread: where its last transfer ends
+        self._ends: dict[int, int] = {}  # the end of the last transfer, by thread
 
     def events(self) -> list[dict[str, Any]]:
         slices = [
@@ -81,7 +81,7 @@ class _Rank:
             yield self._event("M", thread, name="thread_sort_index", args={"sort_index": thread})
 
     def _arrow(self, number: int, kind: int, unit: int, thread: int, start: int, stop: int) -> list[dict[str, Any]]:
-        """From the slice that starts a collective, over that of its flight, to the one that uses its result."""
+        """An arrow from the slice that starts a collective, through its flight, to the slice that uses its result."""
         name = _ARROWS.get(self._data["kinds"][kind])
         source, use = self._span_at(start), self._use(unit, start, stop)
         if name is None or source is None or use is None:
@@ -99,7 +99,7 @@ class _Rank:
         return next((span for span in self._spans if span[2] <= moment <= _last(span)), None)
 
     def _use(self, unit: int, start: int, stop: int) -> Sequence[int] | None:
-        """The first of the unit's waits, copies or computes that ends when the collective has arrived; else, what the
+        """The first of the unit's waits, copies or computes that ends after the collective has arrived; else, what the
         rank does then."""
         uses = (
             span

@@ -1,7 +1,7 @@
 """Two reports side by side: ``print(fsdp2.compare_reports("before.json", "after.json"))``, and the command ``compare``.
 
-Knows the data of reports, as ``data`` describes it, and nothing of how it was measured. Rule: values that one of the
-reports does not have are left out or are None, and never count as 0.
+Knows the data of reports, as ``data`` describes it, and nothing about how it was measured. Rule: values that one of the
+reports lacks are left out or None, and never count as 0.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fsdp2.tools.whole_file import check_writable
 
 _CALLER = "compare_reports"
 _KEYS = {"version", "model", "device", "units", "timelines", "rank_totals", "memory", "steps_ms", "step"}
-_SUMS = {  # of a unit's fields: what a unit takes the rank's thread for
+_SUMS = {  # sums of a unit's fields: the work that a unit takes the rank's thread for
     "compute_ms": ("forward_ms", "backward_ms"),
     "waits_ms": ("gather_wait_ms", "reduce_wait_ms"),
     "thread_ms": ("launch_ms", "copy_ms"),
@@ -35,12 +35,12 @@ _MAX_LISTED = 5
 
 @dataclass(frozen=True)
 class Comparison:
-    """What :func:`fsdp2.compare_reports` returns; ``str()`` shows all but the times of most units.
+    """The result of :func:`fsdp2.compare_reports`; ``str()`` shows everything except the times of most units.
 
     Attributes:
-        data: what the JSON file holds: ``names`` of both reports; ``tables`` of rows with ``values`` of both, their
-            ``difference`` and ``ratio`` (second from or over first; None if not known); ``units``, the same for each
-            unit; ``settings`` that differ; ``only``, the units that one report alone has.
+        data: the contents of the JSON file: ``names`` of both reports; ``tables`` of rows with ``values`` of both,
+            their ``difference`` (second minus first) and ``ratio`` (second over first), None if not known; ``units``,
+            the same for each unit; ``settings`` that differ; ``only``, the units that only one report has.
     """
 
     data: dict[str, Any]
@@ -78,13 +78,13 @@ def compare_reports(
     differ. No process group is needed.
 
     Args:
-        first, second: what :func:`fsdp2.report` wrote as ``.json`` or ``.html``, or what it yielded, on rank 0.
-        path: where to write. ``.html``: one page, with both timelines on one scale; ``.json``.
-        only_matching: compare the units that both have, where one has others too. Totals are those of all units.
+        first, second: a ``.json`` or ``.html`` file that :func:`fsdp2.report` wrote, or what it yielded on rank 0.
+        path: where to write: ``.html`` is one page with both timelines on the same scale; or ``.json``.
+        only_matching: compare only the units that both have, if one has others. Totals are still those of all units.
 
     Raises:
-        ValueError: a file cannot be read, or is no report; it is of another version of the format; the units have
-            other names; ``path`` has another suffix, or cannot be written.
+        ValueError: a file cannot be read or is not a report; it has another format version; the units have different
+            names; ``path`` has another suffix or cannot be written.
         TypeError: an argument is of the wrong type.
     """
     names, reports = _names(first, second), [_loaded(each) for each in (first, second)]
@@ -107,7 +107,7 @@ def compare_reports(
 
 
 def _names(*reports: object) -> list[str]:
-    """What to call the reports: the names of their files, with as many folders as tell them apart."""
+    """Names for the reports: their file names, with as many folders as needed to distinguish them."""
     titles = ("the first", "the second")
     paths = [None if isinstance(each, Report) else Path(os.fspath(each)) for each in map(_checked, reports)]
     if None not in paths and len({path.name for path in paths if path}) == 1:
@@ -160,7 +160,7 @@ def _target(path: object) -> Path:
 
 
 def _only(names: Sequence[str], reports: Sequence[dict[str, Any]], *, only_matching: bool) -> list[list[str]]:
-    """The units that one report alone has."""
+    """The units that only one report has."""
     units = [[unit["name"] for unit in report["units"]] for report in reports]
     only = [[name for name in units[i] if name not in set(units[1 - i])] for i in (0, 1)]
     num_matching = len(units[0]) - len(only[0])
@@ -209,7 +209,7 @@ def _step(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def _lost(report: dict[str, Any]) -> dict[str, Any]:
-    """Of the rank that loses most; a kind to which nothing was lost is 0."""
+    """The lost time of the rank that loses most. A kind to which nothing was lost is 0."""
     lost = report["lost"]
     return {"lost_ms": lost["lost_ms"]} | {f"{each['kind']}_ms": each["lost_ms"] for each in lost["kinds"]}
 
@@ -235,8 +235,8 @@ def _sum(unit: dict[str, Any], field: str) -> float:
 
 
 def _pairs(reports: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row for each field that one of the reports has a value of. A kind of lost time that a report does not list is
-    0 there."""
+    """A row for each field for which at least one report has a value. A kind of lost time that a report does not list
+    is 0 there."""
     first, second = reports
     fields = dict.fromkeys([*first, *second])
     values = {field: [each.get(field, 0) for each in (first, second)] for field in fields}
@@ -258,7 +258,7 @@ def _pair(field: str, values: Sequence[Any]) -> dict[str, Any]:
 def _settings(
     reports: Sequence[dict[str, Any]], matching: Sequence[str], rows: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """What is not measured but chosen, where the reports differ."""
+    """The settings, which are chosen and not measured, in which the reports differ."""
     first, second = reports
     found = [(key, [first[key], second[key]]) for key in ("model", "device")]
     found.append(("ranks", [len(first["ranks"]), len(second["ranks"])]))

@@ -1,21 +1,21 @@
-"""The report as data: what all ranks recorded, put together on rank 0. Plain values that JSON can hold.
+"""The report as data: the records of all ranks, combined on rank 0. Plain values that JSON can hold.
 
 Times are in microseconds from the start of the step (``_us``), or in milliseconds (``_ms``). Ranks on one host share a
-clock; the clocks of hosts are aligned where all ranks left one collective.
+clock; the clocks of hosts are aligned at the point where all ranks left one collective.
 
-What stands in the report, besides what its name says:
+The fields of the report whose names do not explain everything:
 
-- ``findings``: each with ``gain_ms``; no two gain the same milliseconds.
-- ``lost``: of ``rank``, the one that loses most: ``step_ms`` = ``compute_ms`` + ``lost_ms``; of that, ``explained_ms``
-  by the findings; ``kinds``: ``lost_ms`` by kind.
+- ``findings``: each has ``gain_ms``; no two findings gain the same milliseconds.
+- ``lost``: for ``rank``, the one that loses most, ``step_ms`` = ``compute_ms`` + ``lost_ms``. The findings explain
+  ``explained_ms`` of that; ``kinds`` divides ``lost_ms`` by kind.
 - ``compute``: rows of ``name``, ``unit``, ``module``, ``forward_ms``, ``backward_ms``, ``other_ms``: the most of all
-  ranks. Of no unit: what the program does outside of units.
+  ranks. Rows without a unit are what the program does outside of units.
 - ``places``: the names of these rows. ``timelines[].spans``: rows of an index into ``does``, an index into ``units`` or
   -1, the start, the duration, and an index into ``places``, or -1 where nothing computes.
-- ``memory``: of ``rank``, the one that holds most: ``series`` of ``what`` and ``nbytes``, one for each of
-  ``times_us``, which lie on the axis of the timelines; ``peak_nbytes``: the most of their sum; ``owners``: who holds
-  it then; ``temporary_nbytes``: the most of the runtime, as ``memory_plan`` predicts; ``notes``: what is missing.
-- ``speed``: ``tokens`` and ``flops`` of all ranks, ``tokens_per_s``, ``mfu`` of ``peak``, or ``no_mfu``, the reason.
+- ``memory``: for ``rank``, the one that holds most, ``series`` of ``what`` and ``nbytes``, one for each of
+  ``times_us``, which lie on the axis of the timelines; ``peak_nbytes``: the peak of their sum; ``owners``: what holds
+  it then; ``temporary_nbytes``: the runtime's peak, as ``memory_plan`` predicts; ``notes``: what is missing.
+- ``speed``: ``tokens`` and ``flops`` of all ranks, ``tokens_per_s``, and ``mfu`` of ``peak``, or the reason ``no_mfu``.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ from fsdp2.tools.report.timeline import (
 VERSION = 2
 _REDUCTIONS = (REDUCE_SCATTER, ALL_REDUCE)
 KINDS = (ALL_GATHER, *_REDUCTIONS, *OF_HOST)
-_MAX_ENTRIES = 50_000  # of all timelines: beyond that, only some ranks have one
-_RESOLUTION = 2_000  # of a timeline: what is shorter than one part of a step cannot be seen
+_MAX_ENTRIES = 50_000  # in all timelines; beyond that, only some ranks have one
+_RESOLUTION = 2_000  # parts of a step in a timeline: anything shorter than one part cannot be seen
 _COMPUTE = (Does.FORWARD, Does.BACKWARD)
 _WAITS = (Does.GATHER_WAIT, Does.REDUCE_WAIT, Does.RANK_WAIT)
 
 
 @dataclass(frozen=True)
 class UnitInfo:
-    """What plans say of one unit, in bytes. ``gather`` and ``reduce``: of all ranks' parts, by the way they travel.
-    ``bucket_nbytes``: unsharded parameters of fewer bytes travel in one bucket."""
+    """What plans say about one unit, in bytes. ``gather`` and ``reduce`` count all ranks' parts, by how they are sent.
+    ``bucket_nbytes``: unsharded parameters of fewer bytes are sent in one bucket."""
 
     name: str
     shard_nbytes: int
@@ -85,10 +85,10 @@ class RankStep:
 
 @dataclass(frozen=True)
 class RankRecord:
-    """What one rank recorded. ``synced``: its clock when all ranks left a collective. ``is_first_use``: the model had
-    run no forward before. ``allocated_nbytes``, ``reserved_nbytes``, ``free_nbytes``: the peaks of what tensors took,
-    and of what the allocator took for them, and what was free at the end; None where the device does not say.
-    ``knows_activations``: they are in the memory of the steps."""
+    """The record of one rank. ``synced`` is its clock when all ranks left a collective. ``is_first_use``: the model had
+    run no forward before. ``allocated_nbytes`` and ``reserved_nbytes`` are the peaks of what tensors took and of what
+    the allocator took for them; ``free_nbytes`` was free at the end; None if the device has no statistics.
+    ``knows_activations``: the memory of the steps includes activations."""
 
     rank: int
     host: str
@@ -158,19 +158,19 @@ def report_data(
 
 
 def _typical(durations: Sequence[float], *, skips_first: bool) -> int:
-    """The step that the report is about: the median one. The first step of a model prefetches little, and makes
-    plans."""
+    """The step that the report is about, which is the median one. The first step of a model prefetches little and
+    makes plans."""
     candidates = _usual(len(durations), skips_first)
     return sorted(candidates, key=durations.__getitem__)[(len(candidates) - 1) // 2]
 
 
 def _usual(num_steps: int, skips_first: bool) -> range:
-    """The steps that say something about others."""
+    """The steps that are representative of others."""
     return range(1 if skips_first and num_steps > 1 else 0, num_steps)
 
 
 def _aligned(records: Sequence[RankRecord], chosen: int) -> list[RankStep]:
-    """Each rank's step ``chosen``, with times from the earliest rank's start of it."""
+    """Each rank's step ``chosen``, with times relative to the earliest start on any rank."""
     one_clock = len({record.host for record in records}) == 1
     offsets = [0.0 if one_clock else record.synced for record in records]
     first = min(record.steps[chosen].start - offset for record, offset in zip(records, offsets, strict=True))
@@ -228,8 +228,8 @@ class _Losses:
 
 
 def _idle(transfers: Iterable[Transfer]) -> dict[tuple[str, bool], float]:
-    """By unit and pass: how long nothing was gathered before a gather that was no prefetch. The first of a pass has no
-    entry: nothing could start it earlier."""
+    """How long nothing was gathered before a gather that was not prefetched, by unit and pass. The first gather of a
+    pass has no entry, since nothing could start it earlier."""
     found: dict[tuple[str, bool], float] = {}
     ends: dict[bool, float] = {}
     for transfer in transfers:
@@ -278,7 +278,7 @@ def _facts(
 
 
 def _lost(rank: int, step: RankStep, lost: Mapping[Cell, float], found: Sequence[Finding]) -> dict[str, Any]:
-    """What the rank that loses most loses, and how much of it the findings explain."""
+    """The time that the rank which loses most has lost, and how much of it the findings explain."""
     total = sum(lost.values())
     kinds = {kind: sum(value for cell, value in lost.items() if cell.lost is kind) for kind in Lost}
     return {
@@ -292,7 +292,7 @@ def _lost(rank: int, step: RankStep, lost: Mapping[Cell, float], found: Sequence
 
 
 def _places(losses: Sequence[_Losses]) -> dict[tuple[str, str], str]:
-    """Where ranks compute, by unit and module: what users call it. The most time comes first."""
+    """The names that users know for the places where ranks compute, by unit and module; most time first."""
     seconds: dict[tuple[str, str], float] = defaultdict(float)
     for loss in losses:
         for place, by in loss.computed.items():
@@ -327,7 +327,7 @@ def _memory(record: RankRecord, step: RankStep) -> dict[str, Any]:
 
 
 def _most_held(memory: Memory, shortest: float) -> list[int]:
-    """Which of the times to draw: of those that lie closer than ``shortest``, the one at which most was held."""
+    """The times to draw: of those closer together than ``shortest``, only the one at which most was held."""
     totals = [sum(values) for values in zip(*memory.series.values(), strict=True)]
     if len(totals) <= _RESOLUTION:
         return list(range(len(totals)))
@@ -393,8 +393,8 @@ def _figures(
 
 
 def _unit_row(unit: UnitInfo, losses: Sequence[_Losses], known: Sequence[Does]) -> dict[str, Any]:
-    """What plans say of ``unit``, and its times of what is ``known``: the most of all ranks; of waits, the least, too:
-    what they cost without waiting for a late rank."""
+    """What plans say about ``unit``, and its times for each of ``known``: the most of all ranks. For waits also the
+    least, which is their cost without waiting for a late rank."""
     times = {
         f"{does.value.replace(' ', '_')}_ms": _ms(max(loss.of(does, unit.name) for loss in losses)) for does in known
     }
@@ -408,8 +408,8 @@ def _unit_row(unit: UnitInfo, losses: Sequence[_Losses], known: Sequence[Does]) 
 
 
 def _shown(ranks: Sequence[RankStep], losses: Sequence[_Losses]) -> list[int]:
-    """The ranks with a timeline: all, if they are few; else the one that computes longest, the one that computes
-    shortest, and the first others."""
+    """The ranks with a timeline: all, if there are few; else the one that computes longest, the one that computes
+    shortest, and the first of the others."""
     entries = max(len(_drawn(step)) + 2 * len(step.transfers) for step in ranks)
     limit = max(_MAX_ENTRIES // max(entries, 1), 1)
     if len(ranks) <= limit:

@@ -15,26 +15,26 @@ _DATA = '<script type="application/json" id="data">', "</script>"
 
 
 def kind_of(path: Path) -> str | None:
-    """What to write to ``path``, by its suffix; None if there is no such kind."""
+    """The kind of file to write to ``path``, by its suffix; None if there is no such kind."""
     return next((suffix for suffix in (PAGE, CHROME_TRACE, JSON) if path.name.endswith(suffix)), None)
 
 
 def write(path: Path, data: dict[str, Any]) -> None:
-    """Write ``data`` to ``path``, as its suffix says: whole, or not at all."""
+    """Write ``data`` to ``path`` in the format of its suffix, completely or not at all."""
     kind = kind_of(path)
     text = page(data) if kind == PAGE else as_json(chrome_trace(data) if kind == CHROME_TRACE else data)
     write_whole(path, text)
 
 
 def page(data: dict[str, Any], name: str = "page", title: str = "fsdp2 report") -> str:
-    """The page ``name`` that shows ``data``, with all that it needs inside: ``frame.html`` around ``{name}.html``."""
+    """The self-contained page ``name`` that shows ``data``: ``frame.html`` around ``{name}.html``."""
     parts = {
         "title": title,
         "body": _part(f"{name}.html"),
         "style": _part("page.css"),
         "chart": _part("chart.html"),
         "script": f"{_part('chart.js')}\n{_part(f'{name}.js')}",
-        "data": as_json(data).replace("<", "\\u003c"),  # a module's name may contain what ends the element
+        "data": as_json(data).replace("<", "\\u003c"),  # a module's name might otherwise end the element
     }
     text = _part("frame.html")
     for key, value in parts.items():
@@ -43,17 +43,17 @@ def page(data: dict[str, Any], name: str = "page", title: str = "fsdp2 report") 
 
 
 def data_of(page: str) -> Any:
-    """What :func:`page` put into ``page``; None if there is nothing.
+    """The data that :func:`page` put into ``page``; None if there is none.
 
     Raises:
-        ValueError: it is no JSON.
+        ValueError: it is not JSON.
     """
     _, found, rest = page.partition(_DATA[0])
     return json.loads(rest.partition(_DATA[1])[0]) if found else None
 
 
 def as_json(value: dict[str, Any]) -> str:
-    """``value`` in as few bytes as JSON takes."""
+    """``value`` as compact JSON."""
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
 
 

@@ -1,8 +1,8 @@
-"""What to change first, and how much shorter the step may become: rules on what was measured.
+"""What to change first, and how much shorter the step may become: rules applied to measurements.
 
 Plain values in, plain values out; times in milliseconds, sizes in bytes. Rule: a gain is a part of the time that the
-step has lost, and no two findings gain the same part. First come changes that are known to help; what they leave of a
-kind of loss becomes a finding of its own.
+step has lost, and no two findings gain the same part. Changes that are known to help come first; what remains of a
+kind of loss becomes a separate finding.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from dataclasses import dataclass, field, replace
 from fsdp2.tools.report.lost import Cell, Lost
 
 MAX_CHANGES = 5
-MIN_SAMPLES = 5  # that tell a slow rank from luck: of two equal ranks, one is the slowest in all once in 16 times
+MIN_SAMPLES = 5  # to tell a slow rank from chance: of two equal ranks, one is slowest in all once in 16 times
 _MIN_GAIN = 0.005  # of the step; less is noise
-_MIN_LOSS = 0.001  # of the step: less is no finding
+_MIN_LOSS = 0.001  # of the step; less is not reported
 _LARGE = 2.0  # times the median unit
 _MIB = 2**20
 
 
 @dataclass(frozen=True)
 class UnitFacts:
-    """One unit in the measured step. Times that were lost are the least of all ranks: what the unit itself costs,
-    without waiting for a rank that is late.
+    """One unit in the measured step. Lost times are the least of all ranks, which is the cost of the unit itself,
+    without waiting for a late rank.
 
     Attributes:
-        largest_module_nbytes: unsharded parameters of the module that holds most: it cannot be split.
-        is_small: its shard travels in one bucket.
-        bucket_nbytes: unsharded parameters of fewer bytes travel in one bucket.
+        largest_module_nbytes: unsharded parameters of the module that holds most, which cannot be split.
+        is_small: its shard is sent in one bucket.
+        bucket_nbytes: unsharded parameters of fewer bytes are sent in one bucket.
         is_root: the other units are inside it.
         keeps: its parameters stay unsharded after forward.
         forward_late, backward_late: how long compute waited for its gathers.
@@ -38,7 +38,7 @@ class UnitFacts:
             for the first one of a pass.
         reduce_late: how long compute waited for its reduction inside backward.
         tail_late: the same, after the last compute of backward.
-        per_use: what all its collectives take of the thread, late or not.
+        per_use: the thread time that all its collectives take, late or not.
     """
 
     name: str
@@ -62,12 +62,12 @@ class UnitFacts:
 
 @dataclass(frozen=True)
 class StepFacts:
-    """The measured step. ``units``: in the order of their forwards. ``rank_compute``: of each recorded step, what
-    compute took on each rank. ``rank_waits``: per rank, what it waited for all collectives. ``reduce_idle``: how long
-    no gradients were reduced during backward. ``host_late``: how long no operation ran in forward and backward, as far
-    as torch.profiler was asked. ``free_nbytes``: memory of the device that nothing used; None if that is
-    not known. ``lost``: where the time went that the rank that loses most did not compute in. ``is_first_use``: the
-    first step that was recorded is not among the steps, since it made plans."""
+    """The measured step. ``units`` are in forward order. ``rank_compute`` has each rank's compute time in each recorded
+    step, ``rank_waits`` each rank's wait for all collectives. ``reduce_idle`` is how long no gradients were reduced
+    during backward. ``host_late`` is how long no operation ran in forward and backward, if torch.profiler ran.
+    ``free_nbytes`` is the device memory that nothing used; None if unknown. ``lost`` divides the time in which the rank
+    that loses most did not compute. ``is_first_use``: the first recorded step is not among the steps, since it made
+    plans."""
 
     step: float
     units: Sequence[UnitFacts]
@@ -82,7 +82,7 @@ class StepFacts:
 
 @dataclass(frozen=True)
 class Finding:
-    """``gain_ms``: at most so much shorter is the step. ``of``: the parts of the lost time that the gain is from."""
+    """``gain_ms`` is the most that the step gets shorter; ``of`` the parts of the lost time that the gain is from."""
 
     rule: str
     units: tuple[str, ...]
@@ -92,8 +92,8 @@ class Finding:
 
 
 def findings(facts: StepFacts) -> list[Finding]:
-    """The five changes with the largest gains, and what is lost besides. All gains together are at most what is
-    lost."""
+    """The five changes with the largest gains, and the remaining losses. The sum of all gains is at most the lost
+    time."""
     left = dict(facts.lost)
     rules = (alone, split, keep, prefetch, join, reduce, tail, late_rank, late_host)
     proposed = sorted((each for rule in rules for each in rule(facts)), key=lambda each: -each.gain_ms)
@@ -108,7 +108,7 @@ def findings(facts: StepFacts) -> list[Finding]:
 
 
 def _take(left: dict[Cell, float], cells: Sequence[Cell], gain: float) -> None:
-    """``gain`` is explained: from each of ``cells`` the same share."""
+    """Subtract ``gain``, which is explained, from ``cells``: the same share from each."""
     share = gain / sum(left.get(cell, 0.0) for cell in cells)
     for cell in cells:
         left[cell] = left.get(cell, 0.0) * (1 - share)
@@ -140,7 +140,7 @@ def _alone(facts: StepFacts) -> UnitFacts | None:
 
 
 def split(facts: StepFacts) -> list[Finding]:
-    """Units that are larger than the others, and whose gathers are late."""
+    """Units that are larger than the others and whose gathers are late."""
     found = []
     for unit in facts.units:
         others = [each.unsharded_nbytes for each in facts.units if each is not unit and each.unsharded_nbytes]
@@ -165,14 +165,14 @@ def split(facts: StepFacts) -> list[Finding]:
 
 
 def _max_parts(unit: UnitFacts) -> int:
-    """Into how many parts of roughly one size ``unit`` can be cut: more than one if its largest module holds at most
-    two thirds. A bias makes one of two equal layers more than half."""
+    """The number of roughly equal parts that ``unit`` can be split into: more than one if its largest module holds at
+    most two thirds. A bias makes one of two equal layers larger than half."""
     return round(unit.unsharded_nbytes / unit.largest_module_nbytes) if unit.largest_module_nbytes else 1
 
 
 def _split_gain(unit: UnitFacts, parts: int) -> float:
-    """Of ``parts`` equal parts, the first one's gather has the same time to hide in as the whole one's had. Each other
-    part's gather hides behind the compute of the part before it."""
+    """The gain with ``parts`` equal parts. The first part's gather overlaps with the same compute as the whole unit's
+    did; each other part's gather overlaps with the compute of the part before it."""
     gather, late = max(unit.gather, unit.forward_late), unit.forward_late
     first = max(gather / parts - (gather - late), 0.0)
     rest = max(gather / parts - unit.forward / parts, 0.0) * (parts - 1)
@@ -180,7 +180,7 @@ def _split_gain(unit: UnitFacts, parts: int) -> float:
 
 
 def keep(facts: StepFacts) -> list[Finding]:
-    """Units that are gathered again for backward, too late: not if they stay unsharded, as far as memory allows."""
+    """Units that are gathered again for backward too late. They can stay unsharded, as far as memory allows."""
     free, chosen = facts.free_nbytes, []
     late = [unit for unit in facts.units if not unit.keeps and unit.backward_late > 0 and unit.unsharded_nbytes]
     for unit in sorted(late, key=lambda unit: unit.unsharded_nbytes / unit.backward_late):
@@ -238,7 +238,7 @@ def _prefetch(of: str, gathers: Sequence[tuple[UnitFacts, UnitFacts, float, floa
 
 
 def join(facts: StepFacts) -> list[Finding]:
-    """Small units in a row. Each costs at least what the cheapest one of all units costs, whatever its size."""
+    """Consecutive small units. Each costs at least as much as the cheapest of all units, whatever its size."""
     runs = _small_runs(facts.units)
     cost = min((unit.per_use for unit in facts.units if unit.unsharded_nbytes and unit.per_use > 0), default=0.0)
     names = tuple(unit.name for run in runs for unit in run)
@@ -292,7 +292,7 @@ def reduce(facts: StepFacts) -> list[Finding]:
 
 
 def tail(facts: StepFacts) -> list[Finding]:
-    """The last reductions of backward have no compute to hide behind, but one half of a split unit has the other."""
+    """The last reductions of backward overlap with no compute, but one half of a split unit overlaps with the other."""
     found = []
     for unit in facts.units if _alone(facts) is None else ():
         gain = min(unit.tail_late, unit.backward) / 2
@@ -306,8 +306,8 @@ def tail(facts: StepFacts) -> list[Finding]:
 
 
 def late_rank(facts: StepFacts) -> list[Finding]:
-    """One rank computes longer than all others, which wait for it: in every step, and by more than that differs from
-    step to step. On a busy machine, now one rank is the slowest and now another."""
+    """One rank computes longer than all others, which wait for it: in every step, and by more than compute varies from
+    step to step. On a busy machine, different ranks are the slowest at different times."""
     steps, waits = facts.rank_compute, facts.rank_waits
     if len(steps) < MIN_SAMPLES or len(waits) < 2:
         return []
@@ -327,7 +327,7 @@ def late_rank(facts: StepFacts) -> list[Finding]:
 
 
 def late_host(facts: StepFacts) -> list[Finding]:
-    """Between operations, nothing computes: Python is slower than what it starts."""
+    """Nothing computes between operations: Python is slower than the work it launches."""
     text = (
         f"In forward and backward, no operation runs for {_ms(facts.host_late)}: they are started too late. Compile "
         "the blocks, or give each rank larger batches."
@@ -337,7 +337,7 @@ def late_host(facts: StepFacts) -> list[Finding]:
 
 
 def losses(facts: StepFacts, left: Mapping[Cell, float]) -> list[Finding]:
-    """One finding for each kind of loss, of what is ``left`` of it."""
+    """One finding for each kind of loss, for what is ``left`` of it."""
     units: dict[Lost, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for cell, value in left.items():
         units[cell.lost][cell.unit] += value

@@ -1,8 +1,8 @@
-"""What tensors hold while steps are recorded, as far as the program tells: shards and their gradients, optimizer
-states, and activations. Plans know the rest; ``memory`` puts both together.
+"""The memory that tensors hold while steps are recorded, as far as the program tells: shards and their gradients,
+optimizer states, and activations. Plans know the rest; ``memory`` combines both.
 
-Where the device's allocator says what is allocated, activations are a part of what is left of that. Elsewhere, as on
-the CPU, they are what autograd saves in the model's forward: each storage once, without parameters and buffers.
+Where the device's allocator has statistics, activations are part of the allocated bytes that nothing else explains.
+Elsewhere, as on the CPU, autograd's saved tensors in the model's forward count, without parameters and buffers.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from fsdp2.tools import torch_names
 from fsdp2.tools.report.memory import ALLOCATED, OPTIMIZER_STATES, SAVED, SHARD_GRADIENTS, SHARDS
 from fsdp2.tools.report.timeline import ROOT
 
-Bytes = dict[tuple[str, str], int]  # by unit, and what they are for
+Bytes = dict[tuple[str, str], int]  # by unit and purpose
 
-# When activations are asked for: between those, none begin or end that last.
+# The events at which activations are read: between them, none begin or end that last.
 _ASKED_AT = ("post_forward", "pre_backward", "post_backward", "end_backward", "wait", "reduce")
 
 
 class HeldBytes:
-    """What is held on the device of ``tree``. ``saves``: count what autograd saves, where nothing else is known.
+    """The memory held on the device of ``tree``. ``saves``: count what autograd saves, where nothing else is known.
 
     Attributes:
-        knows_activations: whether there are figures for them.
+        knows_activations: whether there are figures for activations.
     """
 
     def __init__(self, tree: UnitTree, *, saves: bool) -> None:
@@ -53,7 +53,7 @@ class HeldBytes:
             yield stack.close
 
     def at_start(self) -> Bytes:
-        """When a step begins."""
+        """The bytes held when a step begins."""
         found: Bytes = {}
         for name, unit in self._units.items():
             shards = (param.sharded for group in unit.groups for param in group.params)
@@ -62,23 +62,23 @@ class HeldBytes:
         return {**found, **self._activations()}
 
     def landed(self, unit: str) -> Bytes:
-        """When the gradients of ``unit`` may have changed."""
+        """The bytes after the gradients of ``unit`` may have changed."""
         params = (param for group in self._units[unit].groups for param in group.params)
         grads = (grad for param in params if (grad := param.sharded.grad) is not None)
         return {(unit, SHARD_GRADIENTS): self._nbytes(map(_torch.local_of, grads))}
 
     def at(self, event: str, unit: str) -> Bytes:
-        """When ``event`` happens to ``unit``, what has changed."""
+        """The bytes that have changed when ``event`` happens to ``unit``."""
         if self._saved is not None:
             self._saved.take(event, unit)
         return self._activations() if event in _ASKED_AT else {}
 
     def steps(self, optimizer: torch.optim.Optimizer) -> Bytes:
-        """``optimizer`` is about to step: what it has held since before the first step, if it was not seen yet."""
+        """Called before ``optimizer`` steps: the bytes held since before the first step, if it was not seen yet."""
         return {} if optimizer in self._optimizers else self._states(optimizer)
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> Bytes:
-        """``optimizer`` has stepped. Its states are those of its first step, or of a loaded state dict."""
+        """Called after ``optimizer`` has stepped. Its states come from its first step or from a loaded state dict."""
         has_changed = self._optimizers.get(optimizer) != len(optimizer.state)
         return {**(self._states(optimizer) if has_changed else {}), **self._activations()}
 
@@ -93,14 +93,14 @@ class HeldBytes:
         return {} if self._saved is None else self._saved.changed()
 
     def _nbytes(self, tensors: Iterable[torch.Tensor]) -> int:
-        """Of the storages of ``tensors`` on the device, each once."""
+        """The bytes of the storages of ``tensors`` on the device, each counted once."""
         leaves = (leaf for tensor in tensors for leaf in _torch.leaves(tensor))
         storages = {torch_names.storage_key(each): each for each in leaves if each.device.type == self._device.type}
         return sum(each.untyped_storage().nbytes() for each in storages.values())
 
 
 def _allocation(device: torch.device) -> Callable[[], int] | None:
-    """What asks the allocator of ``device`` for the bytes of all tensors; None if it does not say."""
+    """A function that asks the allocator of ``device`` for all allocated bytes; None if it has no statistics."""
     module = None if device.type == "cpu" else torch.get_device_module(device)
     stats = getattr(module, "memory_stats_as_nested_dict", None)
     if stats is not None:  # ``memory_allocated`` makes a flat dict of all statistics first
@@ -112,7 +112,7 @@ def _allocation(device: torch.device) -> Callable[[], int] | None:
 class SavedTensors:
     """Counts what autograd saves in the forwards of ``tree``, by the unit that runs, until it is freed.
 
-    A tensor that an activation checkpoint or another hook of the user takes is not saved: the innermost hook counts.
+    Tensors that an activation checkpoint or another hook of the user takes are not counted: the innermost hook wins.
     """
 
     def __init__(self, tree: UnitTree) -> None:
@@ -125,7 +125,7 @@ class SavedTensors:
         self._uses: dict[int, _Use] = {}  # by storage
         self._held: dict[str, int] = dict.fromkeys(self._units, 0)
         self._told: dict[str, int] = {}
-        self._hooks: list[Any] = []  # of the forwards that run
+        self._hooks: list[Any] = []  # of running forwards
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -142,7 +142,7 @@ class SavedTensors:
                 self._hooks.pop().__exit__()
 
     def take(self, event: str, unit: str) -> None:
-        """``event`` happens to ``unit``."""
+        """Called when ``event`` happens to ``unit``."""
         if event == "pre_forward":
             self._running.append(unit)
         elif event == "post_forward" and unit in self._running:
@@ -151,7 +151,7 @@ class SavedTensors:
             self._note_parameters(unit)
 
     def changed(self) -> Bytes:
-        """Of the units whose bytes are not those of the last call."""
+        """The bytes of the units for which they have changed since the last call."""
         found = {unit: nbytes for unit, nbytes in self._held.items() if self._told.get(unit) != nbytes}
         self._told |= found
         return {(unit, SAVED): nbytes for unit, nbytes in found.items()}
@@ -200,7 +200,7 @@ class SavedTensors:
 
 @dataclass
 class _Use:
-    """Of one storage. ``unit``: the one that was the first to save a tensor in it."""
+    """The use of one storage. ``unit`` is the first one that saved a tensor in it."""
 
     unit: str
     nbytes: int
@@ -208,7 +208,7 @@ class _Use:
 
 
 class _Saved:
-    """What autograd keeps in place of ``tensor``. It lets go of it when backward has used it, or with the graph."""
+    """The object that autograd keeps instead of ``tensor``, until backward has used it or the graph is freed."""
 
     __slots__ = ("_keys", "_release", "tensor")
 

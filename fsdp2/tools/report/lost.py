@@ -1,4 +1,4 @@
-"""Where the time of a step goes that is not computed in: each millisecond once. Plain values."""
+"""Divides the time of a step that is not compute by cause, each millisecond once. Plain values."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from fsdp2.tools.report.timeline import COMPUTING, OPTIMIZER, Does, Span
 
 
 class Lost(str, Enum):
-    """What a step loses time to."""
+    """The causes of lost time."""
 
     GATHERS = "waits for gathers"
     REDUCTIONS = "waits for reductions"
-    RANKS = "waits for other ranks"  # beyond what the rank that waits least for the same collectives waits
+    RANKS = "waits for other ranks"  # beyond the shortest wait of any rank for the same collectives
     OPTIMIZER = "waits inside the optimizer"
     LAUNCHES = "launches of collectives"
     COPIES = "copies from and to buckets"
@@ -23,7 +23,7 @@ class Lost(str, Enum):
 
 
 class Cell(NamedTuple):
-    """A part of the lost time. ``unit``: whose collectives; empty if of none."""
+    """A part of the lost time. ``unit`` is the one whose collectives lost it; empty if none."""
 
     lost: Lost
     unit: str = ""
@@ -36,7 +36,7 @@ Waits = Mapping[tuple[Does, str, bool], float]
 
 
 def least_waits(ranks: Sequence[Iterable[Span]]) -> Waits:
-    """By kind, unit and pass: how long every rank waits at least. That is what the collective itself costs."""
+    """The shortest wait of any rank, by kind, unit and pass, which is the cost of the collective itself."""
     sums = [_sums(spans) for spans in ranks]
     return {key: min(each.get(key, 0.0) for each in sums) for key in sums[0]} if sums else {}
 
@@ -50,8 +50,8 @@ def _sums(spans: Iterable[Span]) -> Waits:
 
 
 def lost_time(spans: Iterable[Span], least: Waits) -> dict[Cell, float]:
-    """What one rank loses, in the unit of its ``spans``. They add up to all that is not compute. ``least``: of all
-    ranks; what this rank waits beyond that, it waits for other ranks."""
+    """The time that one rank loses, in the unit of its ``spans``. It adds up to everything except compute. ``least`` is
+    the least of all ranks; any wait beyond that is a wait for other ranks."""
     found: dict[Cell, float] = defaultdict(float)
     spans = list(spans)
     for span in spans:

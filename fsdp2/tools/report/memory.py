@@ -1,10 +1,10 @@
-"""Who holds how much memory over a step: plain values, from a rank's marks.
+"""What holds how much memory during a step: plain values, from a rank's marks.
 
-What the runtime holds is known from plans: a gather takes so much, and a reshard frees it. What the user's program
-holds is measured, and comes as marks of its own: ``Edge.HELD``. All of it lies on one time axis, that of the spans.
+The memory of the runtime is known from plans: a gather takes it, and a reshard frees it. The memory of the user's
+program is measured and comes as separate marks, ``Edge.HELD``. All of it lies on the time axis of the spans.
 
-Plans say how much the gradients of a backward take in the end, but not when. So where an allocator says how much is
-allocated, gradients that are not reduced yet are a part of what is left of that.
+Plans say how much the gradients of a backward take in the end, but not when. So where an allocator has statistics,
+gradients that are not reduced yet are part of the allocated memory that nothing else explains.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from fsdp2.tools.report.timeline import BACKWARDS, BLOCKED, GATHERS, RESHARDS, E
 SHARDS, OPTIMIZER_STATES, SHARD_GRADIENTS = "shards of parameters", "optimizer states", "gradients of shards"
 PARAMETERS, GRADIENTS, REDUCTION = "unsharded parameters", "gradients and their copies", "gradients in flight"
 SAVED = "saved by forward for backward"  # as counted
-OTHER = "activations, gradients before reduction, and other"  # what the allocator says beyond all else
-ALLOCATED = "allocated"  # by the device's allocator: no series, but what OTHER is computed from
+OTHER = "activations, gradients before reduction, and other"  # allocated memory beyond everything else
+ALLOCATED = "allocated"  # by the device's allocator; not a series, but OTHER is computed from it
 TEMPORARY = (PARAMETERS, GRADIENTS, REDUCTION)  # what ``fsdp2.memory_plan`` knows
 SERIES = (SHARDS, OPTIMIZER_STATES, SHARD_GRADIENTS, *TEMPORARY, SAVED, OTHER)
 
@@ -40,13 +40,13 @@ class Sizes(Protocol):
 
 @dataclass(frozen=True)
 class Memory:
-    """What was held from start to stop of a step.
+    """The memory held from start to stop of a step.
 
     Attributes:
         times: in seconds, in order; what is held changes there.
-        series: bytes by what they are for (:data:`SERIES`), one value per time.
+        series: bytes by purpose (:data:`SERIES`), one value per time.
         owners: (unit, what, bytes) when most was held, the largest first; no unit: of no unit, or not known of which.
-        temporary: the most that the runtime held, as the plans say: the sum of :data:`TEMPORARY`.
+        temporary: the most that the runtime held, according to plans: the sum of :data:`TEMPORARY`.
     """
 
     times: Sequence[float]
@@ -61,7 +61,7 @@ class Memory:
 
 
 def memory(marks: Iterable[Mark], sizes: Mapping[str, Sizes], start: float, stop: float) -> Memory:
-    """The memory of a step. ``marks`` are those of all steps so far: what is kept counts."""
+    """The memory of a step. ``marks`` are those of all steps so far, since memory that is kept counts."""
     return _Held(sizes, start, stop).of(marks)
 
 
@@ -84,9 +84,9 @@ class _Held:
                 continue
             for key, nbytes in changes.items():
                 self._hold(key, nbytes)
-            moment = max(moment, mark.any_time)  # streams run beside each other
+            moment = max(moment, mark.any_time)  # streams run concurrently
             self._note_temporary(moment)
-            if not self._asks_allocator or mark.name == ALLOCATED:  # else what is left is not known
+            if not self._asks_allocator or mark.name == ALLOCATED:  # otherwise the remainder is not known
                 self._note(moment)
         series = dict(zip(SERIES, zip(*self._rows, strict=True), strict=True)) if self._rows else {}
         used = {what: list(values) for what, values in series.items() if any(values)}
@@ -121,7 +121,7 @@ class _Held:
 
 
 def _gathered_first(marks: Iterable[Mark]) -> Iterator[Mark]:
-    """``marks``, with the start of a unit's backward behind the gather that it waits for: its gradients come later."""
+    """Move the start of a unit's backward after the gather that it waits for, since its gradients come later."""
     backward: Mark | None = None
     for mark in marks:
         if backward is not None and not _is_gather_of(backward.unit, mark):
@@ -140,7 +140,7 @@ def _is_gather_of(unit: str, mark: Mark) -> bool:
 
 
 def _changes(mark: Mark, sizes: Mapping[str, Sizes]) -> dict[tuple[str, str], int] | None:
-    """What ``mark`` changes in who holds how much."""
+    """The changes that ``mark`` makes to the bytes held."""
     unit, name = mark.unit, mark.name
     if mark.edge is Edge.HELD:
         return {(unit, name): mark.nbytes}

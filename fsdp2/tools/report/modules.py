@@ -1,8 +1,8 @@
-"""What the program does that units do not tell: which module computes around units, and when an optimizer steps.
+"""Observes what units do not report: the modules that compute around units, and the steps of optimizers.
 
-A unit that holds other units has modules of its own, such as embeddings and the head. While steps are recorded, they
-have hooks; compiled code does not call these, and then the time belongs to the unit. Nothing here changes the graph:
-hooks on its nodes say when a module's backward begins, and when that of what is before it does.
+A unit that holds other units has modules of its own, such as embeddings and the head. They have hooks while steps are
+recorded. Compiled code does not call these; the time then belongs to the unit. Nothing here changes the graph: hooks
+on its nodes tell when the backward of a module begins, and when that of its predecessor does.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ OnOptimizer = Callable[[torch.optim.Optimizer, bool], None]  # with True before 
 
 
 def modules_around_units(tree: UnitTree) -> Mapping[nn.Module, tuple[str, str]]:
-    """The modules of units that hold other units, and those of units of several modules: each with the unit's name and
-    its own. Only the outermost ones that hold no unit."""
+    """The modules of units that hold other units or have several modules, each with the unit's name and its own. Only
+    the outermost modules that hold no unit."""
     found: dict[nn.Module, tuple[str, str]] = {}
     for top in tree.root.modules:
         modules = list(plain_named_modules(top))
@@ -42,7 +42,7 @@ def modules_around_units(tree: UnitTree) -> Mapping[nn.Module, tuple[str, str]]:
                 continue
             unit = units.get(name)
             has_forward = getattr(module.forward, "__func__", None) is not nn.Module.forward
-            if unit is None and not has_forward:  # a list: nobody calls it
+            if unit is None and not has_forward:  # a list, which is never called
                 split.add(name)
             elif unit is None:
                 found[module] = next(units[each].name for each in _around(name) if each in units), name
@@ -60,7 +60,7 @@ def _around(name: str) -> Iterator[str]:
 
 @contextmanager
 def watched(tree: UnitTree, on_module: OnModule, on_optimizer: OnOptimizer) -> Iterator[Callable[[], None]]:
-    """Tell what happens until the block ends, or until what it yields is called."""
+    """Report events until the block ends, or until the yielded function is called."""
     with ExitStack() as stack:
         for module, names in modules_around_units(tree).items():
             tell = partial(_tell, on_module, *names)

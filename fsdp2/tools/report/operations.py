@@ -1,5 +1,5 @@
-"""When operations ran, as torch.profiler says. Events on streams, or the host's clock, tell when a unit computed, but
-not when nothing ran meanwhile because the host was late."""
+"""The times when operations ran, from torch.profiler. Events on streams, or the host's clock, tell when a unit
+computed, but not when nothing ran in between because the host was late."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _ZERO = "fsdp2.report"  # a range whose start is known on both clocks
 
 
 class Operations:
-    """Profiles from ``start`` to ``stop``. ``on_device``: what counts are the kernels of the accelerator, but not those
-    of NCCL; else the operations of the thread that starts."""
+    """Profiles from ``start`` to ``stop``. With ``on_device``, kernels of the accelerator count, except those of NCCL;
+    otherwise, operations of the thread that starts it."""
 
     def __init__(self, *, on_device: bool) -> None:
         self._on_device = on_device
@@ -35,7 +35,7 @@ class Operations:
             self._profiler.stop()
 
     def busy(self) -> list[tuple[float, float]]:
-        """From when to when operations ran, in seconds of the host's clock: in order, without overlaps."""
+        """The intervals in which operations ran, in seconds of the host's clock, in order and without overlaps."""
         events: Any = self._profiler.events()
         zero = next(event for event in events if event.name == _ZERO)
         ranges = [event.time_range for event in events if self._counts(event, zero)]

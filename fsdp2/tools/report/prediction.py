@@ -1,4 +1,4 @@
-"""What a plan predicted, beside what happened: the same figures of one rank's step, in the same units."""
+"""Compares the prediction of a plan with measurements: the same figures of one rank's step, in the same units."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class StepFigures:
-    """One step of one rank; None is not known.
+    """One step of one rank; None means unknown.
 
     Attributes:
         compute_ms: forward, backward, optimizer, and what else the program computes.
         exposed_ms: the rest of the step: communication that compute does not hide.
-        temporary_nbytes: unsharded parameters, and gradients on their way, at the peak.
-        allocated_nbytes: all that tensors took at the peak.
+        temporary_nbytes: unsharded parameters, and gradients being reduced, at the peak.
+        allocated_nbytes: the memory of all tensors at the peak.
         reserved_nbytes: what the allocator took from the device.
     """
 
@@ -28,8 +28,8 @@ class StepFigures:
 
 @dataclass(frozen=True)
 class Prediction:
-    """``figures`` of the choice that was applied, and what they were predicted for. ``same_machine``: that is what ran;
-    else a ratio to what was measured says nothing."""
+    """``figures`` of the applied choice, and the machine they were predicted for. ``same_machine``: that machine ran;
+    otherwise a ratio to the measurement means nothing."""
 
     choice: str
     machine: str
@@ -40,7 +40,7 @@ class Prediction:
 
 
 def compared(prediction: Prediction, measured: StepFigures) -> dict[str, Any]:
-    """``prediction`` beside what was ``measured``. A ratio is None where there is none, or where machines differ."""
+    """``prediction`` next to ``measured``. A ratio is None where there is none, or where machines differ."""
     rows = [
         {"figure": name, "predicted": predicted, "measured": value, "ratio": _ratio(prediction, value, predicted)}
         for (name, value), predicted in zip(vars(measured).items(), vars(prediction.figures).values(), strict=True)

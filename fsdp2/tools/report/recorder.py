@@ -1,4 +1,4 @@
-"""Notes what a rank does while steps run, and when; ``timeline`` reads these marks afterwards.
+"""Records what a rank does while steps run, and when; ``timeline`` reads these marks afterwards.
 
 On the CPU, the clock is the host's. On an accelerator, each mark is an event on the stream that does the work: nothing
 waits for the device inside a step, and times are read at the end.
@@ -22,7 +22,7 @@ from fsdp2.types import Observer
 Stamp = float | torch.Event | None
 _Mark = tuple[Edge, str, str, Stamp, Stamp, str, int]  # as ``Mark``, with stamps
 
-# On an accelerator: which stream does the work; other work is done on the compute stream, or on none.
+# Work on the gather stream of an accelerator; other work is done on the compute stream, or on none.
 _ON_GATHER_STREAM = ("unshard", "prefetch")
 _ON_REDUCE_STREAM = ("reduce_launch", "reduce_land")
 _ON_NO_STREAM = ("unshard", "prefetch", "keep")
@@ -39,7 +39,7 @@ class Step(NamedTuple):
 
 
 class HostClock:
-    """The CPU: work is done when the call returns.
+    """The clock of the CPU: work is done when the call returns.
 
     Attributes:
         times_waits: whether a wait for collectives takes time of this thread.
@@ -55,21 +55,21 @@ class HostClock:
         return time.perf_counter(), None
 
     def of_copy(self) -> tuple[Stamp, Stamp]:
-        """The same, for a copy on the current stream."""
+        """Like ``of_work``, for a copy on the current stream."""
         return time.perf_counter(), None
 
     def settle(self) -> None:
         """Wait until all stamps can be read."""
 
     def seconds(self, stamp: Stamp) -> float | None:
-        """When ``stamp`` was made."""
+        """The time when ``stamp`` was made."""
         assert not isinstance(stamp, torch.Event)
         return stamp
 
 
 class DeviceClock(HostClock):
-    """An accelerator: stamps are events on its streams. ``units``: those that do not use the device's usual streams
-    are asked for theirs."""
+    """The clock of an accelerator: stamps are events on its streams. Those of ``units`` that do not use the device's
+    usual streams are asked for theirs."""
 
     times_waits = False
 
@@ -118,18 +118,18 @@ def _marks_of(held: Bytes, now: Stamp) -> list[_Mark]:
 
 class Recorder(Observer):
     """The marks of up to ``max_steps`` steps. A step ends where the next forward begins after a backward that reduced
-    gradients, so it holds all micro-batches of an accumulation, and the optimizer. ``held``: what is asked for the
-    bytes of tensors, if anything.
+    gradients, so it holds all micro-batches of an accumulation, and the optimizer. ``held``, if given, reports the
+    bytes of tensors.
 
     Attributes:
-        on_done: called when nothing more will be recorded, so that nobody needs to tell the recorder anything.
+        on_done: called when nothing more will be recorded, so that the recorder needs no further calls.
     """
 
     def __init__(self, clock: HostClock, max_steps: int, held: HeldBytes | None = None) -> None:
         self._clock, self._max_steps, self._held = clock, max_steps, held
         self.on_done: Callable[[], None] = lambda: None
         self._marks: list[_Mark] = []
-        self._before: list[_Mark] = []  # what is held when the first step begins, if it is known later only
+        self._before: list[_Mark] = []  # what is held when the first step begins, if it is known only later
         self._bounds: list[tuple[int, Stamp]] = []  # where a step begins among the marks, and when
         self._last: tuple[Stamp, Stamp] = (None, None)
         self._unit = ""  # of the work that started last
@@ -150,7 +150,7 @@ class Recorder(Observer):
             if self._held is not None:
                 self._hold(self._held.at_start(), now)
         self._has_ended = self._has_ended or event == "end_backward"
-        if self._held is not None:  # before the event: what it brings is planned
+        if self._held is not None:  # before the event, since plans know what it adds
             self._hold(self._held.at(event, unit), now)
         self._marks.append((Edge.EVENT, event, unit, now, None, "", 0))
 
@@ -201,8 +201,8 @@ class Recorder(Observer):
             self._mark(edge, BLOCKED, "")
 
     def on_host_step(self, unit: str, start: float, stop: float) -> None:
-        """The host's thread has stepped ``unit``. It calls this while the thread that trains adds marks: one operation
-        adds both of these, so nothing comes between."""
+        """The host's thread has stepped ``unit``. It calls this while the training thread adds marks, so a single
+        operation adds both marks, and nothing comes between them."""
         if self._bounds and not self._is_done:
             self._marks += [
                 (Edge.START, HOST_STEP, unit, None, start, "", 0),
@@ -216,7 +216,7 @@ class Recorder(Observer):
                 self._marks.append((edge, work, unit, *self._last, "", 0))
 
     def end(self) -> None:
-        """The block is over: so is the step that runs."""
+        """The block is over, and so is the running step."""
         if self._bounds and not self._is_done:
             self._bounds.append((len(self._marks), self._clock.now()))
         self._is_done = True

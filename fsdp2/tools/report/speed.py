@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Peak:
-    """What one device computes at most per second. ``name``: of which device, in which dtype."""
+    """The peak compute rate of one device. ``name`` names the device and the dtype."""
 
     name: str
     flops: float
@@ -17,7 +17,7 @@ class Peak:
 
 @dataclass(frozen=True)
 class Work:
-    """What one rank does in a step, as the user says; None is not known."""
+    """The work of one rank in a step, as given by the user; None means unknown."""
 
     tokens: int | None = None
     flops: float | None = None
@@ -27,7 +27,7 @@ NOT_SAID = Work()
 
 
 def speed(works: Sequence[Work], step_s: float, peak: Peak | None, device: str) -> dict[str, Any]:
-    """Of a step of ``step_s`` seconds on ranks with these ``works``. ``no_mfu`` says why there is no MFU."""
+    """The speed of a step of ``step_s`` seconds on ranks with these ``works``. ``no_mfu`` says why there is no MFU."""
     tokens = [work.tokens for work in works if work.tokens is not None]
     flops = [work.flops for work in works if work.flops is not None]
     known = bool(step_s) and len(tokens) == len(works)

@@ -9,7 +9,7 @@ _MIB = 2**20
 
 
 def text_of(data: dict[str, Any]) -> str:
-    """The step, what it lost to what, what to change first, and who holds the memory."""
+    """The step, its lost time by cause, what to change first, and what holds the memory."""
     return "\n".join(
         [_step(data), *_speed(data["speed"]), _lost(data["lost"]), *_findings(data), *_memory(data["memory"])]
     )

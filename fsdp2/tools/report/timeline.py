@@ -1,7 +1,7 @@
 """What one rank did in a step, from the marks that it made: plain values, in seconds.
 
-``spans`` says what the rank's thread (on an accelerator: its compute stream) did at each time, ``transfers`` which
-collectives were in flight meanwhile. Marks come in the order in which they were made; no torch here.
+``spans`` says what the rank's thread (on an accelerator, its compute stream) did at each time, ``transfers`` which
+collectives were in flight at the same time. Marks come in the order in which they were made; no torch here.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import NamedTuple
 
 
 class Edge(Enum):
-    """What a mark says."""
+    """The meaning of a mark."""
 
     EVENT = "event"  # a hook fired
     START = "start"  # work starts
     STOP = "stop"  # work is done or, on an accelerator, enqueued
-    ACTION = "action"  # the action that has just stopped did something
+    ACTION = "action"  # the action that just stopped had an effect
     MODULE = "module"  # a module inside a unit, or an optimizer, starts or stops
     HELD = "held"  # from here on, the unit holds so many bytes of what the name says
 
@@ -43,7 +43,7 @@ class Mark(NamedTuple):
 
     @property
     def any_time(self) -> float:
-        """When it was made, on whatever stream is known."""
+        """The time when it was made, on any stream for which it is known."""
         found = self.time if self.time is not None else self.side
         assert found is not None
         return found
@@ -66,7 +66,7 @@ class Does(str, Enum):
 COMPUTING = (Does.FORWARD, Does.BACKWARD, Does.OTHER)
 
 
-# What a thread does outside of all units, by where no more is known.
+# What a thread does outside of all units, where nothing more is known.
 LOSS, OPTIMIZER, OUTSIDE = "loss and other code after forward", "optimizer", "other code outside of units"
 OPTIMIZER_END = "optimizer_end"  # in a mark; its start is OPTIMIZER
 
@@ -100,7 +100,7 @@ class Transfer(NamedTuple):
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all-gather", "reduce-scatter", "all-reduce"
 COPIES = TO_DEVICE, TO_HOST = "copy to device", "copy to host"
 HOST_STEP = "step on host"
-OF_HOST = (*COPIES, HOST_STEP)  # no collectives: ranks may have others, in another order
+OF_HOST = (*COPIES, HOST_STEP)  # not collectives: other ranks may have different ones, in another order
 
 GATHERS = ("unshard", "prefetch")
 RESHARDS = ("reshard", "reshard_post_forward")
@@ -110,10 +110,10 @@ _OF_REDUCTIONS = ("reduce_launch", "reduce_finish", "reduce_land")
 
 
 class _Passes:
-    """Which unit computes, and which module of it, as far as marks tell.
+    """The unit that computes, and its module, as far as marks tell.
 
-    In backward, it is the innermost one that has begun and not ended. Some never end, since nobody needs the gradients
-    of their inputs: these count as over when another one begins that is not inside them.
+    In backward, it is the innermost one that has begun and not ended. Some never end, since the gradients of their
+    inputs are not needed: these count as over when another one begins that is not inside them.
     """
 
     def __init__(self) -> None:
@@ -175,7 +175,7 @@ class _Passes:
 
     @property
     def now(self) -> tuple[Does, str, str]:
-        """What computes: the kind, the unit, and the module."""
+        """What computes now: the kind, the unit, and the module."""
         if self.in_backward:  # a forward that is recomputed belongs to backward
             places = self._forwards or self._backwards
             return (Does.BACKWARD, *places[-1]) if places else (Does.BACKWARD, "", OUTSIDE)
@@ -189,7 +189,7 @@ class _Place(NamedTuple):
     module: str
 
     def is_inside(self, other: _Place) -> bool:
-        """Whether it is a part of ``other``, by their names."""
+        """Whether this is a part of ``other``, judging by their names."""
         if self == other:
             return False
         around = other.module or other.unit
@@ -238,8 +238,8 @@ def spans(marks: Sequence[Mark], start: float, stop: float, *, on_device: bool) 
 
 
 def with_idle(spans: Iterable[Span], busy: Sequence[tuple[float, float]]) -> list[Span]:
-    """``spans``, with compute cut where no operation ran. ``busy``: from when to when operations ran, in order, without
-    overlaps."""
+    """``spans``, with compute split where no operation ran. ``busy`` has the intervals in which operations ran, in
+    order and without overlaps."""
     found: list[Span] = []
     position = 0
     for span in spans:
@@ -263,7 +263,7 @@ def with_idle(spans: Iterable[Span], busy: Sequence[tuple[float, float]]) -> lis
 
 
 def joined(spans: Iterable[Span], shortest: float) -> list[Span]:
-    """``spans``, to draw: the thread counts as busy where it was idle for less than ``shortest`` seconds."""
+    """``spans`` for drawing: the thread counts as busy where it was idle for less than ``shortest`` seconds."""
     found: list[Span] = []
     for span in spans:
         last = found[-1] if found else None
@@ -281,7 +281,7 @@ def _where(span: Span) -> tuple[str, str, bool]:
 
 
 def _does(works: Sequence[tuple[str, str]], landed: str, *, on_device: bool) -> tuple[Does, str]:
-    """The innermost of ``works`` runs. ``landed``: the unit whose reduction was worked on last."""
+    """What the innermost of ``works``, which is running, does. ``landed`` is the unit of the latest reduction."""
     name, unit = works[-1]
     if name == BLOCKED:
         name, unit = works[-2]
@@ -365,7 +365,7 @@ class _Transfers:
         elif name == "reduce_land" and self._reductions[unit] and self._reductions[unit][0].kind == ALL_REDUCE:
             stop = self._waited(start)
             if mark.side is not None:
-                stop = self._copies[0].start if self._copies else mark.side  # gradients go to the host behind it
+                stop = self._copies[0].start if self._copies else mark.side  # gradients go to the host after it
             self._close(self._reductions[unit].pop(0), stop)
 
     def _act(self, mark: Mark) -> None:
@@ -375,7 +375,7 @@ class _Transfers:
         elif name == "reduce":
             self._reductions[unit] += self._launched
             self._launched = []
-        elif unit in self._gathers and (name == "wait" or name in RESHARDS):  # resharded: it was gathered in vain
+        elif unit in self._gathers and (name == "wait" or name in RESHARDS):  # if resharded, it was gathered in vain
             transfer = self._gathers.pop(unit)
             self._close(transfer, transfer.stop if self._on_device else self._waited(self._started.get(name, mark)))
 
@@ -387,11 +387,11 @@ class _Transfers:
         return transfer._replace(stop=max(transfer.start, self._copies[0].start)) if self._copies else transfer
 
     def _waited(self, start: Mark) -> float:
-        """When the thread had waited for what it began to wait for at ``start``."""
+        """The time when the wait that began at ``start`` was over."""
         return start.any_time if self._arrived is None else self._arrived
 
     def _transfer(self, kind: str, launched: Mark, start: float, *, early: bool = False) -> Transfer:
-        """``launched``: the end of the launch; on an accelerator, of the collective."""
+        """``launched`` is the end of the launch or, on an accelerator, of the collective."""
         stop = launched.any_time if launched.side is None else launched.side
         self._num_launched += 1
         in_backward = self._passes.in_backward

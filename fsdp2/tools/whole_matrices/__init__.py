@@ -1,8 +1,8 @@
-"""Whole matrices on shards: for a moment, on one rank each, without another storage.
+"""Makes the matrices of sharded parameters whole for a moment, each on one rank, without changing how they are stored.
 
-From below: ``rules`` says which matrices a tensor consists of, ``regions`` where its entries lie, ``planner`` who owns
-which matrix and in which bucket it travels, ``messages`` what one rank sends. They are pure. ``exchange`` moves the
-bytes, ``domains`` finds the process groups, ``circles`` who must hear of failures, ``run`` puts them together.
+From the bottom up: ``rules`` defines which matrices a tensor consists of, ``regions`` where its entries lie,
+``planner`` the owner and bucket of each matrix, and ``messages`` what one rank sends. These are pure. ``exchange``
+moves bytes, ``domains`` finds process groups, ``circles`` the ranks that must hear of failures; ``run`` combines them.
 """
 
 from fsdp2.tools.whole_matrices.planner import Matrix, newton_schulz_cost

@@ -1,4 +1,4 @@
-"""Several axes of a mesh as one."""
+"""Treats several axes of a mesh as one."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from fsdp2.plan.mesh import NO_AXIS, Axis, mesh_device
 
 
 def joint_axis(mesh: DeviceMesh, axes: Sequence[int]) -> Axis:
-    """Several axes of ``mesh`` as one, by position, with the ranks that this rank reaches over them, ascending.
-    Collective, unless at most one of them has several ranks: else a process group is made once."""
+    """Join several axes of ``mesh``, given by position, into one with the ranks that this rank reaches over them,
+    ascending. Collective if more than one of them has several ranks: a process group is then made, once."""
     long = [Axis(mesh.get_group(i), mesh.size(i), mesh.get_local_rank(i)) for i in axes if mesh.size(i) > 1]
     if len(long) < 2:
         return next((replace(each, rank=dist.get_rank(each.group)) for each in long), NO_AXIS)

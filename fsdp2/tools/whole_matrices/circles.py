@@ -1,8 +1,8 @@
-"""What ranks tell each other of a plan: that it is the same, that a rank has failed, and a flag for each tensor.
+"""What ranks tell each other about a plan: that it is the same, that a rank has failed, and a flag for each tensor.
 
-A circle is all ranks of one mesh, with the tensors on it. One who fails must be heard by replicas, too, which a domain
-need not have. As a rule there is one circle. Of several, a failure goes from the smallest to the largest, and back.
-Rule: all ranks of a circle come to it at the same places of their programs, whatever circles they are in beside it.
+A circle is all ranks of one mesh, with the tensors on it. Replicas, which may be outside of a domain, must hear of a
+failed rank, too. Usually there is one circle; if there are several, a failure passes from the smallest to the largest,
+and back. Rule: all ranks of a circle reach it at the same points of their programs, whatever other circles they are in.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fsdp2.tools.whole_matrices.regions import Placed
 
 @dataclass(frozen=True)
 class Circle:
-    """All ranks of a mesh. ``positions``: of the tensors on it. ``has_larger``: a rank of it is in a later one."""
+    """All ranks of a mesh. ``positions`` are those of its tensors; ``has_larger``: some rank is in a later circle."""
 
     axis: Axis
     ranks: tuple[int, ...]
@@ -45,17 +45,17 @@ def circles_of(subjects: Sequence[Subject]) -> tuple[Circle, ...]:
         axis, ranks = joint_axis(mesh, axes), tuple(sorted(ranks_along(mesh, axes)))
         circle = found.setdefault(ranks, Circle(axis, ranks, mesh_device(mesh), ()))
         found[ranks] = replace(circle, positions=(*circle.positions, each.position))
-    # By ranks, not by what comes first in this rank's list, which is compared with others' later.
+    # Ordered by ranks, not by this rank's list of tensors, which is compared with other ranks' lists only later.
     ordered = sorted(found.values(), key=lambda circle: (len(circle.ranks), circle.ranks))
     larger = [any(exchange(each.axis, each is not ordered[-1])) for each in ordered]
     return tuple(replace(each, has_larger=has) for each, has in zip(ordered, larger, strict=True))
 
 
 def check_alike(circles: Sequence[Circle], subjects: Sequence[Subject], cost: Cost, options: object) -> None:
-    """Raise on all ranks if some would plan otherwise, or if a shard is not as its placements say. Collective.
+    """Check that all ranks would make the same plan, and that each shard agrees with its placements. Collective.
 
     Raises:
-        ValueError: that is so.
+        ValueError: that is not so, on any rank. All ranks raise.
     """
     problem = next(filter(None, map(_unexpected_shard, subjects)), None)
     if problem is not None:
@@ -102,15 +102,15 @@ def told(circles: Sequence[Circle], texts: Sequence[str]) -> list[str]:
 
 
 def agreed(circles: Sequence[Circle], has_failed: bool, flags: Sequence[bool]) -> tuple[bool, list[bool]]:
-    """Whether some rank has failed; and by position, whether some rank of the circle has set the flag. ``flags`` may be
-    empty. Collective. The host waits for the device, once."""
+    """Whether any rank has failed, and by position, whether any rank of the circle has set the flag. ``flags`` may be
+    empty. Collective. The host waits for the device once."""
     found = list(flags)
     states: list[Tensor] = []
     failed: Tensor | None = None
     for circle in circles:
         values = [has_failed, *(flags[position] for position in circle.positions if flags)]
         sent = torch.tensor(values, dtype=torch.uint8, device="cpu")
-        if circle.device.type != "cpu":  # from other memory, the host would wait for the copy
+        if circle.device.type != "cpu":  # from pageable memory, the host would wait for the copy
             sent = sent.pin_memory()
         state = sent.to(circle.device, non_blocking=True)
         failed = _reduced(circle, state, failed)[:1]
@@ -132,7 +132,7 @@ def _there_and_back(circles: Sequence[Circle]) -> Iterator[Circle]:
 
 
 def _reduced(circle: Circle, state: Tensor, failed: Tensor | None) -> Tensor:
-    """``state`` of any rank, with ``failed`` in its first element; in place."""
+    """Reduce ``state`` over all ranks in place, with ``failed`` in its first element."""
     if failed is not None:
         state[:1] |= failed
     if circle.axis.group is not None:

@@ -1,6 +1,6 @@
-"""Which ranks share the work on which tensors: from DTensors to process groups and what the planner takes.
+"""Which ranks share the work on which tensors: turns DTensors into process groups and input for the planner.
 
-A domain is a process group with the tensors that are cut over its ranks, or copied on them, and travel in one dtype.
+A domain is a process group with the tensors that its ranks shard or replicate, and that are sent in one dtype.
 Rule: all ranks of a group have the same domains in the same order.
 """
 
@@ -27,12 +27,12 @@ Copies = Literal["cheaper", "share", "each"]
 
 @dataclass(frozen=True)
 class Rates:
-    """What a machine does in a second, roughly: to choose between sharing the work of copies and repeating it.
+    """What a machine roughly does per second. Used to choose whether replicas share the work or each repeat it.
 
     Attributes:
         flops: floating-point operations of a rank.
-        nbytes: that a rank sends to ranks that have parts of the same copy.
-        nbytes_across: that a rank sends to other copies, which are on other nodes as a rule.
+        nbytes: bytes that a rank sends to ranks that have parts of the same copy.
+        nbytes_across: bytes that a rank sends to other copies, which are usually on other nodes.
     """
 
     flops: float
@@ -40,7 +40,7 @@ class Rates:
     nbytes_across: float
 
     def seconds(self, plan: GroupPlan) -> float:
-        """The time of the busiest rank and of the one that sends most, behind each other."""
+        """The compute time of the busiest rank plus the communication time of the rank that sends most."""
         across = max(map(sum, zip(*(each.across for each in plan.traffic), strict=True)), default=0)
         return max(plan.loads) / self.flops + max(plan.sent_nbytes) / self.nbytes + across / self.nbytes_across
 
@@ -51,7 +51,7 @@ ON_ACCELERATOR = Rates(flops=3e14, nbytes=2e11, nbytes_across=2.5e10)
 
 @dataclass(frozen=True)
 class Subject:
-    """A tensor that is to be whole for a moment. ``position``: among all tensors."""
+    """A tensor that is to be whole for a moment. ``position`` is its index among all tensors."""
 
     position: int
     name: str
@@ -65,9 +65,9 @@ class Domain:
 
     Attributes:
         ranks: the global ranks, by member.
-        positions: of its tensors among all tensors.
-        dtype: in which they travel.
-        device: where messages and whole matrices are.
+        positions: the indices of its tensors among all tensors.
+        dtype: the dtype in which they are sent.
+        device: the device of messages and whole matrices.
     """
 
     axis: Axis
@@ -83,11 +83,11 @@ class Domain:
 
 
 def subject_of(position: int, name: str, tensor: Tensor, rule: MatrixRule | None) -> Subject:
-    """``tensor``, checked.
+    """Check ``tensor`` and describe it.
 
     Raises:
-        TypeError: it is no DTensor.
-        ValueError: it is a pending sum; it has not two dims, and there is no rule for it, or one that does not fit.
+        TypeError: it is not a DTensor.
+        ValueError: it is a pending sum; it does not have two dims and has no rule; its rule does not fit.
     """
     if not isinstance(tensor, DTensor):
         raise TypeError(
@@ -121,7 +121,7 @@ def domains_of(
     copies: Copies,
     last_first: bool,
 ) -> list[Domain]:
-    """The domains of ``subjects``, those of most ranks first. Collective: ranks have the same subjects and options."""
+    """The domains of ``subjects``, those with most ranks first. Collective: all ranks pass the same arguments."""
     make = _Maker(subjects, cost, dtype, bucket_nbytes, last_first)
     has_copies = any(p.is_replicate() for each in subjects for p in each.tensor.placements)
     if not has_copies or copies != "cheaper":
@@ -135,7 +135,7 @@ def _seconds(domains: Sequence[Domain]) -> float:
 
 @dataclass
 class _Maker:
-    """Makes the domains. ``shares``: whether copies of a tensor share the work, or each does its own."""
+    """Makes the domains. ``shares`` says whether copies of a tensor share the work; otherwise each does its own."""
 
     subjects: Sequence[Subject]
     cost: Cost
@@ -149,12 +149,12 @@ class _Maker:
             axis, ranks, placed = _on_group(each, shares=shares)
             key = _Key(ranks, self.dtype or each.tensor.dtype, mesh_device(each.tensor.device_mesh))
             found.setdefault(key, (axis, []))[1].append((each, placed))
-        loads: list[dict[int, float]] = []  # of the groups so far, by rank
+        loads: list[dict[int, float]] = []  # loads by rank, for each group so far
         domains = []
         for key in sorted(found, key=lambda key: (-len(key.ranks), found[key][1][0][0].position)):
             axis, members = found[key]
             planned = [PlannedTensor(each.name, placed, key.dtype.itemsize, each.rule) for each, placed in members]
-            # What all ranks of this group know: the loads of groups that they are all in.
+            # All ranks of this group know only the loads of groups that they are all in.
             known = [each for each in loads if each.keys() >= {*key.ranks}]
             before = [sum(each[rank] for each in known) for rank in key.ranks]
             plan = plan_matrices(
@@ -179,7 +179,7 @@ class _Key(NamedTuple):
 
 
 def cuts_of(tensor: DTensor) -> tuple[AxisCut, ...]:
-    """What each axis of its mesh does to ``tensor``."""
+    """What each axis of the mesh of ``tensor`` does to it."""
     placements = tensor.placements
     return tuple(
         AxisCut(size, dim, torch_names.split_factor_of(placement)) if dim is not None else AxisCut(size, None)

@@ -1,8 +1,8 @@
 """The two all-to-alls of a bucket: shards to owners, results to shards.
 
 On the CPU, a message is a ``Work``, and "wait" blocks this thread. On an accelerator, messages are packed and sent on
-the stream of all-gathers, and the compute stream waits for events. All memory is allocated on the compute stream, and
-given back when the compute stream has waited for the last message that reads or writes it.
+the all-gather stream, and the compute stream waits for events. All memory is allocated on the compute stream, and freed
+once the compute stream has waited for the last message that reads or writes it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Source = Callable[[int, Slices], Tensor]  # entries of this rank's shard of a te
 
 
 class Message:
-    """One all-to-all in flight. It owns the memory of what is sent and of what arrives until ``wait``."""
+    """One all-to-all in flight. It owns its send and receive memory until ``wait``."""
 
     def __init__(
         self, axis: Axis, streams: Streams, sent: Tensor, sizes: Sequence[int], sent_sizes: Sequence[int]
@@ -35,7 +35,7 @@ class Message:
         self._arrived = sent if axis.group is None else sent.new_empty(sum(sizes))
 
     def start(self, fill: Callable[[Tensor], None]) -> None:
-        """Let ``fill`` write the message, and send it.
+        """Let ``fill`` write the message, then send it.
 
         Raises:
             CommunicationError: a rank is lost.
@@ -61,7 +61,7 @@ class Message:
         return () if work is None else (work,)
 
     def wait(self) -> Tensor:
-        """What has arrived, ``[sum of sizes]``, for the compute stream. Call it once: the message keeps nothing.
+        """Return the received elements, ``[sum of sizes]``, for the compute stream. Call it once: nothing is kept.
 
         Raises:
             CommunicationError: a rank is lost.
@@ -76,7 +76,7 @@ class Message:
 
 
 class _Told:
-    """Errors of the backend in the block say which ranks may be lost."""
+    """Makes errors of the backend in the block name the ranks that may be lost."""
 
     def __init__(self, axis: Axis) -> None:
         self._axis = axis
@@ -90,7 +90,7 @@ class _Told:
 
 
 def send_shards(axis: Axis, messages: BucketMessages, source: Source, like: Tensor) -> Message:
-    """Start sending this rank's shards to owners. ``like``: an empty tensor of the messages' dtype and device."""
+    """Start sending this rank's shards to owners. ``like`` is an empty tensor of the messages' dtype and device."""
     sent = like.new_empty(sum(messages.given_sizes))
     message = Message(axis, streams_for(like.device), sent, messages.arriving_sizes, messages.given_sizes)
 
@@ -103,7 +103,7 @@ def send_shards(axis: Axis, messages: BucketMessages, source: Source, like: Tens
 
 
 def stacked(messages: BucketMessages, arrived: Tensor) -> list[Tensor]:
-    """The whole matrices of each stack, ``[n, rows, columns]``, from what has arrived; in its memory, where it can."""
+    """The whole matrices of each stack, ``[n, rows, columns]``, from what ``arrived``; in its memory, if possible."""
     if messages.arrives_whole:
         sizes = [len(each.matrices) * each.rows * each.columns for each in messages.stacks]
         parts = arrived.split(sizes) if sizes else ()
@@ -118,7 +118,7 @@ def stacked(messages: BucketMessages, arrived: Tensor) -> list[Tensor]:
 
 
 def send_results(axis: Axis, messages: BucketMessages, stacks: Sequence[Tensor], like: Tensor) -> Message:
-    """Start sending the results of each stack to all that hold shards of it."""
+    """Start sending the results of each stack to all ranks that hold shards of it."""
     sent = _as_message(stacks, like) if messages.returns_whole and axis.group is not None else None
     if sent is None:
         sent = like.new_empty(sum(messages.returned_sizes))
@@ -129,7 +129,7 @@ def send_results(axis: Axis, messages: BucketMessages, stacks: Sequence[Tensor],
 
 
 def _as_message(stacks: Sequence[Tensor], like: Tensor) -> Tensor | None:
-    """The memory of one stack of the message's dtype and device; None of others."""
+    """The memory of the stack, if there is only one and it has the message's dtype and device; otherwise None."""
     if len(stacks) != 1 or not stacks[0].is_contiguous():
         return None
     return stacks[0].view(-1) if (stacks[0].dtype, stacks[0].device) == (like.dtype, like.device) else None
@@ -144,8 +144,8 @@ def fill_results(messages: BucketMessages, stacks: Sequence[Tensor], memory: Ten
 def take_results(
     messages: BucketMessages, arrived: Tensor, make: Callable[[int], Tensor], results: list[Tensor | None]
 ) -> None:
-    """Write what has arrived to ``results``, by tensor. A shard that came in one piece stays where it arrived; ``make``
-    allocates others."""
+    """Write received elements to ``results``, by tensor. A shard that came in one piece stays in the received memory;
+    ``make`` allocates the others."""
     for slot in messages.results:
         if slot.is_all:
             results[slot.tensor] = _place(arrived, slot)

@@ -1,9 +1,9 @@
 """What one member sends and receives for one bucket: offsets in flat messages, decided once.
 
-Integers in, integers out: no torch. Four messages: shards go to owners and arrive there, results go to all holders and
-arrive there. Rule: what one member sends to another lies in the order in which that one reads it: by owner, then by
-matrix in the order of the bucket, then by piece. Offsets and sizes are in elements. Neighbours become one slot, on each
-side by itself: that changes no byte of a message.
+Integers in, integers out: no torch. There are four messages: shards sent to owners and received there, results sent to
+all holders and received there. Rule: elements sent to another member lie in the order in which that member reads them:
+by owner, then by matrix in the order of the bucket, then by piece. Offsets and sizes are in elements. Each side merges
+neighbouring slots on its own, which changes no byte of a message.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from fsdp2.tools.whole_matrices.regions import Piece
 from fsdp2.tools.whole_matrices.rules import Box
 
 Slices = tuple[slice, ...]
-_Part = tuple[int, tuple[Any, ...]]  # elements, or an offset; and the rest of a slot
+_Part = tuple[int, tuple[Any, ...]]  # number of elements, or an offset; and the rest of a slot
 
 
 @dataclass(frozen=True)
 class ShardSlot:
-    """A place in a message for entries of this member's shard of ``tensor``. ``is_all``: they are the whole shard."""
+    """A place in a message for entries of this member's shard of ``tensor``. ``is_all``: it holds the whole shard."""
 
     offset: int
     shape: tuple[int, ...]
@@ -35,8 +35,8 @@ class ShardSlot:
 
 @dataclass(frozen=True)
 class MatrixSlot:
-    """A place in a message for entries of the matrix ``index`` of ``stack``, which is seen as ``box_shape``; or for
-    ``count`` whole matrices from ``index`` on, of shape ``[count, rows, columns]``."""
+    """A place in a message for entries of the matrix ``index`` of ``stack``, viewed as ``box_shape``; or for
+    ``count`` whole matrices starting at ``index``, of shape ``[count, rows, columns]``."""
 
     offset: int
     shape: tuple[int, ...]
@@ -49,7 +49,7 @@ class MatrixSlot:
 
 @dataclass(frozen=True)
 class Stack:
-    """Matrices of equal shape that this member owns. ``matrices``: their positions in the plan."""
+    """Matrices of equal shape that this member owns. ``matrices`` are their positions in the plan."""
 
     rows: int
     columns: int
@@ -58,10 +58,10 @@ class Stack:
 
 @dataclass(frozen=True)
 class BucketMessages:
-    """The messages of one bucket, as one member has them. The sizes are by other member.
+    """The messages of one bucket, as one member sees them. Sizes are listed per other member.
 
-    ``arrives_whole``: what arrives has the memory of the stacks behind each other; ``returns_whole``: so has what is
-    returned. Then nothing need be copied, as with one matrix that is cut by rows.
+    With ``arrives_whole``, the received message is laid out like the stacks, one after another; with ``returns_whole``,
+    the returned message is. Then nothing needs to be copied, as with a single matrix that is sharded by rows.
     """
 
     stacks: tuple[Stack, ...]
@@ -113,7 +113,7 @@ def messages_of(plan: GroupPlan, bucket: Bucket, me: int) -> BucketMessages:
 
 
 def _lie_as_stacks(stacks: Sequence[Stack], slots: Sequence[MatrixSlot]) -> bool:
-    """Whether each slot's place in the message is its place in the memory of ``stacks`` behind each other."""
+    """Whether each slot has the same place in the message as in the memory of ``stacks``, one after another."""
     sizes = [stack.rows * stack.columns for stack in stacks]
     totals = [size * len(stack.matrices) for size, stack in zip(sizes, stacks, strict=True)]
     starts = [sum(totals[:number]) for number in range(len(stacks))]
@@ -125,7 +125,7 @@ def _lie_as_stacks(stacks: Sequence[Stack], slots: Sequence[MatrixSlot]) -> bool
 
 
 def _is_contiguous(slot: MatrixSlot) -> bool:
-    """Whether the entries follow each other in the matrix: only the first dim that has several is cut."""
+    """Whether the entries are contiguous in the matrix: only the first dim with several entries is cut."""
     if slot.count > 1:
         return True
     dims = [number for number, size in enumerate(slot.box_shape) if size > 1]
@@ -141,7 +141,7 @@ def _start(slot: MatrixSlot) -> int:
 
 
 def _joined_shards(plan: GroupPlan, me: int, slots: Sequence[ShardSlot]) -> tuple[ShardSlot, ...]:
-    """``slots``, where rows of one shard that follow each other, as experts do, are one slot."""
+    """Merge ``slots`` with consecutive rows of one shard, such as experts, into one slot."""
     found: list[ShardSlot] = []
     for slot in slots:
         last = found[-1] if found else None
@@ -158,7 +158,7 @@ def _joined_shards(plan: GroupPlan, me: int, slots: Sequence[ShardSlot]) -> tupl
 
 
 def _joined_matrices(stacks: Sequence[Stack], slots: Sequence[MatrixSlot]) -> tuple[MatrixSlot, ...]:
-    """``slots``, where whole matrices of one stack that follow each other are one slot."""
+    """Merge ``slots`` with consecutive whole matrices of one stack into one slot."""
     found: list[MatrixSlot] = []
     for slot in slots:
         stack = stacks[slot.stack]
@@ -176,7 +176,7 @@ def _joined_matrices(stacks: Sequence[Stack], slots: Sequence[MatrixSlot]) -> tu
 
 
 class _Message:
-    """Slots behind each other; ``parts``: for each other member, the number of elements and the rest of each slot."""
+    """Consecutive slots. ``parts`` has, for each other member, the number of elements and the rest of each slot."""
 
     def __init__(self, parts: Iterable[Iterable[_Part]]) -> None:
         self.slots: list[_Part] = []
@@ -191,7 +191,7 @@ class _Message:
 
 
 def _shard_slots(plan: GroupPlan, bucket: Bucket, me: int, owner: int, *, of_all_copies: bool) -> Iterator[_Part]:
-    """What ``me`` gives to ``owner``; with ``of_all_copies``, what comes back from there."""
+    """What ``me`` sends to ``owner``; with ``of_all_copies``, what ``owner`` sends back."""
     for index in bucket.of_owner[owner]:
         tensor = plan.matrices[index].tensor
         placed = plan.tensors[tensor].placed
@@ -204,7 +204,7 @@ def _shard_slots(plan: GroupPlan, bucket: Bucket, me: int, owner: int, *, of_all
 def _matrix_slots(
     plan: GroupPlan, stacks: tuple[Stack, ...], me: int, member: int, *, of_all_copies: bool
 ) -> Iterator[_Part]:
-    """What arrives at ``me``, the owner, from ``member``; with ``of_all_copies``, what ``me`` returns to it."""
+    """What ``me``, the owner, receives from ``member``; with ``of_all_copies``, what ``me`` returns to it."""
     for number, stack in enumerate(stacks):
         for position, index in enumerate(stack.matrices):
             matrix = plan.matrices[index]

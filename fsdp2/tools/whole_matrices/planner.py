@@ -1,7 +1,8 @@
-"""Who owns which matrix, in which bucket it travels, and what that costs: a pure function of shapes and placements.
+"""Plans the owner and bucket of each matrix, and the cost of that: a pure function of shapes and placements.
 
-Integers in, integers out: no torch, no process group. All members of a group compute the same plan, from nothing that
-only one of them knows. Rule: each matrix has one owner and is in one bucket; owners' shares of each bucket are alike.
+Integers in, integers out: no torch, no process group. All members of a group compute the same plan, since it depends
+on nothing that only one of them knows. Rule: each matrix has one owner and is in one bucket, and owners have similar
+shares of each bucket.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from fsdp2.tools.whole_matrices.rules import Box, MatrixRule
 
 Cost = Callable[[int, int], float]
 
-_MOST_IMPROVEMENTS = 10_000  # of an assignment; each makes it better, so this only bounds the time
+_MOST_IMPROVEMENTS = 10_000  # each improves the assignment, so this only bounds the time
 
 
 def newton_schulz_cost(rows: int, columns: int) -> float:
@@ -30,7 +31,7 @@ def newton_schulz_cost(rows: int, columns: int) -> float:
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """What the planner knows of a tensor. ``itemsize``: bytes of an element as it travels."""
+    """What the planner knows about a tensor. ``itemsize`` is the bytes of an element as it is sent."""
 
     name: str
     placed: Placed
@@ -43,10 +44,10 @@ class Matrix:
     """One matrix that is whole for a moment.
 
     Attributes:
-        name: of its tensor, with an index if the tensor has several.
+        name: the name of its tensor, with an index if the tensor has several matrices.
         tensor: the position of its tensor.
         box: its entries in the tensor.
-        cost: of the function, in any unit.
+        cost: the cost of the function, in any unit.
     """
 
     name: str
@@ -63,7 +64,7 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Matrices that travel together. ``of_owner``: positions of matrices, by member; equal shapes are neighbours."""
+    """Matrices that are sent together. ``of_owner`` lists positions by member; equal shapes are next to each other."""
 
     of_owner: tuple[tuple[int, ...], ...]
 
@@ -73,12 +74,12 @@ class Traffic:
     """Bytes in one bucket, by member.
 
     Attributes:
-        shards: of its shards that the member gives to owners, itself included.
-        owned: of the whole matrices that it owns.
-        results: of the results that come back to it.
-        returned: of the results that it gives to all holders: once for each copy of a tensor.
-        sent: that it sends to other members.
-        across: that it sends to members of other copies.
+        shards: bytes of shards that the member gives to owners, including itself.
+        owned: bytes of the whole matrices that it owns.
+        results: bytes of the results that come back to it.
+        returned: bytes of the results that it gives to all holders, once for each copy of a tensor.
+        sent: bytes that it sends to other members.
+        across: bytes that it sends to members of other copies.
     """
 
     shards: tuple[int, ...]
@@ -127,12 +128,12 @@ class GroupPlan:
 
     @property
     def sent_nbytes(self) -> tuple[int, ...]:
-        """Bytes that each member sends to others in a step: shards to owners, and results back."""
+        """Bytes that each member sends to others in a step: shards to owners, and results to holders."""
         return tuple(map(sum, zip(*(bucket.sent for bucket in self.traffic), strict=True)))
 
     @cached_property
     def traffic(self) -> tuple[Traffic, ...]:
-        """What moves in each bucket."""
+        """The traffic of each bucket."""
         return tuple(map(self._traffic_of, self.buckets))
 
     def _traffic_of(self, bucket: Bucket) -> Traffic:
@@ -157,10 +158,9 @@ class GroupPlan:
 
     @property
     def temporary_nbytes(self) -> int:
-        """The most memory that messages and whole matrices take at a time on a member: what arrives for the next
-        bucket; what arrives for this one, or its whole matrices and results; and what goes back for this one or the one
-        before. Results that have come back, which are kept to the end, and what the function itself allocates are not
-        counted."""
+        """Peak memory of messages and whole matrices on a member: received shards of the next bucket; those of this
+        bucket, or its whole matrices and results; and results being sent back for this bucket or the previous one. Not
+        counted are received results, which are kept to the end, and allocations of the function itself."""
         return max(map(self._temporary_nbytes_of, range(self.num_members)), default=0)
 
     def _temporary_nbytes_of(self, member: int) -> int:
@@ -175,7 +175,7 @@ class GroupPlan:
 
     @property
     def kept_nbytes(self) -> int:
-        """Bytes of all results on a member, at most. They are kept until all matrices have succeeded."""
+        """The most bytes of results on any member. They are kept until all matrices have succeeded."""
         return max(map(sum, zip(*(each.results for each in self.traffic), strict=True)), default=0)
 
     def __str__(self) -> str:
@@ -199,25 +199,25 @@ def plan_matrices(
     before: Sequence[float] = (),
     last_first: bool = False,
 ) -> GroupPlan:
-    """Divide ``tensors`` into matrices, and give each of these an owner and a bucket.
+    """Divide ``tensors`` into matrices, and assign an owner and a bucket to each matrix.
 
-    Longest first: each matrix goes to the member with the least to do; of several, to the one that has most of it. One
-    that has half of it or more is given it anyway, unless that is more than it can do. Then matrices of the busiest
-    member move, or change places with smaller ones, as long as that helps.
+    The most expensive matrices come first. Each goes to the member with the least load; ties go to the member that has
+    most of the matrix. A member that has at least half of a matrix gets it anyway, unless that would overload it. Then
+    matrices of the busiest member are moved, or swapped with cheaper ones, as long as that helps.
 
     Args:
-        cost: of the function on a matrix of so many rows and columns.
+        cost: the cost of the function on a matrix of so many rows and columns.
         bucket_nbytes: the most memory that a bucket takes on a member, half of ``temporary_nbytes``. A matrix that
             takes more is alone on its owner.
-        before: the cost of what each member has to do already.
-        last_first: fill buckets with the last tensors first, as backward brings their gradients; else with the dearest
-            matrices, so that members' shares of a bucket match best.
+        before: the load that each member has already.
+        last_first: fill buckets with the last tensors first, in the order in which backward computes gradients; else
+            with the most expensive matrices first, so that members' shares of a bucket match best.
     """
     matrices = matrices_of(tensors, cost)
     before = tuple(before) or (0.0,) * num_members
     owners = _owners(tensors, matrices, num_members, before)
     _improve(matrices, owners, before)
-    share_nbytes = bucket_nbytes * 2 // 5  # it is sent, arrives, is a stack, is a result, and goes back
+    share_nbytes = bucket_nbytes * 2 // 5  # it exists as sent, received, stack, result and returned
     while True:
         buckets = _buckets(tensors, matrices, owners, num_members, share_nbytes, last_first)
         plan = GroupPlan(tuple(tensors), matrices, tuple(owners), buckets, num_members, before)
@@ -228,7 +228,7 @@ def plan_matrices(
 
 
 def matrices_of(tensors: Sequence[PlannedTensor], cost: Cost) -> tuple[Matrix, ...]:
-    """The matrices of all ``tensors``, in their order. Those without entries are left out."""
+    """The matrices of all ``tensors``, in order, without empty ones."""
     return tuple(
         Matrix(f"{tensor.name}{each.label}", index, each.box, each.rows, each.columns, cost(each.rows, each.columns))
         for index, tensor in enumerate(tensors)
@@ -238,15 +238,15 @@ def matrices_of(tensors: Sequence[PlannedTensor], cost: Cost) -> tuple[Matrix, .
 
 
 def least_largest_load(costs: Sequence[float], num_members: int, before: Sequence[float] = ()) -> float:
-    """What the busiest of ``num_members`` has to do at least, however matrices of these ``costs`` are assigned."""
+    """A lower bound on the load of the busiest of ``num_members``, for any assignment of matrices with ``costs``."""
     costs = sorted(costs, reverse=True)
     bounds = [(sum(costs) + sum(before)) / num_members, *before]
-    for start in range(0, len(costs), num_members):  # of the first k * num_members + 1, some member has k + 1
+    for start in range(0, len(costs), num_members):  # some member has k + 1 of the first k * num_members + 1
         taken = start // num_members + 1
         bounds.append(sum(costs[start + 1 - taken : start + 1]))
     low, high = max(bounds), 2 * max(bounds)
     numbers = Counter(costs)
-    for _ in range(40):  # what takes more members than there are is too low
+    for _ in range(40):  # a load that needs more members than there are is too low
         middle = (low + high) / 2
         if _least_members(numbers, middle) > num_members:
             low = middle
@@ -256,8 +256,8 @@ def least_largest_load(costs: Sequence[float], num_members: int, before: Sequenc
 
 
 def _least_members(numbers: Counter[float], load: float) -> int:
-    """How many members it takes at least if none has more than ``load`` to do (bound L2 of Martello and Toth, 1990).
-    ``numbers``: how many matrices have which cost."""
+    """The least number of members needed if no member's load exceeds ``load`` (bound L2 of Martello and Toth, 1990).
+    ``numbers`` counts the matrices of each cost."""
     found = 0
     for smallest in [0.0, *(cost for cost in numbers if cost <= load / 2)]:
         alone = sum(number for cost, number in numbers.items() if cost > load - smallest)
@@ -275,7 +275,7 @@ def _owners(
     owners = [0] * len(matrices)
     bound = least_largest_load([matrix.cost for matrix in matrices], num_members, before)
     load_of = list(before)
-    idle: dict[float, set[int]] = {}  # by load
+    idle: dict[float, set[int]] = {}  # members by load
     for member, load in enumerate(before):
         idle.setdefault(load, set()).add(member)
     loads = sorted(idle)
@@ -301,7 +301,7 @@ def _owners(
 
 
 def _improve(matrices: Sequence[Matrix], owners: list[int], before: Sequence[float]) -> None:
-    """Relieve the busiest member, until it is as good as can be or no move of its matrices helps. Writes ``owners``."""
+    """Relieve the busiest member until the optimum is reached or no move of its matrices helps. Writes ``owners``."""
     loads = list(before)
     for matrix, owner in zip(matrices, owners, strict=True):
         loads[owner] += matrix.cost
@@ -313,8 +313,8 @@ def _improve(matrices: Sequence[Matrix], owners: list[int], before: Sequence[flo
 
 
 def _relieve(busiest: int, matrices: Sequence[Matrix], owners: list[int], loads: list[float]) -> bool:
-    """Move one matrix of ``busiest`` to another member, perhaps for a cheaper one, so that both have less to do than
-    ``busiest`` has. Returns whether there is such a matrix."""
+    """Move one matrix of ``busiest`` to another member, perhaps in exchange for a cheaper one, so that both end up with
+    less load than ``busiest`` had. Returns whether there is such a matrix."""
     cheapest_first: dict[tuple[int, float], int] = {}  # one matrix per owner and cost
     for index, (matrix, owner) in enumerate(zip(matrices, owners, strict=True)):
         cheapest_first.setdefault((owner, matrix.cost), index)
@@ -348,7 +348,7 @@ def _buckets(
     share_nbytes: int,
     last_first: bool,
 ) -> tuple[Bucket, ...]:
-    """Each owner fills its share of a bucket, then that of the next one."""
+    """Fill the buckets: each owner fills its share of one bucket, then that of the next."""
     of_owner: list[list[int]] = [[] for _ in range(num_members)]
     for index, owner in enumerate(owners):
         of_owner[owner].append(index)

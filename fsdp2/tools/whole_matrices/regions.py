@@ -1,8 +1,8 @@
 """Where the entries of one tensor lie on the members of a process group.
 
 Integers in, integers out: no torch. A region is what one member has of a tensor: for each dim, intervals in the order
-in which they lie in the member's shard. Rule: the regions of members with different coordinates on the axes that cut
-are disjoint, and together are the tensor; on the other axes, members have copies.
+in which they lie in the member's shard. Rule: the regions of members with different coordinates on the axes that shard
+are disjoint, and together cover the tensor; along the other axes, members have copies.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ Coordinate = tuple[int, ...]
 
 @dataclass(frozen=True)
 class AxisCut:
-    """What a mesh axis of ``size`` ranks does to a tensor: it cuts ``dim``; None: each rank has a copy.
+    """What a mesh axis of ``size`` ranks does to a tensor: it cuts ``dim``, or if that is None, each rank has a copy.
 
-    ``split_factor``: the ranks of axes further right that have cut ``dim`` before, as ``_StridedShard`` says it.
+    ``split_factor`` is the number of ranks of axes further right that cut ``dim`` earlier, as in ``_StridedShard``.
     """
 
     size: int
@@ -33,8 +33,8 @@ class AxisCut:
 
 @dataclass(frozen=True)
 class Piece:
-    """Entries that a member has of a box. ``local``: where they lie in its shard; ``inside``: where in the box. Both
-    have an interval for each dim."""
+    """The entries of a box that a member has. ``local`` is where they lie in its shard, ``inside`` where they lie in
+    the box. Both have one interval per dim."""
 
     local: Box
     inside: Box
@@ -50,17 +50,17 @@ class Piece:
 
 @dataclass(frozen=True)
 class Placed:
-    """A tensor of ``shape`` on members of a process group, whose places in the mesh are ``coordinates``."""
+    """A tensor of ``shape`` on the members of a process group, whose mesh coordinates are ``coordinates``."""
 
     shape: tuple[int, ...]
     axes: tuple[AxisCut, ...]
     coordinates: tuple[Coordinate, ...]
 
-    def __hash__(self) -> int:  # of all members' coordinates, it would take most of the planner's time
+    def __hash__(self) -> int:  # hashing all coordinates would take most of the planner's time
         return hash((self.shape, self.axes, len(self.coordinates)))
 
     def region(self, member: int) -> Region:
-        """What ``member`` has."""
+        """The region that ``member`` has."""
         return _region(self.shape, self.axes, self.coordinates[member])
 
     def local_shape(self, member: int) -> tuple[int, ...]:
@@ -68,7 +68,7 @@ class Placed:
         return tuple(sum(stop - start for start, stop in along) for along in self.region(member))
 
     def copy_of(self, member: int) -> Coordinate:
-        """Which copy of the tensor ``member`` has a part of: members of one copy have the tensor together."""
+        """The copy of the tensor that ``member`` has a part of. The members of one copy together have the tensor."""
         return tuple(
             at if axis.dim is None else 0 for at, axis in zip(self.coordinates[member], self.axes, strict=True)
         )
@@ -78,11 +78,11 @@ class Placed:
         return math.prod(axis.size for axis in self.axes if axis.dim is None)
 
     def pieces(self, member: int, box: Box) -> tuple[Piece, ...]:
-        """What ``member`` has of ``box``, in the order in which messages have it."""
+        """The pieces of ``box`` that ``member`` has, in the order that messages use."""
         return _pieces(self.shape, self.axes, self.coordinates[member], box)
 
     def holders(self, box: Box) -> tuple[tuple[int, int], ...]:
-        """The members that have entries of ``box``, and how many."""
+        """The members that have entries of ``box``, with the number of entries."""
         return _holders(self, box)
 
 
@@ -100,15 +100,15 @@ def _along(dim: int, size: int, axes: Sequence[AxisCut], coordinate: Coordinate)
         for axis, at in order:
             found = _chunk(found, axis.size, at)
         return found
-    for axis, at in cutting:  # as DTensor reads placements, from the left
+    for axis, at in cutting:  # DTensor reads placements from the left
         pieces = [_chunk(found, axis.split_factor, index) for index in range(axis.split_factor)]
         found = tuple(itertools.chain.from_iterable(_chunk(piece, axis.size, at) for piece in pieces))
     return found
 
 
 def _order(cutting: Sequence[tuple[AxisCut, int]]) -> list[tuple[AxisCut, int]] | None:
-    """The order in which axes have cut one dim: a strided one behind as many shards as its split factor says. None if
-    the factors name no order."""
+    """The order in which axes have cut one dim: a strided axis comes after as many shards as its split factor says.
+    None if the factors are consistent with no order."""
     order: list[tuple[AxisCut, int]] = []
     for each in reversed(cutting):
         shards = list(itertools.accumulate((axis.size for axis, _ in order), int.__mul__, initial=1))
@@ -119,7 +119,7 @@ def _order(cutting: Sequence[tuple[AxisCut, int]]) -> list[tuple[AxisCut, int]] 
 
 
 def _chunk(intervals: Sequence[Interval], num_chunks: int, index: int) -> tuple[Interval, ...]:
-    """Chunk ``index``, as ``torch.chunk`` makes them, of the entries in ``intervals``."""
+    """Chunk ``index`` of the entries in ``intervals``, divided as ``torch.chunk`` does."""
     total = sum(stop - start for start, stop in intervals)
     length = -(-total // num_chunks)
     return _between(intervals, index * length, min((index + 1) * length, total))
@@ -160,7 +160,7 @@ def _pieces(shape: tuple[int, ...], axes: tuple[AxisCut, ...], coordinate: Coord
 
 
 def _overlaps(intervals: Sequence[Interval], bounds: Interval) -> Iterator[tuple[Interval, Interval]]:
-    """What ``intervals`` have of ``bounds``: where it lies in the shard, and where in the box."""
+    """The overlaps of ``intervals`` with ``bounds``: where they lie in the shard, and where in the box."""
     passed = 0
     for start, stop in intervals:
         begin, end = max(start, bounds[0]), min(stop, bounds[1])

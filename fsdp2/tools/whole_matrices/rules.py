@@ -1,7 +1,7 @@
-"""What may be cut: which matrices a tensor consists of.
+"""Rules that define which matrices a tensor consists of.
 
-A rule speaks of the whole tensor, never of ranks. It divides the tensor into boxes, and each box is one matrix that one
-rank is given whole. Integers in, integers out. Rule: the boxes of a tensor do not overlap, and together are the tensor.
+A rule is about the whole tensor, never about ranks. It divides the tensor into boxes; each box is one matrix, which one
+rank receives whole. Integers in, integers out. Rule: the boxes of a tensor do not overlap and together cover it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ Box = tuple[Interval, ...]  # an interval for each dim of the tensor
 
 @dataclass(frozen=True)
 class MatrixBox:
-    """One matrix of a tensor: the entries in ``box``, in their order, as ``rows`` x ``columns``. ``label`` tells it
-    from the other matrices of the tensor, as an index does."""
+    """One matrix of a tensor: the entries in ``box``, in order, as ``rows`` x ``columns``. ``label`` distinguishes it
+    from the other matrices of the tensor, like an index."""
 
     box: Box
     rows: int
@@ -29,9 +29,9 @@ class MatrixBox:
 
 @dataclass(frozen=True)
 class MatrixRule:
-    """Which matrices a tensor consists of. Make one by a class method.
+    """Defines which matrices a tensor consists of. Make one with a class method.
 
-    ``MatrixRule.whole()`` is what a tensor of two dims gets if nothing else is said.
+    ``MatrixRule.whole()`` is the default for tensors of two dims.
     """
 
     kind: Literal["whole", "rows", "columns", "heads", "batch", "flattened"]
@@ -45,35 +45,35 @@ class MatrixRule:
 
     @classmethod
     def rows(cls, *sizes: int) -> MatrixRule:
-        """Matrices of so many rows above each other: a fused QKV weight ``[q + k + v, n]`` is three."""
+        """Matrices with these numbers of rows, on top of each other: a fused QKV weight ``[q + k + v, n]`` is three."""
         return cls("rows", sizes)
 
     @classmethod
     def columns(cls, *sizes: int) -> MatrixRule:
-        """Matrices of so many columns beside each other: a fused QKV weight of GPT-2 is ``[n, q + k + v]``."""
+        """Matrices with these numbers of columns, side by side: GPT-2's fused QKV weight is ``[n, q + k + v]``."""
         return cls("columns", sizes)
 
     @classmethod
     def heads(cls, num_heads: int) -> MatrixRule:
-        """As many matrices of equal rows above each other."""
+        """``num_heads`` matrices with equal numbers of rows, stacked vertically."""
         return cls("heads", (num_heads,))
 
     @classmethod
     def batch(cls, inner: MatrixRule | None = None) -> MatrixRule:
-        """Each index of all dims but the last two is a tensor of its own: experts ``[E, m, n]`` are E matrices.
-        ``inner`` says what each of them consists of."""
+        """Each index into the dims before the last two is a separate tensor: experts ``[E, m, n]`` are E matrices.
+        ``inner`` is the rule for each of them."""
         return cls("batch", (), inner)
 
     @classmethod
     def flattened(cls) -> MatrixRule:
-        """All dims behind the first are columns: a convolution ``[out, in, height, width]`` is one matrix."""
+        """All dims after the first form the columns: a convolution ``[out, in, height, width]`` is one matrix."""
         return cls("flattened")
 
     def boxes(self, shape: Sequence[int]) -> list[MatrixBox]:
         """The matrices of a tensor of ``shape``.
 
         Raises:
-            ValueError: the rule does not fit to the shape. The text goes on where a name of the tensor ends.
+            ValueError: the rule does not fit the shape. The text continues a sentence after the tensor's name.
         """
         full = tuple((0, size) for size in shape)
         if self.kind == "batch":

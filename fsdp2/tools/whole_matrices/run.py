@@ -1,7 +1,7 @@
 """``whole_matrices``: a plan over many sharded tensors, and ``run``, which brings each whole matrix to its owner.
 
-Rule: messages are static. They follow from the plan, never from values or from what fails on one rank: an owner whose
-function raises sends zeros, all ranks hear of it behind the last message, and nobody has written anything by then.
+Rule: messages are static. They follow from the plan, never from values or from failures on one rank: an owner whose
+function raises sends zeros, all ranks learn of it after the last message, and no rank has written anything by then.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Rule = Callable[[str, Tensor], MatrixRule | None]
 OnMatrix = Callable[[Tensor, Matrix], Tensor]
 OnBatch = Callable[[Tensor, Sequence[Matrix]], Tensor]
 
-MOST_IN_FLIGHT = 2  # buckets whose shards are on their way: one is computed, while the next one comes
+MOST_IN_FLIGHT = 2  # buckets whose shards are in flight: one is computed while the next one arrives
 _MOST_NAMES = 3  # in a message
 
 
@@ -48,29 +48,29 @@ def whole_matrices(
 ) -> WholeMatrices:
     """Plan how the matrices of sharded ``tensors`` become whole for a moment, each on one rank.
 
-    Storage stays as it is. Collective: all ranks of the tensors' meshes call it with the same tensors, in the same
-    order. Reads shapes and placements only.
+    Storage does not change. Collective: all ranks of the tensors' meshes call it with the same tensors, in the same
+    order. It reads only shapes and placements.
 
     Args:
         tensors: DTensors, by name or in order: parameters of ``fully_shard``, of this package or of torch, or tensors
             that are placed like them.
-        rule: from a name and a tensor to the matrices that it consists of. None is what a tensor with two dims gets:
-            ``MatrixRule.whole()``.
-        cost: of the function on a matrix of so many rows and columns, in floating-point operations; that of
-            Newton-Schulz by default. Owners are chosen so that each has as much to do.
-        dtype: in which matrices travel and are computed; None: that of each tensor.
+        rule: takes a name and a tensor, and returns the matrices that it consists of. None is the default for a tensor
+            with two dims, ``MatrixRule.whole()``.
+        cost: the floating-point operations of the function on a matrix of so many rows and columns; by default those of
+            Newton-Schulz. Owners are chosen so that all have similar loads.
+        dtype: the dtype in which matrices are sent and computed; None means that of each tensor.
         bucket_nbytes: the most memory that a bucket takes on a rank, with its messages and results: bytes, or text such
             as ``"64MiB"``. There are two at a time. A matrix that takes more is alone on its owner.
-        copies: of a tensor that several ranks have the same part of (HSDP). ``"share"``: one rank in the world computes
-            each matrix, and sends the result to all copies. ``"each"``: each copy does its own work, inside its shard
-            mesh; on a mesh with a shard axis inside a node, nothing crosses nodes. ``"cheaper"``: what the plan finds
-            cheaper.
-        last_first: fill buckets with the last tensors first, as backward brings their gradients.
+        copies: how to treat tensors that are replicated (HSDP). With ``"share"``, one rank in the world computes each
+            matrix and sends the result to all copies. With ``"each"``, each copy does its own work within its shard
+            mesh; on a mesh with a shard axis inside a node, nothing crosses nodes. ``"cheaper"`` chooses the one that
+            the plan finds cheaper.
+        last_first: fill buckets with the last tensors first, in the order in which backward computes gradients.
 
-    Raises:
-        TypeError: a tensor is no DTensor.
-        ValueError: a tensor is no matrix, and has no rule; a rule does not fit; a sum is pending; ranks differ. Raised
-            on all ranks.
+        Raises:
+            TypeError: a tensor is not a DTensor.
+            ValueError: a tensor is not a matrix and has no rule; a rule does not fit; a sum is pending; ranks differ.
+                All ranks raise.
     """
     max_nbytes = nbytes_of(bucket_nbytes, "whole_matrices: bucket_nbytes", "64MiB")
     if copies not in ("cheaper", "share", "each"):
@@ -90,19 +90,19 @@ def whole_matrices(
 
 @dataclass
 class Outcome:
-    """What a run has given: ``results``, by tensor, the local parts; ``flags``, by tensor, whether some rank has set
-    it."""
+    """The outcome of a run: ``results`` has the local part of each tensor, and ``flags`` whether any rank has set the
+    tensor's flag."""
 
     results: list[Tensor]
     flags: list[bool]
 
 
 class WholeMatrices:
-    """A plan: who owns which matrix, and in which bucket it travels. ``str`` says what it costs.
+    """A plan: the owner and the bucket of each matrix. ``str`` describes its cost.
 
     Attributes:
         domains: the plan of each process group.
-        steps: what a run does, bucket by bucket.
+        steps: the steps of a run, one per bucket.
     """
 
     def __init__(self, subjects: Sequence[Subject], domains: Sequence[Domain], circles: Sequence[Circle]) -> None:
@@ -126,7 +126,7 @@ class WholeMatrices:
 
     @property
     def balance(self) -> float:
-        """The largest share of the cost that a rank has, divided by the mean; of several groups, the largest."""
+        """The largest share of the cost on any rank, divided by the mean; with several groups, the largest of these."""
         return max((domain.plan.balance for domain in self.domains), default=1.0)
 
     @property
@@ -136,13 +136,13 @@ class WholeMatrices:
 
     @property
     def temporary_nbytes(self) -> int:
-        """The most memory of messages and whole matrices on a rank: two buckets. Not counted: results, which are kept
-        to the end, and what the function allocates."""
+        """Peak memory of messages and whole matrices on a rank, which is two buckets. Results, which are kept to the
+        end, and allocations of the function are not counted."""
         return max((domain.plan.temporary_nbytes for domain in self.domains), default=0)
 
     @property
     def kept_nbytes(self) -> int:
-        """Memory of the results on a rank: they are kept until all matrices have succeeded."""
+        """Memory of the results on a rank, which are kept until all matrices have succeeded."""
         return sum(domain.plan.kept_nbytes for domain in self.domains)
 
     @cached_property
@@ -161,16 +161,16 @@ class WholeMatrices:
     def run(self, fn: OnMatrix, tensors: Sequence[Tensor]) -> list[DTensor]:
         """Call ``fn`` once for each whole matrix, on its owner, and return the results, placed like ``tensors``.
 
-        Collective. While one bucket is computed, the next is on its way.
+        Collective. While one bucket is computed, the next is in flight.
 
         Args:
-            fn: from a matrix ``[rows, columns]``, which it may write, and its description to a result of the same
-                shape. It runs on the mesh's device, in the plan's dtype.
-            tensors: as many as planned, placed alike; their values travel.
+            fn: takes a matrix ``[rows, columns]``, which it may write, and its description; returns a result of the
+                same shape. It runs on the mesh's device, in the plan's dtype.
+            tensors: as many as planned, with the same placements. Their values are sent.
 
         Raises:
-            RuntimeError: ``fn`` raised, or returned another shape. Raised on all ranks, with the matrix, its owner and
-                the cause. ``tensors`` are unchanged, unless ``fn`` has changed them.
+            RuntimeError: ``fn`` raised or returned another shape. All ranks raise, naming the matrix, its owner and the
+                cause. ``tensors`` are unchanged, unless ``fn`` has changed them.
             ValueError: a tensor is not placed as planned. The other ranks raise RuntimeError.
             CommunicationError: a rank is lost.
         """
@@ -186,8 +186,8 @@ class WholeMatrices:
 
     @torch.no_grad()
     def run_batched(self, fn: OnBatch, tensors: Sequence[Tensor]) -> list[DTensor]:
-        """As ``run``, but matrices of one shape in one bucket come together: ``[n, rows, columns]``, with their
-        descriptions."""
+        """Like ``run``, but matrices of the same shape in a bucket are passed together as ``[n, rows, columns]``, with
+        their descriptions."""
         locals_: list[Tensor] = []
         run = Run(self, fn, lambda position, slices: locals_[position][slices])
         try:
@@ -215,7 +215,7 @@ class WholeMatrices:
         return torch_names.locals_of(tensors)
 
     def agree(self, failures: Sequence[str], flags: Sequence[bool]) -> list[bool]:
-        """The flags of all ranks, if none has failed; else raise on all. The host waits for the device, once."""
+        """Return the flags of all ranks if none has failed; else raise on all. The host waits for the device once."""
         has_failed, found = agreed(self._circles, bool(failures), flags)
         if has_failed:
             raise RuntimeError("\n".join(told(self._circles, failures)))
@@ -225,8 +225,8 @@ class WholeMatrices:
 class Run:
     """One run of a plan, bucket by bucket.
 
-    ``source`` makes entries of this rank's shard of a tensor, by position and slices, when their bucket is packed: on
-    the stream of all-gathers. Collective: all ranks send buckets at the same places of their programs.
+    ``source`` makes entries of this rank's shard of a tensor, by position and slices, when their bucket is packed, on
+    the all-gather stream. Collective: all ranks send buckets at the same points of their programs.
     """
 
     def __init__(self, plan: WholeMatrices, fn: OnBatch, source: Source) -> None:
@@ -237,19 +237,19 @@ class Run:
         self.num_sent = 0
 
     def send(self) -> None:
-        """Send the shards of the next bucket. Two may be on their way at a time."""
+        """Send the shards of the next bucket. Two buckets may be in flight at a time."""
         source = _zeros if self._failures else self._source
         self._in_flight.append(self._plan.steps[self.num_sent].send(source))
         self.num_sent += 1
 
     def fail(self, error: Exception) -> None:
-        """Let ``finish`` raise ``error``, which perhaps this rank alone has, and raise on the others, too. From now on,
-        zeros are sent."""
+        """Make ``finish`` raise ``error``, and raise on the other ranks even if they have no error. From now on, this
+        rank sends zeros."""
         self._failures.append(f"on rank {dist.get_rank()}: {error}")
         self._error = error
 
     def drop(self) -> None:
-        """Give up a run that ``finish`` has not begun. All ranks then have sent as many buckets."""
+        """Abandon a run before ``finish``. All ranks then have sent the same number of buckets."""
         self._failures.append("given up")
         while self.num_sent < min(MOST_IN_FLIGHT, len(self._plan.steps)):
             self.send()
@@ -257,10 +257,10 @@ class Run:
             self._in_flight.popleft().wait()
 
     def finish(self, flags: Sequence[bool] = ()) -> Outcome:
-        """Compute all buckets. ``flags``: one of this rank for each tensor, or none.
+        """Compute all buckets. ``flags`` has this rank's flag for each tensor, or is empty.
 
         Raises:
-            RuntimeError: some rank has failed. What ``fail`` was given is raised as it is.
+            RuntimeError: some rank has failed. An error that was passed to ``fail`` is raised as it is.
         """
         plan = self._plan
         results: list[Tensor | None] = [None] * plan.num_tensors
@@ -337,7 +337,7 @@ class _Step:
         return send_results(self.domain.axis, self.messages, stacks, self._like)
 
     def take(self, message: Message, results: list[Tensor | None]) -> None:
-        """Keep the results that ``message`` brings."""
+        """Store the results that ``message`` has received."""
         domain = self.domain
         mine: list[Tensor | None] = [results[position] for position in domain.positions]
 
@@ -350,7 +350,7 @@ class _Step:
 
 
 class _FailedError(Exception):
-    """The user's function has failed on the matrices ``name``. ``cause``: a text."""
+    """The user's function has failed on the matrices ``name``. ``cause`` is a text."""
 
     def __init__(self, name: str, cause: str) -> None:
         super().__init__(name, cause)
@@ -358,7 +358,7 @@ class _FailedError(Exception):
 
 
 class _Named:
-    """Exceptions in the block become ``_FailedError`` with the name of what is computed, unless they are that."""
+    """Turns exceptions in the block into ``_FailedError`` with the name of the matrices, unless they are such."""
 
     def __init__(self, name: str) -> None:
         self._name = name
