@@ -69,7 +69,7 @@ def _compiled(module: Any) -> Any:
 
 
 def _fsdp1(module: Any) -> Any:
-    return FullyShardedDataParallel(module, use_orig_params=True, device_id=torch.device("cpu"))
+    return FullyShardedDataParallel(module, use_orig_params=True, device_id=next(module.parameters()).device)
 
 
 def _ddp(module: Any) -> Any:
