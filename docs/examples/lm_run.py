@@ -229,7 +229,7 @@ def sync_folder(folder: Path) -> None:
 def write_whole(path: Path, text: str) -> None:
     """Replace the file: a reader finds the old text or the new one, whenever this process is killed."""
     written = path.with_name(f"writing_{path.name}.{secrets.token_hex(8)}")
-    with written.open("x") as file:  # a file of its own, whoever else writes here
+    with written.open("x") as file:  # fails if another process has created this file
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

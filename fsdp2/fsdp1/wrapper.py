@@ -511,8 +511,8 @@ class FullyShardedDataParallel(HasStateDicts, HasPrivateNames):
         groups = self._unit.groups
         if not groups or len(groups[0].shards.flats) != 1:
             return None
-        before: FlatParameter | None = self.__dict__.get("_flat")
-        if before is not None and before.is_away:
+        before: nn.Parameter | None = self.__dict__.get("_flat")  # a plain one after a deepcopy
+        if isinstance(before, FlatParameter) and before.is_away:
             return before
         if groups[0].is_stale and groups[0].state is GroupState.SHARDED:
             groups[0].take_replaced()

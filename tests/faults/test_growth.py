@@ -54,7 +54,7 @@ def test_no_container_of_the_runtime_grows(ctx: RankContext, variant: str) -> No
     """Limits are small here: in 10,000 steps, the model would be far beyond those of the package."""
     with mock.patch.object(schedule, "MAX_ENDED", 32), mock.patch.object(gradients, "MAX_USED", 32):
         found = train(ctx, variant, (20, 40))
-    assert found[0]["entries"] == found[1]["entries"]
+    assert found[1]["entries"] <= found[0]["entries"]  # models of earlier tests may go meanwhile
 
 
 _kept: list[object] = []

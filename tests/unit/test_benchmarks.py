@@ -32,7 +32,7 @@ ROWS = [["plain", "12.5", 25.0, 0.5], ["mixed", "3.0", None, math.nan]]
 COLUMNS = ["", "fsdp2 ms", "torch ms", "ratio"]
 RESULTS = read_results()
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
-PAGES = {path.name: path for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]}
+PAGES = {str(path.relative_to(ROOT)): path for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]}
 
 
 @pytest.fixture
