@@ -38,7 +38,7 @@ from torch.distributed.tensor import DTensor
 from weights import NUM_RANKS, Taken, measure, median, turned
 
 import fsdp2
-from fsdp2.tools.transformers_mapping import transformers_mapping
+from fsdp2.checkpoint.from_transformers import transformers_mapping
 
 
 def mixtral() -> Any:
@@ -82,7 +82,7 @@ def fill_frequencies(model: Any) -> None:
 def ours(folder: Path) -> nn.Module:
     model = on_meta(fsdp2.fully_shard)
     model.to_empty(device="cpu")
-    fsdp2.load_safetensors(model, folder, mapping=transformers_mapping(model))
+    fsdp2.checkpoint.load_safetensors(model, folder, mapping=transformers_mapping(model))
     fill_frequencies(model)
     return model
 
@@ -118,7 +118,7 @@ def by_transformers(folder: Path) -> nn.Module:
 
 
 def save_ours(model: nn.Module, folder: Path) -> None:
-    fsdp2.save_safetensors(model, folder, max_shard_size="600MB", mapping=transformers_mapping(model))
+    fsdp2.checkpoint.save_safetensors(model, folder, max_shard_size="600MB", mapping=transformers_mapping(model))
 
 
 def save_whole_on_rank_0(model: Any, folder: Path) -> None:
@@ -129,13 +129,13 @@ def save_whole_on_rank_0(model: Any, folder: Path) -> None:
 
 
 LOADERS = {
-    "fsdp2.load_safetensors, mapping": ours,
+    "fsdp2.checkpoint.load_safetensors, mapping": ours,
     "from_pretrained whole on each rank": whole_on_each_rank,
     "from_pretrained on rank 0, broadcast": broadcast_from_rank_0,
     "from_pretrained, distributed_config": by_transformers,
 }
 SAVERS = {
-    "fsdp2.save_safetensors, mapping": save_ours,
+    "fsdp2.checkpoint.save_safetensors, mapping": save_ours,
     "whole on rank 0, save_pretrained": save_whole_on_rank_0,
 }
 

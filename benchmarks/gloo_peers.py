@@ -28,8 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fsdp2
 import fsdp2.fsdp1
-from fsdp2.comm.backends import comm_for
-from fsdp2.plan.mesh import Axis
+from fsdp2.core.comm.backends import comm_for
+from fsdp2.core.plan.mesh import Axis
 
 Step = Callable[[Tensor], None]
 CPU = torch.device("cpu")

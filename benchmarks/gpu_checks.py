@@ -28,8 +28,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import fsdp2
-from fsdp2.comm import backends
-from fsdp2.comm.streams import AcceleratorStreams, streams_for
+from fsdp2.core.comm import backends
+from fsdp2.core.comm.streams import AcceleratorStreams, streams_for
 from fsdp2.tensors import (
     Float8AllGatherTensor,
     Float8Scaling,

@@ -14,7 +14,7 @@ from gpu_verdicts import Report, attempt, ensure
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp2 import _torch
+from fsdp2.core import _torch
 from fsdp2.extras import torch_names
 
 

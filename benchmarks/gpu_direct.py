@@ -21,14 +21,14 @@ from gpu_subjects import BF16, Block, Shape
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp2.comm.backends import CollectiveComm, Launch, ReduceLaunch
-from fsdp2.comm.streams import Waitable, streams_for, wait_for
-from fsdp2.group.all_gather import Gather, GatheredMemory, flat_shards
-from fsdp2.group.reduce_scatter import Reduce
-from fsdp2.plan.dtypes import ParamDtypes
-from fsdp2.plan.layout import shard_layout
-from fsdp2.plan.mesh import NO_AXIS, Axis, AxisRole, ParallelMesh
-from fsdp2.plan.plan import PlanInput, Route, compile_gather, compile_reduces
+from fsdp2.core.comm.backends import CollectiveComm, Launch, ReduceLaunch
+from fsdp2.core.comm.streams import Waitable, streams_for, wait_for
+from fsdp2.core.group.all_gather import Gather, GatheredMemory, flat_shards
+from fsdp2.core.group.reduce_scatter import Reduce
+from fsdp2.core.plan.dtypes import ParamDtypes
+from fsdp2.core.plan.layout import shard_layout
+from fsdp2.core.plan.mesh import NO_AXIS, Axis, AxisRole, ParallelMesh
+from fsdp2.core.plan.plan import PlanInput, Route, compile_gather, compile_reduces
 
 THRESHOLDS = {"16 KiB": 16 << 10, "256 KiB": 256 << 10, "1 MiB": 1 << 20, "4 MiB": 4 << 20, "infinite": 1 << 62}
 OURS, BUCKET = "1 MiB", "infinite"  # OURS: that of CollectiveComm.routing; a test holds the two together

@@ -11,7 +11,7 @@ Step time: CUDA events around three steps in a row. CPU time: until a step is en
 memory: beyond parameters (shards, where there are any) and inputs; activations are the same for all. Copies, the
 compute stream's idle time and what the CPU waits for are read out of a profiler's trace, which ``--traces`` keeps.
 Position embeddings are left out, which have copies of their own. In a report, fsdp2 also notes when work starts and
-stops, as inside ``fsdp2.report``. The last table is that of ``gpu_direct.py``, of thresholds for direct travel.
+stops, as inside ``fsdp2.report.report``. The last table is that of ``gpu_direct.py``, of thresholds for direct travel.
 
     python benchmarks/gpu_step.py [--quick] [--blocks 8] [--tokens 8192] [--traces FOLDER]
     python benchmarks/gpu_step.py --device cpu    # tries the script on a toy; the figures mean nothing
@@ -39,11 +39,11 @@ from gpu_subjects import CASES, SUBJECTS, Case, Run, Shape, Stepper, StillGroup,
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from fsdp2.plan.plan import Route
-from fsdp2.runtime.unit_tree import tree_of
-from fsdp2.tools.report.call import attached
-from fsdp2.tools.report.recorder import DeviceClock, HostClock, Recorder
-from fsdp2.tools.units import sharded_unit
+from fsdp2.core.plan.plan import Route
+from fsdp2.core.runtime.unit_tree import tree_of
+from fsdp2.extras.units import sharded_unit
+from fsdp2.report.call import attached
+from fsdp2.report.recorder import DeviceClock, HostClock, Recorder
 
 MiB = 1 << 20
 

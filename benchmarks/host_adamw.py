@@ -1,5 +1,6 @@
-"""Claim: with a core for the host's thread, a step with ``fsdp2.HostAdamW`` takes at most 0.9 of the time of a step
-with ``CPUOffloadPolicy`` and ``torch.optim.AdamW(fused=True)`` behind backward; it takes no device memory for states.
+"""Claim: with a core for the host's thread, a step with ``fsdp2.optim.HostAdamW`` takes at most 0.9 of the time of a
+step with ``CPUOffloadPolicy`` and ``torch.optim.AdamW(fused=True)`` behind backward; it takes no device memory for
+states.
 
 All on the CPU, over gloo: there are no copies to hide, only AdamW. The peers take turns in the same processes, with one
 thread each for compute. "1 rank" leaves the other core to the host's thread; with "2 ranks" on two cores, it finds only
@@ -10,9 +11,9 @@ The second table counts the bytes of tensors per fp32 parameter of this rank, af
 mesh is one of devices. Peak: with the gradients of all shards.
 
 The third table gives the device a budget of bytes. Today, all parameters are on the host, and AdamW runs behind
-backward; ``fsdp2.offload_by_budget`` leaves on the device what fits, for a ``HostAdamW`` and an AdamW. What is "on the
-host" is copied to what plays the device and back, as on one; copies within one memory cost the cores that compute.
-Values of both are equal, bit for bit, or the script fails.
+backward; ``fsdp2.memory.offload_by_budget`` leaves on the device what fits, for a ``HostAdamW`` and an AdamW. What is
+"on the host" is copied to what plays the device and back, as on one; copies within one memory cost the cores that
+compute. Values of both are equal, bit for bit, or the script fails.
 
     python benchmarks/host_adamw.py [--ranks 1 2] [--width 768] [--blocks 4] [--tokens 16]
 """
@@ -36,11 +37,11 @@ from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
-from fsdp2.comm.offload import StagedOffloadPolicy
-from fsdp2.runtime.unit import unit_of
-from fsdp2.runtime.unit_tree import tree_of
-from fsdp2.tools.host_adamw.memory import HostParam, host_nbytes_of, make_travelling
-from fsdp2.tools.memory_plan import peak_if_staged
+from fsdp2.core.comm.offload import StagedOffloadPolicy
+from fsdp2.core.runtime.unit import unit_of
+from fsdp2.core.runtime.unit_tree import tree_of
+from fsdp2.memory.plan import peak_if_staged
+from fsdp2.optim.host_adamw.memory import HostParam, host_nbytes_of, make_travelling
 
 STAGED = StagedOffloadPolicy()  # copies on the CPU, too
 
@@ -80,10 +81,10 @@ TODAY, TODAY_CLIPPED = "today", "today, clipped"
 PEERS: dict[str, Callable[[Iterable[Any]], optim.Optimizer]] = {
     TODAY: partial(optim.AdamW, lr=LR, fused=True),
     TODAY_CLIPPED: partial(Clipped, lr=LR, fused=True),
-    "fsdp2": partial(fsdp2.HostAdamW, lr=LR),
-    "fsdp2, forward overlaps": partial(fsdp2.HostAdamW, lr=LR, overlap_forward=True),
-    "fsdp2, clipped": partial(fsdp2.HostAdamW, lr=LR, max_norm=1.0),
-    "fsdp2, clipped by the step before": partial(fsdp2.HostAdamW, lr=LR, max_norm=1.0, clip_by="step before"),
+    "fsdp2": partial(fsdp2.optim.HostAdamW, lr=LR),
+    "fsdp2, forward overlaps": partial(fsdp2.optim.HostAdamW, lr=LR, overlap_forward=True),
+    "fsdp2, clipped": partial(fsdp2.optim.HostAdamW, lr=LR, max_norm=1.0),
+    "fsdp2, clipped by the step before": partial(fsdp2.optim.HostAdamW, lr=LR, max_norm=1.0, clip_by="step before"),
 }
 
 
@@ -151,11 +152,11 @@ class Budgeted:
             self.parameters_on_host = num_blocks
             self.optimizers: list[optim.Optimizer] = [optim.AdamW(params, lr=LR, fused=True)]
             return
-        everything = fsdp2.offload_by_budget(self.model, 1 << 50, offload_policy=STAGED).nbytes
-        choice = fsdp2.offload_by_budget(self.model, int(share * everything), offload_policy=STAGED)
+        everything = fsdp2.memory.offload_by_budget(self.model, 1 << 50, offload_policy=STAGED).nbytes
+        choice = fsdp2.memory.offload_by_budget(self.model, int(share * everything), offload_policy=STAGED)
         self.device_nbytes, self.host_nbytes = choice.nbytes, choice.host_nbytes
         self.parameters_on_host = len(choice.params_on_host)
-        self.optimizers = [fsdp2.HostAdamW(choice.host_params, lr=LR)] if choice.host_params else []
+        self.optimizers = [fsdp2.optim.HostAdamW(choice.host_params, lr=LR)] if choice.host_params else []
         if choice.device_params:
             self.optimizers.append(optim.AdamW(choice.device_params, lr=LR, fused=True))
 

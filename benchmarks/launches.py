@@ -45,7 +45,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 
-from fsdp2.comm.backends import CollectiveComm
+from fsdp2.core.comm.backends import CollectiveComm
 from tests.accelerator import device, group
 
 SCALE = 8  # of 8B's width

@@ -118,7 +118,7 @@ class Models:
     theirs: nn.Sequential
 
     def flat(self, case: Case) -> optim.Optimizer:
-        return fsdp2.flatten_optimizer(case.make(self.ours.parameters()))
+        return fsdp2.optim.flatten_optimizer(case.make(self.ours.parameters()))
 
     def row(self, case: Case, measures: dict[str, Callable[[], float]], rounds: int) -> list[object]:
         seconds = medians_in_turns(measures, rounds)
@@ -153,7 +153,7 @@ def changing_step(optimizer: optim.Optimizer, toggled: list[tuple[Tensor, Tensor
 
 def profile(case: Case, num_params: int) -> None:
     """Where the Python of the flat step goes."""
-    step = fsdp2.flatten_optimizer(case.make(sharded(fsdp2, num_params).parameters())).step
+    step = fsdp2.optim.flatten_optimizer(case.make(sharded(fsdp2, num_params).parameters())).step
     warm(step)
     print_profile(step, 30)
 

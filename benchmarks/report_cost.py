@@ -1,4 +1,4 @@
-"""Claim: ``fsdp2.report`` adds less than 1% to a step on GPUs, even if the GPU waited for all that it adds.
+"""Claim: ``fsdp2.report.report`` adds less than 1% to a step on GPUs, even if the GPU waited for all that it adds.
 
 What it adds to a step is work of the host: it notes when each piece of work starts and stops, by events on the streams
 that do the work. Their times are read after the last step. Here, the device is the simulated accelerator of
@@ -27,11 +27,11 @@ from launches import CASES, FEWER_BLOCKS, NUM_BLOCKS, alone, model_on_device, st
 from scale.published import CALIBRATES
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp2.runtime.unit_tree import tree_of
-from fsdp2.tools.report.call import attached
-from fsdp2.tools.report.held import HeldBytes
-from fsdp2.tools.report.recorder import DeviceClock, Recorder
-from fsdp2.tools.units import sharded_unit
+from fsdp2.core.runtime.unit_tree import tree_of
+from fsdp2.extras.units import sharded_unit
+from fsdp2.report.call import attached
+from fsdp2.report.held import HeldBytes
+from fsdp2.report.recorder import DeviceClock, Recorder
 from tests.accelerator import device
 
 CASE = CASES["mixed"]

@@ -37,12 +37,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from weights import SAMPLE_S, anonymous_mb, tell
 
-from fsdp2 import fully_shard, reshard_to
+from fsdp2 import fully_shard
+from fsdp2.checkpoint import reshard_to
 
 NUM_RANKS = 4
 MODEL = Llama(width=1024, num_layers=13, num_tokens=128, head_width=64)
 MOVES = {"2 to 4": ([0, 1], [0, 1, 2, 3]), "4 to 2": ([0, 1, 2, 3], [0, 1])}
-OURS = "fsdp2.reshard_to"
+OURS = "fsdp2.checkpoint.reshard_to"
 FOLDERS = {OURS: None, "DCP, tmpfs": "/dev/shm", "DCP, disk": None}  # None is the system's own for temporary files
 
 

@@ -16,12 +16,12 @@ from common import Lines, Table, publish
 from scale import published
 from scale.workload import LLAMA_8B, LLAMA_70B, LLAMA_405B, Batch, Checkpointing, Llama, scenario
 
-from fsdp2.schedule.schedule import AfterForward
-from fsdp2.tools.planner.groups import Wire
-from fsdp2.tools.planner.machine import Algorithm, Contention, Link, Machine
-from fsdp2.tools.planner.machines import H100, H200
-from fsdp2.tools.planner.memory import Held
-from fsdp2.tools.planner.scenario import Choice, Result, simulate
+from fsdp2.core.schedule.schedule import AfterForward
+from fsdp2.planner.groups import Wire
+from fsdp2.planner.machine import Algorithm, Contention, Link, Machine
+from fsdp2.planner.machines import H100, H200
+from fsdp2.planner.memory import Held
+from fsdp2.planner.scenario import Choice, Result, simulate
 
 NUM_GPUS = (8, 32, 128, 512, 1024, 2048, 4096, 8192, 16384)
 FSDP = Choice("FSDP")

@@ -80,7 +80,7 @@ def locals_of(model: nn.Module) -> list[torch.Tensor]:
 
 def ours(model: nn.Module, folder: Path) -> None:
     model.to_empty(device="cpu")
-    fsdp2.load_safetensors(model, folder / "safetensors")
+    fsdp2.checkpoint.load_safetensors(model, folder / "safetensors")
 
 
 def dcp_native(model: nn.Module, folder: Path) -> None:
@@ -117,7 +117,7 @@ def broadcast_by_accelerate(model: nn.Module, folder: Path) -> None:
 
 
 def save_ours(model: nn.Module, folder: Path) -> None:
-    fsdp2.save_safetensors(model, folder, max_shard_size="550MB")
+    fsdp2.checkpoint.save_safetensors(model, folder, max_shard_size="550MB")
 
 
 def save_by_dcp(model: nn.Module, folder: Path) -> None:
@@ -134,14 +134,14 @@ def save_whole_on_rank_0(model: nn.Module, folder: Path) -> None:
 
 
 LOADERS = {
-    "fsdp2.load_safetensors": ours,
+    "fsdp2.checkpoint.load_safetensors": ours,
     "DCP, its own format": dcp_native,
     "DCP, from safetensors": dcp_from_safetensors,
     "set_model_state_dict from rank 0": broadcast_by_torch,
     "accelerate, from rank 0": broadcast_by_accelerate,
 }
 SAVERS = {
-    "fsdp2.save_safetensors": save_ours,
+    "fsdp2.checkpoint.save_safetensors": save_ours,
     "DCP, its own format": save_by_dcp,
     "whole on rank 0, save_file": save_whole_on_rank_0,
 }

@@ -60,7 +60,9 @@ class Trainer:
                     dist.broadcast(whole, SENDER, self._transfer)
 
     def streamed(self, over: str, ahead: int = 0) -> None:
-        stream = fsdp2.stream_full_params(self.model, bucket_nbytes=self._bucket, to_rank=SENDER, ahead=ahead)
+        stream = fsdp2.checkpoint.stream_full_params(
+            self.model, bucket_nbytes=self._bucket, to_rank=SENDER, ahead=ahead
+        )
         if self._transfer is not None:
             dist.broadcast_object_list([stream.manifest], SENDER, self._transfer)
             if over not in self._channels:

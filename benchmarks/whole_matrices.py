@@ -1,5 +1,5 @@
-"""Claim: a step of ``fsdp2.Muon`` takes at most 0.55 of the time of gathering every matrix on every rank on 2 gloo
-ranks, and 0.4 on 4; and its planner gives ranks alike shares, within 5% of the best possible.
+"""Claim: a step of ``fsdp2.optim.Muon`` takes at most 0.55 of the time of gathering every matrix on every rank on 2
+gloo ranks, and 0.4 on 4; and its planner gives ranks alike shares, within 5% of the best possible.
 
 The first table: optimizer steps alone, over sharded parameters with gradients, one thread per rank; all peers take
 turns in the same processes. Gathering everywhere is what people write by hand: momentum on the shards,
@@ -33,10 +33,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import fsdp2
-from fsdp2.tools.muon.update import adjusted_ratio, newton_schulz
-from fsdp2.tools.whole_matrices.planner import PlannedTensor, plan_matrices
-from fsdp2.tools.whole_matrices.regions import AxisCut, Placed
-from fsdp2.tools.whole_matrices.run import DEFAULT_BUCKET_NBYTES
+from fsdp2.optim.matrices.planner import PlannedTensor, plan_matrices
+from fsdp2.optim.matrices.regions import AxisCut, Placed
+from fsdp2.optim.matrices.run import DEFAULT_BUCKET_NBYTES
+from fsdp2.optim.muon.update import adjusted_ratio, newton_schulz
 
 WARM_UP, ROUNDS = 1, 5
 LR, MOMENTUM, WEIGHT_DECAY = 1e-3, 0.95, 0.1
@@ -81,7 +81,7 @@ def peers(width: int, num_blocks: int) -> dict[str, Step]:
     return {
         "everywhere": Everywhere(matrices(width, num_blocks)).step,
         "torch": torch.optim.Muon(matrices(width, num_blocks), lr=LR).step,
-        "fsdp2": fsdp2.Muon(matrices(width, num_blocks), lr=LR).step,
+        "fsdp2": fsdp2.optim.Muon(matrices(width, num_blocks), lr=LR).step,
     }
 
 
@@ -161,8 +161,8 @@ def plan_row(name: str, num_ranks: int) -> list[object]:
     ]
 
 
-def _rule(shape: Shape) -> fsdp2.MatrixRule:
-    return fsdp2.MatrixRule.batch() if len(shape) == 3 else fsdp2.MatrixRule.whole()
+def _rule(shape: Shape) -> fsdp2.optim.MatrixRule:
+    return fsdp2.optim.MatrixRule.batch() if len(shape) == 3 else fsdp2.optim.MatrixRule.whole()
 
 
 def main() -> None:

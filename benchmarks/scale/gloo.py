@@ -26,17 +26,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fsdp2
-from fsdp2.comm.streams import Waitable
+from fsdp2.core.comm.streams import Waitable
+from fsdp2.core.plan.dtypes import ParamDtypes
+from fsdp2.core.plan.layout import shard_layout
+from fsdp2.core.plan.plan import PlanInput, Route, compile_gather, compile_reduces
+from fsdp2.core.schedule.schedule import AfterForward, UnitRules
 from fsdp2.extras.peers import PeerComm
-from fsdp2.plan.dtypes import ParamDtypes
-from fsdp2.plan.layout import shard_layout
-from fsdp2.plan.plan import PlanInput, Route, compile_gather, compile_reduces
-from fsdp2.schedule.schedule import AfterForward, UnitRules
-from fsdp2.tools.planner.groups import Flight, GroupCost
-from fsdp2.tools.planner.machine import Contention, Resource, Transfer
-from fsdp2.tools.planner.memory import Held
-from fsdp2.tools.planner.queues import Op, Stream
-from fsdp2.tools.planner.simulate import Accelerator, CallCost, Reduction, StepTime, steady_step
+from fsdp2.planner.groups import Flight, GroupCost
+from fsdp2.planner.machine import Contention, Resource, Transfer
+from fsdp2.planner.memory import Held
+from fsdp2.planner.queues import Op, Stream
+from fsdp2.planner.simulate import Accelerator, CallCost, Reduction, StepTime, steady_step
 
 _DTYPES = ParamDtypes.uncast(torch.float32)
 

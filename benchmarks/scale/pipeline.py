@@ -14,10 +14,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from fsdp2.schedule.schedule import AfterForward
-from fsdp2.tools.planner.memory import Held
-from fsdp2.tools.planner.scenario import Result, Scenario, simulate
-from fsdp2.tools.planner.simulate import StepTime
+from fsdp2.core.schedule.schedule import AfterForward
+from fsdp2.planner.memory import Held
+from fsdp2.planner.scenario import Result, Scenario, simulate
+from fsdp2.planner.simulate import StepTime
 
 GRAD_NBYTES = 4
 

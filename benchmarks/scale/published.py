@@ -26,10 +26,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from fsdp2.tools.planner.groups import Wire
-from fsdp2.tools.planner.machine import Machine
-from fsdp2.tools.planner.machines import H100
-from fsdp2.tools.planner.scenario import Choice, Kernels, Result, Scenario, simulate
+from fsdp2.planner.groups import Wire
+from fsdp2.planner.machine import Machine
+from fsdp2.planner.machines import H100
+from fsdp2.planner.scenario import Choice, Kernels, Result, Scenario, simulate
 
 from .pipeline import Pipeline, simulate_stages
 from .workload import LLAMA_8B, LLAMA_70B, LLAMA_405B, Batch, Checkpointing, Llama, scenario

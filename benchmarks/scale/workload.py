@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fsdp2.tools.planner.blocks import find_units
-from fsdp2.tools.planner.machine import Machine
-from fsdp2.tools.planner.observe import ModelWork, language_model_loss, observe
-from fsdp2.tools.planner.scenario import Choice, Kernels, Scenario
-from fsdp2.tools.planner.work import Checkpointing, Exchange, UnitWork, Work
+from fsdp2.planner.blocks import find_units
+from fsdp2.planner.machine import Machine
+from fsdp2.planner.observe import ModelWork, language_model_loss, observe
+from fsdp2.planner.scenario import Choice, Kernels, Scenario
+from fsdp2.planner.work import Checkpointing, Exchange, UnitWork, Work
 
 HEAD_DIM = 128
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp2
-from fsdp2.tools.stream_plan import BucketManifest
+from fsdp2.checkpoint.stream_plan import BucketManifest
 
 TRAINERS, ENGINES = [0, 1], [2, 3]
 SENDER = 0
@@ -127,7 +127,7 @@ def channel(over: str, group: dist.ProcessGroup, manifest: Sequence[BucketManife
 
 def update_from_trainer(model: nn.Module, over: str, group: dist.ProcessGroup | None) -> None:
     """On all trainer ranks; ``group`` is there on the sender."""
-    stream = fsdp2.stream_full_params(model, dtype=torch.bfloat16, bucket_nbytes=BUCKET, to_rank=SENDER)
+    stream = fsdp2.checkpoint.stream_full_params(model, dtype=torch.bfloat16, bucket_nbytes=BUCKET, to_rank=SENDER)
     if group is None:
         for _ in stream.buckets():
             raise AssertionError("only the sender gets buckets")

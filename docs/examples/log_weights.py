@@ -20,7 +20,7 @@ class LogTensor(torch.Tensor):
         return self.as_subclass(torch.Tensor).exp()
 
 
-class LogExtensions(fsdp2.FSDPExtensions):
+class LogExtensions(fsdp2.fsdp1.FSDPExtensions):
     def pre_flatten_transform(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any | None]:
         return tensor.as_subclass(torch.Tensor), "log" if isinstance(tensor, LogTensor) else None
 

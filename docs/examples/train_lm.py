@@ -92,7 +92,7 @@ def train(config: Config) -> None:
         journal.note(f"{checkpoint} has {first_step} steps, so none is left. Raise --steps or --stop-after.")
     num_reported = min(REPORTED_STEPS, num_left) if config.runtime == "fsdp2" else 0
     page = config.output / "step.html"
-    with fsdp2.report(trainer.model, page) if config.report and num_reported else nullcontext():
+    with fsdp2.report.report(trainer.model, page) if config.report and num_reported else nullcontext():
         for step in range(first_step, first_step + num_reported):
             run_step(trainer, journal, step)
     if journal and config.report and num_reported:
@@ -320,10 +320,10 @@ def adamw(model: Transformer, config: Config) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95))
 
 
-def muon(model: Transformer, config: Config) -> fsdp2.Muon:
+def muon(model: Transformer, config: Config) -> fsdp2.optim.Muon:
     """Muon over the matrices of blocks, AdamW over embedding, head and gains; with one learning rate for both."""
-    groups = fsdp2.muon_groups(model, betas=(0.9, 0.95), weight_decay=0.0)
-    return fsdp2.Muon(groups, lr=config.lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw")
+    groups = fsdp2.optim.muon_groups(model, betas=(0.9, 0.95), weight_decay=0.0)
+    return fsdp2.optim.Muon(groups, lr=config.lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw")
 
 
 OPTIMIZERS: dict[str, Callable[[Transformer, Config], torch.optim.Optimizer]] = {"adamw": adamw, "muon": muon}

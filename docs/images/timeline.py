@@ -3,8 +3,9 @@
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 docs/images/timeline.py [--rounds 30]
 
 Both train in the same processes, in turns, and the fastest step of each is drawn, as rank 0 saw it. Ours comes from
-``fsdp2.report``. torch's comes from ``torch.profiler``: what its runtime does stands in ranges named ``FSDP::...``, and
-gloo's threads say when a collective ran. The profiler slows a step down, so torch's is also timed without it.
+``fsdp2.report.report``. torch's comes from ``torch.profiler``: what its runtime does stands in ranges named
+``FSDP::...``, and gloo's threads say when a collective ran. The profiler slows a step down, so torch's is also timed
+without it.
 """
 
 from __future__ import annotations
@@ -222,7 +223,7 @@ def stepper(model: nn.Module, config: Config, fully_shard: Callable[..., Any]) -
 
 def our_step(model: nn.Module, step: Callable[[], None]) -> Timeline | None:
     dist.barrier()
-    with fsdp2.report(model, steps=1) as report:
+    with fsdp2.report.report(model, steps=1) as report:
         step()
     return None if report.data is None else from_report(report.data)
 

@@ -20,17 +20,6 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import fsdp2
-import fsdp2.extensions
-import fsdp2.tensors
-import fsdp2.testing
-import fsdp2.tools.checkpoint_mapping
-import fsdp2.tools.memory_plan
-import fsdp2.tools.planner
-import fsdp2.tools.report
-import fsdp2.tools.stream_plan
-import fsdp2.tools.trace
-import fsdp2.tools.transformers_mapping
-import fsdp2.tools.whole_matrices
 
 FOLDER = Path(__file__).parent
 _WIDTH = 100
@@ -38,22 +27,26 @@ _NOTE = "<!-- Written by docs/reference/generate.py. Change the docstrings, then
 _PACKAGE = Path(fsdp2.__file__).parent
 # From the top down, as docs/architecture.md lists the folders. "" has the files beside them.
 _FOLDERS = (
-    "api",
+    "core",
     "extras",
-    "runtime",
-    "group",
-    "comm",
-    "schedule",
-    "plan",
     "",
-    "tools",
     "tensors",
-    "testing",
+    "optim",
+    "checkpoint",
+    "memory",
+    "planner",
+    "report",
     "fsdp1",
+    "testing",
 )
 _SECTION = re.compile(r"^(Args|Attributes|Returns|Raises):$")
 _SECTION_TITLES = {"Args": "Arguments", "Attributes": "Attributes", "Returns": "Returns", "Raises": "Raises"}
-_MADE_BY_FSDP2 = (fsdp2.FSDPModule, fsdp2.FullParamStream, fsdp2.UnshardHandle, fsdp2.GradientReductionHandle)
+_MADE_BY_FSDP2 = (
+    fsdp2.FSDPModule,
+    fsdp2.checkpoint.FullParamStream,
+    fsdp2.UnshardHandle,
+    fsdp2.GradientReductionHandle,
+)
 # Bases whose methods are listed with those of the class: it is written in two files.
 _PARTS = ("fsdp2.fsdp1.has_state_dicts.HasStateDicts",)
 # Private by its name, but part of torch's FSDPModule, which users call.
@@ -71,84 +64,29 @@ class Page(NamedTuple):
 
 
 def public_pages() -> list[Page]:
-    """All pages in reading order. Modules inside ``fsdp2`` that users see have pages of their own."""
-    own = tuple(name for name in fsdp2.__all__ if not inspect.ismodule(getattr(fsdp2, name)))
-    memory = fsdp2.tools.memory_plan
+    """All pages in reading order: the top of the package, then its rooms."""
+    names = tuple(name for name in fsdp2.__all__ if name not in fsdp2.optim.__all__ + fsdp2.planner.__all__)
+    trace = fsdp2.report.trace
     return [
-        Page("fsdp2.md", "fsdp2", "`import fsdp2`.", fsdp2, own),
-        Page(
-            "report.md",
-            "What report yields",
-            "`with fsdp2.report(model) as report: ...` yields a `Report`, and `fsdp2.compare_reports` returns a "
-            "`Comparison`.",
-            fsdp2.tools.report,
-            ("Report", "Comparison"),
-        ),
-        Page(
-            "stream.md",
-            "What stream_full_params hands out",
-            "`fsdp2.stream_full_params(model)` has `manifest` and `buckets()`.",
-            fsdp2.tools.stream_plan,
-            ("StreamedBucket", "BucketManifest", "StreamedTensor"),
-        ),
-        Page("trace.md", "fsdp2.trace", "`fsdp2.trace.record(model)`.", fsdp2.tools.trace, defined_in(fsdp2.trace)),
-        Page(
-            "memory_plan.md",
-            "What memory_plan returns",
-            "`fsdp2.memory_plan(model)` returns a `MemoryPlan`.",
-            memory,
-            ("MemoryPlan", "UnitMemory", "UnitBytes"),
-        ),
-        Page(
-            "planner.md",
-            "fsdp2.tools.planner",
-            "What `fsdp2.plan` takes and returns, and what its code uses: `from fsdp2.tools.planner import recompute`.",
-            fsdp2.tools.planner,
-            tuple(name for name in fsdp2.tools.planner.__all__ if name not in ("MACHINES", "Workload", "plan")),
-        ),
-        Page(
-            "whole_matrices.md",
-            "fsdp2.tools.whole_matrices",
-            "What functions of `fsdp2.whole_matrices` are given, and the cost that it assumes.",
-            fsdp2.tools.whole_matrices,
-            ("Matrix", "newton_schulz_cost"),
-        ),
-        Page(
-            "checkpoint_mapping.md",
-            "fsdp2.tools.checkpoint_mapping",
-            "What `mapping` of `fsdp2.load_safetensors` and `fsdp2.save_safetensors` is made of.",
-            fsdp2.tools.checkpoint_mapping,
-            ("WeightRule", "Stack", "Concat", "Transpose", "CheckpointMapping"),
-        ),
-        Page(
-            "transformers_mapping.md",
-            "fsdp2.tools.transformers_mapping",
-            "A `mapping` for models of transformers.",
-            fsdp2.tools.transformers_mapping,
-            ("transformers_mapping",),
-        ),
-        Page(
-            "tensors.md",
-            "fsdp2.tensors",
-            "`import fsdp2.tensors`.",
-            fsdp2.tensors,
-            tuple(fsdp2.tensors.__all__),
-        ),
-        Page(
-            "extensions.md",
-            "fsdp2.extensions",
-            "`import fsdp2.extensions`.",
-            fsdp2.extensions,
-            tuple(fsdp2.extensions.__all__),
-        ),
-        Page(
-            "testing.md",
-            "fsdp2.testing",
-            "`import fsdp2.testing`.",
-            fsdp2.testing,
-            tuple(fsdp2.testing.__all__),
-        ),
+        Page("fsdp2.md", "fsdp2", "`import fsdp2`.", fsdp2, names),
+        *(_room(getattr(fsdp2, name)) for name in ("optim", "checkpoint", "memory", "planner", "report")),
+        Page("trace.md", "fsdp2.report.trace", "`fsdp2.report.trace.record(model)`.", trace, defined_in(trace)),
+        *(_room(getattr(fsdp2, name)) for name in ("tensors", "testing", "fsdp1", "core")),
     ]
+
+
+def _room(module: ModuleType) -> Page:
+    """The page of a room: ``fsdp2.optim`` is there after ``import fsdp2``."""
+    file = f"{module.__name__.removeprefix('fsdp2.')}.md"
+    others = {*fsdp2.__all__} - {*fsdp2.optim.__all__, *fsdp2.planner.__all__}
+    own = (name for name in module.__all__ if name not in others)
+    names = tuple(name for name in own if not _is_from_elsewhere(getattr(module, name)))
+    return Page(file, module.__name__, _inline(inspect.cleandoc(module.__doc__ or "").split("\n\n")[0]), module, names)
+
+
+def _is_from_elsewhere(value: object) -> bool:
+    """Whether ``value`` is torch's, a module, or data that is too long to show."""
+    return isinstance(value, (dict, ModuleType)) or not getattr(value, "__module__", "fsdp2").startswith("fsdp2")
 
 
 def defined_in(module: ModuleType) -> tuple[str, ...]:
@@ -176,7 +114,9 @@ def _index(pages: Sequence[Page]) -> str:
         lines += ["", f"## {page.title}", "", "| name | what it is |", "|---|---|"]
         for name in page.names:
             value = getattr(page.module, name)
-            lines.append(f"| [`{name}`]({page.file}#{_anchor(name)}) | {_cell(_first_sentence(value))} |")
+            lines.append(
+                f"| [`{name}`]({page.file}#{_anchor(_heading(page, name))}) | {_cell(_first_sentence(value))} |"
+            )
     lines += ["", "## Files of the package", "", "[What each file does](files.md), for readers of the code."]
     return "\n".join(lines) + "\n"
 
@@ -220,7 +160,7 @@ def _page(page: Page) -> str:
     for title, names in _kinds(page):
         lines += ["", f"## {title}"]
         for name in names:
-            lines += ["", *_entry(name, getattr(page.module, name))]
+            lines += ["", *_entry(name, getattr(page.module, name), _heading(page, name))]
     return "\n".join(lines) + "\n"
 
 
@@ -236,8 +176,14 @@ def _kinds(page: Page) -> Iterator[tuple[str, list[str]]]:
     return ((title, names) for title, names in kinds.items() if names)
 
 
-def _entry(name: str, value: Any) -> Iterator[str]:
-    yield f"### `{name}`"
+def _heading(page: Page, name: str) -> str:
+    """The heading of an entry. Anchors ignore case, so a class beside a function of its name says that it is one."""
+    is_twice = inspect.isclass(getattr(page.module, name)) and name.lower() in page.names
+    return f"`{name}` (class)" if is_twice and name != name.lower() else f"`{name}`"
+
+
+def _entry(name: str, value: Any, heading: str) -> Iterator[str]:
+    yield f"### {heading}"
     yield ""
     if not callable(value):
         yield f"`{value!r}`"

@@ -19,6 +19,10 @@ from itertools import chain
 
 import torch.distributed as dist
 
+from fsdp2.core.group.group import ParamGroup
+from fsdp2.core.plan.mesh import ParallelMesh
+from fsdp2.core.runtime.unit import Unit
+from fsdp2.core.runtime.unit_tree import PlugIns, TreeChecks, UnitTree
 from fsdp2.extras import torch_names
 from fsdp2.extras.board import Board
 from fsdp2.extras.claims import FLAGS, GRADIENTS, UNFINISHED, UNITS, Claim
@@ -26,10 +30,6 @@ from fsdp2.extras.meetings import Meeting, await_claim
 from fsdp2.extras.rank_checks import agree, by_mesh, check_agreement, compare_on
 from fsdp2.extras.stalls import timeout_s_of, watch_for_stalls
 from fsdp2.extras.standings import RunCounts
-from fsdp2.group.group import ParamGroup
-from fsdp2.plan.mesh import ParallelMesh
-from fsdp2.runtime.unit import Unit
-from fsdp2.runtime.unit_tree import PlugIns, TreeChecks, UnitTree
 
 _next_number: defaultdict[int, int] = defaultdict(int)  # of a scope, by its ranks
 

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
+from fsdp2.core.types import DOCS
+
 # Either a flag for each name, or names in the order in which something happened to them.
 Claim = Mapping[str, bool] | Sequence[str]
 
@@ -19,7 +21,7 @@ UNFINISHED = "..."  # comes after the names if more may follow
 _MAX_LINES = 4
 _ALIKE = (
     "Let all ranks use the same units and parameters, or call set_ranks_may_differ(True) on the root.\n"
-    "See docs/advanced/ranks.md."
+    f"See {DOCS}/advanced/ranks.md."
 )
 
 

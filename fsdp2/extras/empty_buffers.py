@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from torch import nn
 
-from fsdp2 import _torch
-from fsdp2.api.module import PlugIns
+from fsdp2.core import _torch
+from fsdp2.core.api.module import PlugIns
 from fsdp2.extras import torch_names
 from fsdp2.extras.plain_names import plain_name
 from fsdp2.extras.torch_names import buffers_dict

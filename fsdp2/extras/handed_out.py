@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import torch
 
-from fsdp2.group.param import NAME_IN_PASS
-from fsdp2.runtime.hooks import PlugIns
-from fsdp2.runtime.unit import Unit
-from fsdp2.types import ScheduleError
+from fsdp2.core.group.param import NAME_IN_PASS
+from fsdp2.core.runtime.hooks import PlugIns
+from fsdp2.core.runtime.unit import Unit
+from fsdp2.core.types import ScheduleError
 
 
 def check_handed_out(unit: Unit, memory: torch.Tensor) -> None:

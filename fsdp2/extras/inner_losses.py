@@ -20,14 +20,14 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from fsdp2 import _torch
+from fsdp2.core import _torch
+from fsdp2.core.group.group import ParamGroup
+from fsdp2.core.plan.trees import find_tensors
+from fsdp2.core.runtime.unit import Unit, units_under
+from fsdp2.core.runtime.unit_tree import tree_of
+from fsdp2.core.schedule.schedule import Phase
 from fsdp2.extras import torch_names
 from fsdp2.extras.outside_calls import called_with
-from fsdp2.group.group import ParamGroup
-from fsdp2.plan.trees import find_tensors
-from fsdp2.runtime.unit import Unit, units_under
-from fsdp2.runtime.unit_tree import tree_of
-from fsdp2.schedule.schedule import Phase
 
 _watched: weakref.WeakKeyDictionary[Unit, set[nn.Module]] = weakref.WeakKeyDictionary()
 

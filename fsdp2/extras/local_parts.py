@@ -2,7 +2,7 @@
 
 A tensor-parallel library may give each rank plain tensors with the four attributes of that protocol. A shard of such a
 parameter is a DTensor of this rank's part only, which checkpoints would mistake for the whole parameter. So the spec
-keeps the geometry, and ``tools.checkpointable`` turns it into what checkpoints read.
+keeps the geometry, and ``checkpoint.checkpointable`` turns it into what checkpoints read.
 
 Rule: a shard is an interval along one dim, so its intersection with a box of the geometry is a box or empty.
 """
@@ -16,10 +16,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2.api.adapters import SPEC_READERS
-from fsdp2.group.codec import is_plain
-from fsdp2.plan.mesh import ParallelMesh
-from fsdp2.plan.placements import ParamSpec, param_spec
+from fsdp2.core.api.adapters import SPEC_READERS
+from fsdp2.core.group.codec import is_plain
+from fsdp2.core.plan.mesh import ParallelMesh
+from fsdp2.core.plan.placements import ParamSpec, param_spec
 
 _FIELDS = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fsdp2 import _torch
-from fsdp2.group.group import ParamGroup
-from fsdp2.group.param import ShardedParam
-from fsdp2.runtime.unit import Unit
-from fsdp2.runtime.unit_tree import PlugIns, TreeChecks, UnitTree
-from fsdp2.schedule.schedule import AfterForward
-from fsdp2.schedule.states import GroupState
-from fsdp2.types import ScheduleError
+from fsdp2.core import _torch
+from fsdp2.core.group.group import ParamGroup
+from fsdp2.core.group.param import ShardedParam
+from fsdp2.core.runtime.unit import Unit
+from fsdp2.core.runtime.unit_tree import PlugIns, TreeChecks, UnitTree
+from fsdp2.core.schedule.schedule import AfterForward
+from fsdp2.core.schedule.states import GroupState
+from fsdp2.core.types import ScheduleError
 
 
 class LateGradients(TreeChecks):

@@ -8,8 +8,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 
-from fsdp2 import _torch
-from fsdp2.group.param import PlugIns, ShardedParam
+from fsdp2.core import _torch
+from fsdp2.core.group.param import PlugIns, ShardedParam
 
 
 def _warn_of_hooks(params: Sequence[ShardedParam], *, is_sharded: bool) -> None:

@@ -15,13 +15,13 @@ from contextlib import suppress
 
 import torch.distributed as dist
 
-from fsdp2.comm.streams import launched, waiting
+from fsdp2.core.comm.streams import launched, waiting
+from fsdp2.core.plan.mesh import ParallelMesh
+from fsdp2.core.types import CommunicationError, ScheduleError
 from fsdp2.extras import torch_names
 from fsdp2.extras.claims import Claim
 from fsdp2.extras.peers import check_connections
 from fsdp2.extras.stalls import LOOK_S, differing, timeout_s_of
-from fsdp2.plan.mesh import ParallelMesh
-from fsdp2.types import CommunicationError, ScheduleError
 
 _MAX_PAUSE_S, _PAUSE_PER_RANK_S = 0.05, 0.001  # so the store has to answer some 1,000 questions per second at most
 _MET = "/met"  # suffix of a key that exists once all ranks have claimed the same

@@ -13,14 +13,14 @@ from functools import partial
 
 from torch import nn
 
-from fsdp2 import _torch
+from fsdp2.core import _torch
+from fsdp2.core.group.group import Guard
+from fsdp2.core.runtime.hooks import PlugIns
+from fsdp2.core.runtime.unit import Unit, units_under
+from fsdp2.core.schedule.states import GroupState
+from fsdp2.core.types import ScheduleError
 from fsdp2.extras import torch_names
 from fsdp2.extras.plain_names import plain_named_modules
-from fsdp2.group.group import Guard
-from fsdp2.runtime.hooks import PlugIns
-from fsdp2.runtime.unit import Unit, units_under
-from fsdp2.schedule.states import GroupState
-from fsdp2.types import ScheduleError
 
 
 def guards_of(unit: Unit, holders: Iterable[nn.Module]) -> list[Guard]:

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp2.api.module import PlugIns as OfModules
-from fsdp2.api.resolve import PlugIns as OfCalls
+from fsdp2.core.api.module import PlugIns as OfModules
+from fsdp2.core.api.resolve import PlugIns as OfCalls
+from fsdp2.core.plan.mesh import Axis, AxisRole, ParallelMesh, PlugIns, mesh_with_roles
 from fsdp2.extras import torch_names
-from fsdp2.plan.mesh import Axis, AxisRole, ParallelMesh, PlugIns, mesh_with_roles
 
 
 def post_forward_mesh(parallel: ParallelMesh, shard_size: int) -> ParallelMesh:

@@ -13,13 +13,13 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from fsdp2 import _torch
-from fsdp2.comm.backends import AxisComm, Launch, ReduceLaunch, copies, register_comm
-from fsdp2.comm.streams import Waitable, launched
+from fsdp2.core import _torch
+from fsdp2.core.comm.backends import AxisComm, Launch, ReduceLaunch, copies, register_comm
+from fsdp2.core.comm.streams import Waitable, launched
+from fsdp2.core.plan.mesh import Axis
+from fsdp2.core.plan.plan import Routing
 from fsdp2.extras.exchange import exchange
 from fsdp2.extras.stalls import last_words
-from fsdp2.plan.mesh import Axis
-from fsdp2.plan.plan import Routing
 
 # Every comm has its own channels: even if the ranks' programs diverge, no message of one parameter group is mistaken
 # for one of another group. Every rank makes its comms on a process group in the same order; else see match_channels.

@@ -8,11 +8,13 @@ this package returns is the name in the model without wrappers, as in torch's ``
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextvars import ContextVar
+from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp2.runtime.unit import PlugIns
+from fsdp2.core.runtime.unit import PlugIns
 
 IN_COMPILED, IN_CHECKPOINT, IN_FSDP1 = "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"
 WRAPPED = (IN_COMPILED, IN_CHECKPOINT, IN_FSDP1)  # the attributes in which wrappers keep their modules
@@ -90,3 +92,16 @@ def _children(module: nn.Module | None) -> Mapping[str, nn.Module]:
 def register() -> None:
     """Use these names for units and parameters."""
     PlugIns.plain_name, PlugIns.is_left_out = plain_name, is_left_out
+
+
+collects_shards = ContextVar("collects_shards", default=False)  # whether ``bound_state`` runs
+
+
+def bound_state(model: nn.Module) -> dict[str, Any]:
+    """The state dict of ``model`` with the parameters and buffers themselves, under names without wrappers. Front ends
+    whose state dicts normally hold other values check ``collects_shards``."""
+    token = collects_shards.set(True)
+    try:
+        return {plain_name(model, name): value for name, value in model.state_dict(keep_vars=True).items()}
+    finally:
+        collects_shards.reset(token)

@@ -17,18 +17,18 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from fsdp2.comm.backends import all_reduce
-from fsdp2.comm.streams import launched, lost, wait_for
+from fsdp2.core.comm.backends import all_reduce
+from fsdp2.core.comm.streams import launched, lost, wait_for
+from fsdp2.core.group.group import ParamGroup
+from fsdp2.core.plan.mesh import ParallelMesh
+from fsdp2.core.runtime.unit import Unit
+from fsdp2.core.runtime.unit_tree import UnitTree
+from fsdp2.core.types import CommunicationError, ScheduleError
 from fsdp2.extras.claims import named_ranks
 from fsdp2.extras.exchange import exchange
 from fsdp2.extras.local_parts import LocalPartSpec
 from fsdp2.extras.peers import match_channels
 from fsdp2.extras.stalls import last_words
-from fsdp2.group.group import ParamGroup
-from fsdp2.plan.mesh import ParallelMesh
-from fsdp2.runtime.unit import Unit
-from fsdp2.runtime.unit_tree import UnitTree
-from fsdp2.types import CommunicationError, ScheduleError
 
 _T = TypeVar("_T")
 

@@ -13,18 +13,18 @@ from itertools import compress
 import torch
 import torch.distributed as dist
 
+from fsdp2.core.group.gradients import GroupGradients, Landed, land_in_grad
+from fsdp2.core.group.group import ParamGroup
+from fsdp2.core.plan.dtypes import GRADIENTS_FOLLOW_SHARDS
+from fsdp2.core.plan.mesh import ParallelMesh
+from fsdp2.core.runtime.unit import Unit, note_tree_change, unit_of
+from fsdp2.core.runtime.unit_tree import PlugIns, TreeChecks, UnitTree
+from fsdp2.core.schedule.schedule import Action, Actions, Phase, Schedule, UnitRules
+from fsdp2.core.schedule.states import Outcome
 from fsdp2.extras.alike import Alike
 from fsdp2.extras.plain_names import with_inside
 from fsdp2.extras.rank_checks import agree, by_mesh, compare, reduce
 from fsdp2.extras.skipped_units import Event, SkippedUnits
-from fsdp2.group.gradients import GroupGradients, Landed, land_in_grad
-from fsdp2.group.group import ParamGroup
-from fsdp2.plan.dtypes import GRADIENTS_FOLLOW_SHARDS
-from fsdp2.plan.mesh import ParallelMesh
-from fsdp2.runtime.unit import Unit, note_tree_change, unit_of
-from fsdp2.runtime.unit_tree import PlugIns, TreeChecks, UnitTree
-from fsdp2.schedule.schedule import Action, Actions, Phase, Schedule, UnitRules
-from fsdp2.schedule.states import Outcome
 
 
 class JoiningSchedule(Schedule):

@@ -17,19 +17,19 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp2 import _torch
-from fsdp2.api.adapters import adapter_of
-from fsdp2.api.arguments import expect
-from fsdp2.api.fully_shard import PlugIns
-from fsdp2.api.resolve import Found, PlugIns as OfParams
+from fsdp2.core import _torch
+from fsdp2.core.api.adapters import adapter_of
+from fsdp2.core.api.arguments import expect
+from fsdp2.core.api.fully_shard import PlugIns
+from fsdp2.core.api.resolve import Found, PlugIns as OfParams
+from fsdp2.core.group.codec import has_hooks
+from fsdp2.core.group.group import groups_by_slot
+from fsdp2.core.group.param import NAME_IN_PASS, Slot
+from fsdp2.core.group.shards import is_shard
+from fsdp2.core.runtime.unit import unit_of
+from fsdp2.core.types import DOCS, ExtensionError, MixedPrecisionPolicy, OffloadPolicy
 from fsdp2.extras.plain_names import plain_name
 from fsdp2.extras.policies import as_ours
-from fsdp2.group.codec import has_hooks
-from fsdp2.group.group import groups_by_slot
-from fsdp2.group.param import NAME_IN_PASS, Slot
-from fsdp2.group.shards import is_shard
-from fsdp2.runtime.unit import unit_of
-from fsdp2.types import ExtensionError, MixedPrecisionPolicy, OffloadPolicy
 
 
 def read_arguments(
@@ -147,7 +147,7 @@ def check_param(item: Found, device: torch.device) -> None:
             f"fully_shard: parameter '{name}' is a {type(param).__name__}. Sharding would lose this class: compute "
             "would read an nn.Parameter. Replace the parameter by nn.Parameter(...) of its values, or of a tensor "
             "subclass that has the methods fsdp_pre_all_gather, fsdp_post_all_gather and __torch_dispatch__: see "
-            "docs/guide/extensions.md#all-gather-hooks. Or list the parameter in ignored_params."
+            f"{DOCS}/guide/extensions.md#all-gather-hooks. Or list the parameter in ignored_params."
         )
     if is_shard(param) or hasattr(param, NAME_IN_PASS):  # the root stays unsharded after forward
         raise ValueError(

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from fsdp2.group.codec import is_plain
-from fsdp2.group.group import groups_by_slot
-from fsdp2.group.shards import GroupShards, PlugIns, is_shard
+from fsdp2.core.group.codec import is_plain
+from fsdp2.core.group.group import groups_by_slot
+from fsdp2.core.group.shards import GroupShards, PlugIns, is_shard
 
 
 def _adopt_memory(shards: GroupShards, params: Sequence[nn.Parameter], tensors: Sequence[torch.Tensor]) -> bool:

@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterable, Sequence
 from itertools import accumulate, chain
 from typing import NamedTuple
 
-from fsdp2.schedule.states import Outcome
+from fsdp2.core.schedule.states import Outcome
 
 MAX_FORWARDS = 256  # forwards without a backward; if there are more, the oldest are forgotten
 MAX_ORDERS = 64  # that ranks have agreed on

@@ -31,12 +31,12 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
+from fsdp2.core.plan.mesh import ParallelMesh
+from fsdp2.core.types import CommunicationError
 from fsdp2.extras import torch_names
 from fsdp2.extras.board import Board
 from fsdp2.extras.claims import Claim
 from fsdp2.extras.standings import RunCounts, Standing, View, doubt, verdict
-from fsdp2.plan.mesh import ParallelMesh
-from fsdp2.types import CommunicationError
 
 LOOK_S = 1.0
 _UNTIL_COMPARED_S = 5.0

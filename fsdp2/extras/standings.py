@@ -7,16 +7,17 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
+from fsdp2.core.types import DOCS
 from fsdp2.extras.claims import Claim, difference, named_ranks
 
 ALIKE = (
     "The ranks diverged at the first difference. If they are meant to use different units or parameters, call "
-    "set_ranks_may_differ(True) on the root; what must not differ even then is in docs/advanced/ranks.md."
+    f"set_ranks_may_differ(True) on the root; what must not differ even then is in {DOCS}/advanced/ranks.md."
 )
 AS_MANY = (
     "All ranks must run the same roots, with as many forwards and backwards of each. Give all ranks the same number of "
     "batches: by drop_last=True, or by a sampler that pads, such as torch's DistributedSampler. See "
-    "docs/advanced/ranks.md."
+    f"{DOCS}/advanced/ranks.md."
 )
 _SLOW = (
     "A rank that is only slow will come. Otherwise let all ranks make the same calls, also those of full_tensor() and "

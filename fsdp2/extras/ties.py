@@ -16,15 +16,15 @@ from functools import partial
 
 from torch import nn
 
-from fsdp2.api.fully_shard import PlugIns
-from fsdp2.api.resolve import Found
+from fsdp2.core.api.fully_shard import PlugIns
+from fsdp2.core.api.resolve import Found
+from fsdp2.core.group.group import ParamGroup, PlugIns as OfGroups
+from fsdp2.core.group.param import SHARDED_AS, ShardedParam, Slot
+from fsdp2.core.group.shards import is_shard
+from fsdp2.core.runtime.unit import Unit, units_under
+from fsdp2.core.schedule.states import GroupState
+from fsdp2.core.types import ScheduleError
 from fsdp2.extras.plain_names import plain_named_modules
-from fsdp2.group.group import ParamGroup, PlugIns as OfGroups
-from fsdp2.group.param import SHARDED_AS, ShardedParam, Slot
-from fsdp2.group.shards import is_shard
-from fsdp2.runtime.unit import Unit, units_under
-from fsdp2.schedule.states import GroupState
-from fsdp2.types import ScheduleError
 
 # Tied before fully_shard
 

@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2 import _torch
+from fsdp2.core import _torch
+from fsdp2.core.group.param import Slot, leave_alone
+from fsdp2.core.runtime.unit import Unit
+from fsdp2.core.runtime.unit_tree import PlugIns, TreeChecks, UnitTree
+from fsdp2.core.types import ScheduleError
 from fsdp2.extras.plain_names import plain_named_modules, plain_paths
 from fsdp2.extras.ties import ties_across
-from fsdp2.group.param import Slot, leave_alone
-from fsdp2.runtime.unit import Unit
-from fsdp2.runtime.unit_tree import PlugIns, TreeChecks, UnitTree
-from fsdp2.types import ScheduleError
 
 _MAX_NAMES = 4
 
@@ -68,8 +68,8 @@ def _check_rank(root: Unit) -> None:
         raise ScheduleError(
             f"rank {dist.get_rank()} is not in the mesh of unit '{root.name}', which has the ranks "
             f"{sorted(root.mesh.mesh.mesh.flatten().tolist())}: its shards are empty. Run the model only on ranks "
-            "where fsdp2.reshard_to returned True, or bring this rank in: call fsdp2.reshard_to on all ranks with "
-            "a mesh that has it."
+            "where fsdp2.checkpoint.reshard_to returned True, or bring this rank in: call it on all ranks with a mesh "
+            "that has it."
         )
 
 

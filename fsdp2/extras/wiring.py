@@ -10,10 +10,15 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from fsdp2 import _torch
-from fsdp2.api.adapters import ADAPTERS, SPEC_READERS
-from fsdp2.api.fully_shard import PlugIns as OfCalls, fully_shard
-from fsdp2.api.module import PlugIns as OfModules
+from fsdp2.core import _torch
+from fsdp2.core.api.adapters import ADAPTERS, SPEC_READERS
+from fsdp2.core.api.fully_shard import PlugIns as OfCalls, fully_shard
+from fsdp2.core.api.module import PlugIns as OfModules
+from fsdp2.core.group.codec import PlugIns as OfCodecs
+from fsdp2.core.group.param import PlugIns as OfParams
+from fsdp2.core.group.shards import PlugIns as OfShards
+from fsdp2.core.runtime.hooks import PlugIns as OfHooks
+from fsdp2.core.runtime.unit_tree import PlugIns as OfTrees
 from fsdp2.extras import (
     alike,
     empty_buffers,
@@ -31,11 +36,6 @@ from fsdp2.extras import (
     ties,
     unit_checks,
 )
-from fsdp2.group.codec import PlugIns as OfCodecs
-from fsdp2.group.param import PlugIns as OfParams
-from fsdp2.group.shards import PlugIns as OfShards
-from fsdp2.runtime.hooks import PlugIns as OfHooks
-from fsdp2.runtime.unit_tree import PlugIns as OfTrees
 
 CHECKS = (unit_checks, lost_gradients, alike)  # each tree asks them in this order
 EXTRAS = (
@@ -52,16 +52,16 @@ def wire() -> None:
     for extra in (*CHECKS, *EXTRAS):
         extra.register()
     fully_shard.state = _later("extras.torch_view.state", "state_of")  # type: ignore[attr-defined]  # as composable APIs have it
-    OfHooks.check_loaded = _later("tools.loading", "check_loaded")
-    OfModules.copied = _later("tools.copying", "copied_module")
-    OfModules.communicate_by = _later("tools.custom_comm", "communicate_by")
-    OfTrees.limits_memory = _later("tools.memory_limit", "MemoryLimit")
-    OfParams.why_not = _later("tools.replaced", "why_not")
-    OfParams.check_device = _later("tools.replaced", "check_device")
-    OfParams.warn_of_plain = _later("tools.replaced", "warn_of_plain")
-    OfParams.refuse_gradient = _later("tools.replaced", "refuse_gradient")
+    OfHooks.check_loaded = _later("extras.loading", "check_loaded")
+    OfModules.copied = _later("extras.copying", "copied_module")
+    OfModules.communicate_by = _later("core.api.custom_comm", "communicate_by")
+    OfTrees.limits_memory = _later("memory.limit", "MemoryLimit")
+    OfParams.why_not = _later("extras.replaced", "why_not")
+    OfParams.check_device = _later("extras.replaced", "check_device")
+    OfParams.warn_of_plain = _later("extras.replaced", "warn_of_plain")
+    OfParams.refuse_gradient = _later("extras.replaced", "refuse_gradient")
     OfShards.take_over = _later("extras.kept_optimizers", "take_over")
-    OfShards.on_plain_step = _later("tools.plain_params", "warn_of_plain")
+    OfShards.on_plain_step = _later("extras.plain_params", "warn_of_plain")
     OfCodecs.cut, OfCodecs.pin = _later("tensors.cut", "pinned_shard"), _later("tensors.cut", "pinned")
     OfCodecs.codec = _later("tensors.all_gather_hooks", "HookedParams")
     ADAPTERS["bitsandbytes.nn.modules.Params4bit"] = _later("tensors.params4bit", "adapt")

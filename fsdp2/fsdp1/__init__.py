@@ -25,7 +25,6 @@ from fsdp2.fsdp1.extensions import FSDPExtensions, set_fsdp_extensions
 from fsdp2.fsdp1.flat_param import FlatParameter
 from fsdp2.fsdp1.sharded_grad_scaler import ShardedGradScaler
 from fsdp2.fsdp1.wrapper import FullyShardedDataParallel
-from fsdp2.tools.auto_shard import auto_shard
 
 __all__ = [
     "BackwardPrefetch",
@@ -47,6 +46,5 @@ __all__ = [
     "StateDictConfig",
     "StateDictSettings",
     "StateDictType",
-    "auto_shard",
     "set_fsdp_extensions",
 ]

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp2.core.plan.dtypes import cast_floating
+from fsdp2.core.runtime.unit import unit_of
 from fsdp2.extras.plain_names import plain_named_modules
 from fsdp2.fsdp1.names import is_wrapper
 from fsdp2.fsdp1.torch_names import run_policy
-from fsdp2.plan.dtypes import cast_floating
-from fsdp2.runtime.unit import unit_of
 
 Overrides = dict[nn.Module, dict[str, Any]]
 

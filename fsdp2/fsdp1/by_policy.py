@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import nn
 
-from fsdp2.api.fully_shard import fully_shard
-from fsdp2.api.module import FSDPModule
+from fsdp2.core.api.fully_shard import fully_shard
+from fsdp2.core.api.module import FSDPModule
+from fsdp2.core.plan.mesh import default_mesh
 from fsdp2.fsdp1.auto_wrap import chosen_by, inner_first
-from fsdp2.plan.mesh import default_mesh
 
 
 def shard_by_policy(model: nn.Module, policy: Any, **options: Any) -> FSDPModule:

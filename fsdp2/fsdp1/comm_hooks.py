@@ -8,11 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fsdp2.core.api.custom_comm import ReducesBy, ReduceScatter
+from fsdp2.core.group.reduce_scatter import AllReduceHook
 from fsdp2.fsdp1 import torch_names
 from fsdp2.fsdp1.names import Wrapper, wrappers_in
 from fsdp2.fsdp1.settings import HYBRID
-from fsdp2.group.reduce_scatter import AllReduceHook
-from fsdp2.tools.custom_comm import ReducesBy, ReduceScatter
 
 Hook = Callable[..., Any]
 

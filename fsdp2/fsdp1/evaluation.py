@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import torch
 
-from fsdp2.api.module import FSDPModule
-from fsdp2.runtime.unit import Unit
-from fsdp2.runtime.unit_tree import PlugIns, TreeChecks, UnitTree
-from fsdp2.schedule.states import GroupState
+from fsdp2.core.api.module import FSDPModule
+from fsdp2.core.runtime.unit import Unit
+from fsdp2.core.runtime.unit_tree import PlugIns, TreeChecks, UnitTree
+from fsdp2.core.schedule.states import GroupState
 
 
 class BindsShards(TreeChecks):

@@ -20,15 +20,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fsdp2 import _torch
+from fsdp2.core import _torch
+from fsdp2.core.group.group import ParamGroup, groups_by_slot
+from fsdp2.core.group.param import ShardedParam, Slot
+from fsdp2.core.schedule.states import GroupState
+from fsdp2.core.types import ExtensionError
+from fsdp2.extras.torch_names import is_sharded_tensor
 from fsdp2.fsdp1 import torch_names
 from fsdp2.fsdp1.names import Wrapper
 from fsdp2.fsdp1.optim_values import whole_of_pieces
-from fsdp2.group.group import ParamGroup, groups_by_slot
-from fsdp2.group.param import ShardedParam, Slot
-from fsdp2.schedule.states import GroupState
-from fsdp2.tools.torch_names import is_sharded_tensor
-from fsdp2.types import ExtensionError
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 _KEY = "_extended"  # attribute of wrappers that have an extension

@@ -12,13 +12,13 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import nn
 
-from fsdp2 import _torch
-from fsdp2.comm.memory import alias
+from fsdp2.core import _torch
+from fsdp2.core.comm.memory import alias
+from fsdp2.core.group.group import ParamGroup
+from fsdp2.core.group.param import ShardedParam
+from fsdp2.core.plan.layout import contiguous_stride
 from fsdp2.fsdp1.names import saved_name
-from fsdp2.group.group import ParamGroup
-from fsdp2.group.param import ShardedParam
-from fsdp2.plan.layout import contiguous_stride
-from fsdp2.tools.clip import joined_neighbours
+from fsdp2.optim.clip import joined_neighbours
 
 _DATA: Any = torch.Tensor.data  # the descriptor
 IN_BACKWARD = "_in_backward_optimizers"  # where torch's _apply_optimizer_in_backward stores them

@@ -16,18 +16,25 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2 import _torch
+from fsdp2.core import _torch
+from fsdp2.core.group.group import ParamGroup
+from fsdp2.core.group.param import ShardedParam, Slot
+from fsdp2.core.plan.mesh import Axis
+from fsdp2.core.runtime.unit import Unit, units_under
 from fsdp2.extras.exchange import exchange
+from fsdp2.extras.lending import (
+    all_ranks,
+    check_idle,
+    check_not_lent,
+    entered_and_left,
+    gathered_together,
+    lent_whole,
+    params_under,
+)
 from fsdp2.fsdp1.extensions import bind_plain, bind_shown, extended_in
 from fsdp2.fsdp1.names import Wrapper, wrappers_in
 from fsdp2.fsdp1.state_values import is_replicated
-from fsdp2.group.group import ParamGroup
-from fsdp2.group.param import ShardedParam, Slot
-from fsdp2.plan.mesh import Axis
-from fsdp2.runtime.unit import Unit, units_under
-from fsdp2.tools.blocks import entered_and_left
-from fsdp2.tools.clip import clip_grad_norm_
-from fsdp2.tools.lending import all_ranks, check_idle, check_not_lent, gathered_together, lent_whole, params_under
+from fsdp2.optim.clip import clip_grad_norm_
 
 _CALLER = "summon_full_params"
 

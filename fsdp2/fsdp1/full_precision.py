@@ -11,10 +11,10 @@ from dataclasses import replace
 
 import torch
 
+from fsdp2.core.group.group import ParamGroup
+from fsdp2.core.types import MixedPrecisionPolicy
 from fsdp2.fsdp1.init_states import set_buffer_dtypes
 from fsdp2.fsdp1.names import Wrapper, wrappers_in
-from fsdp2.group.group import ParamGroup
-from fsdp2.types import MixedPrecisionPolicy
 
 _POLICIES = "_policies_in_training"  # attribute of a wrapper in full precision; holds its parameters' policies
 

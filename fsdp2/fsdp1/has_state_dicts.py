@@ -17,8 +17,8 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
+from fsdp2.core.runtime import door
 from fsdp2.fsdp1 import optim_load, optim_state_dict as optim_saving, state_dict as state_dicts
-from fsdp2.runtime import door
 
 
 class HasStateDicts(nn.Module):

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2 import _torch
+from fsdp2.core import _torch
+from fsdp2.core.plan.mesh import ParallelMesh
 from fsdp2.fsdp1.auto_wrap import modules_outside_units
 from fsdp2.fsdp1.names import saved_name, wrappers_in
 from fsdp2.fsdp1.settings import Ignored, Settings
-from fsdp2.plan.mesh import ParallelMesh
 
 
 def own_states(module: nn.Module) -> list[Tensor]:

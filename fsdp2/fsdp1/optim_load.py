@@ -14,9 +14,11 @@ from torch import nn
 from torch.distributed.fsdp import OptimStateKeyType
 from torch.distributed.tensor import DTensor
 
-from fsdp2 import _torch
-from fsdp2.extras.exchange import exchange
+from fsdp2.core import _torch
+from fsdp2.core.plan.mesh import NO_AXIS
+from fsdp2.extras.exchange import exchange, together
 from fsdp2.extras.plain_names import without
+from fsdp2.extras.torch_names import is_sharded_tensor
 from fsdp2.fsdp1 import torch_names
 from fsdp2.fsdp1.extensions import loaded_state, shown_shape
 from fsdp2.fsdp1.names import saved_name
@@ -24,9 +26,6 @@ from fsdp2.fsdp1.optim_owners import OptimInput, Owner, Owners, States, groups_i
 from fsdp2.fsdp1.optim_values import Fetch, Remote, broadcast_structure, copied, whole_of_pieces
 from fsdp2.fsdp1.state_dict import FULL, Entry, get_types
 from fsdp2.fsdp1.state_values import is_replicated, local_value
-from fsdp2.plan.mesh import NO_AXIS
-from fsdp2.tools.together import together
-from fsdp2.tools.torch_names import is_sharded_tensor
 
 _STEP = "step"  # a count, whatever the parameter's shape; Optimizer.load_state_dict treats this name specially, too
 

@@ -10,13 +10,13 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from fsdp2 import _torch
+from fsdp2.core import _torch
+from fsdp2.core.plan.mesh import Axis
 from fsdp2.extras.kept_optimizers import take_over
+from fsdp2.extras.lending import all_ranks
 from fsdp2.fsdp1.flat_param import FlatParameter
 from fsdp2.fsdp1.names import saved_name, wrappers_in
 from fsdp2.fsdp1.state_dict import Entry, entries_of
-from fsdp2.plan.mesh import Axis
-from fsdp2.tools.lending import all_ranks
 
 OptimInput: TypeAlias = Sequence[dict[str, Any]] | Iterable[nn.Parameter] | None
 States: TypeAlias = dict[str, Any]  # the states of one parameter, by the optimizer's names

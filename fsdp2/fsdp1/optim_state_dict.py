@@ -18,14 +18,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2 import _torch
-from fsdp2.extras.exchange import exchange
+from fsdp2.core import _torch
+from fsdp2.extras.exchange import exchange, together
 from fsdp2.fsdp1.extensions import chunked_value as extended_value, extension_of, shown_value
 from fsdp2.fsdp1.optim_owners import Owner, Owners, States, groups_in, listed
 from fsdp2.fsdp1.optim_values import chunked_value, copied
 from fsdp2.fsdp1.state_dict import FULL, Entry, get_types
 from fsdp2.fsdp1.state_values import CPU, full_values, is_replicated, sharded_value
-from fsdp2.tools.together import together
 
 
 class Part(NamedTuple):

@@ -16,11 +16,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from fsdp2 import _torch
+from fsdp2.core import _torch
+from fsdp2.core.group.group import ParamGroup
+from fsdp2.core.group.param import STANDS_FOR, ShardedParam
 from fsdp2.extras.kept_optimizers import take_over_all
-from fsdp2.group.group import ParamGroup
-from fsdp2.group.param import STANDS_FOR, ShardedParam
-from fsdp2.tools.plain_params import modules_in_process, name_of
+from fsdp2.extras.plain_params import modules_in_process, name_of
 
 _DATA: Any = torch.Tensor.data  # the descriptor
 

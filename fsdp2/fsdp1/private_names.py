@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
+from fsdp2.core.runtime.unit import Unit
+from fsdp2.core.runtime.unit_tree import tree_of
 from fsdp2.fsdp1.names import Wrapper, wrappers_in
-from fsdp2.runtime.unit import Unit
-from fsdp2.runtime.unit_tree import tree_of
 
 if TYPE_CHECKING:
     from fsdp2.extras.torch_view.handle import ExecutionOrder, Handle

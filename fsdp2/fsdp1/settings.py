@@ -16,12 +16,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 
-from fsdp2.api.module import FSDPModule
+from fsdp2.core.api.module import FSDPModule
+from fsdp2.core.plan.mesh import ParallelMesh, default_mesh, parallel_mesh, replicated
+from fsdp2.core.runtime.unit import unit_of
+from fsdp2.core.types import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from fsdp2.extras.refusals import check_computes
 from fsdp2.fsdp1.torch_names import HYBRID, KEEPS_PARAMETERS
-from fsdp2.plan.mesh import ParallelMesh, default_mesh, parallel_mesh, replicated
-from fsdp2.runtime.unit import unit_of
-from fsdp2.types import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None
 DeviceId = int | str | torch.device | None

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as _ShardedGradScaler
 from torch.distributed.tensor import DTensor
 
-from fsdp2 import _torch
+from fsdp2.core import _torch
 
 __all__ = ["ShardedGradScaler"]
 

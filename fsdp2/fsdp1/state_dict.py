@@ -30,10 +30,15 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from fsdp2 import _torch
-from fsdp2.extras.exchange import exchange
-from fsdp2.extras.state import collects_shards
-from fsdp2.extras.torch_names import buffers_dict
+from fsdp2.core import _torch
+from fsdp2.core.group.group import ParamGroup
+from fsdp2.core.group.param import ShardedParam, Slot
+from fsdp2.core.schedule.states import GroupState
+from fsdp2.core.types import ScheduleError
+from fsdp2.extras.exchange import exchange, together
+from fsdp2.extras.lending import all_ranks, check_idle
+from fsdp2.extras.plain_names import collects_shards
+from fsdp2.extras.torch_names import buffers_dict, is_sharded_tensor
 from fsdp2.fsdp1 import extensions, torch_names
 from fsdp2.fsdp1.names import FLAT, WRAPPED, Wrapper, clean_name, is_wrapper, saved_name, wrappers_in
 from fsdp2.fsdp1.state_values import (
@@ -47,13 +52,6 @@ from fsdp2.fsdp1.state_values import (
     sharded_value,
     uses_dtensor,
 )
-from fsdp2.group.group import ParamGroup
-from fsdp2.group.param import ShardedParam, Slot
-from fsdp2.schedule.states import GroupState
-from fsdp2.tools.lending import all_ranks, check_idle
-from fsdp2.tools.together import together
-from fsdp2.tools.torch_names import is_sharded_tensor
-from fsdp2.types import ScheduleError
 
 FULL, SHARDED, LOCAL = (
     StateDictType.FULL_STATE_DICT,

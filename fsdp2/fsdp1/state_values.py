@@ -12,15 +12,15 @@ import torch
 from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from fsdp2 import _torch
-from fsdp2.comm.streams import wait_for
+from fsdp2.core import _torch
+from fsdp2.core.comm.streams import wait_for
+from fsdp2.core.group.codec import is_plain
+from fsdp2.core.group.group import ParamGroup
+from fsdp2.core.group.param import ShardedParam
+from fsdp2.extras.lending import gathered_together, whole_subclass
+from fsdp2.extras.torch_names import is_sharded_tensor
 from fsdp2.fsdp1 import torch_names
 from fsdp2.fsdp1.names import Wrapper
-from fsdp2.group.codec import is_plain
-from fsdp2.group.group import ParamGroup
-from fsdp2.group.param import ShardedParam
-from fsdp2.tools.lending import gathered_together, whole_subclass
-from fsdp2.tools.torch_names import is_sharded_tensor
 
 CPU = torch.device("cpu")
 _ALIGNMENT_NBYTES = 16  # alignment of parameters in torch's flat parameter, with use_orig_params

@@ -18,7 +18,7 @@ from torch.distributed.fsdp.wrap import (
     _wrap_module_cls_individually,
 )
 
-from fsdp2.tools.torch_names import is_sharded_tensor
+from fsdp2.extras.torch_names import is_sharded_tensor
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 KEEPS_PARAMETERS = (

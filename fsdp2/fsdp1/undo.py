@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp2 import _torch
-from fsdp2.group.codec import is_plain
-from fsdp2.group.group import forget
-from fsdp2.runtime.unit import unit_of
+from fsdp2.core import _torch
+from fsdp2.core.group.codec import is_plain
+from fsdp2.core.group.group import forget
+from fsdp2.core.runtime.unit import unit_of
 
 
 @contextmanager

@@ -15,9 +15,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from torch.distributed.tensor import DTensor
 
-from fsdp2 import _torch
-from fsdp2.api.fully_shard import PreparedUnit, prepare_unit
-from fsdp2.api.module import UnshardHandle
+from fsdp2.core import _torch
+from fsdp2.core.api.fully_shard import PreparedUnit, prepare_unit
+from fsdp2.core.api.module import UnshardHandle
+from fsdp2.core.group.param import Slot
+from fsdp2.core.plan.dtypes import cast_floating
+from fsdp2.core.runtime.unit import UNIT_ATTRIBUTE, Unit, unit_of, units_under
+from fsdp2.core.runtime.unit_tree import tree_of
+from fsdp2.core.schedule.states import GroupState
+from fsdp2.extras.copying import copied_module
+from fsdp2.extras.lending import no_sync
 from fsdp2.extras.plain_names import inside_checkpoint, plain_name
 from fsdp2.extras.refusals import check_not_flattened
 from fsdp2.fsdp1 import (
@@ -53,13 +60,6 @@ from fsdp2.fsdp1.settings import DeviceId, Ignored, ProcessGroups, Settings, che
 from fsdp2.fsdp1.state_values import memory_order
 from fsdp2.fsdp1.torch_names import HYBRID
 from fsdp2.fsdp1.undo import undone_on_error
-from fsdp2.group.param import Slot
-from fsdp2.plan.dtypes import cast_floating
-from fsdp2.runtime.unit import UNIT_ATTRIBUTE, Unit, unit_of, units_under
-from fsdp2.runtime.unit_tree import tree_of
-from fsdp2.schedule.states import GroupState
-from fsdp2.tools.copying import copied_module
-from fsdp2.tools.no_sync import no_sync
 
 evaluation.register()
 

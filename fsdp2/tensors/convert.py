@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2 import _torch
+from fsdp2.core import _torch
+from fsdp2.core.group.param import SHARDED_AS
+from fsdp2.core.plan.placements import local_part
 from fsdp2.extras.plain_names import plain_name
-from fsdp2.group.param import SHARDED_AS
-from fsdp2.plan.placements import local_part
 
 
 def is_matrix(name: str, param: nn.Parameter) -> bool:

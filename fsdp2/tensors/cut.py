@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp2.comm.offload import Home
-from fsdp2.plan.layout import Layout
-from fsdp2.types import ExtensionError
+from fsdp2.core.comm.offload import Home
+from fsdp2.core.plan.layout import Layout
+from fsdp2.core.types import ExtensionError
 
 
 def subclass_shard(name: str, full: torch.Tensor, layout: Layout, rank: int, device: torch.device) -> torch.Tensor:

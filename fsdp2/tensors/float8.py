@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fsdp2 import _torch
+from fsdp2.core import _torch
 from fsdp2.tensors.wire import WireFormatTensor
 from fsdp2.tensors.wrapper import ALIASES, Tensors, WrapperTensor, aten, row_pieces
 

@@ -9,7 +9,7 @@ import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
-from fsdp2 import _torch
+from fsdp2.core import _torch
 
 # Wrappers that describe more than this rank's memory: a tensor of all ranks, or one that has not arrived.
 DISTRIBUTED_TENSORS = (DTensor, AsyncCollectiveTensor)

@@ -25,13 +25,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from fsdp2 import _torch
-from fsdp2.api.resolve import ResolvedGroup
+from fsdp2.core import _torch
+from fsdp2.core.api.resolve import ResolvedGroup
+from fsdp2.core.plan.mesh import Axis, AxisRole, ParallelMesh, SpmdMesh
+from fsdp2.core.plan.placements import ParamSpec, TensorSpec, param_spec
+from fsdp2.core.runtime.hooks import InputOfShardedModule
 from fsdp2.extras.exchange import exchange
 from fsdp2.extras.rank_checks import first_difference
-from fsdp2.plan.mesh import Axis, AxisRole, ParallelMesh, SpmdMesh
-from fsdp2.plan.placements import ParamSpec, TensorSpec, param_spec
-from fsdp2.runtime.hooks import InputOfShardedModule
 
 
 @dataclass(frozen=True)

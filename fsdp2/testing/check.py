@@ -18,11 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fsdp2 import _torch
-from fsdp2.group.codec import is_plain
+from fsdp2.core import _torch
+from fsdp2.core.group.codec import is_plain
+from fsdp2.core.types import ExtensionError, MixedPrecisionPolicy
 from fsdp2.testing.findings import Findings, Values, are_equal, check_equal, values_of
 from fsdp2.testing.world import Case, Rank, StandInDTensor, World, local_of
-from fsdp2.types import ExtensionError, MixedPrecisionPolicy
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     f"{cls.__name__}(foreach={foreach})": partial(cls, lr=0.5, foreach=foreach)

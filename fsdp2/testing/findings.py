@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from fsdp2 import _torch
+from fsdp2.core import _torch
+from fsdp2.core.types import ExtensionError
 from fsdp2.testing.world import PARAMETER
-from fsdp2.types import ExtensionError
 
 Values = list[torch.Tensor]
 

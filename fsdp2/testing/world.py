@@ -15,18 +15,18 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp2 import _torch
-from fsdp2.comm.memory import tensor_on
-from fsdp2.group.param import ShardedParam, Slot
-from fsdp2.plan.dtypes import param_dtypes
-from fsdp2.plan.layout import Layout, contiguous_stride, join, shard_layout
-from fsdp2.plan.mesh import ParallelMesh
-from fsdp2.plan.placements import ParamSpec, TensorSpec
-from fsdp2.plan.trees import map_tensors
+from fsdp2.core import _torch
+from fsdp2.core.comm.memory import tensor_on
+from fsdp2.core.group.param import ShardedParam, Slot
+from fsdp2.core.plan.dtypes import param_dtypes
+from fsdp2.core.plan.layout import Layout, contiguous_stride, join, shard_layout
+from fsdp2.core.plan.mesh import ParallelMesh
+from fsdp2.core.plan.placements import ParamSpec, TensorSpec
+from fsdp2.core.plan.trees import map_tensors
+from fsdp2.core.types import ExtensionError, MixedPrecisionPolicy
 from fsdp2.tensors.all_gather_hooks import HookedParam
 from fsdp2.tensors.cut import subclass_shard
 from fsdp2.tensors.wrapper import WrapperTensor
-from fsdp2.types import ExtensionError, MixedPrecisionPolicy
 
 T = TypeVar("T")
 

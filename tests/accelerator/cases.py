@@ -202,10 +202,10 @@ def look_into_and_write(step: Step, model: Any) -> list[Tensor]:
 
 
 def flattened(parameters: Any) -> torch.optim.Optimizer:
-    return fsdp2.flatten_optimizer(torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3, foreach=True))
+    return fsdp2.optim.flatten_optimizer(torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3, foreach=True))
 
 
-class Awaited(fsdp2.HostAdamW):
+class Awaited(fsdp2.optim.HostAdamW):
     """Tests read parameters behind ``zero_grad``."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:

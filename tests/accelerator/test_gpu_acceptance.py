@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp2.comm.backends import CollectiveComm
+from fsdp2.core.comm.backends import CollectiveComm
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import gpu_acceptance

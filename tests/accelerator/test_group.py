@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp2 import _torch
+from fsdp2.core import _torch
 from tests.accelerator import device
 from tests.accelerator.device import counted_syncs
 from tests.accelerator.support import on_device

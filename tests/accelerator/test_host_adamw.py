@@ -10,7 +10,7 @@ import torch
 from torch import optim
 
 import fsdp2
-from fsdp2.tools.host_adamw import jobs
+from fsdp2.optim.host_adamw import jobs
 from tests.accelerator import device
 from tests.accelerator.support import on_device
 from tests.distributed.support import DIM, Stack, seeded, shard
@@ -35,10 +35,10 @@ def _step(model: Any, optimizer: optim.Optimizer) -> None:
 def test_report_shows_copies_and_steps_of_the_host_while_backward_goes_on(ctx: RankContext, where: str) -> None:
     """``where``: the shards live."""
     model = _model(ctx, where)
-    optimizer = fsdp2.HostAdamW(model.parameters())
+    optimizer = fsdp2.optim.HostAdamW(model.parameters())
     _step(model, optimizer)
     device.schedule(3, late=["copy"])
-    with fsdp2.report(model) as report:
+    with fsdp2.report.report(model) as report:
         for _ in range(3):
             _step(model, optimizer)
     data = report.data or {"timelines": []}  # rank 0 has it
@@ -61,7 +61,7 @@ def test_report_shows_copies_and_steps_of_the_host_while_backward_goes_on(ctx: R
 def test_host_steps_the_last_unit_before_the_device_has_come_to_the_first(ctx: RankContext, where: str) -> None:
     """The thread that trains waits for nothing meanwhile. ``where``: the shards live."""
     model = _model(ctx, where)
-    optimizer = fsdp2.HostAdamW(model.parameters(), overlap_forward=True)
+    optimizer = fsdp2.optim.HostAdamW(model.parameters(), overlap_forward=True)
     _step(model, optimizer)
     optimizer.wait()
     x = torch.ones(4, DIM, device=device.DEVICE).requires_grad_()
@@ -106,12 +106,14 @@ def test_peak_falls_by_what_a_budget_moves(ctx: RankContext) -> None:
     peaks, nbytes = [], []
     for is_tight in (False, True):
         model = _model(ctx)
-        choice = fsdp2.offload_by_budget(model, 1 << 30)
+        choice = fsdp2.memory.offload_by_budget(model, 1 << 30)
         if is_tight:
-            choice = fsdp2.offload_by_budget(model, choice.nbytes - sum(unit.device for unit in choice.units) // 2 - 1)
+            choice = fsdp2.memory.offload_by_budget(
+                model, choice.nbytes - sum(unit.device for unit in choice.units) // 2 - 1
+            )
             assert choice.params_on_host
         made: list[optim.Optimizer] = [optim.AdamW(choice.device_params, foreach=False)] if choice.device_params else []
-        made += [fsdp2.HostAdamW(choice.host_params)] if choice.host_params else []
+        made += [fsdp2.optim.HostAdamW(choice.host_params)] if choice.host_params else []
         gc.collect()
         device.load().drain()
         peaks.append(_peak_of_a_step(model, made))

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from fsdp2 import Muon
-from fsdp2.tools.planner import measure
+from fsdp2.optim import Muon
+from fsdp2.planner import measure
 from tests.accelerator import device
 from tests.accelerator.cases import CASES, mesh_of, names, run
 from tests.accelerator.support import on_device
@@ -74,7 +74,7 @@ def test_a_step_of_muon_waits_once(ctx: RankContext) -> None:
             param.grad = torch.ones_like(param)
         device.host_syncs.clear()
         optimizer.step()
-    assert device.host_syncs == ["copy to the host (tools.whole_matrices.circles.agreed)"], device.host_syncs
+    assert device.host_syncs == ["copy to the host (optim.matrices.circles.agreed)"], device.host_syncs
 
 
 @on_device(2)

@@ -5,8 +5,8 @@
   ``tests/distributed/test_stream_order.py``.
 - ``ELSEWHERE``: waits for gloo's messages, and those of tools. The test that is named with each.
 
-An event that is not recorded is not waited for, so records are in the list, too. ``comm/streams.py`` itself is not: all
-waits of the others end there.
+An event that is not recorded is not waited for, so records are in the list, too. ``core/comm/streams.py`` itself is
+not: all waits of the others end there.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 import fsdp2
-from fsdp2.comm.streams import AcceleratorStreams, Streams
+from fsdp2.core.comm.streams import AcceleratorStreams, Streams
 from tests.accelerator import group
 from tests.accelerator.cases import CASES, SCHEDULES, differences, mesh_of, reference, run
 from tests.accelerator.support import on_device
@@ -55,29 +55,31 @@ class Wait:
         return f"{self.place}-{self.method}"
 
 
-_JOBS, _GRADIENTS = "tools.host_adamw.jobs", "group.gradients.GroupGradients"
-_TREE = "runtime.unit_tree.UnitTree"
+_JOBS, _GRADIENTS = "optim.host_adamw.jobs", "core.group.gradients.GroupGradients"
+_TREE = "core.runtime.unit_tree.UnitTree"
 SIDE = "side streams first"
 WAITS = [
-    Wait("wait_here", "group.all_gather.Gather.wait", "plain", "late gathers"),
-    Wait("gather_after_compute", "group.all_gather.Gather.release", "direct", SIDE),
-    Wait("wait_here", "group.gradients.Reduction.finish", "direct", "late reductions"),
-    Wait("compute_after_reduce", "runtime.executor.Executor.wait_for_landed", "bf16", "compute first"),
+    Wait("wait_here", "core.group.all_gather.Gather.wait", "plain", "late gathers"),
+    Wait("gather_after_compute", "core.group.all_gather.Gather.release", "direct", SIDE),
+    Wait("wait_here", "core.group.gradients.Reduction.finish", "direct", "late reductions"),
+    Wait("compute_after_reduce", "core.runtime.executor.Executor.wait_for_landed", "bf16", "compute first"),
     Wait("gather_after_compute", f"{_TREE}.order_gathers", "plain", SIDE),
     Wait("gather_after_compute", f"{_TREE}._begin_backward", "reads what forward wrote", SIDE),
-    Wait("gather_after_compute", "group.group.ParamGroup._refresh", "loaded by assignment", SIDE),
+    Wait("gather_after_compute", "core.group.group.ParamGroup._refresh", "loaded by assignment", SIDE),
     Wait("gather_after", f"{_TREE}.order_gathers", "optimizer's event", SIDE),
     Wait("wait_here", f"{_TREE}.order_gathers", "optimizer on a stream of its own", "compute first"),
-    Wait("reduce_after_compute", "group.reduce_scatter.Reduce.launch", "plain", SIDE),
-    Wait("wait_on_cpu", "comm.offload.FlatStage.wait", "offloaded, evaluated", "late copies"),
-    Wait("wait_on_cpu", "comm.offload.HostCopies.wait", "offloaded", "late copies"),
-    Wait("work", "group.all_gather.Gather.wait", "gathered on the compute stream", "late gathers"),
+    Wait("reduce_after_compute", "core.group.reduce_scatter.Reduce.launch", "plain", SIDE),
+    Wait("wait_on_cpu", "core.comm.offload.FlatStage.wait", "offloaded, evaluated", "late copies"),
+    Wait("wait_on_cpu", "core.comm.offload.HostCopies.wait", "offloaded", "late copies"),
+    Wait("work", "core.group.all_gather.Gather.wait", "gathered on the compute stream", "late gathers"),
     Wait("work", "extras.rank_checks.reduce", "partly used, ranks may differ", "late reductions"),
-    Wait("on, in front", "group.reduce_scatter.Reduce._run_hook", "hook on a stream of its own", "late reductions"),
-    Wait("on, behind", "group.reduce_scatter.Reduce._run_hook", "hook on a stream of its own", "compute first"),
-    Wait("record", "group.all_gather.Gather.issue", "plain", "late gathers"),
-    Wait("record", "comm.offload.FlatStage.fetch", "offloaded, evaluated", "late copies"),
-    Wait("record", "comm.offload.HostCopies.__init__", "offloaded", "late copies"),
+    Wait(
+        "on, in front", "core.group.reduce_scatter.Reduce._run_hook", "hook on a stream of its own", "late reductions"
+    ),
+    Wait("on, behind", "core.group.reduce_scatter.Reduce._run_hook", "hook on a stream of its own", "compute first"),
+    Wait("record", "core.group.all_gather.Gather.issue", "plain", "late gathers"),
+    Wait("record", "core.comm.offload.FlatStage.fetch", "offloaded, evaluated", "late copies"),
+    Wait("record", "core.comm.offload.HostCopies.__init__", "offloaded", "late copies"),
     Wait("record", f"{_JOBS}._copying_out", "stepped on the host", SIDE),
     Wait("wait_here", f"{_JOBS}._copying_out", "stepped on the host", SIDE),
     Wait("record", f"{_JOBS}.Job.__init__", "stepped on the host", "late copies"),
@@ -91,14 +93,14 @@ WAITS = [
 ]
 WAITS_OF_4 = [
     Wait("reduce_after_compute", f"{_GRADIENTS}._start_landing", "replicated, sums carried on alone", SIDE),
-    Wait("work", "group.gradients.Reduction._advance", "replicated, cast back", "late all-reduces"),
-    Wait("record", "group.reduce_scatter.Reduce.launch", "replicated, direct", "late reductions"),
+    Wait("work", "core.group.gradients.Reduction._advance", "replicated, cast back", "late all-reduces"),
+    Wait("record", "core.group.reduce_scatter.Reduce.launch", "replicated, direct", "late reductions"),
 ]
 UNSEEN = [  # the memory that is written again too early gets the same values
-    Wait("compute_after_reduce", "group.gradients.Reduction.finish", "on each rank alone", SIDE),
+    Wait("compute_after_reduce", "core.group.gradients.Reduction.finish", "on each rank alone", SIDE),
 ]
 UNSEEN_OF_4 = [  # what would be read too late is thrown away
-    Wait("wait_here", "group.all_gather.Gather.drop", "on a smaller mesh, gathered in vain", SIDE)
+    Wait("wait_here", "core.group.all_gather.Gather.drop", "on a smaller mesh, gathered in vain", SIDE)
 ]
 _REPORTED = "accelerator/test_report.py::test_steps_that_are_reported_do_not_wait_for_the_device"
 _MEASURED = "distributed/test_auto_shard.py::test_collectives_are_measured_by_size_alone_and_beside_products"
@@ -114,37 +116,37 @@ _WHOLE = "distributed/test_whole_matrices.py::test_each_matrix_is_whole_once_and
 _CLOCK = "accelerator/test_report.py::test_clock_starts_when_the_device_has_come_to_it"
 _ASKED = "distributed/test_stream.py::test_a_transform_gets_whole_tensors_together_and_may_quantise_them"
 ELSEWHERE: dict[str, str] = {
-    "group.all_gather.Gather.drop-work": "distributed/test_messages_in_flight.py::"
+    "core.group.all_gather.Gather.drop-work": "distributed/test_messages_in_flight.py::"
     "test_reset_after_an_interrupt_waits_for_the_messages_that_are_left",
     # collectives that the CPU waits for, as gloo's; on a stream, a backend may return a work where NCCL returns none
-    "_torch.with_works.issue-work": _ON_STREAMS,
-    "runtime.executor._run-compute_after_reduce": _STOPPED,
+    "core._torch.with_works.issue-work": _ON_STREAMS,
+    "core.runtime.executor._run-compute_after_reduce": _STOPPED,
     "extras.peers._Messages.wait-work": "distributed/test_comm.py::test_messages_of_two_groups_are_never_mixed_up",
     "extras.exchange._summed-work": "distributed/test_agreement.py::test_ranks_compare_once",
-    "tools.clip._summed_over_ranks-work": "parity/test_clipping.py::test_gradients_are_clipped_as_torch_clips_them",
-    "tools.custom_comm._run-work": _IN_ONE_MEMORY,
-    "tools.lending.gathered_together-work": _UNCUT,
+    "optim.clip._summed_over_ranks-work": "parity/test_clipping.py::test_gradients_are_clipped_as_torch_clips_them",
+    "core.api.custom_comm._run-work": _IN_ONE_MEMORY,
+    "extras.lending.gathered_together-work": _UNCUT,
     "fsdp1.state_values.locals_of_flat-work": _TIED,
-    "_torch.arrived_local-work": _PENDING,
-    "tools.weights._do-work": "distributed/test_weights.py::test_weights_go_in_and_out_on_2_ranks",
-    "tools.stream_weights._Messages.__init__-gather_after_compute": _STREAMED,
-    "tools.stream_weights._Messages.__init__-record": _STREAMED,
-    "tools.stream_weights._Messages.__init__-work": _STREAMED,  # NCCL's messages to one rank
-    "tools.stream_weights._Messages.finish-work": _STREAMED,
-    "tools.stream_weights._Messages.finish-wait_here": _STREAMED,
-    "tools.stream_weights._Gathering.wait-record": _ASKED,
-    "tools.stream_weights._Gathering.wait-wait_on_cpu": _ASKED,
-    "tools.whole_matrices.exchange.Message.start-gather_after_compute": _EXCHANGED,
-    "tools.whole_matrices.exchange.Message.start-record": _EXCHANGED,
-    "tools.whole_matrices.exchange.Message.wait-wait_here": _EXCHANGED,
-    "tools.whole_matrices.circles._reduced-work": _EXCHANGED,
-    "tools.whole_matrices.exchange.Message.wait-work": _WHOLE,  # gloo's messages
+    "core._torch.arrived_local-work": _PENDING,
+    "checkpoint.weights._do-work": "distributed/test_weights.py::test_weights_go_in_and_out_on_2_ranks",
+    "checkpoint.stream_weights._Messages.__init__-gather_after_compute": _STREAMED,
+    "checkpoint.stream_weights._Messages.__init__-record": _STREAMED,
+    "checkpoint.stream_weights._Messages.__init__-work": _STREAMED,  # NCCL's messages to one rank
+    "checkpoint.stream_weights._Messages.finish-work": _STREAMED,
+    "checkpoint.stream_weights._Messages.finish-wait_here": _STREAMED,
+    "checkpoint.stream_weights._Gathering.wait-record": _ASKED,
+    "checkpoint.stream_weights._Gathering.wait-wait_on_cpu": _ASKED,
+    "optim.matrices.exchange.Message.start-gather_after_compute": _EXCHANGED,
+    "optim.matrices.exchange.Message.start-record": _EXCHANGED,
+    "optim.matrices.exchange.Message.wait-wait_here": _EXCHANGED,
+    "optim.matrices.circles._reduced-work": _EXCHANGED,
+    "optim.matrices.exchange.Message.wait-work": _WHOLE,  # gloo's messages
     # what measures time
-    "tools.report.recorder.DeviceClock.__init__-synchronize": _CLOCK,
-    "tools.report.recorder.DeviceClock._event-record": _REPORTED,
-    "tools.report.recorder.DeviceClock.settle-synchronize": _REPORTED,
-    "tools.planner.measure._wait-synchronize": "accelerator/test_host_syncs.py::test_host_waits_for_what_it_measures",
-    "tools.planner.measure._collectives.one.finish-work": _MEASURED,
+    "report.recorder.DeviceClock.__init__-synchronize": _CLOCK,
+    "report.recorder.DeviceClock._event-record": _REPORTED,
+    "report.recorder.DeviceClock.settle-synchronize": _REPORTED,
+    "planner.measure._wait-synchronize": "accelerator/test_host_syncs.py::test_host_waits_for_what_it_measures",
+    "planner.measure._collectives.one.finish-work": _MEASURED,
 }
 
 
@@ -179,7 +181,7 @@ def _waits_in_source() -> Iterator[str]:
     package = Path(fsdp2.__file__).parent
     for path in package.rglob("*.py"):
         module = ".".join(path.relative_to(package).with_suffix("").parts)
-        if module != "comm.streams":
+        if module != "core.comm.streams":
             yield from _waits_in(ast.parse(path.read_text()), module)
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import fsdp2
-from fsdp2.comm.backends import CollectiveComm
-from fsdp2.plan.dtypes import GRADIENTS_FOLLOW_SHARDS
+from fsdp2.core.comm.backends import CollectiveComm
+from fsdp2.core.plan.dtypes import GRADIENTS_FOLLOW_SHARDS
 from tests.accelerator import device
 from tests.accelerator.support import on_device
 from tests.harness.distributed import RankContext

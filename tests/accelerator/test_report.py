@@ -1,4 +1,4 @@
-"""``fsdp2.report`` on the simulated accelerator: times come from its streams, and no step waits for the device."""
+"""Reports on the simulated accelerator: times come from its streams, and no step waits for the device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import fsdp2
-from fsdp2.tools.report.recorder import DeviceClock
+from fsdp2.report.recorder import DeviceClock
 from tests.accelerator import device
 from tests.accelerator.support import on_device
 from tests.distributed.support import DIM, Stack, seeded, shard
@@ -30,7 +30,7 @@ def _report(ctx: RankContext, mesh: Any, late: list[str], **options: Any) -> Any
     model.to("cpu" if options else device.DEVICE)
     _steps(model, 1)  # makes plans
     device.schedule(3, late=late)
-    with fsdp2.report(model) as report, device.counted_syncs() as syncs:
+    with fsdp2.report.report(model) as report, device.counted_syncs() as syncs:
         _steps(model, 3)
     assert options or syncs == [], syncs
     assert (report.data is None) == (ctx.rank > 0)
@@ -66,7 +66,7 @@ def test_nothing_is_idle_on_a_device_that_the_profiler_does_not_see(ctx: RankCon
     model = shard(ctx, seeded(Stack), mesh=ctx.mesh_1d())
     with (
         pytest.warns(UserWarning, match=r"torch\.profiler saw no operations on this rank's device"),
-        fsdp2.report(model, profile=True) as report,
+        fsdp2.report.report(model, profile=True) as report,
     ):
         _steps(model, 2)
     assert ctx.rank > 0 or "idle" not in report.data["does"]
@@ -122,7 +122,7 @@ def test_memory_of_a_device_is_what_its_allocator_says_and_no_step_waits(ctx: Ra
     model(inputs).square().mean().backward()  # makes plans
     optimizer.step()
     torch.get_device_module(device.DEVICE).reset_peak_memory_stats()
-    with fsdp2.report(model, steps=2) as report, device.counted_syncs() as syncs:
+    with fsdp2.report.report(model, steps=2) as report, device.counted_syncs() as syncs:
         for _ in range(2):
             optimizer.zero_grad()
             model(inputs).square().mean().backward()

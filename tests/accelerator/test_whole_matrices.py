@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from fsdp2 import Muon, WholeMatrices, whole_matrices
-from fsdp2.tools.whole_matrices import Matrix
+from fsdp2.optim import Muon, WholeMatrices, whole_matrices
+from fsdp2.optim.matrices import Matrix
 from tests.accelerator import device
 from tests.accelerator.support import on_device
 from tests.accelerator.test_left_out_waits import Wait, assert_noticed
@@ -95,12 +95,12 @@ def steps_on_both_ranks(ctx: RankContext, found: list[Tensor]) -> bool:
     return not torch.allclose(found[0], start(0)[ctx.rank * rows : (ctx.rank + 1) * rows], atol=1e-3)
 
 
-_EXCHANGE = "tools.whole_matrices.exchange.Message"
+_EXCHANGE = "optim.matrices.exchange.Message"
 RUNS = {
     Wait("gather_after_compute", f"{_EXCHANGE}.start", "run", "side streams first"): (run, is_expected),
     Wait("record", f"{_EXCHANGE}.start", "run", "late messages"): (run, is_expected),
     Wait("wait_here", f"{_EXCHANGE}.wait", "run", "late messages"): (run, is_expected),
-    Wait("work", "tools.whole_matrices.circles._reduced", "step", "late messages"): (
+    Wait("work", "optim.matrices.circles._reduced", "step", "late messages"): (
         step_with_a_gradient_on_rank_0,
         steps_on_both_ranks,
     ),

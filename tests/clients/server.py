@@ -153,7 +153,7 @@ def _result(runtime: str, call: Call, rank: int, port: int, folder: Path) -> Any
 
 def _count_units() -> Callable[[], int]:
     """A function that says how many units fsdp2 has made since: the proof of who has sharded the model."""
-    from fsdp2.runtime.unit import Unit
+    from fsdp2.core.runtime.unit import Unit
 
     made = []
     init = Unit.__init__

@@ -25,8 +25,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
-from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, load_safetensors, save_safetensors
-from fsdp2.runtime.unit import units_under
+from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from fsdp2.checkpoint import load_safetensors, save_safetensors
+from fsdp2.core.runtime.unit import units_under
 from tests.clients.compare import files_in, whole
 from tests.clients.hugging_face import accelerator, adamw, hf_client, loop, tiny
 from tests.clients.test_fsdp1 import fsdp1_client, on_the_cpu
@@ -310,7 +311,7 @@ def test_whole_weights_are_streamed_as_they_compute(ctx: RankContext) -> None:
     from bitsandbytes.functional import dequantize_4bit
 
     plain = dict(base_of(model_of(UNEVEN)))
-    streamed = dict(fsdp2.stream_full_params(sharded(model_of(UNEVEN), ctx.mesh_1d())))
+    streamed = dict(fsdp2.checkpoint.stream_full_params(sharded(model_of(UNEVEN), ctx.mesh_1d())))
     for name, each in plain.items():
         assert torch.equal(streamed[name], dequantize_4bit(each.data, each.quant_state))
 
@@ -443,8 +444,8 @@ def test_merged_adapters_are_streamed_on_the_dequantised_base(ctx: RankContext, 
         if hasattr(layer, "lora_A") and (weight := layer.base_layer.weight) is not None
     }
     fully_shard(model, mesh=ctx.mesh_1d())
-    merged = fsdp2.merge_lora(model)
-    found = dict(fsdp2.stream_full_params(model, transform=merged.transform, rename=merged.rename))
+    merged = fsdp2.checkpoint.merge_lora(model)
+    found = dict(fsdp2.checkpoint.stream_full_params(model, transform=merged.transform, rename=merged.rename))
     assert len(expected) == 2
     for name, weight in expected.items():
         torch.testing.assert_close(found[name], weight.detach(), msg=name)

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdp2
-from fsdp2.tools.checkpoint_pieces import resolved_to_load
-from fsdp2.tools.transformers_mapping import TransformersMapping, transformers_mapping
+from fsdp2.checkpoint.from_transformers import TransformersMapping, transformers_mapping
+from fsdp2.checkpoint.pieces import resolved_to_load
 from tests.clients.compare import whole
 from tests.clients.hugging_face import VOCAB, model_class, tiny
 from tests.harness.compare import compare_values
@@ -64,10 +64,10 @@ def test_experts_go_in_and_out_as_transformers_stores_them(ctx: RankContext, nam
     with torch.no_grad():
         model.model.rotary_emb.inv_freq.copy_(expected.model.rotary_emb.inv_freq)
         model.model.rotary_emb.original_inv_freq.copy_(expected.model.rotary_emb.original_inv_freq)
-    assert fsdp2.load_safetensors(model, theirs, mapping=transformers_mapping(model)) == ([], [])
+    assert fsdp2.checkpoint.load_safetensors(model, theirs, mapping=transformers_mapping(model)) == ([], [])
     compare_values("loaded", _whole(model), expected.state_dict())
 
-    fsdp2.save_safetensors(model, ours, max_shard_size="20KB", mapping=transformers_mapping(model))
+    fsdp2.checkpoint.save_safetensors(model, ours, max_shard_size="20KB", mapping=transformers_mapping(model))
     if ctx.rank == 0:
         model.config.save_pretrained(ours)
     dist.barrier()
@@ -90,9 +90,12 @@ def test_tables_of_other_models_go_in_and_out(ctx: RankContext, name: str, tmp_p
         _other(name, 0).save_pretrained(tmp_path / "theirs")
     dist.barrier()
     model = fsdp2.fully_shard(_other(name, 1), mesh=ctx.mesh_1d())
-    assert fsdp2.load_safetensors(model, tmp_path / "theirs", mapping=transformers_mapping(model)) == ([], [])
+    assert fsdp2.checkpoint.load_safetensors(model, tmp_path / "theirs", mapping=transformers_mapping(model)) == (
+        [],
+        [],
+    )
     compare_values("loaded", _whole(model), _other(name, 0).state_dict())
-    fsdp2.save_safetensors(model, tmp_path / "ours", mapping=transformers_mapping(model))
+    fsdp2.checkpoint.save_safetensors(model, tmp_path / "ours", mapping=transformers_mapping(model))
     assert_same(read(tmp_path / "ours"), read(tmp_path / "theirs"))
     assert set(read(tmp_path / "theirs")) != set(_whole(model))
 
@@ -115,7 +118,9 @@ def test_an_expert_that_no_file_has_is_named(tmp_path: Path) -> None:
     files = read(tmp_path)
     del files["model.layers.1.block_sparse_moe.experts.3.w3.weight"]
     safetensors.save_file(files, tmp_path / ONE)
-    assert error_of(lambda: fsdp2.load_safetensors(model, tmp_path, mapping=transformers_mapping(model))) == wrapped(
+    assert error_of(
+        lambda: fsdp2.checkpoint.load_safetensors(model, tmp_path, mapping=transformers_mapping(model))
+    ) == wrapped(
         f"ValueError: load_safetensors: {tmp_path} does not fit this MixtralForCausalLM. Nothing was loaded.\n"
         "- 'model.layers.1.mlp.experts.gate_up_proj' would be made of 8 tensors, but no file has "
         "'model.layers.1.block_sparse_moe.experts.3.w3.weight'."

@@ -72,8 +72,8 @@ def of_x_lora() -> Any:
 
 
 def streamed(model: nn.Module) -> dict[str, torch.Tensor]:
-    merged = fsdp2.merge_lora(model)
-    stream = fsdp2.stream_full_params(model, transform=merged.transform, rename=merged.rename)
+    merged = fsdp2.checkpoint.merge_lora(model)
+    stream = fsdp2.checkpoint.stream_full_params(model, transform=merged.transform, rename=merged.rename)
     return {name: tensor.clone() for name, tensor in stream}
 
 
@@ -137,7 +137,7 @@ def test_what_is_more_than_two_matrices_is_refused(kind: str) -> None:
     make, found = REFUSED[kind]
     model = make()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    said = " ".join(error_of(lambda: fsdp2.merge_lora(model)).split())
+    said = " ".join(error_of(lambda: fsdp2.checkpoint.merge_lora(model)).split())
     assert said.startswith("ValueError: merge_lora: ")
     assert found in said
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

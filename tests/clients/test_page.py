@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp2.tools.install import TRIED_IN
+from fsdp2.installation import TRIED_IN
 from tests.clients.compare import files_in, parameters_of
 from tests.clients.hugging_face import allow_fsdp_on_cpu, hf_client
 from tests.clients.test_checkpoint import on_two_ranks as on_checkpoint_ranks
@@ -102,7 +102,7 @@ def test_a_script_runs_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     ran = torchrun("fsdp2", ["run", str(script)], options=["-m"])
     assert ran.returncode == 0, ran.stderr
     # The lines of the two ranks may run into each other.
-    assert (ran.stdout.count("made by"), ran.stdout.count("{'fsdp2.api.module'}")) == (2, 2)
+    assert (ran.stdout.count("made by"), ran.stdout.count("{'fsdp2.core.api.module'}")) == (2, 2)
     assert ran.stderr.count("fsdp2.install:") == 1  # rank 0 alone, and no warning
     assert list((tmp_path / "saved").glob("*.safetensors"))
 

@@ -124,9 +124,9 @@ def test_adapters_are_merged_while_their_model_is_streamed(rank: int, folder: Pa
     before = {name: whole(param) for name, param in model.named_parameters()}
     found = {}
     for to_rank in (None, 1):
-        merged = fsdp2.merge_lora(model)
+        merged = fsdp2.checkpoint.merge_lora(model)
         how = {"transform": merged.transform, "rename": merged.rename, "bucket_nbytes": "4KiB", "to_rank": to_rank}
-        stream = fsdp2.stream_full_params(model, **how)
+        stream = fsdp2.checkpoint.stream_full_params(model, **how)
         found = {name: tensor.clone() for name, tensor in stream}
         assert (list(found) == list(expected)) is (to_rank in (None, rank)), (list(found), list(expected))
         for name, tensor in found.items():
@@ -159,8 +159,8 @@ def test_both_names_of_a_tie_that_an_adapter_breaks_are_streamed(
     ids = torch.arange(8).view(1, 8)
     expected = model(ids).logits.detach()
     fully_shard(model, mesh=dist.init_device_mesh("cpu", (2,)))
-    merged = fsdp2.merge_lora(model)
-    stream = fsdp2.stream_full_params(model, transform=merged.transform, rename=merged.rename)
+    merged = fsdp2.checkpoint.merge_lora(model)
+    stream = fsdp2.checkpoint.stream_full_params(model, transform=merged.transform, rename=merged.rename)
     found = {name: tensor.clone() for name, tensor in stream}
     plain = tiny()
     plain.load_state_dict(found)

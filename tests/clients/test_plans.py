@@ -16,11 +16,11 @@ from torch import nn
 
 import fsdp2
 from fsdp2.__main__ import main
-from fsdp2.runtime.unit import units_under
-from fsdp2.tools.planner.blocks import find_units
-from fsdp2.tools.planner.plan import Plan, observed
-from fsdp2.tools.planner.work import Checkpointing
-from fsdp2.tools.sizes import text_of
+from fsdp2.core.runtime.unit import units_under
+from fsdp2.core.sizes import text_of
+from fsdp2.planner.blocks import find_units
+from fsdp2.planner.candidates import Plan, observed
+from fsdp2.planner.work import Checkpointing
 from tests.docs.markdown import ROOT, table
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.golden import texts_beside
@@ -37,7 +37,7 @@ def llama(*sizes: int) -> dict[str, Any]:
 
 LLAMA_8B = llama(4096, 14336, 32, 32, 8, 128256)
 LLAMA_405B = llama(16384, 53248, 126, 128, 8, 128256)
-MASTERS = fsdp2.Workload(batch=2, sequence=8192, master_dtype="fp32")
+MASTERS = fsdp2.planner.Workload(batch=2, sequence=8192, master_dtype="fp32")
 SCALED_DOWN = llama(64, 128, 2, 4, 2, 512)
 # By name in ``golden/plans.txt``: a config, GPUs, a batch and the length of its sequences.
 PLANS: dict[str, tuple[dict[str, Any], str, int, int, int]] = {
@@ -70,7 +70,7 @@ def main_lines(plan: Plan) -> str:
 
 def planned(name: str) -> Plan:
     config, gpu, num_gpus, batch, sequence = PLANS[name]
-    return fsdp2.plan(builder(config), gpu, fsdp2.Workload(batch, sequence), num_gpus=num_gpus)
+    return fsdp2.planner.plan(builder(config), gpu, fsdp2.planner.Workload(batch, sequence), num_gpus=num_gpus)
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -128,7 +128,7 @@ def test_no_cache_is_planned_unless_inputs_ask_for_one() -> None:
     works = []
     for use_cache, options in ((False, {}), (True, {}), (True, asked)):
         model = builder({**SCALED_DOWN, "use_cache": use_cache})()
-        works.append(observed(model, find_units(model), fsdp2.Workload(batch, length, **options)))
+        works.append(observed(model, find_units(model), fsdp2.planner.Workload(batch, length, **options)))
         assert model.config.use_cache == use_cache
     assert works[0] == works[1]
     attention = [work.kinds[0][Checkpointing.NONE].forward.other for work in works]
@@ -154,7 +154,7 @@ def test_an_encoder_and_a_decoder_with_one_embedding_have_each_parameter_once(wr
     model = wrap(AutoModelForSeq2SeqLM.from_config(config))
     before = {name: id(param) for name, param in model.named_parameters(remove_duplicate=False)}
     inputs = lambda: {name: torch.zeros(2, 16, dtype=torch.int64) for name in ("input_ids", "decoder_input_ids")}  # noqa: E731
-    work = observed(model, find_units(model), fsdp2.Workload(2, 16, inputs=inputs))
+    work = observed(model, find_units(model), fsdp2.planner.Workload(2, 16, inputs=inputs))
     assert {name: id(param) for name, param in model.named_parameters(remove_duplicate=False)} == before
     assert len(work.params) == 1 + 2 * 3  # the root with what is tied, and blocks
     numels = [param.numel for params in work.params.values() for param in params]
@@ -204,7 +204,7 @@ def test_the_pasted_code_of_the_8b_plan_loads_and_trains_a_scaled_down_model(ctx
     whole.save_pretrained(tmp_path)  # the first rank does
     dist.barrier()
     pasted: dict[str, Any] = {}
-    exec(fsdp2.plan(builder({**LLAMA_8B, "dtype": "bfloat16"}), "H100", MASTERS, num_gpus=64).code, pasted)
+    exec(fsdp2.planner.plan(builder({**LLAMA_8B, "dtype": "bfloat16"}), "H100", MASTERS, num_gpus=64).code, pasted)
     with torch.device("meta"):
         model = pasted["shard"](in_bf16(), device_type="cpu")
     pasted["load"](model, str(tmp_path), device_type="cpu")

@@ -343,10 +343,12 @@ def test_muon_by_moonlights_recipe_trains_as_torchs_and_goes_on_from_a_checkpoin
     import fsdp2
 
     theirs = _train(folder, steps=4, optimizer=_moonlight(torch.optim.Muon))
-    ours = _train(folder, steps=4, optimizer=_moonlight(fsdp2.Muon), checkpoint=EVERY_SECOND)
+    ours = _train(folder, steps=4, optimizer=_moonlight(fsdp2.optim.Muon), checkpoint=EVERY_SECOND)
     for name, value in theirs["trained"].items():  # Newton-Schulz is in bf16, in both
         torch.testing.assert_close(ours["trained"][name], value, rtol=0.0, atol=2e-3)
-    goes_on = _train(folder, steps=6, optimizer=_moonlight(fsdp2.Muon), checkpoint={**EVERY_SECOND, "load_step": 2})
+    goes_on = _train(
+        folder, steps=6, optimizer=_moonlight(fsdp2.optim.Muon), checkpoint={**EVERY_SECOND, "load_step": 2}
+    )
     assert goes_on["logged"][1] == ours["logged"][3]
     return theirs, ours, goes_on
 

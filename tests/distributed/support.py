@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp2
-from fsdp2.tools.trace import Trace
+from fsdp2.report.trace import Trace
 from tests.harness.distributed import RankContext
 from tests.harness.golden import same_on_all_ranks as same_on_all_ranks
 
@@ -114,7 +114,7 @@ def train(model: nn.Module, *optimizers: torch.optim.Optimizer, steps: range = r
             optimizer.step()
             optimizer.zero_grad()
     for optimizer in optimizers:
-        if isinstance(optimizer, fsdp2.HostAdamW):
+        if isinstance(optimizer, fsdp2.optim.HostAdamW):
             optimizer.wait()
     return shards(model)
 

@@ -18,18 +18,18 @@ from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, size_bas
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp2
+from fsdp2.core.runtime.unit import units_under
+from fsdp2.core.schedule.schedule import AfterForward
 from fsdp2.extras import peers
-from fsdp2.runtime.unit import units_under
-from fsdp2.schedule.schedule import AfterForward
-from fsdp2.tools.planner import recompute
-from fsdp2.tools.planner.blocks import find_units
-from fsdp2.tools.planner.code import code_for
-from fsdp2.tools.planner.machine import Link, gather, ranks_of
-from fsdp2.tools.planner.machines import MACHINES, fields_of, machine_from
-from fsdp2.tools.planner.measure import _between, measure
-from fsdp2.tools.planner.memory import Held
-from fsdp2.tools.planner.scenario import Choice, Precision
-from fsdp2.tools.planner.work import Checkpointing
+from fsdp2.planner import recompute
+from fsdp2.planner.blocks import find_units
+from fsdp2.planner.code import code_for
+from fsdp2.planner.machine import Link, gather, ranks_of
+from fsdp2.planner.machines import MACHINES, fields_of, machine_from
+from fsdp2.planner.measure import _between, measure
+from fsdp2.planner.memory import Held
+from fsdp2.planner.scenario import Choice, Precision
+from fsdp2.planner.work import Checkpointing
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.golden import texts_beside
 from tests.harness.messages import error_of
@@ -90,7 +90,9 @@ def test_wrong_arguments_are_refused(case: str) -> None:
 
 # A budget
 
-WORKLOAD = fsdp2.Workload(batch=2, sequence=32, precision="fp32", loss=lambda output: output.float().square().mean())
+WORKLOAD = fsdp2.planner.Workload(
+    batch=2, sequence=32, precision="fp32", loss=lambda output: output.float().square().mean()
+)
 TOKENS = torch.arange(64).remainder(32).reshape(2, 32)
 
 

@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp2 import _torch, fully_shard
+from fsdp2 import fully_shard
+from fsdp2.core import _torch
 from tests.distributed.changes import assert_gradients
 from tests.distributed.support import Stack, batch, seeded, sharded, step
 from tests.harness.distributed import RankContext, distributed

@@ -17,7 +17,7 @@ from torch.func import functional_call
 from torch.nn.utils import parametrize
 
 from fsdp2 import FSDPModule, fully_shard
-from fsdp2.tools import trace
+from fsdp2.report import trace
 from tests.distributed.changes import (
     USES,
     alike,

@@ -16,9 +16,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import fsdp2
 from fsdp2 import fully_shard
+from fsdp2.checkpoint import load_weights, save_weights
+from fsdp2.checkpoint.mapping import Concat, Stack, Transpose, WeightRule
 from fsdp2.tensors import NF4Tensor
-from fsdp2.tools import load_weights, save_weights
-from fsdp2.tools.checkpoint_mapping import Concat, Stack, Transpose, WeightRule
 from tests.distributed.support import NewMemory, seeded, shard_each
 from tests.harness.compare import compare_values
 from tests.harness.distributed import RankContext, distributed
@@ -120,7 +120,7 @@ def _goes_in_and_out(ctx: RankContext, way: str, tmp_path: Path) -> None:
     write(tmp_path, ctx.rank, files)
     model, expected = _make(ctx, way, seed=1), _make(ctx, way)
     with mock.patch.object(load_weights, "_slice_of", counted):
-        assert fsdp2.load_safetensors(model, tmp_path, mapping=RULES) == ([], [])
+        assert fsdp2.checkpoint.load_safetensors(model, tmp_path, mapping=RULES) == ([], [])
     assert sum(asked.values()) == sum(each.nbytes for each in locals_of(model).values())
     if (way, ctx.world_size) == ("dim 0", 2):  # rank 0 has experts 0 and 1, rank 1 has expert 2; q is rows 0 to 7 of 12
         numbers = {int(key.split(".")[3]) for key in asked if ".experts." in key}
@@ -130,11 +130,11 @@ def _goes_in_and_out(ctx: RankContext, way: str, tmp_path: Path) -> None:
     compare_values("loaded", locals_of(model), locals_of(expected))
     for size in ("5GB", 300):
         folder = tmp_path / str(size)
-        fsdp2.save_safetensors(model, folder, mapping=RULES, max_shard_size=size)
+        fsdp2.checkpoint.save_safetensors(model, folder, mapping=RULES, max_shard_size=size)
         assert (folder / INDEX).exists() is (size == 300)
         assert_same(read(folder), files)
         other = _make(ctx, way, seed=2)
-        fsdp2.load_safetensors(other, folder, mapping=RULES)
+        fsdp2.checkpoint.load_safetensors(other, folder, mapping=RULES)
         compare_values("loaded again", locals_of(other), locals_of(expected))
 
 
@@ -159,7 +159,7 @@ def test_loading_allocates_nothing_however_tensors_are_put_together(ctx: RankCon
     model, allocated = _make(ctx, "dim 1", seed=1), {}
     for name, mapping in {"fused": RULES, "none": []}.items():
         with NewMemory() as mode:
-            fsdp2.load_safetensors(model, tmp_path, mapping=mapping, strict=False)
+            fsdp2.checkpoint.load_safetensors(model, tmp_path, mapping=mapping, strict=False)
         allocated[name] = mode.total
     assert allocated["fused"] == allocated["none"], allocated
 
@@ -168,7 +168,7 @@ def test_loading_allocates_nothing_however_tensors_are_put_together(ctx: RankCon
 def test_a_save_gathers_each_tensor_once_per_file(ctx: RankContext, tmp_path: Path) -> None:
     model = _make(ctx, "dim 0")
     with mock.patch.object(save_weights, "_gathered", wraps=save_weights._gathered) as gathered:
-        fsdp2.save_safetensors(model, tmp_path, mapping=RULES)
+        fsdp2.checkpoint.save_safetensors(model, tmp_path, mapping=RULES)
     assert sorted(call.args[0].names[0] for call in gathered.call_args_list) == sorted(model.state_dict())
 
 
@@ -178,12 +178,12 @@ def test_a_save_gathers_each_tensor_once_per_file(ctx: RankContext, tmp_path: Pa
 @distributed(2)
 def test_a_rule_may_save_in_a_dtype_of_its_own(ctx: RankContext, tmp_path: Path) -> None:
     rules = [WeightRule(RULES[0].model, RULES[0].files, dtype=torch.float64), *RULES[1:]]
-    fsdp2.save_safetensors(_make(ctx, "dim 0"), tmp_path, mapping=rules, dtype=torch.bfloat16)
+    fsdp2.checkpoint.save_safetensors(_make(ctx, "dim 0"), tmp_path, mapping=rules, dtype=torch.bfloat16)
     dtypes = [torch.float64 if key.rpartition(".")[2] in "qkv" else torch.bfloat16 for key in _files()]
     expected = {key: value.to(dtype) for (key, value), dtype in zip(_files().items(), dtypes, strict=True)}
     assert_same(read(tmp_path), expected)
     model = _make(ctx, "dim 0", seed=1)
-    fsdp2.load_safetensors(model, tmp_path, mapping=rules)
+    fsdp2.checkpoint.load_safetensors(model, tmp_path, mapping=rules)
     exact = locals_of(_make(ctx, "dim 0"))
     cast = {name: value if name.endswith("qkv") else value.bfloat16().float() for name, value in exact.items()}
     compare_values("after the cast", locals_of(model), cast)
@@ -205,12 +205,12 @@ def test_a_subclass_takes_its_parts_at_once(ctx: RankContext, tmp_path: Path) ->
     write(plain, ctx.rank, {"codes": whole})
     write(parts, ctx.rank, {"left": left, "right": right})
     models = [fully_shard(seeded(Quantised, seed), mesh=ctx.mesh_1d()) for seed in (1, 2)]
-    fsdp2.load_safetensors(models[0], plain)
-    fsdp2.load_safetensors(models[1], parts, mapping=rule)
+    fsdp2.checkpoint.load_safetensors(models[0], plain)
+    fsdp2.checkpoint.load_safetensors(models[1], parts, mapping=rule)
     values = [model.codes.to_local().dequantise() for model in models]
     assert torch.equal(*values)
     assert type(models[1].codes.to_local()) is NF4Tensor
-    fsdp2.save_safetensors(models[1], tmp_path / "saved", mapping=rule)
+    fsdp2.checkpoint.save_safetensors(models[1], tmp_path / "saved", mapping=rule)
     assert_same(read(tmp_path / "saved"), {"left": left, "right": right})
 
 
@@ -230,7 +230,7 @@ def test_all_ranks_raise_one_error_with_all_problems_and_nothing_is_loaded(ctx: 
     before = locals_of(model)
     for case, is_strict in (("all problems", True), ("problems if not strict", False)):
         with pytest.raises(ValueError, match="does not fit this Fused") as raised:
-            fsdp2.load_safetensors(model, tmp_path, mapping=RULES, strict=is_strict)
+            fsdp2.checkpoint.load_safetensors(model, tmp_path, mapping=RULES, strict=is_strict)
         texts_beside(__file__).check(case, wrapped("\n".join(sorted(str(raised.value).splitlines()[1:]))))
     compare_values("unchanged", locals_of(model), before)
 
@@ -240,7 +240,7 @@ def test_what_no_file_has_is_left_out_only_where_that_is_asked_for(ctx: RankCont
     files = {key: value for key, value in _files().items() if not key.startswith("layers.0.")}
     write(tmp_path, ctx.rank, files)
     model, before, expected = (_make(ctx, "dim 0", seed=seed) for seed in (1, 1, 0))
-    missing, unexpected = fsdp2.load_safetensors(model, tmp_path, mapping=RULES, strict=False)
+    missing, unexpected = fsdp2.checkpoint.load_safetensors(model, tmp_path, mapping=RULES, strict=False)
     left_out = [name for name in model.state_dict() if name.startswith("blocks.0.") and "bias" not in name]
     assert (missing, unexpected) == (left_out, [])
     values = {name: (before if name in left_out else expected) for name in model.state_dict()}
@@ -253,8 +253,8 @@ def test_a_mapping_of_one_rank_is_an_error_on_all(ctx: RankContext, tmp_path: Pa
     model, new = _make(ctx, "dim 0", seed=1), tmp_path / "new"
     before = locals_of(model)
     other = [*RULES[:-1], WeightRule("nothing", "k")] if ctx.rank else RULES
-    load = functools.partial(fsdp2.load_safetensors, model, tmp_path)
-    save = functools.partial(fsdp2.save_safetensors, model, new)
+    load = functools.partial(fsdp2.checkpoint.load_safetensors, model, tmp_path)
+    save = functools.partial(fsdp2.checkpoint.save_safetensors, model, new)
     calls: dict[str, Callable[[], object]] = {
         "ValueError: On rank 1: load_safetensors: mapping: the rule for 'nothing'": lambda: load(mapping=other),
         "ValueError: On rank 1: save_safetensors: mapping: the rule for 'nothing'": lambda: save(mapping=other),
@@ -279,6 +279,6 @@ def test_what_cannot_be_saved_is_refused(ctx: RankContext, tmp_path: Path) -> No
         "'layers.0.both' would be made of 'blocks.0.left', 'blocks.0.right', whose dtypes differ": RULES,
     }
     for said, mapping in cases.items():
-        text = error_of(functools.partial(fsdp2.save_safetensors, model, tmp_path, mapping=mapping))
+        text = error_of(functools.partial(fsdp2.checkpoint.save_safetensors, model, tmp_path, mapping=mapping))
         assert said in text.replace("\n", " ")
     assert not list(tmp_path.iterdir())

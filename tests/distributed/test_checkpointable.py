@@ -23,7 +23,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 
-from fsdp2 import from_checkpointable, fully_shard, reshard_to, to_checkpointable
+from fsdp2 import fully_shard
+from fsdp2.checkpoint import from_checkpointable, reshard_to, to_checkpointable
 from fsdp2.extras.local_parts import geometry_of
 from fsdp2.tensors import BFloat16AllGatherTensor
 from tests.harness.distributed import RankContext, distributed

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fsdp2.comm.backends import OneByOneComm, comm_for
+from fsdp2.core.comm.backends import OneByOneComm, comm_for
+from fsdp2.core.plan.mesh import Axis
 from fsdp2.extras.peers import PeerComm
-from fsdp2.plan.mesh import Axis
 from tests.harness.distributed import RankContext, distributed
 
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from fsdp2 import fully_shard
-from fsdp2.tools import trace
+from fsdp2.report import trace
 from tests.distributed.changes import assert_gradients, step_and_zero
 from tests.distributed.compile_support import (
     BACKEND,

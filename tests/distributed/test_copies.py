@@ -14,9 +14,9 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fsdp2
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy
-from fsdp2.comm.offload import StagedOffloadPolicy
+from fsdp2.core.comm.offload import StagedOffloadPolicy
+from fsdp2.report import trace
 from fsdp2.tensors import BFloat16AllGatherTensor, wrap_parameters
-from fsdp2.tools import trace
 from tests.distributed.changes import whole
 from tests.distributed.support import Stack, batch, seeded, shard, shard_each, shard_units, sharded, step
 from tests.harness.distributed import RankContext, distributed

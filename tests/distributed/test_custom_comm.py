@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fsdp2
 from fsdp2 import fully_shard
-from fsdp2.runtime.unit import unit_of
+from fsdp2.core.runtime.unit import unit_of
 from tests.distributed.support import Scaled, Stack, batch, seeded, shard, sharded, step
 from tests.harness.comms import CountingAllGather, CountingReduceScatter, direct_from
 from tests.harness.compare import compare_values
@@ -182,7 +182,7 @@ STREAM = torch.Stream(stream_id=0, device_index=0, device_type=1)
 CASES = {
     "number as all-gather": Setter(ALL_GATHER, (3,)),
     "None as reduce-scatter": Setter(REDUCE_SCATTER, (None,)),
-    "class as all-gather": Setter(ALL_GATHER, (fsdp2.AllGather,)),
+    "class as all-gather": Setter(ALL_GATHER, (fsdp2.core.AllGather,)),
     "text as hook": Setter("set_all_reduce_hook", ("sum",)),
     "hook with a stream on HSDP": Setter("set_all_reduce_hook", (_nothing,), placed="HSDP", options={"stream": STREAM}),
     "memory of the process group beside a custom all-gather": Setter(

@@ -401,7 +401,7 @@ CALLS: dict[str, Callable[[Any], object]] = {
     "state_dict": lambda model: model.state_dict(),
     "unsharded": _read_whole,
     "clip_grad_norm_": lambda model: fsdp2.clip_grad_norm_(model.parameters(), 1e6),
-    "stream_full_params": lambda model: [float(each.sum()) for _, each in fsdp2.stream_full_params(model)],
+    "stream_full_params": lambda model: [float(each.sum()) for _, each in fsdp2.checkpoint.stream_full_params(model)],
     "evaluation": lambda model: model.eval()(batch()).sum().item(),
     "backward": lambda model: step(model),
     "two backwards": lambda model: (step(model), step(model)),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fsdp2 import GradientReductionHandle, ScheduleError, fully_shard
-from fsdp2.tools import trace
+from fsdp2.report import trace
 from tests.distributed.changes import assert_gradients, assert_step_is_that_of
 from tests.distributed.support import InjectedError, Stack, batch, compact, fail_now, seeded, sharded, step
 from tests.harness.distributed import RankContext, distributed

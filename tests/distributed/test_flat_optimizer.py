@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy
-from fsdp2.tools.flat_optimizer import COPY_MAX_NBYTES, ELEMENTWISE, cut_runs, flat_buffers, spanned
+from fsdp2.optim.flat_optimizer import COPY_MAX_NBYTES, ELEMENTWISE, cut_runs, flat_buffers, spanned
 from tests.distributed.support import InjectedError, Stack, batch, seeded, shard, step as stack_step
 from tests.harness.comms import direct_from
 from tests.harness.compare import compare_values
@@ -96,7 +96,7 @@ class Twins:
         self._rank = ctx.rank
         self.plain, self.flat = (sharded(ctx, build, shard) for _ in range(2))
         self.plain_optimizer = make(self.plain.parameters())
-        self.flat_optimizer = fsdp2.flatten_optimizer(make(self.flat.parameters()))
+        self.flat_optimizer = fsdp2.optim.flatten_optimizer(make(self.flat.parameters()))
         self.index = 0
 
     @property
@@ -162,7 +162,7 @@ class Seen(optim.Optimizer):
 
 
 def seen_steps(model: nn.Module) -> Seen:
-    return fsdp2.flatten_optimizer(Seen(model.parameters()), is_elementwise=True)
+    return fsdp2.optim.flatten_optimizer(Seen(model.parameters()), is_elementwise=True)
 
 
 # Values
@@ -195,7 +195,7 @@ def test_every_known_optimizer_makes_the_same_values_and_states(ctx: RankContext
 def test_rprop_which_torch_cannot_step_dtensors_with(ctx: RankContext, foreach: bool) -> None:
     model = sharded(ctx, Mixed)
     copies = [param.to_local().detach().clone() for param in model.parameters()]
-    flat = fsdp2.flatten_optimizer(optim.Rprop(model.parameters(), foreach=foreach))
+    flat = fsdp2.optim.flatten_optimizer(optim.Rprop(model.parameters(), foreach=foreach))
     plain = optim.Rprop(copies, foreach=foreach)
     for index in range(3):
         model(torch.randn(3, DIM)).square().mean().backward()
@@ -294,7 +294,7 @@ def test_gradients_of_other_kinds_are_stepped_as_torch_does(ctx: RankContext) ->
 @distributed(2)
 def test_closures_hooks_and_returned_losses_are_torchs(ctx: RankContext) -> None:
     model = sharded(ctx, MLP)
-    optimizer = fsdp2.flatten_optimizer(adamw(model.parameters()))
+    optimizer = fsdp2.optim.flatten_optimizer(adamw(model.parameters()))
     parameters = list(model.parameters())
     events: list[object] = []
     optimizer.register_step_pre_hook(lambda *_: events.append("pre"))
@@ -321,7 +321,7 @@ class Failing(Seen):
 @distributed(2)
 def test_a_step_that_raises_leaves_the_parameters_in_place(ctx: RankContext) -> None:
     model = sharded(ctx, MLP)
-    optimizer = fsdp2.flatten_optimizer(Failing(model.parameters()), is_elementwise=True)
+    optimizer = fsdp2.optim.flatten_optimizer(Failing(model.parameters()), is_elementwise=True)
     parameters = list(model.parameters())
     for optimizer.fails in (False, True, False):
         model(torch.ones(2, DIM)).sum().backward()
@@ -337,7 +337,7 @@ def test_a_step_that_raises_leaves_the_parameters_in_place(ctx: RankContext) -> 
 def test_forward_after_a_flat_step_uses_what_it_wrote(ctx: RankContext, kept: bool | int | None) -> None:
     model, reference = shard(ctx, seeded(Stack), reshard_after_forward=kept), seeded(Stack)
     optimizers = [optim.Adam(each.parameters(), lr=0.1) for each in (model, reference)]
-    fsdp2.flatten_optimizer(optimizers[0])
+    fsdp2.optim.flatten_optimizer(optimizers[0])
     for each, optimizer in zip((model, reference), optimizers, strict=True):
         stack_step(each)
         with torch.no_grad():
@@ -558,12 +558,12 @@ REFUSED: dict[str, Callable[[], Any]] = {
 def test_what_is_not_elementwise_or_no_plain_optimizer_is_refused(case: str) -> None:
     given = REFUSED[case]()
     kind = type(given)
-    TEXTS.check(case, error_of(lambda: fsdp2.flatten_optimizer(given)), among=REFUSED)
+    TEXTS.check(case, error_of(lambda: fsdp2.optim.flatten_optimizer(given)), among=REFUSED)
     assert type(given) is kind
 
 
 def test_a_copy_or_what_was_pickled_is_flat_and_has_the_same_states() -> None:
-    optimizer = fsdp2.flatten_optimizer(optim.AdamW(_params()))
+    optimizer = fsdp2.optim.flatten_optimizer(optim.AdamW(_params()))
     for param in optimizer.param_groups[0]["params"]:
         param.grad = torch.ones_like(param)
     optimizer.step()
@@ -574,13 +574,13 @@ def test_a_copy_or_what_was_pickled_is_flat_and_has_the_same_states() -> None:
 
 def test_the_optimizer_stays_the_same_object_of_a_derived_class() -> None:
     optimizer = optim.AdamW(_params())
-    flat = fsdp2.flatten_optimizer(optimizer)
+    flat = fsdp2.optim.flatten_optimizer(optimizer)
     assert flat is optimizer
-    assert fsdp2.flatten_optimizer(flat) is flat
+    assert fsdp2.optim.flatten_optimizer(flat) is flat
     assert isinstance(flat, optim.AdamW)
     assert repr(flat).startswith("FlatAdamW (")
     assert type(optim.AdamW(_params())) is optim.AdamW
-    assert type(fsdp2.flatten_optimizer(Mine(_params()), is_elementwise=True)).__mro__[2] is Mine
+    assert type(fsdp2.optim.flatten_optimizer(Mine(_params()), is_elementwise=True)).__mro__[2] is Mine
     known = {value for value in vars(optim).values() if isinstance(value, type) and issubclass(value, optim.Optimizer)}
     others = {cls.__name__ for cls in known - {optim.Optimizer} - set(ELEMENTWISE)}
     assert others >= {"Adafactor", "LBFGS", "SparseAdam"}  # they need more than elements

@@ -11,9 +11,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import ScheduleError
-from fsdp2.group.group import ParamGroup
-from fsdp2.runtime.unit import unit_of
-from fsdp2.schedule.states import TRANSITIONS, GroupEvent, GroupState
+from fsdp2.core.group.group import ParamGroup
+from fsdp2.core.runtime.unit import unit_of
+from fsdp2.core.schedule.states import TRANSITIONS, GroupEvent, GroupState
+from fsdp2.core.types import DOCS
 from tests.distributed.support import InjectedError, Stack, seeded, sharded, step
 from tests.harness.distributed import RankContext, distributed
 
@@ -137,7 +138,7 @@ def test_illegal_event_tells_the_story_and_changes_nothing(
     group.on_transition = lambda before, after: transitions.append((before, after))
     with pytest.raises(ScheduleError) as caught:
         PERFORM[event](group)
-    hint = "Leave that block first." if state is S.LENT else "See docs/guide/wrapping.md#roots."
+    hint = "Leave that block first." if state is S.LENT else f"See {DOCS}/guide/wrapping.md#roots."
     story = f"unit 'blocks.1' cannot {event.value} in state {state.value}. Last events: {STORY}.\n"
     assert str(caught.value).startswith(story)
     assert str(caught.value).endswith(hint)

@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.optim.adamw import adamw
 
 import fsdp2
-from fsdp2 import HostAdamW
-from fsdp2.comm.offload import StagedOffloadPolicy
-from fsdp2.tools.host_adamw import jobs
+from fsdp2.core.comm.offload import StagedOffloadPolicy
+from fsdp2.optim import HostAdamW
+from fsdp2.optim.host_adamw import jobs
 from tests.distributed.support import InjectedError, Stack, batch, fail_now, seeded, shard, sharded, shards, step, train
 from tests.harness.compare import compare_values
 from tests.harness.distributed import RankContext, distributed
@@ -43,9 +43,9 @@ def _made(ctx: RankContext, kind: str = "plain", seed: int = 0, **options: Any) 
         policy = STAGED if kind == "offloaded" else fsdp2.OffloadPolicy()
         model = shard(ctx, seeded(Stack, seed), offload_policy=policy)
     if kind == "budget":  # parameters of one unit on the host, states of some, and the rest on the device
-        most = fsdp2.offload_by_budget(model, 1 << 30).nbytes
+        most = fsdp2.memory.offload_by_budget(model, 1 << 30).nbytes
         whole_nbytes = sum(param.nbytes for param in model.parameters())
-        choice = fsdp2.offload_by_budget(model, most - whole_nbytes - 64, offload_policy=STAGED)
+        choice = fsdp2.memory.offload_by_budget(model, most - whole_nbytes - 64, offload_policy=STAGED)
         assert choice.params_on_host
         assert choice.on_device
     return model, HostAdamW(model.parameters(), **{**OPTIONS, **options})
@@ -154,7 +154,9 @@ def test_parameters_that_loading_has_assigned_are_stepped_before_any_forward(ctx
     other, model = sharded(ctx), shard(ctx, Stack().to("meta"))
     model.load_state_dict({name: value.clone() for name, value in other.state_dict().items()}, assign=True)
     if by_budget:
-        optimizer: optim.Optimizer = optim.AdamW(fsdp2.offload_by_budget(model, 1 << 30).device_params, **OPTIONS)
+        optimizer: optim.Optimizer = optim.AdamW(
+            fsdp2.memory.offload_by_budget(model, 1 << 30).device_params, **OPTIONS
+        )
     else:
         optimizer = HostAdamW(model.parameters(), **OPTIONS)
     plain = optim.AdamW(other.parameters(), **OPTIONS)

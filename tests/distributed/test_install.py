@@ -21,7 +21,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_module_fsdp_state
 
 import fsdp2
-from fsdp2.runtime.hooks import ModuleHooks
+from fsdp2.core.runtime.hooks import ModuleHooks
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.runtimes import quietly_installed
 

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2 import MixedPrecisionPolicy, Observer, fully_shard
-from fsdp2.group import all_gather
-from fsdp2.group.reduce_scatter import Reduce
-from fsdp2.tools import trace
+from fsdp2 import MixedPrecisionPolicy, fully_shard
+from fsdp2.core import Observer
+from fsdp2.core.group import all_gather
+from fsdp2.core.group.reduce_scatter import Reduce
+from fsdp2.report import trace
 from tests.distributed.support import (
     BLOCK_NBYTES,
     ROOT_NBYTES,

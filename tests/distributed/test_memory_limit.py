@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy
-from fsdp2.tools import trace
+from fsdp2.report import trace
 from tests.distributed.support import Scaled, Stack, batch, compact, same_on_all_ranks, seeded, shard, sharded, step
 from tests.harness.alone import on_one_rank
 from tests.harness.distributed import RankContext, distributed
@@ -77,7 +77,7 @@ def _check_against_the_allocator(ctx: RankContext, **options: Any) -> None:
     for each in (unlimited, model):
         _step(each)  # there are gradients to add to from here on, so that all else a step allocates is temporary
         _step(each)
-    plan = fsdp2.memory_plan(model)
+    plan = fsdp2.memory.memory_plan(model)
     without_limit = _peak_nbytes(lambda: _step(unlimited))
     assert plan.at_least + SLACK_NBYTES < without_limit <= plan.peak + SLACK_NBYTES
     for limit in (plan.at_least, (plan.at_least + plan.peak) // 2, plan.peak):
@@ -110,7 +110,7 @@ def _smallest_limit(ctx: RankContext, *, keeps_storage: bool = False, stays_on: 
     model.set_keep_unsharded_storage(keeps_storage)
     if stays_on:
         model.set_reshard_after_backward(stays_on)
-    at_least = fsdp2.memory_plan(model).at_least
+    at_least = fsdp2.memory.memory_plan(model).at_least
     model.set_temporary_memory_limit(at_least)
     step(model)
     step(model)
@@ -140,7 +140,7 @@ def test_smallest_limit_counts_gradients_that_wait_for_another_use_of_their_unit
     model.exit.register_forward_pre_hook(lambda _, inputs: model.blocks[0](*inputs))  # again behind the others
     step(model)
     step(model)  # the order that the ranks compare in the first step has each unit once
-    at_least = fsdp2.memory_plan(model).at_least
+    at_least = fsdp2.memory.memory_plan(model).at_least
     model.set_temporary_memory_limit(at_least)
     step(model)
     model.set_temporary_memory_limit(at_least - 1)
@@ -154,7 +154,7 @@ def test_smallest_limit_counts_the_staging_of_a_kept_unit_in_forward_only(ctx: R
     model = seeded(lambda: Stack(num_blocks=1))
     model.blocks[0].linear.weight.requires_grad_(False)
     shard(ctx, model, reshard_after_forward=False)
-    model.set_temporary_memory_limit(fsdp2.memory_plan(model).at_least)
+    model.set_temporary_memory_limit(fsdp2.memory.memory_plan(model).at_least)
     step(model)
     step(model)
 
@@ -164,14 +164,14 @@ def test_smallest_limit_counts_the_staging_of_a_kept_unit_in_forward_only(ctx: R
 def test_what_is_not_gathered_counts_neither_before_nor_after_the_first_step(ctx: RankContext, shards: int) -> None:
     """Scalars, and all parameters if the shard axis has one rank."""
     model = shard(ctx, seeded(Scaled), mesh=ctx.mesh_2d(2 // shards, shards))
-    before = fsdp2.memory_plan(model)
+    before = fsdp2.memory.memory_plan(model)
     step(model)
-    assert fsdp2.memory_plan(model) == before
+    assert fsdp2.memory.memory_plan(model) == before
     assert [unit.bytes.unsharded > 0 for unit in before.units] == [shards > 1] * 4
 
 
 def _plan(ctx: RankContext, **options: Any) -> str:
-    return str(fsdp2.memory_plan(sharded(ctx, **options)))
+    return str(fsdp2.memory.memory_plan(sharded(ctx, **options)))
 
 
 def test_memory_plan_shows_what_each_unit_and_a_step_take() -> None:
@@ -189,7 +189,7 @@ def _refusals(ctx: RankContext) -> list[str]:
     model.blocks[0].set_temporary_memory_limit(None)
     step(model)
     found.append(error_of(lambda: model.blocks[0].set_temporary_memory_limit(10**6)))
-    found.append(error_of(lambda: fsdp2.memory_plan(nn.Linear(1, 1))))
+    found.append(error_of(lambda: fsdp2.memory.memory_plan(nn.Linear(1, 1))))
     return found
 
 

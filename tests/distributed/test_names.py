@@ -18,17 +18,17 @@ from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import fsdp2
-from fsdp2 import FSDPModule, fully_shard
+from fsdp2 import FSDPModule, fully_shard, installation as install
+from fsdp2.checkpoint import reshard_checks
+from fsdp2.checkpoint.checkpointable import _Places
+from fsdp2.core.runtime.unit import units_under
+from fsdp2.core.runtime.unit_tree import tree_of
 from fsdp2.extras.plain_names import plain_name
 from fsdp2.fsdp1 import FullyShardedDataParallel
 from fsdp2.fsdp1.auto_wrap import check_nothing_is_wrapped
-from fsdp2.runtime.unit import units_under
-from fsdp2.runtime.unit_tree import tree_of
+from fsdp2.planner.candidates import _check_computes_once
+from fsdp2.report.modules import modules_around_units
 from fsdp2.tensors import wrap_parameters
-from fsdp2.tools import install, reshard_checks
-from fsdp2.tools.checkpointable import _Places
-from fsdp2.tools.planner.plan import _check_computes_once
-from fsdp2.tools.report.modules import modules_around_units
 from tests.distributed.support import seeded
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.messages import error_of
@@ -157,7 +157,7 @@ MODELS: dict[str, Callable[[RankContext], Any]] = {
 TORCH_LEAVES_A_PART = ("units of checkpointed compiled", "FSDP1 of compiled")
 
 
-class _Watching(fsdp2.Observer):
+class _Watching(fsdp2.core.Observer):
     def __init__(self) -> None:
         self.names: set[str] = set()
 
@@ -168,13 +168,13 @@ class _Watching(fsdp2.Observer):
 def _names_of_tensors(ctx: RankContext, model: Any, folder: Path) -> Iterator[tuple[str, set[str]]]:
     """By what hands them out: names of all parameters and buffers."""
     buffers = {name for name, _ in Model().named_buffers()}
-    fsdp2.save_safetensors(model, folder)
+    fsdp2.checkpoint.save_safetensors(model, folder)
     yield "files", set(read(folder))
-    stream = fsdp2.stream_full_params(model, buffers=True)
+    stream = fsdp2.checkpoint.stream_full_params(model, buffers=True)
     yield "manifest", {each.name for bucket in stream.manifest for each in bucket.tensors}
     yield "stream", {name for name, _ in stream}
     seen: set[str] = set()
-    fsdp2.muon_groups(model, is_matrix=lambda name, param: bool(seen.add(name)), verbose=False)
+    fsdp2.optim.muon_groups(model, is_matrix=lambda name, param: bool(seen.add(name)), verbose=False)
     yield "muon_groups", seen | buffers
     places = set(_Places(model)._by_name)
     yield "to_checkpointable", places & set(Model().state_dict())
@@ -184,7 +184,7 @@ def _names_of_tensors(ctx: RankContext, model: Any, folder: Path) -> Iterator[tu
 
 def _names_of_units(model: Any, watching: _Watching) -> Iterator[tuple[str, set[str]]]:
     yield "events", watching.names
-    yield "memory_plan", {unit.name for unit in fsdp2.memory_plan(model).units}
+    yield "memory_plan", {unit.name for unit in fsdp2.memory.memory_plan(model).units}
     around = modules_around_units(tree_of(next(unit for _, unit in units_under(model))))
     yield "report", {name for _, name in around.values()} - {"part"} | UNITS
 
@@ -193,7 +193,7 @@ def _names_of_units(model: Any, watching: _Watching) -> Iterator[tuple[str, set[
 @distributed(2)
 def test_names_are_those_of_the_model_without_wrappers(ctx: RankContext, kind: str, tmp_path: Path) -> None:
     model, expected, watching = MODELS[kind](ctx), set(Model().state_dict()), _Watching()
-    with fsdp2.trace.observe(model, watching), torch.compiler.set_stance("force_eager"):
+    with fsdp2.report.trace.observe(model, watching), torch.compiler.set_stance("force_eager"):
         model(torch.ones(2, DIM)).sum().backward()
     model.zero_grad()
     assert (set(get_model_state_dict(model)) == expected) is (kind not in TORCH_LEAVES_A_PART)
@@ -238,7 +238,7 @@ def test_no_two_units_have_one_name(ctx: RankContext) -> None:
     fully_shard(model.part, mesh=ctx.mesh_1d())
     model.part = fully_shard(checkpoint_wrapper(model.part), mesh=ctx.mesh_1d())
     fully_shard(model, mesh=ctx.mesh_1d())
-    names = [unit.name for unit in fsdp2.memory_plan(model).units]
+    names = [unit.name for unit in fsdp2.memory.memory_plan(model).units]
     assert names[:2] == ["(root)", "part"]
     assert len(set(names)) == len(names) == 3
 
@@ -255,8 +255,8 @@ def test_files_load_by_names_with_and_without_wrappers(ctx: RankContext, kind: s
         with torch.no_grad():
             for param in model.parameters():
                 param.zero_()
-        assert fsdp2.load_safetensors(model, file) == ([], [])
-        stream = fsdp2.stream_full_params(model, buffers=True)
+        assert fsdp2.checkpoint.load_safetensors(model, file) == ([], [])
+        stream = fsdp2.checkpoint.stream_full_params(model, buffers=True)
         assert_same({name: tensor.clone() for name, tensor in stream}, values)
 
 
@@ -278,8 +278,8 @@ MESSAGES: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "DDP": (lambda units, plain: _ddp(units), "'part.linear.weight'"),
     "two runtimes": (lambda units, plain: install._refuse_our_modules(nn.Sequential(units.blocks), "it"), "'0.0'"),
     "wrap_parameters": (lambda units, plain: wrap_parameters(units, torch.clone), "'part.linear.weight'"),
-    "HostAdamW": (lambda units, plain: fsdp2.HostAdamW(plain.named_parameters()), "'part.linear.weight'"),
-    "Muon": (lambda units, plain: fsdp2.Muon(plain.named_parameters()), "'part.linear.weight'"),
+    "HostAdamW": (lambda units, plain: fsdp2.optim.HostAdamW(plain.named_parameters()), "'part.linear.weight'"),
+    "Muon": (lambda units, plain: fsdp2.optim.Muon(plain.named_parameters()), "'part.linear.weight'"),
     "a placement": (
         lambda units, plain: fully_shard(plain, shard_placement_fn=lambda _: Shard(7)),
         "'part.linear.weight'",

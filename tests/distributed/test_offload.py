@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from fsdp2 import fully_shard
-from fsdp2._torch import leaves
-from fsdp2.comm.offload import StagedOffloadPolicy
+from fsdp2.core._torch import leaves
+from fsdp2.core.comm.offload import StagedOffloadPolicy
 from fsdp2.tensors import (
     BFloat16AllGatherTensor,
     Float8AllGatherTensor,

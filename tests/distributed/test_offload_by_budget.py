@@ -15,9 +15,10 @@ import torch
 from torch import nn, optim
 
 import fsdp2
-from fsdp2 import HostAdamW, OffloadChoice
-from fsdp2.comm.offload import StagedOffloadPolicy
-from fsdp2.runtime.unit import units_under
+from fsdp2.core.comm.offload import StagedOffloadPolicy
+from fsdp2.core.runtime.unit import units_under
+from fsdp2.memory import OffloadChoice
+from fsdp2.optim import HostAdamW
 from tests.distributed.support import BLOCK_NBYTES, DIM, ROOT_NBYTES, Stack, seeded, shard, sharded, shards, step, train
 from tests.harness.compare import compare_values
 from tests.harness.distributed import RankContext, distributed
@@ -32,7 +33,7 @@ LAST = ("blocks.1", "blocks.2")
 
 
 def chosen(model: nn.Module, device_nbytes: int, host_nbytes: Any = None, policy: Any = POLICY) -> OffloadChoice:
-    return fsdp2.offload_by_budget(model, device_nbytes, host_nbytes, offload_policy=policy)
+    return fsdp2.memory.offload_by_budget(model, device_nbytes, host_nbytes, offload_policy=policy)
 
 
 def least(ctx: RankContext) -> int:

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from fsdp2.core.plan.mesh import parallel_mesh, replicated
 from fsdp2.extras import own_groups
 from fsdp2.extras.own_groups import post_forward_mesh, separate_axis
-from fsdp2.plan.mesh import parallel_mesh, replicated
 from tests.distributed.support import same_on_all_ranks, sharded, step
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.selection import long

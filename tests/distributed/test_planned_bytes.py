@@ -12,12 +12,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import fsdp2
-from fsdp2.tools import trace
-from fsdp2.tools.planner.blocks import find_units
-from fsdp2.tools.planner.machines import H100
-from fsdp2.tools.planner.plan import Workload, observed
-from fsdp2.tools.planner.scenario import Choice, Precision, Scenario, accelerator, simulate
-from fsdp2.tools.planner.work import Checkpointing
+from fsdp2.planner.blocks import find_units
+from fsdp2.planner.candidates import Workload, observed
+from fsdp2.planner.machines import H100
+from fsdp2.planner.scenario import Choice, Precision, Scenario, accelerator, simulate
+from fsdp2.planner.work import Checkpointing
+from fsdp2.report import trace
 from tests.distributed.support import seeded, shard_each
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.selection import long
@@ -100,7 +100,8 @@ def test_what_is_planned_is_what_memory_plan_says_and_what_is_held(
         label: (group.shards_nbytes, group.unsharded_nbytes, group.grad_nbytes) for label, group in groups if group
     }
     sizes = {
-        unit.name: (unit.shards, unit.bytes.unsharded, unit.bytes.gradients) for unit in fsdp2.memory_plan(model).units
+        unit.name: (unit.shards, unit.bytes.unsharded, unit.bytes.gradients)
+        for unit in fsdp2.memory.memory_plan(model).units
     }
     assert of_units == {name: each for name, each in sizes.items() if any(each)} or ctx.rank > 0
 

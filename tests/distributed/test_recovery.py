@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from fsdp2.extras.board import Board
-from fsdp2.tools import trace
+from fsdp2.report import trace
 from tests.distributed.changes import assert_gradients, assert_step_is_that_of, assert_trains_as_stack, step_and_zero
 from tests.distributed.support import (
     Faulty,
@@ -247,7 +247,7 @@ def test_a_part_of_a_model_whose_forward_was_interrupted_has_new_values_after_a_
 # Wherever a step raises, the gradients that the model had accumulated stay; those on their way do after a forward
 
 
-class _RaiseAt(fsdp2.Observer):
+class _RaiseAt(fsdp2.core.Observer):
     """Raises at the event or action number ``position`` of what it sees."""
 
     def __init__(self, position: int) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import fsdp2
 from fsdp2 import DataParallelMeshDims, ParamPlacement, fully_shard
-from fsdp2.tools import trace
+from fsdp2.report import trace
 from tests.distributed.changes import assert_step_is_that_of
 from tests.distributed.refusals import Case, refused
 from tests.distributed.support import DIM, Block, Stack, same_on_all_ranks, seeded, sharded

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fsdp2 import Observer
-from fsdp2.tools import trace
+from fsdp2.core import Observer
+from fsdp2.report import trace
 from tests.distributed.changes import assert_gradients
 from tests.distributed.support import Block, Stack, batch, seeded, shard, shard_each, step
 from tests.harness.distributed import RankContext, distributed

@@ -1,4 +1,4 @@
-"""``fsdp2.report`` around real steps: what it finds, what it refuses, and that it leaves the step as it was."""
+"""``fsdp2.report.report`` around real steps: what it finds, what it refuses, and that it leaves the step as it was."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp2
-from fsdp2 import _torch
-from fsdp2.comm import streams
-from fsdp2.comm.offload import StagedOffloadPolicy
+from fsdp2.core import _torch
+from fsdp2.core.comm import streams
+from fsdp2.core.comm.offload import StagedOffloadPolicy
 from fsdp2.extras.peers import PeerComm
 from tests.distributed.support import DIM, InjectedError, Stack, batch, seeded, shard, shard_each, sharded, step, train
 from tests.harness.distributed import RankContext, distributed
@@ -57,7 +57,7 @@ def _is_watched(model: Any) -> bool:
 
 
 def _reported_step(model: Any, *paths: Path, fails: bool = False) -> None:
-    with fsdp2.report(model, *paths):
+    with fsdp2.report.report(model, *paths):
         step(model)
         if fails:
             raise InjectedError
@@ -73,7 +73,7 @@ def _told(report: Any) -> Any:
 
 def _reported(model: Any, *paths: Path, num_steps: int = 2, **options: Any) -> Any:
     """What the report of some steps tells."""
-    with fsdp2.report(model, *paths, **options) as report:
+    with fsdp2.report.report(model, *paths, **options) as report:
         _trained(model, num_steps)
     return _told(report)
 
@@ -87,7 +87,7 @@ def _assert_times_add_up(data: Any) -> None:
 @distributed(2)
 def test_rank_0_has_the_collectives_bytes_and_memory_of_a_step(ctx: RankContext, tmp_path: Path) -> None:
     model = sharded(ctx)
-    with fsdp2.report(model, tmp_path / "step.html", tmp_path / "step.json") as report:
+    with fsdp2.report.report(model, tmp_path / "step.html", tmp_path / "step.json") as report:
         _trained(model, 3)
         assert _is_watched(model)
         _trained(model, 1)
@@ -105,7 +105,7 @@ def test_rank_0_has_the_collectives_bytes_and_memory_of_a_step(ctx: RankContext,
     assert _order(data) == ORDER_OF_A_STEP
     assert data["collectives"]["first_difference"] is None
     _assert_times_add_up(data)
-    plan = fsdp2.memory_plan(model)
+    plan = fsdp2.memory.memory_plan(model)
     for unit, expected in zip(data["units"], plan.units, strict=True):
         assert (unit["name"], unit["shard_nbytes"]) == (expected.name, expected.shards)
         assert unit["unsharded_nbytes"] == expected.bytes.unsharded
@@ -118,9 +118,9 @@ def test_rank_0_has_the_collectives_bytes_and_memory_of_a_step(ctx: RankContext,
 
 @distributed(2)
 def test_what_the_plan_predicted_stands_beside_what_happened(ctx: RankContext) -> None:
-    workload = fsdp2.Workload(4, 1, precision="fp32", inputs=lambda: torch.empty(4, DIM), loss=torch.mean)
+    workload = fsdp2.planner.Workload(4, 1, precision="fp32", inputs=lambda: torch.empty(4, DIM), loss=torch.mean)
     done = fsdp2.auto_shard(seeded(Stack), budget="1GiB", workload=workload, mesh=ctx.mesh_1d())
-    with fsdp2.report(done.model, plan=done) as report:
+    with fsdp2.report.report(done.model, plan=done) as report:
         _trained(done.model, 2)
     data = _told(report)
     with pytest.raises(ValueError, match="recommends nothing"):
@@ -135,7 +135,7 @@ def test_what_the_plan_predicted_stands_beside_what_happened(ctx: RankContext) -
     assert rows["step_ms"]["measured"] == data["steps_ms"][data["step"]]
     assert rows["exposed_ms"]["predicted"] == pytest.approx(1e3 * result.time.exposed)
     assert rows["reserved_nbytes"]["predicted"] == int(result.reserved_nbytes)
-    assert rows["temporary_nbytes"]["measured"] == fsdp2.memory_plan(done.model).peak
+    assert rows["temporary_nbytes"]["measured"] == fsdp2.memory.memory_plan(done.model).peak
     predicted = f"predicted {rows['step_ms']['predicted']:.1f} ms for 2 x {done.plan.machine.name}"
     assert ctx.rank > 0 or f"{predicted}, which is another machine" in str(report)
     assert [row["ratio"] for row in data["prediction"]["rows"]] == [None] * 6
@@ -176,7 +176,7 @@ def test_compute_belongs_to_the_module_whose_work_it_is(ctx: RankContext, owner:
     shard_each(*model.model.blocks, *HEADS[owner](model), mesh=ctx.mesh_1d())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.register_step_post_hook(lambda *_: time.sleep(0.02))
-    with fsdp2.report(model, tokens_per_rank=4, flops_per_rank=1e6) as report:
+    with fsdp2.report.report(model, tokens_per_rank=4, flops_per_rank=1e6) as report:
         for seed in range(2):
             loss = model(batch(seed)).square().mean()
             time.sleep(0.03)
@@ -220,7 +220,7 @@ def _series(data: Any) -> dict[str, list[int]]:
 def test_memory_counts_activations_and_optimizer_states(ctx: RankContext) -> None:
     model = sharded(ctx)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    with fsdp2.report(model, steps=2) as report:
+    with fsdp2.report.report(model, steps=2) as report:
         train(model, optimizer, steps=range(2))
     without = _reported(sharded(ctx), activations=False)
     plain = seeded(Stack)
@@ -269,12 +269,12 @@ def test_a_rank_that_shards_alone_has_no_collectives(ctx: RankContext) -> None:
 def test_steps_of_the_host_for_offloaded_units_are_shown_beside_backward(ctx: RankContext) -> None:
     """Backward waits at the model's input, until the host has stepped the unit whose backward came first."""
     model = shard(ctx, seeded(Stack), offload_policy=StagedOffloadPolicy())
-    optimizer = fsdp2.HostAdamW(model.parameters())
+    optimizer = fsdp2.optim.HostAdamW(model.parameters())
     step(model)
     optimizer.step()
     x = batch().requires_grad_()
     x.register_hook(lambda _: optimizer._unit_of[model.blocks[2].linear.weight]._running.result(timeout=30))
-    with fsdp2.report(model) as report:
+    with fsdp2.report.report(model) as report:
         for _ in range(2):
             model(x).square().mean().backward()
             optimizer.step()
@@ -293,7 +293,7 @@ def test_steps_of_the_host_for_offloaded_units_are_shown_beside_backward(ctx: Ra
 @distributed(2)
 def test_micro_batches_without_communication_belong_to_the_step_that_reduces(ctx: RankContext) -> None:
     model = sharded(ctx)
-    with fsdp2.report(model) as report:
+    with fsdp2.report.report(model) as report:
         for _ in range(2):
             with fsdp2.no_sync(model):
                 step(model)
@@ -321,10 +321,10 @@ def test_what_cannot_work_is_refused_on_all_ranks(ctx: RankContext, tmp_path: Pa
         (TypeError, [model], {"tokens_per_rank": "3"}, "tokens_per_rank is '3', expected a number"),
         (ValueError, [model], {"flops_per_rank": 0}, "flops_per_rank is 0, expected 1 or more"),
     ):
-        with pytest.raises(kind, match=r"fsdp2\.report") as refused, fsdp2.report(*arguments, **options):
+        with pytest.raises(kind, match=r"fsdp2\.report") as refused, fsdp2.report.report(*arguments, **options):
             raise AssertionError("the block ran")
         assert said in str(refused.value)
-    with fsdp2.report(model):
+    with fsdp2.report.report(model):
         step(model)
         with pytest.raises(fsdp2.ScheduleError, match="a report on FSDPStack is being recorded"):
             _reported_step(model)
@@ -335,7 +335,7 @@ def test_what_cannot_work_is_refused_on_all_ranks(ctx: RankContext, tmp_path: Pa
 def test_the_profiler_tells_compute_from_what_a_slow_host_loses(ctx: RankContext, tmp_path: Path) -> None:
     model: Any = sharded(ctx)
     model.blocks[1].linear.register_forward_pre_hook(lambda *_: time.sleep(0.02))
-    with fsdp2.report(model, tmp_path / "step.html", profile=True) as report:
+    with fsdp2.report.report(model, tmp_path / "step.html", profile=True) as report:
         _trained(model, 2)
         assert _torch.is_profiling()
         _trained(model, 2)
@@ -355,7 +355,7 @@ def test_the_profiler_tells_compute_from_what_a_slow_host_loses(ctx: RankContext
 def test_nobody_watches_what_autograd_saves_after_the_last_step_that_is_recorded(ctx: RankContext) -> None:
     """It ends in the forward of the next step. Transforms of torch.func refuse hooks on what is saved."""
     model = sharded(ctx)
-    with fsdp2.report(model, steps=1):
+    with fsdp2.report.report(model, steps=1):
         _trained(model, 3)
         assert float(torch.func.grad(torch.sin)(torch.zeros(()))) == 1.0
 
@@ -371,7 +371,7 @@ def test_a_report_that_fails_writes_nothing_and_leaves_nothing_behind(ctx: RankC
         _reported(model, path, profile=True)
     with (
         pytest.raises(fsdp2.ScheduleError, match=r"no forward of FSDPStack ran inside the block on ranks \[0, 1\]"),
-        fsdp2.report(model, path),
+        fsdp2.report.report(model, path),
     ):
         step(other)
     with pytest.raises(InjectedError):

@@ -20,11 +20,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp2
-from fsdp2 import MixedPrecisionPolicy, reshard_to
-from fsdp2.comm.offload import StagedOffloadPolicy
-from fsdp2.plan.trees import find_tensors
+from fsdp2 import MixedPrecisionPolicy
+from fsdp2.checkpoint import reshard_to
+from fsdp2.core.comm.offload import StagedOffloadPolicy
+from fsdp2.core.plan.trees import find_tensors
+from fsdp2.report import trace
 from fsdp2.tensors import BFloat16AllGatherTensor, wrap_parameters
-from fsdp2.tools import trace
 from tests.distributed.support import seeded, shard_each, shard_units
 from tests.harness.compare import compare_values
 from tests.harness.distributed import RankContext, distributed
@@ -117,7 +118,7 @@ def _groups(model: nn.Module) -> optim.Optimizer:
 
 
 def _flat(model: nn.Module) -> optim.Optimizer:
-    return fsdp2.flatten_optimizer(_adamw(model))
+    return fsdp2.optim.flatten_optimizer(_adamw(model))
 
 
 OPTIMIZERS = {"AdamW": _adamw, "SGD": _groups, "flat": _flat}
@@ -274,8 +275,8 @@ def test_rank_without_shards_names_itself_when_its_model_runs_and_runs_when_it_h
     if ctx.rank == 3:
         assert error_of(lambda: job.train(ctx, range(1))) == (
             "ScheduleError: rank 3 is not in the mesh of unit 'FSDPTransformer', which has the ranks [0, 1]: its\n"
-            "shards are empty. Run the model only on ranks where fsdp2.reshard_to returned True, or bring this\n"
-            "rank in: call fsdp2.reshard_to on all ranks with a mesh that has it."
+            "shards are empty. Run the model only on ranks where fsdp2.checkpoint.reshard_to returned True, or\n"
+            "bring this rank in: call it on all ranks with a mesh that has it."
         )
     if ctx.rank < 2:
         job.train(ctx, range(2))

@@ -19,7 +19,8 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import fsdp2
-from fsdp2 import DataParallelMeshDims, FullyShardedDataParallel, ParamPlacement, fully_shard, reshard_to
+from fsdp2 import DataParallelMeshDims, FullyShardedDataParallel, ParamPlacement, fully_shard
+from fsdp2.checkpoint import reshard_to
 from tests.distributed.changes import evaluate
 from tests.distributed.refusals import Case, refused
 from tests.distributed.support import DIM, Stack, same_on_all_ranks, seeded, shard, sharded, step
@@ -115,7 +116,7 @@ def _without_a_state(job: Job) -> None:
 
 def _begun_by_muon(job: Job) -> None:
     job.model.zero_grad()
-    job.optimizer = fsdp2.Muon([each.linear.weight for each in job.model.blocks])
+    job.optimizer = fsdp2.optim.Muon([each.linear.weight for each in job.model.blocks])
     with job.optimizer.overlap_backward():
         step(job.model)
     job.stack.callback(job.optimizer.step)
@@ -161,8 +162,10 @@ CASES = {
     "foreign_parameter": _given(
         optimizer=lambda job: optim.SGD([*job.model.parameters(), nn.Parameter(torch.zeros(3))])
     ),
-    "host_adamw": _given(optimizer=lambda job: fsdp2.HostAdamW(job.model.parameters())),
-    "stepped_by_a_host_adamw": _trained(lambda job: job.stack.callback(fsdp2.HostAdamW(job.model.parameters()).remove)),
+    "host_adamw": _given(optimizer=lambda job: fsdp2.optim.HostAdamW(job.model.parameters())),
+    "stepped_by_a_host_adamw": _trained(
+        lambda job: job.stack.callback(fsdp2.optim.HostAdamW(job.model.parameters()).remove)
+    ),
     "begun_by_muon": _trained(_begun_by_muon),
     "strange_state": _trained(lambda job: job.optimizer.state[job.model.exit.weight].update(row=torch.zeros(DIM))),
     "wrapped_optimizer": _given(optimizer=lambda job: optim.lr_scheduler.StepLR(job.optimizer, 1)),

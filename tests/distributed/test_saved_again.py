@@ -16,7 +16,7 @@ from torch import nn, optim
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import fsdp2
-from fsdp2 import HostAdamW, Muon, flatten_optimizer
+from fsdp2.optim import HostAdamW, Muon, flatten_optimizer
 from tests.distributed.support import shard_units
 from tests.harness.compare import compare_values
 from tests.harness.distributed import RankContext, distributed
@@ -33,7 +33,7 @@ def _host(model: nn.Module, **options: Any) -> optim.Optimizer:
 
 
 def _muon(model: nn.Module, **options: Any) -> optim.Optimizer:
-    return Muon(fsdp2.muon_groups(model, verbose=False), ns_dtype=torch.float32, **options)
+    return Muon(fsdp2.optim.muon_groups(model, verbose=False), ns_dtype=torch.float32, **options)
 
 
 OPTIMIZERS: dict[str, tuple[torch.dtype, Callable[[nn.Module], optim.Optimizer]]] = {

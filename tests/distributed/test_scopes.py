@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy
+from fsdp2.report import trace
 from fsdp2.tensors import BFloat16AllGatherTensor, wrap_parameters
-from fsdp2.tools import trace
 from tests.distributed.changes import assert_gradients, whole
 from tests.distributed.support import Stack, batch, seeded, shard, shard_units, sharded, step
 from tests.harness.compare import compare_values

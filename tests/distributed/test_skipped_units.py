@@ -15,8 +15,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
-from fsdp2.comm.offload import StagedOffloadPolicy
-from fsdp2.tools import trace
+from fsdp2.core.comm.offload import StagedOffloadPolicy
+from fsdp2.report import trace
 from tests.distributed.changes import assert_gradients
 from tests.distributed.support import DIM, Block, Stack, batch, compact, seeded, shard, shard_each, step
 from tests.harness.distributed import RankContext, distributed
@@ -206,7 +206,7 @@ def _limited(ctx: RankContext) -> Any:
     model = _sharded(ctx)
     _step(model, [0, 1, 2, 3, 4], 0)
     model.zero_grad()
-    model.set_temporary_memory_limit(fsdp2.memory_plan(model).at_least)
+    model.set_temporary_memory_limit(fsdp2.memory.memory_plan(model).at_least)
     return model
 
 

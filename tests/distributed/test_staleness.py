@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from fsdp2 import fully_shard
-from fsdp2.comm.offload import StagedOffloadPolicy
-from fsdp2.tools import trace
+from fsdp2.core.comm.offload import StagedOffloadPolicy
+from fsdp2.report import trace
 from tests.distributed.changes import GATHERS, evaluate
 from tests.distributed.support import DIM, Stack, batch, seeded, shard, shard_each, sharded, step
 from tests.harness.comms import gathers_noted

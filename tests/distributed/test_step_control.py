@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 import fsdp2
 from fsdp2 import register_fsdp_forward_method, share_comm_ctx
-from fsdp2.group.all_gather import Gather
-from fsdp2.runtime.unit import unit_of
-from fsdp2.runtime.unit_tree import tree_of
-from fsdp2.tools import trace
+from fsdp2.core.group.all_gather import Gather
+from fsdp2.core.runtime.unit import unit_of
+from fsdp2.core.runtime.unit_tree import tree_of
+from fsdp2.report import trace
 from tests.distributed.changes import assert_gradients, evaluate, step_and_zero_all, whole
 from tests.distributed.support import (
     BLOCK_NBYTES,
@@ -52,7 +52,7 @@ def test_one_reduction_is_in_flight_unless_told_otherwise(ctx: RankContext, num_
         model.set_reduce_scatter_max_input_buffers(num_buffers)
     found = []
 
-    class Watch(fsdp2.Observer):
+    class Watch(fsdp2.core.Observer):
         def on_event(self, event: str, unit: str) -> None:
             if event == "pre_backward" or event == "end_backward":
                 landed = [str(i) for i, block in enumerate(model.blocks) if block.linear.weight.grad is not None]

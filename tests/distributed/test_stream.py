@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp2
+from fsdp2.checkpoint import stream_weights
 from fsdp2.extras import torch_names
-from fsdp2.tools import stream_weights
 from tests.distributed.changes import whole
 from tests.distributed.support import NewMemory, seeded, shard_units
 from tests.harness.compare import compare_values
@@ -50,7 +50,7 @@ def _sharded(ctx: RankContext, make: Callable[[], Any] = MLP, mesh: DeviceMesh |
 def _streamed(model: nn.Module, **options: Any) -> dict[str, Tensor]:
     return {
         name: tensor.clone()
-        for bucket in fsdp2.stream_full_params(model, **options).buckets()
+        for bucket in fsdp2.checkpoint.stream_full_params(model, **options).buckets()
         for name, tensor in bucket.tensors
     }
 
@@ -80,7 +80,7 @@ def test_no_rank_gathers_before_the_receiver_asks(ctx: RankContext, to_rank: int
     model = _sharded(ctx)
     key = f"test_stream/{to_rank}/{ahead}"
     options = {"ahead": ahead} if ahead else {}  # 0 is the default: callers may use collectives of their own meanwhile
-    stream = fsdp2.stream_full_params(model, bucket_nbytes=600, to_rank=to_rank, **options)
+    stream = fsdp2.checkpoint.stream_full_params(model, bucket_nbytes=600, to_rank=to_rank, **options)
     num_buckets, found = len(stream.manifest), []
     expected = [min(index + 1 + ahead, num_buckets) for index in range(num_buckets)]
     assert num_buckets > 4
@@ -99,10 +99,10 @@ def test_others_leave_the_loop_after_the_receiver(ctx: RankContext) -> None:
     """So also the last bucket is handed on while nobody gathers, for example for the next forward."""
     model = _sharded(ctx)
     store = torch_names.default_store()
-    for _ in fsdp2.stream_full_params(model, to_rank=0).buckets():
+    for _ in fsdp2.checkpoint.stream_full_params(model, to_rank=0).buckets():
         time.sleep(0.02)
         store.add("test_stream/body", 1)
-    num_buckets = len(fsdp2.stream_full_params(model).manifest)
+    num_buckets = len(fsdp2.checkpoint.stream_full_params(model).manifest)
     assert store.add("test_stream/body", 0) == num_buckets
     dist.barrier()
 
@@ -114,11 +114,11 @@ def test_others_leave_the_loop_after_the_receiver(ctx: RankContext) -> None:
 def test_the_manifest_says_what_comes_without_communication(ctx: RankContext) -> None:
     model = _sharded(ctx)
     if ctx.rank == 1:  # on one rank alone
-        lone = fsdp2.stream_full_params(model, dtype=torch.bfloat16, bucket_nbytes=2000).manifest
+        lone = fsdp2.checkpoint.stream_full_params(model, dtype=torch.bfloat16, bucket_nbytes=2000).manifest
         assert [each.name for bucket in lone for each in bucket.tensors] == [
             name for name, _ in model.named_parameters()
         ]
-    stream = fsdp2.stream_full_params(model, dtype=torch.bfloat16, bucket_nbytes=2000)
+    stream = fsdp2.checkpoint.stream_full_params(model, dtype=torch.bfloat16, bucket_nbytes=2000)
     assert len(stream.manifest) > 2
     for bucket, manifest in zip(stream.buckets(), stream.manifest, strict=True):
         assert bucket.manifest is manifest
@@ -143,7 +143,7 @@ def test_a_transform_gets_whole_tensors_together_and_may_quantise_them(ctx: Rank
 
     transform: Any = {("exit.weight", "exit.bias"): quantised, "entry.bias": lambda bias: {}}
     given = {"transform": transform, "rename": {"exit.scale": "s"}, "dtype": torch.bfloat16, "bucket_nbytes": 2000}
-    stream = fsdp2.stream_full_params(model, **given)
+    stream = fsdp2.checkpoint.stream_full_params(model, **given)
     names = [each.name for bucket in stream.manifest for each in bucket.tensors]
     expected = {name: value.bfloat16() for name, value in whole(plain).items() if "entry.bias" not in name}
     made = quantised(plain.exit.weight.detach(), plain.exit.bias.detach())
@@ -180,7 +180,7 @@ def test_memory_is_that_of_few_buckets_however_many_there_are(ctx: RankContext, 
     bucket_nbytes = WIDTH * WIDTH * 4 + 4 * KIB
     small = 3 * 4 * KIB
     for to_rank in (None, 0):
-        stream = fsdp2.stream_full_params(model, bucket_nbytes=bucket_nbytes, to_rank=to_rank, ahead=ahead)
+        stream = fsdp2.checkpoint.stream_full_params(model, bucket_nbytes=bucket_nbytes, to_rank=to_rank, ahead=ahead)
         assert len(stream.manifest) == NUM_LAYERS
         with NewMemory() as new:
             for bucket in stream.buckets():
@@ -195,7 +195,7 @@ def test_memory_is_that_of_few_buckets_however_many_there_are(ctx: RankContext, 
 
 
 def _is_as_before(model: nn.Module) -> None:
-    compare_values("weights", dict(fsdp2.stream_full_params(model)), whole(seeded(MLP)))
+    compare_values("weights", dict(fsdp2.checkpoint.stream_full_params(model)), whole(seeded(MLP)))
 
 
 @contextmanager
@@ -213,7 +213,7 @@ def test_a_consumer_that_raises_or_breaks_off_ends_all_loops(ctx: RankContext, t
     for ahead in (0, 1):
         for ends in ("raise", "break", "late"):
             found: list[str] = []
-            stream = fsdp2.stream_full_params(model, bucket_nbytes=600, to_rank=to_rank, ahead=ahead)
+            stream = fsdp2.checkpoint.stream_full_params(model, bucket_nbytes=600, to_rank=to_rank, ahead=ahead)
             last = len(stream.manifest) if ends == "late" else 2
             with _caught(found):
                 for index, _ in enumerate(stream.buckets(), 1):
@@ -237,7 +237,7 @@ def test_stop_ends_the_loops_of_all_ranks_at_the_same_bucket(ctx: RankContext, t
     model = _sharded(ctx)
     for ahead in (0, 1):
         for also_breaks in (False, True):
-            stream, num = fsdp2.stream_full_params(model, bucket_nbytes=600, to_rank=to_rank, ahead=ahead), 0
+            stream, num = fsdp2.checkpoint.stream_full_params(model, bucket_nbytes=600, to_rank=to_rank, ahead=ahead), 0
             for _ in stream.buckets():
                 num += 1
                 if ctx.rank == 1 and num == 3:
@@ -279,7 +279,7 @@ def test_all_ranks_raise_what_one_finds(ctx: RankContext) -> None:
     for others in ({"bucket_nbytes": 600 + 600 * ctx.rank}, {"to_rank": ctx.rank}, {"ahead": ctx.rank}):
         found = error(**others)
         assert any(f"rank {i} would stream other tensors than rank {1 - i}, or other" in found for i in (0, 1)), found
-    stream = fsdp2.stream_full_params(model)
+    stream = fsdp2.checkpoint.stream_full_params(model)
     assert len(dict(stream)) == len(list(model.parameters()))
     text = "RuntimeError: stream_full_params: this stream was iterated already."
     assert error_of(lambda: iter(stream)).startswith(text)
@@ -291,15 +291,15 @@ def test_all_ranks_raise_what_one_finds(ctx: RankContext) -> None:
 def test_a_stream_has_new_values_or_refuses_to_go_on(ctx: RankContext, replace: str) -> None:
     """It was made before its model was trained, loaded in place, or given other tensors."""
     model, other = (_sharded(ctx) for _ in range(2))
-    earlier, stream = fsdp2.stream_full_params(model), fsdp2.stream_full_params(model)
+    earlier, stream = fsdp2.checkpoint.stream_full_params(model), fsdp2.checkpoint.stream_full_params(model)
     one_backward(Step(0, ctx.rank, None), other)
     torch.optim.SGD(other.parameters(), lr=0.1).step()
     model.load_state_dict(other.state_dict())
     expected = whole(other)
     compare_values("weights", {name: tensor.clone() for name, tensor in earlier}, expected)
     if replace == "another mesh":
-        fsdp2.reshard_to(model, [], DeviceMesh(ctx.device_type, [0]))
-        fsdp2.reshard_to(model, [], ctx.mesh_1d())
+        fsdp2.checkpoint.reshard_to(model, [], DeviceMesh(ctx.device_type, [0]))
+        fsdp2.checkpoint.reshard_to(model, [], ctx.mesh_1d())
     elif replace == "assigned" or ctx.rank == 1:
         model.load_state_dict(other.state_dict(), assign=True)
     text = "RuntimeError: stream_full_params: 'entry.weight' was replaced after this stream was made, so"
@@ -315,7 +315,7 @@ def test_a_stream_that_has_ended_leaves_nothing_in_the_store(ctx: RankContext) -
     before = store.num_keys()
     dist.barrier()
     for how in ("end", "stop", "raise"):
-        stream = fsdp2.stream_full_params(model, to_rank=0)
+        stream = fsdp2.checkpoint.stream_full_params(model, to_rank=0)
         with _caught([]):
             for _ in stream.buckets():
                 if how == "stop":

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
-from fsdp2.comm.streams import AcceleratorStreams
+from fsdp2.core.comm.streams import AcceleratorStreams
 from fsdp2.tensors import BFloat16AllGatherTensor, Float8AllGatherTensor, Float8Scaling, Int8AllGatherTensor
 from tests.accelerator import cases
 from tests.accelerator.cases import WIDE, Trained, bf16, bf16_fp32
@@ -241,11 +241,11 @@ def test_all_accesses_are_ordered(name: str) -> None:
 # What the test above finds. For waits whose lack shows in values, see ``tests/accelerator/test_left_out_waits.py``.
 
 _WAITS = [
-    ("wait_here", "group.all_gather.drop", "on a smaller mesh, gathered in vain"),
-    ("gather_after_compute", "group.all_gather.release", "kept storage"),
-    ("compute_after_reduce", "runtime.executor.wait_for_landed", "plain"),
-    ("compute_after_reduce", "runtime.executor._run", "stopped when updated"),
-    ("wait_on_cpu", "comm.offload.wait", "offloaded, evaluated"),
+    ("wait_here", "core.group.all_gather.drop", "on a smaller mesh, gathered in vain"),
+    ("gather_after_compute", "core.group.all_gather.release", "kept storage"),
+    ("compute_after_reduce", "core.runtime.executor.wait_for_landed", "plain"),
+    ("compute_after_reduce", "core.runtime.executor._run", "stopped when updated"),
+    ("wait_on_cpu", "core.comm.offload.wait", "offloaded, evaluated"),
 ]
 
 

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp2 import MixedPrecisionPolicy, ScheduleError, allow_inner_losses, fully_shard
-from fsdp2.runtime.unit import units_under
-from fsdp2.tools import trace
+from fsdp2.core.runtime.unit import units_under
+from fsdp2.report import trace
 from tests.distributed.changes import assert_gradients, step_and_zero_all
 from tests.distributed.support import BLOCK_NBYTES, DIM, Stack, batch, seeded, shard, shard_each, sharded, step
 from tests.harness.distributed import RankContext, distributed

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fsdp2 import Observer
-from fsdp2.tools import trace
+from fsdp2.core import Observer
+from fsdp2.report import trace
 from tests.distributed.changes import assert_gradients
 from tests.distributed.support import Stack, batch, compact, seeded, shard, sharded, step
 from tests.harness.alone import on_one_rank

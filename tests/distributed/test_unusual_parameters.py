@@ -72,7 +72,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "foreach": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, foreach=True),
     "fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=True),
     "one by one": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9, foreach=False),
-    "flat": lambda parameters: fsdp2.flatten_optimizer(torch.optim.AdamW(parameters, lr=0.01)),
+    "flat": lambda parameters: fsdp2.optim.flatten_optimizer(torch.optim.AdamW(parameters, lr=0.01)),
 }
 
 

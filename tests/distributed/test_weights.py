@@ -29,7 +29,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_modul
 
 import fsdp2
 from fsdp2 import DataParallelMeshDims, MixedPrecisionPolicy, ParamPlacement, fully_shard
-from fsdp2.comm.offload import StagedOffloadPolicy
+from fsdp2.checkpoint import open_checkpoint, save_weights
+from fsdp2.checkpoint.open_checkpoint import OpenCheckpoint
+from fsdp2.checkpoint.save_folder import SaveFolder
+from fsdp2.core.comm.offload import StagedOffloadPolicy
 from fsdp2.tensors import (
     BFloat16AllGatherTensor,
     Float8AllGatherTensor,
@@ -37,9 +40,6 @@ from fsdp2.tensors import (
     precompute_float8_scales,
     wrap_parameters,
 )
-from fsdp2.tools import open_checkpoint, save_weights
-from fsdp2.tools.open_checkpoint import OpenCheckpoint
-from fsdp2.tools.save_folder import SaveFolder
 from tests.distributed.changes import step_and_zero_all, whole
 from tests.distributed.support import seeded, shard_each, shard_units
 from tests.harness.comms import gathers_noted
@@ -196,7 +196,7 @@ def test_buffers_that_no_file_has_are_warned_of_until_they_are_filled(ctx: RankC
     def warned(loaded: nn.Module) -> list[str]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            fsdp2.load_safetensors(loaded, file)
+            fsdp2.checkpoint.load_safetensors(loaded, file)
         assert all(Path(each.filename) == Path(__file__) for each in caught)
         return [wrapped(str(each.message)) for each in caught]
 
@@ -216,7 +216,7 @@ def _loads_saves_and_streams(ctx: RankContext, place: str, tmp_path: Path) -> No
         if device == "meta":
             model.to_empty(device="cpu" if place == "offloaded" else ctx.device_type)
             _spoil(model)
-        assert fsdp2.load_safetensors(model, tmp_path) == ([], [])
+        assert fsdp2.checkpoint.load_safetensors(model, tmp_path) == ([], [])
         _same(locals_of(model), locals_of(expected))
         if place not in NO_FORWARD:
             batch = _batch(model)
@@ -226,15 +226,15 @@ def _loads_saves_and_streams(ctx: RankContext, place: str, tmp_path: Path) -> No
 
     for size in ("5GB", 200):
         folder = tmp_path / str(size)
-        fsdp2.save_safetensors(expected, folder, max_shard_size=size)
+        fsdp2.checkpoint.save_safetensors(expected, folder, max_shard_size=size)
         assert (folder / INDEX).exists() is (size == 200)
         assert_same(read(folder), _once(_unsharded(place)))
         other = _make(ctx, place, seed=2)
-        fsdp2.load_safetensors(other, folder)
+        fsdp2.checkpoint.load_safetensors(other, folder)
         _same(locals_of(other), locals_of(expected))
 
     streamed = {}
-    for name, value in fsdp2.stream_full_params(expected):
+    for name, value in fsdp2.checkpoint.stream_full_params(expected):
         streamed[name] = value.cpu().clone()
         value.zero_()  # the caller's own
     _same(locals_of(expected), locals_of(_make(ctx, place)))
@@ -242,11 +242,11 @@ def _loads_saves_and_streams(ctx: RankContext, place: str, tmp_path: Path) -> No
     _same(streamed, plain)
     last, ahead = ctx.world_size - 1, len(place) % 2
     for to_rank, nbytes in ((None, "3KiB"), (last, 1), (last, "1MiB")):
-        stream = fsdp2.stream_full_params(expected, bucket_nbytes=nbytes, to_rank=to_rank, ahead=ahead)
+        stream = fsdp2.checkpoint.stream_full_params(expected, bucket_nbytes=nbytes, to_rank=to_rank, ahead=ahead)
         streamed = {name: value.cpu() for bucket in stream.buckets() for name, value in bucket.tensors}
         _same(streamed, plain if to_rank in (None, ctx.rank) else {})
     whole = _once(_unsharded(place))
-    _same({name: value.cpu() for name, value in fsdp2.stream_full_params(expected, buffers=True)}, whole)
+    _same({name: value.cpu() for name, value in fsdp2.checkpoint.stream_full_params(expected, buffers=True)}, whole)
 
 
 @pytest.mark.parametrize("place", [*SHORT, *long(*[place for place in ON_2 if place not in SHORT])])
@@ -268,12 +268,12 @@ def test_weights_go_in_and_out_on_4_ranks(ctx: RankContext, place: str, tmp_path
 @distributed(2)
 def test_files_in_bf16_load_into_fp32_shards_and_back(ctx: RankContext, tmp_path: Path) -> None:
     expected = {key: value.bfloat16() for key, value in _unsharded("1d").state_dict().items()}
-    fsdp2.save_safetensors(_make(ctx, "1d"), tmp_path, dtype=torch.bfloat16)
+    fsdp2.checkpoint.save_safetensors(_make(ctx, "1d"), tmp_path, dtype=torch.bfloat16)
     assert_same(read(tmp_path), expected)
     model = _make(ctx, "1d", seed=1)
-    fsdp2.load_safetensors(model, tmp_path)
+    fsdp2.checkpoint.load_safetensors(model, tmp_path)
     _same(locals_of(model), {key: value.bfloat16().float() for key, value in locals_of(_make(ctx, "1d")).items()})
-    _same(dict(fsdp2.stream_full_params(model, dtype=torch.bfloat16, device="cpu")), expected)
+    _same(dict(fsdp2.checkpoint.stream_full_params(model, dtype=torch.bfloat16, device="cpu")), expected)
 
 
 def _without_blocks(name: str) -> str | None:
@@ -282,11 +282,11 @@ def _without_blocks(name: str) -> str | None:
 
 @distributed(2)
 def test_names_may_differ_or_be_left_out(ctx: RankContext, tmp_path: Path) -> None:
-    fsdp2.save_safetensors(_make(ctx, "1d"), tmp_path, rename=_without_blocks)
+    fsdp2.checkpoint.save_safetensors(_make(ctx, "1d"), tmp_path, rename=_without_blocks)
     assert set(read(tmp_path)) == {f"model.{part}.{kind}" for part in ("entry", "exit") for kind in ("weight", "bias")}
     model, before, expected = (_make(ctx, "1d", seed=seed) for seed in (1, 1, 0))
     back = {f"model.entry.{kind}": f"entry.{kind}" for kind in ("weight", "bias")}
-    missing, unexpected = fsdp2.load_safetensors(model, tmp_path, rename=back, strict=False)
+    missing, unexpected = fsdp2.checkpoint.load_safetensors(model, tmp_path, rename=back, strict=False)
     assert missing == [name for name in locals_of(model) if not name.startswith("entry")]
     assert unexpected == ["model.exit.weight", "model.exit.bias"]
     for name, value in locals_of(model).items():
@@ -300,7 +300,7 @@ def test_buffers_are_saved_as_the_first_rank_has_them(ctx: RankContext, tmp_path
     for block in model.blocks:
         block.norm.running_mean.fill_(ctx.rank + 1)
         block.norm.num_batches_tracked.fill_(ctx.rank + 1)
-    fsdp2.save_safetensors(model, tmp_path, max_shard_size=1)
+    fsdp2.checkpoint.save_safetensors(model, tmp_path, max_shard_size=1)
     for key, value in read(tmp_path).items():
         if key.endswith(("running_mean", "num_batches_tracked")):
             assert torch.equal(value, torch.ones_like(value)), key
@@ -327,11 +327,11 @@ def test_subclasses_take_and_give_plainlocals_of(ctx: RankContext, tmp_path: Pat
     plain = seeded(Quantised)
     weight, bias = plain.layer.weight.detach(), plain.layer.bias.detach()
     expected = {"codes": plain.codes.dequantise(), "layer.weight": weight, "layer.bias": bias}
-    fsdp2.save_safetensors(make(0), tmp_path)
+    fsdp2.checkpoint.save_safetensors(make(0), tmp_path)
     assert_same(read(tmp_path), expected)
     model = make(1)
-    fsdp2.load_safetensors(model, tmp_path)
-    _same(dict(fsdp2.stream_full_params(model)), expected)
+    fsdp2.checkpoint.load_safetensors(model, tmp_path)
+    _same(dict(fsdp2.checkpoint.stream_full_params(model)), expected)
     assert type(model.codes.to_local()) is NF4Tensor
     assert type(model.layer.weight.to_local()) is BFloat16AllGatherTensor
 
@@ -340,11 +340,11 @@ def test_subclasses_take_and_give_plainlocals_of(ctx: RankContext, tmp_path: Pat
 def test_a_rank_that_gets_no_rows_makes_its_scale_anew_like_the_others(ctx: RankContext, tmp_path: Path) -> None:
     """Else one rank would ask for the largest magnitude of all, and the other one not."""
     layer, other = (nn.Linear(16, 1, bias=False) for _ in range(2))
-    fsdp2.save_safetensors(other, tmp_path)
+    fsdp2.checkpoint.save_safetensors(other, tmp_path)
     wrap_parameters(layer, Float8AllGatherTensor)
     fully_shard(layer, mesh=ctx.mesh_1d())
     precompute_float8_scales(layer)
-    fsdp2.load_safetensors(layer, tmp_path)
+    fsdp2.checkpoint.load_safetensors(layer, tmp_path)
     layer.unshard()
     assert torch.allclose(layer.weight, other.weight, rtol=0.07)
     _same(locals_of(layer), {"weight": other.weight.detach()[ctx.rank :]})
@@ -366,29 +366,29 @@ def test_what_was_gathered_is_outdated_after_loading(
 ) -> None:
     """Also the payload that a hook keeps."""
     expected, model = (_1d(seeded(build, seed), ctx, reshard_after_forward=reshard) for seed in (0, 1))
-    fsdp2.save_safetensors(expected, tmp_path)
+    fsdp2.checkpoint.save_safetensors(expected, tmp_path)
     batch = _batch(model)
     with torch.no_grad():
         assert not torch.equal(model(*batch), expected(*batch))
         for gather in (lambda: None, model.unshard):
             gather()
-            fsdp2.load_safetensors(model, tmp_path)
+            fsdp2.checkpoint.load_safetensors(model, tmp_path)
             assert torch.equal(model(*batch), expected(*batch))
 
 
 @distributed(2)
 def test_parameters_that_the_user_has_replaced_count(ctx: RankContext, tmp_path: Path) -> None:
     expected, model = _make(ctx, "1d"), _make(ctx, "1d", seed=1)
-    fsdp2.save_safetensors(expected, tmp_path)
+    fsdp2.checkpoint.save_safetensors(expected, tmp_path)
     batch = _batch(model)
     with torch.no_grad():
         model(*batch)  # leaves the root unsharded
         old = model.state_dict()["entry.weight"]
         value = torch.randn(16, 16)
         model.entry.weight = nn.Parameter(distribute_tensor(value, old.device_mesh, old.placements))
-        assert torch.equal(dict(fsdp2.stream_full_params(model))["entry.weight"], value)
+        assert torch.equal(dict(fsdp2.checkpoint.stream_full_params(model))["entry.weight"], value)
         model.entry.weight = nn.Parameter(distribute_tensor(value, old.device_mesh, old.placements))
-        fsdp2.load_safetensors(model, tmp_path)
+        fsdp2.checkpoint.load_safetensors(model, tmp_path)
         assert torch.equal(model(*batch), expected(*batch))
 
 
@@ -398,7 +398,7 @@ def test_training_goes_on_as_if_nothing_was_streamed_saved_or_broken_off(ctx: Ra
     optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in models]
     for index in range(3):
         assert torch.equal(*(one_backward(Step(index, ctx.rank, None), model)[0] for model in models))
-        stream = fsdp2.stream_full_params(models[0], bucket_nbytes=600, to_rank=0, ahead=1)
+        stream = fsdp2.checkpoint.stream_full_params(models[0], bucket_nbytes=600, to_rank=0, ahead=1)
         with suppress(OSError, RuntimeError):  # gradients stay
             for bucket in stream.buckets():
                 bucket.flat.zero_()  # the caller's own
@@ -408,12 +408,12 @@ def test_training_goes_on_as_if_nothing_was_streamed_saved_or_broken_off(ctx: Ra
         with torch.no_grad():  # leaves the model unsharded
             models[0](*_batch(models[0]))
         expected = whole(models[1])
-        for name, value in fsdp2.stream_full_params(models[0]):
+        for name, value in fsdp2.checkpoint.stream_full_params(models[0]):
             assert torch.equal(value, expected[name])
             if index == 1 and name.startswith("blocks.1"):
                 break
             value.zero_()  # the caller's own
-        fsdp2.save_safetensors(models[0], tmp_path)
+        fsdp2.checkpoint.save_safetensors(models[0], tmp_path)
     assert_same(read(tmp_path), {name: value.cpu() for name, value in expected.items()})
 
 
@@ -424,7 +424,7 @@ def test_streaming_gathers_a_unit_in_one_launch(ctx: RankContext) -> None:
     runs = [name for name, _ in itertools.groupby(units)]
     assert len(runs) < len(units) / 2
     with gathers_noted() as launches:
-        names = [name for name, _ in fsdp2.stream_full_params(model)]
+        names = [name for name, _ in fsdp2.checkpoint.stream_full_params(model)]
     assert names == [name for name, _ in model.named_parameters()]
     assert len(launches) == len(runs)
 
@@ -435,9 +435,9 @@ def test_during_a_pass_all_three_are_refused(ctx: RankContext, tmp_path: Path) -
     errors: list[str] = []
 
     def call(*_: Any) -> None:
-        errors.append(error_of(lambda: fsdp2.load_safetensors(model, tmp_path)))
-        errors.append(error_of(lambda: fsdp2.save_safetensors(model, tmp_path)))
-        errors.append(error_of(lambda: fsdp2.stream_full_params(model)))
+        errors.append(error_of(lambda: fsdp2.checkpoint.load_safetensors(model, tmp_path)))
+        errors.append(error_of(lambda: fsdp2.checkpoint.save_safetensors(model, tmp_path)))
+        errors.append(error_of(lambda: fsdp2.checkpoint.stream_full_params(model)))
 
     handle = model.blocks[1].register_forward_hook(call)
     output = model(*_batch(model))
@@ -451,7 +451,7 @@ def test_during_a_pass_all_three_are_refused(ctx: RankContext, tmp_path: Path) -
     ]
     assert [error[: len(start)] for error, start in zip(errors, starts, strict=True)] == starts
     with fsdp2.unsharded(model):
-        assert error_of(lambda: fsdp2.stream_full_params(model)).startswith("ScheduleError: ")
+        assert error_of(lambda: fsdp2.checkpoint.stream_full_params(model)).startswith("ScheduleError: ")
     assert not list(tmp_path.iterdir())
 
 
@@ -469,11 +469,11 @@ def test_all_ranks_raise_one_error_with_all_problems_and_nothing_is_loaded(ctx: 
     model.register_buffer("expanded", torch.ones(1).expand(3))
     before = locals_of(model)
     with pytest.raises(ValueError, match="does not fit this MLP") as raised:
-        fsdp2.load_safetensors(model, tmp_path / "bad")
+        fsdp2.checkpoint.load_safetensors(model, tmp_path / "bad")
     texts_beside(__file__).check("all problems", wrapped("\n".join(sorted(str(raised.value).splitlines()[1:]))))
     _same(locals_of(model), before)
     model.expanded = model.expanded.contiguous()
-    fsdp2.load_safetensors(model, tmp_path / "good")
+    fsdp2.checkpoint.load_safetensors(model, tmp_path / "good")
     _same(locals_of(model), {"expanded": good["expanded"], **locals_of(_make(ctx, "1d"))})
 
 
@@ -493,7 +493,10 @@ def test_a_problem_of_one_rank_is_an_error_on_all(ctx: RankContext, tmp_path: Pa
     def rename(name: str) -> str:
         return {}[name] if ctx.rank == 1 else name
 
-    load, save = (functools.partial(each, model) for each in (fsdp2.load_safetensors, fsdp2.save_safetensors))
+    load, save = (
+        functools.partial(each, model)
+        for each in (fsdp2.checkpoint.load_safetensors, fsdp2.checkpoint.save_safetensors)
+    )
     for said, call in (
         (r"ValueError: On rank 1: load_safetensors: .* cannot be read: SafetensorError", lambda: load(mine)),
         (r"RuntimeError: On rank 1: rename\('entry.weight'\) raised KeyError", lambda: save(new, rename=rename)),
@@ -514,12 +517,12 @@ def test_a_problem_of_one_rank_is_an_error_on_all(ctx: RankContext, tmp_path: Pa
 @distributed(2)
 def test_a_reserved_key_is_refused_and_the_old_checkpoint_stays(ctx: RankContext, tmp_path: Path) -> None:
     model, reserved = _make(ctx, "1d"), {"exit.bias": "__metadata__"}
-    fsdp2.save_safetensors(model, tmp_path)
+    fsdp2.checkpoint.save_safetensors(model, tmp_path)
     dist.barrier()
     before = bytes_of(tmp_path)
     for rename in (reserved, reserved if ctx.rank else None):
         with pytest.raises(ValueError, match=r"'exit.bias' would get the key '__metadata__', which safetensors reser"):
-            fsdp2.save_safetensors(model, tmp_path, rename=rename)
+            fsdp2.checkpoint.save_safetensors(model, tmp_path, rename=rename)
     dist.barrier()
     assert bytes_of(tmp_path) == before
 
@@ -530,7 +533,7 @@ def test_a_rank_that_cannot_write_leaves_the_old_checkpoint_and_no_files(
     ctx: RankContext, tmp_path: Path, size: int | str, writer: int, file: str
 ) -> None:
     """No file of ``writer`` may grow beyond 500 bytes, as on a disk that is full."""
-    fsdp2.save_safetensors(_make(ctx, "1d"), tmp_path, max_shard_size=size)
+    fsdp2.checkpoint.save_safetensors(_make(ctx, "1d"), tmp_path, max_shard_size=size)
     dist.barrier()
     new, before = _make(ctx, "1d", seed=1), bytes_of(tmp_path)
     assert (len(before) > 2) is (size == 3000)
@@ -539,7 +542,7 @@ def test_a_rank_that_cannot_write_leaves_the_old_checkpoint_and_no_files(
     try:
         named = re.escape(f"On rank {writer}: save_safetensors: {tmp_path / file}")
         with pytest.raises(OSError, match=rf"^{named}.* could not be written \(OSError: .* too large\).* Make room"):
-            fsdp2.save_safetensors(new, tmp_path, max_shard_size=size)
+            fsdp2.checkpoint.save_safetensors(new, tmp_path, max_shard_size=size)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, most))
     dist.barrier()
@@ -557,15 +560,15 @@ def test_folders_that_ranks_do_not_share_take_only_what_rank_0_writes(
     """As disks of nodes."""
     mine, model = tmp_path / str(ctx.rank), _make(ctx, "1d", seed=1)
     mine.mkdir()
-    fsdp2.save_safetensors(_make(ctx, "1d"), mine)
+    fsdp2.checkpoint.save_safetensors(_make(ctx, "1d"), mine)
     before = bytes_of(mine)
     assert (list(before) == [ONE]) is (ctx.rank == 0)
     if size == "5GB":
-        fsdp2.save_safetensors(model, mine, max_shard_size=size)
+        fsdp2.checkpoint.save_safetensors(model, mine, max_shard_size=size)
         assert (bytes_of(mine) == before) is (ctx.rank == 1)
     else:
         with pytest.raises(FileNotFoundError, match=r"On rank 1: .* is another folder on this rank than on ran"):
-            fsdp2.save_safetensors(model, mine, max_shard_size=size)
+            fsdp2.checkpoint.save_safetensors(model, mine, max_shard_size=size)
         dist.barrier()
         assert bytes_of(mine) == before
 
@@ -574,7 +577,7 @@ def test_folders_that_ranks_do_not_share_take_only_what_rank_0_writes(
 def test_files_of_all_ranks_have_the_permissions_of_the_old_ones(ctx: RankContext, tmp_path: Path) -> None:
     """The umask of this process leaves more."""
     for _ in range(2):
-        fsdp2.save_safetensors(_make(ctx, "1d"), tmp_path, max_shard_size=3000)
+        fsdp2.checkpoint.save_safetensors(_make(ctx, "1d"), tmp_path, max_shard_size=3000)
         dist.barrier()
         if ctx.rank == 0:
             (tmp_path / INDEX).chmod(0o600)
@@ -596,11 +599,11 @@ def test_of_two_saves_in_one_folder_one_raises_on_all_its_ranks(ctx: RankContext
 
     if ctx.rank == 0:
         save_weights._bytes_of = wait_for_other  # type: ignore[assignment]
-        fsdp2.save_safetensors(model, tmp_path, max_shard_size=3000, group=alone)
+        fsdp2.checkpoint.save_safetensors(model, tmp_path, max_shard_size=3000, group=alone)
     else:
         dist.barrier()
         with pytest.raises(OSError, match="another save writes to"):
-            fsdp2.save_safetensors(model, tmp_path, max_shard_size=3000, group=alone)
+            fsdp2.checkpoint.save_safetensors(model, tmp_path, max_shard_size=3000, group=alone)
         dist.barrier()
     dist.barrier()
     before, other = bytes_of(tmp_path), SaveFolder(tmp_path)
@@ -609,7 +612,7 @@ def test_of_two_saves_in_one_folder_one_raises_on_all_its_ranks(ctx: RankContext
     if ctx.rank == 0:
         other.lock()
     with pytest.raises(OSError, match="another save writes to"):
-        fsdp2.save_safetensors(_make(ctx, "1d", seed=1), tmp_path, max_shard_size=3000)
+        fsdp2.checkpoint.save_safetensors(_make(ctx, "1d", seed=1), tmp_path, max_shard_size=3000)
     other.close()
     dist.barrier()
     assert bytes_of(tmp_path) == before
@@ -620,17 +623,17 @@ def test_ranks_that_find_different_checkpoints_load_none(ctx: RankContext, tmp_p
     """Copies are no other checkpoint."""
     saved = [tmp_path / str(seed) for seed in range(2)]
     for seed, folder in enumerate(saved):
-        fsdp2.save_safetensors(_make(ctx, "1d", seed=seed), folder)
+        fsdp2.checkpoint.save_safetensors(_make(ctx, "1d", seed=seed), folder)
     mine, model = tmp_path / f"of rank {ctx.rank}", _make(ctx, "1d", seed=2)
     shutil.copytree(saved[0], mine)
-    fsdp2.load_safetensors(model, mine)
+    fsdp2.checkpoint.load_safetensors(model, mine)
     _same(locals_of(model), locals_of(_make(ctx, "1d")))
     shutil.copy(saved[ctx.rank] / ONE, mine)
     with (
         mock.patch.object(open_checkpoint, "_PAUSE_S", 0),
         pytest.raises(ValueError, match="rank 1 finds another chec"),
     ):
-        fsdp2.load_safetensors(model, mine)
+        fsdp2.checkpoint.load_safetensors(model, mine)
     _same(locals_of(model), locals_of(_make(ctx, "1d")))
 
 
@@ -641,7 +644,7 @@ def test_ranks_load_one_checkpoint_though_a_save_comes_between_them(
     ctx: RankContext, tmp_path: Path, size: int | str, opens_first: int
 ) -> None:
     alone = [dist.new_group([rank]) for rank in range(2)][ctx.rank]
-    fsdp2.save_safetensors(_make(ctx, "1d"), tmp_path, max_shard_size=size)
+    fsdp2.checkpoint.save_safetensors(_make(ctx, "1d"), tmp_path, max_shard_size=size)
     model, is_first, original = _make(ctx, "1d", seed=2), ctx.rank == opens_first, open_checkpoint.OpenCheckpoint
     dist.barrier()
 
@@ -651,14 +654,14 @@ def test_ranks_load_one_checkpoint_though_a_save_comes_between_them(
             found = original(*args)
         else:
             dist.barrier()
-            fsdp2.save_safetensors(_unsharded("1d", seed=1), tmp_path, max_shard_size=size, group=alone)
+            fsdp2.checkpoint.save_safetensors(_unsharded("1d", seed=1), tmp_path, max_shard_size=size, group=alone)
             found = original(*args)
         if is_first:
             dist.barrier()
         return found
 
     open_checkpoint.OpenCheckpoint = opened  # type: ignore[assignment, misc]
-    fsdp2.load_safetensors(model, tmp_path)
+    fsdp2.checkpoint.load_safetensors(model, tmp_path)
     _same(locals_of(model), locals_of(_make(ctx, "1d", seed=1)))
 
 
@@ -668,13 +671,13 @@ def test_whatever_one_rank_meets_when_it_opens_files_is_an_error_on_all(ctx: Ran
     import safetensors as library
 
     model = _make(ctx, "1d")
-    fsdp2.save_safetensors(model, tmp_path)
+    fsdp2.checkpoint.save_safetensors(model, tmp_path)
     failing = mock.patch.object(library, "safe_open", side_effect=RuntimeError("unable to open file"))
     with (
         failing if ctx.rank else nullcontext(),
         pytest.raises(ValueError, match=r"(?s)On rank 1: .* RuntimeError: unable to"),
     ):
-        fsdp2.load_safetensors(model, tmp_path)
+        fsdp2.checkpoint.load_safetensors(model, tmp_path)
 
 
 def _save_and_die(ctx: RankContext, folder: str, after: int, killed: int) -> None:
@@ -687,18 +690,18 @@ def _save_and_die(ctx: RankContext, folder: str, after: int, killed: int) -> Non
         return original(tensor)
 
     save_weights._bytes_of = counted  # type: ignore[assignment]
-    fsdp2.save_safetensors(model, folder, max_shard_size=3000)
+    fsdp2.checkpoint.save_safetensors(model, folder, max_shard_size=3000)
 
 
 @pytest.mark.parametrize("killed", [0, *long(1)])
 @pytest.mark.parametrize("after", [0, *long(2)])
 def test_killing_a_rank_leaves_the_old_checkpoint(after: int, killed: int, tmp_path: Path) -> None:
     """Nothing keeps the next save out: the lock has gone with the process."""
-    fsdp2.save_safetensors(_unsharded("1d"), tmp_path, max_shard_size=3000)
+    fsdp2.checkpoint.save_safetensors(_unsharded("1d"), tmp_path, max_shard_size=3000)
     with pytest.raises(WorkerError, match="died with exit code -9"):
         WorkerPool(2).run(_save_and_die, folder=str(tmp_path), after=after, killed=killed)
     assert_same(read(tmp_path), _unsharded("1d").state_dict())
-    fsdp2.save_safetensors(_unsharded("1d"), tmp_path)
+    fsdp2.checkpoint.save_safetensors(_unsharded("1d"), tmp_path)
     assert list(bytes_of(tmp_path)) == [ONE]  # nothing is left of the other two
 
 
@@ -706,9 +709,9 @@ def test_killing_a_rank_leaves_the_old_checkpoint(after: int, killed: int, tmp_p
 def test_on_a_terminal_the_first_rank_shows_where_all_three_are(ctx: RankContext, tmp_path: Path) -> None:
     model = _make(ctx, "1d")
     for label, work in (
-        ("save", lambda: fsdp2.save_safetensors(model, tmp_path)),
-        ("load", lambda: fsdp2.load_safetensors(model, tmp_path)),
-        ("stream", lambda: list(fsdp2.stream_full_params(model))),
+        ("save", lambda: fsdp2.checkpoint.save_safetensors(model, tmp_path)),
+        ("load", lambda: fsdp2.checkpoint.load_safetensors(model, tmp_path)),
+        ("stream", lambda: list(fsdp2.checkpoint.stream_full_params(model))),
     ):
         shown = on_a_terminal(work)
         assert (f"{label}: 100%" in shown) is (ctx.rank == 0), (label, shown)

@@ -20,8 +20,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from fsdp2 import MatrixRule, Muon, muon_groups, reshard_to, whole_matrices
-from fsdp2.tools.whole_matrices import Matrix
+from fsdp2.checkpoint import reshard_to
+from fsdp2.optim import MatrixRule, Muon, muon_groups, whole_matrices
+from fsdp2.optim.matrices import Matrix
 from tests.distributed.changes import whole
 from tests.distributed.support import NewMemory, seeded, shard_units
 from tests.harness.distributed import RankContext, distributed
@@ -287,7 +288,7 @@ def test_a_step_that_fails_on_one_rank_changes_nothing(ctx: RankContext) -> None
     before = _values(model, optimizer)
     patch = pytest.MonkeyPatch()
     if ctx.rank == 1:
-        patch.setattr("fsdp2.tools.muon.optimizer.newton_schulz", lambda batch, *_: batch.no_such_method())
+        patch.setattr("fsdp2.optim.muon.optimizer.newton_schulz", lambda batch, *_: batch.no_such_method())
     assert "whose owner is rank 1: AttributeError" in error_of(lambda: _step(ctx, model, optimizer))
     patch.undo()
     optimizer.zero_grad()

@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import threading, time, torch
 import torch.distributed as dist
-from fsdp2.comm import backends
+from fsdp2.core.comm import backends
 
 def hold(tensor, *given, **options):
     held.append(tensor)

@@ -11,8 +11,8 @@ from unittest import mock
 import pytest
 import torch
 
-from fsdp2.group import gradients
-from fsdp2.schedule import schedule
+from fsdp2.core.group import gradients
+from fsdp2.core.schedule import schedule
 from tests.faults.growth import MIB, VARIANTS, Variant, growth, train
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.pool import WorkerPool

@@ -18,9 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import fsdp2
-from fsdp2 import Observer
-from fsdp2.tools import trace
-from fsdp2.tools.muon import optimizer as muon
+from fsdp2.core import Observer
+from fsdp2.optim.muon import optimizer as muon
+from fsdp2.report import trace
 from tests.distributed.support import Stack, batch, seeded, shard
 from tests.faults.ranks import DEADLINE_S, TIMEOUT_S, Ended, World
 from tests.harness.distributed import RankContext
@@ -157,7 +157,7 @@ def test_all_ranks_end_also_those_that_do_not_communicate_with_the_lost_one(mome
 def _step_of_muon(ctx: RankContext, mesh: DeviceMesh, dies_computing: bool) -> None:
     """The rank ``LOST`` dies as it computes a matrix, or before it sends anything."""
     params = [nn.Parameter(distribute_tensor(torch.ones(8, 8), mesh, [Shard(0)])) for _ in range(4)]
-    optimizer = fsdp2.Muon(params, bucket_nbytes=1)
+    optimizer = fsdp2.optim.Muon(params, bucket_nbytes=1)
     assert len(optimizer.plan.steps) == 2
     for param in params:
         param.grad = torch.ones_like(param)

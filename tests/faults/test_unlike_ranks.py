@@ -18,8 +18,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp2
+from fsdp2.core.types import Observer
 from fsdp2.extras import alike, meetings, rank_checks
-from fsdp2.types import Observer
 from tests.distributed.support import DIM, Block, Stack, batch, seeded, shard, shard_each, sharded, step
 from tests.faults.ranks import World
 from tests.harness.distributed import RankContext, distributed
@@ -35,7 +35,7 @@ _A_DAY_S = 86400.0
 def _trained(ctx: RankContext, observer: Observer) -> list[torch.Tensor]:
     model = sharded(ctx)
     optimizer = torch.optim.AdamW(model.parameters())
-    with fsdp2.trace.observe(model, observer):
+    with fsdp2.report.trace.observe(model, observer):
         for seed in range(3):
             step(model, seed)
             fsdp2.clip_grad_norm_(model.parameters(), 0.1)
@@ -260,7 +260,7 @@ def test_a_replica_evaluates_alone_and_grad_modes_differ(ctx: RankContext) -> No
 def test_what_one_rank_alone_asks_of_another_root_delays_nobody(ctx: RankContext) -> None:
     first, second = sharded(ctx), sharded(ctx)
     if ctx.rank == 0:
-        fsdp2.memory_plan(second)
+        fsdp2.memory.memory_plan(second)
         second.set_is_last_backward(True)
     for model in (first, second, first):
         step(model)

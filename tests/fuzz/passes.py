@@ -413,14 +413,14 @@ class ShardedSide(Side):
         if _begins_in_backward(self._kind):
             self.model.set_is_last_backward(False)
         if self._kind == "AdamW, flat":
-            return fsdp2.flatten_optimizer(super().optimizer(params))
+            return fsdp2.optim.flatten_optimizer(super().optimizer(params))
         if self._kind.startswith("HostAdamW"):
             max_norm = MAX_NORM if "clipped" in self._kind else None
-            return fsdp2.HostAdamW(params, **ADAMW, max_norm=max_norm, overlap_forward="overlap" in self._kind)
+            return fsdp2.optim.HostAdamW(params, **ADAMW, max_norm=max_norm, overlap_forward="overlap" in self._kind)
         if self._kind.startswith("Muon"):
             matrices, others = ([each for each in params if (each.ndim == 2) is flag] for flag in (True, False))
             groups = [{"params": matrices, "lr": 1e-2}, {"params": others, "use_muon": False, **ADAMW}]
-            return fsdp2.Muon(groups, ns_dtype=torch.float32)
+            return fsdp2.optim.Muon(groups, ns_dtype=torch.float32)
         return super().optimizer(params)
 
     @contextmanager

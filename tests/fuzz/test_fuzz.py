@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 import tests.fuzz.check as check_module
-from fsdp2.group import gradients
-from fsdp2.group.param import ShardedParam
-from fsdp2.plan import plan
-from fsdp2.plan.dtypes import DivideFactors
+from fsdp2.core.group import gradients
+from fsdp2.core.group.param import ShardedParam
+from fsdp2.core.plan import plan
+from fsdp2.core.plan.dtypes import DivideFactors
 from tests.accelerator import device
 from tests.fuzz.check import Outcome, Verdict, check
 from tests.fuzz.known import known_difference

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fsdp2
-from fsdp2.runtime.unit import unit_of
+from fsdp2.core.runtime.unit import unit_of
 from fsdp2.tensors import (
     BFloat16AllGatherTensor,
     Float8AllGatherTensor,

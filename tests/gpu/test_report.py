@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp2
+from fsdp2.core.runtime.unit_tree import tree_of
 from fsdp2.extras.alike import Alike
 from fsdp2.extras.board import Board
 from fsdp2.extras.stalls import StallWatch
-from fsdp2.runtime.unit_tree import tree_of
 from tests.gpu.support import BF16, Stack, batch, on_gpus, sharded
 from tests.harness.distributed import RankContext
 from tests.harness.messages import Heard
@@ -40,7 +40,7 @@ def test_a_reports_times_add_up_and_the_profiler_sees_a_late_host(ctx: RankConte
     model[1].up = nn.Sequential(_LateHost(), model[1].up)
     for module in [*model, model]:
         fsdp2.fully_shard(module, mesh=ctx.mesh_1d(), mp_policy=BF16)
-    with fsdp2.report(model, profile=profile) as report:
+    with fsdp2.report.report(model, profile=profile) as report:
         for _ in range(3):
             model(batch()).float().square().mean().backward()
     if ctx.rank > 0:

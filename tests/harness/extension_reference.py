@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
 from fsdp2 import MixedPrecisionPolicy
-from fsdp2.plan.dtypes import GRADIENTS_FOLLOW_SHARDS
+from fsdp2.core.plan.dtypes import GRADIENTS_FOLLOW_SHARDS
 
 ON_LONGER_AXES = {"rtol": 1e-4, "atol": 1e-5}
 

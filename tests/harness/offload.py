@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp2.comm.offload import StagedOffloadPolicy
+from fsdp2.core.comm.offload import StagedOffloadPolicy
 from tests.harness.models import ParityModel
 from tests.harness.runtimes import Runtime
 from tests.harness.training import shard_units_and_root

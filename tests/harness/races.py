@@ -211,7 +211,7 @@ def caller() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         room = frame.f_globals.get("__name__", "")
-        if room.startswith("fsdp2.") and not room.startswith("fsdp2._torch"):
+        if room.startswith("fsdp2.") and not room.startswith("fsdp2.core._torch"):
             return f" ({room.removeprefix('fsdp2.')}.{frame.f_code.co_name})"
         frame = frame.f_back  # type: ignore[assignment]
     return ""

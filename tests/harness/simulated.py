@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp2.comm import offload, streams as streams_module
-from fsdp2.comm.streams import AcceleratorStreams
-from fsdp2.group import shards
+from fsdp2.core.comm import offload, streams as streams_module
+from fsdp2.core.comm.streams import AcceleratorStreams
+from fsdp2.core.group import shards
 from tests.harness.comms import direct_from
 from tests.harness.races import Races, SimulatedDevice, SimulatedStream, caller
 

@@ -7,7 +7,7 @@ import io
 from collections.abc import Callable
 from unittest import mock
 
-from fsdp2.tools import progress
+from fsdp2.extras import output as progress
 
 
 class _Terminal(io.StringIO):

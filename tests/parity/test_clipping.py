@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from fsdp2 import ParamPlacement, clip_grad_norm_
-from fsdp2.tools import torch_names
-from fsdp2.tools.clip import joined_neighbours
+from fsdp2.extras import torch_names
+from fsdp2.optim.clip import joined_neighbours
 from tests.distributed.support import same_on_all_ranks
 from tests.harness.compare import SUMMATION_ORDER, compare_values, hsdp
 from tests.harness.distributed import RankContext, distributed

@@ -20,7 +20,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from fsdp2 import CPUOffloadPolicy, MatrixRule, MixedPrecisionPolicy, Muon, clip_grad_norm_, fully_shard, muon_groups
+from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, clip_grad_norm_, fully_shard
+from fsdp2.optim import MatrixRule, Muon, muon_groups
 from tests.harness.compare import compare_values
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.extensions import Halved, wrap

@@ -355,7 +355,7 @@ CHOICES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # what the refere
 }
 
 
-class _Read(fsdp2.HostAdamW):
+class _Read(fsdp2.optim.HostAdamW):
     """Waits before the harness reads parameters."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:

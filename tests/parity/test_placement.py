@@ -13,16 +13,9 @@ from torch.distributed.fsdp._fully_shard import _fsdp_common as names_of_torch
 from torch.distributed.fsdp._fully_shard._fsdp_init import _get_mesh_info
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from fsdp2 import (
-    ExpertMeshes,
-    ParamPlacement,
-    clip_grad_norm_,
-    expert_meshes,
-    fully_shard,
-    save_safetensors,
-    stream_full_params,
-)
-from fsdp2.runtime.unit import unit_of
+from fsdp2 import ExpertMeshes, ParamPlacement, clip_grad_norm_, expert_meshes, fully_shard
+from fsdp2.checkpoint import save_safetensors, stream_full_params
+from fsdp2.core.runtime.unit import unit_of
 from tests.harness.compare import Cases, as_torchs, compare, each_compared, hsdp, one_replica, trains_alike
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.messages import error_of

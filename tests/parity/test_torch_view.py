@@ -16,7 +16,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 
 import fsdp2
-from fsdp2.types import ScheduleError
+from fsdp2.core.types import ScheduleError
 from tests.harness.compare import as_torchs, hsdp
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.extensions import Halved, wrap

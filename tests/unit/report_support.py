@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fsdp2.tools.memory_plan import UnitBytes
-from fsdp2.tools.report.data import RankRecord, RankStep, UnitInfo
-from fsdp2.tools.report.memory import Memory, Sizes, memory
-from fsdp2.tools.report.timeline import BLOCKED, ROOT, Edge, Mark, spans, transfers
+from fsdp2.memory.plan import UnitBytes
+from fsdp2.report.data import RankRecord, RankStep, UnitInfo
+from fsdp2.report.memory import Memory, Sizes, memory
+from fsdp2.report.timeline import BLOCKED, ROOT, Edge, Mark, spans, transfers
 
 
 class Tape:

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from fsdp2.tools.memory_plan import Ledger, UnitBytes
+from fsdp2.memory.plan import Ledger, UnitBytes
 from tests.harness.golden import texts_beside
 
 TEXTS = texts_beside(__file__)

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp2.tools.checkpoint_mapping import Concat, Expression, Stack, Transpose, WeightRule, parts_of
-from fsdp2.tools.checkpoint_pieces import Box, reads, resolve, resolved_to_load, runs, whole_piece
+from fsdp2.checkpoint.mapping import Concat, Expression, Stack, Transpose, WeightRule, parts_of
+from fsdp2.checkpoint.pieces import Box, reads, resolve, resolved_to_load, runs, whole_piece
 from tests.harness.golden import texts_beside
 from tests.harness.messages import error_of
 

@@ -21,9 +21,9 @@ import torch
 
 import fsdp2
 from fsdp2.__main__ import main
-from fsdp2.tools.planner import measure
-from fsdp2.tools.planner.machines import H100, fields_of
-from fsdp2.tools.planner.plan import Workload
+from fsdp2.planner import measure
+from fsdp2.planner.candidates import Workload
+from fsdp2.planner.machines import H100, fields_of
 from tests.harness.golden import texts_beside
 from tests.harness.messages import wrapped
 from tests.unit.planner_models import LanguageModel
@@ -170,13 +170,13 @@ def test_a_measured_machine_is_written_and_planned_for(tmp_path: Path, command: 
     printed = command("measure --width 32", str(file))[1]
     assert "products: " in printed
     assert "links were not measured: to plan for several GPUs, run this under torchrun" in printed
-    found = fsdp2.plan(LanguageModel, str(file), WORKLOAD, num_gpus=1)
+    found = fsdp2.planner.plan(LanguageModel, str(file), WORKLOAD, num_gpus=1)
     assert found.machine.name == "measured: cpu, 1 rank, links not measured"
     assert found.machine.bf16_flops > 0
     assert json.loads(file.read_text())["in_node"] is None
     with pytest.raises(ValueError, match=r"links not measured' has no figures for links between GPUs\. Run `torchrun"):
-        fsdp2.plan(LanguageModel, str(file), WORKLOAD, num_gpus=2)
-    assert fsdp2.plan(LanguageModel, str(file), WORKLOAD, num_gpus=1, budget="1MiB").enough_gpus is None
+        fsdp2.planner.plan(LanguageModel, str(file), WORKLOAD, num_gpus=2)
+    assert fsdp2.planner.plan(LanguageModel, str(file), WORKLOAD, num_gpus=1, budget="1MiB").enough_gpus is None
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp2.comm.backends import CollectiveComm
-from fsdp2.plan.plan import Route, compile_gather
+from fsdp2.core.comm.backends import CollectiveComm
+from fsdp2.core.plan.plan import Route, compile_gather
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import gpu_contract

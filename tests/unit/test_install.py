@@ -18,9 +18,8 @@ from torch.distributed.fsdp import fully_shard as held_by_this_file  # what inst
 from torch.distributed.pipelining import stage
 
 import fsdp2
-from fsdp2 import fsdp1
+from fsdp2 import fsdp1, installation
 from fsdp2.__main__ import main
-from fsdp2.tools import install as installer
 from tests.harness.selection import long
 
 NAMES = sorted(set(theirs._fully_shard.__all__))
@@ -118,7 +117,7 @@ def test_rank_0_says_what_was_replaced(caplog: pytest.LogCaptureFixture, monkeyp
     with caplog.at_level(logging.WARNING, "fsdp2"), quietly_installed():
         fsdp2.install()
     assert len(caplog.records) == 1
-    assert all(name in caplog.text for name in (*NAMES, installer.TRIED_IN))
+    assert all(name in caplog.text for name in (*NAMES, installation.TRIED_IN))
     caplog.clear()
     monkeypatch.setenv("RANK", "1")
     with fsdp2.installed():  # nor does another rank warn
@@ -149,7 +148,7 @@ def test_run_runs_a_script_with_our_names(tmp_path: Path, script: list[str]) -> 
     command = [sys.executable, "-m", "fsdp2", "run", *script, "--steps", "3", "-m"]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr
-    assert ran.stdout == "argv: ['--steps', '3', '-m'] by: fsdp2.api.fully_shard fsdp2.api.module\n"
+    assert ran.stdout == "argv: ['--steps', '3', '-m'] by: fsdp2.core.api.fully_shard fsdp2.core.api.module\n"
     assert "fsdp2.install: in torch.distributed.fsdp" in ran.stderr
     assert "still hold" not in ran.stderr
 

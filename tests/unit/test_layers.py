@@ -14,16 +14,23 @@ import fsdp2
 
 # From the top to the bottom. A folder imports from folders below it; its own files import each other without circles.
 FOLDERS: list[set[str]] = [
-    {"__main__"},
-    {"tools", "tensors", "testing", "fsdp1", "extensions"},
+    {"__main__", "installation"},
+    {"report"},
+    {"planner"},
+    {"fsdp1"},
+    {"memory"},
+    {"checkpoint"},
+    {"optim", "testing"},
+    {"tensors"},
     {"extras"},
-    {"api"},
-    {"runtime"},
-    {"group"},
-    {"comm"},
-    {"schedule"},
-    {"plan"},
-    {"types", "_torch"},
+    {"core"},
+    {"core/api"},
+    {"core/runtime"},
+    {"core/group"},
+    {"core/comm"},
+    {"core/schedule"},
+    {"core/plan"},
+    {"core/types", "core/sizes", "core/_torch"},
 ]
 LEVEL_OF = {folder: level for level, folders in enumerate(FOLDERS) for folder in folders}
 PACKAGE = Path(fsdp2.__file__).parent
@@ -36,19 +43,24 @@ def _module_name(path: Path) -> str:
 
 
 MODULES = {name: path for path in sorted(PACKAGE.rglob("*.py")) if (name := _module_name(path))}
-KNOWS_NO_TORCH = {name for name in MODULES if name.split(".")[0] == "schedule"} | {"plan.layout"}
+
+
+def _folder(module: str) -> str:
+    """A room, or a folder of the core."""
+    parts = module.split(".")
+    return "/".join(parts[: 1 + (parts[0] == "core")])
+
+
+KNOWS_NO_TORCH = {name for name in MODULES if _folder(name) == "core/schedule"} | {"core.plan.layout"}
 # Types of meshes and placements are words; process groups are not.
-KNOWS_NO_PROCESS_GROUP = {name for name in MODULES if name.split(".")[0] == "plan"} - {"plan.mesh", "plan.placements"}
+_OF_PLANS = {name for name in MODULES if _folder(name) == "core/plan"}
+KNOWS_NO_PROCESS_GROUP = _OF_PLANS - {"core.plan.mesh", "core.plan.placements"}
 DOORS = {"_torch", "torch_names"}  # the core's, and those of folders above it
 
 
 @functools.cache  # the whole package takes a second: only the process that runs these tests spends it
 def _tree(module: str) -> ast.Module:
     return ast.parse(MODULES[module].read_text())
-
-
-def _folder(module: str) -> str:
-    return module.split(".")[0]
 
 
 def _imported_names(tree: ast.AST) -> set[str]:

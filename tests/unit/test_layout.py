@@ -11,11 +11,11 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from fsdp2.checkpoint.transfers import Cut, Transfer, transfers
+from fsdp2.core.plan.layout import ALIGNMENT_NBYTES, Layout, contiguous_stride, pack, shard_layout
+from fsdp2.core.plan.mesh import AxisRole
+from fsdp2.core.plan.placements import _placements
 from fsdp2.fsdp1.state_values import TorchFlat, torch_flat
-from fsdp2.plan.layout import ALIGNMENT_NBYTES, Layout, contiguous_stride, pack, shard_layout
-from fsdp2.plan.mesh import AxisRole
-from fsdp2.plan.placements import _placements
-from fsdp2.tools.transfers import Cut, Transfer, transfers
 
 
 def _random_layouts(count: int) -> list[Layout]:

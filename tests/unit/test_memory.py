@@ -16,17 +16,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp2.comm.backends import LocalComm
-from fsdp2.comm.memory import alias, tensor_on
-from fsdp2.comm.offload import HOST, FlatStage, Home, HostCopies, StagedOffloadPolicy, home_for
-from fsdp2.comm.streams import AcceleratorStreams, Streams, streams_for
-from fsdp2.group.all_gather import FlatShards, Gather, GatheredMemory, flat_shards, shard_slice
-from fsdp2.plan.dtypes import param_dtypes
-from fsdp2.plan.layout import shard_layout
-from fsdp2.plan.plan import PlanInput, compile_gather
+from fsdp2.core.comm.backends import LocalComm
+from fsdp2.core.comm.memory import alias, tensor_on
+from fsdp2.core.comm.offload import HOST, FlatStage, Home, HostCopies, StagedOffloadPolicy, home_for
+from fsdp2.core.comm.streams import AcceleratorStreams, Streams, streams_for
+from fsdp2.core.group.all_gather import FlatShards, Gather, GatheredMemory, flat_shards, shard_slice
+from fsdp2.core.plan.dtypes import param_dtypes
+from fsdp2.core.plan.layout import shard_layout
+from fsdp2.core.plan.plan import PlanInput, compile_gather
+from fsdp2.core.types import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from fsdp2.extras.replaced import check_device
 from fsdp2.tensors.cut import pinned
-from fsdp2.tools.replaced import check_device
-from fsdp2.types import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from tests.harness.extensions import Halved
 from tests.harness.golden import texts_beside
 from tests.harness.messages import error_of

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp2._torch import GradDtype
-from fsdp2.group.all_gather import piece_pairs
-from fsdp2.plan.dtypes import DivideFactors, ParamDtypes, param_dtypes
-from fsdp2.plan.layout import ALIGNMENT_NBYTES, Layout, join, shard_layout
-from fsdp2.plan.plan import (
+from fsdp2.core._torch import GradDtype
+from fsdp2.core.group.all_gather import piece_pairs
+from fsdp2.core.plan.dtypes import DivideFactors, ParamDtypes, param_dtypes
+from fsdp2.core.plan.layout import ALIGNMENT_NBYTES, Layout, join, shard_layout
+from fsdp2.core.plan.plan import (
     GatherPlan,
     Origin,
     PlanInput,
@@ -30,7 +30,7 @@ from fsdp2.plan.plan import (
     compile_reduces,
     cut_after_forward,
 )
-from fsdp2.types import MixedPrecisionPolicy
+from fsdp2.core.types import MixedPrecisionPolicy
 from tests.harness.golden import Check
 
 F32, BF16, F16, I8, U8 = torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.uint8

@@ -1,5 +1,5 @@
-"""``fsdp2.plan``: the units it finds, what it observes, what it compares, and what it says about bad input, which is in
-``golden/planner.txt``."""
+"""``fsdp2.planner.plan``: the units it finds, what it observes, what it compares, and what it says about bad input,
+which is in ``golden/planner.txt``."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fsdp2
-from fsdp2.schedule.schedule import AfterForward, UnitRules
-from fsdp2.tools.planner import scenario
-from fsdp2.tools.planner.blocks import Stack, Units, find_units
-from fsdp2.tools.planner.groups import Wire
-from fsdp2.tools.planner.machine import Contention, Link, ranks_of
-from fsdp2.tools.planner.machines import H100, MACHINES, fields_of, machine_by_name, machine_from
-from fsdp2.tools.planner.memory import Held
-from fsdp2.tools.planner.observe import ModelWork
-from fsdp2.tools.planner.placement import shard_dim
-from fsdp2.tools.planner.plan import ABOUT_AS_FAST, Candidate, Plan, Workload, observed
-from fsdp2.tools.planner.scenario import Scenario
-from fsdp2.tools.planner.simulate import StepTime
-from fsdp2.tools.planner.words import table
-from fsdp2.tools.planner.work import Checkpointing, UnitWork
-from fsdp2.tools.sizes import nbytes_of, text_of
+from fsdp2.core.schedule.schedule import AfterForward, UnitRules
+from fsdp2.core.sizes import nbytes_of, text_of
+from fsdp2.planner import scenario
+from fsdp2.planner.blocks import Stack, Units, find_units
+from fsdp2.planner.candidates import ABOUT_AS_FAST, Candidate, Plan, Workload, observed
+from fsdp2.planner.groups import Wire
+from fsdp2.planner.machine import Contention, Link, ranks_of
+from fsdp2.planner.machines import H100, MACHINES, fields_of, machine_by_name, machine_from
+from fsdp2.planner.memory import Held
+from fsdp2.planner.observe import ModelWork
+from fsdp2.planner.placement import shard_dim
+from fsdp2.planner.scenario import Scenario
+from fsdp2.planner.simulate import StepTime
+from fsdp2.planner.words import table
+from fsdp2.planner.work import Checkpointing, UnitWork
 from tests.harness.golden import texts_beside
 from tests.harness.messages import error_of
 from tests.unit import planner_models
@@ -66,7 +66,7 @@ def _observed(model: nn.Module, workload: Workload = WORKLOAD) -> ModelWork:
 
 @functools.cache
 def _plan(budget: str | int | None = None, num_gpus: int = 16, **options: Any) -> Plan:
-    return fsdp2.plan(LanguageModel, "H100", replace(WORKLOAD, **options), num_gpus=num_gpus, budget=budget)
+    return fsdp2.planner.plan(LanguageModel, "H100", replace(WORKLOAD, **options), num_gpus=num_gpus, budget=budget)
 
 
 def _named(found: Plan, name: str) -> Candidate:
@@ -121,7 +121,7 @@ def _in_compiled(part: str) -> nn.Module:
 @pytest.mark.long
 @pytest.mark.parametrize("part", ["", "blocks", "inner"])
 def test_a_plan_names_what_is_in_compiled_modules_without_these(part: str) -> None:
-    found = fsdp2.plan(functools.partial(_in_compiled, part), "H100", WORKLOAD, num_gpus=16)
+    found = fsdp2.planner.plan(functools.partial(_in_compiled, part), "H100", WORKLOAD, num_gpus=16)
     if part == "inner":
         assert found.units == Units((replace(LAYERS, path="inner.layers"),), ("inner.embedding", "inner.head"))
     else:
@@ -239,10 +239,10 @@ def _result(plan: Plan, name: str = "FSDP, reshard") -> tuple[Any, ...]:
 def test_a_training_step_keeps_no_cache(inputs: Any) -> None:
     """Though the config asks for one; and the model's config stays as it is."""
     model = Caching()
-    found = fsdp2.plan(model, "H100", replace(WORKLOAD, inputs=inputs), num_gpus=8)
+    found = fsdp2.planner.plan(model, "H100", replace(WORKLOAD, inputs=inputs), num_gpus=8)
     assert model.config.use_cache
     model.config.use_cache = False
-    plain = fsdp2.plan(model, "H100", WORKLOAD, num_gpus=8)
+    plain = fsdp2.planner.plan(model, "H100", WORKLOAD, num_gpus=8)
     assert _result(found) == _result(plain)
     assert found.left_nbytes == 0
     assert not found.warnings
@@ -253,8 +253,8 @@ def test_a_training_step_keeps_no_cache(inputs: Any) -> None:
     "inputs", [lambda: {"tokens": tokens(128), "use_cache": True}, lambda: (tokens(128), True, Cache())]
 )
 def test_a_cache_that_inputs_ask_for_is_empty_first_kept_until_the_step_ends_and_named(inputs: Any) -> None:
-    asked = fsdp2.plan(Caching, "H100", replace(WORKLOAD, inputs=inputs), num_gpus=8)
-    plain = fsdp2.plan(Caching, "H100", WORKLOAD, num_gpus=8)
+    asked = fsdp2.planner.plan(Caching, "H100", replace(WORKLOAD, inputs=inputs), num_gpus=8)
+    plain = fsdp2.planner.plan(Caching, "H100", WORKLOAD, num_gpus=8)
     cache = 4 * 2 * (2 * 128 * 64) * 2  # blocks; keys and values; of each token; bf16
     assert asked.left_nbytes == cache
     attention = [
@@ -271,7 +271,9 @@ def test_a_cache_that_inputs_ask_for_is_empty_first_kept_until_the_step_ends_and
 
 def test_every_config_inside_is_told_to_keep_no_cache() -> None:
     model = nn.Sequential(Caching(), nn.Identity())
-    code = fsdp2.plan(model, "H100", replace(WORKLOAD, loss=lambda output: output.logits.sum()), num_gpus=8).code
+    code = fsdp2.planner.plan(
+        model, "H100", replace(WORKLOAD, loss=lambda output: output.logits.sum()), num_gpus=8
+    ).code
     assert '    model.get_submodule("0").config.use_cache = False  # ' in code
 
 
@@ -298,7 +300,7 @@ def test_choices_cover_what_can_be_set() -> None:
 
 
 def test_shards_of_no_whole_nodes_are_not_resharded_to_a_node() -> None:
-    found = fsdp2.plan(LanguageModel, replace(H100, node_size=6), WORKLOAD, num_gpus=192)
+    found = fsdp2.planner.plan(LanguageModel, replace(H100, node_size=6), WORKLOAD, num_gpus=192)
     sizes = [(each.choice.after_forward, each.choice.shard_size) for each in found.choices]
     assert {size for _, size in sizes} == {None, 6, 64}
     assert {size for after, size in sizes if after is AfterForward.RESHARD_TO_SMALLER_MESH} == {None}  # 6 divides no 64
@@ -320,7 +322,9 @@ def test_what_fits_comes_first_and_a_smaller_budget_asks_for_more_checkpointing(
 def test_where_room_is_left_the_last_blocks_may_stay_unsharded_and_such_rows_fit() -> None:
     largest = 2 * sum(param.numel() for param in LanguageModel().layers[0].parameters())
     for num_blocks, room in ((4, 2.5), (16, 12.1)):
-        plan = functools.partial(fsdp2.plan, functools.partial(LanguageModel, num_blocks=num_blocks), "H100", WORKLOAD)
+        plan = functools.partial(
+            fsdp2.planner.plan, functools.partial(LanguageModel, num_blocks=num_blocks), "H100", WORKLOAD
+        )
         resharded = _named(plan(num_gpus=16), "FSDP, reshard").result
         found = plan(num_gpus=16, budget=int(resharded.reserved_nbytes + room * largest))
         kept = [each for each in found.choices if each.choice.num_kept]
@@ -346,7 +350,7 @@ def test_prefetch_lists_of_two_units_would_gain_little(num_tokens: int, monkeypa
     steps = []
     for rules in (usual, two_ahead):
         monkeypatch.setattr(scenario, "_rules", rules)
-        found = fsdp2.plan(large, "H100", Workload(batch=1, sequence=num_tokens), num_gpus=64)
+        found = fsdp2.planner.plan(large, "H100", Workload(batch=1, sequence=num_tokens), num_gpus=64)
         steps.append(_named(found, "FSDP, reshard").result)
     assert steps[0].time.step < steps[1].time.step * ABOUT_AS_FAST
     assert steps[0].reserved_nbytes < steps[1].reserved_nbytes
@@ -370,7 +374,7 @@ def test_two_blocks_per_unit_would_not_be_faster(num_gpus: int, monkeypatch: pyt
     monkeypatch.setattr(ModelWork, "members", ())  # units are those of the calls
     for units in (usual, in_pairs):
         monkeypatch.setattr(ModelWork, "units", units)
-        compared = fsdp2.plan(LARGE, "H100", Workload(batch=1, sequence=2048), num_gpus=num_gpus)
+        compared = fsdp2.planner.plan(LARGE, "H100", Workload(batch=1, sequence=2048), num_gpus=num_gpus)
         found.append(compared.choices[0].result)  # the fastest
     assert found[0].time.compute == pytest.approx(found[1].time.compute, rel=0.01)
     assert found[0].time.step < found[1].time.step
@@ -389,14 +393,14 @@ def test_a_model_that_cannot_fit_says_by_how_much_and_what_would() -> None:
     assert said in found.why_nothing_fits()
     assert found.why_nothing_fits().endswith(
         " Tensor, pipeline and context parallelism cut more than FSDP does, and are not planned: see "
-        "docs/guide/meshes.md#tensor-parallelism."
+        "https://github.com/fsdp2/fsdp2/blob/main/docs/guide/meshes.md#tensor-parallelism."
     )
 
 
 def test_what_only_fp8_would_fit_does_not_fit() -> None:
     fp8 = _named(_plan(num_gpus=2, batch=1, sequence=8), "FSDP, reshard, full checkpointing, fp8 gathers").result
     machine, workload = replace(H100, host_bandwidth=None), Workload(batch=1, sequence=8)
-    found = fsdp2.plan(LanguageModel, machine, workload, num_gpus=2, budget=int(fp8.reserved_nbytes) + 1)
+    found = fsdp2.planner.plan(LanguageModel, machine, workload, num_gpus=2, budget=int(fp8.reserved_nbytes) + 1)
     assert found.recommended is None
     assert found.smallest.missing_nbytes > 0
 
@@ -415,12 +419,12 @@ REMEDIES: dict[str, tuple[Workload, str]] = {
 def test_what_is_said_to_fit_fits(pattern: str) -> None:
     workload, budget = REMEDIES[pattern]
     machine = replace(H100, host_bandwidth=None) if "GPUs" in pattern else H100  # else offloading fits
-    why = fsdp2.plan(LanguageModel, machine, workload, num_gpus=2, budget=budget).why_nothing_fits()
+    why = fsdp2.planner.plan(LanguageModel, machine, workload, num_gpus=2, budget=budget).why_nothing_fits()
     said = re.search(pattern, why)
     assert said is not None, why
     changes = {name: int(value) for name, value in said.groupdict().items()}
     num_gpus = changes.pop("num_gpus", 2)
-    better = fsdp2.plan(LanguageModel, machine, replace(workload, **changes), num_gpus=num_gpus, budget=budget)
+    better = fsdp2.planner.plan(LanguageModel, machine, replace(workload, **changes), num_gpus=num_gpus, budget=budget)
     assert better.recommended is not None
 
 
@@ -433,7 +437,7 @@ def test_optimizer_precision_and_what_is_frozen_change_what_is_held() -> None:
         return model
 
     def held(build: Callable[[], nn.Module], **options: Any) -> Any:
-        plan = fsdp2.plan(build, "H100", replace(WORKLOAD, **options), num_gpus=8)
+        plan = fsdp2.planner.plan(build, "H100", replace(WORKLOAD, **options), num_gpus=8)
         return _named(plan, "FSDP, reshard").result
 
     adamw, sgd, fp32 = (held(LanguageModel, **each) for each in ({}, {"optimizer": "sgd"}, {"precision": "fp32"}))
@@ -470,7 +474,7 @@ def test_the_table_marks_the_recommended_choice_and_its_units_are_those_of_the_m
     assert lines[-1] == f"recommended: {found.recommended.choice.name}"
     units = "units: 4 blocks in layers, embedding, head; all else with the model"
     assert first == f"LanguageModel: 328000 parameters; {units}"
-    small, large = str(_plan(num_gpus=8)), str(fsdp2.plan(LARGE, "H100", WORKLOAD, num_gpus=8))
+    small, large = str(_plan(num_gpus=8)), str(fsdp2.planner.plan(LARGE, "H100", WORKLOAD, num_gpus=8))
     assert "below: MiB of one GPU" in small
     assert "step ms  exposed ms" in small
     assert "0.000" not in small
@@ -501,7 +505,7 @@ def test_numbers_are_read_shown_and_divided() -> None:
 
 
 def _wrong(model: Any = LanguageModel, machine: Any = "H100", workload: Any = WORKLOAD, num_gpus: Any = 8) -> Any:
-    return lambda: fsdp2.plan(model, machine, workload, num_gpus=num_gpus)
+    return lambda: fsdp2.planner.plan(model, machine, workload, num_gpus=num_gpus)
 
 
 def _loss(loss: Callable[[Any], Any]) -> Any:
@@ -549,13 +553,15 @@ def test_what_offloading_puts_into_the_hosts_memory_is_counted_and_limited() -> 
     shown = str(replace(_plan(), recommended=offload)).splitlines()[-1]
     assert shown == f"recommended: FSDP, reshard, offload{said}of which 1769.5 GiB may be used"
     small = replace(H100, host_memory_nbytes=offload.result.host_nbytes)  # of which 95% may be used
-    full = fsdp2.plan(LanguageModel, small, WORKLOAD, num_gpus=16)
+    full = fsdp2.planner.plan(LanguageModel, small, WORKLOAD, num_gpus=16)
     assert not _named(full, "FSDP, reshard, offload").fits
     tight = int(_named(full, "FSDP, reshard, full checkpointing, offload").result.reserved_nbytes) + 1
-    nothing = fsdp2.plan(LanguageModel, small, WORKLOAD, num_gpus=16, budget=tight)
+    nothing = fsdp2.planner.plan(LanguageModel, small, WORKLOAD, num_gpus=16, budget=tight)
     assert not nothing.smallest.choice.offloads
     said = r"full checkpointing, offload takes .*, but .* of the host's memory of a node, .* too much\."
     assert re.search(said, nothing.why_nothing_fits())
-    unknown = fsdp2.plan(LanguageModel, replace(H100, host_memory_nbytes=None), WORKLOAD, num_gpus=16, budget=tight)
+    unknown = fsdp2.planner.plan(
+        LanguageModel, replace(H100, host_memory_nbytes=None), WORKLOAD, num_gpus=16, budget=tight
+    )
     assert unknown.recommended is not None
     assert str(unknown).endswith("whose size is not known: pass --host-memory, or Machine(host_memory_nbytes=...)")

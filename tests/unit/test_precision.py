@@ -10,10 +10,10 @@ from unittest import mock
 import pytest
 import torch
 
-from fsdp2 import _torch
-from fsdp2._torch import GradDtype
-from fsdp2.plan.dtypes import ParamDtypes, cast_floating, divide_factors, own_policy, param_dtypes
-from fsdp2.types import MixedPrecisionPolicy
+from fsdp2.core import _torch
+from fsdp2.core._torch import GradDtype
+from fsdp2.core.plan.dtypes import ParamDtypes, cast_floating, divide_factors, own_policy, param_dtypes
+from fsdp2.core.types import MixedPrecisionPolicy
 from tests.harness.golden import Check
 
 WORLD_SIZES = [1, 2, 3, 4, 6, 7, 8, 12, 16, 24, 64, 100, 256, 1000, 1024, 4096]

@@ -14,7 +14,7 @@ import pytest
 from torch import nn
 
 import fsdp2
-from fsdp2.tools.progress import progress
+from fsdp2.extras.output import progress
 from tests.harness.terminal import on_a_terminal
 from tests.unit.planner_models import LanguageModel
 
@@ -41,8 +41,8 @@ def test_without_tqdm_the_work_is_done_and_shows_nothing(monkeypatch: pytest.Mon
 
 
 def test_a_plan_shows_where_it_is_and_that_a_slow_builder_runs() -> None:
-    seen, workload = [], fsdp2.Workload(batch=1, sequence=16)
-    found = on_a_terminal(lambda: fsdp2.plan(LanguageModel, "H100", workload, num_gpus=2))
+    seen, workload = [], fsdp2.planner.Workload(batch=1, sequence=16)
+    found = on_a_terminal(lambda: fsdp2.planner.plan(LanguageModel, "H100", workload, num_gpus=2))
     assert "compare ways to shard: 100%" in found
 
     def build() -> nn.Module:
@@ -53,7 +53,7 @@ def test_a_plan_shows_where_it_is_and_that_a_slow_builder_runs() -> None:
 
     def plan() -> None:
         with pytest.raises(ValueError, match="slow"):
-            fsdp2.plan(build, "H100", workload, num_gpus=2)
+            fsdp2.planner.plan(build, "H100", workload, num_gpus=2)
 
     assert on_a_terminal(plan).endswith("\n")  # what is printed next has a line of its own
     assert seen

@@ -46,9 +46,9 @@ def _printed(value: object) -> str:
 def test_public_names(golden: Check) -> None:
     golden("\n".join(sorted(fsdp2.__all__)))
     assert all(getattr(fsdp2, name).__doc__ for name in fsdp2.__all__)
-    extensions = importlib.import_module("fsdp2.extensions")  # protocols are imported by either name
+    extensions = importlib.import_module("fsdp2.tensors")  # protocols are imported by either name
     for name in ("AllGatherExtension", "MeshAllGatherExtension"):
-        assert getattr(fsdp2.extensions, name) is getattr(extensions, name)
+        assert getattr(fsdp2.tensors, name) is getattr(extensions, name)
     assert issubclass(fsdp2.ScheduleError, RuntimeError)
 
 
@@ -114,7 +114,7 @@ def test_policy_prints_its_override(golden: Check) -> None:
 
 
 def test_trace_lays_actions_out_under_their_event(golden: Check) -> None:
-    trace = fsdp2.trace.Trace()
+    trace = fsdp2.report.trace.Trace()
     trace.on_event("pre_forward", "blocks.0")
     trace.on_action("unshard", "blocks.0", 4096)
     trace.on_action("reduce", "blocks.0", 0)

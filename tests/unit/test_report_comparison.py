@@ -11,9 +11,9 @@ import pytest
 
 import fsdp2
 from fsdp2.__main__ import main
-from fsdp2.tools.report import Report, compare_reports, files
-from fsdp2.tools.report.data import VERSION, report_data
-from fsdp2.tools.report.speed import Work
+from fsdp2.report import Report, compare_reports, files
+from fsdp2.report.data import VERSION, report_data
+from fsdp2.report.speed import Work
 from tests.harness.golden import texts_beside
 from tests.unit.report_support import ROOT, info, record, simple_step
 
@@ -51,7 +51,7 @@ def test_text_of_two_reports(folder: Path) -> None:
 
 
 def test_differences_are_those_of_the_second_from_the_first(folder: Path) -> None:
-    data = fsdp2.compare_reports(folder / "before.html", folder / "after.json", folder / "both.json").data
+    data = fsdp2.report.compare_reports(folder / "before.html", folder / "after.json", folder / "both.json").data
     assert json.loads((folder / "both.json").read_text()) == data
     rows = {row["field"]: row for table in data["tables"] for row in table["rows"]}
     before, after = (json.loads((folder / f"{name}.json").read_text()) for name in ("before", "after"))

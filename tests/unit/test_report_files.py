@@ -23,10 +23,10 @@ from typing import Any
 
 import pytest
 
-from fsdp2.tools.report import compare_reports, files
-from fsdp2.tools.report.chrome_trace import chrome_trace
-from fsdp2.tools.report.data import RankRecord, report_data
-from fsdp2.tools.report.prediction import Prediction, StepFigures
+from fsdp2.report import compare_reports, files
+from fsdp2.report.chrome_trace import chrome_trace
+from fsdp2.report.data import RankRecord, report_data
+from fsdp2.report.prediction import Prediction, StepFigures
 from tests.harness.golden import texts_beside
 from tests.harness.selection import long
 from tests.unit.report_support import ROOT, Tape, empty_step, info, rank_step, record, simple_step
@@ -438,7 +438,7 @@ def test_an_arrow_passes_by_what_the_unit_computes_before_its_collective_has_arr
 TEXT, SHAPE = 4.5, 3.0  # the least ratios of level AA
 
 
-CHART, STYLE = ((resources.files("fsdp2.tools.report") / name).read_text() for name in ("chart.js", "page.css"))
+CHART, STYLE = ((resources.files("fsdp2.report") / name).read_text() for name in ("chart.js", "page.css"))
 (_FOUND,) = re.findall(r"const PALETTE = (\{.*?\n\});", CHART, re.DOTALL)
 PALETTE = json.loads(_FOUND)
 VARIABLES = {name: pair for name, *pair in re.findall(r"--(\w+): light-dark\((#\w+), (#\w+)\)", STYLE)}

@@ -10,9 +10,9 @@ from dataclasses import replace
 
 import pytest
 
-from fsdp2.tools.report import findings as rules
-from fsdp2.tools.report.findings import Finding, StepFacts, UnitFacts, findings
-from fsdp2.tools.report.lost import Cell, Lost
+from fsdp2.report import findings as rules
+from fsdp2.report.findings import Finding, StepFacts, UnitFacts, findings
+from fsdp2.report.lost import Cell, Lost
 from tests.harness.golden import texts_beside
 from tests.harness.messages import wrapped
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from fsdp2.tools.report.data import RankRecord, report_data
-from fsdp2.tools.report.lost import Lost
-from fsdp2.tools.report.memory import SAVED
-from fsdp2.tools.report.prediction import Prediction, StepFigures
-from fsdp2.tools.report.speed import Peak, Work, speed
-from fsdp2.tools.report.text import text_of
-from fsdp2.tools.report.timeline import COMPUTING
+from fsdp2.report.data import RankRecord, report_data
+from fsdp2.report.lost import Lost
+from fsdp2.report.memory import SAVED
+from fsdp2.report.prediction import Prediction, StepFigures
+from fsdp2.report.speed import Peak, Work, speed
+from fsdp2.report.text import text_of
+from fsdp2.report.timeline import COMPUTING
 from tests.harness.golden import texts_beside
 from tests.harness.messages import wrapped
 from tests.unit.report_support import ROOT, Tape, empty_step, info, record, simple_step

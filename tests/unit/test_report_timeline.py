@@ -11,8 +11,8 @@ from itertools import pairwise
 
 import pytest
 
-from fsdp2.tools.report.memory import ALLOCATED, OPTIMIZER_STATES, SAVED, SHARDS, memory
-from fsdp2.tools.report.timeline import BLOCKED, Does, Edge, Mark, Span, joined, spans, transfers, with_idle
+from fsdp2.report.memory import ALLOCATED, OPTIMIZER_STATES, SAVED, SHARDS, memory
+from fsdp2.report.timeline import BLOCKED, Does, Edge, Mark, Span, joined, spans, transfers, with_idle
 from tests.harness.golden import texts_beside
 from tests.unit.report_support import Tape, sizes
 

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fsdp2 import CommunicationError, _torch
+from fsdp2 import CommunicationError
+from fsdp2.core import _torch
+from fsdp2.core.plan.trees import find_tensors
+from fsdp2.core.runtime.executor import Executor
+from fsdp2.core.schedule.schedule import Schedule, UnitRules
+from fsdp2.core.types import ScheduleError
 from fsdp2.extras import torch_names
 from fsdp2.extras.lost_gradients import SplitBackwards
-from fsdp2.plan.trees import find_tensors
-from fsdp2.runtime.executor import Executor
-from fsdp2.schedule.schedule import Schedule, UnitRules
-from fsdp2.types import ScheduleError
 
 
 def _log(reduction: mock.Mock) -> list[str]:

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import fsdp2
-from fsdp2.schedule.schedule import AfterForward, UnitRules
-from fsdp2.tools import trace
+from fsdp2.core.schedule.schedule import AfterForward, UnitRules
+from fsdp2.report import trace
 from tests.distributed.support import Block, step
 from tests.harness.alone import on_one_rank
 from tests.harness.distributed import RankContext
@@ -33,8 +33,8 @@ from scale.workload import (
     scenario,
 )
 
-from fsdp2.tools.planner.groups import Flight, GroupCost
-from fsdp2.tools.planner.machine import (
+from fsdp2.planner.groups import Flight, GroupCost
+from fsdp2.planner.machine import (
     Contention,
     Link,
     Machine,
@@ -45,12 +45,12 @@ from fsdp2.tools.planner.machine import (
     gather,
     ranks_of,
 )
-from fsdp2.tools.planner.machines import H100
-from fsdp2.tools.planner.memory import Held
-from fsdp2.tools.planner.queues import Op, Queues, Stream, run
-from fsdp2.tools.planner.scenario import Choice, Scenario, simulate
-from fsdp2.tools.planner.simulate import Accelerator, CallCost, StepTime, steady_step
-from fsdp2.tools.planner.work import Exchange, UnitWork, Work
+from fsdp2.planner.machines import H100
+from fsdp2.planner.memory import Held
+from fsdp2.planner.queues import Op, Queues, Stream, run
+from fsdp2.planner.scenario import Choice, Scenario, simulate
+from fsdp2.planner.simulate import Accelerator, CallCost, StepTime, steady_step
+from fsdp2.planner.work import Exchange, UnitWork, Work
 
 KEEP, SMALLER = AfterForward.KEEP, AfterForward.RESHARD_TO_SMALLER_MESH
 # Round figures: a second per byte sent, unless said otherwise.

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from fsdp2.schedule.schedule import Actions, AfterForward, Phase, Schedule, UnitRules
-from fsdp2.schedule.states import Outcome
+from fsdp2.core.schedule.schedule import Actions, AfterForward, Phase, Schedule, UnitRules
+from fsdp2.core.schedule.states import Outcome
 from tests.harness.golden import Check, texts_beside
 
 TEXTS = texts_beside(__file__)

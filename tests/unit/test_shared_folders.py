@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 import fsdp2
-from fsdp2.tools import save_weights
-from fsdp2.tools.save_folder import LOCK, SaveFolder
-from fsdp2.tools.whole_file import check_writable, write_whole
+from fsdp2.checkpoint import save_weights
+from fsdp2.checkpoint.save_folder import LOCK, SaveFolder
+from fsdp2.extras.output import check_writable, write_whole
 from tests.harness.models import MLP
 from tests.harness.selection import long
 from tests.harness.weight_files import INDEX, ONE, assert_same, bytes_of, listed, read, safetensors
@@ -45,7 +45,7 @@ def _state(seed: int) -> dict[str, Tensor]:
 
 
 def _save(seed: int, folder: Path, size: int | str = 1100) -> None:
-    fsdp2.save_safetensors(_model(seed), folder, max_shard_size=size)
+    fsdp2.checkpoint.save_safetensors(_model(seed), folder, max_shard_size=size)
 
 
 def _found(folder: Path) -> int:
@@ -278,7 +278,7 @@ def test_rights_are_those_of_the_old_file_or_what_the_umask_leaves(
 def _load(folder: Path) -> int:
     """The seed of what is loaded."""
     model = _model(3)
-    fsdp2.load_safetensors(model, folder)
+    fsdp2.checkpoint.load_safetensors(model, folder)
     return next(
         seed for seed in range(3) if all(torch.equal(model.state_dict()[k], v) for k, v in _state(seed).items())
     )
@@ -327,7 +327,7 @@ def test_a_load_during_a_save_gets_one_checkpoint(
 def test_a_load_that_always_meets_a_save_raises_and_loads_nothing(
     size: int | str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fsdp2.tools import open_checkpoint
+    from fsdp2.checkpoint import open_checkpoint
 
     monkeypatch.setattr(open_checkpoint, "_PAUSE_S", 0)
     monkeypatch.setattr(open_checkpoint, "_ATTEMPTS", 3)
@@ -335,7 +335,7 @@ def test_a_load_that_always_meets_a_save_raises_and_loads_nothing(
     _Opening(monkeypatch, 0, lambda: _save(1, tmp_path, size), after=True, again=True)
     model = _model(2)
     with pytest.raises(RuntimeError, match=r"load_safetensors: .* was replaced while it was opened, 3 times"):
-        fsdp2.load_safetensors(model, tmp_path)
+        fsdp2.checkpoint.load_safetensors(model, tmp_path)
     assert_same(model.state_dict(), _state(2))
 
 
@@ -343,7 +343,7 @@ def test_a_file_that_is_overwritten_while_it_is_read_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that takes its place is none: the load has the old one open."""
-    from fsdp2.tools import load_weights
+    from fsdp2.checkpoint import load_weights
 
     take = load_weights._Shard.take
 
@@ -375,5 +375,5 @@ def test_files_that_were_copied_during_a_save_are_refused(tmp_path: Path) -> Non
         _load(tmp_path / "0")
     safetensors.save_file(safetensors.load_file(tmp_path / "0" / name), tmp_path / "0" / name)
     model = _model(3)
-    fsdp2.load_safetensors(model, tmp_path / "0")
+    fsdp2.checkpoint.load_safetensors(model, tmp_path / "0")
     assert_same(model.state_dict(), read(tmp_path / "0"))

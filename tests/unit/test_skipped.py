@@ -10,10 +10,10 @@ from collections.abc import Collection, Sequence
 
 import pytest
 
+from fsdp2.core.schedule.schedule import Action, Actions, AfterForward, Phase, Schedule, UnitRules
+from fsdp2.core.schedule.states import Outcome
 from fsdp2.extras import skipped_units
 from fsdp2.extras.skipped_units import Event, SkippedUnits, nested
-from fsdp2.schedule.schedule import Action, Actions, AfterForward, Phase, Schedule, UnitRules
-from fsdp2.schedule.states import Outcome
 
 Program = Sequence[int]
 FLAT = (None, 0, 0, 0, 0)

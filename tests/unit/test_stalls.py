@@ -14,12 +14,12 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
+from fsdp2.core.types import CommunicationError
 from fsdp2.extras import stalls
 from fsdp2.extras.board import Board
 from fsdp2.extras.claims import Claim, difference
 from fsdp2.extras.stalls import StallWatch
 from fsdp2.extras.standings import RunCounts
-from fsdp2.types import CommunicationError
 from tests.harness.golden import texts_beside
 from tests.harness.messages import Heard
 

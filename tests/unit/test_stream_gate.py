@@ -8,9 +8,9 @@ from unittest import mock
 
 import torch.distributed as dist
 
+from fsdp2.checkpoint import stream_gate
+from fsdp2.checkpoint.stream_gate import Gate, Leaving
 from fsdp2.extras import torch_names
-from fsdp2.tools import stream_gate
-from fsdp2.tools.stream_gate import Gate, Leaving
 
 _T = TypeVar("_T")
 

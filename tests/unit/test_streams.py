@@ -8,12 +8,12 @@ from unittest import mock
 import pytest
 import torch
 
-from fsdp2 import _torch
-from fsdp2.comm import backends
-from fsdp2.comm.backends import CollectiveComm, OneByOneComm, comm_for
-from fsdp2.comm.streams import AcceleratorStreams, ComputeStreamGathers, Streams, streams_for
+from fsdp2.core import _torch
+from fsdp2.core.comm import backends
+from fsdp2.core.comm.backends import CollectiveComm, OneByOneComm, comm_for
+from fsdp2.core.comm.streams import AcceleratorStreams, ComputeStreamGathers, Streams, streams_for
+from fsdp2.core.plan.mesh import Axis
 from fsdp2.extras.peers import PeerComm
-from fsdp2.plan.mesh import Axis
 from tests.harness.races import SimulatedDevice, SimulatedEvent, SimulatedStream
 
 

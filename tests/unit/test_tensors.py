@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fsdp2 import _torch
+from fsdp2.core import _torch
 from fsdp2.tensors import (
     BFloat16AllGatherTensor,
     Float8AllGatherTensor,

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 import fsdp2
-from fsdp2.tools import load_weights, save_weights, weights
-from fsdp2.tools.checkpoint_mapping import Concat, WeightRule
+from fsdp2.checkpoint import load_weights, save_weights, weights
+from fsdp2.checkpoint.mapping import Concat, WeightRule
 from tests.harness.golden import texts_beside
 from tests.harness.messages import wrapped
 from tests.harness.models import MLP, Buffers, Transformer
@@ -62,7 +62,7 @@ def _assert_nothing_but(model: nn.Module, folder: Path) -> None:
 @pytest.mark.parametrize("size", ["5GB", 3000, "1.5kb", 1])
 def test_files_are_no_larger_than_asked_for_and_hold_everything_once(size: int | str, tmp_path: Path) -> None:
     model, folder = _seeded(MLP), tmp_path / "new" / "folder"
-    fsdp2.save_safetensors(model, folder, max_shard_size=size)
+    fsdp2.checkpoint.save_safetensors(model, folder, max_shard_size=size)
     _assert_nothing_but(model, folder)
     files = {path.name: safetensors.load_file(path) for path in folder.glob("*.safetensors")}
     assert sorted(key for tensors in files.values() for key in tensors) == sorted(model.state_dict())
@@ -96,7 +96,7 @@ def _as_bytes(tensor: Tensor) -> Tensor:
 @pytest.mark.parametrize("size", ["5GB", 16])
 def test_every_dtype_and_shape_is_written_as_safetensors_reads_it(size: int | str, tmp_path: Path) -> None:
     model, other = Odd(), Odd()
-    fsdp2.save_safetensors(model, tmp_path, max_shard_size=size)
+    fsdp2.checkpoint.save_safetensors(model, tmp_path, max_shard_size=size)
     found = read(tmp_path)
     for key, value in _state(model).items():
         assert found[key].dtype is value.dtype
@@ -113,7 +113,7 @@ def test_every_dtype_and_shape_is_written_as_safetensors_reads_it(size: int | st
     with torch.no_grad():
         for tensor in [*other.parameters(), *other.buffers()]:
             tensor.zero_()
-    fsdp2.load_safetensors(other, tmp_path)
+    fsdp2.checkpoint.load_safetensors(other, tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(_state(other).values(), _state(model).values(), strict=True))
 
 
@@ -121,7 +121,7 @@ def test_a_new_checkpoint_replaces_the_old_one_and_leaves_other_files(tmp_path: 
     for seed, size in enumerate([3000, "5GB", "5GB", 3000, 3000, 1000]):
         (tmp_path / "config.json").write_text("{}")
         model = _seeded(MLP, seed)
-        fsdp2.save_safetensors(model, tmp_path, max_shard_size=size)
+        fsdp2.checkpoint.save_safetensors(model, tmp_path, max_shard_size=size)
         assert (tmp_path / INDEX).exists() is (size != "5GB")
         assert (tmp_path / "config.json").read_text() == "{}"
         (tmp_path / "config.json").unlink()
@@ -131,7 +131,7 @@ def test_a_new_checkpoint_replaces_the_old_one_and_leaves_other_files(tmp_path: 
 def test_without_hard_links_the_new_files_keep_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "link", mock.Mock(side_effect=OSError("no hard links")))
     for seed in range(2):
-        fsdp2.save_safetensors(_seeded(MLP, seed), tmp_path, max_shard_size=3000)
+        fsdp2.checkpoint.save_safetensors(_seeded(MLP, seed), tmp_path, max_shard_size=3000)
         _assert_nothing_but(_seeded(MLP, seed), tmp_path)
 
 
@@ -139,7 +139,7 @@ def test_without_hard_links_the_new_files_keep_their_names(tmp_path: Path, monke
 def test_full_disk_leaves_a_whole_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_indices: int) -> None:
     """The old one, or, from the first index on, the new one. Nothing is left of the other."""
     models = _seeded(MLP, 0), _seeded(MLP, 1)
-    fsdp2.save_safetensors(models[0], tmp_path, max_shard_size=3000)
+    fsdp2.checkpoint.save_safetensors(models[0], tmp_path, max_shard_size=3000)
     left, original = iter(range(num_indices)), json.dump
 
     def dump(*args: Any, **kwargs: Any) -> None:
@@ -151,7 +151,7 @@ def test_full_disk_leaves_a_whole_checkpoint(tmp_path: Path, monkeypatch: pytest
     named = re.escape(f"save_safetensors: {tmp_path / INDEX} could not be written")
     refused = pytest.raises(OSError, match=rf"^{named} \(OSError: .*No space left")
     with refused if num_indices == 0 else contextlib.nullcontext():
-        fsdp2.save_safetensors(models[1], tmp_path, max_shard_size=3000)
+        fsdp2.checkpoint.save_safetensors(models[1], tmp_path, max_shard_size=3000)
     _assert_nothing_but(models[num_indices], tmp_path)
 
 
@@ -183,7 +183,7 @@ def _save_until(folder: str, size: int | str, stop: int) -> None:
     )
     original = save_weights._bytes_of
     save_weights._bytes_of = counting("write", original)  # type: ignore[assignment]
-    fsdp2.save_safetensors(_seeded(_small, 1), folder, max_shard_size=size)
+    fsdp2.checkpoint.save_safetensors(_seeded(_small, 1), folder, max_shard_size=size)
 
 
 def _is(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
@@ -199,26 +199,30 @@ def test_a_kill_at_any_moment_leaves_one_complete_checkpoint(old: int | str, new
     found = []
     for stop in range(1000):
         folder = tmp_path / str(stop)
-        fsdp2.save_safetensors(_seeded(_small), folder, max_shard_size=old)
+        fsdp2.checkpoint.save_safetensors(_seeded(_small), folder, max_shard_size=old)
         process = context.Process(target=_save_until, args=(str(folder), new, stop))
         process.start()
         process.join()
         loaded = _seeded(_small, 2)
-        fsdp2.load_safetensors(loaded, folder)
+        fsdp2.checkpoint.load_safetensors(loaded, folder)
         assert_same(read(folder), _state(loaded))
         assert _is(_state(loaded), before) or _is(_state(loaded), after), f"killed at call {stop}"
         found.append(_is(_state(loaded), after))
         if process.exitcode == 0:
             break
         assert process.exitcode == -signal.SIGKILL
-        fsdp2.save_safetensors(_seeded(_small), folder)  # removes what the killed one has left
+        fsdp2.checkpoint.save_safetensors(_seeded(_small), folder)  # removes what the killed one has left
         _assert_nothing_but(_seeded(_small), folder)
     assert found == sorted(found)  # first the old one, then the new one
     assert (found[0], found[-1]) == (False, True)
     assert len(found) > 10
 
 
-load, save, stream = fsdp2.load_safetensors, fsdp2.save_safetensors, fsdp2.stream_full_params
+load, save, stream = (
+    fsdp2.checkpoint.load_safetensors,
+    fsdp2.checkpoint.save_safetensors,
+    fsdp2.checkpoint.stream_full_params,
+)
 
 
 def _on_meta() -> nn.Module:
@@ -271,7 +275,7 @@ REFUSED: dict[str, Callable[[Path], object]] = {
     "transform to names that are there": lambda folder: stream(
         _small(), transform={"entry.bias": lambda bias: {"entry.weight": bias}}
     ),
-    "lora without adapters": lambda folder: fsdp2.merge_lora(_small()),
+    "lora without adapters": lambda folder: fsdp2.checkpoint.merge_lora(_small()),
     "dtype that safetensors does not have": lambda folder: save(nn.Linear(2, 2, dtype=torch.complex128), folder),
 }
 
@@ -330,10 +334,10 @@ def test_codes_in_8_bits_are_not_loaded_without_their_scales(strict: bool, tmp_p
     before, codes = _state(model), torch.ones(2, 2, dtype=torch.float8_e4m3fn)
     safetensors.save_file({"weight": codes, "weight_scale_inv": torch.ones(1, 1)}, tmp_path / ONE)
     with pytest.raises(ValueError, match="'weight' is in 8 bits, and to be multiplied by 'weight_scale_inv'"):
-        fsdp2.load_safetensors(model, tmp_path, strict=strict)
+        fsdp2.checkpoint.load_safetensors(model, tmp_path, strict=strict)
     assert_same(_state(model), before)
     safetensors.save_file({"weight": codes}, tmp_path / ONE)
-    fsdp2.load_safetensors(model, tmp_path)
+    fsdp2.checkpoint.load_safetensors(model, tmp_path)
     assert model.weight.eq(1).all()
 
 

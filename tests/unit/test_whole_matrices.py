@@ -12,17 +12,17 @@ import pytest
 import torch
 from torch.distributed.tensor import Shard
 
-from fsdp2.tools.whole_matrices.exchange import fill_results, stacked, take_results
-from fsdp2.tools.whole_matrices.messages import messages_of
-from fsdp2.tools.whole_matrices.planner import (
+from fsdp2.optim.matrices.exchange import fill_results, stacked, take_results
+from fsdp2.optim.matrices.messages import messages_of
+from fsdp2.optim.matrices.planner import (
     GroupPlan,
     PlannedTensor,
     least_largest_load,
     newton_schulz_cost,
     plan_matrices,
 )
-from fsdp2.tools.whole_matrices.regions import AxisCut, Placed
-from fsdp2.tools.whole_matrices.rules import MatrixRule
+from fsdp2.optim.matrices.regions import AxisCut, Placed
+from fsdp2.optim.matrices.rules import MatrixRule
 from tests.harness.golden import texts_beside
 from tests.harness.selection import in_ci
 

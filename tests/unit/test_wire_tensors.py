@@ -22,7 +22,8 @@ from expecttest import assert_expected_inline
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fsdp2 import _torch
+from fsdp2.core import _torch
+from fsdp2.core.types import MixedPrecisionPolicy
 from fsdp2.tensors import (
     BFloat16AllGatherTensor,
     Float8AllGatherTensor,
@@ -39,7 +40,6 @@ from fsdp2.tensors.float8 import magnitude, quantise_float8, row_magnitudes, sca
 from fsdp2.tensors.int8 import dequantise, quantise
 from fsdp2.tensors.wrapper import written_by
 from fsdp2.testing.world import StandInDTensor
-from fsdp2.types import MixedPrecisionPolicy
 from tests.harness.selection import in_ci
 
 MAKERS: dict[str, Callable[[torch.Tensor], WireFormatTensor]] = {

@@ -14,18 +14,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Shard
 
-from fsdp2 import _torch
+from fsdp2.core import _torch
+from fsdp2.core.group.group import ParamGroup
+from fsdp2.core.group.param import ShardedParam
+from fsdp2.core.plan.mesh import AxisRole, ParallelMesh
+from fsdp2.core.runtime import door
+from fsdp2.core.runtime.unit import Unit
+from fsdp2.core.runtime.unit_tree import tree_of
+from fsdp2.core.schedule.schedule import AfterForward, Phase
+from fsdp2.core.schedule.states import GroupState
+from fsdp2.core.types import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, ScheduleError
 from fsdp2.extras.torch_view import torch_names
 from fsdp2.extras.torch_view.view import View
-from fsdp2.group.group import ParamGroup
-from fsdp2.group.param import ShardedParam
-from fsdp2.plan.mesh import AxisRole, ParallelMesh
-from fsdp2.runtime import door
-from fsdp2.runtime.unit import Unit
-from fsdp2.runtime.unit_tree import tree_of
-from fsdp2.schedule.schedule import AfterForward, Phase
-from fsdp2.schedule.states import GroupState
-from fsdp2.types import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, ScheduleError
 
 _OF_PHASE = {
     Phase.IDLE: "IDLE",

@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdp2.core.runtime import door
+from fsdp2.core.runtime.unit import Unit
+from fsdp2.core.runtime.unit_tree import tree_of
+from fsdp2.core.schedule.states import GroupState
 from fsdp2.extras.torch_view import torch_names
 from fsdp2.extras.torch_view.group import training_state
 from fsdp2.extras.torch_view.view import View
-from fsdp2.runtime import door
-from fsdp2.runtime.unit import Unit
-from fsdp2.runtime.unit_tree import tree_of
-from fsdp2.schedule.states import GroupState
 
 _OF_FSDP1 = {"PRE_BACKWARD": "BACKWARD_PRE", "POST_BACKWARD": "BACKWARD_POST"}
 

@@ -11,13 +11,14 @@ from typing import Any
 
 from torch import nn
 
-from fsdp2.api.module import FSDPModule
+from fsdp2.core.api.module import FSDPModule
+from fsdp2.core.group.group import Guard
+from fsdp2.core.runtime.hooks import ModuleHooks, PlugIns as OfHooks
+from fsdp2.core.runtime.unit import Unit, units_under
+from fsdp2.core.runtime.unit_tree import PlugIns as OfTrees, TreeChecks, UnitTree
+from fsdp2.core.types import DOCS
 from fsdp2.extras.torch_view import torch_names
 from fsdp2.extras.torch_view.state import FSDPState, of_unit
-from fsdp2.group.group import Guard
-from fsdp2.runtime.hooks import ModuleHooks, PlugIns as OfHooks
-from fsdp2.runtime.unit import Unit, units_under
-from fsdp2.runtime.unit_tree import PlugIns as OfTrees, TreeChecks, UnitTree
 
 _HOOKS: Sequence[Any] = (ModuleHooks.pre_forward, ModuleHooks.post_forward)
 
@@ -88,7 +89,7 @@ class Patches:
                 warnings.warn(
                     f"fsdp2: somebody has replaced {cls.__name__}.{changed[0]} of torch since fsdp2.install(). fsdp2 "
                     f"does not use this class, so the change has no effect. {remedy}: see "
-                    "docs/clients.md#private-names.",
+                    f"{DOCS}/clients.md#private-names.",
                     stacklevel=2,
                 )
 

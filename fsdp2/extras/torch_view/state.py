@@ -8,13 +8,13 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from fsdp2.core.group.group import ParamGroup
+from fsdp2.core.runtime.unit import Unit, unit_of
+from fsdp2.core.runtime.unit_tree import tree_of
+from fsdp2.core.types import MixedPrecisionPolicy
 from fsdp2.extras.torch_view import torch_names
 from fsdp2.extras.torch_view.group import ParamGroupView, training_state, views_of
 from fsdp2.extras.torch_view.view import View
-from fsdp2.group.group import ParamGroup
-from fsdp2.runtime.unit import Unit, unit_of
-from fsdp2.runtime.unit_tree import tree_of
-from fsdp2.types import MixedPrecisionPolicy
 
 _VIEW = "_torch_view"  # attribute of a unit that keeps its view, since torch's registry holds weak references
 

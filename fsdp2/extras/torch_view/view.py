@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-_PUBLIC = "the methods of fsdp2.FSDPModule, or fsdp2.trace, which shows what happens in a step"
+from fsdp2.core.types import DOCS
+
+_PUBLIC = "the methods of fsdp2.FSDPModule, or fsdp2.report.trace, which shows what happens in a step"
 
 
 class View:
@@ -37,5 +39,5 @@ class View:
     def _refusal(self, problem: str, name: str) -> str:
         return (
             f"fsdp2's view of torch's {self.shows} {problem}: the runtime has nothing like it, so this would have no "
-            f"effect. Use {self.instead.get(name, _PUBLIC)}. See docs/clients.md#private-names."
+            f"effect. Use {self.instead.get(name, _PUBLIC)}. See {DOCS}/clients.md#private-names."
         )

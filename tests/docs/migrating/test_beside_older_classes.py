@@ -196,7 +196,8 @@ BESIDE_FSDP1 = {
         tolerance={"rtol": 2e-2, "atol": 2e-3},
     ),
     "one flat parameter per unit": Pair(
-        partial(_old, use_orig_params=False), optimizers=(sgd, lambda params: fsdp2.flatten_optimizer(sgd(params)))
+        partial(_old, use_orig_params=False),
+        optimizers=(sgd, lambda params: fsdp2.optim.flatten_optimizer(sgd(params))),
     ),
     "accumulation": Pair(_old, steps=ACCUMULATE),
     "clipping": Pair(_old, steps=(_clip_with(lambda old: old.clip_grad_norm_(0.1)), _clip)),

@@ -206,8 +206,8 @@ def test_safetensors_are_saved_and_loaded_from_shards(ctx: RankContext, wrapping
     """Our tools read the shards, whatever kind of state dicts is set."""
     model, other = made(ctx, wrapping, seed=1), made(ctx, wrapping, seed=2)
     with of_kind(ctx, model):
-        fsdp2.save_safetensors(model, tmp_path)
-    fsdp2.load_safetensors(other, tmp_path)
+        fsdp2.checkpoint.save_safetensors(model, tmp_path)
+    fsdp2.checkpoint.load_safetensors(other, tmp_path)
     assert_same(whole(other), whole(model))
 
 

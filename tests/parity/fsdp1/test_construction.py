@@ -26,8 +26,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import fsdp2
 import fsdp2.fsdp1
 import fsdp2.fsdp1.wrap
-from fsdp2.group.group import groups_by_slot
-from fsdp2.runtime.unit import unit_of
+from fsdp2.core.group.group import groups_by_slot
+from fsdp2.core.runtime.unit import unit_of
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import MLP, Block
 from tests.harness.selection import long
@@ -246,7 +246,7 @@ def test_no_backward_prefetch_gathers_one_unit_at_a_time(front: Front) -> None:
         model = front.wrap(model, backward_prefetch=prefetch, **BY_LINEARS)
         for _ in range(2):
             loss = model(front.batch(2, 8)).sum()
-            with fsdp2.trace.record(model) as recorded:
+            with fsdp2.report.trace.record(model) as recorded:
                 loss.backward()
         assert str(recorded).count("prefetch") == num_prefetches
         assert "_fsdp_wrapped_module" not in str(recorded)

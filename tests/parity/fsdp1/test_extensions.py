@@ -50,12 +50,12 @@ def extension_set(extensions: Any) -> Iterator[Counter]:
             return getattr(extensions, name)
 
     counted = Counted()
-    fsdp2.set_fsdp_extensions(counted)
+    fsdp2.fsdp1.set_fsdp_extensions(counted)
     calls.clear()
     try:
         yield calls
     finally:
-        fsdp2.set_fsdp_extensions(None)
+        fsdp2.fsdp1.set_fsdp_extensions(None)
 
 
 class Plain(nn.Module):
@@ -246,11 +246,11 @@ def test_wrong_results_in_states_name_method_and_parameter(front: Front) -> None
 
 def test_what_is_no_extension_is_refused() -> None:
     with pytest.raises(TypeError, match="chunk_dtensor"):
-        fsdp2.set_fsdp_extensions(object())  # type: ignore[arg-type]
+        fsdp2.fsdp1.set_fsdp_extensions(object())  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="a class"):
-        fsdp2.set_fsdp_extensions(example().LogExtensions)
+        fsdp2.fsdp1.set_fsdp_extensions(example().LogExtensions)
     with pytest.raises(TypeError):
-        fsdp2.FSDPExtensions()  # type: ignore[abstract]
+        fsdp2.fsdp1.FSDPExtensions()  # type: ignore[abstract]
 
 
 def tensor_parallel(front: Front, use_orig_params: bool) -> nn.Module:

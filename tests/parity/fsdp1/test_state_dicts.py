@@ -15,8 +15,8 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import fsdp2
+from fsdp2.extras.lending import gathered_together
 from fsdp2.fsdp1 import state_values
-from fsdp2.tools.lending import gathered_together
 from tests.distributed.compile_support import start_compiling
 from tests.harness.comms import gathers_noted
 from tests.harness.distributed import RankContext, distributed

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import MixedPrecision
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils.checkpoint import checkpoint
 
-from fsdp2 import _torch
+from fsdp2.core import _torch
 from tests.harness.models import DIM, Branches
 from tests.harness.selection import long
 from tests.parity.fsdp1 import fronts

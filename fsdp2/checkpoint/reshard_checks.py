@@ -1,0 +1,467 @@
+"""Checks of ``reshard_to``: whether a model can move, and whether all ranks agree.
+
+``Survey`` records what one rank finds and refuses what cannot move. ``agreed`` compares the surveys of all ranks. Rule:
+once both have returned, no rank can refuse anything later.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn, optim
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from fsdp2.core import _torch
+from fsdp2.core.api.custom_comm import SymmetricMemory, has_memory
+from fsdp2.core.api.module import FSDPModule
+from fsdp2.core.group.codec import is_plain
+from fsdp2.core.group.group import ParamGroup
+from fsdp2.core.group.param import ShardedParam
+from fsdp2.core.plan.mesh import Axis, ParallelMesh, parallel_mesh
+from fsdp2.core.plan.trees import find_tensors
+from fsdp2.core.runtime.unit import Unit, units_under
+from fsdp2.core.schedule.states import GroupState
+from fsdp2.core.types import ScheduleError
+from fsdp2.extras.exchange import exchange
+from fsdp2.extras.lending import check_idle
+from fsdp2.extras.plain_names import plain_name, plain_paths
+from fsdp2.extras.rank_checks import first_difference
+from fsdp2.extras.units import sharded_unit
+from fsdp2.optim.host_adamw.optimizer import HostAdamW, stepped_by
+from fsdp2.optim.muon import Muon
+
+CALLER = "reshard_to"
+_BY_CHECKPOINT = "Save the model through torch.distributed.checkpoint, and load it into a newly sharded model."
+
+# What belongs to a parameter, as plain data. Joining ranks get it from a rank that has it.
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A value that is the same on every rank: a number, or a tensor of one element, kept here on the host."""
+
+    value: Any
+    is_on_device: bool = False
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A tensor that is cut like its parameter: a plain one of ``dtype``, or None for the class of the parameter."""
+
+    dtype: torch.dtype | None
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A tensor of a parameter that is not sharded."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Belongings:
+    """The gradient of a parameter, and the entries of its states by the optimizer's position and their names."""
+
+    grad: Cut | None
+    states: dict[tuple[int, Any], Kept | Cut | Whole]
+
+
+@dataclass(frozen=True)
+class Known:
+    """What ranks of the old mesh tell joining ranks: the belongings of each parameter, and the options of each param
+    group of each optimizer."""
+
+    belongings: list[Belongings]
+    options: list[list[dict[str, Kept]]]
+
+
+def kept(value: Any) -> Kept:
+    """``value`` in a form that can be sent to another rank."""
+    if isinstance(value, torch.Tensor):
+        return Kept(value.detach().cpu(), value.device.type != "cpu")
+    return Kept(value)
+
+
+def restored(entry: Kept, device: torch.device) -> Any:
+    """The value of ``entry`` on this rank, whose mesh is on ``device``."""
+    if isinstance(entry.value, torch.Tensor):
+        return entry.value.to(device if entry.is_on_device else "cpu", copy=True)
+    return entry.value
+
+
+# What one rank finds
+
+
+class Survey:
+    """A model and its optimizers, as this rank finds them.
+
+    Attributes:
+        units: the units with their names.
+        old, new: the meshes.
+        params: the sharded parameters with their names, unit by unit.
+        plain: what is not sharded, by name: ignored parameters, and buffers.
+        known: set on ranks of the old mesh only.
+        lines, own_lines: what must be equal on all ranks, and what must be equal on all ranks of the old mesh.
+
+    Raises:
+        ScheduleError: something is unsharded, in flight or not reduced.
+        ValueError, TypeError: the model, an optimizer or the new mesh does not allow the move.
+        RuntimeError: a parameter is on the meta device.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[optim.Optimizer], new_mesh: DeviceMesh) -> None:
+        first = sharded_unit(model, CALLER)
+        check_idle(model, CALLER)
+        self.units = [(name, unit) for name, unit in units_under(model)]
+        self.old, self.optimizers = first.mesh, optimizers
+        self.new = _new_mesh(new_mesh, first.mesh)
+        for name, unit in self.units:
+            self._check_unit(name or "(root)", unit)
+        paths = plain_paths([model])
+        self.params = [
+            (f"{paths.get(param.slots[0].module, name)}.{param.slots[0].name}".removeprefix("."), group, param)
+            for name, unit in self.units
+            for group in unit.groups
+            for param in group.params
+        ]
+        for name, group, param in self.params:
+            _check_param(name, group, param)
+        self.plain = self._plain_tensors(model)
+        self._names = {id(param.sharded): name for name, _, param in self.params}
+        self._names |= {id(tensor): name for name, tensor in self.plain.items()}
+        for optimizer in optimizers:
+            self._check_optimizer(optimizer)
+        self.lines = self._shared_lines()
+        self.known = self._known() if self.old.has_this_rank else None
+        self.own_lines = [] if self.known is None else self._own_lines(self.known)
+
+    @property
+    def is_joining(self) -> bool:
+        return self.new.has_this_rank and not self.old.has_this_rank
+
+    def plain_params(self) -> list[tuple[str, nn.Parameter]]:
+        """The parameters that are not sharded, with their names."""
+        return [(name, each) for name, each in self.plain.items() if isinstance(each, nn.Parameter)]
+
+    # Units
+
+    def _check_unit(self, name: str, unit: Unit) -> None:
+        if not all(isinstance(module, FSDPModule) for module in unit.modules):
+            raise ValueError(
+                f"{CALLER}: unit '{name}' was made by FullyShardedDataParallel, which {CALLER} does not move. "
+                f"Shard with fully_shard. Or: {_BY_CHECKPOINT}"
+            )
+        if unit.mesh.spmd is not None:
+            raise ValueError(
+                f"{CALLER}: unit '{name}' was sharded with dp_mesh_dims, on a mesh that has model axes, too. {CALLER} "
+                f"moves only parameters without model axes. {_BY_CHECKPOINT}"
+            )
+        if unit.mesh.mesh != self.old.mesh:
+            raise ValueError(
+                f"{CALLER}: unit '{name}' is on {unit.mesh.mesh}, but the root is on {self.old.mesh}. {CALLER} moves "
+                f"models that are on one mesh. {_BY_CHECKPOINT}"
+            )
+        tree = unit.tree
+        if tree is not None and tree.root not in [each for _, each in self.units]:
+            raise ValueError(
+                f"{CALLER}: the given module is inside of {tree.class_name}, which is the root of unit '{name}'. Pass "
+                "that root: all units under one root must be on one mesh."
+            )
+        self._check_settings(name, unit)
+        check_nothing_in_flight(CALLER, name, unit)
+        if any(stepped_by(group) is not None for group in unit.groups):
+            _refuse_host_adamw()
+        for group in unit.groups if self.old.has_this_rank else ():
+            group.take_replaced()
+            group.shards.check_ready()
+
+    def _check_settings(self, name: str, unit: Unit) -> None:
+        size, num_shards = unit.config.post_forward_size, self.new.shard.size
+        if size is not None and size < num_shards and num_shards % size:
+            raise ValueError(
+                f"{CALLER}: unit '{name}' has reshard_after_forward={size}, which does not divide the {num_shards} "
+                f"ranks of the new shard axis. Call set_reshard_after_forward(True) or (False) before {CALLER}."
+            )
+        for group in unit.groups:
+            if group.mesh.mesh != unit.mesh.mesh:
+                raise ValueError(
+                    f"{CALLER}: unit '{name}' has parameters on {group.mesh.mesh}, where shard_placement_fn has put "
+                    f"them, besides those on {unit.mesh.mesh}. {CALLER} moves units that are on one mesh. "
+                    f"{_BY_CHECKPOINT}"
+                )
+            options = group.options
+            if has_memory(options, SymmetricMemory):
+                raise ValueError(
+                    f"{CALLER}: unit '{name}' has symmetric memory, which knows the addresses of the old ranks. "
+                    f"{_BY_CHECKPOINT}"
+                )
+            hook = options.all_reduce_hook
+            if hook is not None and hook.stream is not None and self.new.replicate.group is not None:
+                raise ValueError(
+                    f"{CALLER}: the all-reduce hook of unit '{name}' has a stream of its own, but the new mesh has a "
+                    f"replicate axis (HSDP). Before {CALLER}, call set_all_reduce_hook without stream."
+                )
+
+    # What is not sharded
+
+    def _plain_tensors(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        sharded = {id(param.sharded) for _, _, param in self.params}
+        found = [*model.named_parameters(), *model.named_buffers()]
+        plain = {plain_name(model, name): tensor for name, tensor in found if id(tensor) not in sharded}
+        for name, tensor in plain.items():
+            if isinstance(tensor, DTensor):
+                raise ValueError(
+                    f"{CALLER}: '{name}' is a DTensor that fully_shard does not manage, so {CALLER} cannot move it. "
+                    f"{_BY_CHECKPOINT}"
+                )
+            if tensor.is_meta and (isinstance(tensor, nn.Parameter) or not self.is_joining):
+                raise RuntimeError(
+                    f"{CALLER}: '{name}' is on the meta device. It is not sharded, so it needs memory on every rank "
+                    "before the call. Build it on a real device, or give it memory with to_empty(device=...) before "
+                    "the optimizer is made."
+                )
+        return plain
+
+    # Optimizers
+
+    def _check_optimizer(self, optimizer: optim.Optimizer) -> None:
+        if not isinstance(optimizer, optim.Optimizer):
+            raise TypeError(
+                f"{CALLER}: expected a torch.optim.Optimizer or a sequence of them, got a {type(optimizer).__name__}. "
+                "If the object wraps an optimizer, pass that optimizer."
+            )
+        if isinstance(optimizer, HostAdamW):
+            _refuse_host_adamw()
+        if isinstance(optimizer, Muon) and optimizer.has_begun:
+            raise ScheduleError(
+                f"{CALLER}: backward has begun a step of Muon, in overlap_backward(), so gradients are on their way. "
+                f"Call step() before {CALLER}."
+            )
+        for index, group in enumerate(optimizer.param_groups):
+            for param in group["params"]:
+                if id(param) not in self._names:
+                    raise ValueError(
+                        f"{CALLER}: param group {index} of {type(optimizer).__name__} has a parameter of shape "
+                        f"{tuple(param.shape)} that is not in the model. Pass the model that has all parameters of the "
+                        "optimizer, and build the optimizer after fully_shard."
+                    )
+
+    def _known(self) -> Known:
+        sharded = [
+            Belongings(_grad_of(name, param), self._states_of(name, param.sharded, param))
+            for name, _, param in self.params
+        ]
+        plain = [Belongings(None, self._states_of(name, param, None)) for name, param in self.plain_params()]
+        options = [
+            [{key: kept(value) for key, value in group.items() if key != "params"} for group in each.param_groups]
+            for each in self.optimizers
+        ]
+        return Known([*sharded, *plain], options)
+
+    def _states_of(
+        self, name: str, key: nn.Parameter, param: ShardedParam | None
+    ) -> dict[tuple[int, Any], Kept | Cut | Whole]:
+        """The entries of ``key``'s states; ``param`` is given if ``key`` is a sharded parameter."""
+        return {
+            (index, entry): _described(name, f"{type(optimizer).__name__} has the state '{entry}'", value, param)
+            for index, optimizer in enumerate(self.optimizers)
+            for entry, value in optimizer.state.get(key, {}).items()
+        }
+
+    # Lines
+
+    def _shared_lines(self) -> list[str]:
+        lines = [f"the new mesh has the ranks {self.new.ranks} on {self.new.device.type}"]
+        lines.append(f"the model is on the ranks {self.old.ranks} on {self.old.device.type}")
+        for name, unit in self.units:
+            lines.append(f"unit '{name or '(root)'}' with {sum(len(group.params) for group in unit.groups)} parameters")
+        for name, _, param in self.params:
+            local = _torch.local_of(param.sharded)
+            lines.append(
+                f"parameter '{name}': {type(local).__name__} {param.dtypes.orig} {param.layout.shape}, dim "
+                f"{param.layout.dim}, {'trainable' if param.sharded.requires_grad else 'frozen'}"
+            )
+        for name, tensor in self.plain.items():
+            what = "parameter that is not sharded" if isinstance(tensor, nn.Parameter) else "buffer"
+            lines.append(f"{what} '{name}': {tensor.dtype} {tuple(tensor.shape)}")
+        for optimizer in self.optimizers:
+            for index, group in enumerate(optimizer.param_groups):
+                names = ", ".join(self._names[id(param)] for param in group["params"])
+                lines.append(f"param group {index} of {type(optimizer).__name__}: {names}")
+        return lines
+
+    def _own_lines(self, known: Known) -> list[str]:
+        names = [name for name, _, _ in self.params] + [name for name, _ in self.plain_params()]
+        lines = []
+        for name, each in zip(names, known.belongings, strict=True):
+            states = [f"'{entry}' {_kind(value)}" for (_, entry), value in each.states.items()]
+            has = ["a gradient"] if each.grad is not None else []
+            lines.append(f"parameter '{name}' has {', '.join(has + states) or 'neither gradient nor states'}")
+        return lines
+
+
+def _new_mesh(mesh: object, old: ParallelMesh) -> ParallelMesh:
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"{CALLER}: new_mesh must be a torch.distributed.device_mesh.DeviceMesh, not {type(mesh).__name__}. Build "
+            "it on all ranks, for example by DeviceMesh(device_type, [0, 1])."
+        )
+    if mesh.ndim not in (1, 2):
+        raise ValueError(
+            f"{CALLER}: new_mesh has {mesh.ndim} axes {tuple(mesh.shape)}, expected 1 (shard) or 2 (replicate, shard)."
+        )
+    if mesh.device_type != old.device.type:
+        raise ValueError(
+            f"{CALLER}: new_mesh is on {mesh.device_type}, but the model is on {old.device.type}. Pass a mesh on "
+            f"{old.device.type}: {CALLER} changes the ranks, not the kind of device."
+        )
+    for name, each in (("new_mesh has", mesh.mesh), ("the model is on", old.mesh.mesh)):
+        if any((each.diff(dim=axis) < 0).any() for axis in range(each.ndim)):
+            raise ValueError(
+                f"{CALLER}: {name} the ranks {each.tolist()}, expected ascending ranks along each axis: process groups "
+                "sort them, so a rank's place in its group would not be its place in the mesh. Build the mesh with "
+                "sorted ranks."
+            )
+    return parallel_mesh(mesh)
+
+
+def _refuse_host_adamw() -> NoReturn:
+    raise ValueError(
+        f"{CALLER}: a HostAdamW steps this model, and {CALLER} moves nothing on the host. {_BY_CHECKPOINT}"
+    )
+
+
+def check_nothing_in_flight(caller: str, name: str, unit: Unit) -> None:
+    tree = unit.tree
+    if tree is not None and (tree.is_reducing or tree.schedule.awaits_finalization):
+        raise ScheduleError(
+            f"{caller}: a backward of {tree.class_name} waits to be finalized. Call finalize_backward(), and wait() on "
+            f"its handle, before {caller}."
+        )
+    if tree is not None and tree.executor.has_unwaited:
+        raise ScheduleError(
+            f"{caller}: gradient reductions of {tree.class_name} are in flight. Call {caller} after a backward with "
+            "set_is_last_backward(True)."
+        )
+    for group in unit.groups:
+        if group.state is GroupState.LENT:
+            raise ScheduleError(
+                f"{caller}: an fsdp2.unsharded(...) block holds the parameters of unit '{name}'. Leave that block "
+                "first."
+            )
+        if group.state is not GroupState.SHARDED:
+            found = "has a gather in flight" if group.state is GroupState.UNSHARDING else f"is {group.state.value}"
+            raise ScheduleError(f"{caller}: unit '{name}' {found}. Call reshard() on its module before {caller}.")
+        if group.gradients.are_unreduced or group.gradients.are_partial:
+            raise ScheduleError(
+                f"{caller}: unit '{name}' has gradients that are not reduced: earlier backwards ran "
+                "without set_requires_gradient_sync(True) or set_requires_all_reduce(True). Run a backward that "
+                f"reduces, or call reset_iter_state(), before {caller}."
+            )
+
+
+def _check_param(name: str, group: ParamGroup, param: ShardedParam) -> None:
+    if param.spec.unsharded is not None:
+        raise ValueError(
+            f"{CALLER}: parameter '{name}' is also cut by tensor parallelism. {CALLER} moves only parameters without "
+            f"model axes. {_BY_CHECKPOINT}"
+        )
+    local = _torch.local_of(param.sharded)
+    if not is_plain(local) and group.mesh.has_this_rank:
+        _check_subclass(name, local, param)
+
+
+def _check_subclass(name: str, local: torch.Tensor, param: ShardedParam) -> None:
+    dim = param.layout.dim
+    leaves = _torch.leaves(local)
+    is_cut = all(leaf.dim() > dim and leaf.size(dim) == local.size(dim) for leaf in leaves)
+    if leaves[0] is local or type(local) in (torch.Tensor, nn.Parameter) or not is_cut:
+        raise ValueError(
+            f"{CALLER}: parameter '{name}' is a {type(local).__name__} whose inner tensors are not cut along dim {dim} "
+            f"as it is, so {CALLER} cannot move slices of it. {_BY_CHECKPOINT}"
+        )
+
+
+def _kind(entry: Kept | Cut | Whole) -> str:
+    return "(one value)" if isinstance(entry, Kept) else f"({entry.dtype or 'as the parameter'})"
+
+
+def _grad_of(name: str, param: ShardedParam) -> Cut | None:
+    grad = param.sharded.grad
+    if grad is None:
+        return None
+    found = _described(name, "the gradient", grad, param)
+    assert isinstance(found, Cut)  # a DTensor of the parameter's shape
+    return found
+
+
+def _described(name: str, what: str, value: Any, param: ShardedParam | None) -> Kept | Cut | Whole:
+    """Describe ``value``, which belongs to the parameter ``name`` and was found as ``what``."""
+    if param is not None and isinstance(value, DTensor) and value.shape == param.sharded.shape:
+        spec, local = param.spec.sharded, _torch.local_of(value)
+        is_placed_alike = value.device_mesh == spec.mesh and value.placements == spec.placements
+        if is_placed_alike and is_plain(local):
+            return Cut(local.dtype)
+        if is_placed_alike and type(local) is type(_torch.local_of(param.sharded)):
+            return Cut(None)
+    elif isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
+        if value.numel() == 1:
+            return kept(value)
+        if param is None and is_plain(value):
+            return Whole(value.dtype, tuple(value.shape))
+    elif not find_tensors(value, []):
+        return kept(value)
+    shape = f" of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
+    raise ValueError(
+        f"{CALLER}: parameter '{name}': {what}, a {type(value).__name__}{shape}. {CALLER} moves numbers, tensors of "
+        f"one element, and tensors that are cut like their parameter. {_BY_CHECKPOINT}"
+    )
+
+
+# What all ranks agree on
+
+
+def agreed(axis: Axis, survey: Survey) -> Known | None:
+    """Compare the surveys of all ranks. Returns what joining ranks need to know; None if no rank joins.
+
+    Raises:
+        ValueError: surveys differ. All ranks raise it; it names the ranks and the first difference.
+    """
+    is_old = survey.old.has_this_rank
+    mine = _digest(survey.lines), _digest(survey.own_lines) if is_old else None, survey.is_joining
+    found = exchange(axis, mine)
+    problem = None
+    if len({shared for shared, _, _ in found}) > 1:
+        problem = exchange(axis, survey.lines)
+        remedy = "Build the same model, optimizers and meshes on all ranks, with the same calls of fully_shard."
+    elif len({own for _, own, _ in found if own is not None}) > 1:
+        problem = exchange(axis, survey.own_lines if is_old else None)
+        remedy = "Give all ranks of the mesh the same gradients and optimizer states."
+    if problem is not None:
+        named = [(rank, lines) for rank, lines in enumerate(problem) if lines is not None]
+        _, said = first_difference(named)
+        raise ValueError("\n".join([f"{CALLER}: ranks differ. Nothing has moved.", *said, remedy]))
+    if not any(is_joining for _, _, is_joining in found):
+        return None
+    told: list[Known | None] = [survey.known]
+    dist.broadcast_object_list(told, src=survey.old.ranks[0][0])
+    return told[0]
+
+
+def _digest(lines: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def states_by_optimizer(states: Mapping[tuple[int, Any], Any]) -> dict[int, dict[Any, Any]]:
+    """``states`` of one parameter, by the position of the optimizer."""
+    found: dict[int, dict[Any, Any]] = {}
+    for (index, name), value in states.items():
+        found.setdefault(index, {})[name] = value
+    return found

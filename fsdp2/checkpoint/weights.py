@@ -1,0 +1,386 @@
+"""One tensor of a sharded model: which entries of the whole tensor this rank holds, and the whole tensor, gathered.
+
+``load_weights`` fills the part that a ``Weight`` holds; ``save_weights`` and ``stream_weights`` use what it gathers.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
+
+from fsdp2.checkpoint.mapping import Shape
+from fsdp2.checkpoint.pieces import Run, runs
+from fsdp2.core import _torch
+from fsdp2.core.group.codec import is_plain
+from fsdp2.core.group.group import ParamGroup, groups_by_slot
+from fsdp2.core.group.param import ShardedParam, Slot
+from fsdp2.core.plan.mesh import mesh_device
+from fsdp2.extras import torch_names
+from fsdp2.extras.lending import WHOLE, check_idle, gathered, joined, joined_along_dim_0, packed, whole_subclass
+from fsdp2.extras.plain_names import bound_state
+from fsdp2.tensors.in_files import FileTensor
+
+Rename = Mapping[str, str] | Callable[[str], str | None]
+
+# A method that a tensor subclass may have: it returns a FileTensor for each tensor that files have for it, keyed by the
+# suffix that follows the name of the parameter.
+IN_FILES = "fsdp2_in_files"
+ONE_FILE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+# The metadata key that ``save_safetensors`` writes into all its files. Its value is a random text, one per save.
+TOKEN = "fsdp2_save"
+# The names of dtypes in the headers of safetensors files.
+DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter or a persistent buffer, as it is bound between passes.
+
+    Attributes:
+        names: the names in the state dict; tied weights have several.
+        tensor: the parameter or buffer; a DTensor if it is sharded or replicated.
+        group, param: what ``fully_shard`` knows about it; None if it does not manage the tensor.
+    """
+
+    names: tuple[str, ...]
+    tensor: torch.Tensor
+    group: ParamGroup | None = None
+    param: ShardedParam | None = None
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's part of the tensor, without autograd; shares its memory."""
+        return (_torch.local_of(self.tensor) if isinstance(self.tensor, DTensor) else self.tensor).detach()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole tensor in files."""
+        return tuple(self.tensor.shape)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether compute reads other values than those in the shards; ``whole`` returns these values."""
+        return self.param is not None and hasattr(self.local, WHOLE)
+
+    @property
+    def whole_like(self) -> tuple[tuple[int, ...], torch.dtype]:
+        """The shape and dtype of what ``whole`` returns if nothing is cast."""
+        if self.is_packed:
+            dense: tuple[tuple[int, ...], torch.dtype] = self.local.dense_like  # type: ignore[attr-defined]
+            return dense
+        return tuple(self.tensor.shape), self.tensor.dtype
+
+    def dtype_in_files(self, dtype: torch.dtype | None) -> torch.dtype:
+        """The dtype in files if the user has asked for ``dtype``."""
+        return cast_dtype(self.tensor, dtype)
+
+    def in_files(self) -> list[Weight]:
+        """The tensors that files have for this weight: the weight itself, or for a tensor subclass with
+        ``fsdp2_in_files``, one or more, keyed by the suffix that follows the name."""
+        made: Mapping[str, FileTensor] = {}
+        if self.param is not None and not self.local.is_meta:
+            made = getattr(self.local, IN_FILES, dict)()
+        return [
+            WeightInFiles(tuple(name + suffix for name in self.names), self.tensor, self.group, self.param, piece)
+            for suffix, piece in made.items()
+        ] or [self]
+
+    def along(self) -> list[list[Run]]:
+        """For each dim, the entries of the whole tensor that this rank holds."""
+        param, tensor = self.param, self.tensor
+        along: list[Sequence[int]] = [range(size) for size in tensor.shape]
+        if param is None:
+            if isinstance(tensor, DTensor):
+                along = _cut(tensor.device_mesh, tensor.placements, tensor.shape)
+        elif along:  # every rank holds whole scalars
+            before = param.spec.unsharded
+            if before is not None:
+                along = _cut(before.mesh, before.placements, before.shape)
+            start, stop = param.layout.interval(param.mesh.shard.rank)
+            along[param.layout.dim] = along[param.layout.dim][start:stop]
+        return [runs(entries) for entries in along]
+
+    def whole(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The whole tensor as a plain tensor of ``dtype``, cast before it is sent. Collective on the tensor's mesh; a
+        plain tensor is this rank's own."""
+        with torch.no_grad():
+            if self.param is not None and self.is_packed:
+                values: torch.Tensor = whole_subclass(self.param, self.local).dequantise()  # type: ignore[attr-defined]
+                return values.to(cast_dtype(values, dtype))
+            local = _plain(self.local, dtype)
+            if self.group is not None and self.param is not None:
+                own = self.param.spec.unsharded_tensor(gathered(self.group, self.param, local))
+                return own.full_tensor() if isinstance(own, DTensor) else own
+            if not isinstance(self.tensor, DTensor):
+                return local
+            return _torch.dtensors_like([self.tensor], [local])[0].full_tensor()
+
+    def whole_on(self, rank: int, dtype: torch.dtype | None = None) -> torch.Tensor | None:
+        """The result of ``whole``, but only on the global ``rank``; None elsewhere. Shards are sent only to that rank,
+        and other replicas do nothing. On accelerators, and if model axes cut the tensor, all ranks gather it."""
+        mine, param = dist.get_rank() == rank, self.param
+        is_simple = param is not None and param.spec.unsharded is None and param.layout.num_shards > 1
+        # Backends differ in how messages are ordered with streams, and an all-gather is fast on accelerators.
+        if param is None or not is_simple or param.mesh.device.type != "cpu":
+            whole = self.whole(dtype)
+            return whole if mine else None
+        layout, group = param.layout, param.mesh.shard.group
+        ranks = dist.get_process_group_ranks(group)
+        if rank not in ranks or layout.padded_numel == 0:
+            return self.local.new_empty(self.tensor.shape) if mine else None
+        with torch.no_grad():
+            sent = packed(param, _plain(self.local, dtype))
+            if not mine:
+                _do([dist.P2POp(dist.isend, sent.view(torch.uint8), rank, group)])
+                return None
+            got = sent.new_empty(layout.num_shards, layout.chunk_numel)
+            got[param.mesh.shard.rank] = sent
+            rows = zip(ranks, got.view(torch.uint8), strict=True)
+            _do([dist.P2POp(dist.irecv, row, peer, group) for peer, row in rows if peer != rank])
+            return joined(param, got.view(-1))
+
+
+@dataclass(frozen=True)
+class WeightInFiles(Weight):
+    """One of several tensors that files have for a parameter. It is never cast."""
+
+    piece: FileTensor | None = None
+
+    @property
+    def _piece(self) -> FileTensor:
+        assert self.piece is not None
+        return self.piece
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._piece.shape
+
+    def dtype_in_files(self, dtype: torch.dtype | None) -> torch.dtype:
+        return self._piece.dtype
+
+    def whole(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        piece, whole = self._piece, self._piece.tensor.detach()
+        if piece.is_cut and isinstance(self.tensor, DTensor):
+            whole = joined_along_dim_0(self.tensor, whole)
+        nbytes = math.prod(piece.shape) * piece.dtype.itemsize
+        return whole.contiguous().view(-1).view(torch.uint8)[:nbytes].view(piece.dtype).view(piece.shape)
+
+    def whole_on(self, rank: int, dtype: torch.dtype | None = None) -> torch.Tensor | None:
+        whole = self.whole(dtype)
+        return whole if dist.get_rank() == rank else None
+
+    def is_dense_in(self, opened: Any, key: str) -> bool:
+        """Whether the file has the weight itself, not quantised."""
+        header, dense = opened.get_slice(key), self._piece.dense
+        dtype = DTYPES.get(header.get_dtype())
+        is_number = dtype is not None and dtype.is_floating_point
+        return dense is not None and is_number and tuple(header.get_shape()) == dense.shape
+
+    def problem_of(self, opened: Any, key: str, file: Path) -> str:
+        piece, header = self._piece, opened.get_slice(key)
+        if piece.check is not None:
+            problem = piece.check(opened.get_tensor(key))
+            advice = "Make the model with the options of the files"
+            return f"'{key}' in {file.name} does not fit: {problem}. {advice}." if problem else ""
+        found = tuple(header.get_shape()), DTYPES.get(header.get_dtype())
+        if found == (piece.shape, piece.dtype) or self.is_dense_in(opened, key):
+            return ""
+        dense = f", or floating-point numbers of shape {piece.dense.shape}" if piece.dense else ""
+        return (
+            f"'{key}' has shape {found[0]} and dtype {header.get_dtype()} in {file.name}, expected {piece.shape} and "
+            f"{piece.dtype}{dense}."
+        )
+
+    def load(self, opened: Any, key: str) -> None:
+        piece = self._piece
+        if piece.write is not None:
+            piece.write(opened.get_tensor(key))
+        elif piece.is_cut and not self.is_dense_in(opened, key):
+            start, stop = self._rows
+            mine = piece.tensor.view(-1).view(torch.uint8)
+            row_nbytes = mine.numel() // max(stop - start, 1)
+            first = start * row_nbytes // piece.dtype.itemsize
+            values = opened.get_slice(key)[first : first + mine.numel() // piece.dtype.itemsize]
+            mine[: values.nbytes].copy_(values.contiguous().view(-1).view(torch.uint8))
+        elif not piece.is_cut:
+            piece.tensor.copy_(opened.get_tensor(key))
+
+    def load_dense(self, opened: Any, key: str) -> torch.Tensor:
+        """Quantise this rank's part of ``key``. Returns what the ranks then need from each other."""
+        dense = self._piece.dense
+        assert dense is not None
+        start, stop = (min(row * dense.row_numel, math.prod(dense.shape)) for row in self._rows)
+        width = math.prod(dense.shape[1:])
+        rows = opened.get_slice(key)[start // width : -(-stop // width)] if stop > start else torch.empty(0)
+        before = start // width * width
+        return dense.quantise(rows.reshape(-1)[start - before : stop - before])
+
+    def finish_dense(self, mine: torch.Tensor) -> None:
+        """Exchange the results ``mine`` of ``load_dense``. Collective."""
+        dense = self._piece.dense
+        if dense is not None and dense.finish is not None and isinstance(self.tensor, DTensor):
+            dense.finish(joined_along_dim_0(self.tensor, mine), self._rows[0])
+
+    @property
+    def _rows(self) -> tuple[int, int]:
+        assert self.param is not None
+        return self.param.layout.interval(self.param.mesh.shard.rank)
+
+
+def _do(messages: list[dist.P2POp]) -> None:
+    for work in dist.batch_isend_irecv(messages):
+        work.wait()
+
+
+def weights_of(model: nn.Module, caller: str) -> list[Weight]:
+    """The tensors of ``model``'s state dict in its order. Reshards, and takes over what users put in place of shards.
+
+    Raises:
+        ScheduleError: a forward or backward is running, or ``fsdp2.unsharded`` has lent parameters.
+        ValueError: ranks hold different parameters under the same names.
+    """
+    check_idle(model, caller)
+    by_slot = groups_by_slot()
+    slots = [Slot(module, name) for module in model.modules() for name in _torch.parameters_dict(module)]
+    groups = dict.fromkeys(by_slot[slot][0] for slot in slots if slot in by_slot)
+    for group in groups:
+        if group.options.apart_over is not None:
+            raise ValueError(
+                f"{caller}: parameter '{group.params[0].full_name}' is of experts that differ between ranks, but have "
+                "the same names there (ExpertMeshes.shard_experts). Before shard_experts, make such parameters "
+                "DTensors on meshes.experts: DTensor.from_local(experts, meshes.experts, [Shard(0)])."
+            )
+        group.take_replaced()
+    managed = {id(param.sharded): (group, param) for group in groups for param in group.params}
+    names: dict[int, list[str]] = {}
+    tensors: dict[int, torch.Tensor] = {}
+    for name, tensor in bound_state(model).items():
+        if isinstance(tensor, torch.Tensor):  # modules may add other objects, such as "extra state"
+            tensors[id(tensor)] = tensor
+            names.setdefault(id(tensor), []).append(name)
+    return [Weight(tuple(names[key]), tensor, *managed.get(key, ())) for key, tensor in tensors.items()]
+
+
+def check_ready(weights: Sequence[Weight], caller: str) -> None:
+    """Refuse weights that this rank cannot gather.
+
+    Raises:
+        RuntimeError: a tensor is on the meta device.
+        ValueError: a tensor is on a mesh without this rank.
+    """
+    for weight in weights:
+        if isinstance(weight.tensor, DTensor) and weight.tensor.device_mesh.get_coordinate() is None:
+            raise ValueError(
+                f"{caller}: '{weight.names[0]}' is on {weight.tensor.device_mesh}, which rank {dist.get_rank()} is not "
+                "in. Call it on the ranks of that mesh only, with their group."
+            )
+        if weight.local.is_meta:
+            raise RuntimeError(
+                f"{caller}: '{weight.names[0]}' is still on the meta device. Call model.to_empty(device=...), and "
+                "initialise or load the values first."
+            )
+
+
+def cast_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype of ``tensor`` after a cast that applies to floating-point tensors only."""
+    return dtype if dtype is not None and tensor.dtype.is_floating_point else tensor.dtype
+
+
+def _plain(local: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """The values of ``local`` as a plain tensor. A subclass yields them when it is copied into a plain tensor."""
+    wanted = cast_dtype(local, dtype)
+    if is_plain(local):
+        return local.to(wanted)
+    return torch.empty(local.shape, dtype=wanted, device=local.device).copy_(local)
+
+
+def _cut(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> list[Sequence[int]]:
+    """For each dim, the entries that this rank holds, found by letting torch shard the indices of the entries."""
+    along: list[Sequence[int]] = []
+    for dim, size in enumerate(shape):
+        cuts = [_torch.shards_dim(placement, dim) for placement in placements]
+        if not any(cuts):
+            along.append(range(size))
+            continue
+        of_dim = [
+            torch_names.as_of_dim_0(each) if cut else Replicate() for each, cut in zip(placements, cuts, strict=True)
+        ]
+        numbers = torch.arange(size, device=mesh_device(mesh))
+        along.append(distribute_tensor(numbers, mesh, of_dim, src_data_rank=None).to_local().tolist())
+    return along
+
+
+def renamed(key: str, rename: Rename | None) -> str | None:
+    """The new name for ``key``; None to leave it out.
+
+    Raises:
+        TypeError: ``rename`` is neither a mapping nor a function, or returns something other than a name.
+        RuntimeError: it raised.
+    """
+    new: str | None = key
+    if isinstance(rename, Mapping):
+        new = rename.get(key, key)
+    elif callable(rename):
+        try:
+            new = rename(key)
+        except Exception as error:
+            raise RuntimeError(f"rename('{key}') raised {type(error).__name__}: {error}") from error
+    elif rename is not None:
+        raise TypeError(f"rename is a {type(rename).__name__}, expected a mapping or a function of a name.")
+    if new is not None and not isinstance(new, str):
+        raise TypeError(f"rename gives {new!r} for '{key}', expected a name, or None to leave the tensor out.")
+    return new
+
+
+def check_dtype(dtype: object, caller: str) -> None:
+    """Refuse a dtype to which floating-point tensors must not be cast.
+
+    Raises:
+        TypeError: ``dtype`` is not a dtype, or not a floating-point one.
+    """
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"{caller}: dtype is {dtype!r}, expected a floating-point dtype, such as torch.bfloat16.")
+
+
+def extra(name: str, caller: str) -> Any:
+    """The module ``name`` of an optional dependency.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        text = f"{caller} needs {name}, which is not installed. Run: pip install 'fsdp2[weights]'"
+        raise ImportError(text) from error
+
+
+def shapes_of(by_name: Mapping[str, Weight]) -> dict[str, Shape]:
+    """The shape of each whole tensor."""
+    return {name: weight.shape for name, weight in by_name.items()}

@@ -1,0 +1,71 @@
+"""The interface of the codec, which runs all-gather hooks and decides what is sent in place of shards that have them.
+
+Plain shards need no codec: they are sent as they are, cast to the compute dtype. ``tensors/all_gather_hooks.py`` has
+the codec for the hooks of tensor subclasses, and is loaded with the first such parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from fsdp2.core.comm.offload import Home
+from fsdp2.core.group.param import ShardedParam
+from fsdp2.core.plan.layout import Layout
+from fsdp2.core.plan.mesh import ParallelMesh
+from fsdp2.core.plan.plan import PlanInput
+
+PRE = "fsdp_pre_all_gather"
+POST = "fsdp_post_all_gather"
+
+
+def has_hooks(local: torch.Tensor) -> bool:
+    """Whether ``local``, or its class, defines one of the two hooks."""
+    return hasattr(local, PRE) or hasattr(local, POST)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is an ordinary tensor without hooks, which can lie in a flat buffer."""
+    return type(tensor) in (torch.Tensor, nn.Parameter) and not has_hooks(tensor)
+
+
+class Codec(Protocol):
+    """Decides what the parameters of one group send, and makes unsharded tensors from the received data.
+
+    Attributes:
+        storages: memory that ``arrive`` fills and that is freed together with the group's unsharded storage.
+    """
+
+    storages: list[tuple[torch.UntypedStorage, int]]
+
+    def inputs(self, first_key: int, *, keeps_consumed: bool) -> dict[int, PlanInput]:
+        """The plan's input for each tensor to send, with keys from ``first_key`` on. ``keeps_consumed``: even tensors
+        that may be freed on arrival are kept while the group is unsharded. If this raises, all ranks raise."""
+
+    def bind_outputs(self, outputs: Mapping[int, torch.Tensor], first_key: int) -> None:
+        """Bind the ``outputs`` of the gather whose plan was made from ``inputs(first_key)``."""
+
+    def payloads(self) -> list[torch.Tensor]:
+        """This rank's part of each tensor to send, in the order of the keys, without empty parts."""
+
+    def arrive(self) -> None:
+        """Everything has been gathered: fill the unsharded tensors. Staging memory is freed afterwards."""
+
+
+class PlugIns:
+    """What higher layers plug in to handle shards that are not plain.
+
+    Attributes:
+        cut: cuts out a rank's shard, in separate memory; takes the name of a parameter, the tensor to cut, its layout,
+            the rank, and where the shard is to live. Raises an ExtensionError if the class cannot be cut.
+        pin: takes the name of a parameter, and its shard; returns the shard in pinned memory, if it is to live there.
+        codec: makes the codec for those parameters of a group whose shards are not plain; all ranks call it together.
+            If it raises, all ranks raise.
+    """
+
+    cut: Callable[[str, torch.Tensor, Layout, int, Home], torch.Tensor]
+    pin: Callable[[str, torch.Tensor, Home], torch.Tensor]
+    codec: Callable[[Sequence[ShardedParam], ParallelMesh, Home], Codec]

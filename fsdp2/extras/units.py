@@ -1,0 +1,39 @@
+"""The units of a sharded model, for tools that inspect it: the unit of a module, and observers of the units in it."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from fsdp2.core.runtime.unit import Unit, units_under
+from fsdp2.core.types import Observer
+
+
+def sharded_unit(module: nn.Module, caller: str) -> Unit:
+    """The unit of ``module``, or of the module that the wrapper ``module`` contains.
+
+    Raises:
+        ValueError: ``module`` is not sharded.
+    """
+    unit = next((unit for name, unit in units_under(module) if not name), None)
+    if unit is None:
+        raise ValueError(
+            f"{caller}: this {type(module).__name__} was not given to fully_shard. Pass the root of the sharded model."
+        )
+    return unit
+
+
+def own_class(module: nn.Module) -> type[nn.Module]:
+    """The class that ``module`` had before ``fully_shard`` (torch's or ours)."""
+    return next(cls for cls in type(module).__mro__ if all(base.__name__ != "FSDPModule" for base in cls.__mro__))
+
+
+def observe(module: nn.Module, observer: Observer) -> None:
+    """Let ``observer`` observe the units inside ``module``, including ones added later."""
+    for _, unit in units_under(module):
+        unit.tell([*unit.observers, observer])
+
+
+def stop_observing(module: nn.Module, observer: Observer) -> None:
+    """Stop ``observer`` from observing the units inside ``module``."""
+    for _, unit in units_under(module):
+        unit.tell([each for each in unit.observers if each is not observer])

@@ -1,0 +1,357 @@
+"""Replaces torch's names for ``fully_shard`` and ``FullyShardedDataParallel`` with those of fsdp2, so that a client
+needs no change.
+
+A client is a library that calls ``torch.distributed.fsdp`` itself. Three kinds of torch modules hold the names. Homes
+only re-export them: there, ours replace torch's. Sources define and use them: importers get ours, while torch's own
+stay in the globals, since ``replicate`` is built on them. In all other loaded modules of torch that hold a name, ours
+replaces it. Names that a client imported earlier are not changed; a warning lists them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import chain
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp2.core.api.custom_comm import AllGather, ReduceScatter, share_comm_ctx
+from fsdp2.core.api.fully_shard import fully_shard
+from fsdp2.core.api.module import FSDPModule, GradientReductionHandle, UnshardHandle
+from fsdp2.core.runtime.unit import unit_of
+from fsdp2.core.types import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from fsdp2.extras import torch_names
+from fsdp2.extras.forward_methods import register_fsdp_forward_method
+from fsdp2.extras.plain_names import plain_named_modules
+
+TRIED_IN = "2.13"
+
+# Where torch has the names of its ``fully_shard``. First, modules that only re-export names:
+_HOMES = (
+    "torch.distributed.fsdp",
+    "torch.distributed.fsdp._fully_shard",
+    "torch.distributed._composable.fsdp",
+    "torch.distributed._composable.fsdp.fully_shard",
+)
+# Modules that define names and also use them, so that torch's own must stay in their globals:
+_SOURCES = (
+    "torch.distributed.fsdp._fully_shard._fully_shard",
+    "torch.distributed.fsdp._fully_shard._fsdp_api",
+    "torch.distributed.fsdp.fully_sharded_data_parallel",
+    "torch.distributed.fsdp._flat_param",
+    "torch.distributed.fsdp.sharded_grad_scaler",
+)
+# Modules that build on torch's own classes.
+_INTERNALS = ("torch.distributed.fsdp.", "torch.distributed._composable.replicate_with_fsdp")
+# (module, name) of the function that checks a module before torch shards or replicates it.
+_CHECKS = (
+    ("torch.distributed.fsdp._fully_shard._fully_shard", "_validate_module"),
+    ("torch.distributed._composable.replicate_with_fsdp", "_validate_module_common"),
+)
+# (module, name) of the functions by which torch's checkpoints, and clients, ask for the state of a
+# FullyShardedDataParallel: torch's class is its own state.
+_FSDP1_STATES = (
+    ("torch.distributed.fsdp._common_utils", "_get_module_fsdp_state_if_fully_sharded_module"),
+    ("torch.distributed.fsdp._common_utils", "_get_module_fsdp_state"),
+    ("torch.distributed._composable_state", "_get_module_state"),
+)
+# The same for the function by which clients make a FullyShardedDataParallel a root.
+_FSDP1_LAZY_INIT = ("torch.distributed.fsdp._runtime_utils", "_lazy_init")
+# The same for the function by which torch's checkpoints list the parameters of a model.
+_LISTED_STATE = ("torch.distributed.checkpoint.state_dict", "_iterate_valid_model_state")
+# The method by which torch's pipelining, since 2.15, and clients ask a sharded module for its state.
+_STATE_OF_MODULE = "_get_fsdp_state"
+
+# The names that homes have in this version of torch, and those added since. A name that is not here stays torch's.
+_NAMES: dict[str, Any] = {
+    "CPUOffloadPolicy": CPUOffloadPolicy,
+    "DataParallelMeshDims": DataParallelMeshDims,
+    "FSDPModule": FSDPModule,
+    "GradientReductionHandle": GradientReductionHandle,  # since torch 2.15
+    "MixedPrecisionPolicy": MixedPrecisionPolicy,
+    "OffloadPolicy": OffloadPolicy,
+    "UnshardHandle": UnshardHandle,
+    "fully_shard": fully_shard,
+    "register_fsdp_forward_method": register_fsdp_forward_method,
+    "share_comm_ctx": share_comm_ctx,
+}
+_NAMES_OF_SOURCES: dict[str, Any] = {**_NAMES, "AllGather": AllGather, "ReduceScatter": ReduceScatter}
+_NAMES_OF_FSDP1 = ("FlatParameter", "FullyShardedDataParallel", "ShardedGradScaler")
+
+_logger = logging.getLogger("fsdp2")
+
+
+class _Source(ModuleType):
+    """A torch module whose importers get our names, while its own functions read torch's from its globals."""
+
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)
+        return _NAMES_OF_SOURCES.get(name, found)
+
+
+class _Installation:
+    """What ``install`` has replaced, and how to put it back."""
+
+    def __init__(self) -> None:
+        self.theirs: dict[str, Any] = {}  # torch's object for each name
+        self._undo: list[Callable[[], None]] = []
+
+    def replace(self) -> None:
+        from fsdp2 import fsdp1  # imports torch's FSDP1, so import it only here
+
+        for name in _NAMES_OF_FSDP1:
+            _NAMES[name] = _NAMES_OF_SOURCES[name] = getattr(fsdp1, name)
+        for name in _INTERNALS[1:]:  # they must import torch's own names, so load them before the names are replaced
+            _imported(name)
+        homes = [module for name in _HOMES if (module := _imported(name)) is not None]
+        sources = [module for name in _SOURCES if (module := _imported(name)) is not None]
+        for module in (*sources, *homes):
+            for name in _NAMES_OF_SOURCES if module in sources else _NAMES:
+                if name in vars(module):
+                    self.theirs.setdefault(name, vars(module)[name])
+        try:
+            for owner, name in _CHECKS:
+                self._check_for_our_modules(owner, name)
+            for module in sources:
+                self._change_class(module)
+            self._show_our_wrappers()
+            self._list_our_flat_parameters()
+            self._show_states()
+            self._exchange(self.theirs, _NAMES_OF_SOURCES)
+        except BaseException:
+            self.restore()
+            raise
+
+    def restore(self) -> None:
+        self._exchange(_NAMES_OF_SOURCES, self.theirs)
+        while self._undo:
+            self._undo.pop()()
+
+    def _exchange(self, old: dict[str, Any], new: dict[str, Any]) -> None:
+        """In all loaded modules of torch, replace the objects ``old`` with ``new``, whatever name they have there."""
+        by_id = {id(old[name]): new[name] for name in self.theirs}
+        for module in _loaded_modules():
+            if _is_of_torch(module.__name__) and not _is_internal(module.__name__):
+                for name, value in list(vars(module).items()):
+                    if id(value) in by_id:
+                        setattr(module, name, by_id[id(value)])
+
+    def _change_class(self, module: ModuleType) -> None:
+        before = type(module)
+        module.__class__ = _Source
+        self._undo.append(lambda: setattr(module, "__class__", before))
+
+    def _show_our_wrappers(self) -> None:
+        """Make our wrappers work with ``torch.distributed.checkpoint.state_dict``, which asks each wrapper for torch's
+        own state, and with clients, which ask for its states and handles."""
+        from fsdp2.fsdp1.names import is_wrapper
+
+        for place in _FSDP1_STATES:
+            self._replace(place, lambda of_torch: lambda module: module if is_wrapper(module) else of_torch(module))
+
+        def lazy_init(of_torch: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda state, root: state._init_tree() if is_wrapper(state) else of_torch(state, root)
+
+        self._replace(_FSDP1_LAZY_INIT, lazy_init)
+
+    def _list_our_flat_parameters(self) -> None:
+        """Add our flat parameters to the list of ``torch.distributed.checkpoint.state_dict``, which looks for them in
+        the wrapped modules, although those keep the original parameters."""
+        from fsdp2.fsdp1.names import flat_params_in
+
+        def with_ours(of_torch: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda model, *args, **kwargs: chain(of_torch(model, *args, **kwargs), flat_params_in(model))
+
+        self._replace(_LISTED_STATE, with_ours)
+
+    def _show_states(self) -> None:
+        """Let torch's pipelining and clients read the state of a module, through a method and torch's registry."""
+        from fsdp2.extras.torch_view import registry, state  # importing this module alone does not need it
+
+        setattr(FSDPModule, _STATE_OF_MODULE, state.state_of)
+        self._undo.append(lambda: delattr(FSDPModule, _STATE_OF_MODULE))
+        self._undo.append(registry.show())
+
+    def _replace(self, place: tuple[str, str], make: Callable[[Any], object]) -> None:
+        """Replace torch's function at ``place``, (module, name), with ``make(function)``, if there is one."""
+        owner, name = place
+        of_torch = getattr(_imported(owner), name, None)
+        if of_torch is not None:
+            ours = make(of_torch)
+            self._put(name, of_torch, ours)
+            self._undo.append(lambda: self._put(name, ours, of_torch))
+
+    def _put(self, name: str, old: object, new: object) -> None:
+        for module in _loaded_modules():
+            if _is_of_torch(module.__name__) and vars(module).get(name) is old:
+                setattr(module, name, new)
+
+    def _check_for_our_modules(self, owner: str, name: str) -> None:
+        """Make torch's ``fully_shard`` and ``replicate`` refuse modules that fsdp2 has sharded."""
+        module = _imported(owner)
+        if module is None or name not in vars(module):
+            return
+        check = vars(module)[name]
+        of_torch = [found for each in ("fully_shard", "replicate") if callable(found := vars(module).get(each))]
+
+        def checked(given: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                _refuse_our_modules(given, args[0] if args else "fully_shard")
+            except ValueError:
+                for item in given if isinstance(given, (list, tuple)) else [given]:
+                    for function in of_torch:
+                        torch_names.forget_composable_api(item, function)
+                raise
+            return check(given, *args, **kwargs)
+
+        setattr(module, name, checked)
+        self._undo.append(lambda: setattr(module, name, check))
+
+
+_current: _Installation | None = None
+
+
+def install() -> None:
+    """Make clients of ``torch.distributed.fsdp.fully_shard`` use fsdp2, without changing the client.
+
+    Call it on all ranks before the client is imported; ``python -m fsdp2 run script.py`` does so for a whole script.
+    ``FullyShardedDataParallel`` is replaced, too. Rank 0 logs what was replaced. A second call does nothing.
+
+    Warns:
+        UserWarning: a module was imported earlier and still holds torch's names; or torch has names that are newer than
+            fsdp2, which are not replaced.
+
+    Raises:
+        RuntimeError: this torch has no ``torch.distributed.fsdp.fully_shard``.
+    """
+    global _current
+    if _current is not None:
+        return
+    installation = _Installation()
+    installation.replace()
+    if "fully_shard" not in installation.theirs:
+        installation.restore()
+        raise RuntimeError(
+            f"fsdp2.install: torch {torch.__version__} has no torch.distributed.fsdp.fully_shard to replace. "
+            f"Install a torch build with distributed support; tried with torch {TRIED_IN}."
+        )
+    try:
+        _report(installation)
+    except BaseException:  # a warning that the user has turned into an error
+        installation.restore()
+        raise
+    _current = installation
+
+
+def uninstall() -> None:
+    """Restore torch's names where :func:`install` has replaced them. Client modules that were imported in the meantime
+    keep ours. Does nothing if fsdp2 is not installed."""
+    global _current
+    installation, _current = _current, None
+    if installation is not None:
+        installation.restore()
+
+
+@contextmanager
+def installed() -> Iterator[None]:
+    """Call :func:`install` for a ``with`` block, for tests. If fsdp2 was installed before, it stays installed."""
+    was_installed = _current is not None
+    install()
+    try:
+        yield
+    finally:
+        if not was_installed:
+            uninstall()
+
+
+def _refuse_our_modules(given: Any, caller: str) -> None:
+    """Refuse the arguments of torch's ``caller`` if fsdp2 has sharded a module in them.
+
+    Raises:
+        ValueError: fsdp2 has sharded a module. The error names the module and both runtimes.
+    """
+    for root in given if isinstance(given, (list, tuple)) else [given]:
+        for name, module in plain_named_modules(root) if isinstance(root, nn.Module) else ():
+            if unit_of(module) is not None:
+                where = f"module '{name}'" if name else "this module"
+                raise ValueError(
+                    f"{caller} of torch.distributed: {where}, a {type(module).__name__}, was given to "
+                    "fsdp2.fully_shard before. One of the two can shard a model, not both. Call fsdp2.install() before "
+                    f"the module that calls torch's {caller} is imported."
+                )
+
+
+def _report(installation: _Installation) -> None:
+    """On rank 0, log what was replaced, and warn about what was not."""
+    if _rank() != 0:
+        return
+    replaced = sorted(name for name in installation.theirs if name in _NAMES)
+    _logger.warning(
+        "fsdp2.install: in torch.distributed.fsdp, these names are fsdp2's now: %s. Tried with torch %s; this is %s.",
+        ", ".join(replaced),
+        TRIED_IN,
+        torch.__version__,
+    )
+    newer = sorted(set(getattr(_imported(_HOMES[1]), "__all__", ())) - set(_NAMES))
+    if newer:
+        warnings.warn(
+            f"fsdp2.install: torch {torch.__version__} has names that fsdp2 does not know: {', '.join(newer)}. They "
+            "stay torch's, and do not work on modules that fsdp2 shards.",
+            stacklevel=3,
+        )
+    holders = _holders(installation.theirs)
+    if holders:
+        found = "; ".join(f"{module} ({', '.join(names)})" for module, names in sorted(holders.items()))
+        warnings.warn(
+            f"fsdp2.install: these modules imported torch's names before, and still hold them: {found}. Call "
+            "fsdp2.install() before they are imported.",
+            stacklevel=3,
+        )
+
+
+def _holders(theirs: dict[str, Any]) -> dict[str, list[str]]:
+    """Modules outside torch and fsdp2 that hold torch's names."""
+    ids = {id(value) for value in theirs.values()}
+    found: dict[str, list[str]] = {}
+    for module in _loaded_modules():
+        if not _is_of_torch(module.__name__) and module.__name__.split(".")[0] != "fsdp2":
+            names = sorted(name for name, value in list(vars(module).items()) if id(value) in ids)
+            if names:
+                found[module.__name__] = names
+    return found
+
+
+def _loaded_modules() -> list[ModuleType]:
+    return [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
+
+
+def _imported(name: str) -> ModuleType | None:
+    """The module ``name``; None if this torch has no such module."""
+    try:
+        importlib.import_module(name)
+    except ImportError:
+        return None
+    return sys.modules[name]
+
+
+def _is_of_torch(name: str) -> bool:
+    return name.split(".")[0] == "torch"
+
+
+def _is_internal(name: str) -> bool:
+    """Whether the module belongs to torch's own runtime, rather than re-exporting its names."""
+    return name not in _HOMES and name.startswith(_INTERNALS)
+
+
+def _rank() -> int:
+    """The rank of this process, even before the process group exists."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else int(os.environ.get("RANK", "0"))

@@ -1,0 +1,6 @@
+"""The memory of a sharded model: what a step holds, limits on it, and what to keep on the host."""
+
+from fsdp2.memory.budget import OffloadChoice, offload_by_budget
+from fsdp2.memory.plan import MemoryPlan, UnitBytes, UnitMemory, memory_plan
+
+__all__ = ["MemoryPlan", "OffloadChoice", "UnitBytes", "UnitMemory", "memory_plan", "offload_by_budget"]

@@ -1,0 +1,302 @@
+"""``offload_by_budget``: choose what to keep on the host for each unit, so that the rest fits on the device.
+
+Sizes come from plans, and are those of the rank with the longest shards, so all ranks make the same choice without
+communicating. Rule: optimizer states leave before parameters, since no forward or backward waits for states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from torch import nn
+
+from fsdp2.core.comm.offload import Home, home_for
+from fsdp2.core.group.group import ParamGroup
+from fsdp2.core.runtime.unit import Unit
+from fsdp2.core.runtime.unit_tree import UnitTree, tree_of
+from fsdp2.core.schedule.schedule import AfterForward
+from fsdp2.core.schedule.states import GroupState
+from fsdp2.core.sizes import nbytes_of
+from fsdp2.core.types import CPUOffloadPolicy, MemoryLimitError
+from fsdp2.extras.policies import as_ours
+from fsdp2.extras.units import sharded_unit
+from fsdp2.memory.moves import move_shards
+from fsdp2.memory.plan import peak_if_staged
+from fsdp2.optim.host_adamw.memory import host_nbytes_of
+
+_CALLER = "offload_by_budget"
+
+
+class Offloaded(Enum):
+    """Which part of a unit lives on the host."""
+
+    NOTHING = "nothing"
+    STATES = "states"
+    PARAMETERS = "parameters"  # with their gradients and states, as under CPUOffloadPolicy
+
+
+@dataclass(frozen=True)
+class UnitOffload:
+    """Where the parts of one unit live, in bytes per rank.
+
+    Attributes:
+        name: the name of the unit.
+        offloaded: what lives on the host.
+        device: the shards, gradients, and states that live on the device.
+        host: those that live on the host, including memory for copies in flight.
+        link: what a step copies between the two, in both directions together.
+    """
+
+    name: str
+    offloaded: Offloaded
+    device: int
+    host: int
+    link: int
+
+
+@dataclass(frozen=True)
+class OffloadChoice:
+    """What ``offload_by_budget`` has chosen, in bytes per rank; ``str()`` shows a table.
+
+    Attributes:
+        units: the units in the order of the model's modules, the root first.
+        temporary: what a step takes on the device besides shards and their gradients, without activations.
+        host_params: the trainable parameters for ``HostAdamW``.
+        device_params: the trainable parameters for an AdamW on the device.
+    """
+
+    units: tuple[UnitOffload, ...]
+    temporary: int
+    host_params: tuple[nn.Parameter, ...] = field(repr=False)
+    device_params: tuple[nn.Parameter, ...] = field(repr=False)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes on the device, without activations."""
+        return self.temporary + sum(unit.device for unit in self.units)
+
+    @property
+    def host_nbytes(self) -> int:
+        """The bytes on the host."""
+        return sum(unit.host for unit in self.units)
+
+    @property
+    def link_nbytes(self) -> int:
+        """The bytes that a step copies between host and device."""
+        return sum(unit.link for unit in self.units)
+
+    @property
+    def on_device(self) -> tuple[str, ...]:
+        """The names of the units that live on the device."""
+        return tuple(unit.name for unit in self.units if unit.offloaded is Offloaded.NOTHING)
+
+    @property
+    def on_host(self) -> tuple[str, ...]:
+        """The names of the units whose states live on the host, with or without parameters."""
+        return tuple(unit.name for unit in self.units if unit.offloaded is not Offloaded.NOTHING)
+
+    @property
+    def params_on_host(self) -> tuple[str, ...]:
+        """The names of the units whose parameters live on the host, too."""
+        return tuple(unit.name for unit in self.units if unit.offloaded is Offloaded.PARAMETERS)
+
+    def __str__(self) -> str:
+        rows: list[tuple[str, ...]] = [("unit", "on the host", "device", "host", "link")]
+        for unit in self.units:
+            rows.append((unit.name, unit.offloaded.value, *map(str, (unit.device, unit.host, unit.link))))
+        rows.append(("(temporary)", "", str(self.temporary), "0", "0"))
+        rows.append(("bytes of a rank", "", *map(str, (self.nbytes, self.host_nbytes, self.link_nbytes))))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join(
+            "  ".join([*map(str.ljust, row[:2], widths), *map(str.rjust, row[2:], widths[2:])]) for row in rows
+        )
+
+
+def offload_by_budget(
+    module: nn.Module,
+    device_nbytes: int | str,
+    host_nbytes: int | str | None = None,
+    *,
+    offload_policy: CPUOffloadPolicy = CPUOffloadPolicy(),  # noqa: B008 (frozen)
+) -> OffloadChoice:
+    """Move as little of each unit to the host as lets a step fit into ``device_nbytes``, not counting activations.
+    Call it after ``fully_shard`` and loading, and before you build optimizers.
+
+    AdamW's states go first, since no forward or backward waits for them, starting with the units that run last: their
+    gradients land first, so that backward hides their steps. If that is not enough, parameters go too, with their
+    gradients, starting with the units that add the fewest copied bytes per freed byte, later units before earlier ones;
+    states of other units then stay if there is room. Shards that ``CPUOffloadPolicy`` has already put on the host move
+    to the device if they fit there. Parameters stay the same objects.
+
+    Args:
+        module: the root of a sharded model.
+        device_nbytes: what shards, gradients, states and temporary memory may take on the device of each rank: bytes,
+            or text such as ``"70GiB"``.
+        host_nbytes: how much host memory the rank may take; None means no limit. Ranks on a node share that memory.
+        offload_policy: the policy for units whose parameters move to the host; it says whether they are pinned.
+
+    Returns:
+        What was chosen. States take twice the bytes of trainable shards.
+
+    Raises:
+        TypeError: ``offload_policy`` is of the wrong type.
+        ValueError: ``device_nbytes`` or ``host_nbytes`` is not a size; ``module`` is not sharded; or shards have to
+            move and cannot, because the model was trained before, an optimizer steps it, or a parameter has a gradient
+            or hooks.
+        MemoryLimitError: a step does not fit even with all parameters on the host; or ``host_nbytes`` is too small.
+        ScheduleError: shards have to move while a pass is running or a unit is unsharded.
+        RuntimeError: shards have to move but are on the meta device.
+
+        Whenever it raises, the model is unchanged.
+    """
+    on_device = nbytes_of(device_nbytes, f"{_CALLER}: device_nbytes", "70GiB")
+    on_host = None if host_nbytes is None else nbytes_of(host_nbytes, f"{_CALLER}: host_nbytes", "70GiB")
+    offload_policy = as_ours(offload_policy)
+    if not isinstance(offload_policy, CPUOffloadPolicy):
+        raise TypeError(
+            f"{_CALLER}: offload_policy is a {type(offload_policy).__name__}, expected an fsdp2.CPUOffloadPolicy."
+        )
+    tree = tree_of(sharded_unit(module, f"fsdp2.memory.{_CALLER}"))
+    for group in (group for unit in tree.units for group in unit.groups):
+        if group.state is GroupState.SHARDED:
+            group.take_replaced()  # takes what loading has bound in place of parameters on the meta device
+    found = _chosen(tree, on_device, on_host)
+    _move(module, tree.units, found, offload_policy)
+    return found
+
+
+# Sizes
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Bytes of a unit: all its ``shards``, and the ``trained`` ones, whose gradients take the same number of bytes.
+    ``gathers`` is how often a step gathers the shards; ``host`` has the host's bytes by what is offloaded."""
+
+    shards: int
+    trained: int
+    gathers: int
+    host: dict[Offloaded, int]
+
+    def device(self, offloaded: Offloaded) -> int:
+        states = 2 * self.trained if offloaded is Offloaded.NOTHING else 0
+        return 0 if offloaded is Offloaded.PARAMETERS else self.shards + self.trained + states
+
+    def link(self, offloaded: Offloaded) -> int:
+        if offloaded is Offloaded.PARAMETERS:
+            return self.gathers * self.shards + self.trained  # gradients; the host updates the shards itself
+        return 2 * self.trained if offloaded is Offloaded.STATES else 0  # gradients, and shards that come back
+
+    @property
+    def cost(self) -> float:
+        """How many more bytes a step copies per freed byte, if parameters leave after states."""
+        added = self.link(Offloaded.PARAMETERS) - self.link(Offloaded.STATES)
+        return added / self.device(Offloaded.STATES)
+
+
+def _sizes(tree: UnitTree, unit: Unit) -> _Sizes:
+    shards = trained = 0
+    host = dict.fromkeys(Offloaded, 0)
+    for param in (param for group in unit.groups for param in group.params):
+        numel, dtype = param.layout.chunk_numel, param.sharded.dtype
+        shards += numel * dtype.itemsize
+        if param.sharded.requires_grad:
+            trained += numel * dtype.itemsize
+            host[Offloaded.STATES] += numel * host_nbytes_of(dtype, is_on_host=False)
+            host[Offloaded.PARAMETERS] += numel * host_nbytes_of(dtype, is_on_host=True)
+        else:
+            host[Offloaded.PARAMETERS] += numel * dtype.itemsize
+    rules = tree.rules_of(unit)
+    regathers = rules.unshard_in_backward and rules.after_forward is AfterForward.RESHARD
+    return _Sizes(shards, trained, 2 if regathers else 1, host)
+
+
+# The choice
+
+
+def _chosen(tree: UnitTree, device_nbytes: int, host_nbytes: int | None) -> OffloadChoice:
+    """The first of ``_choices`` that fits.
+
+    Raises:
+        MemoryLimitError: none fits.
+    """
+    smallest: OffloadChoice | None = None  # on the device
+    frugal: OffloadChoice | None = None  # on the host, among those that fit on the device
+    for choice in _choices(tree, device_nbytes):
+        if choice.nbytes > device_nbytes:
+            smallest = choice if smallest is None or choice.nbytes < smallest.nbytes else smallest
+        elif host_nbytes is None or choice.host_nbytes <= host_nbytes:
+            return choice
+        else:
+            frugal = choice if frugal is None or choice.host_nbytes < frugal.host_nbytes else frugal
+    if frugal is not None:
+        raise MemoryLimitError(
+            f"{_CALLER}: to fit into device_nbytes={device_nbytes}, a rank takes {frugal.host_nbytes} bytes or more "
+            f"of the host's memory, but host_nbytes is {host_nbytes}. Raise one of the two, or shard over more ranks."
+        )
+    assert smallest is not None
+    raise MemoryLimitError(
+        f"{_CALLER}: with all states and as many parameters on the host as helps, a step takes {smallest.nbytes} bytes "
+        f"on the device without activations, of which {smallest.temporary} are temporary memory, but device_nbytes is "
+        f"{device_nbytes}. Split large units, or shard over more ranks."
+    )
+
+
+def _choices(tree: UnitTree, device_nbytes: int) -> Iterator[OffloadChoice]:
+    """Choices with the parameters of zero units on the host, of one, and so on. States of other units are on the host
+    only as far as necessary."""
+    sizes = [_sizes(tree, unit) for unit in tree.units]
+    movable = [index for index, each in enumerate(sizes) if each.shards]
+    order = sorted(movable, key=lambda index: (sizes[index].cost, -index))
+    for number in range(len(order) + 1):
+        away = set(order[:number])
+        temporary = peak_if_staged(tree, [index in away for index in range(len(sizes))])
+        fixed = temporary + sum(each.device(Offloaded.STATES) for i, each in enumerate(sizes) if i not in away)
+        states = [0 if index in away else 2 * each.trained for index, each in enumerate(sizes)]
+        moved = units_on_host(states, device_nbytes - fixed)
+        offloaded = [
+            Offloaded.PARAMETERS if i in away else Offloaded.STATES if i in moved else Offloaded.NOTHING
+            for i in range(len(sizes))
+        ]
+        yield _choice(tree, sizes, offloaded, temporary)
+
+
+def _choice(tree: UnitTree, sizes: Sequence[_Sizes], offloaded: Sequence[Offloaded], temporary: int) -> OffloadChoice:
+    units, params = [], ([], [])  # type: ignore[var-annotated]
+    for unit, size, found in zip(tree.units, sizes, offloaded, strict=True):
+        name = unit.name or "(root)"
+        units.append(UnitOffload(name, found, size.device(found), size.host[found], size.link(found)))
+        mine = [param.sharded for group in unit.groups for param in group.params if param.sharded.requires_grad]
+        params[found is Offloaded.NOTHING].extend(mine)
+    return OffloadChoice(tuple(units), temporary, tuple(params[0]), tuple(params[1]))
+
+
+def units_on_host(states: Sequence[int], room: int) -> set[int]:
+    """The units whose states have to leave so that the rest takes at most ``room`` bytes; all, if even that is not
+    enough. ``states`` are the bytes of each unit, the root first."""
+    moved: set[int] = set()
+    rest = sum(states)
+    for index in reversed(range(len(states))):
+        if rest <= room:
+            break
+        if states[index]:
+            moved.add(index)
+            rest -= states[index]
+    return moved
+
+
+# Applying the choice
+
+
+def _move(module: nn.Module, units: Sequence[Unit], choice: OffloadChoice, policy: CPUOffloadPolicy) -> None:
+    homes: dict[ParamGroup, Home] = {}
+    for unit, found in zip(units, choice.units, strict=True):
+        for group in unit.groups:
+            device = group.mesh.device
+            is_away = found.offloaded is Offloaded.PARAMETERS
+            home = home_for(policy, device) if is_away else Home(device)
+            if home.is_staged is not group.home.is_staged:
+                homes[group] = home
+    move_shards(_CALLER, module, list(units), homes)

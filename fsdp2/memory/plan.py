@@ -1,0 +1,378 @@
+"""The bytes that a sharded model takes on this rank besides its shards: ``print(fsdp2.memory.memory_plan(model))``.
+
+The sizes come from plans only: nothing runs or is allocated, and no allocator is queried. All ranks compute the same
+sizes, so ``memory_limit`` decides the same on all ranks. Shards and their gradients, activations, and gradients that
+the user keeps unreduced are not counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, replace
+
+from torch import nn
+
+from fsdp2.core import _torch
+from fsdp2.core.comm.backends import ReduceComm
+from fsdp2.core.group.group import ParamGroup
+from fsdp2.core.plan.plan import GatherStep, Origin, ReducePlan, Route, cut_after_forward
+from fsdp2.core.runtime.unit import Unit, parents_of
+from fsdp2.core.runtime.unit_tree import UnitTree, tree_of
+from fsdp2.core.schedule.schedule import Action, Actions, Schedule, in_parts
+from fsdp2.extras.skipped_units import nested
+from fsdp2.extras.units import sharded_unit
+
+
+@dataclass(frozen=True)
+class UnitMemory:
+    """One unit's memory. ``shards``: the bytes of its shards. Their gradients take as much again, optimizers more."""
+
+    name: str
+    shards: int
+    bytes: UnitBytes
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """The bytes of a model on this rank, without activations; ``str()`` shows a table.
+
+    Attributes:
+        units: the units in the order of the model's modules, the root first.
+        peak: the most that a step holds besides shards and their gradients, if gathers and reductions overlap with
+            compute. The units run in the order of the last forward; before the first forward, in module order.
+            Repeated uses of a unit in one forward are counted after the second step. Units that one activation
+            checkpoint recomputes together are all unsharded in backward at once; that is not counted.
+        at_least: the smallest limit for :meth:`FSDPModule.set_temporary_memory_limit`; with it, nothing overlaps.
+    """
+
+    units: tuple[UnitMemory, ...]
+    peak: int
+    at_least: int
+
+    def __str__(self) -> str:
+        columns = ("unit", "shards", "unsharded", "staging", "post-forward", "gradients", "copies")
+        rows: list[tuple[str, ...]] = [columns]
+        for unit in self.units:
+            sizes = unit.bytes
+            figures = (unit.shards, sizes.unsharded, sizes.arriving, sizes.post_forward, sizes.gradients, sizes.copies)
+            rows.append((unit.name, *map(str, figures)))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
+        return "\n".join([*lines, f"peak of a step: {self.peak} bytes; smallest limit: {self.at_least} bytes"])
+
+
+def memory_plan(module: nn.Module) -> MemoryPlan:
+    """Compute the bytes of every unit on this rank, without activations. Payloads of all-gather hooks, and tensors that
+    the hooks make, are counted after the first gather. ``module`` is the root of a sharded model.
+
+    Raises:
+        ValueError: ``module`` is not sharded.
+    """
+    tree = tree_of(sharded_unit(module, "fsdp2.memory.memory_plan"))
+    sizes = [unit_bytes(unit) for unit in tree.units]
+    pairs = zip(tree.units, sizes, strict=True)
+    units = tuple(UnitMemory(unit.name, _shards_nbytes(unit), nbytes) for unit, nbytes in pairs)
+    return MemoryPlan(units, _peak(tree, sizes, overlaps=True), _peak(tree, sizes, overlaps=False))
+
+
+def _shards_nbytes(unit: Unit) -> int:
+    return sum(_torch.local_of(param.sharded).nbytes for group in unit.groups for param in group.params)
+
+
+def peak_if_staged(tree: UnitTree, staged: Sequence[bool]) -> int:
+    """What ``MemoryPlan.peak`` would be if exactly the ``staged`` units had their shards on the host."""
+    pairs = zip(tree.units, staged, strict=True)
+    return _peak(tree, [unit_bytes(unit, is_staged=is_staged) for unit, is_staged in pairs], overlaps=True)
+
+
+def _peak(tree: UnitTree, sizes: Sequence[UnitBytes], *, overlaps: bool) -> int:
+    """The most that a step holds. Without ``overlaps``, nothing is prefetched, and reductions land at once."""
+    units = tree.units
+    rules = tree.schedule.rules
+    if not overlaps:
+        rules = [replace(rule, forward_prefetch=(), backward_prefetch=()) for rule in rules]
+    schedule = Schedule(rules)
+    order, parents = tree.schedule.tape.expected or range(len(units)), parents_of(units)
+    simulate(schedule, order, parents, Ledger(sizes), overlaps=overlaps)  # records the order
+    ledger = Ledger(sizes)
+    simulate(schedule, order, parents, ledger, overlaps=overlaps)
+    return ledger.peak
+
+
+# The sizes of plans in bytes
+
+
+@dataclass(frozen=True)
+class UnitBytes:
+    """The memory of one unit, in bytes.
+
+    Attributes:
+        unsharded: unsharded parameters.
+        arriving: memory that the gather takes besides the unsharded parameters.
+        post_forward: shards on the post-forward mesh.
+        gradients: gradients that autograd makes in the unit's backward.
+        copies: memory that the reduction of these gradients makes: buckets, casts, and room to receive.
+        sent: the part of gradients and copies that is held while the reduction is in flight.
+        kept: the part of ``unsharded`` that stays allocated when the parameters are resharded.
+    """
+
+    unsharded: int = 0
+    arriving: int = 0
+    post_forward: int = 0
+    gradients: int = 0
+    copies: int = 0
+    sent: int = 0
+    kept: int = 0
+
+    def __add__(self, other: UnitBytes) -> UnitBytes:
+        return UnitBytes(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    @property
+    def gather(self) -> int:
+        """What a gather takes: the unsharded parameters, and additional memory."""
+        return self.unsharded + self.arriving
+
+    def backward(self, *, reshards: bool) -> int:
+        """What backward adds to the unsharded parameters, up to the start of the reduction. With ``reshards``, the
+        parameters are freed before the reduction makes its copies."""
+        return self.gradients + max(self.copies - (self.unsharded - self.kept if reshards else 0), 0)
+
+    @property
+    def alone(self) -> int:
+        """What a step with only this unit takes."""
+        return max(self.gather, self.unsharded + self.backward(reshards=True))
+
+
+def trainable_of(group: ParamGroup) -> list[int]:
+    """The positions of the parameters of ``group`` that require gradients now."""
+    group.take_flags()
+    return [i for i, requires_grad in enumerate(group.unsharded.requires_grad) if requires_grad]
+
+
+def group_bytes(group: ParamGroup, *, is_staged: bool | None = None) -> UnitBytes:
+    """What ``group`` takes besides its shards, in bytes, the same on all ranks. Payloads of hooks are counted after the
+    first gather. ``is_staged`` says whether to assume that shards are on the host; None means wherever they are now."""
+    trainable = trainable_of(group)
+    plans, comm = group.gradients.plans(trainable)
+    is_staged = group.home.is_staged if is_staged is None else is_staged
+    return _gather_bytes(group, is_staged=is_staged) + reduce_bytes(plans, comm)
+
+
+def unit_bytes(unit: Unit, *, is_staged: bool | None = None) -> UnitBytes:
+    """What all groups of ``unit`` take together; ``is_staged`` as in ``group_bytes``."""
+    return sum((group_bytes(group, is_staged=is_staged) for group in unit.groups), UnitBytes())
+
+
+def _gather_bytes(group: ParamGroup, *, is_staged: bool) -> UnitBytes:
+    unsharded = group.unsharded
+    plan, smaller = unsharded.plan(), unsharded.post_forward_mesh
+    if unsharded.is_local(plan, is_staged=is_staged):
+        return UnitBytes()
+    passing = sum(step.padded_nbytes for step in plan.steps if step.origin is Origin.HOOK_CONSUMED)
+    travelling = sum(step.padded_nbytes for step in plan.steps)
+    staged = sum(flat.nbytes for flat in group.shards.flats.values()) if is_staged else 0
+    nbytes = unsharded.nbytes
+    rests = 0 if smaller is None else sum(_nbytes_after_cut(step, smaller.shard.size) for step in plan.steps)
+    stays = rests if group.keeps_post_forward else 0
+    return UnitBytes(
+        unsharded=nbytes + stays,
+        arriving=plan.staging_nbytes + passing + staged + unsharded.carrier.gather_buffer_nbytes(travelling),
+        post_forward=rests - stays,
+        kept=stays + (nbytes if group.keeps_storage else 0),
+    )
+
+
+def _nbytes_after_cut(step: GatherStep, num_ranks: int) -> int:
+    return cut_after_forward(step, num_ranks).layout.chunk_numel * step.dtype.itemsize
+
+
+def reduce_bytes(plans: Sequence[ReducePlan], comm: ReduceComm) -> UnitBytes:
+    """What reductions take: buckets, casts, memory of the comm, and the sums until they land as gradients. Gradients
+    that are sent without a copy are held while the reduction is in flight."""
+    gradients = copies = sent_as_they_are = packing = 0
+    for plan in plans:
+        param, reduce = plan.dtypes.param, plan.dtypes.reduce
+        direct = sum(step.layout.numel for step in plan.steps if step.route is Route.DIRECT)
+        bucketed = sum(step.layout.padded_numel for step in plan.steps if step.route is not Route.DIRECT)
+        travelling = sum(step.layout.padded_numel for step in plan.steps) * reduce.itemsize
+        cast = direct if param is not reduce and plan.casts_first else 0
+        gradients += sum(step.layout.numel for step in plan.steps) * param.itemsize
+        copies += (bucketed + cast + plan.flat_numel) * reduce.itemsize + comm.reduce_buffer_nbytes(travelling)
+        sent_as_they_are += (direct - cast) * param.itemsize
+        for step in plan.steps:
+            if step.route is Route.ROWS:  # on the CPU, ``pack_rows`` pads and casts one after the other
+                padded = 0 if step.layout.is_even else step.layout.padded_numel * param.itemsize
+                row = 0 if param is reduce else step.layout.chunk_numel * reduce.itemsize
+                packing = max(packing, padded + row)
+    return UnitBytes(gradients=gradients, copies=copies + packing, sent=copies + sent_as_they_are)
+
+
+# How much each unit holds
+
+
+@dataclass(frozen=True)
+class Room:
+    """How to make room: land the oldest ``landings`` reductions, then drop the gathers of the units ``dropped``."""
+
+    landings: int = 0
+    dropped: tuple[int, ...] = ()
+
+
+class Ledger:
+    """Counts the bytes that units hold: ``held`` now and ``peak`` at most, under ``limit``. Questions are asked before
+    an action, and events record it. ``sizes`` has one entry per unit; the owner replaces it when plans are new."""
+
+    def __init__(self, sizes: Sequence[UnitBytes], limit: float = math.inf) -> None:
+        self.sizes = list(sizes)
+        self.limit = limit
+        self._params = [each.kept for each in self.sizes]
+        self.held = self.peak = sum(self._params)
+        self._unsharded: set[int] = set()  # or being unsharded
+        self._arriving: dict[int, None] = {}  # oldest first
+        self._backwards = [0] * len(self.sizes)
+        self._reductions: deque[int] = deque()
+
+    @property
+    def num_reductions(self) -> int:
+        """How many reductions count as in flight, the same on all ranks. On this rank, some may have landed already."""
+        return len(self._reductions)
+
+    # Questions
+
+    def to_unshard(self, unit: int) -> int:
+        """What gathering ``unit`` adds."""
+        if unit in self._unsharded:
+            return 0
+        return self.sizes[unit].gather - min(self.sizes[unit].kept, self._params[unit])
+
+    def to_run_backward(self, unit: int, *, gathers: bool, reshards: bool) -> int:
+        """What the backward of ``unit`` adds: its parameters, if backward ``gathers`` them, and its gradients."""
+        sizes = self.sizes[unit]
+        params = sizes.unsharded if gathers or unit in self._unsharded else self._params[unit]
+        at_most = max(self._params[unit] + self.to_unshard(unit) * gathers, params + sizes.backward(reshards=reshards))
+        return max(at_most - self._params[unit] - self._backwards[unit], 0)
+
+    def fits(self, nbytes: int) -> bool:
+        return self.held + nbytes <= self.limit
+
+    def stays(self, unit: int) -> dict[int, int]:
+        """The bytes by unit that cannot be freed to make room for ``unit``."""
+        dropped = [i in self._arriving and i != unit for i in range(len(self.sizes))]
+        params = [s.kept if d else n for s, d, n in zip(self.sizes, dropped, self._params, strict=True)]
+        held = [a + b for a, b in zip(params, self._backwards, strict=True)]
+        return {i: n for i, n in enumerate(held) if n}
+
+    def room_for(self, nbytes: int, unit: int) -> Room | None:
+        """What to free so that ``unit`` can take ``nbytes`` more; None if freeing everything possible is not enough."""
+        missing = self.held + nbytes - self.limit
+        landings = 0
+        while missing > 0 and landings < len(self._reductions):
+            missing -= self._reductions[landings]
+            landings += 1
+        dropped = []
+        for other in reversed(self._arriving):  # latest first: that unit is expected to be needed last
+            if missing > 0 and other != unit:
+                missing -= self._params[other] - self.sizes[other].kept
+                dropped.append(other)
+        return None if missing > 0 else Room(landings, tuple(dropped))
+
+    # Events
+
+    def unshard(self, unit: int) -> None:
+        self._set_params(unit, self._params[unit] + self.to_unshard(unit))
+        if unit not in self._unsharded:
+            self._arriving[unit] = None
+            self._unsharded.add(unit)
+
+    def wait(self, unit: int) -> None:
+        self._arriving.pop(unit, None)
+        self._unsharded.add(unit)
+        self._set_params(unit, self.sizes[unit].unsharded)
+
+    def reshard(self, unit: int, *, post_forward: bool = False) -> None:
+        """``unit`` is resharded; with ``post_forward``, to its smaller mesh."""
+        self._arriving.pop(unit, None)
+        self._unsharded.discard(unit)
+        self._set_params(unit, self.sizes[unit].kept + self.sizes[unit].post_forward * post_forward)
+
+    def run_backward(self, unit: int, *, gathers: bool, reshards: bool) -> None:
+        if gathers or unit in self._unsharded:
+            self.unshard(unit)
+            self.wait(unit)
+        self._set_backward(unit, self.sizes[unit].backward(reshards=reshards))
+
+    def keep(self, unit: int) -> None:
+        """The gradients of ``unit`` stay unreduced, as the user requested, so they are no longer counted."""
+        self._set_backward(unit, 0)
+
+    def reduce(self, unit: int, max_in_flight: int) -> None:
+        """The reduction of ``unit`` starts. If too many are in flight, the oldest ones land first."""
+        while len(self._reductions) >= max_in_flight:
+            self.land(1)
+        self._set_backward(unit, 0)
+        self._reductions.append(self.sizes[unit].sent)
+        self._add(self.sizes[unit].sent)
+
+    def land(self, count: int | None = None) -> None:
+        """The oldest ``count`` reductions land; None means all."""
+        for _ in range(len(self._reductions) if count is None else count):
+            self._add(-self._reductions.popleft())
+
+    def count(self, action: Action, unit: int, max_in_flight: int = 1) -> None:
+        """``action`` is performed on ``unit``."""
+        if action in (Action.UNSHARD, Action.PREFETCH):
+            self.unshard(unit)
+        elif action is Action.WAIT:
+            self.wait(unit)
+        elif action in (Action.RESHARD, Action.RESHARD_POST_FORWARD):
+            self.reshard(unit, post_forward=action is Action.RESHARD_POST_FORWARD)
+        elif action in (Action.REDUCE, Action.REDUCE_JOINTLY):
+            self.reduce(unit, max_in_flight)
+        elif action is Action.KEEP:
+            self.keep(unit)
+        else:
+            self.land()
+
+    def _set_params(self, unit: int, nbytes: int) -> None:
+        self._add(nbytes - self._params[unit])
+        self._params[unit] = nbytes
+
+    def _set_backward(self, unit: int, nbytes: int) -> None:
+        self._add(nbytes - self._backwards[unit])
+        self._backwards[unit] = nbytes
+
+    def _add(self, nbytes: int) -> None:
+        self.held += nbytes
+        self.peak = max(self.peak, self.held)
+
+
+def simulate(
+    schedule: Schedule, order: Sequence[int], parents: Sequence[int | None], ledger: Ledger, *, overlaps: bool
+) -> None:
+    """Simulate a forward and a backward over the units in ``order``, root first, each inside its parent's forward, and
+    count in ``ledger``. If the step ``overlaps``, a reduction stays in flight until the next one starts."""
+
+    def replay(actions: Actions) -> None:
+        for action, unit in in_parts(actions):
+            ledger.count(action, unit)
+
+    events = nested(order, parents)
+    uses = Counter(unit for unit, is_start in events if is_start)  # uses whose backward is still to come
+    for unit, is_start in events:
+        before = schedule.pre_forward(unit, grad_enabled=True) if is_start else ()
+        replay(before if is_start else schedule.post_forward(unit))
+    for unit, is_start in reversed(events):
+        if is_start:
+            uses[unit] -= 1
+            if unit != order[0]:  # the root's backward ends with the whole backward
+                replay(schedule.post_backward(unit, is_last_use=uses[unit] == 0))
+            continue
+        rules = schedule.rules[unit]
+        actions = schedule.pre_backward(unit)
+        if not overlaps:
+            ledger.land()
+        ledger.run_backward(unit, gathers=rules.unshard_in_backward, reshards=rules.reshard_after_backward)
+        replay(actions)
+    replay(schedule.end_backward())

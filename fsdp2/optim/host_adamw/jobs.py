@@ -1,0 +1,235 @@
+"""One step of some parameters of a unit on the host: gradients arrive, AdamW runs in a thread, results are sent back.
+
+The training thread enqueues copies to the host and continues. The host's thread waits for these copies, steps, and
+enqueues copies back. No other code may read or write a job's tensors before ``HostUnit.wait``; after it, the device has
+to wait for ``HostUnit.take_returned``, too. Each stream wait states producer, consumer and reason.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from fsdp2.core import _torch
+from fsdp2.core.comm.streams import Activity, Streams, observed
+from fsdp2.extras import torch_names
+from fsdp2.optim.host_adamw.memory import HostParam, Travelling, make_travelling, take_over
+
+MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+MASTER = "master"  # a state of shards with lower precision than their master
+
+
+class Options(NamedTuple):
+    """Options for the step of one parameter, as they were when its gradient became ready."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    amsgrad: bool
+    maximize: bool
+
+    @staticmethod
+    def of(group: Mapping[str, Any]) -> Options:
+        beta1, beta2 = group["betas"]
+        return Options(
+            lr=float(group["lr"]),
+            beta1=float(beta1),
+            beta2=float(beta2),
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            amsgrad=group["amsgrad"],
+            maximize=group["maximize"],
+        )
+
+
+@contextmanager
+def _copying_out(streams: Streams) -> Iterator[None]:
+    """Inside the block, copies to the host may read what the current stream has produced."""
+    made = streams.record()
+    with streams.beside("copy to host"):
+        streams.wait_here(made)  # copy-out waits for the current stream: it reads what that stream produced
+        yield
+
+
+class Factor:
+    """The factor for gradients: ``value``, a 0-dim tensor on the device that is being copied to the host."""
+
+    def __init__(self, value: Tensor, streams: Streams) -> None:
+        self._streams = streams
+        self._host = torch.empty((), dtype=value.dtype, device="cpu", pin_memory=value.device.type != "cpu")
+        with _copying_out(streams):
+            self._host.copy_(value, non_blocking=True)
+            self._copied = streams.record()
+        self._source: Tensor | None = value
+
+    def arrived(self) -> Tensor:
+        """The value on the host. The calling thread waits for it."""
+        self._streams.wait_on_cpu(self._copied)  # this thread reads what was copied
+        self._source = None
+        return self._host
+
+
+class _Step(NamedTuple):
+    """A job's work for one parameter. ``target`` is the memory of its shard, and also the ``master`` if nothing is
+    copied. ``is_read`` means that the master first takes the values of the shard."""
+
+    target: Tensor
+    master: Tensor
+    gradient: Tensor
+    state: dict[str, Any]
+    options: Options
+    travelling: Travelling | None
+    is_read: bool
+
+
+class Job:
+    """A step of parameters whose gradients are ready on the current stream. Copies to the host start here. With
+    ``keeps_gradients``, other code still reads gradients that are on the host, so they are not scaled in place."""
+
+    def __init__(
+        self,
+        params: Sequence[HostParam],
+        states: Sequence[dict[str, Any]],
+        options: Sequence[Options],
+        streams: Streams,
+        *,
+        keeps_gradients: bool,
+    ) -> None:
+        found = torch_names.grads_of([each.param for each in params])
+        grads = [_torch.local_of(each) for each in found if each is not None]
+        make_travelling(params, grads)
+        self._streams, self._keeps_gradients = streams, keeps_gradients
+        self._sources: list[Tensor] = []  # on the device, until they have been copied
+        self._steps: list[_Step] = []
+        copies = any(grad.device.type != "cpu" for grad in grads)
+        with _copying_out(streams), observed(Activity.COPY_TO_HOST) if copies else nullcontext():
+            for each, grad, state, option in zip(params, grads, states, options, strict=True):
+                self._steps.append(self._step(each, grad, state, option))
+            self._copied = streams.record()
+
+    def _step(self, param: HostParam, grad: Tensor, state: dict[str, Any], options: Options) -> _Step:
+        target, travelling = param.target(), param.travelling
+        if param.is_own_master or travelling is None:
+            return _Step(target, target, grad, state, options, None, is_read=False)
+        is_read = param.take_changes()
+        if is_read:
+            travelling.shard.copy_(target, non_blocking=True)
+        if grad.device.type != "cpu":
+            travelling.gradient.copy_(grad, non_blocking=True)
+            self._sources.append(grad)
+            grad = travelling.gradient
+        master = _torch.local_of(state[MASTER]) if param.is_narrow else travelling.shard
+        return _Step(target, master, grad, state, options, travelling, is_read)
+
+    @torch.no_grad()
+    def run(self, factor: Factor | None, unit: str) -> torch.Event | None:
+        """Step ``unit`` on the host's thread. Returns the event that marks that the shards have the results."""
+        self._streams.wait_on_cpu(self._copied)  # this thread reads what was copied
+        self._sources.clear()
+        for step in self._steps:
+            if step.is_read and step.travelling is not None:
+                take_over(step.master, step.travelling.shard)
+        scale = None if factor is None else factor.arrived()
+        tell, start = _Observer.on_step, time.perf_counter()
+        for options in dict.fromkeys(step.options for step in self._steps):
+            steps = [step for step in self._steps if step.options == options]
+            grads = [step.gradient.to(step.master.dtype) for step in steps]
+            if scale is not None and self._keeps_gradients:
+                grads = [grad * scale for grad in grads]
+            elif scale is not None:
+                torch_names.foreach_mul(grads, scale)
+            _run_adamw(steps, grads, options)
+        if tell is not None:
+            tell(unit, start, time.perf_counter())
+        with self._streams.beside("copy back"):
+            for step in self._steps:
+                if step.travelling is not None:
+                    step.travelling.shard.copy_(step.master)  # a no-op if they are the same tensor
+                    step.target.copy_(step.travelling.shard, non_blocking=True)
+            return self._streams.record()
+
+
+def _run_adamw(steps: Sequence[_Step], grads: list[Tensor], options: Options) -> None:
+    masters = [step.master for step in steps]
+    averages, squares, maxima = [
+        [_torch.local_of(step.state[name]) for step in steps if name in step.state] for name in MOMENTS
+    ]
+    counts = [step.state["step"] for step in steps]
+    adamw(masters, grads, averages, squares, maxima, counts, fused=True, **options._asdict())
+
+
+OnHostStep = Callable[[str, float, float], None]
+
+
+class _Observer:
+    on_step: OnHostStep | None = None
+
+
+def observe_host_steps(on_step: OnHostStep | None) -> None:
+    """Call ``on_step`` on the host's thread with each unit's name and the begin and end of its step, in seconds of
+    ``time.perf_counter``; None stops this. A step begins when the gradients are on the host."""
+    _Observer.on_step = on_step
+
+
+class HostUnit:
+    """The parameters of one unit that the host steps, at most one job at a time."""
+
+    def __init__(self, name: str, streams: Streams) -> None:
+        self.name, self.streams = name, streams
+        self._running: Future[torch.Event | None] | None = None
+        self._returned: torch.Event | None = None
+
+    def start(self, job: Job, factor: Factor | None, thread: Executor) -> None:
+        """Run ``job`` on the host's ``thread``."""
+        self._running = thread.submit(job.run, factor, self.name)
+
+    def wait(self) -> None:
+        """Block this thread until the host has stepped, and let the current stream wait for the results.
+
+        Raises:
+            RuntimeError: the step has failed.
+        """
+        self._join()
+        event, self._returned = self._returned, None
+        self.streams.wait_here(event)  # compute waits for copy-back: it reads and writes the shards
+
+    def wait_before_gather(self, *, on_compute: bool) -> None:
+        """Like ``wait``, for an all-gather. With ``on_compute``, the current stream reads the shards, too.
+
+        Raises:
+            RuntimeError: the step has failed.
+        """
+        self._join()
+        event, self._returned = self._returned, None
+        if event is not None:
+            self.streams.gather_after(event)  # gather stream waits for copy-back: it reads the shards
+            if on_compute:
+                self.streams.wait_here(event)  # compute waits for copy-back: it reads the shards itself
+
+    def drop(self) -> None:
+        """Wait for a step whose result is no longer needed."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.exception()
+
+    def _join(self) -> None:
+        running, self._running = self._running, None
+        if running is None:
+            return
+        try:
+            self._returned = running.result()
+        except Exception as error:
+            raise RuntimeError(
+                f"HostAdamW: the step of unit '{self.name}' failed on this rank: {type(error).__name__}: {error}. Its "
+                "parameters may have been stepped in part: go on from a checkpoint. Other ranks do not know; they fail "
+                "at their next collective with this rank."
+            ) from error

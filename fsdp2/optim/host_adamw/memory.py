@@ -1,0 +1,146 @@
+"""Where the values of parameters lie on the host: masters, optimizer states, and staging memory.
+
+A shard that is on the host already, in the dtype of its master, is its own master. Any other shard has pinned staging
+memory for its gradient and its values, so that copies overlap with compute. If that has the dtype of the master, fp32
+(fp64 for fp64), the staged values are the master. Otherwise the master is one of the optimizer's states, which own
+everything that a checkpoint holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from torch import Tensor, nn
+
+from fsdp2.core import _torch
+from fsdp2.core.comm.memory import alias
+from fsdp2.core.plan.layout import contiguous_stride
+
+_ALIGNMENT_NBYTES = 64  # a cache line
+
+
+def master_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which a shard of ``dtype`` is stepped."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def host_nbytes_of(dtype: torch.dtype, *, is_on_host: bool) -> int:
+    """The host memory that ``HostAdamW`` and the shard take, in bytes per element of a shard of ``dtype``: states,
+    staging memory, and, if the shard ``is_on_host``, shard and gradient."""
+    master = master_dtype(dtype)
+    travelling = dtype.itemsize + master.itemsize + (dtype.itemsize if dtype is not master else 0)
+    if is_on_host and dtype is master:
+        travelling = 0  # the shard is its own master
+    return 2 * master.itemsize + travelling + (2 * dtype.itemsize if is_on_host else 0)
+
+
+def in_one_buffer(like: Sequence[tuple[Sequence[int], torch.dtype]], *, pin_memory: bool = False) -> list[Tensor]:
+    """Host tensors of these shapes and dtypes, filled with zeros: one buffer per dtype."""
+    starts: list[int] = []
+    numels: dict[torch.dtype, int] = {}
+    for shape, dtype in like:
+        starts.append(numels.get(dtype, 0))
+        unit = _ALIGNMENT_NBYTES // dtype.itemsize
+        numels[dtype] = starts[-1] + -(-prod(shape) // unit) * unit
+    buffers = {
+        dtype: torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=pin_memory)  # whatever the default device is
+        for dtype, numel in numels.items()
+    }
+    return [
+        alias(buffers[dtype], start, shape, contiguous_stride(shape))
+        for (shape, dtype), start in zip(like, starts, strict=True)
+    ]
+
+
+class HostParam:
+    """What the host keeps for one parameter in addition to its states.
+
+    Attributes:
+        param: the sharded parameter.
+        name: its full name.
+        travelling: staging memory for the gradient and the shard's values; None if the shard is its own master.
+    """
+
+    def __init__(self, param: nn.Parameter, name: str) -> None:
+        self.param, self.name = param, name
+        self.travelling: Travelling | None = None
+        self._local: Tensor | None = None
+        self._target: Tensor | None = None
+        self._versions: list[int] | None = None
+
+    @property
+    def local(self) -> Tensor:
+        """The shard."""
+        return _torch.local_of(self.param)
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether the shard has lower precision than its master."""
+        dtype = self.param.dtype
+        return dtype is not master_dtype(dtype)
+
+    @property
+    def is_own_master(self) -> bool:
+        return self.local.device.type == "cpu" and not self.is_narrow
+
+    def target(self) -> Tensor:
+        """The shard's memory with a version of its own, so that a step's writes are not taken for the user's."""
+        local = self.local
+        if self._target is None or local is not self._local or local.data_ptr() != self._target.data_ptr():
+            offset = int(local.storage_offset())
+            self._local, self._target, self._versions = local, alias(local, offset, local.shape, local.stride()), None
+        return self._target
+
+    def take_changes(self) -> bool:
+        """Whether other code may have written the shard or the master since the last call."""
+        now = _torch.versions_of([self.param, self.local])
+        before, self._versions = self._versions, now
+        return now != before
+
+    def forget_versions(self) -> None:
+        """Forget the versions, since the master no longer has the values that the last step left there."""
+        self._versions = None
+
+
+class Travelling:
+    """Staging memory on the host for a shard that is elsewhere, or in a dtype other than its master's.
+
+    Attributes:
+        gradient: memory in the dtype of the gradient.
+        shard: values that are copied to and from the shard.
+    """
+
+    def __init__(self, gradient: Tensor, shard: Tensor) -> None:
+        self.gradient, self.shard = gradient, shard
+
+    def fits(self, local: Tensor, gradient: Tensor) -> bool:
+        """Whether a shard and a gradient like these may use this memory."""
+        is_same = local.dtype is self.shard.dtype and gradient.dtype is self.gradient.dtype
+        return is_same and local.shape == self.shard.shape
+
+
+def take_over(master: Tensor, shard: Tensor) -> None:
+    """Copy ``shard`` to ``master``, except where the master rounds to the shard's value: it is more precise there."""
+    if master is not shard:
+        differs = master.to(shard.dtype) != shard
+        master.copy_(torch.where(differs, shard.to(master.dtype), master))
+
+
+def make_travelling(params: Sequence[HostParam], gradients: Sequence[Tensor]) -> None:
+    """Allocate staging memory for all ``params`` that need it."""
+    needing = [
+        (each, each.local, grad)
+        for each, grad in zip(params, gradients, strict=True)
+        if not each.is_own_master and (each.travelling is None or not each.travelling.fits(each.local, grad))
+    ]
+    if not needing:
+        return
+    pin_memory = any(local.device.type != "cpu" for _, local, _ in needing)
+    grads = [(local.shape, grad.dtype) for _, local, grad in needing]
+    shards = [(local.shape, local.dtype) for _, local, _ in needing]
+    made = [in_one_buffer(each, pin_memory=pin_memory) for each in (grads, shards)]
+    for (each, *_), gradient, shard in zip(needing, *made, strict=True):
+        each.travelling = Travelling(gradient, shard)
+        each.forget_versions()

@@ -1,0 +1,162 @@
+"""``python -m fsdp2 plan``: reads the command line and prints a plan."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from fsdp2.core.sizes import nbytes_of
+from fsdp2.planner.candidates import MASTER_DTYPES, MOST_GPUS, Workload, cause_of, plan
+from fsdp2.planner.machine import Machine
+from fsdp2.planner.machines import MACHINES, machine_by_name
+
+_AS_BUILT = "model"
+_DEFAULT = "default: %(default)s"
+
+
+def add_plan(commands: Any) -> None:
+    """Add the subcommand to ``commands`` of a parser."""
+    parser = commands.add_parser(
+        "plan",
+        help="compare the ways to shard a model on so many GPUs, without a GPU",
+        description="Prints memory per GPU and step time for each way to shard a model, and Python to paste for the "
+        "recommended one. Nothing is allocated. Tensor and pipeline parallelism are not planned.",
+    )
+    add = parser.add_argument
+    add("builder", nargs="?", help="module:function that builds the model, such as my_module:build_model")
+    add("--hf", metavar="PATH", help="a Hugging Face config instead: its folder or config.json")
+    add("--gpus", type=int, required=True, help="how many GPUs")
+    add("--gpu", default="H100", help=f"{', '.join(MACHINES)}, or a file of `python -m fsdp2 measure`; {_DEFAULT}")
+    add("--node-size", type=int, help="GPUs per node; default: that of --gpu, which is 8 for those with a name")
+    add("--batch", type=int, default=1, help=f"sequences per GPU and step; {_DEFAULT}")
+    add("--sequence", type=int, default=8192, help=f"tokens per sequence; {_DEFAULT}")
+    add("--optimizer", default="adamw", help=f"adamw, sgd, or 'sgd with momentum'; {_DEFAULT}")
+    add("--precision", default="bf16", help=f"of gathers and compute: bf16 or fp32; {_DEFAULT}")
+    add(
+        "--master-dtype",
+        default="fp32",
+        help="of the shards that are trained, their gradients and the optimizer's states: fp32, bf16, or model, which "
+        f"is what the model is built in, as torch_dtype of a Hugging Face config says; {_DEFAULT}",
+    )
+    add("--compiled", action="store_true", help="blocks run under torch.compile; default: eager")
+    add("--budget", help="what may be used of a GPU's memory, such as 70GiB; default: 95%% of it")
+    add("--host-memory", help="of a node, for offloading, which may use 95%% of it; default: that of --gpu, if known")
+    add("--json", action="store_true", help="print all choices as JSON, and nothing else")
+    parser.set_defaults(run=_print_plan)
+
+
+def _print_plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Each error is one line that says what to write instead. If nothing fits, the exit code is 1."""
+    try:
+        if not 1 <= options.gpus <= MOST_GPUS:
+            raise ValueError(f"--gpus is {options.gpus}, expected 1 to {MOST_GPUS}.")
+        found = plan(
+            _builder(options.builder, options.hf),
+            _machine(options.gpu, options.node_size, options.host_memory),
+            _workload(options),
+            num_gpus=options.gpus,
+            budget=_size(options.budget),
+        )
+    except (ValueError, TypeError) as error:
+        parser.exit(2, f"{parser.prog} plan: error: {str(error).removeprefix('plan: ')}\n")
+    if options.json:
+        print(json.dumps(found.data, indent=2))
+    else:
+        print(found)
+    if found.recommended is None:
+        parser.exit(1)
+    if not options.json:
+        print(f"\n{found.code}")
+
+
+def _workload(options: argparse.Namespace) -> Workload:
+    master = options.master_dtype
+    if master not in (*MASTER_DTYPES, _AS_BUILT):
+        raise ValueError(f"--master-dtype is '{master}', expected {', '.join(MASTER_DTYPES)} or {_AS_BUILT}.")
+    return Workload(
+        options.batch,
+        options.sequence,
+        options.optimizer,
+        options.precision,
+        "compiled" if options.compiled else "eager",
+        master_dtype=None if master == _AS_BUILT else master,
+    )
+
+
+def _machine(name: str, node_size: int | None, host_memory: str | None) -> Machine:
+    """The machine called ``name``, optionally with another node size or host memory."""
+    machine = machine_by_name(name)
+    if node_size is not None and node_size != machine.node_size:
+        if node_size < 1:
+            raise ValueError(f"--node-size is {node_size}, expected at least 1.")
+        machine = replace(machine, name=f"{machine.name}, but {node_size} per node", node_size=node_size)
+    if host_memory is not None:
+        size = _size(host_memory) or host_memory
+        machine = replace(machine, host_memory_nbytes=nbytes_of(size, "--host-memory", "1TiB"))
+    return machine
+
+
+def _size(text: str | None) -> str | int | None:
+    """Digits alone are bytes, unless they are so few that the unit must have been forgotten."""
+    return int(text) if text and text.isdecimal() and len(text) > 6 else text
+
+
+def _builder(name: str | None, config: str | None) -> Callable[[], nn.Module]:
+    if (name is None) == (config is None):
+        raise ValueError("pass either module:function, such as my_module:build_model, or --hf and a config's path.")
+    return _imported(name) if name is not None else _of_hugging_face(str(config))
+
+
+def _imported(name: str) -> Callable[[], nn.Module]:
+    module_name, _, function = name.partition(":")
+    if not module_name or not function:
+        missing = "function" if module_name else "module"
+        raise ValueError(f"'{name}' names no {missing}, expected module:function, such as my_module:build_model.")
+    sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:  # whatever the user's module does
+        is_missing = isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}.")
+        advice = " Write it as in an import statement, seen from this folder." * is_missing
+        if is_missing and module_name.endswith(".py"):
+            advice = f" Write {module_name.removesuffix('.py')}:{function}."
+        cause = f"{type(error).__name__}: {error}" if is_missing else cause_of(error)
+        raise ValueError(f"cannot import '{module_name}' ({cause}).{advice}") from error
+    builder = getattr(module, function, None)
+    if not callable(builder):
+        functions = ", ".join(sorted(key for key, value in vars(module).items() if callable(value))[:10])
+        raise ValueError(f"module '{module_name}' has no function '{function}'; it has {functions or 'none'}.")
+    return builder
+
+
+def _of_hugging_face(path: str) -> Callable[[], nn.Module]:
+    if importlib.util.find_spec("transformers") is None:
+        raise ValueError("--hf needs transformers. Run: pip install transformers, or pass module:function.")
+    if not Path(path).exists():
+        raise ValueError(f"found no config '{path}', expected a folder with a config.json, or the path of one.")
+    transformers: Any = importlib.import_module("transformers")  # takes seconds
+    try:
+        config = transformers.AutoConfig.from_pretrained(path)
+    except Exception as error:  # its checks are of many types
+        raise ValueError(f"'{path}' is no Hugging Face config ({' '.join(str(error).split())[:200]}).") from error
+    if type(config) not in transformers.AutoModelForCausalLM._model_mapping:
+        raise ValueError(
+            f"--hf takes only causal language models, '{path}' is a {config.model_type}. Pass module:function."
+        )
+
+    def build_model() -> nn.Module:
+        model: Any = transformers.AutoModelForCausalLM.from_config(config)  # in its torch_dtype
+        model.config.use_cache = False  # training needs no cache of keys and values
+        return model
+
+    return build_model

@@ -1,0 +1,230 @@
+"""What a parameter group sends and holds, taken from the plans that ``fsdp2.core.plan.plan`` compiles for it.
+
+Ranks hold equal parts, so all ranks have the same plan. Plans are compiled once per kind of group.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import cache
+
+import torch
+
+from fsdp2.core.comm.backends import CollectiveComm, LocalComm
+from fsdp2.core.plan.dtypes import ParamDtypes, param_dtypes
+from fsdp2.core.plan.layout import join, shard_layout
+from fsdp2.core.plan.plan import (
+    GatherPlan,
+    Origin,
+    PlanInput,
+    ReducePlan,
+    Route,
+    compile_gather,
+    compile_reduces,
+    cut_after_forward,
+)
+from fsdp2.core.types import MixedPrecisionPolicy
+from fsdp2.planner.machine import Machine, Ranks, Transfer, all_reduce, gather
+from fsdp2.planner.placement import shard_dim
+from fsdp2.planner.work import Param
+
+
+class Wire(Enum):
+    """The dtype in which matrices are gathered and stay while unsharded."""
+
+    __hash__ = object.__hash__
+
+    BF16 = "bf16"
+    FP8 = "fp8"
+
+
+@dataclass(frozen=True)
+class Flight:
+    """One launch, and the seconds that copies before and after it take."""
+
+    transfer: Transfer
+    before: float = 0.0
+    behind: float = 0.0
+
+
+@dataclass(frozen=True)
+class GroupCost:
+    """What one group's actions cost in seconds and bytes.
+
+    Attributes:
+        regather: the gather from where it rests between forward and backward; None if that is its shards.
+        reduce: reduce-scatter, then all-reduce with HSDP; none if nothing is trained.
+        rest: seconds to cut the resting shards.
+        staging_nbytes: during a gather. regather_staging_nbytes: during a gather from the resting shards.
+        grad_nbytes: the gradients that autograd leaves. cast_nbytes: copies of them that are sent.
+        reduced_nbytes: the sharded gradients that arrive.
+        shards_nbytes: bytes of its shards. trained_nbytes: bytes of those that get gradients.
+    """
+
+    gather: Flight
+    regather: Flight | None
+    reduce: tuple[Flight, ...]
+    unsharded_nbytes: float
+    grad_nbytes: float
+    reduced_nbytes: float
+    shards_nbytes: int
+    trained_nbytes: int
+    rest: float = 0.0
+    resting_nbytes: float = 0.0
+    staging_nbytes: float = 0.0
+    regather_staging_nbytes: float = 0.0
+    cast_nbytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class Axes:
+    """Which ranks shard a group, which hold replicas of a shard, and which it rests on between the passes."""
+
+    shard: Ranks
+    replicate: Ranks
+    resting: Ranks | None = None
+
+
+def group_cost(
+    machine: Machine,
+    params: tuple[Param, ...],
+    axes: Axes,
+    wire: Wire,
+    policy: MixedPrecisionPolicy,
+    *,
+    offloads: bool = False,
+) -> GroupCost:
+    """The cost of a group of ``params``. With ``offloads``, its shards and their gradients are in host memory."""
+    sizes = (axes.shard.size, axes.replicate.size, axes.resting.size if axes.resting else None)
+    plans = _compiled(params, *sizes, wire, policy)
+    reduced_nbytes = sum(plan.flat_numel * plan.dtypes.grad.itemsize for plan in plans.reduces)
+    resting_nbytes = sum(numel * dtype.itemsize for dtype, numel in plans.resting.shard_numels) if plans.resting else 0
+    regather = None
+    if plans.resting is not None and axes.resting is not None:
+        regather = _gather_flight(machine, axes.resting, plans.resting)
+    whole, reduces = _gather_flight(machine, axes.shard, plans.gather), _reduce_flights(machine, axes, plans.reduces)
+    if offloads:
+        whole = replace(whole, before=whole.before + plans.shards_nbytes / machine.to_host())
+    if offloads and reduces:
+        reduces = (*reduces[:-1], replace(reduces[-1], behind=reduces[-1].behind + reduced_nbytes / machine.to_host()))
+    return GroupCost(
+        gather=whole,
+        regather=regather,
+        reduce=reduces,
+        unsharded_nbytes=plans.gather.unsharded_nbytes,
+        grad_nbytes=plans.grad_nbytes,
+        reduced_nbytes=0 if offloads else reduced_nbytes,
+        shards_nbytes=plans.shards_nbytes,
+        trained_nbytes=plans.trained_nbytes,
+        rest=2 * resting_nbytes / machine.copy_bandwidth,
+        resting_nbytes=resting_nbytes,
+        staging_nbytes=plans.gather.staging_nbytes + plans.shards_nbytes * offloads,
+        regather_staging_nbytes=plans.resting.staging_nbytes if plans.resting else 0,
+        cast_nbytes=sum(_sent_nbytes(plan) for plan in plans.reduces) + reduced_nbytes * offloads,
+    )
+
+
+@dataclass(frozen=True)
+class _Plans:
+    gather: GatherPlan
+    resting: GatherPlan | None
+    reduces: tuple[ReducePlan, ...]
+    grad_nbytes: int
+    shards_nbytes: int
+    trained_nbytes: int
+
+
+@cache
+def _compiled(
+    params: tuple[Param, ...],
+    num_shards: int,
+    num_replicas: int,
+    resting: int | None,
+    wire: Wire,
+    policy: MixedPrecisionPolicy,
+) -> _Plans:
+    """Plans as ``fsdp2.core.group.unsharded`` and ``fsdp2.core.group.gradients`` compile them, with the routing of a
+    comm."""
+    routing = (LocalComm if num_shards == 1 else CollectiveComm).routing
+    plain = [
+        PlanInput(
+            param.name,
+            shard_layout(param.shape, shard_dim(param.shape, num_shards), num_shards),
+            param_dtypes(param.dtype, policy),
+        )
+        for param in params
+    ]
+    inputs = dict(enumerate(plain))
+    if wire is Wire.FP8:
+        for index, param in enumerate(plain):
+            if len(param.layout.shape) > 1:
+                inputs[index] = _in_float8(param, num_shards)
+    whole = compile_gather(inputs, routing)
+    rest = None
+    if resting is not None:
+        cut = {step.index: cut_after_forward(step, resting) for step in whole.steps}
+        rest = compile_gather(cut, routing, back_into=whole)
+    trained = [item for item, param in zip(plain, params, strict=True) if param.trainable]
+    reduces = compile_reduces(trained, routing, num_shards * num_replicas)
+    grad_nbytes = sum(math.prod(item.layout.shape) * item.dtypes.param.itemsize for item in trained)
+    return _Plans(whole, rest, reduces, grad_nbytes, _shards_nbytes(plain), _shards_nbytes(trained))
+
+
+def _shards_nbytes(inputs: list[PlanInput]) -> int:
+    return sum(item.layout.chunk_numel * item.dtypes.orig.itemsize for item in inputs)
+
+
+def _in_float8(param: PlanInput, num_shards: int) -> PlanInput:
+    """What ``Float8AllGatherTensor`` sends with a scale per tensor, as ``tensors/all_gather_hooks.py`` joins it."""
+    shapes = [param.layout.shard_shape(rank) for rank in range(num_shards)]
+    return PlanInput(param.name, join(shapes, param.layout.dim), ParamDtypes.uncast(torch.uint8), Origin.HOOK)
+
+
+def _gather_flight(machine: Machine, ranks: Ranks, plan: GatherPlan) -> Flight:
+    """Casts to the sent dtype, the launch, and copies out of the buckets."""
+    cast = sum(
+        step.layout.chunk_numel * (step.source.itemsize + step.dtype.itemsize)
+        for step in plan.steps
+        if step.is_copied_in
+    )
+    unpacked = sum(2 * step.padded_nbytes for bucket in plan.buckets for step in bucket.steps)
+    num_tensors = len(plan.on_route(Route.DIRECT)) + len(plan.buckets)
+    transfer = gather(machine, ranks, sum(step.padded_nbytes for step in plan.steps), num_tensors)
+    return Flight(transfer, cast / machine.copy_bandwidth, unpacked / machine.copy_bandwidth)
+
+
+def _reduce_flights(machine: Machine, axes: Axes, plans: tuple[ReducePlan, ...]) -> tuple[Flight, ...]:
+    """Copies into send buffers, the reduce-scatter, with HSDP the all-reduce, and the division by the number of ranks.
+    Empty if nothing is trained."""
+    if not plans:
+        return ()
+    reduced_nbytes = sum(plan.flat_numel * plan.dtypes.reduce.itemsize for plan in plans)
+    nbytes = sum(step.layout.padded_numel * plan.dtypes.reduce.itemsize for plan in plans for step in plan.steps)
+    read = sum(
+        step.layout.numel * plan.dtypes.param.itemsize
+        for plan in plans
+        for step in plan.steps
+        if _is_copied(plan, step.route)
+    )
+    copies = (read + sum(map(_sent_nbytes, plans))) / machine.copy_bandwidth
+    average = 2 * reduced_nbytes / machine.copy_bandwidth
+    scatter = Flight(gather(machine, axes.shard, nbytes, sum(len(plan.calls) for plan in plans)), copies)
+    if axes.replicate.size == 1:
+        return (replace(scatter, behind=average),)
+    return scatter, Flight(all_reduce(machine, axes.replicate, reduced_nbytes), behind=average)
+
+
+def _sent_nbytes(plan: ReducePlan) -> int:
+    """Bytes of the copies of gradients that are sent: padded buckets, and casts."""
+    sizes = [
+        step.layout.numel if step.route is Route.DIRECT else step.layout.padded_numel
+        for step in plan.steps
+        if _is_copied(plan, step.route)
+    ]
+    return sum(sizes) * plan.dtypes.reduce.itemsize
+
+
+def _is_copied(plan: ReducePlan, route: Route) -> bool:
+    return route is not Route.DIRECT or (plan.dtypes.param is not plan.dtypes.reduce and plan.casts_first)

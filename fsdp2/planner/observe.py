@@ -1,0 +1,681 @@
+"""What a model computes and keeps, observed under fake tensors: nothing is allocated, nothing is computed.
+
+The model runs once. Of blocks that are called in the same way, only the first runs where it is called, forward and
+backward; the others count the same. Activations are what autograd saves, each storage counted once; inputs of several
+blocks are counted outside of blocks. The parameters of a unit do not depend on the run.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
+
+from fsdp2.core.plan.trees import find_tensors, map_tensors
+from fsdp2.extras import torch_names
+from fsdp2.planner.blocks import Units, params_of_units, structure
+from fsdp2.planner.work import Checkpointing, Param, UnitWork, Work
+
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+Loss = Callable[[Any], Tensor]
+
+
+@dataclass(frozen=True)
+class ModelWork:
+    """What a model has and what its forward calls.
+
+    Attributes:
+        kinds: blocks that are called in the same way, with each checkpointing.
+        calls: the calls of units, in the order of forward.
+        params: the parameters of each unit, by its path; those of the model itself by "".
+        blocks: paths of blocks.
+        rest: the work outside of blocks.
+        ignored: parameters that stay whole on each rank.
+        buffers_nbytes: bytes of buffers, which stay whole, too.
+    """
+
+    kinds: tuple[dict[Checkpointing, UnitWork], ...]
+    calls: tuple[Call, ...]
+    params: dict[str, tuple[Param, ...]]
+    blocks: frozenset[str]
+    rest: UnitWork
+    ignored: tuple[Param, ...] = ()
+    buffers_nbytes: int = 0
+
+    @property
+    def root(self) -> tuple[Param, ...]:
+        return self.params[""]
+
+    def units(self, checkpointing: Checkpointing) -> tuple[UnitWork, ...]:
+        """One entry for each call, in the order of forward, without the root. Work outside of blocks is counted with
+        the last of them, or after them: in language models, this is the head."""
+        units = []
+        for call in self.calls:
+            work = self._bare(call.path) if call.kind is None else self.kinds[call.kind][checkpointing]
+            named = replace(work, name=call.path, params=self.params[call.path])
+            units.append(replace(named, has_backward=call.has_backward, hands_on=call.hands_on))
+        last = units[-1]
+        if last.is_block or sum(unit.name == last.name for unit in units) > 1:
+            return (*units, self.rest)
+        own = {name: getattr(last, name) for name in ("name", "params", "has_backward", "hands_on")}
+        return (*units[:-1], replace(self.rest, **own))
+
+    @property
+    def members(self) -> tuple[UnitWork, ...]:
+        """All units in the order of the model, without their work. Units that this forward does not use also have
+        gradients and optimizer states, since another forward may use them."""
+        return tuple(self._bare(path) for path in self.params if path)
+
+    def _bare(self, path: str) -> UnitWork:
+        """The unit at ``path`` without its work."""
+        return UnitWork(path, self.params[path], Work(), Work(), 0.0, 0.0, is_block=path in self.blocks)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of the unit at ``path``. ``kind`` is set for a block. ``has_backward``: its output needs a gradient.
+    ``hands_on``: its input does, too."""
+
+    path: str
+    kind: int | None
+    has_backward: bool
+    hands_on: bool
+
+
+def observe(
+    model: nn.Module,
+    units: Units,
+    inputs: Callable[[], Any],
+    loss: Loss,
+    dtype: torch.dtype,
+    master_dtype: torch.dtype | None = None,
+    ignored: Collection[nn.Parameter] = (),
+) -> ModelWork:
+    """Run ``model`` under fake tensors. Its parameters may be on the meta device.
+
+    Args:
+        inputs: makes the inputs of ``model``: a tensor, a tuple of arguments, or a dict of them by name.
+        loss: takes the output of ``model``.
+        dtype: the dtype of floating-point parameters and inputs in forward.
+        master_dtype: the dtype of the shards of trained parameters; None is that of the model.
+        ignored: parameters that are not sharded.
+    """
+    with torch_names.fake_tensors(), _masks_as_with_values(), _FusedAttention(), _without_caches(model):
+        made = _Fakes(model, dtype)
+        given = _as_arguments(made.inputs(inputs()))
+        calls = _Calls(model, units, made)
+        with calls.watched():
+            seen = calls.outside.run(partial(_forward, model, made), given, loss)
+        shared = calls.shared_storages()
+        kinds = [{each: kind.seen.unit(kind.path, each, shared) for each in Checkpointing} for kind in calls.kinds]
+        rest = seen.unit("(outside of blocks)", Checkpointing.NONE, set())
+        saved = {key: nbytes for kind in calls.kinds for key, nbytes in kind.seen.saved.items() if key in shared}
+        shared_nbytes = sum(nbytes for key, nbytes in saved.items() if key not in seen.saved)
+    if not kinds:
+        raise ValueError(
+            f"plan: the forward of this {type(model).__name__} calls none of its blocks, such as "
+            f"'{units.block_paths[0]}'. Call them as modules, not by other methods: fully_shard sees only these calls."
+        )
+    params = {path: _params(own.items(), master_dtype) for path, own in params_of_units(model, units, ignored).items()}
+    return ModelWork(
+        kinds=tuple(kinds),
+        calls=tuple(calls.found),
+        params=params,
+        blocks=frozenset(units.block_paths),
+        rest=replace(rest, is_block=False, saved_nbytes=rest.saved_nbytes + shared_nbytes),
+        ignored=_params([("", param) for param in ignored], master_dtype),
+        buffers_nbytes=sum(buffer.nbytes for buffer in model.buffers()),
+    )
+
+
+@contextmanager
+def _without_caches(model: nn.Module) -> Iterator[None]:
+    """Inside the block, ``use_cache`` is False in the configs of ``model``, since training needs no cache of keys and
+    values. An input of this name still overrides it."""
+    configs = cache_configs(model)
+    before = {path: config.use_cache for path, config in configs.items()}
+    try:
+        for config in configs.values():
+            config.use_cache = False
+        yield
+    finally:
+        for path, config in configs.items():
+            config.use_cache = before[path]
+
+
+def cache_configs(model: nn.Module) -> dict[str, Any]:
+    """Configs that have ``use_cache``, as in Hugging Face, by the path of a module that holds it."""
+    found: dict[int, tuple[str, Any]] = {}
+    for path, module in model.named_modules():
+        config = getattr(module, "config", None)
+        if hasattr(config, "use_cache"):
+            found.setdefault(id(config), (path, config))
+    return dict(found.values())
+
+
+@contextmanager
+def _masks_as_with_values() -> Iterator[None]:
+    """transformers cannot see from fake positions that no sequences are packed, and would make a mask for that."""
+    masking, name = sys.modules.get("transformers.masking_utils"), "find_packed_sequence_indices"
+    original = getattr(masking, name, None)
+    if original is None:
+        yield
+        return
+    setattr(masking, name, lambda position_ids: None)
+    try:
+        yield
+    finally:
+        setattr(masking, name, original)
+
+
+class _FusedAttention(TorchFunctionMode):
+    """Leaves out dropout of attention: on a CPU, it keeps all scores, which GPU kernels do not."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if function is nn.functional.scaled_dot_product_attention:
+            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+            kwargs.pop("dropout_p", None)
+        return function(*args, **kwargs)
+
+
+def language_model_loss(output: Any) -> Tensor:
+    """Cross-entropy of logits in fp32, over the last dim of a tensor or of an output's ``logits``."""
+    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    if not isinstance(logits, Tensor):
+        raise TypeError(
+            f"plan: the model returned a {type(output).__name__}, expected logits, as a tensor or in an attribute "
+            "'logits'. Pass Workload(loss=...), a function of what the model returns."
+        )
+    labels = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
+    return nn.functional.cross_entropy(logits.float().flatten(0, -2), labels.flatten())
+
+
+def _params(named: Iterable[tuple[str, nn.Parameter]], master_dtype: torch.dtype | None) -> tuple[Param, ...]:
+    return tuple(
+        Param(name, tuple(param.shape), shard_dtype(param, master_dtype), param.requires_grad) for name, param in named
+    )
+
+
+def shard_dtype(param: nn.Parameter, master_dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype of the shards of ``param``. Only trained parameters have master weights."""
+    is_trained = param.requires_grad and param.is_floating_point()
+    return master_dtype if is_trained and master_dtype is not None else param.dtype
+
+
+def _as_arguments(given: Any) -> Inputs:
+    if isinstance(given, Mapping):
+        return (), dict(given)
+    return (tuple(given) if isinstance(given, (tuple, list)) else (given,)), {}
+
+
+def _sum_of_outputs(output: Any) -> Tensor:
+    """A loss whose backward starts from the gradients that the next block would give."""
+    tensors = [each for each in find_tensors((output,), []) if each.requires_grad]
+    return _Given.apply(*tensors) if tensors else torch.empty(())
+
+
+class _Given(torch.autograd.Function):
+    """A function whose backward returns gradients without computing them."""
+
+    @staticmethod
+    def forward(ctx: Any, *outputs: Tensor) -> Tensor:
+        ctx.likes = [(each.shape, each.dtype) for each in outputs]
+        return outputs[0].new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        return tuple(grad.new_empty(shape, dtype=dtype) for shape, dtype in ctx.likes)
+
+
+class _LeftOut(torch.autograd.Function):
+    """Stands in for a block: its outputs, and the gradients of its inputs, are made without computing them."""
+
+    @staticmethod
+    def forward(ctx: Any, likes: list[Tensor], *entries: Tensor) -> tuple[Tensor, ...]:
+        ctx.likes = [(each.shape, each.dtype) for each in entries]
+        return tuple(map(torch.empty_like, likes))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *(grads[0].new_empty(shape, dtype=dtype) for shape, dtype in ctx.likes)
+
+
+def _forward(model: nn.Module, made: _Fakes, *args: Any, **kwargs: Any) -> Any:
+    # tie_weights would swap a module of several names once for each, and not swap it back
+    return functional_call(model, made.tensors, args, kwargs, tie_weights=False)
+
+
+class _Fakes:
+    """Fake parameters and buffers of a model by name, in the dtype of its forward. One that several modules hold is
+    listed once for each; a module that has several names is listed under one of them."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._made: dict[int, tuple[Tensor, Tensor]] = {}
+        self.tensors = {
+            f"{path}.{name}" if path else name: self._like(tensor, is_cast=_is_cast(tensor))
+            for path, module in model.named_modules()
+            for named in (module.named_parameters, module.named_buffers)
+            for name, tensor in named(recurse=False, remove_duplicate=False)
+        }
+
+    def _like(self, tensor: Tensor, *, is_cast: bool) -> Tensor:
+        """One fake for each ``tensor``, which is kept alive so that no other tensor gets its id."""
+        if id(tensor) not in self._made:
+            dtype = self.dtype if is_cast else tensor.dtype
+            made = torch.empty(tensor.shape, dtype=dtype, requires_grad=tensor.requires_grad)
+            self._made[id(tensor)] = tensor, made
+        return self._made[id(tensor)][1]
+
+    def inputs(self, given: Any) -> Any:
+        """Fakes like ``given``, whose tensors may have values."""
+        return map_tensors(lambda leaf: self._like(leaf, is_cast=leaf.is_floating_point()), given)
+
+
+def _is_cast(tensor: Tensor) -> bool:
+    """Whether mixed precision casts ``tensor``, which the model holds."""
+    return isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
+
+
+_numbers: dict[int, int] = {}  # by the address of a storage that is alive
+_next_number = itertools.count()
+
+
+def _storage(tensor: Tensor) -> int:
+    """The number of the tensor's storage. It is unique, whereas a later storage may have the same address."""
+    storage = tensor.untyped_storage()
+    address = storage._cdata
+    if address not in _numbers:
+        _numbers[address] = next(_next_number)
+        weakref.finalize(storage, _numbers.pop, address).atexit = False
+    return _numbers[address]
+
+
+def _needs_grad(value: Any) -> bool:
+    return any(each.requires_grad for each in find_tensors((value,), []))
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Blocks of one structure that are called in the same way. ``path`` is the first one's, ``likes`` its outputs."""
+
+    path: str
+    seen: _Seen
+    likes: Any
+
+
+class _Calls:
+    """What a forward calls. ``outside`` is the run around the blocks, which sees nothing of them."""
+
+    def __init__(self, model: nn.Module, units: Units, made: _Fakes) -> None:
+        self.found: list[Call] = []
+        self.outside = _Run(made)
+        self._model, self._units, self._made = model, units, made
+        self._kinds: dict[Any, _Kind] = {}
+        self._given: dict[str, set[int]] = {}  # storages of each block's inputs
+
+    @property
+    def kinds(self) -> list[_Kind]:
+        return list(self._kinds.values())
+
+    def shared_storages(self) -> set[int]:
+        """The storages that were inputs of several blocks."""
+        counts = Counter(storage for given in self._given.values() for storage in given)
+        return {storage for storage, count in counts.items() if count > 1}
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Inside the block, model blocks record their inputs and return tensors like the first block of their kind."""
+        blocks = {path: self._model.get_submodule(path) for path in self._units.block_paths}
+        originals = {module: module.__dict__.get("forward", _MISSING) for module in blocks.values()}
+        handles = []
+        try:
+            for path, module in blocks.items():
+                module.forward = partial(self._call, path, structure(module), module.forward)
+            for path in self._units.large:
+                note = partial(self._note, path, None)
+                handles.append(self._model.get_submodule(path).register_forward_hook(note, with_kwargs=True))
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            _restore(originals)
+
+    def _note(self, path: str, kind: int | None, _: Any, args: Any, kwargs: Any, output: Any) -> None:
+        self.found.append(Call(path, kind, _needs_grad(output), _needs_grad((args, kwargs))))
+
+    def _call(self, path: str, structure: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        leaves = find_tensors((args, kwargs), [])
+        key = (structure, torch.is_grad_enabled(), *((leaf.shape, leaf.dtype, leaf.requires_grad) for leaf in leaves))
+        self._given.setdefault(path, set()).update(map(_storage, leaves))
+        with self.outside.paused():
+            if key not in self._kinds:
+                likes: list[Any] = []
+                seen = _Run(self._made).run(
+                    forward, (args, kwargs), _sum_of_outputs, lambda output: likes.append(map_tensors(_like, output))
+                )
+                self._kinds[key] = _Kind(path, seen, likes[0])
+        kind = self._kinds[key]
+        self._note(path, list(self._kinds).index(key), None, args, kwargs, kind.likes)
+        differentiable = [leaf for leaf in find_tensors((kind.likes,), []) if leaf.requires_grad]
+        # Without an input that needs a gradient, its own parameters need it.
+        entries = [leaf for leaf in leaves if leaf.requires_grad] or [torch.empty((), requires_grad=True)]
+        made = iter(_LeftOut.apply(differentiable, *entries) if differentiable else ())
+        return map_tensors(lambda leaf: next(made) if leaf.requires_grad else torch.empty_like(leaf), kind.likes)
+
+
+_MISSING: Any = object()
+
+
+def _restore(originals: Mapping[nn.Module, Any]) -> None:
+    for module, forward in originals.items():
+        if forward is _MISSING:
+            del module.forward
+        else:
+            module.forward = forward
+
+
+# One run
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """One forward and backward. ``saved``: storages that autograd keeps for backward, and their bytes. ``entries``:
+    those of the inputs, which full checkpointing keeps. ``left``: those that remain at the end, in caches and
+    in attributes of modules. ``kept_nbytes``: what selective checkpointing also keeps. ``full`` and ``selective``:
+    the work that these repeat. ``peak_nbytes``: the peak in backward of what the run made, including gradients of
+    parameters."""
+
+    forward: Work
+    backward: Work
+    saved: dict[int, int]
+    entries: dict[int, int]
+    left: dict[int, int]
+    kept_nbytes: int
+    full: _Again
+    selective: _Again
+    peak_nbytes: int
+
+    def unit(self, name: str, checkpointing: Checkpointing, shared: set[int]) -> UnitWork:
+        """``shared``: storages that are not counted per block."""
+        without = shared | self.left.keys()
+        every = sum(nbytes for key, nbytes in self.saved.items() if key not in without)
+        entry_nbytes = sum(nbytes for key, nbytes in self.entries.items() if key not in shared) if self.saved else 0
+        held = sum(self.saved[key] for key in self.saved.keys() & self.entries.keys() if key not in shared)
+        again, saved, read = Work(), every, every
+        if checkpointing is Checkpointing.FULL:
+            again, saved = self.full.work, entry_nbytes
+        elif checkpointing is Checkpointing.SELECTIVE:
+            again = self.selective.work
+            saved = min(entry_nbytes + self.kept_nbytes, every)
+            read = entry_nbytes + self.selective.read_nbytes
+        left = sum(self.left.values())
+        return UnitWork(
+            name,
+            (),
+            self.forward,
+            self.backward + again,
+            saved,
+            working_nbytes=max(self.peak_nbytes + held - left - saved, 0),
+            unread_nbytes=max(saved - read, 0),
+            left_nbytes=left,
+            is_block=True,
+        )
+
+
+class _Run:
+    """Runs one function of the model, forward and backward, once."""
+
+    def __init__(self, made: _Fakes) -> None:
+        self._params = {_storage(tensor): tensor for tensor in made.tensors.values()}
+        self._memory = _Live()
+        self._forward = _Counter(self._memory, set(self._params))
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside the block, work within this forward is not counted with it."""
+        self._forward.is_paused = True
+        try:
+            yield
+        finally:
+            self._forward.is_paused = False
+
+    def run(
+        self, function: Callable[..., Any], given: Inputs, loss: Loss, returned: Callable[[Any], None] = lambda _: None
+    ) -> _Seen:
+        """``returned`` receives the function's result, which is dropped before backward."""
+        args, kwargs = map_tensors(lambda leaf: leaf.detach().requires_grad_(leaf.requires_grad), given)
+        entries = {
+            _storage(leaf): leaf for leaf in find_tensors((args, kwargs), []) if _storage(leaf) not in self._params
+        }
+        saved: dict[int, int] = {}
+        needed: set[int] = set()
+        forward, memory = self._forward, self._memory
+
+        def pack(tensor: Tensor) -> Tensor:
+            if isinstance(tensor, Tensor) and _storage(tensor) not in self._params:
+                saved[_storage(tensor)] = tensor.untyped_storage().nbytes()
+                needed.update(forward.writers_of([tensor]))
+            return tensor.detach()  # what no backward reaches would hold itself
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), forward:
+            output = function(*args, **kwargs)
+            result = loss(output)
+        returned(output)
+        del output
+        memory.peak = memory.now
+        with _Counter(memory, set(self._params)) as backward:
+            if result.requires_grad:
+                result.backward()
+        del result
+        for tensor in (*self._params.values(), *entries.values()):
+            tensor.grad = None
+        entry_nbytes = {key: leaf.untyped_storage().nbytes() for key, leaf in entries.items()}
+        for leaf in entries.values():  # the graph of what is left holds it, as that of the whole model would not
+            leaf.data = leaf.new_empty(0)
+        return _Seen(
+            forward=forward.total,
+            backward=backward.total,
+            saved=saved,
+            entries=entry_nbytes,
+            left=memory.left(),
+            kept_nbytes=sum(op.kept_nbytes for op in forward.ops),
+            full=_run_again(forward.ops, needed, keeps=False),
+            selective=_run_again(forward.ops, needed, keeps=True),
+            peak_nbytes=memory.peak,
+        )
+
+
+def _like(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, requires_grad=False).requires_grad_(tensor.requires_grad)
+
+
+@dataclass(frozen=True)
+class _Op:
+    """One operation. ``sources``: which operations wrote what it reads. ``kept_nbytes``: of its results, if selective
+    checkpointing keeps them."""
+
+    work: Work
+    sources: tuple[int, ...]
+    kept_nbytes: int = 0
+
+
+@dataclass(frozen=True)
+class _Again:
+    """What runs again in backward, and how much of the kept results is read."""
+
+    work: Work
+    read_nbytes: int
+
+
+def _run_again(ops: Sequence[_Op], needed: Iterable[int], *, keeps: bool) -> _Again:
+    """The operations that give backward the results of ``needed``, and no more: those that only the output of a block
+    needs do not run again. With ``keeps``, kept results exist already."""
+    work, read_nbytes = Work(), 0
+    left, seen = list(needed), set()
+    while left:
+        number = left.pop()
+        if number in seen:
+            continue
+        seen.add(number)
+        op = ops[number]
+        if keeps and op.kept_nbytes:
+            read_nbytes += op.kept_nbytes
+        else:
+            work += op.work
+            left += op.sources
+    return _Again(work, read_nbytes)
+
+
+class _Live:
+    """Bytes of storages that operations made and that are still alive."""
+
+    def __init__(self) -> None:
+        self.now = self.peak = 0
+        self._known: dict[int, int] = {}
+
+    def made(self, tensor: Tensor) -> None:
+        storage, key = tensor.untyped_storage(), _storage(tensor)
+        if key in self._known:
+            return
+        nbytes = storage.nbytes()
+        self._known[key] = nbytes
+        self.now += nbytes
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._freed, key, nbytes)
+
+    def left(self) -> dict[int, int]:
+        """The bytes that are still alive, by storage."""
+        if self._known:
+            gc.collect()
+        return dict(self._known)
+
+    def _freed(self, key: int, nbytes: int) -> None:
+        del self._known[key]
+        self.now -= nbytes
+
+
+class _Counter(torch_names.DispatchMode):
+    """Records what operations compute, move and read. Attention and every second matrix product may be kept."""
+
+    def __init__(self, memory: _Live, fixed: set[int]) -> None:
+        super().__init__()
+        self.ops: list[_Op] = []
+        self.is_paused = False
+        self._memory = memory
+        self._writers: dict[int, int] = {}  # of storages, the operation that wrote them last
+        self._num_products = 0
+        self._fixed = frozenset(fixed)
+        self._inside = set(fixed)  # storages that other kernels than products made, and parameters
+        self._crossed: set[int] = set()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = function(*args, **kwargs)
+        if self.is_paused:
+            return result
+        inputs, outputs = find_tensors((args, kwargs), []), find_tensors((result,), [])
+        known = {_storage(each) for each in inputs}
+        new = [each for each in outputs if _storage(each) not in known]
+        for each in new:
+            self._memory.made(each)
+        name = function.name().split("::")[-1].split(".")[0]
+        if not new and not function._schema.is_mutable:
+            return result  # a view
+        sources = tuple(self.writers_of(inputs))
+        self._writers.update({_storage(each): len(self.ops) for each in outputs})
+        work = _work_of(function, name, args, kwargs, result)
+        if work is not None:
+            kept_nbytes = sum(each.untyped_storage().nbytes() for each in new) if self._keeps(name) else 0
+            self.ops.append(_Op(work + self._beside_product(inputs), sources, kept_nbytes))
+        else:
+            self.ops.append(_Op(Work() if "empty" in name else self._moved(inputs, outputs), sources))
+        return result
+
+    @property
+    def total(self) -> Work:
+        return sum((op.work for op in self.ops), Work())
+
+    def writers_of(self, tensors: Iterable[Tensor]) -> set[int]:
+        """The operations that wrote ``tensors``, without tensors that existed before."""
+        return {self._writers[_storage(each)] for each in tensors if _storage(each) in self._writers}
+
+    def _keeps(self, name: str) -> bool:
+        if name not in ("mm", "addmm"):
+            return "scaled_dot_product" in name
+        self._num_products += 1
+        return self._num_products % 2 == 1
+
+    def _beside_product(self, inputs: list[Tensor]) -> Work:
+        """The work next to a product: other kernels write its operands, unless those are products or parameters."""
+        return Work(fused_nbytes=sum(self._crosses(x) for x in inputs if _storage(x) in self._inside - self._fixed))
+
+    def _moved(self, inputs: list[Tensor], outputs: list[Tensor]) -> Work:
+        """The bytes moved. A fused kernel reads results of products, and tensors that existed before."""
+        fused = sum(self._crosses(each) for each in inputs if _storage(each) not in self._inside)
+        self._inside.update(map(_storage, outputs))
+        return Work(moved_nbytes=sum(map(_nbytes, [*inputs, *outputs])), fused_nbytes=fused)
+
+    def _crosses(self, tensor: Tensor) -> int:
+        """Bytes that one kernel leaves for another, counted once."""
+        if _storage(tensor) in self._crossed:
+            return 0
+        self._crossed.add(_storage(tensor))
+        return _nbytes(tensor)
+
+
+def _nbytes(tensor: Tensor) -> int:
+    """The bytes that a kernel reads or writes of ``tensor``; an expanded dim counts only once."""
+    sizes = [size if stride else 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    numel = 1
+    for size in sizes:
+        numel *= size
+    return numel * tensor.dtype.itemsize
+
+
+def _work_of(function: Any, name: str, args: Any, kwargs: Any, result: Any) -> Work | None:
+    """The work of matrix products and attention; None for other operations."""
+    if "scaled_dot_product" in name:
+        return Work(other=_attention_flops(name, args, kwargs))
+    if name == "_grouped_mm":
+        first, second = args[0], args[1]
+        rows = first[0].numel() if second.dim() < first.dim() else first.numel()
+        return Work(other=2.0 * rows * second.shape[-1])
+    from torch.utils.flop_counter import flop_registry  # imports triton, which `import fsdp2` must not
+
+    formula = flop_registry.get(function.overloadpacket)
+    if formula is None:
+        return None
+    flops = float(formula(*args, **kwargs, out_val=result))
+    if name in ("mm", "addmm"):
+        operands = [each for each in args if isinstance(each, Tensor)][-2:]
+        return Work(linear=flops, operand_numel=sum(each.numel() for each in operands))
+    return Work(other=flops)
+
+
+def _attention_flops(name: str, args: Any, kwargs: Any) -> float:
+    """Two products in forward, five in backward; half of all pairs if attention is causal."""
+    is_backward = "backward" in name
+    query, key = args[1:3] if is_backward else args[:2]
+    value = args[3] if is_backward else args[2]
+    pairs = query.shape[0] * query.shape[1] * query.shape[-2] * key.shape[-2]
+    is_causal = kwargs.get("is_causal", any(each is True for each in args))
+    flops = 2.0 * pairs * (query.shape[-1] + value.shape[-1])
+    return flops * (2.5 if is_backward else 1.0) * (0.5 if is_causal else 1.0)

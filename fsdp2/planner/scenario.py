@@ -1,0 +1,292 @@
+"""Simulates one model on a number of GPUs, sharded in one way: its step time and its peak memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+from fsdp2.core.schedule.schedule import AfterForward, UnitRules
+from fsdp2.core.types import MixedPrecisionPolicy
+from fsdp2.planner.groups import Axes, GroupCost, Wire, group_cost
+from fsdp2.planner.machine import Machine, all_reduce, gather, ranks_of
+from fsdp2.planner.memory import Held
+from fsdp2.planner.simulate import Accelerator, CallCost, StepTime, steady_step
+from fsdp2.planner.work import Checkpointing, Exchange, Param, UnitWork, Work
+
+ALLOCATOR_SHARE = 1.124  # reserved per byte held: calibrated on one published row, docs/scale.md
+FP8_CAST_NBYTES = 5  # per element of an operand: bf16 read for the magnitude, bf16 read again, fp8 written
+
+
+class Precision(Enum):
+    """The dtype of compute: all-gathers and products use it; gradients are summed in fp32."""
+
+    __hash__ = object.__hash__
+
+    BF16 = "bf16"
+    FP32 = "fp32"
+
+    @property
+    def policy(self) -> MixedPrecisionPolicy:
+        """The policy to pass to ``fully_shard``."""
+        return MixedPrecisionPolicy(torch.bfloat16 if self is Precision.BF16 else torch.float32, torch.float32)
+
+
+class Optimizer(Enum):
+    """The kind of optimizer."""
+
+    __hash__ = object.__hash__
+
+    ADAMW = "adamw"
+    MOMENTUM = "sgd with momentum"
+    SGD = "sgd"
+
+    @property
+    def num_states(self) -> int:
+        """The number of state tensors per parameter, in its size and dtype."""
+        return {Optimizer.ADAMW: 2, Optimizer.MOMENTUM: 1, Optimizer.SGD: 0}[self]
+
+    @property
+    def num_moved(self) -> int:
+        """The number of tensors that a step reads or writes. It reads the gradient, and reads and writes the others."""
+        return 1 + 2 * (1 + self.num_states)
+
+
+class Kernels(Enum):
+    """Whether blocks run under ``torch.compile``."""
+
+    __hash__ = object.__hash__
+
+    EAGER = "eager"
+    COMPILED = "compiled"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A way to shard.
+
+    Attributes:
+        shard_size: the number of ranks to shard over, with replicas over the others (HSDP); None is all.
+        num_kept: how many of the last blocks stay unsharded after forward, where ``after_forward`` reshards.
+        offloads: whether shards, gradients and optimizer are in host memory.
+    """
+
+    name: str
+    shard_size: int | None = None
+    after_forward: AfterForward = AfterForward.RESHARD
+    wire: Wire = Wire.BF16
+    shares_communicator: bool = True
+    checkpointing: Checkpointing = Checkpointing.NONE
+    num_kept: int = 0
+    offloads: bool = False
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One step.
+
+    Attributes:
+        units: one for each call in the order of forward, without the root. Calls of one unit have one name.
+        tokens: the tokens of one GPU, or of a group of ``tensor_parallel`` GPUs.
+        root: the root's own parameters.
+        members: all units in the order of the model, those that this forward does not use among them; without it, those
+            of ``units``.
+        mp_policy: the policy of units; None is that of ``precision``.
+        ignored: parameters that stay whole on each rank, as ``buffers_nbytes`` do.
+        fp8: whether the blocks' products with weights run in fp8.
+        async_tp: tensor parallelism overlaps transfers with products where it can, and hides this share of them;
+            None means that transfers and products alternate.
+    """
+
+    machine: Machine
+    units: tuple[UnitWork, ...]
+    tokens: int
+    num_gpus: int
+    choice: Choice
+    root: tuple[Param, ...] = ()
+    members: tuple[UnitWork, ...] = ()
+    ignored: tuple[Param, ...] = ()
+    buffers_nbytes: int = 0
+    precision: Precision = Precision.BF16
+    mp_policy: MixedPrecisionPolicy | None = None
+    optimizer: Optimizer = Optimizer.ADAMW
+    kernels: Kernels = Kernels.COMPILED
+    fp8: bool = False
+    tensor_parallel: int = 1
+    async_tp: float | None = None
+
+    @property
+    def distinct(self) -> tuple[UnitWork, ...]:
+        """Each unit once."""
+        found: dict[str, UnitWork] = {}
+        for unit in (*self.members, *self.units):
+            found.setdefault(unit.name, unit)
+        return tuple(found.values())
+
+    @property
+    def data_parallel_size(self) -> int:
+        return self.num_gpus // self.tensor_parallel
+
+    @property
+    def axes(self) -> Axes:
+        """The axes of ranks: tensor parallelism uses neighbours, sharding comes next, replicas are furthest apart."""
+        tp, node, total = self.tensor_parallel, self.machine.node_size, self.data_parallel_size
+        shard_size = min(self.choice.shard_size or total, total)
+        resting = None
+        if self.choice.after_forward is AfterForward.RESHARD_TO_SMALLER_MESH:
+            resting = ranks_of(min(node, shard_size), tp, node)
+        shard = ranks_of(shard_size, tp, node)
+        return Axes(shard, ranks_of(total // shard_size, tp * shard_size, node), resting)
+
+
+@dataclass(frozen=True)
+class Result:
+    """``grads_nbytes`` counts sharded gradients. ``memory`` is held at the peak in addition to parameters, buffers and
+    optimizer, by purpose. ``host_nbytes`` is what offloading puts into the host memory of one node. The rest is per
+    GPU."""
+
+    time: StepTime
+    tokens_per_second: float
+    params_nbytes: float
+    optimizer_nbytes: float
+    grads_nbytes: float
+    memory: dict[Held, float]
+    buffers_nbytes: float = 0.0
+    host_nbytes: float = 0.0
+
+    @property
+    def state_nbytes(self) -> float:
+        return self.params_nbytes + self.buffers_nbytes + self.optimizer_nbytes
+
+    @property
+    def peak_nbytes(self) -> float:
+        return self.state_nbytes + sum(self.memory.values())
+
+    @property
+    def reserved_nbytes(self) -> float:
+        """The memory that the caching allocator takes: more than is held, with room for gradients at any time."""
+        return ALLOCATOR_SHARE * (self.peak_nbytes + self.grads_nbytes - self.memory[Held.REDUCED])
+
+
+def simulate(scenario: Scenario) -> Result:
+    """Simulate the second step of ``scenario``. With ``offloads``, the optimizer's time on the host is not known, and
+    left out."""
+    choice, machine, optimizer = scenario.choice, scenario.machine, scenario.optimizer
+    device = accelerator(scenario)
+    groups = [group for group in device.groups if group is not None]
+    params, trainable = (sum(getattr(group, name) for group in groups) for name in ("shards_nbytes", "trained_nbytes"))
+    on_host = params + trainable * (1 + optimizer.num_states) if choice.offloads else 0
+    updated = _updated_nbytes(scenario, groups)
+    time = steady_step(device, machine.contention)
+    return Result(
+        time,
+        scenario.tokens / scenario.tensor_parallel / time.step,
+        sum(param.nbytes for param in scenario.ignored) + (0 if choice.offloads else params),
+        updated * optimizer.num_states,
+        updated,
+        device.memory.peak,
+        buffers_nbytes=scenario.buffers_nbytes,
+        host_nbytes=on_host * min(machine.node_size, scenario.num_gpus),
+    )
+
+
+def accelerator(scenario: Scenario) -> Accelerator:
+    """The device that runs ``scenario``."""
+    groups = {unit.name: _group_cost(scenario, unit.params, _wire(scenario, unit)) for unit in scenario.distinct}
+    root = _group_cost(scenario, scenario.root, Wire.BF16)
+    updated = _updated_nbytes(scenario, [group for group in (root, *groups.values()) if group is not None])
+    return Accelerator(
+        [root, *groups.values()],
+        [_call_cost(scenario, unit, list(groups).index(unit.name) + 1) for unit in scenario.units],
+        _rules(scenario),
+        shares_communicator=scenario.choice.shares_communicator,
+        optimizer=updated * scenario.optimizer.num_moved / scenario.machine.copy_bandwidth + _scales_seconds(scenario),
+    )
+
+
+def _updated_nbytes(scenario: Scenario, groups: Sequence[GroupCost]) -> int:
+    """The bytes that the optimizer updates on the device."""
+    whole = sum(param.nbytes for param in scenario.ignored if param.trainable)
+    return whole + (0 if scenario.choice.offloads else sum(group.trained_nbytes for group in groups))
+
+
+def _rules(scenario: Scenario) -> list[UnitRules]:
+    """The rules that ``fully_shard`` gets for each unit, first for the root, which stays unsharded."""
+    choice, units = scenario.choice, scenario.distinct
+    blocks = [index for index, unit in enumerate(units) if unit.is_block]
+    kept = set(blocks[len(blocks) - choice.num_kept :])
+    rules = [UnitRules(after_forward=AfterForward.KEEP)]
+    for index in range(len(units)):
+        rules.append(UnitRules(after_forward=AfterForward.KEEP if index in kept else choice.after_forward))
+    return rules
+
+
+def _wire(scenario: Scenario, unit: UnitWork) -> Wire:
+    return scenario.choice.wire if unit.is_block else Wire.BF16
+
+
+def _group_cost(scenario: Scenario, params: tuple[Param, ...], wire: Wire) -> GroupCost | None:
+    if not params:
+        return None
+    offloads, policy = scenario.choice.offloads, scenario.mp_policy or scenario.precision.policy
+    return group_cost(scenario.machine, params, scenario.axes, wire, policy, offloads=offloads)
+
+
+def _call_cost(scenario: Scenario, work: UnitWork, unit: int) -> CallCost:
+    forward, backward = (
+        sum(_exchange_seconds(scenario, each, is_block=work.is_block) for each in exchanges)
+        for exchanges in work.exchanges
+    )
+    is_fused = work.is_block and scenario.kernels is Kernels.COMPILED
+    return CallCost(
+        unit,
+        forward=_seconds(scenario, work.forward, is_block=work.is_block),
+        backward=_seconds(scenario, work.backward, is_block=work.is_block),
+        saved_nbytes=work.saved_nbytes - work.unread_nbytes * is_fused,
+        working_nbytes=work.working_nbytes,
+        left_nbytes=work.left_nbytes,
+        has_backward=work.has_backward,
+        hands_on=work.hands_on,
+        forward_fixed=forward,
+        backward_fixed=backward,
+    )
+
+
+def _exchange_seconds(scenario: Scenario, exchange: Exchange, *, is_block: bool) -> float:
+    """The time that an exchange along the sequence adds to compute: the transfer, and a copy, since the sequence is not
+    the first dim. Async TP overlaps a share of the transfer with the parts of a product, which are slower than the
+    whole, and sums what arrives in a separate kernel."""
+    machine, size = scenario.machine, scenario.tensor_parallel
+    in_fp8 = scenario.fp8 and is_block
+    nbytes = exchange.numel * (1 if exchange.gathers and in_fp8 else 2)
+    transfer = gather(machine, ranks_of(size, 1, machine.node_size), nbytes).alone
+    if scenario.async_tp is None or not (is_block and exchange.product):
+        return transfer + 2 * nbytes / machine.copy_bandwidth
+    product = exchange.product / (machine.peak_fp8() if in_fp8 else machine.bf16_flops) / machine.utilisation
+    summed = 0.0 if exchange.gathers else nbytes * (1 + 1 / size) / machine.copy_bandwidth
+    return transfer - scenario.async_tp * min(transfer, product) + summed
+
+
+def _seconds(scenario: Scenario, work: Work, *, is_block: bool) -> float:
+    """The time of ``work``: products run at their share of the peak, all other kernels at the rate of a copy."""
+    machine = scenario.machine
+    half = scenario.precision is Precision.BF16
+    peak = machine.bf16_flops if half else machine.peak_fp32()
+    linear_peak, converted = peak, 0.0
+    if scenario.fp8 and is_block:
+        linear_peak = machine.peak_fp8()
+        converted = work.operand_numel * FP8_CAST_NBYTES
+    is_fused = is_block and scenario.kernels is Kernels.COMPILED
+    moved = work.fused_nbytes if is_fused else work.moved_nbytes
+    products = (work.linear / linear_peak + work.other / peak) / machine.utilisation
+    return products + (moved + converted) / machine.copy_bandwidth
+
+
+def _scales_seconds(scenario: Scenario) -> float:
+    """With all-gathers in fp8, one all-reduce of the scales of all matrices follows the optimizer."""
+    if scenario.choice.wire is not Wire.FP8:
+        return 0.0
+    matrices = sum(len(param.shape) > 1 for unit in scenario.distinct if unit.is_block for param in unit.params)
+    return all_reduce(scenario.machine, scenario.axes.shard, 4.0 * matrices).alone

@@ -1,0 +1,396 @@
+"""``fsdp2.report.report`` records steps inside a block; at its end, all ranks send their records to rank 0, which
+writes."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp2.core import _torch
+from fsdp2.core.comm.streams import observe_activities
+from fsdp2.core.plan.mesh import ParallelMesh
+from fsdp2.core.plan.plan import Route
+from fsdp2.core.runtime.unit import Unit
+from fsdp2.core.runtime.unit_tree import UnitTree, tree_of
+from fsdp2.core.schedule.schedule import AfterForward
+from fsdp2.core.types import CommunicationError, ScheduleError
+from fsdp2.extras.exchange import exchange
+from fsdp2.extras.output import check_writable
+from fsdp2.extras.units import observe, sharded_unit, stop_observing
+from fsdp2.memory.plan import UnitBytes, trainable_of, unit_bytes
+from fsdp2.optim.host_adamw.jobs import observe_host_steps
+from fsdp2.planner.candidates import Plan
+from fsdp2.planner.choose_units import AutoShard
+from fsdp2.planner.machines import MACHINES
+from fsdp2.planner.measure import device_name
+from fsdp2.planner.memory import Held
+from fsdp2.report import files
+from fsdp2.report.data import RankRecord, RankStep, UnitInfo, report_data
+from fsdp2.report.held import HeldBytes
+from fsdp2.report.memory import memory
+from fsdp2.report.modules import watched
+from fsdp2.report.operations import Operations
+from fsdp2.report.prediction import Prediction, StepFigures
+from fsdp2.report.recorder import DeviceClock, HostClock, Recorder, Step
+from fsdp2.report.speed import Peak, Work
+from fsdp2.report.text import text_of
+from fsdp2.report.timeline import ALL_REDUCE, OF_HOST, spans, transfers, with_idle
+
+_CALLER = "fsdp2.report"
+_recording: list[str] = []  # the class of the model that is recorded
+
+
+class Report:
+    """The result of :func:`fsdp2.report.report`.
+
+    Attributes:
+        data: the whole report after the block, on rank 0, as in the JSON file and the page; None on other ranks.
+    """
+
+    def __init__(self) -> None:
+        self.data: dict[str, Any] | None = None
+
+    def __str__(self) -> str:
+        """The step, the time it lost, the changes to make first, and what holds the memory."""
+        return "no report: only rank 0 has one, after the block" if self.data is None else text_of(self.data)
+
+
+@contextmanager
+def report(
+    model: nn.Module,
+    *paths: str | os.PathLike[str],
+    steps: int = 3,
+    plan: Plan | AutoShard | None = None,
+    profile: bool = False,
+    tokens_per_rank: int | None = None,
+    flops_per_rank: float | None = None,
+    activations: bool = True,
+) -> Iterator[Report]:
+    """Record the first ``steps`` training steps of the block, and report on the typical one: a timeline of each rank,
+    every unit's bytes and times, what holds the memory, the order of collectives, and what to change first.
+
+    A step ends where the next forward begins after gradients were reduced. All ranks enter and leave the block
+    together; rank 0 writes. Only ranks on the data-parallel mesh of rank 0 are in the report. If the block raises,
+    nothing is written or sent.
+
+    Args:
+        model: the root of a sharded model.
+        paths: the files to write: ``.html`` is one self-contained page, ``.trace.json`` a Chrome trace; or ``.json``.
+        steps: how many steps to record; the rest of the block runs as without a report.
+        plan: the result of :func:`fsdp2.planner.plan` or :func:`fsdp2.auto_shard`. The prediction for its recommended
+            choice is shown next to the measurements, with ratios if the machine is the same. For another choice, pass
+            ``dataclasses.replace(plan, recommended=choice)``.
+        profile: also run torch.profiler, which makes the steps longer. It shows gaps in compute: *idle* is when no
+            operation ran; on an accelerator, the host was late. A warning tells if torch.profiler saw no operations.
+        tokens_per_rank: how many tokens this rank trains on per step, for tokens per second. The sum of all ranks is
+            global, so ranks that share tokens pass their part.
+        flops_per_rank: the floating-point operations of this rank per step, forward and backward, for MFU, the share
+            of the device's bf16 peak. MFU is not reported on devices whose peak is unknown, such as CPUs.
+        activations: on a device whose allocator has no statistics, such as the CPU, count what autograd saves in
+            forward, with ``saved_tensors_hooks``. Turn it off if the forward uses transforms of ``torch.func``, which
+            refuse such hooks. On other devices, activations are allocated memory that nothing else accounts for.
+
+    Raises:
+        ValueError: ``model`` is not sharded; ``steps``, tokens or FLOPs are less than 1; a path has another suffix, or
+            rank 0 cannot write there; ``plan`` recommends nothing. All ranks raise.
+        TypeError: an argument is of the wrong type.
+        ScheduleError: inside another report, or inside torch.profiler with ``profile``; or no forward ran in the block
+            on some rank.
+        CommunicationError: another rank has not reached the end of the block.
+    """
+    _check_arguments(model, paths, steps, tokens_per_rank, flops_per_rank)
+    plan = None if plan is None else _checked_plan(plan)
+    unit = sharded_unit(model, _CALLER)
+    if _recording:
+        raise ScheduleError(
+            f"{_CALLER}: a report on {_recording[0]} is being recorded. Leave its block before the next one begins."
+        )
+    tree = tree_of(unit)
+    mesh = _mesh_of(tree)
+    on_device = tree.executor.streams.runs_ahead
+    if profile and _torch.is_profiling():
+        raise ScheduleError(f"{_CALLER}: torch.profiler runs already. End it before the block, or leave profile out.")
+    operations = Operations(on_device=on_device) if profile else None
+    targets = [Path(path) for path in paths]
+    problem = next(filter(None, _exchange(mesh, _problem(targets) if dist.get_rank() == 0 else None)), None)
+    if problem is not None:
+        raise ValueError(problem)
+    synced, is_first_use, found = time.perf_counter(), not tree.schedule.tape.expected, Report()
+    held = HeldBytes(tree, saves=activations)
+    recorder = Recorder(DeviceClock(mesh.device, tree.units) if on_device else HostClock(), steps, held)
+    with (
+        held.watched() as stop_saved,
+        watched(tree, recorder.on_module, recorder.on_optimizer) as stop_modules,
+        attached(recorder, model, tree.class_name, operations, [stop_saved, stop_modules]),
+    ):
+        yield found
+    recorder.end()
+    tree = tree_of(unit)  # in the block, an enclosing unit may have become the root
+    record = RankRecord(
+        rank=dist.get_rank(),
+        host=platform.node(),
+        synced=synced,
+        is_first_use=is_first_use,
+        steps=_rank_steps(recorder.steps(), tree, operations, on_device=on_device),
+        knows_activations=held.knows_activations,
+        work=Work(tokens_per_rank, flops_per_rank),
+        **_device_memory(mesh.device),
+    )
+    records = sorted(_exchange(mesh, record), key=lambda each: each.rank)
+    idle = [each.rank for each in records if not each.steps]
+    if idle:
+        raise ScheduleError(
+            f"{_CALLER}: no forward of {tree.class_name} ran inside the block on ranks {idle}. Run at least one "
+            "training step of that model in the block, on every rank."
+        )
+    if dist.get_rank() == 0:
+        prediction = None if plan is None else _prediction(plan, mesh)
+        found.data = report_data(
+            tree.class_name,
+            _device_name(mesh),
+            _unit_infos(tree),
+            _equally_long(records),
+            prediction,
+            _peak(mesh.device),
+        )
+        for target in targets:
+            files.write(target, found.data)
+
+
+@contextmanager
+def attached(
+    recorder: Recorder,
+    model: nn.Module,
+    class_name: str,
+    operations: Operations | None = None,
+    on_done: Sequence[Callable[[], None]] = (),
+) -> Iterator[None]:
+    """Let ``recorder`` observe ``model`` until it is done or the block ends; then call ``on_done``. Meanwhile, profile
+    ``operations``."""
+    observe(model, recorder)
+
+    def detach() -> None:
+        observe_activities(None)
+        observe_host_steps(None)
+        stop_observing(model, recorder)
+        for end in on_done:
+            end()
+        if operations is not None:
+            operations.stop()
+
+    recorder.on_done = detach
+    _recording.append(class_name)
+    try:
+        if operations is not None:
+            operations.start()
+        observe_activities(recorder.on_activity)
+        observe_host_steps(recorder.on_host_step)
+        yield
+    finally:
+        detach()
+        _recording.clear()
+
+
+def _check_arguments(
+    model: object, paths: Sequence[object], steps: object, tokens: object = None, flops: object = None
+) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{_CALLER}: model is a {type(model).__name__}, expected the root of a sharded model.")
+    for path in paths:
+        if not isinstance(path, (str, os.PathLike)):
+            raise TypeError(f"{_CALLER}: a path is {path!r}, expected where to write, such as 'step.html'.")
+    if type(steps) is not int:
+        raise TypeError(f"{_CALLER}: steps is {steps!r}, expected an int.")
+    if steps < 1:
+        raise ValueError(f"{_CALLER}: steps is {steps}, expected 1 or more.")
+    for name, value in (("tokens_per_rank", tokens), ("flops_per_rank", flops)):
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise TypeError(f"{_CALLER}: {name} is {value!r}, expected a number.")
+        if not 1 <= value < math.inf:
+            raise ValueError(f"{_CALLER}: {name} is {value}, expected 1 or more.")
+
+
+def _problem(targets: Sequence[Path]) -> str | None:
+    """Why rank 0 cannot write to one of ``targets``."""
+    for target in targets:
+        if files.kind_of(target) is None:
+            return f"{_CALLER}: '{target}' has the suffix '{target.suffix}'. Use .html, .json or .trace.json."
+        folder = target.absolute().parent
+        if not folder.is_dir():
+            return f"{_CALLER}: cannot write '{target}': there is no folder '{folder}'. Create it, or use another path."
+        try:
+            check_writable(target)
+        except OSError as error:
+            return f"{_CALLER}: cannot write '{target}': {error.strerror or error}. Use another path."
+    return None
+
+
+def _checked_plan(plan: object) -> Plan:
+    """Check that ``plan`` is a plan that recommends a choice."""
+    if isinstance(plan, AutoShard):
+        plan = plan.plan
+    if not isinstance(plan, Plan):
+        raise TypeError(
+            f"{_CALLER}: plan is a {type(plan).__name__}, expected what fsdp2.planner.plan or "
+            "fsdp2.auto_shard with a budget returned."
+        )
+    if plan.recommended is None:
+        raise ValueError(
+            f"{_CALLER}: this plan recommends nothing, since nothing fits. Pass dataclasses.replace(plan, "
+            "recommended=choice) with the one of plan.choices that was applied."
+        )
+    return plan
+
+
+def _prediction(plan: Plan, mesh: ParallelMesh) -> Prediction:
+    """The prediction of ``plan`` for its recommended choice."""
+    assert plan.recommended is not None  # _checked_plan has checked it
+    choice, result = plan.recommended.choice, plan.recommended.result
+    figures = StepFigures(
+        step_ms=1e3 * result.time.step,
+        compute_ms=1e3 * result.time.compute,
+        exposed_ms=1e3 * result.time.exposed,
+        temporary_nbytes=int(result.memory[Held.GROUPS] + result.memory[Held.GRADIENTS]),
+        allocated_nbytes=int(result.peak_nbytes),
+        reserved_nbytes=int(result.reserved_nbytes),
+    )
+    same_machine = plan.machine.is_made_of(device_name(mesh.device)) and plan.num_gpus == mesh.data_parallel_size
+    return Prediction(choice.name, plan.machine.name, plan.num_gpus, str(plan.workload), same_machine, figures)
+
+
+def _peak(device: torch.device) -> Peak | None:
+    """The bf16 peak of ``device``, if it belongs to a known machine."""
+    machine = next((each for each in MACHINES.values() if each.is_made_of(device_name(device))), None)
+    return None if machine is None else Peak(f"the bf16 peak of {machine.device}", machine.bf16_flops)
+
+
+def _mesh_of(tree: UnitTree) -> ParallelMesh:
+    """The largest mesh of the units, whose ranks are in the report."""
+    meshes = [tree.root.mesh, *(group.mesh for unit in tree.units for group in unit.groups)]
+    return max(meshes, key=lambda mesh: mesh.data_parallel_size)
+
+
+def _exchange(mesh: ParallelMesh, value: object) -> list[Any]:
+    """``value`` of every rank of ``mesh``."""
+    try:
+        return [each for row in exchange(mesh.replicate, exchange(mesh.shard, value)) for each in row]
+    except RuntimeError as error:
+        raise CommunicationError(
+            f"{_CALLER}: rank {dist.get_rank()} waited for the other ranks in vain: {error}\n"
+            "All ranks enter and leave the block together. Look for an exception on another rank."
+        ) from error
+
+
+def _equally_long(records: Sequence[RankRecord]) -> list[RankRecord]:
+    """Shorten ``records`` to the number of steps that all of them have."""
+    shortest = min(len(record.steps) for record in records)
+    return [RankRecord(**{**vars(record), "steps": record.steps[:shortest]}) for record in records]
+
+
+def _rank_steps(
+    steps: Sequence[Step], tree: UnitTree, operations: Operations | None, *, on_device: bool
+) -> list[RankStep]:
+    busy = [] if operations is None else operations.busy()
+    if operations is not None and not busy:
+        warnings.warn(
+            f"{_CALLER}: torch.profiler saw no operations on this rank's device, so nothing counts as idle. It may "
+            "lack the permission to see them.",
+            stacklevel=2,
+        )
+    sizes: dict[str, UnitBytes] = {unit.name: unit_bytes(unit) for unit in tree.units}
+    replicated = {unit.name for unit in tree.units if _replicas(unit) > 1}
+    local = {unit.name for unit in tree.units if all(group.mesh.shard.size == 1 for group in unit.groups)}
+    found, marks = [], []
+    for step in steps:
+        marks += step.marks
+        did = spans(step.marks, step.start, step.stop, on_device=on_device)
+        found.append(
+            RankStep(
+                step.start,
+                step.stop,
+                with_idle(did, busy) if busy else did,
+                [
+                    each
+                    for each in transfers(step.marks, replicated, on_device=on_device)
+                    if each.unit not in local or each.kind in (ALL_REDUCE, *OF_HOST)  # else nothing is sent
+                ],
+                memory(marks, sizes, step.start, step.stop),
+            )
+        )
+    return found
+
+
+def _unit_infos(tree: UnitTree) -> list[UnitInfo]:
+    return [
+        _unit_info(unit, keeps=rules.after_forward is AfterForward.KEEP)
+        for unit, rules in zip(tree.units, tree.schedule.rules, strict=True)
+    ]
+
+
+def _unit_info(unit: Unit, *, keeps: bool) -> UnitInfo:
+    sizes, shard, gather, reduce, is_small = unit_bytes(unit), 0, [0, 0], [0, 0], bool(unit.groups)
+    by_module: dict[nn.Module, int] = {}
+    bucket = min((group.comm.routing.direct_min_nbytes * group.mesh.shard.size for group in unit.groups), default=0)
+    for group in unit.groups:
+        ranks = group.mesh.shard.size
+        gathers, reductions = group.unsharded.plan().steps, group.gradients.plans(trainable_of(group))[0]
+        for step in gathers if ranks > 1 else ():
+            gather[step.route is not Route.DIRECT] += step.padded_nbytes
+        for plan in reductions if ranks > 1 else ():
+            for part in plan.steps:
+                reduce[part.route is not Route.DIRECT] += part.layout.padded_numel * plan.dtypes.reduce.itemsize
+        for param in group.params:
+            shard += _torch.local_of(param.sharded).nbytes
+            nbytes = param.layout.numel * param.dtypes.param.itemsize
+            by_module[param.slots[0].module] = by_module.get(param.slots[0].module, 0) + nbytes
+        travelling = sum(step.chunk_nbytes for step in gathers)
+        is_small = is_small and ranks > 1 and travelling < group.comm.routing.direct_min_nbytes
+    return UnitInfo(
+        name=unit.name,
+        shard_nbytes=shard,
+        unsharded_nbytes=sizes.unsharded,
+        held_nbytes=sizes.alone,
+        gather_direct_nbytes=gather[0],
+        gather_bucket_nbytes=gather[1],
+        reduce_direct_nbytes=reduce[0],
+        reduce_bucket_nbytes=reduce[1],
+        largest_module_nbytes=max(by_module.values(), default=0),
+        is_small=is_small,
+        bucket_nbytes=bucket,
+        keeps_after_forward=keeps,
+        replicas=_replicas(unit),
+    )
+
+
+def _replicas(unit: Unit) -> int:
+    return max((group.mesh.replicate.size for group in unit.groups), default=1)
+
+
+def _device_name(mesh: ParallelMesh) -> str:
+    backend = "no collectives" if mesh.shard.group is None else _torch.backend_name(mesh.shard.group, mesh.device)
+    return f"{device_name(mesh.device)} ({backend}), {mesh.replicate.size} x {mesh.shard.size} ranks"
+
+
+def _device_memory(device: torch.device) -> dict[str, int | None]:
+    """The allocator's peaks and the device's free memory; empty for a device without such statistics."""
+    module = None if device.type == "cpu" else torch.get_device_module(device)
+    allocated, free = getattr(module, "max_memory_allocated", None), getattr(module, "mem_get_info", None)
+    reserved = getattr(module, "max_memory_reserved", None)
+    return {
+        "allocated_nbytes": None if allocated is None else allocated(device),
+        "reserved_nbytes": None if reserved is None else reserved(device),
+        "free_nbytes": None if free is None else free(device)[0],
+    }

@@ -1,0 +1,477 @@
+"""The report as data: the records of all ranks, combined on rank 0. Plain values that JSON can hold.
+
+Times are in microseconds from the start of the step (``_us``), or in milliseconds (``_ms``). Ranks on one host share a
+clock; the clocks of hosts are aligned at the point where all ranks left one collective.
+
+The fields of the report whose names do not explain everything:
+
+- ``findings``: each has ``gain_ms``; no two findings gain the same milliseconds.
+- ``lost``: for ``rank``, the one that loses most, ``step_ms`` = ``compute_ms`` + ``lost_ms``. The findings explain
+  ``explained_ms`` of that; ``kinds`` divides ``lost_ms`` by kind.
+- ``compute``: rows of ``name``, ``unit``, ``module``, ``forward_ms``, ``backward_ms``, ``other_ms``: the most of all
+  ranks. Rows without a unit are what the program does outside of units.
+- ``places``: the names of these rows. ``timelines[].spans``: rows of an index into ``does``, an index into ``units`` or
+  -1, the start, the duration, and an index into ``places``, or -1 where nothing computes.
+- ``memory``: for ``rank``, the one that holds most, ``series`` of ``what`` and ``nbytes``, one for each of
+  ``times_us``, which lie on the axis of the timelines; ``peak_nbytes``: the peak of their sum; ``owners``: what holds
+  it then; ``temporary_nbytes``: the runtime's peak, as ``memory_plan`` predicts; ``notes``: what is missing.
+- ``speed``: ``tokens`` and ``flops`` of all ranks, ``tokens_per_s``, and ``mfu`` of ``peak``, or the reason ``no_mfu``.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import zip_longest
+from typing import Any
+
+from fsdp2.report.findings import Finding, StepFacts, UnitFacts, findings
+from fsdp2.report.lost import Cell, Lost, least_waits, lost_time
+from fsdp2.report.memory import Memory
+from fsdp2.report.prediction import Prediction, StepFigures, compared
+from fsdp2.report.speed import NOT_SAID, Peak, Work, speed
+from fsdp2.report.timeline import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    COMPUTING,
+    OF_HOST,
+    REDUCE_SCATTER,
+    Does,
+    Span,
+    Transfer,
+    joined,
+)
+
+VERSION = 2
+_REDUCTIONS = (REDUCE_SCATTER, ALL_REDUCE)
+KINDS = (ALL_GATHER, *_REDUCTIONS, *OF_HOST)
+_MAX_ENTRIES = 50_000  # in all timelines; beyond that, only some ranks have one
+_RESOLUTION = 2_000  # parts of a step in a timeline: anything shorter than one part cannot be seen
+_COMPUTE = (Does.FORWARD, Does.BACKWARD)
+_WAITS = (Does.GATHER_WAIT, Does.REDUCE_WAIT, Does.RANK_WAIT)
+
+
+@dataclass(frozen=True)
+class UnitInfo:
+    """What plans say about one unit, in bytes. ``gather`` and ``reduce`` count all ranks' parts, by how they are sent.
+    ``bucket_nbytes``: unsharded parameters of fewer bytes are sent in one bucket."""
+
+    name: str
+    shard_nbytes: int
+    unsharded_nbytes: int
+    held_nbytes: int
+    gather_direct_nbytes: int
+    gather_bucket_nbytes: int
+    reduce_direct_nbytes: int
+    reduce_bucket_nbytes: int
+    largest_module_nbytes: int
+    is_small: bool
+    bucket_nbytes: int
+    keeps_after_forward: bool
+    replicas: int
+
+
+@dataclass(frozen=True)
+class RankStep:
+    """One step of one rank; see ``timeline``."""
+
+    start: float
+    stop: float
+    spans: list[Span]
+    transfers: list[Transfer]
+    memory: Memory
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """The record of one rank. ``synced`` is its clock when all ranks left a collective. ``is_first_use``: the model had
+    run no forward before. ``allocated_nbytes`` and ``reserved_nbytes`` are the peaks of what tensors took and of what
+    the allocator took for them; ``free_nbytes`` was free at the end; None if the device has no statistics.
+    ``knows_activations``: the memory of the steps includes activations."""
+
+    rank: int
+    host: str
+    synced: float
+    is_first_use: bool
+    steps: list[RankStep]
+    allocated_nbytes: int | None = None
+    reserved_nbytes: int | None = None
+    free_nbytes: int | None = None
+    knows_activations: bool = True
+    work: Work = NOT_SAID
+
+
+def report_data(
+    model: str,
+    device: str,
+    units: Sequence[UnitInfo],
+    records: Sequence[RankRecord],
+    prediction: Prediction | None = None,
+    peak: Peak | None = None,
+) -> dict[str, Any]:
+    """The whole report. ``model`` and ``device`` are names; ``units`` are in the order of the modules, the root first;
+    ``records`` in the order of ranks, with as many steps each. ``peak``: of one device, if it is known."""
+    durations = [max(r.steps[i].stop - r.steps[i].start for r in records) for i in range(len(records[0].steps))]
+    chosen = _typical(durations, skips_first=any(record.is_first_use for record in records))
+    ranks = _aligned(records, chosen)
+    index = {unit.name: i for i, unit in enumerate(units)} | {"": -1}
+    losses = [_Losses(step) for step in ranks]
+    known = [does for does in Does if does is not Does.IDLE or any(loss.of(does) for loss in losses)]
+    least = least_waits([step.spans for step in ranks])
+    lost = [lost_time(step.spans, least) for step in ranks]
+    most = max(range(len(lost)), key=lambda i: sum(lost[i].values()))
+    facts = _facts(units, losses, records, durations[chosen] * 1e3, {k: 1e3 * v for k, v in lost[most].items()})
+    found = findings(facts)
+    places = _places(losses)
+    shown = _shown(ranks, losses)
+    fullest = max(range(len(ranks)), key=lambda i: ranks[i].memory.peak)
+    rows, difference = _collectives(ranks, index, shown, records)
+    measured = _figures(ranks, losses, records[fullest], ranks[fullest].memory.temporary)
+    return {
+        "version": VERSION,
+        "model": model,
+        "device": device,
+        "ranks": [record.rank for record in records],
+        "steps_ms": [_ms(duration) for duration in durations],
+        "step": chosen,
+        "does": [does.value for does in known],
+        "kinds": list(KINDS),
+        "findings": [
+            {"rule": each.rule, "units": list(each.units), "text": each.text, "gain_ms": round(each.gain_ms, 3)}
+            for each in found
+        ],
+        "lost": _lost(records[most].rank, ranks[most], facts.lost, found),
+        "speed": speed([record.work for record in records], durations[chosen], peak, device.split(" (")[0]),
+        "prediction": None if prediction is None else compared(prediction, measured),
+        "units": [_unit_row(unit, losses, known) for unit in units],
+        "rank_totals": [
+            {"rank": record.rank} | {f"{does.value.replace(' ', '_')}_ms": _ms(loss.of(does)) for does in known}
+            for record, loss in zip(records, losses, strict=True)
+        ],
+        "compute": [_compute_row(place, name, losses) for place, name in places.items()],
+        "places": list(places.values()),
+        "timelines": [_timeline(records[i].rank, ranks[i], index, places) for i in shown],
+        "memory": _memory(records[fullest], ranks[fullest]),
+        "collectives": {"ranks": [records[i].rank for i in shown], "rows": rows, "first_difference": difference},
+    }
+
+
+def _typical(durations: Sequence[float], *, skips_first: bool) -> int:
+    """The step that the report is about, which is the median one. The first step of a model prefetches little and
+    makes plans."""
+    candidates = _usual(len(durations), skips_first)
+    return sorted(candidates, key=durations.__getitem__)[(len(candidates) - 1) // 2]
+
+
+def _usual(num_steps: int, skips_first: bool) -> range:
+    """The steps that are representative of others."""
+    return range(1 if skips_first and num_steps > 1 else 0, num_steps)
+
+
+def _aligned(records: Sequence[RankRecord], chosen: int) -> list[RankStep]:
+    """Each rank's step ``chosen``, with times relative to the earliest start on any rank."""
+    one_clock = len({record.host for record in records}) == 1
+    offsets = [0.0 if one_clock else record.synced for record in records]
+    first = min(record.steps[chosen].start - offset for record, offset in zip(records, offsets, strict=True))
+    return [_moved(record.steps[chosen], -(offset + first)) for record, offset in zip(records, offsets, strict=True)]
+
+
+def _moved(step: RankStep, by: float) -> RankStep:
+    def moved(each: Any) -> Any:
+        return each._replace(start=each.start + by, stop=each.stop + by)
+
+    times = [time + by for time in step.memory.times]
+    return RankStep(
+        step.start + by,
+        step.stop + by,
+        list(map(moved, step.spans)),
+        list(map(moved, step.transfers)),
+        replace(step.memory, times=times),
+    )
+
+
+class _Losses:
+    """Sums over one rank's step, in seconds."""
+
+    def __init__(self, step: RankStep) -> None:
+        self._by: dict[tuple[Does, str, bool], float] = defaultdict(float)
+        self.computed: dict[tuple[str, str], dict[Does, float]] = {}  # by unit and module
+        for span in step.spans:
+            self._by[span.does, span.unit, span.in_backward] += span.stop - span.start
+            if span.does in COMPUTING:
+                of = self.computed.setdefault((span.unit, span.module), dict.fromkeys(COMPUTING, 0.0))
+                of[span.does] += span.stop - span.start
+        self.idle, self.transfers = _idle(step.transfers), step.transfers
+        self.reduce_idle = _gaps([each for each in step.transfers if each.kind in _REDUCTIONS and each.in_backward])
+        self._counts: dict[str, int] = defaultdict(int)
+        self._gather: dict[str, float] = {}
+        for transfer in step.transfers:
+            if transfer.kind == ALL_GATHER:
+                self._counts[transfer.unit] += 1
+                self._gather.setdefault(transfer.unit, transfer.stop - transfer.start)
+
+    def of(self, does: Does, unit: str | None = None, in_backward: bool | None = None) -> float:
+        """The time of ``does`` on ``unit``, in one pass; None means all."""
+        if unit is None:
+            return sum(seconds for (kind, _, _), seconds in self._by.items() if kind is does)
+        passes = (False, True) if in_backward is None else (in_backward,)
+        return sum(self._by.get((does, unit, each), 0.0) for each in passes)
+
+    def gathers(self, unit: str) -> int:
+        """How often ``unit`` was gathered."""
+        return self._counts.get(unit, 0)
+
+    def gather(self, unit: str) -> float:
+        """How long the first gather of ``unit`` was in flight."""
+        return self._gather.get(unit, 0.0)
+
+
+def _idle(transfers: Iterable[Transfer]) -> dict[tuple[str, bool], float]:
+    """How long nothing was gathered before a gather that was not prefetched, by unit and pass. The first gather of a
+    pass has no entry, since nothing could start it earlier."""
+    found: dict[tuple[str, bool], float] = {}
+    ends: dict[bool, float] = {}
+    for transfer in transfers:
+        if transfer.kind != ALL_GATHER:
+            continue
+        end = ends.get(transfer.in_backward)
+        if end is not None and not transfer.early:
+            found.setdefault((transfer.unit, transfer.in_backward), max(transfer.start - end, 0.0))
+        ends[transfer.in_backward] = max(transfer.stop, end or 0.0)
+    return found
+
+
+def _gaps(transfers: Sequence[Transfer]) -> float:
+    """How long nothing was in flight between the first and the last of ``transfers``."""
+    gaps, end = 0.0, None
+    for transfer in transfers:
+        if end is not None:
+            gaps += max(transfer.start - end, 0.0)
+        end = max(transfer.stop, end or 0.0)
+    return gaps
+
+
+def _facts(
+    units: Sequence[UnitInfo],
+    losses: Sequence[_Losses],
+    records: Sequence[RankRecord],
+    step: float,
+    lost: Mapping[Cell, float],
+) -> StepFacts:
+    order = list(dict.fromkeys(each.unit for each in losses[0].transfers if each.kind == ALL_GATHER))
+    position = {name: i for i, name in enumerate(order)}
+    ordered = sorted(units, key=lambda unit: position.get(unit.name, len(position)))
+    free = [record.free_nbytes for record in records if record.free_nbytes is not None]
+    usual = _usual(len(records[0].steps), any(record.is_first_use for record in records))
+    return StepFacts(
+        step=step,
+        units=[_unit_facts(unit, losses, is_root=unit is units[0]) for unit in ordered],
+        rank_compute=[[1e3 * _computed(record.steps[i]) for record in records] for i in usual],
+        rank_waits=[1e3 * sum(map(loss.of, _WAITS)) for loss in losses],
+        reduce_idle=1e3 * min(loss.reduce_idle for loss in losses),
+        host_late=1e3 * min(loss.of(Does.IDLE) - loss.of(Does.IDLE, "") for loss in losses),
+        free_nbytes=min(free) if free else None,
+        lost=lost,
+        is_first_use=any(record.is_first_use for record in records),
+    )
+
+
+def _lost(rank: int, step: RankStep, lost: Mapping[Cell, float], found: Sequence[Finding]) -> dict[str, Any]:
+    """The time that the rank which loses most has lost, and how much of it the findings explain."""
+    total = sum(lost.values())
+    kinds = {kind: sum(value for cell, value in lost.items() if cell.lost is kind) for kind in Lost}
+    return {
+        "rank": rank,
+        "step_ms": _ms(step.stop - step.start),
+        "compute_ms": round(1e3 * (step.stop - step.start) - total, 3),
+        "lost_ms": round(total, 3),
+        "explained_ms": round(sum(each.gain_ms for each in found), 3),
+        "kinds": [{"kind": kind.value, "lost_ms": round(value, 3)} for kind, value in kinds.items() if value > 0],
+    }
+
+
+def _places(losses: Sequence[_Losses]) -> dict[tuple[str, str], str]:
+    """The names that users know for the places where ranks compute, by unit and module; most time first."""
+    seconds: dict[tuple[str, str], float] = defaultdict(float)
+    for loss in losses:
+        for place, by in loss.computed.items():
+            seconds[place] = max(seconds[place], sum(by.values()))
+    in_parts = {unit for unit, module in seconds if module}
+    ordered = sorted(seconds, key=lambda place: -seconds[place])
+    return {(u, m): m or (f"{u}: code outside of its modules" if u in in_parts else u) for u, m in ordered}
+
+
+def _compute_row(place: tuple[str, str], name: str, losses: Sequence[_Losses]) -> dict[str, Any]:
+    none = dict.fromkeys(COMPUTING, 0.0)
+    most = {does: max(loss.computed.get(place, none)[does] for loss in losses) for does in COMPUTING}
+    unit, module = place
+    return {"name": name, "unit": unit, "module": module} | {f"{d.value}_ms": _ms(value) for d, value in most.items()}
+
+
+def _memory(record: RankRecord, step: RankStep) -> dict[str, Any]:
+    memory = step.memory
+    notes = [] if record.knows_activations else ["Activations were not counted."]
+    kept = _most_held(memory, (step.stop - step.start) / _RESOLUTION)
+    return {
+        "rank": record.rank,
+        "peak_nbytes": memory.peak,
+        "temporary_nbytes": memory.temporary,
+        "allocated_nbytes": record.allocated_nbytes,
+        "reserved_nbytes": record.reserved_nbytes,
+        "owners": [{"unit": unit, "what": what, "nbytes": nbytes} for unit, what, nbytes in memory.owners],
+        "times_us": [_us(memory.times[i]) for i in kept],
+        "series": [{"what": what, "nbytes": [values[i] for i in kept]} for what, values in memory.series.items()],
+        "notes": notes,
+    }
+
+
+def _most_held(memory: Memory, shortest: float) -> list[int]:
+    """The times to draw: of those closer together than ``shortest``, only the one at which most was held."""
+    totals = [sum(values) for values in zip(*memory.series.values(), strict=True)]
+    if len(totals) <= _RESOLUTION:
+        return list(range(len(totals)))
+    most: dict[int, int] = {}
+    for i, (time, total) in enumerate(zip(memory.times, totals, strict=True)):
+        slot = int(time / shortest)
+        if total > totals[most.setdefault(slot, i)]:
+            most[slot] = i
+    return list(most.values())
+
+
+def _computed(step: RankStep) -> float:
+    return sum(span.stop - span.start for span in step.spans if span.does in _COMPUTE)
+
+
+def _unit_facts(unit: UnitInfo, losses: Sequence[_Losses], *, is_root: bool) -> UnitFacts:
+    name = unit.name
+
+    def least(value: Callable[[_Losses], float]) -> float:
+        return 1e3 * min(map(value, losses))
+
+    forward_late = least(lambda loss: loss.of(Does.GATHER_WAIT, name, False))
+    backward_late = least(lambda loss: loss.of(Does.GATHER_WAIT, name, True))
+    reduce_late = least(lambda loss: loss.of(Does.REDUCE_WAIT, name, True))
+    tail_late = least(lambda loss: loss.of(Does.REDUCE_WAIT, name, False))
+    thread = least(lambda loss: loss.of(Does.LAUNCH, name) + loss.of(Does.COPY, name))
+    return UnitFacts(
+        name=name,
+        unsharded_nbytes=unit.unsharded_nbytes,
+        largest_module_nbytes=unit.largest_module_nbytes,
+        is_small=unit.is_small,
+        bucket_nbytes=unit.bucket_nbytes,
+        is_root=is_root,
+        keeps=unit.keeps_after_forward,
+        gather=least(lambda loss: loss.gather(name)),
+        forward=least(lambda loss: loss.of(Does.FORWARD, name)),
+        backward=least(lambda loss: loss.of(Does.BACKWARD, name)),
+        forward_late=forward_late,
+        backward_late=backward_late,
+        forward_idle=least(lambda loss: loss.idle.get((name, False), 0.0)),
+        backward_idle=least(lambda loss: loss.idle.get((name, True), 0.0)),
+        reduce_late=reduce_late,
+        tail_late=tail_late,
+        per_use=thread + forward_late + backward_late + reduce_late + tail_late,
+    )
+
+
+def _figures(
+    ranks: Sequence[RankStep], losses: Sequence[_Losses], fullest: RankRecord, temporary_nbytes: int
+) -> StepFigures:
+    """The times of the rank whose step is longest, and the memory of the rank that holds most."""
+    longest = max(range(len(ranks)), key=lambda i: ranks[i].stop - ranks[i].start)
+    step = ranks[longest].stop - ranks[longest].start
+    compute, idle = sum(map(losses[longest].of, (*_COMPUTE, Does.OTHER))), losses[longest].of(Does.IDLE)
+    return StepFigures(
+        step_ms=_ms(step),
+        compute_ms=_ms(compute),
+        exposed_ms=_ms(step - compute - idle),
+        temporary_nbytes=temporary_nbytes,
+        allocated_nbytes=fullest.allocated_nbytes,
+        reserved_nbytes=fullest.reserved_nbytes,
+    )
+
+
+def _unit_row(unit: UnitInfo, losses: Sequence[_Losses], known: Sequence[Does]) -> dict[str, Any]:
+    """What plans say about ``unit``, and its times for each of ``known``: the most of all ranks. For waits also the
+    least, which is their cost without waiting for a late rank."""
+    times = {
+        f"{does.value.replace(' ', '_')}_ms": _ms(max(loss.of(does, unit.name) for loss in losses)) for does in known
+    }
+    del times["other_ms"], times["rank_wait_ms"]
+    return asdict(unit) | {
+        "gathers": max(loss.gathers(unit.name) for loss in losses),
+        **times,
+        "gather_exposed_ms": _ms(min(loss.of(Does.GATHER_WAIT, unit.name) for loss in losses)),
+        "reduce_exposed_ms": _ms(min(loss.of(Does.REDUCE_WAIT, unit.name) for loss in losses)),
+    }
+
+
+def _shown(ranks: Sequence[RankStep], losses: Sequence[_Losses]) -> list[int]:
+    """The ranks with a timeline: all, if there are few; else the one that computes longest, the one that computes
+    shortest, and the first of the others."""
+    entries = max(len(_drawn(step)) + 2 * len(step.transfers) for step in ranks)
+    limit = max(_MAX_ENTRIES // max(entries, 1), 1)
+    if len(ranks) <= limit:
+        return list(range(len(ranks)))
+    by_compute = sorted(range(len(ranks)), key=lambda i: sum(map(losses[i].of, _COMPUTE)))
+    chosen = dict.fromkeys([by_compute[-1], by_compute[0], *range(len(ranks))])
+    return sorted(list(chosen)[:limit])
+
+
+def _drawn(step: RankStep) -> list[Span]:
+    return joined(step.spans, (step.stop - step.start) / _RESOLUTION)
+
+
+def _timeline(
+    rank: int, step: RankStep, index: dict[str, int], places: Mapping[tuple[str, str], str]
+) -> dict[str, Any]:
+    does, place = list(Does), {key: i for i, key in enumerate(places)}
+    spans = [
+        [
+            does.index(s.does),
+            index.get(s.unit, -1),
+            _us(s.start),
+            _us(s.stop) - _us(s.start),
+            place[s.unit, s.module] if s.does in COMPUTING else -1,
+        ]
+        for s in _drawn(step)
+    ]
+    transfers = [
+        [KINDS.index(t.kind), index.get(t.unit, -1), _us(t.start), _us(t.stop) - _us(t.start), int(t.early)]
+        for t in step.transfers
+    ]
+    return {
+        "rank": rank,
+        "start_us": _us(step.start),
+        "stop_us": _us(step.stop),
+        "spans": [span for span in spans if span[3] > 0],
+        "transfers": transfers,
+    }
+
+
+def _collectives(
+    ranks: Sequence[RankStep], index: dict[str, int], shown: Sequence[int], records: Sequence[RankRecord]
+) -> tuple[list[list[int]], dict[str, Any] | None]:
+    """Rows of kind, unit, how much later the last of all ranks started than the first, that last rank, and when each
+    of the ranks ``shown`` started; up to the first collective that is not the same on all ranks, which comes second."""
+    rows: list[list[int]] = []
+    collectives = ([each for each in step.transfers if each.kind not in OF_HOST] for step in ranks)
+    for position, same in enumerate(zip_longest(*collectives)):
+        names = ["none" if each is None else f"{each.kind} {each.unit}" for each in same]
+        if len(set(names)) > 1:
+            ours = {str(record.rank): name for record, name in zip(records, names, strict=True)}
+            return rows, {"position": position, "by_rank": ours}
+        starts = [_us(each.start) for each in same]
+        last = max(range(len(starts)), key=starts.__getitem__)
+        kind, unit = KINDS.index(same[0].kind), index.get(same[0].unit, -1)
+        rows.append([kind, unit, max(starts) - min(starts), records[last].rank, *(starts[i] for i in shown)])
+    return rows, None
+
+
+def _us(seconds: float) -> int:
+    return round(seconds * 1e6)
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1e3, 3)

@@ -1,0 +1,234 @@
+"""Records what a rank does while steps run, and when; ``timeline`` reads these marks afterwards.
+
+On the CPU, the clock is the host's. On an accelerator, each mark is an event on the stream that does the work: nothing
+waits for the device inside a step, and times are read at the end.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+
+from fsdp2.core.comm.streams import Activity, Streams, streams_for
+from fsdp2.core.runtime.unit import Unit
+from fsdp2.core.types import Observer
+from fsdp2.report.held import Bytes, HeldBytes
+from fsdp2.report.timeline import BLOCKED, HOST_STEP, OPTIMIZER, OPTIMIZER_END, TO_DEVICE, TO_HOST, Edge, Mark
+
+Stamp = float | torch.Event | None
+_Mark = tuple[Edge, str, str, Stamp, Stamp, str, int]  # as ``Mark``, with stamps
+
+# Work on the gather stream of an accelerator; other work is done on the compute stream, or on none.
+_ON_GATHER_STREAM = ("unshard", "prefetch")
+_ON_REDUCE_STREAM = ("reduce_launch", "reduce_land")
+_ON_NO_STREAM = ("unshard", "prefetch", "keep")
+
+_COPIES = {Activity.COPY_TO_DEVICE: TO_DEVICE, Activity.COPY_TO_HOST: TO_HOST}
+
+
+class Step(NamedTuple):
+    """The marks of one step, from ``start`` to ``stop`` in seconds of the host's clock."""
+
+    marks: list[Mark]
+    start: float
+    stop: float
+
+
+class HostClock:
+    """The clock of the CPU: work is done when the call returns.
+
+    Attributes:
+        times_waits: whether a wait for collectives takes time of this thread.
+    """
+
+    times_waits = True
+
+    def now(self) -> Stamp:
+        return time.perf_counter()
+
+    def of_work(self, work: str, unit: str) -> tuple[Stamp, Stamp]:
+        """A stamp of this moment for the start or end of ``work`` on ``unit``, and one on another stream."""
+        return time.perf_counter(), None
+
+    def of_copy(self) -> tuple[Stamp, Stamp]:
+        """Like ``of_work``, for a copy on the current stream."""
+        return time.perf_counter(), None
+
+    def settle(self) -> None:
+        """Wait until all stamps can be read."""
+
+    def seconds(self, stamp: Stamp) -> float | None:
+        """The time when ``stamp`` was made."""
+        assert not isinstance(stamp, torch.Event)
+        return stamp
+
+
+class DeviceClock(HostClock):
+    """The clock of an accelerator: stamps are events on its streams. Those of ``units`` that do not use the device's
+    usual streams are asked for theirs."""
+
+    times_waits = False
+
+    def __init__(self, device: torch.device, units: Sequence[Unit]) -> None:
+        self._device = device
+        self._usual = streams_for(device)
+        self._streams = {unit.name: group.unsharded.streams for unit in units for group in unit.groups}
+        self._zero = self._event()
+        self._zero.synchronize()
+        self._zero_s = time.perf_counter()
+
+    def _event(self) -> torch.Event:
+        event = torch.Event(self._device, enable_timing=True)
+        event.record()
+        return event
+
+    def now(self) -> Stamp:
+        return self._event()
+
+    def of_work(self, work: str, unit: str) -> tuple[Stamp, Stamp]:
+        streams: Streams = self._streams.get(unit, self._usual)
+        side = None
+        if work in _ON_GATHER_STREAM:
+            with streams.on_gather:
+                side = self._event()
+        elif work in _ON_REDUCE_STREAM:
+            with streams.on_reduce:
+                side = self._event()
+        return None if work in _ON_NO_STREAM else self._event(), side
+
+    def of_copy(self) -> tuple[Stamp, Stamp]:
+        return None, self._event()
+
+    def settle(self) -> None:
+        torch.accelerator.synchronize(self._device)
+
+    def seconds(self, stamp: Stamp) -> float | None:
+        if stamp is None or isinstance(stamp, float):
+            return stamp
+        return self._zero_s + self._zero.elapsed_time(stamp) / 1e3
+
+
+def _marks_of(held: Bytes, now: Stamp) -> list[_Mark]:
+    return [(Edge.HELD, what, unit, now, None, "", nbytes) for (unit, what), nbytes in held.items()]
+
+
+class Recorder(Observer):
+    """The marks of up to ``max_steps`` steps. A step ends where the next forward begins after a backward that reduced
+    gradients, so it holds all micro-batches of an accumulation, and the optimizer. ``held``, if given, reports the
+    bytes of tensors.
+
+    Attributes:
+        on_done: called when nothing more will be recorded, so that the recorder needs no further calls.
+    """
+
+    def __init__(self, clock: HostClock, max_steps: int, held: HeldBytes | None = None) -> None:
+        self._clock, self._max_steps, self._held = clock, max_steps, held
+        self.on_done: Callable[[], None] = lambda: None
+        self._marks: list[_Mark] = []
+        self._before: list[_Mark] = []  # what is held when the first step begins, if it is known only later
+        self._bounds: list[tuple[int, Stamp]] = []  # where a step begins among the marks, and when
+        self._last: tuple[Stamp, Stamp] = (None, None)
+        self._unit = ""  # of the work that started last
+        self._has_reduced = self._has_ended = False  # the step's gradients; its backward
+        self._is_done = False
+
+    def on_event(self, event: str, unit: str) -> None:
+        if self._is_done:
+            return
+        now = self._clock.now()
+        if not self._bounds or (event == "pre_forward" and self._has_reduced and self._has_ended):
+            self._bounds.append((len(self._marks), now))
+            self._has_reduced = self._has_ended = False
+            if len(self._bounds) > self._max_steps:
+                self._is_done = True
+                self.on_done()
+                return
+            if self._held is not None:
+                self._hold(self._held.at_start(), now)
+        self._has_ended = self._has_ended or event == "end_backward"
+        if self._held is not None:  # before the event, since plans know what it adds
+            self._hold(self._held.at(event, unit), now)
+        self._marks.append((Edge.EVENT, event, unit, now, None, "", 0))
+
+    def on_module(self, event: str, unit: str, module: str) -> None:
+        """``module`` of ``unit`` starts its ``forward`` or ``backward``, or ends it."""
+        if self._bounds and not self._is_done:
+            self._marks.append((Edge.MODULE, event, unit, self._clock.now(), None, module, 0))
+
+    def on_optimizer(self, optimizer: torch.optim.Optimizer, starts: bool) -> None:
+        """A step of ``optimizer`` starts or stops."""
+        if not self._bounds or self._is_done:
+            return
+        now = self._clock.now()
+        self._marks.append((Edge.MODULE, OPTIMIZER if starts else OPTIMIZER_END, "", now, None, "", 0))
+        if self._held is not None and starts:
+            (_, first), *_ = self._bounds
+            self._before += _marks_of(self._held.steps(optimizer), first)
+        elif self._held is not None:
+            self._hold(self._held.stepped(optimizer), now)
+
+    def _hold(self, nbytes: Bytes, now: Stamp) -> None:
+        self._marks += _marks_of(nbytes, now)
+
+    def on_start(self, work: str, unit: str) -> None:
+        self._unit = unit
+        self._mark(Edge.START, work, unit)
+
+    def on_stop(self, work: str, unit: str) -> None:
+        self._mark(Edge.STOP, work, unit)
+        if self._held is not None and work == "reduce_land" and self._bounds and not self._is_done:
+            self._hold(self._held.landed(unit), self._last[0])
+
+    def on_action(self, action: str, unit: str, nbytes: int) -> None:
+        if not self._is_done and self._last != (None, None):
+            self._has_reduced = self._has_reduced or action == "reduce"
+            self._marks.append((Edge.ACTION, action, unit, *self._last, "", 0))
+            if self._held is not None:
+                self._hold(self._held.at(action, unit), self._last[0] or self._last[1])
+
+    def on_activity(self, activity: Activity, starts: bool) -> None:
+        """A wait for collectives, or a copy in the work that started last, starts or stops."""
+        if not self._bounds or self._is_done:  # before the first step, or after the last one
+            return
+        edge = Edge.START if starts else Edge.STOP
+        if activity is not Activity.WAIT:
+            self._marks.append((edge, _COPIES[activity], self._unit, *self._clock.of_copy(), "", 0))
+        elif self._clock.times_waits:
+            self._mark(edge, BLOCKED, "")
+
+    def on_host_step(self, unit: str, start: float, stop: float) -> None:
+        """The host's thread has stepped ``unit``. It calls this while the training thread adds marks, so a single
+        operation adds both marks, and nothing comes between them."""
+        if self._bounds and not self._is_done:
+            self._marks += [
+                (Edge.START, HOST_STEP, unit, None, start, "", 0),
+                (Edge.STOP, HOST_STEP, unit, None, stop, "", 0),
+            ]
+
+    def _mark(self, edge: Edge, work: str, unit: str) -> None:
+        if not self._is_done:
+            self._last = self._clock.of_work(work, unit)
+            if self._last != (None, None):
+                self._marks.append((edge, work, unit, *self._last, "", 0))
+
+    def end(self) -> None:
+        """The block is over, and so is the running step."""
+        if self._bounds and not self._is_done:
+            self._bounds.append((len(self._marks), self._clock.now()))
+        self._is_done = True
+
+    def steps(self) -> list[Step]:
+        """All steps; call it after ``end``. The CPU waits for the device."""
+        self._clock.settle()
+        seconds = self._clock.seconds
+        marks = [
+            Mark(edge, name, unit, seconds(a), seconds(b), module, n)
+            for edge, name, unit, a, b, module, n in [*self._before, *self._marks]
+        ]
+        shift = len(self._before)
+        bounds = [(index and index + shift, seconds(stamp) or 0.0) for index, stamp in self._bounds]
+        return [Step(marks[first:last], start, stop) for (first, start), (last, stop) in pairwise(bounds)]

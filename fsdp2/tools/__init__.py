@@ -1,1 +1,0 @@
-"""Tools for users, built on the core. The core never imports them."""
