@@ -24,9 +24,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp2.core.api.custom_comm import AllGather, ReduceScatter, share_comm_ctx
 from fsdp2.core.api.fully_shard import fully_shard
-from fsdp2.core.api.module import FSDPModule, GradientReductionHandle, UnshardHandle
+from fsdp2.core.api.module import FSDPModule, GradientReductionHandle, UnshardHandle, share_comm_ctx
+from fsdp2.core.comm.custom import AllGather, ReduceScatter
 from fsdp2.core.runtime.unit import unit_of
 from fsdp2.core.types import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from fsdp2.extras import torch_names

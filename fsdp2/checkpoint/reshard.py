@@ -30,7 +30,6 @@ from fsdp2.checkpoint.reshard_checks import (
 )
 from fsdp2.checkpoint.transfers import Cut as CutOverRanks, Transfer, transfers
 from fsdp2.core import _torch
-from fsdp2.core.api.custom_comm import BackendMemory, has_memory, in_memory
 from fsdp2.core.comm.offload import Home
 from fsdp2.core.group.codec import is_plain
 from fsdp2.core.group.gradients import GroupOptions
@@ -43,6 +42,7 @@ from fsdp2.core.runtime.unit import Unit
 from fsdp2.core.runtime.unit_tree import UnitTree, tree_of
 from fsdp2.core.schedule.schedule import AfterForward
 from fsdp2.extras import torch_names
+from fsdp2.extras.comm_memory import BackendMemory, has_memory, in_memory
 from fsdp2.extras.exchange import axis_of, together
 from fsdp2.extras.own_groups import post_forward_mesh, separate_axis
 from fsdp2.extras.torch_names import buffers_dict

@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp2.core import _torch
-from fsdp2.core.api.custom_comm import SymmetricMemory, has_memory
 from fsdp2.core.api.module import FSDPModule
 from fsdp2.core.group.codec import is_plain
 from fsdp2.core.group.group import ParamGroup
@@ -28,6 +27,7 @@ from fsdp2.core.plan.trees import find_tensors
 from fsdp2.core.runtime.unit import Unit, units_under
 from fsdp2.core.schedule.states import GroupState
 from fsdp2.core.types import ScheduleError
+from fsdp2.extras.comm_memory import SymmetricMemory, has_memory
 from fsdp2.extras.exchange import exchange
 from fsdp2.extras.lending import check_idle
 from fsdp2.extras.plain_names import plain_name, plain_paths

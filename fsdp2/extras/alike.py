@@ -22,7 +22,8 @@ import torch.distributed as dist
 from fsdp2.core.group.group import ParamGroup
 from fsdp2.core.plan.mesh import ParallelMesh
 from fsdp2.core.runtime.unit import Unit
-from fsdp2.core.runtime.unit_tree import PlugIns, TreeChecks, UnitTree
+from fsdp2.core.runtime.unit_tree import UnitTree
+from fsdp2.core.seams import TreeChecks
 from fsdp2.extras import torch_names
 from fsdp2.extras.board import Board
 from fsdp2.extras.claims import FLAGS, GRADIENTS, UNFINISHED, UNITS, Claim
@@ -251,8 +252,3 @@ def _described(group: ParamGroup, used: bytes) -> dict[str, bool]:
             behind = f" in reduction {number + 1}" if number else ""
             found[f"{group.params[index].full_name}{behind}"] = bool(has_gradient)
     return found
-
-
-def register() -> None:
-    """Let every root check that all ranks do the same."""
-    PlugIns.checks.append(Alike)

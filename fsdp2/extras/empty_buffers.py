@@ -13,7 +13,6 @@ from typing import NamedTuple
 from torch import nn
 
 from fsdp2.core import _torch
-from fsdp2.core.api.module import PlugIns
 from fsdp2.extras import torch_names
 from fsdp2.extras.plain_names import plain_name
 from fsdp2.extras.torch_names import buffers_dict
@@ -42,7 +41,7 @@ def empty_buffers(module: nn.Module) -> list[EmptyBuffer]:
 
 
 @contextmanager
-def _noting_replaced(module: nn.Module) -> Iterator[None]:
+def noting_replaced(module: nn.Module) -> Iterator[None]:
     """In the block, ``Module._apply`` replaces empty buffers: ``to_empty`` gives them memory, or ``to`` casts what that
     memory holds. The new tensors have no values either, and are marked as empty."""
     before = empty_buffers(module)
@@ -51,8 +50,3 @@ def _noting_replaced(module: nn.Module) -> Iterator[None]:
         buffer = buffers_dict(owner)[name]
         if buffer is not None and not buffer.is_meta:
             setattr(buffer, _EMPTY, _torch.versions_of([buffer]))
-
-
-def register() -> None:
-    """Let ``to_empty`` and similar methods of sharded modules mark the buffers that they leave empty."""
-    PlugIns.around_apply = _noting_replaced

@@ -6,7 +6,6 @@ from __future__ import annotations
 import torch
 
 from fsdp2.core.group.param import NAME_IN_PASS
-from fsdp2.core.runtime.hooks import PlugIns
 from fsdp2.core.runtime.unit import Unit
 from fsdp2.core.types import ScheduleError
 
@@ -27,8 +26,3 @@ def check_handed_out(unit: Unit, memory: torch.Tensor) -> None:
             "reshard_after_forward=False to fully_shard for this unit, or leave out that call, so that the unit around "
             "it has the parameter."
         )
-
-
-def register() -> None:
-    """Let every unit check what its forward returns."""
-    PlugIns.check_handed_out = check_handed_out

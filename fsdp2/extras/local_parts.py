@@ -16,7 +16,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2.core.api.adapters import SPEC_READERS
 from fsdp2.core.group.codec import is_plain
 from fsdp2.core.plan.mesh import ParallelMesh
 from fsdp2.core.plan.placements import ParamSpec, param_spec
@@ -113,7 +112,7 @@ class LocalPartSpec(ParamSpec):
         return made
 
 
-def _written(name: str, param: torch.Tensor, dim: int, parallel: ParallelMesh) -> ParamSpec | None:
+def written_spec(name: str, param: torch.Tensor, dim: int, parallel: ParallelMesh) -> ParamSpec | None:
     """Read the geometry of a parameter. Types of spmd_types take precedence: with them, shards are DTensors that know
     where they lie."""
     if isinstance(param, DTensor) or (geometry := geometry_of(name, param)) is None:
@@ -126,8 +125,3 @@ def _written(name: str, param: torch.Tensor, dim: int, parallel: ParallelMesh) -
         )
     plain = param_spec(name, param, dim, parallel)
     return LocalPartSpec(plain.sharded, plain.unsharded, plain.data_parallel_axes, geometry=geometry)
-
-
-def register() -> None:
-    """Keep the geometry of parameters in each call of ``fully_shard`` from now on."""
-    SPEC_READERS.append(_written)

@@ -18,9 +18,10 @@ from fsdp2.core import _torch
 from fsdp2.core.group.group import ParamGroup
 from fsdp2.core.group.param import ShardedParam
 from fsdp2.core.runtime.unit import Unit
-from fsdp2.core.runtime.unit_tree import PlugIns, TreeChecks, UnitTree
+from fsdp2.core.runtime.unit_tree import UnitTree
 from fsdp2.core.schedule.schedule import AfterForward
 from fsdp2.core.schedule.states import GroupState
+from fsdp2.core.seams import TreeChecks
 from fsdp2.core.types import ScheduleError
 
 
@@ -148,8 +149,3 @@ class SplitBackwards(TreeChecks):
         both = [grad for param in self._params for grad in (param.unsharded_grad, param.accumulated)]
         found = [grad for grad in both if grad is not None]
         return list(zip(map(id, found), _torch.versions_of(found), strict=True))
-
-
-def register() -> None:
-    """Let every root watch its backwards and steps."""
-    PlugIns.checks += [LateGradients, SplitBackwards]

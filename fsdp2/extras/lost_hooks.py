@@ -9,10 +9,10 @@ import warnings
 from collections.abc import Sequence
 
 from fsdp2.core import _torch
-from fsdp2.core.group.param import PlugIns, ShardedParam
+from fsdp2.core.group.param import ShardedParam
 
 
-def _warn_of_hooks(params: Sequence[ShardedParam], *, is_sharded: bool) -> None:
+def warn_of_hooks(params: Sequence[ShardedParam], *, is_sharded: bool) -> None:
     """Warn of hooks on ``params``. ``is_sharded``: they have been sharded, and their gather is about to be bound."""
     for param in params:
         way = _torch.way_of_hooks(param.sharded)
@@ -29,8 +29,3 @@ def _warn_of_hooks(params: Sequence[ShardedParam], *, is_sharded: bool) -> None:
                 "get the shard, with the reduced gradient.",
                 stacklevel=6,
             )
-
-
-def register() -> None:
-    """Warn when parameters are sharded, and whenever a gather is bound."""
-    PlugIns.warn_of_hooks = _warn_of_hooks

@@ -15,7 +15,6 @@ from torch import nn
 
 from fsdp2.core import _torch
 from fsdp2.core.group.group import Guard
-from fsdp2.core.runtime.hooks import PlugIns
 from fsdp2.core.runtime.unit import Unit, units_under
 from fsdp2.core.schedule.states import GroupState
 from fsdp2.core.types import ScheduleError
@@ -84,8 +83,3 @@ def _name_of(module: nn.Module, unit: Unit) -> str:
     around = unit if unit.tree is None else unit.tree.root
     found = (name for top in around.modules for name, each in plain_named_modules(top) if each is module)
     return next(found, type(module).__name__)
-
-
-def register() -> None:
-    """Guard the submodules of every unit."""
-    PlugIns.guards_of = guards_of

@@ -13,9 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp2.core.api.module import PlugIns as OfModules
-from fsdp2.core.api.resolve import PlugIns as OfCalls
-from fsdp2.core.plan.mesh import Axis, AxisRole, ParallelMesh, PlugIns, mesh_with_roles
+from fsdp2.core.plan.mesh import Axis, AxisRole, ParallelMesh, mesh_with_roles
 from fsdp2.extras import torch_names
 
 
@@ -70,9 +68,3 @@ def own_axis(ranks: list[int], description: str, axes: Sequence[Axis], device: t
         with torch_names.groups_made_from_nothing():
             made[key] = dist.new_group(ranks, use_local_synchronization=True, group_desc=description)
     return Axis(made[key], len(ranks), dist.get_rank(made[key]))
-
-
-def register() -> None:
-    """Let the core create process groups where it needs them."""
-    PlugIns.own_axis = own_axis
-    OfCalls.post_forward_mesh, OfModules.separate_axis = post_forward_mesh, separate_axis

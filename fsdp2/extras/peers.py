@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp2.core import _torch
-from fsdp2.core.comm.backends import AxisComm, Launch, ReduceLaunch, copies, register_comm
+from fsdp2.core.comm.backends import AxisComm, Launch, ReduceLaunch, copies
 from fsdp2.core.comm.streams import Waitable, launched
 from fsdp2.core.plan.mesh import Axis
 from fsdp2.core.plan.plan import Routing
@@ -188,8 +188,3 @@ def _parts(values: torch.Tensor, size: int, count: int) -> list[torch.Tensor]:
     total = values.numel()
     bounds = [min(i * size, total) for i in range(count + 1)]
     return [values.narrow(0, start, stop - start) for start, stop in itertools.pairwise(bounds)]
-
-
-def register() -> None:
-    """Use this comm for gloo on the CPU."""
-    register_comm("gloo", "cpu", PeerComm)

@@ -14,8 +14,6 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp2.core.runtime.unit import PlugIns
-
 IN_COMPILED, IN_CHECKPOINT, IN_FSDP1 = "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"
 WRAPPED = (IN_COMPILED, IN_CHECKPOINT, IN_FSDP1)  # the attributes in which wrappers keep their modules
 
@@ -87,11 +85,6 @@ def _inside_hidden(module: nn.Module | None) -> nn.Module | None:
 
 def _children(module: nn.Module | None) -> Mapping[str, nn.Module]:
     return {} if module is None else dict(module.named_children())
-
-
-def register() -> None:
-    """Use these names for units and parameters."""
-    PlugIns.plain_name, PlugIns.is_left_out = plain_name, is_left_out
 
 
 collects_shards = ContextVar("collects_shards", default=False)  # whether ``bound_state`` runs

@@ -18,9 +18,10 @@ from fsdp2.core.group.group import ParamGroup
 from fsdp2.core.plan.dtypes import GRADIENTS_FOLLOW_SHARDS
 from fsdp2.core.plan.mesh import ParallelMesh
 from fsdp2.core.runtime.unit import Unit, note_tree_change, unit_of
-from fsdp2.core.runtime.unit_tree import PlugIns, TreeChecks, UnitTree
+from fsdp2.core.runtime.unit_tree import UnitTree
 from fsdp2.core.schedule.schedule import Action, Actions, Phase, Schedule, UnitRules
 from fsdp2.core.schedule.states import Outcome
+from fsdp2.core.seams import TreeChecks
 from fsdp2.extras.alike import Alike
 from fsdp2.extras.plain_names import with_inside
 from fsdp2.extras.rank_checks import agree, by_mesh, compare, reduce
@@ -232,12 +233,7 @@ def _keep(kept: list[tuple[int, Landed]], gradients: GroupGradients, landed: Lan
     kept.append((gradients.num_used, landed._replace(shards=[shard.clone() for shard in landed.shards])))
 
 
-def _plug_in(tree: UnitTree, usual: Sequence[TreeChecks]) -> tuple[Schedule, Sequence[TreeChecks]]:
+def where_ranks_differ(tree: UnitTree, usual: Sequence[TreeChecks]) -> tuple[Schedule, Sequence[TreeChecks]]:
     schedule = JoiningSchedule(tree)
     checks = [ChecksWhereRanksDiffer(tree, schedule, each) if isinstance(each, Alike) else each for each in usual]
     return schedule, checks
-
-
-def register() -> None:
-    """Use this schedule and these checks where users call ``set_ranks_may_differ(True)``."""
-    PlugIns.where_ranks_differ = _plug_in

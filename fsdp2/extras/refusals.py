@@ -17,11 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp2.core import _torch
-from fsdp2.core.api.adapters import adapter_of
+from fsdp2.core import _torch, seams
 from fsdp2.core.api.arguments import expect
-from fsdp2.core.api.fully_shard import PlugIns
-from fsdp2.core.api.resolve import Found, PlugIns as OfParams
+from fsdp2.core.api.resolve import Found
 from fsdp2.core.group.codec import has_hooks
 from fsdp2.core.group.group import groups_by_slot
 from fsdp2.core.group.param import NAME_IN_PASS, Slot
@@ -142,7 +140,7 @@ def check_param(item: Found, device: torch.device) -> None:
     name, param = item.name, item.param
     check_not_flattened(name, param)
     is_own_class = nn.Parameter in type(param).__mro__[1:]
-    if is_own_class and not has_hooks(param) and adapter_of(param) is None:
+    if is_own_class and not has_hooks(param) and seams.adapter_of(param) is None:
         raise ExtensionError(
             f"fully_shard: parameter '{name}' is a {type(param).__name__}. Sharding would lose this class: compute "
             "would read an nn.Parameter. Replace the parameter by nn.Parameter(...) of its values, or of a tensor "
@@ -193,9 +191,3 @@ def _check_wrapped(around: nn.Module, _: str, module: object) -> None:
             "fully_shard a 2D mesh (HSDP). If fully_shard has not taken all parameters, call it on the outermost "
             "module, too."
         )
-
-
-def register() -> None:
-    """Let ``fully_shard`` run these checks on arguments, modules and parameters."""
-    PlugIns.read_arguments, PlugIns.check_module = read_arguments, check_module
-    OfParams.check_param = check_param

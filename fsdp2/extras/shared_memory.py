@@ -16,10 +16,10 @@ from torch import nn
 
 from fsdp2.core.group.codec import is_plain
 from fsdp2.core.group.group import groups_by_slot
-from fsdp2.core.group.shards import GroupShards, PlugIns, is_shard
+from fsdp2.core.group.shards import GroupShards, is_shard
 
 
-def _adopt_memory(shards: GroupShards, params: Sequence[nn.Parameter], tensors: Sequence[torch.Tensor]) -> bool:
+def adopt_memory(shards: GroupShards, params: Sequence[nn.Parameter], tensors: Sequence[torch.Tensor]) -> bool:
     """``params`` with the local ``tensors`` are about to become those of ``shards``. Returns whether ``shards`` now
     uses the buffers of another group, in which the tensors lie. A parameter that itself belongs to another group is a
     tie, which is not handled here."""
@@ -61,8 +61,3 @@ def _has(shards: GroupShards, tensor: torch.Tensor) -> bool:
     start = tensor.data_ptr()
     buffers = ((flat.data_ptr(), flat.numel() * flat.itemsize) for flat in shards.flats.values() if not flat.is_meta)
     return any(begin <= start < begin + nbytes for begin, nbytes in buffers)
-
-
-def register() -> None:
-    """Share memory, where possible, when a group takes over tensors that the user has assigned."""
-    PlugIns.adopt_memory = _adopt_memory

@@ -16,9 +16,8 @@ from functools import partial
 
 from torch import nn
 
-from fsdp2.core.api.fully_shard import PlugIns
 from fsdp2.core.api.resolve import Found
-from fsdp2.core.group.group import ParamGroup, PlugIns as OfGroups
+from fsdp2.core.group.group import ParamGroup
 from fsdp2.core.group.param import SHARDED_AS, ShardedParam, Slot
 from fsdp2.core.group.shards import is_shard
 from fsdp2.core.runtime.unit import Unit, units_under
@@ -191,9 +190,3 @@ def _may_join(group: ParamGroup, first: ShardedParam, member: Member) -> bool:
 
 def _is_fresh(group: ParamGroup) -> bool:
     return group.state is GroupState.SHARDED and group.unsharded.gather is None
-
-
-def register() -> None:
-    """Let ``fully_shard`` divide parameters that modules of several calls share."""
-    PlugIns.divide_ties = divide_ties
-    OfGroups.ties_inside = ties_inside

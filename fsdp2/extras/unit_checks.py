@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 from fsdp2.core import _torch
 from fsdp2.core.group.param import Slot, leave_alone
 from fsdp2.core.runtime.unit import Unit
-from fsdp2.core.runtime.unit_tree import PlugIns, TreeChecks, UnitTree
+from fsdp2.core.runtime.unit_tree import UnitTree
+from fsdp2.core.seams import TreeChecks
 from fsdp2.core.types import ScheduleError
 from fsdp2.extras.plain_names import plain_named_modules, plain_paths
 from fsdp2.extras.ties import ties_across
@@ -140,6 +141,6 @@ def _warn_of_unsharded(roots: Iterable[nn.Module], known: Collection[Slot]) -> l
     return list(found.values())
 
 
-def register() -> None:
-    """Let every root check its units."""
-    PlugIns.checks.append(lambda tree: (ChecksWithoutRoot if len(tree.root.modules) > 1 else UnitChecks)(tree))
+def checks_of_units(tree: UnitTree) -> TreeChecks:
+    """The checks of the units of ``tree``."""
+    return (ChecksWithoutRoot if len(tree.root.modules) > 1 else UnitChecks)(tree)

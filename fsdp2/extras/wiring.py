@@ -1,6 +1,7 @@
-"""Connects features to the seams of the core, either directly or through a function that loads them when called.
+"""Which function is behind each seam of the core, and when it is loaded.
 
-``wire`` registers the extras that every model needs. Other features are named here, and imported at their first call.
+``core/seams.py`` says when each seam is called. Functions that every model needs are imported here. The others are
+named here, as ``module:function``, and imported at their first call.
 """
 
 from __future__ import annotations
@@ -10,15 +11,8 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from fsdp2.core import _torch
-from fsdp2.core.api.adapters import ADAPTERS, SPEC_READERS
-from fsdp2.core.api.fully_shard import PlugIns as OfCalls, fully_shard
-from fsdp2.core.api.module import PlugIns as OfModules
-from fsdp2.core.group.codec import PlugIns as OfCodecs
-from fsdp2.core.group.param import PlugIns as OfParams
-from fsdp2.core.group.shards import PlugIns as OfShards
-from fsdp2.core.runtime.hooks import PlugIns as OfHooks
-from fsdp2.core.runtime.unit_tree import PlugIns as OfTrees
+from fsdp2.core import _torch, fully_shard, seams
+from fsdp2.core.comm.backends import register_comm
 from fsdp2.extras import (
     alike,
     empty_buffers,
@@ -37,38 +31,68 @@ from fsdp2.extras import (
     unit_checks,
 )
 
-CHECKS = (unit_checks, lost_gradients, alike)  # each tree asks them in this order
-EXTRAS = (
-    *(empty_buffers, handed_out, local_parts, lost_hooks, outside_calls, own_groups, peers),
-    *(plain_names, ranks_may_differ, refusals, shared_memory, ties),
-)
+LOADED: dict[str, Callable[..., Any]] = {
+    "read_arguments": refusals.read_arguments,
+    "check_module": refusals.check_module,
+    "check_param": refusals.check_param,
+    "divide_ties": ties.divide_ties,
+    "ties_inside": ties.ties_inside,
+    "warn_of_hooks": lost_hooks.warn_of_hooks,
+    "post_forward_mesh": own_groups.post_forward_mesh,
+    "separate_axis": own_groups.separate_axis,
+    "own_axis": own_groups.own_axis,
+    "adopt_memory": shared_memory.adopt_memory,
+    "around_apply": empty_buffers.noting_replaced,
+    "where_ranks_differ": ranks_may_differ.where_ranks_differ,
+    "guards_of": outside_calls.guards_of,
+    "check_handed_out": handed_out.check_handed_out,
+    "plain_name": plain_names.plain_name,
+    "is_left_out": plain_names.is_left_out,
+}
+
+LOADED_WHEN_CALLED = {
+    "cut_subclass": "tensors.cut:pinned_shard",
+    "pin_subclass": "tensors.cut:pinned",
+    "make_codec": "tensors.all_gather_hooks:HookedParams",
+    "why_not_adopted": "extras.replaced:why_not",
+    "check_device": "extras.replaced:check_device",
+    "warn_of_plain": "extras.replaced:warn_of_plain",
+    "refuse_gradient": "extras.replaced:refuse_gradient",
+    "check_loaded": "extras.loading:check_loaded",
+    "copy_module": "extras.copying:copied_module",
+    "communicate_in_memory": "extras.comm_memory:communicate_in_memory",
+    "limit_memory": "memory.limit:MemoryLimit",
+    "take_over_optimizer": "extras.kept_optimizers:take_over",
+    "warn_of_plain_step": "extras.plain_params:warn_of_plain",
+}
+
+# Each tree asks them in this order.
+TREE_CHECKS = (unit_checks.checks_of_units, lost_gradients.LateGradients, lost_gradients.SplitBackwards, alike.Alike)
+
+ADAPTERS = {"bitsandbytes.nn.modules.Params4bit": "tensors.params4bit:adapt"}
+
+# Parameters with types are asked first. Until somebody has imported their library, no parameter has a type.
+TYPES = "spmd_types"
+READ_TYPES, RESOLVE_TYPES = "tensors.typed_params:written", "tensors.typed_params:resolved"
 
 
 def wire() -> None:
     """Called once, when the package is imported."""
-    types = "tensors.typed_params"  # before local parts: the first reader that knows it answers
-    SPEC_READERS.append(_once_imported("spmd_types", _later(types, "written"), lambda *_: None))
-    OfCalls.resolve = _once_imported("spmd_types", _later(types, "resolved"), lambda _, resolve: resolve())
-    for extra in (*CHECKS, *EXTRAS):
-        extra.register()
-    fully_shard.state = _later("extras.torch_view.state", "state_of")  # type: ignore[attr-defined]  # as composable APIs have it
-    OfHooks.check_loaded = _later("extras.loading", "check_loaded")
-    OfModules.copied = _later("extras.copying", "copied_module")
-    OfModules.communicate_by = _later("core.api.custom_comm", "communicate_by")
-    OfTrees.limits_memory = _later("memory.limit", "MemoryLimit")
-    OfParams.why_not = _later("extras.replaced", "why_not")
-    OfParams.check_device = _later("extras.replaced", "check_device")
-    OfParams.warn_of_plain = _later("extras.replaced", "warn_of_plain")
-    OfParams.refuse_gradient = _later("extras.replaced", "refuse_gradient")
-    OfShards.take_over = _later("extras.kept_optimizers", "take_over")
-    OfShards.on_plain_step = _later("extras.plain_params", "warn_of_plain")
-    OfCodecs.cut, OfCodecs.pin = _later("tensors.cut", "pinned_shard"), _later("tensors.cut", "pinned")
-    OfCodecs.codec = _later("tensors.all_gather_hooks", "HookedParams")
-    ADAPTERS["bitsandbytes.nn.modules.Params4bit"] = _later("tensors.params4bit", "adapt")
+    for name, function in LOADED.items():
+        setattr(seams, name, function)
+    for name, place in LOADED_WHEN_CALLED.items():
+        setattr(seams, name, _later(place))
+    seams.tree_checks += TREE_CHECKS
+    seams.adapters.update({name: _later(place) for name, place in ADAPTERS.items()})
+    seams.spec_readers += [_once_imported(TYPES, _later(READ_TYPES), lambda *_: None), local_parts.written_spec]
+    seams.resolve_on_ranks = _once_imported(TYPES, _later(RESOLVE_TYPES), lambda _, resolve: resolve())
+    register_comm("gloo", "cpu", peers.PeerComm)
+    fully_shard.state = _later("extras.torch_view.state:state_of")  # type: ignore[attr-defined]  # as composable APIs have it
 
 
-def _later(module: str, name: str) -> Any:
-    """The function ``name`` of ``module``, which is imported at the first call."""
+def _later(place: str) -> Any:
+    """The function at ``place``, whose module is imported at the first call."""
+    module, _, name = place.partition(":")
 
     # The step of an optimizer may be compiled, and no compiler follows an import.
     @_torch.runs_between_graphs

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import torch
 
+from fsdp2.core import seams
 from fsdp2.core.api.module import FSDPModule
 from fsdp2.core.runtime.unit import Unit
-from fsdp2.core.runtime.unit_tree import PlugIns, TreeChecks, UnitTree
+from fsdp2.core.runtime.unit_tree import UnitTree
 from fsdp2.core.schedule.states import GroupState
+from fsdp2.core.seams import TreeChecks
 
 
 class BindsShards(TreeChecks):
@@ -28,4 +30,4 @@ class BindsShards(TreeChecks):
 
 def register() -> None:
     """Apply :class:`BindsShards` to every tree from now on."""
-    PlugIns.checks.append(BindsShards)
+    seams.tree_checks.append(BindsShards)

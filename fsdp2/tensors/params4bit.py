@@ -21,8 +21,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
-from fsdp2.core.api.adapters import Adapted
 from fsdp2.core.group.param import Slot
+from fsdp2.core.seams import Adapted
 from fsdp2.tensors.in_files import DenseWeight, FileTensor
 from fsdp2.tensors.wrapper import ALIASES, Tensors, WrapperTensor, aten, each
 

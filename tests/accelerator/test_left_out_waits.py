@@ -124,7 +124,7 @@ ELSEWHERE: dict[str, str] = {
     "extras.peers._Messages.wait-work": "distributed/test_comm.py::test_messages_of_two_groups_are_never_mixed_up",
     "extras.exchange._summed-work": "distributed/test_agreement.py::test_ranks_compare_once",
     "optim.clip._summed_over_ranks-work": "parity/test_clipping.py::test_gradients_are_clipped_as_torch_clips_them",
-    "core.api.custom_comm._run-work": _IN_ONE_MEMORY,
+    "core.comm.custom._run-work": _IN_ONE_MEMORY,
     "extras.lending.gathered_together-work": _UNCUT,
     "fsdp1.state_values.locals_of_flat-work": _TIED,
     "core._torch.arrived_local-work": _PENDING,

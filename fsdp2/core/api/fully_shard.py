@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp2.core import _torch
+from fsdp2.core import _torch, seams
 from fsdp2.core.api.arguments import expect
 from fsdp2.core.api.module import FSDPModule
 from fsdp2.core.api.resolve import (
@@ -23,10 +23,10 @@ from fsdp2.core.api.resolve import (
 )
 from fsdp2.core.comm.offload import Home, home_for
 from fsdp2.core.group.group import ParamGroup
-from fsdp2.core.group.param import SHARDED_AS, PlugIns as OfParams, Slot, leave_alone
+from fsdp2.core.group.param import SHARDED_AS, Slot, leave_alone
 from fsdp2.core.plan.mesh import ParallelMesh, default_mesh, parallel_mesh
 from fsdp2.core.runtime.hooks import ModuleHooks
-from fsdp2.core.runtime.unit import PlugIns as OfUnits, Unit, unit_of
+from fsdp2.core.runtime.unit import Unit, unit_of
 from fsdp2.core.schedule.schedule import AfterForward
 from fsdp2.core.types import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 
@@ -94,7 +94,7 @@ def fully_shard(  # type: ignore[misc]  # options of a list of modules are those
     Source: Zhao et al., "PyTorch FSDP", VLDB 2023; per-parameter sharding as in ``torch.distributed.fsdp``.
     """
     roots = _root_modules(module)
-    policies = PlugIns.read_arguments(mp_policy, offload_policy, shard_placement_fn, ignored_params)
+    policies = seams.read_arguments(mp_policy, offload_policy, shard_placement_fn, ignored_params)
     prepared = prepare_unit(
         roots,
         parallel_mesh(default_mesh() if mesh is None else mesh, _checked_dims(dp_mesh_dims)),
@@ -107,24 +107,6 @@ def fully_shard(  # type: ignore[misc]  # options of a list of modules are those
     _change_classes(roots)
     prepared.commit()
     return module
-
-
-class PlugIns:
-    """Functions that higher layers plug in.
-
-    Attributes:
-        read_arguments: checks policies, a placement function and ignored parameters; returns policies of our classes.
-        check_module: raises for a module that is refused, before anything changes; gets a name prefix and the module.
-        resolve: calls the given function, which checks and resolves all parameters of a call on a mesh, and returns the
-            result. If the function raises on one rank, all ranks may raise.
-        divide_ties: returns which of the found parameters a call manages; the slots of tied ones that it leaves to an
-            outer call; and a function that makes inner units give up the parameters that move to this call.
-    """
-
-    read_arguments: Callable[[object, object, object, object], tuple[MixedPrecisionPolicy, OffloadPolicy]]
-    check_module: Callable[[str, nn.Module], None]
-    resolve: Callable[[ParallelMesh, Callable[[], list[ResolvedGroup]]], list[ResolvedGroup]]
-    divide_ties: Callable[[Sequence[Found], Sequence[nn.Module]], tuple[list[Found], list[Slot], Callable[[], None]]]
 
 
 # Collect and check
@@ -171,7 +153,7 @@ def _collect(roots: Sequence[nn.Module], ignored: Set[nn.Parameter]) -> tuple[li
     left_alone: list[Slot] = []
     for i, root in enumerate(roots):
         for prefix, module in _modules_outside_units(root, "" if len(roots) == 1 else f"[{i}].", set()):
-            PlugIns.check_module(prefix, module)
+            seams.check_module(prefix, module)
             if "replicate" in _torch.composable_apis(module):  # torch's DDP reduces the gradients of this whole subtree
                 left_alone += _slots_under(module)
                 continue
@@ -195,7 +177,7 @@ def _modules_outside_units(module: nn.Module, prefix: str, seen: set[nn.Module])
         return
     for name, child in module.named_children():
         if child not in seen and unit_of(child) is None:
-            inside = prefix if OfUnits.is_left_out(module, name) else f"{prefix}{name}."
+            inside = prefix if seams.is_left_out(module, name) else f"{prefix}{name}."
             yield from _modules_outside_units(child, inside, seen)
 
 
@@ -236,12 +218,12 @@ def prepare_unit(
         ValueError, TypeError, ExtensionError: for the same reasons as in ``fully_shard``.
     """
     found, managed, left_alone = _collect(roots, ignored_params)
-    found, left_out, take_over = PlugIns.divide_ties(found, roots)
+    found, left_out, take_over = seams.divide_ties(found, roots)
     config = read_reshard_after_forward(reshard_after_forward, parallel)
     size = config.post_forward_size
     home = home_for(offload_policy, parallel.device)
     resolve = partial(resolve_groups, found, parallel, shard_placement_fn, mp_policy, home, size)
-    resolved = PlugIns.resolve(parallel, resolve)
+    resolved = seams.resolve_on_ranks(parallel, resolve)
     if size is not None and all(group.mesh.shard.size <= size for group in resolved):
         config = replace(config, after_forward=AfterForward.RESHARD)
 
@@ -267,7 +249,7 @@ def prepare_unit(
 def _groups(resolved: Sequence[ResolvedGroup], home: Home) -> Iterator[ParamGroup]:
     """Create the groups, which turns the parameters into shards."""
     for item in resolved:
-        OfParams.warn_of_hooks(item.params, is_sharded=False)
+        seams.warn_of_hooks(item.params, is_sharded=False)
         for param in item.params:
             setattr(param.sharded, SHARDED_AS, param.name)
         group = ParamGroup(item.params, item.mesh, home)

@@ -5,39 +5,22 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Literal, cast, overload
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp2.core import _torch
+from fsdp2.core import _torch, seams
 from fsdp2.core.api.arguments import expect
+from fsdp2.core.comm.custom import AllGather, GathersBy, ReducesBy, ReduceScatter
 from fsdp2.core.group.group import ParamGroup
 from fsdp2.core.group.reduce_scatter import AllReduceHook
-from fsdp2.core.plan.mesh import Axis
 from fsdp2.core.runtime import door
 from fsdp2.core.runtime.unit import Unit, note_tree_change, unit_of, units_under
 from fsdp2.core.runtime.unit_tree import UnitTree, tree_of
 from fsdp2.core.schedule.schedule import AfterForward
 from fsdp2.core.types import ScheduleError
-
-
-class PlugIns:
-    """Functions that higher layers plug in.
-
-    Attributes:
-        copied: copies a sharded module; also gets the memo of ``copy.deepcopy``.
-        around_apply: a context manager around methods such as ``to`` that replace the tensors of a sharded module.
-        separate_axis: returns an axis of the same ranks, on a device, with a process group of its own.
-        communicate_by: lets a unit communicate by what was passed to one of the setters; gets the setter's name first.
-    """
-
-    copied: Callable[[nn.Module, dict[Any, Any]], nn.Module]
-    around_apply: Callable[[nn.Module], AbstractContextManager[None]]
-    separate_axis: Callable[[Axis, torch.device], Axis]
-    communicate_by: Callable[[str, Unit, object], None]
 
 
 @door.all_entries
@@ -98,12 +81,12 @@ class FSDPModule:
         Raises:
             ScheduleError: a forward or backward runs, or parameters are lent to ``unsharded``.
         """
-        return PlugIns.copied(cast(nn.Module, self), memo)
+        return seams.copy_module(cast(nn.Module, self), memo)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Apply ``to``, ``cuda``, ``to_empty`` and similar methods to the shards."""
         self.reshard()
-        with PlugIns.around_apply(cast(nn.Module, self)), torch.inference_mode(False):  # as fully_shard's commit
+        with seams.around_apply(cast(nn.Module, self)), torch.inference_mode(False):  # as fully_shard's commit
             result = super()._apply(*args, **kwargs)  # type: ignore[misc]
         unit = self._unit()
         for group in unit.groups:
@@ -416,7 +399,8 @@ class FSDPModule:
             TypeError: ``comm`` is not an :class:`AllGather`.
             ValueError: the unit has several groups.
         """
-        PlugIns.communicate_by("set_custom_all_gather", self._unit(), comm)
+        self._check_comm("set_custom_all_gather", comm, "AllGather")
+        self._configure_groups(False, gathers_by=GathersBy(cast(AllGather, comm)))
 
     def set_custom_reduce_scatter(self, comm: Callable[..., dist.Work | None]) -> None:
         """Reduce-scatter this unit's gradients with ``comm``, a :class:`ReduceScatter`.
@@ -425,7 +409,8 @@ class FSDPModule:
             TypeError: ``comm`` is not a :class:`ReduceScatter`.
             ValueError: the unit has several groups.
         """
-        PlugIns.communicate_by("set_custom_reduce_scatter", self._unit(), comm)
+        self._check_comm("set_custom_reduce_scatter", comm, "ReduceScatter")
+        self._configure_groups(False, reduces_by=ReducesBy(cast(ReduceScatter, comm)))
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Whether messages are copied into memory from the backend's own allocator, if it has one, such as NCCL's
@@ -434,7 +419,7 @@ class FSDPModule:
         Raises:
             ValueError: the unit has a custom all-gather or reduce-scatter, or symmetric memory.
         """
-        PlugIns.communicate_by("set_allocate_memory_from_process_group_for_comm", self._unit(), enable)
+        seams.communicate_in_memory("set_allocate_memory_from_process_group_for_comm", self._unit(), enable)
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
         """All-gather in symmetric memory, and after :meth:`set_force_sum_reduction_for_comms`, also reduce in it.
@@ -444,13 +429,13 @@ class FSDPModule:
             ValueError: the backend is not NCCL; the mesh is not on CUDA devices; the unit has a custom all-gather or
                 reduce-scatter, or memory from the process group.
         """
-        PlugIns.communicate_by("set_symm_mem_for_comm", self._unit(), backend)
+        seams.communicate_in_memory("set_symm_mem_for_comm", self._unit(), backend)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Whether reduce-scatters use a separate process group, so that they do not queue behind all-gathers in
         backward. All ranks must make the same call."""
         groups = self._groups(recurse)
-        axes = [PlugIns.separate_axis(group.mesh.shard, group.mesh.device) if enable else None for group in groups]
+        axes = [seams.separate_axis(group.mesh.shard, group.mesh.device) if enable else None for group in groups]
         for group, axis in zip(groups, axes, strict=True):
             group.configure(reduce_axis=axis)
 
@@ -460,6 +445,12 @@ class FSDPModule:
         unit = unit_of(cast(nn.Module, self))
         assert unit is not None  # fully_shard swaps the class and sets the unit together
         return unit
+
+    def _check_comm(self, caller: str, comm: object, expected: str) -> None:
+        """Accept any object with the two methods: a comm may be a subclass of torch's interface."""
+        cut_groups(self._unit(), caller)
+        is_comm = not isinstance(comm, type) and callable(comm) and callable(getattr(comm, "allocate", None))
+        expect(is_comm, f"{caller}: comm", comm, f"an fsdp2.core.{expected}, with allocate() and __call__()")
 
     def _units(self, recurse: bool) -> list[Unit]:
         return [unit for _, unit in units_under(cast(nn.Module, self))] if recurse else [self._unit()]
@@ -506,6 +497,17 @@ def units_of(modules: list[FSDPModule], caller: str) -> tuple[Unit, ...]:
         is_sharded = isinstance(module, FSDPModule)
         expect(is_sharded, f"{caller}: a module", module, "one that fully_shard was called on", by_value=True)
     return tuple(module._unit() for module in modules)
+
+
+def share_comm_ctx(modules: list[FSDPModule]) -> None:
+    """Let several roots share communication streams. Roots on one device always do so: this call only checks.
+
+    Raises:
+        ValueError: an item of ``modules`` is not sharded, or ``modules`` are on several devices.
+    """
+    devices = dict.fromkeys(str(unit.mesh.device) for unit in units_of(modules, "share_comm_ctx"))
+    if len(devices) > 1:
+        raise ValueError(f"share_comm_ctx: expected modules on one device, got modules on {' and '.join(devices)}.")
 
 
 def _check_at_least_one(where: str, value: int, expected: str) -> None:

@@ -13,16 +13,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from fsdp2.core import _torch
-from fsdp2.core.api.adapters import adapter_of, written_spec
+from fsdp2.core import _torch, seams
 from fsdp2.core.api.arguments import expect
 from fsdp2.core.comm.offload import Home
-from fsdp2.core.group.codec import PlugIns as OfCodecs, has_hooks, is_plain
+from fsdp2.core.group.codec import has_hooks, is_plain
 from fsdp2.core.group.param import ShardedParam, Slot
 from fsdp2.core.plan.dtypes import check_grad_dtype, own_policy, param_dtypes
 from fsdp2.core.plan.layout import Layout, shard_layout
 from fsdp2.core.plan.mesh import ParallelMesh, parallel_mesh, replicated
-from fsdp2.core.plan.placements import local_part, param_spec
+from fsdp2.core.plan.placements import ParamSpec, local_part, param_spec
 from fsdp2.core.runtime.unit import UnitConfig
 from fsdp2.core.schedule.schedule import AfterForward
 from fsdp2.core.types import DataParallelMeshDims, ExtensionError, MixedPrecisionPolicy, ParamPlacement
@@ -41,14 +40,6 @@ class Found:
     def add(self, slot: Slot) -> None:
         if slot not in self.slots:
             self.slots.append(slot)
-
-
-class PlugIns:
-    """Functions that higher layers plug in: ``check_param`` refuses a parameter that cannot be sharded on a device;
-    ``post_forward_mesh`` creates the mesh for shards over a number of ranks between forward and backward."""
-
-    check_param: Callable[[Found, torch.device], None]
-    post_forward_mesh: Callable[[ParallelMesh, int], ParallelMesh]
 
 
 # Groups
@@ -88,7 +79,7 @@ def resolve_groups(
 
     members: dict[ParallelMesh, list[tuple[ShardedParam, Callable[[], None] | None]]] = {}
     for item in found:
-        PlugIns.check_param(item, parallel.device)
+        seams.check_param(item, parallel.device)
         placement, mesh = _asked_placement(item, parallel, placement_fn)
         # All ranks hold parameters that stay whole, and all-reduce their gradients. A scalar cannot be cut.
         if isinstance(placement, Replicate) or item.param.dim() == 0:
@@ -138,7 +129,7 @@ def _resolve(
 ) -> tuple[ShardedParam, Callable[[], None] | None]:
     """The parameter, not sharded yet, and a function for other changes to make when it is, or None."""
     name, param = item.name, item.param
-    adapter = adapter_of(param)
+    adapter = seams.adapter_of(param)
     adapted = None if adapter is None else adapter(name, param, item.slots)
     form = param if adapted is None else nn.Parameter(adapted.tensor, requires_grad=False)
     dim = _resolve_dim(name, form, placement)
@@ -152,13 +143,19 @@ def _resolve(
         slots=tuple(item.slots),
         mesh=parallel,
         layout=layout,
-        spec=written_spec(name, form, dim, parallel) or param_spec(name, form, dim, parallel),
+        spec=_written_spec(name, form, dim, parallel) or param_spec(name, form, dim, parallel),
         dtypes=param_dtypes(form.dtype, own, grad_dtype),
         policy=own,
         local=_subclass_shard(name, form, full, layout, parallel.shard.rank, home),
         grad_dtype=grad_dtype,
     )
     return resolved, None if adapted is None else adapted.commit
+
+
+def _written_spec(name: str, param: torch.Tensor, dim: int, parallel: ParallelMesh) -> ParamSpec | None:
+    """The spec from the first reader that knows ``param``, or None."""
+    answers = (read(name, param, dim, parallel) for read in seams.spec_readers)
+    return next((spec for spec in answers if spec is not None), None)
 
 
 def _subclass_shard(
@@ -173,7 +170,7 @@ def _subclass_shard(
     if is_plain(full):
         return None
     with torch.no_grad():
-        return OfCodecs.cut(name, full, layout, rank, home)
+        return seams.cut_subclass(name, full, layout, rank, home)
 
 
 def _resolve_dim(name: str, param: nn.Parameter, placement: Shard | None) -> int:
@@ -228,4 +225,4 @@ def _post_forward_mesh(size: int | None, mesh: ParallelMesh) -> ParallelMesh | N
             f"fully_shard: reshard_after_forward={size} does not divide the {mesh.shard.size} ranks of a mesh that "
             "shard_placement_fn returned. Pass a number that divides the ranks of every shard axis, or a bool."
         )
-    return PlugIns.post_forward_mesh(mesh, size) if mesh.has_this_rank else None
+    return seams.post_forward_mesh(mesh, size) if mesh.has_this_rank else None

@@ -6,16 +6,12 @@ the codec for the hooks of tensor subclasses, and is loaded with the first such 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
 from torch import nn
 
-from fsdp2.core.comm.offload import Home
-from fsdp2.core.group.param import ShardedParam
-from fsdp2.core.plan.layout import Layout
-from fsdp2.core.plan.mesh import ParallelMesh
 from fsdp2.core.plan.plan import PlanInput
 
 PRE = "fsdp_pre_all_gather"
@@ -53,19 +49,3 @@ class Codec(Protocol):
 
     def arrive(self) -> None:
         """Everything has been gathered: fill the unsharded tensors. Staging memory is freed afterwards."""
-
-
-class PlugIns:
-    """What higher layers plug in to handle shards that are not plain.
-
-    Attributes:
-        cut: cuts out a rank's shard, in separate memory; takes the name of a parameter, the tensor to cut, its layout,
-            the rank, and where the shard is to live. Raises an ExtensionError if the class cannot be cut.
-        pin: takes the name of a parameter, and its shard; returns the shard in pinned memory, if it is to live there.
-        codec: makes the codec for those parameters of a group whose shards are not plain; all ranks call it together.
-            If it raises, all ranks raise.
-    """
-
-    cut: Callable[[str, torch.Tensor, Layout, int, Home], torch.Tensor]
-    pin: Callable[[str, torch.Tensor, Home], torch.Tensor]
-    codec: Callable[[Sequence[ShardedParam], ParallelMesh, Home], Codec]

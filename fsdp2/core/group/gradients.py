@@ -25,12 +25,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp2.core import _torch
+from fsdp2.core import _torch, seams
 from fsdp2.core.comm.backends import GathersBy, ReduceComm, ReducesBy, can_average, carrier, comm_for
 from fsdp2.core.comm.memory import alias
 from fsdp2.core.comm.offload import Home, HostCopies
 from fsdp2.core.comm.streams import Streams, Waitable, wait_for
-from fsdp2.core.group.param import PlugIns, ShardedParam
+from fsdp2.core.group.param import ShardedParam
 from fsdp2.core.group.reduce_scatter import AllReduceHook, Launched, Reduce
 from fsdp2.core.group.unsharded import UnshardedParams
 from fsdp2.core.plan.mesh import Axis, ParallelMesh
@@ -442,7 +442,7 @@ class GroupGradients:
                 if grad is None:
                     grad = torch.zeros(param.layout.shape, dtype=dtype, device=self._mesh.device)
                 elif type(grad) is not torch.Tensor:
-                    PlugIns.refuse_gradient(param, grad)
+                    seams.refuse_gradient(param, grad)
                 whole.append(grad.to(dtype))
         grads.clear()  # so that each gradient is freed once it has been sent
         return whole

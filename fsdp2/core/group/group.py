@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fsdp2.core import _torch
+from fsdp2.core import _torch, seams
 from fsdp2.core.comm.backends import comm_for
 from fsdp2.core.comm.offload import Home
 from fsdp2.core.comm.streams import lost, streams_for
@@ -45,13 +45,6 @@ def forget(group: ParamGroup) -> None:
     group.guard(())
     if group.unsharded.gather is not None:
         group.unsharded.gather.release()  # also memory that was kept
-
-
-class PlugIns:
-    """What higher layers plug in. ``ties_inside`` maps each parameter of a group that the user has replaced by another
-    parameter of the group to that other parameter."""
-
-    ties_inside: Callable[[ParamGroup], dict[ShardedParam, ShardedParam]]
 
 
 class ParamGroup:
@@ -193,7 +186,7 @@ class ParamGroup:
 
     def _refresh(self) -> None:
         """Adopt parameters that the user has replaced, moved, cast, materialised or tied since the last call."""
-        ties = PlugIns.ties_inside(self)
+        ties = seams.ties_inside(self)
         if self.shards.refresh():
             self.stamp = None
             self._unbind()

@@ -8,17 +8,16 @@ autograd saves it (I1).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2.core import _torch
+from fsdp2.core import _torch, seams
 from fsdp2.core._torch import GradDtype
-from fsdp2.core.comm.offload import Home
 from fsdp2.core.plan.dtypes import GRADIENTS_FOLLOW_SHARDS, ParamDtypes, param_dtypes
 from fsdp2.core.plan.layout import Layout, contiguous_stride
 from fsdp2.core.plan.mesh import ParallelMesh
@@ -43,29 +42,6 @@ def leave_alone(params: Iterable[torch.Tensor | None]) -> None:
 def is_left_alone(param: torch.Tensor) -> bool:
     """Whether ``param`` was given to ``leave_alone``."""
     return hasattr(param, _LEFT_ALONE)
-
-
-class PlugIns:
-    """What higher layers plug in.
-
-    Attributes:
-        why_not: says why an object that a user has bound cannot replace a sharded parameter.
-        check_device: refuses a shard on the wrong device; takes its parameter's name, its device, and the group's home.
-        warn_of_hooks: warns of gradient hooks that are never called. ``is_sharded``: the hooks are on shards, not on
-            the parameters that these replace.
-        refuse_gradient: raises an ExtensionError, because a gradient is a subclass that cannot be reduced.
-        warn_of_plain: warns that a plain tensor has replaced a shard of the given class, which had all-gather hooks.
-    """
-
-    why_not: Callable[[ShardedParam, object], str]
-    check_device: Callable[[str, torch.device, Home], None]
-    warn_of_hooks: WarnsOfHooks
-    refuse_gradient: Callable[[ShardedParam, torch.Tensor], None]
-    warn_of_plain: Callable[[ShardedParam, type], None]
-
-
-class WarnsOfHooks(Protocol):
-    def __call__(self, params: Sequence[ShardedParam], *, is_sharded: bool) -> None: ...
 
 
 class Slot(NamedTuple):
@@ -220,7 +196,7 @@ class ShardedParam:
         """
         bound = self.bound()
         if not self._may_take_over(bound):
-            raise TypeError(PlugIns.why_not(self, bound))
+            raise TypeError(seams.why_not_adopted(self, bound))
         return cast(nn.Parameter, bound)
 
     def _may_take_over(self, bound: object) -> bool:

@@ -10,7 +10,7 @@ the DTensors nor those of their local tensors. So each optimizer step is recorde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from operator import is_
@@ -20,13 +20,12 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from fsdp2.core import _torch
+from fsdp2.core import _torch, seams
 from fsdp2.core.comm.memory import alias
 from fsdp2.core.comm.offload import Home
-from fsdp2.core.group import codec
 from fsdp2.core.group.all_gather import FlatShards, flat_shards
 from fsdp2.core.group.codec import is_plain
-from fsdp2.core.group.param import SHARDED_AS, STANDS_FOR, PlugIns as OfParams, ShardedParam
+from fsdp2.core.group.param import SHARDED_AS, STANDS_FOR, ShardedParam
 from fsdp2.core.plan.dtypes import check_grad_dtype, param_dtypes
 from fsdp2.core.plan.layout import contiguous_stride
 from fsdp2.core.plan.mesh import ParallelMesh
@@ -51,22 +50,6 @@ def is_shard(param: torch.Tensor) -> bool:
     return hasattr(param, _STEPS)
 
 
-class PlugIns:
-    """What higher layers plug in.
-
-    Attributes:
-        take_over: called before an optimizer steps parameters that stand for shards, or that shards have replaced.
-        on_plain_step: called after an optimizer has stepped parameters that are not shards; takes these, and the number
-            of ranks over which the gradients of its shards are reduced (0 if it has no shards).
-        adopt_memory: called before shards adopt parameters; takes these and their local tensors. If the tensors are in
-            another group's buffers, it may call ``lie_in``. Returns whether it did.
-    """
-
-    take_over: Callable[[torch.optim.Optimizer], None]
-    on_plain_step: Callable[[torch.optim.Optimizer, list[torch.Tensor], int], None]
-    adopt_memory: Callable[[GroupShards, Sequence[nn.Parameter], Sequence[torch.Tensor]], bool]
-
-
 @cache
 def _note_optimizer_steps() -> None:
     """Count optimizer steps from now on, in the whole process, and let optimizers step shards."""
@@ -78,7 +61,7 @@ def _check_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
     if torch.compiler.is_compiling():  # the compiler cannot trace attributes of parameters
         return
     if any(_STEPS not in its and (STANDS_FOR in its or SHARDED_AS in its) for its in _attributes(optimizer)):
-        PlugIns.take_over(optimizer)
+        seams.take_over_optimizer(optimizer)
 
 
 def _attributes(optimizer: torch.optim.Optimizer) -> list[Mapping[str, Any]]:
@@ -98,7 +81,7 @@ def _note_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
         return
     plain = [param for group in optimizer.param_groups for param in group["params"] if not is_shard(param)]
     if plain:
-        PlugIns.on_plain_step(optimizer, plain, max((num_ranks for _, num_ranks in counts.values()), default=0))
+        seams.warn_of_plain_step(optimizer, plain, max((num_ranks for _, num_ranks in counts.values()), default=0))
 
 
 class GroupShards:
@@ -161,15 +144,15 @@ class GroupShards:
             self._follow_locals()
             return False
         for param, bound in zip(self._params, current, strict=True):
-            OfParams.check_device(param.full_name, _torch.local_of(bound).device, self._home)
+            seams.check_device(param.full_name, _torch.local_of(bound).device, self._home)
             check_grad_dtype(param.full_name, param.grad_dtype_of(bound), param.policy)
         for index, bound in enumerate(current):
             if index not in self.plain and is_plain(_torch.local_of(bound)):
-                OfParams.warn_of_plain(self._params[index], type(self.locals[index]))
+                seams.warn_of_plain(self._params[index], type(self.locals[index]))
         locals_ = [self._private(index, _torch.local_of(bound)) for index, bound in enumerate(current)]
         for param, bound in zip(self._params, current, strict=True):
             param.adopt(bound, param_dtypes(bound.dtype, param.policy, param.grad_dtype_of(bound)))
-        if not PlugIns.adopt_memory(self, current, locals_):
+        if not seams.adopt_memory(self, current, locals_):
             self._place(locals_)
         self._note()
         return True
@@ -285,7 +268,7 @@ class GroupShards:
         if local is self.locals[index] and index in self.plain and not local.is_meta:
             with torch.no_grad():
                 local.set_(local.clone().untyped_storage(), 0, local.shape, local.stride())
-        return codec.PlugIns.pin(self._params[index].full_name, local, self._home)
+        return seams.pin_subclass(self._params[index].full_name, local, self._home)
 
     def _is_in_place(self, index: int, bound: torch.Tensor) -> bool:
         mine, found = self.locals[index], _torch.local_of(bound)

@@ -12,13 +12,13 @@ from itertools import compress, count
 import torch
 from torch import nn
 
-from fsdp2.core import _torch
+from fsdp2.core import _torch, seams
 from fsdp2.core.comm.backends import AxisComm, GatherComm, GathersBy, carrier, comm_for
 from fsdp2.core.comm.offload import FlatStage, Home
 from fsdp2.core.comm.streams import Streams, streams_for
 from fsdp2.core.group.all_gather import FlatShards, Gather, GatheredMemory, LocalGather
-from fsdp2.core.group.codec import Codec, PlugIns
-from fsdp2.core.group.param import PlugIns as OfParams, ShardedParam
+from fsdp2.core.group.codec import Codec
+from fsdp2.core.group.param import ShardedParam
 from fsdp2.core.group.post_forward import PostForwardShards
 from fsdp2.core.group.shards import GroupShards
 from fsdp2.core.plan.mesh import ParallelMesh
@@ -110,13 +110,13 @@ class UnshardedParams:
             RuntimeError: a parameter is still on the meta device.
         """
         self._shards.check_ready()
-        OfParams.warn_of_hooks(self._params, is_sharded=True)
+        seams.warn_of_hooks(self._params, is_sharded=True)
         # These tensors live longer than the first pass.
         with torch.inference_mode(False), torch.no_grad(), _torch.without_autocast(), self.streams.on_gather:
             inputs = self._shards.plain_inputs()
             first_key = len(self._params)
             hooked = [param for index, param in enumerate(self._params) if index not in self._shards.plain]
-            self.hooked = PlugIns.codec(hooked, self._mesh, self._home) if hooked else None
+            self.hooked = seams.make_codec(hooked, self._mesh, self._home) if hooked else None
             if self.hooked is not None:
                 # What hooks consume is freed on arrival, unless the post-forward mesh needs a part of it.
                 inputs |= self.hooked.inputs(first_key, keeps_consumed=self.post_forward_mesh is not None)

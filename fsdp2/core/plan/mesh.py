@@ -5,7 +5,7 @@ A mesh always has a shard and a replicate axis; an absent one has size 1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp2.core import _torch
+from fsdp2.core import _torch, seams
 from fsdp2.core.types import DataParallelMeshDims
 
 
@@ -87,13 +87,6 @@ class ParallelMesh:
         return [axis.group for axis in (self.shard, self.replicate) if axis.group is not None and axis.size > 1]
 
 
-class PlugIns:
-    """Functions that higher layers plug in: ``own_axis`` creates an axis with its own process group, once per use. It
-    gets the ranks, a description, the axes over which this rank can agree with them, and the device."""
-
-    own_axis: Callable[[list[int], str, Sequence[Axis], torch.device], Axis]
-
-
 def replicated(parallel: ParallelMesh) -> ParallelMesh:
     """The mesh of the same ranks as ``parallel``, but with parameters whole on each rank. Collective on a 2D mesh."""
     spmd = parallel.spmd
@@ -108,7 +101,7 @@ def replicated(parallel: ParallelMesh) -> ParallelMesh:
         joint = _axis_of_others(parallel.mesh.size())
     else:
         ranks = parallel.mesh.mesh.flatten().tolist()
-        joint = PlugIns.own_axis(ranks, "fsdp2_replicate", (parallel.shard, parallel.replicate), parallel.device)
+        joint = seams.own_axis(ranks, "fsdp2_replicate", (parallel.shard, parallel.replicate), parallel.device)
     return replace(parallel, roles=_without_shard(parallel.roles), shard=NO_AXIS, replicate=joint, spmd=spmd)
 
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from fsdp2.core import _torch
+from fsdp2.core import _torch, seams
 from fsdp2.core.group.group import Guard
 from fsdp2.core.plan.dtypes import cast_floating, need_cast
 from fsdp2.core.plan.trees import find_tensors, map_tensors
@@ -25,21 +25,6 @@ from fsdp2.core.runtime.unit_tree import tree_of
 from fsdp2.core.schedule.schedule import COMPUTING, AfterForward, Phase
 from fsdp2.core.schedule.states import GroupState, Outcome
 from fsdp2.core.types import ScheduleError
-
-
-class PlugIns:
-    """What higher layers plug in.
-
-    Attributes:
-        check_loaded: refuses what ``load_state_dict`` must not load; gets a module, the state dict, the prefix of the
-            module's keys, and whether tensors are assigned.
-        guards_of: makes guards for those submodules of a unit that compute with parameters of the given modules.
-        check_handed_out: refuses a tensor that a unit's forward returns if its memory is about to be freed.
-    """
-
-    check_loaded: Callable[[nn.Module, Mapping[str, Any], str, bool], None]
-    guards_of: Callable[[Unit, Iterable[nn.Module]], list[Guard]]
-    check_handed_out: Callable[[Unit, torch.Tensor], None]
 
 
 class InputOfShardedModule(torch.autograd.Function):
@@ -109,7 +94,7 @@ class ModuleHooks:
     def hold(self, modules: Iterable[nn.Module]) -> None:
         """Install state dict hooks and guards on ``modules``: the unit's own, and those that hold its parameters."""
         holders = list(dict.fromkeys(modules))
-        self.guards += PlugIns.guards_of(self._unit, holders)
+        self.guards += seams.guards_of(self._unit, holders)
         for group in self._unit.groups:
             group.guard(self.guards)
         self.modules += holders
@@ -129,7 +114,7 @@ class ModuleHooks:
     ) -> None:
         for inner in dict.fromkeys((*(unit for _name, unit in units_under(module)), self._unit)):
             _reshard_if_needed(inner)
-        PlugIns.check_loaded(module, state, prefix, metadata.get("assign_to_params_buffers", False))
+        seams.check_loaded(module, state, prefix, metadata.get("assign_to_params_buffers", False))
 
     @door.entry
     def post_load(self, *_: object) -> None:
@@ -251,14 +236,14 @@ class ModuleHooks:
                     found = find_tensors(output, [])
             for tensor in found:
                 if is_freed and (base := tensor if tensor._base is None else tensor._base).is_leaf:
-                    PlugIns.check_handed_out(unit, base)
+                    seams.check_handed_out(unit, base)
                 if tensor.requires_grad:
                     self._pre_backward.add_to(tensor)
                     unit.leads_to = Outcome.BACKWARD
         else:
             unit.leads_to = Outcome.UNKNOWN
             for tensor in find_tensors(output, []) if is_freed else ():
-                PlugIns.check_handed_out(unit, tensor if tensor._base is None else tensor._base)
+                seams.check_handed_out(unit, tensor if tensor._base is None else tensor._base)
             # autocast caches casts of parameters together with their nodes. If a later forward used these old nodes,
             # autograd would reach them last, after the unit has been reduced.
             torch.clear_autocast_cache()

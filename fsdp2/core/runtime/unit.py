@@ -6,13 +6,13 @@ its tree (``tree``) decides that. Before its first pass, a unit belongs to no tr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from torch import nn
 
-from fsdp2.core import _torch
+from fsdp2.core import _torch, seams
 from fsdp2.core.group.group import ParamGroup
 from fsdp2.core.group.param import Slot
 from fsdp2.core.plan.mesh import ParallelMesh
@@ -25,18 +25,6 @@ if TYPE_CHECKING:  # these import this module
     from fsdp2.core.runtime.unit_tree import UnitTree
 
 UNIT_ATTRIBUTE = "_fsdp2_unit"
-
-
-class PlugIns:
-    """What higher layers plug in: names without wrappers.
-
-    Attributes:
-        plain_name: takes a module, and the name of a module or parameter under it; returns the name without wrappers.
-        is_left_out: whether such names leave out a child of a module; takes the module and the child's name.
-    """
-
-    plain_name: Callable[[nn.Module, str], str]
-    is_left_out: Callable[[nn.Module, str], bool]
 
 
 class ModuleTrees:
@@ -192,7 +180,7 @@ def units_under(module: nn.Module) -> Iterator[tuple[str, Unit]]:
         unit = unit_of(child)
         if unit is not None and id(unit) not in seen:
             seen.add(id(unit))
-            plain = PlugIns.plain_name(module, name)
+            plain = seams.plain_name(module, name)
             yield (name if plain in names else plain), unit  # a wrapper may be a unit, too
             names.add(plain)
 

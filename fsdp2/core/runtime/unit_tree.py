@@ -10,76 +10,23 @@ later, that unit becomes the root.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from copy import copy
 from dataclasses import replace
-from typing import ClassVar
 
 import torch
 
-from fsdp2.core import _torch
+from fsdp2.core import _torch, seams
 from fsdp2.core.plan.dtypes import GRADIENTS_FOLLOW_SHARDS
 from fsdp2.core.runtime import door
 from fsdp2.core.runtime.door import SURROUNDINGS, ask, must_leave
-from fsdp2.core.runtime.executor import Decorator, Executor
+from fsdp2.core.runtime.executor import Executor
 from fsdp2.core.runtime.unit import ModuleTrees, Unit, note_tree_change, parents_of, units_under
 from fsdp2.core.schedule.schedule import Action, AfterForward, Passes, Phase, Schedule, UnitRules
 from fsdp2.core.schedule.states import GroupState, Outcome
+from fsdp2.core.seams import TreeChecks
 from fsdp2.core.types import ScheduleError
-
-
-class PlugIns:
-    """What higher layers plug in.
-
-    Attributes:
-        limits_memory: decorates the actions of a tree with a ``memory_limit``, from the start of one forward to the
-            start of the next; takes the limit in bytes, and the tree.
-        checks: factories for the checks of a tree.
-        where_ranks_differ: makes the schedule and the checks of a tree where ranks may differ in some unit; takes the
-            tree, and its usual checks.
-    """
-
-    limits_memory: Callable[[int, UnitTree], Decorator]
-    checks: ClassVar[list[Callable[[UnitTree], TreeChecks]]] = []
-    where_ranks_differ: Callable[[UnitTree, Sequence[TreeChecks]], tuple[Schedule, Sequence[TreeChecks]]]
-
-
-class TreeChecks:
-    """Checks that a tree makes at each event, such as whether all ranks do the same. This class checks nothing."""
-
-    def check_units(self, units: Sequence[tuple[Unit, str]]) -> None:
-        """``units``, given with their names, root first, are about to become the units of the tree."""
-
-    def end_collection(self) -> None:
-        """The units of the tree are known and scheduled."""
-
-    def begin_pass(self) -> None:
-        """A pass begins. The tree already knows what the user has changed."""
-
-    def note_flags(self) -> None:
-        """A group has found flags that the user has changed."""
-
-    def agree_on_flags(self) -> None:
-        """The next communication depends on flags."""
-
-    def end_forward(self, unit: Unit) -> None:
-        """The forward of ``unit``, a whole pass, is over."""
-
-    def begin_backward(self) -> None:
-        """A backward begins."""
-
-    def end_backward(self) -> None:
-        """A backward is over; unless it ends the step, it may have left gradients."""
-
-    def finalize_backward(self) -> None:
-        """The user asks to reduce the gradients that backwards have left."""
-
-    def end_step(self) -> None:
-        """A step's gradients have landed."""
-
-    def drop_step(self) -> None:
-        """The step is abandoned."""
 
 
 class UnitTree:
@@ -106,7 +53,7 @@ class UnitTree:
         self.parents: Sequence[int | None] = ()  # for each unit, the innermost unit around it
         self._seen_version = 0
         note_tree_change()  # outer trees have not seen the units of this one yet
-        self.checks: Sequence[TreeChecks] = [make(self) for make in PlugIns.checks]
+        self.checks: Sequence[TreeChecks] = [make(self) for make in seams.tree_checks]
         self._usual_checks = self.checks
         self._collect()
 
@@ -149,7 +96,7 @@ class UnitTree:
         earlier, rules = self.schedule, [self.rules_of(unit) for unit in self.units]
         self.passes.clear(len(self.units))
         if may_differ:
-            self.schedule, self.checks = PlugIns.where_ranks_differ(self, self._usual_checks)
+            self.schedule, self.checks = seams.where_ranks_differ(self, self._usual_checks)
         else:
             self.schedule, self.checks = Schedule(rules, self.passes), self._usual_checks
         owing = {unit.index for unit in self.units if any(group.gradients.are_kept for group in unit.groups)}
@@ -254,7 +201,7 @@ class UnitTree:
         self.order_gathers()
         self.post_optim_event = None
         limit = self.root.config.memory_limit
-        self.executor.limit = None if limit is None else PlugIns.limits_memory(limit, self)
+        self.executor.limit = None if limit is None else seams.limit_memory(limit, self)
 
     # Backward
 

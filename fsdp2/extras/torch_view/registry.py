@@ -11,11 +11,13 @@ from typing import Any
 
 from torch import nn
 
+from fsdp2.core import seams
 from fsdp2.core.api.module import FSDPModule
 from fsdp2.core.group.group import Guard
-from fsdp2.core.runtime.hooks import ModuleHooks, PlugIns as OfHooks
+from fsdp2.core.runtime.hooks import ModuleHooks
 from fsdp2.core.runtime.unit import Unit, units_under
-from fsdp2.core.runtime.unit_tree import PlugIns as OfTrees, TreeChecks, UnitTree
+from fsdp2.core.runtime.unit_tree import UnitTree
+from fsdp2.core.seams import TreeChecks
 from fsdp2.core.types import DOCS
 from fsdp2.extras.torch_view import torch_names
 from fsdp2.extras.torch_view.state import FSDPState, of_unit
@@ -26,7 +28,7 @@ _HOOKS: Sequence[Any] = (ModuleHooks.pre_forward, ModuleHooks.post_forward)
 def show() -> Callable[[], None]:
     """Show our modules from now on. Returns a function that hides them again."""
     patches = Patches()
-    guards_of = OfHooks.guards_of
+    guards_of = seams.guards_of
 
     def guards_and_state_of(unit: Unit, modules: Iterable[nn.Module]) -> list[Guard]:
         """Register a new unit, which has just got its hooks."""
@@ -43,16 +45,16 @@ def show() -> Callable[[], None]:
 
     def hide() -> None:
         patches.classes.clear()  # trees keep their checks
-        OfHooks.guards_of = guards_of
-        OfTrees.checks.remove(checks_of)
+        seams.guards_of = guards_of
+        seams.tree_checks.remove(checks_of)
         for hook, module in zip(_HOOKS, modules_of_hooks, strict=True):
             hook.__module__ = module
         for shown, state in list(torch_names.states_by_module.items()):
             if type(state()) is FSDPState:
                 del torch_names.states_by_module[shown]
 
-    OfHooks.guards_of = guards_and_state_of
-    OfTrees.checks.append(checks_of)
+    seams.guards_of = guards_and_state_of
+    seams.tree_checks.append(checks_of)
     for hook in _HOOKS:  # to run a module without them, clients look at where they are defined
         hook.__module__ = torch_names.STATE_MODULE
     return hide
