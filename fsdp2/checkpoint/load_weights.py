@@ -30,7 +30,7 @@ from fsdp2.checkpoint.weights import (
     shapes_of,
     weights_of,
 )
-from fsdp2.core.group.codec import is_plain
+from fsdp2.core.marks import is_plain
 from fsdp2.extras.empty_buffers import empty_buffers
 from fsdp2.extras.exchange import axis_of, together
 from fsdp2.extras.output import progress

@@ -31,10 +31,10 @@ from fsdp2.checkpoint.reshard_checks import (
 from fsdp2.checkpoint.transfers import Cut as CutOverRanks, Transfer, transfers
 from fsdp2.core import _torch
 from fsdp2.core.comm.offload import Home
-from fsdp2.core.group.codec import is_plain
 from fsdp2.core.group.gradients import GroupOptions
-from fsdp2.core.group.group import ParamGroup, forget
+from fsdp2.core.group.group import ParamGroup
 from fsdp2.core.group.param import ShardedParam
+from fsdp2.core.marks import is_plain
 from fsdp2.core.plan.layout import pack, shard_layout
 from fsdp2.core.plan.mesh import AxisRole, ParallelMesh, replicated
 from fsdp2.core.plan.placements import plain_spec
@@ -193,7 +193,7 @@ class _Move:
             param.sharded.grad = None  # ``moving`` has it
         params = [self._moved(param, mesh, group.home) for param in group.params]
         made = ParamGroup(params, mesh, group.home)
-        forget(group)
+        group.forget()
         self._set_up(unit, group, made)
         for param, of_param in zip(made.params, moving, strict=True):
             self._fill(param, of_param, received, group.home)

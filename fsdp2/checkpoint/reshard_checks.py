@@ -19,13 +19,13 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2.core import _torch
 from fsdp2.core.api.module import FSDPModule
-from fsdp2.core.group.codec import is_plain
 from fsdp2.core.group.group import ParamGroup
 from fsdp2.core.group.param import ShardedParam
+from fsdp2.core.marks import is_plain
 from fsdp2.core.plan.mesh import Axis, ParallelMesh, parallel_mesh
-from fsdp2.core.plan.trees import find_tensors
 from fsdp2.core.runtime.unit import Unit, units_under
 from fsdp2.core.schedule.states import GroupState
+from fsdp2.core.trees import find_tensors
 from fsdp2.core.types import ScheduleError
 from fsdp2.extras.comm_memory import SymmetricMemory, has_memory
 from fsdp2.extras.exchange import exchange

@@ -24,7 +24,7 @@ from fsdp2.checkpoint.weights import Rename, Weight, check_dtype, check_ready, w
 from fsdp2.core import _torch
 from fsdp2.core.comm.backends import Launch
 from fsdp2.core.comm.streams import Waitable, launched, streams_for, wait_for
-from fsdp2.core.group.codec import is_plain
+from fsdp2.core.marks import is_plain
 from fsdp2.core.plan.layout import ALIGNMENT_NBYTES
 from fsdp2.core.runtime import door
 from fsdp2.core.sizes import nbytes_of

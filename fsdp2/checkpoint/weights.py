@@ -22,9 +22,9 @@ from torch.distributed.tensor.placement_types import Placement
 from fsdp2.checkpoint.mapping import Shape
 from fsdp2.checkpoint.pieces import Run, runs
 from fsdp2.core import _torch
-from fsdp2.core.group.codec import is_plain
 from fsdp2.core.group.group import ParamGroup, groups_by_slot
 from fsdp2.core.group.param import ShardedParam, Slot
+from fsdp2.core.marks import is_plain
 from fsdp2.core.plan.mesh import mesh_device
 from fsdp2.extras import torch_names
 from fsdp2.extras.lending import WHOLE, check_idle, gathered, joined, joined_along_dim_0, packed, whole_subclass

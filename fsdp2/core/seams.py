@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fsdp2.core.api.resolve import Found, ResolvedGroup
     from fsdp2.core.comm.offload import Home
     from fsdp2.core.group.codec import Codec
-    from fsdp2.core.group.group import Guard, ParamGroup
+    from fsdp2.core.group.group import ParamGroup
     from fsdp2.core.group.param import ShardedParam, Slot
     from fsdp2.core.group.shards import GroupShards
     from fsdp2.core.plan.layout import Layout
@@ -26,46 +26,9 @@ if TYPE_CHECKING:
     from fsdp2.core.plan.placements import ParamSpec
     from fsdp2.core.runtime.executor import Decorator
     from fsdp2.core.runtime.unit import Unit
-    from fsdp2.core.runtime.unit_tree import UnitTree
+    from fsdp2.core.runtime.unit_tree import TreeChecks, UnitTree
     from fsdp2.core.schedule.schedule import Schedule
     from fsdp2.core.types import MixedPrecisionPolicy, OffloadPolicy
-
-
-class TreeChecks:
-    """Checks that a tree makes at each event, such as whether all ranks do the same. This class checks nothing."""
-
-    def check_units(self, units: Sequence[tuple[Unit, str]]) -> None:
-        """``units``, given with their names, root first, are about to become the units of the tree."""
-
-    def end_collection(self) -> None:
-        """The units of the tree are known and scheduled."""
-
-    def begin_pass(self) -> None:
-        """A pass begins. The tree already knows what the user has changed."""
-
-    def note_flags(self) -> None:
-        """A group has found flags that the user has changed."""
-
-    def agree_on_flags(self) -> None:
-        """The next communication depends on flags."""
-
-    def end_forward(self, unit: Unit) -> None:
-        """The forward of ``unit``, a whole pass, is over."""
-
-    def begin_backward(self) -> None:
-        """A backward begins."""
-
-    def end_backward(self) -> None:
-        """A backward is over; unless it ends the step, it may have left gradients."""
-
-    def finalize_backward(self) -> None:
-        """The user asks to reduce the gradients that backwards have left."""
-
-    def end_step(self) -> None:
-        """A step's gradients have landed."""
-
-    def drop_step(self) -> None:
-        """The step is abandoned."""
 
 
 class Adapted(NamedTuple):
@@ -78,6 +41,10 @@ class Adapted(NamedTuple):
 
     tensor: torch.Tensor
     commit: Callable[[], None]
+
+
+# The attributes of a module, and what replaces its call while its parameters are shards.
+Guard = tuple[dict[str, Any], Callable[..., Any]]
 
 
 class WarnsOfHooks(Protocol):

@@ -14,11 +14,10 @@ import torch
 from torch import nn
 
 from fsdp2.core import _torch
-from fsdp2.core.group.codec import is_plain
 from fsdp2.core.group.group import ParamGroup
 from fsdp2.core.group.param import ShardedParam, Slot
-from fsdp2.core.runtime.hooks import ModuleHooks
-from fsdp2.core.runtime.unit import UNIT_ATTRIBUTE, Unit, unit_of
+from fsdp2.core.marks import UNIT, is_plain
+from fsdp2.core.runtime.unit import Unit, unit_of
 from fsdp2.core.runtime.unit_tree import tree_of
 from fsdp2.core.types import ScheduleError
 from fsdp2.extras import torch_names
@@ -69,7 +68,7 @@ def _copied_attributes(module: nn.Module, memo: Memo) -> nn.Module:
         has_own = sum("__deepcopy__" in vars(each) for each in type(module).__mro__) > 1  # besides FSDPModule's
         cls = nn.Module if has_own else type(module)
         state = dict(cls.__getstate__(module))  # omits what compile() has added
-        del state[UNIT_ATTRIBUTE]
+        del state[UNIT]
         cls.__setstate__(made, copy.deepcopy(state, memo))
     return cast(nn.Module, memo[id(module)])
 
@@ -119,7 +118,7 @@ def _renew_hooks(unit: Unit, made: Unit, memo: Memo) -> None:
     for module in unit.hooks.modules:
         if id(module) in memo:
             torch_names.remove_hooks(memo[id(module)], unit.hooks)
-    made.hooks = ModuleHooks(made)
+    made.hooks = type(unit.hooks)(made)
     for module in made.modules:
         for name, value in list(vars(module).items()):
             method = getattr(value, FORWARD_METHOD, None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from fsdp2.core.group.param import NAME_IN_PASS
+from fsdp2.core.marks import NAME_IN_PASS
 from fsdp2.core.runtime.unit import Unit
 from fsdp2.core.types import ScheduleError
 

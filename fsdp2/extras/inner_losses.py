@@ -22,10 +22,10 @@ from torch.utils.hooks import RemovableHandle
 
 from fsdp2.core import _torch
 from fsdp2.core.group.group import ParamGroup
-from fsdp2.core.plan.trees import find_tensors
 from fsdp2.core.runtime.unit import Unit, units_under
 from fsdp2.core.runtime.unit_tree import tree_of
 from fsdp2.core.schedule.schedule import Phase
+from fsdp2.core.trees import find_tensors
 from fsdp2.extras import torch_names
 from fsdp2.extras.outside_calls import called_with
 

@@ -18,8 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from fsdp2.core import _torch
-from fsdp2.core.group.param import SHARDED_AS, STANDS_FOR
-from fsdp2.core.group.shards import is_shard
+from fsdp2.core.marks import SHARDED_AS, STANDS_FOR, is_shard
 from fsdp2.core.runtime.unit import unit_of
 
 _LEFT_ALONE = "_fsdp2_not_taken_over"  # attribute of originals

@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2.core import _torch
 from fsdp2.core.comm.streams import wait_for
-from fsdp2.core.group.codec import is_plain
 from fsdp2.core.group.group import ParamGroup, groups_by_slot
 from fsdp2.core.group.param import ShardedParam, Slot
+from fsdp2.core.marks import is_plain
 from fsdp2.core.plan.layout import contiguous_stride
 from fsdp2.core.plan.mesh import Axis, ParallelMesh, replicated
 from fsdp2.core.runtime import door

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2.core.group.codec import is_plain
+from fsdp2.core.marks import is_plain
 from fsdp2.core.plan.mesh import ParallelMesh
 from fsdp2.core.plan.placements import ParamSpec, param_spec
 

@@ -18,10 +18,9 @@ from fsdp2.core import _torch
 from fsdp2.core.group.group import ParamGroup
 from fsdp2.core.group.param import ShardedParam
 from fsdp2.core.runtime.unit import Unit
-from fsdp2.core.runtime.unit_tree import UnitTree
+from fsdp2.core.runtime.unit_tree import TreeChecks, UnitTree
 from fsdp2.core.schedule.schedule import AfterForward
 from fsdp2.core.schedule.states import GroupState
-from fsdp2.core.seams import TreeChecks
 from fsdp2.core.types import ScheduleError
 
 

@@ -13,8 +13,7 @@ from functools import partial
 
 from torch import nn
 
-from fsdp2.core import _torch
-from fsdp2.core.group.group import Guard
+from fsdp2.core import _torch, seams
 from fsdp2.core.runtime.unit import Unit, units_under
 from fsdp2.core.schedule.states import GroupState
 from fsdp2.core.types import ScheduleError
@@ -22,16 +21,16 @@ from fsdp2.extras import torch_names
 from fsdp2.extras.plain_names import plain_named_modules
 
 
-def guards_of(unit: Unit, holders: Iterable[nn.Module]) -> list[Guard]:
+def guards_of(unit: Unit, holders: Iterable[nn.Module]) -> list[seams.Guard]:
     """Guards for the submodules of ``unit`` that compute with parameters of the modules ``holders``. A submodule that
     contains units may read their shards during the forward of ``unit``, so its guard stays."""
     guards = []
     for module in called_with(unit.modules, holders):
-        guard = Guard(vars(module), torch_names.guarded_call(module, partial(_explain_shards, unit, module)))
+        attributes, call = vars(module), torch_names.guarded_call(module, partial(_explain_shards, unit, module))
         if next(units_under(module), None) is None:
-            guards.append(guard)
-        elif guard.attributes.get(_torch.CALL) is None:
-            guard.attributes[_torch.CALL] = guard.call
+            guards.append((attributes, call))
+        elif attributes.get(_torch.CALL) is None:
+            attributes[_torch.CALL] = call
     return guards
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp2.core.group.param import SHARDED_AS, is_left_alone, leave_alone
+from fsdp2.core.marks import SHARDED_AS, is_left_alone, leave_alone
 from fsdp2.core.runtime.unit import unit_of
 from fsdp2.extras.plain_names import plain_name
 

@@ -13,15 +13,14 @@ from itertools import compress
 import torch
 import torch.distributed as dist
 
-from fsdp2.core.group.gradients import GroupGradients, Landed, land_in_grad
+from fsdp2.core.group.gradients import GroupGradients, Landed
 from fsdp2.core.group.group import ParamGroup
 from fsdp2.core.plan.dtypes import GRADIENTS_FOLLOW_SHARDS
 from fsdp2.core.plan.mesh import ParallelMesh
-from fsdp2.core.runtime.unit import Unit, note_tree_change, unit_of
-from fsdp2.core.runtime.unit_tree import UnitTree
+from fsdp2.core.runtime.unit import Unit, unit_of
+from fsdp2.core.runtime.unit_tree import TreeChecks, UnitTree
 from fsdp2.core.schedule.schedule import Action, Actions, Phase, Schedule, UnitRules
 from fsdp2.core.schedule.states import Outcome
-from fsdp2.core.seams import TreeChecks
 from fsdp2.extras.alike import Alike
 from fsdp2.extras.plain_names import with_inside
 from fsdp2.extras.rank_checks import agree, by_mesh, compare, reduce
@@ -100,7 +99,7 @@ class JoiningSchedule(Schedule):
             unit = tree.units[event.unit]
             if not _is_in_tree(tree, unit):
                 self.skipping.forward.events.remove(event)
-                note_tree_change()
+                tree.note_change()
             elif event.begins:
                 actions = super().pre_forward(event.unit, grad_enabled=grad_enabled)
                 tree.executor.do(actions, "join_forward", unit)
@@ -200,7 +199,7 @@ class UsedParams:
                 anywhere = set(compress(gradients.params, used[start + at :]))
                 late = [param in anywhere for param in landed.params]
                 if True in late:
-                    land_in_grad(landed.where(late))
+                    landed.where(late).land()
             kept.clear()
             start += len(its)
 

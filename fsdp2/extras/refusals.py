@@ -20,10 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 from fsdp2.core import _torch, seams
 from fsdp2.core.api.arguments import expect
 from fsdp2.core.api.resolve import Found
-from fsdp2.core.group.codec import has_hooks
 from fsdp2.core.group.group import groups_by_slot
-from fsdp2.core.group.param import NAME_IN_PASS, Slot
-from fsdp2.core.group.shards import is_shard
+from fsdp2.core.group.param import Slot
+from fsdp2.core.marks import NAME_IN_PASS, has_hooks, is_shard
 from fsdp2.core.runtime.unit import unit_of
 from fsdp2.core.types import DOCS, ExtensionError, MixedPrecisionPolicy, OffloadPolicy
 from fsdp2.extras.plain_names import plain_name

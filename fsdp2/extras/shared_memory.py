@@ -14,9 +14,9 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from fsdp2.core.group.codec import is_plain
 from fsdp2.core.group.group import groups_by_slot
-from fsdp2.core.group.shards import GroupShards, is_shard
+from fsdp2.core.group.shards import GroupShards
+from fsdp2.core.marks import is_plain, is_shard
 
 
 def adopt_memory(shards: GroupShards, params: Sequence[nn.Parameter], tensors: Sequence[torch.Tensor]) -> bool:

@@ -18,8 +18,8 @@ from torch import nn
 
 from fsdp2.core.api.resolve import Found
 from fsdp2.core.group.group import ParamGroup
-from fsdp2.core.group.param import SHARDED_AS, ShardedParam, Slot
-from fsdp2.core.group.shards import is_shard
+from fsdp2.core.group.param import ShardedParam, Slot
+from fsdp2.core.marks import SHARDED_AS, is_shard
 from fsdp2.core.runtime.unit import Unit, units_under
 from fsdp2.core.schedule.states import GroupState
 from fsdp2.core.types import ScheduleError

@@ -14,10 +14,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2.core import _torch
-from fsdp2.core.group.param import Slot, leave_alone
+from fsdp2.core.group.param import Slot
+from fsdp2.core.marks import leave_alone
 from fsdp2.core.runtime.unit import Unit
-from fsdp2.core.runtime.unit_tree import UnitTree
-from fsdp2.core.seams import TreeChecks
+from fsdp2.core.runtime.unit_tree import TreeChecks, UnitTree
 from fsdp2.core.types import ScheduleError
 from fsdp2.extras.plain_names import plain_named_modules, plain_paths
 from fsdp2.extras.ties import ties_across

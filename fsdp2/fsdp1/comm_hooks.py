@@ -8,8 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp2.core.comm.custom import ReducesBy, ReduceScatter
-from fsdp2.core.group.reduce_scatter import AllReduceHook
+from fsdp2.core.comm.custom import AllReduceHook, ReducesBy, ReduceScatter
 from fsdp2.fsdp1 import torch_names
 from fsdp2.fsdp1.names import Wrapper, wrappers_in
 from fsdp2.fsdp1.settings import HYBRID

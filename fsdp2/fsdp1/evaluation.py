@@ -8,9 +8,8 @@ import torch
 from fsdp2.core import seams
 from fsdp2.core.api.module import FSDPModule
 from fsdp2.core.runtime.unit import Unit
-from fsdp2.core.runtime.unit_tree import UnitTree
+from fsdp2.core.runtime.unit_tree import TreeChecks, UnitTree
 from fsdp2.core.schedule.states import GroupState
-from fsdp2.core.seams import TreeChecks
 
 
 class BindsShards(TreeChecks):

@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from fsdp2.core import _torch
 from fsdp2.core.group.group import ParamGroup
-from fsdp2.core.group.param import STANDS_FOR, ShardedParam
+from fsdp2.core.group.param import ShardedParam
+from fsdp2.core.marks import STANDS_FOR
 from fsdp2.extras.kept_optimizers import take_over_all
 from fsdp2.extras.plain_params import modules_in_process, name_of
 

@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp2.core import _torch
 from fsdp2.core.comm.streams import wait_for
-from fsdp2.core.group.codec import is_plain
 from fsdp2.core.group.group import ParamGroup
 from fsdp2.core.group.param import ShardedParam
+from fsdp2.core.marks import is_plain
 from fsdp2.extras.lending import gathered_together, whole_subclass
 from fsdp2.extras.torch_names import is_sharded_tensor
 from fsdp2.fsdp1 import torch_names

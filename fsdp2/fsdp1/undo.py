@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from fsdp2.core import _torch
-from fsdp2.core.group.codec import is_plain
-from fsdp2.core.group.group import forget
+from fsdp2.core.marks import is_plain
 from fsdp2.core.runtime.unit import unit_of
 
 
@@ -59,7 +58,7 @@ class _ModuleBefore:
             _refill(place, content)
         if unit is not None and unit is not unit_of(self.module):
             for group in unit.groups:
-                forget(group)
+                group.forget()
 
 
 @dataclass(frozen=True)

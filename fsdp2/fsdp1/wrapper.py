@@ -19,8 +19,9 @@ from fsdp2.core import _torch
 from fsdp2.core.api.fully_shard import PreparedUnit, prepare_unit
 from fsdp2.core.api.module import UnshardHandle
 from fsdp2.core.group.param import Slot
+from fsdp2.core.marks import UNIT
 from fsdp2.core.plan.dtypes import cast_floating
-from fsdp2.core.runtime.unit import UNIT_ATTRIBUTE, Unit, unit_of, units_under
+from fsdp2.core.runtime.unit import Unit, unit_of, units_under
 from fsdp2.core.runtime.unit_tree import tree_of
 from fsdp2.core.schedule.states import GroupState
 from fsdp2.extras.copying import copied_module
@@ -213,7 +214,7 @@ class FullyShardedDataParallel(HasStateDicts, HasPrivateNames):
                 orig_params.keep((original for _, original in named), group.params)
                 orig_params.answer_as_originals(group)
         self._fsdp_wrapped_module = module
-        self.__dict__[UNIT_ATTRIBUTE] = unit  # tools may be given the wrapper
+        self.__dict__[UNIT] = unit  # tools may be given the wrapper
         if not settings.use_orig_params and unit.groups:
             _torch.parameters_dict(self._flat_owner)[FLAT] = None  # the name, for clients that look for it
         state_dicts.install(self)
@@ -551,9 +552,9 @@ class FullyShardedDataParallel(HasStateDicts, HasPrivateNames):
             return cast(FullyShardedDataParallel, copied_module(self, memo))
         memo[id(self)] = made = object.__new__(type(self))
         copied = copied_module(self._unit.modules[0], memo)
-        state = {name: value for name, value in vars(self).items() if name != UNIT_ATTRIBUTE}
+        state = {name: value for name, value in vars(self).items() if name != UNIT}
         made.__dict__.update(copy.deepcopy(state, memo))
-        made.__dict__[UNIT_ATTRIBUTE] = unit_of(copied)
+        made.__dict__[UNIT] = unit_of(copied)
         if "_flat" in state:
             made.__dict__["_flat"] = made._flat_param  # now, since a copied optimizer may have it
         extensions.install(made, extensions.extension_of(made))

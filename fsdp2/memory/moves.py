@@ -19,9 +19,9 @@ from fsdp2.checkpoint.reshard_checks import check_nothing_in_flight
 from fsdp2.core import _torch
 from fsdp2.core.api.module import FSDPModule
 from fsdp2.core.comm.offload import Home
-from fsdp2.core.group.codec import is_plain
-from fsdp2.core.group.group import ParamGroup, forget
+from fsdp2.core.group.group import ParamGroup
 from fsdp2.core.group.param import ShardedParam
+from fsdp2.core.marks import is_plain
 from fsdp2.core.runtime.unit import Unit
 from fsdp2.extras.lending import check_idle
 from fsdp2.tensors.cut import pinned
@@ -109,7 +109,7 @@ def _moved(unit: Unit, group: ParamGroup, home: Home, subclasses: Mapping[Sharde
     params = [_moved_param(param, home, subclasses.get(param)) for param in group.params]
     with torch.inference_mode(False):
         made = ParamGroup(params, group.mesh, home)
-    forget(group)
+    group.forget()
     made.set_up_like(group, group.options)
     made.unsharded.post_forward_mesh = group.unsharded.post_forward_mesh
     made.on_parameters, made.shows = group.on_parameters, group.shows

@@ -18,7 +18,7 @@ from fsdp2.core import _torch
 from fsdp2.core.comm.backends import ReduceComm
 from fsdp2.core.group.group import ParamGroup
 from fsdp2.core.plan.plan import GatherStep, Origin, ReducePlan, Route, cut_after_forward
-from fsdp2.core.runtime.unit import Unit, parents_of
+from fsdp2.core.runtime.unit import Unit
 from fsdp2.core.runtime.unit_tree import UnitTree, tree_of
 from fsdp2.core.schedule.schedule import Action, Actions, Schedule, in_parts
 from fsdp2.extras.skipped_units import nested
@@ -94,7 +94,7 @@ def _peak(tree: UnitTree, sizes: Sequence[UnitBytes], *, overlaps: bool) -> int:
     if not overlaps:
         rules = [replace(rule, forward_prefetch=(), backward_prefetch=()) for rule in rules]
     schedule = Schedule(rules)
-    order, parents = tree.schedule.tape.expected or range(len(units)), parents_of(units)
+    order, parents = tree.schedule.tape.expected or range(len(units)), tree.parents
     simulate(schedule, order, parents, Ledger(sizes), overlaps=overlaps)  # records the order
     ledger = Ledger(sizes)
     simulate(schedule, order, parents, ledger, overlaps=overlaps)

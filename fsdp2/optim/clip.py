@@ -18,7 +18,7 @@ from fsdp2.core import _torch
 from fsdp2.core.comm.backends import all_reduce
 from fsdp2.core.comm.streams import launched, lost, wait_for
 from fsdp2.core.group.group import ParamGroup, groups_by_slot
-from fsdp2.core.group.param import STANDS_FOR
+from fsdp2.core.marks import STANDS_FOR
 from fsdp2.core.plan.mesh import mesh_device
 from fsdp2.core.runtime import door
 from fsdp2.core.types import CommunicationError

@@ -16,9 +16,9 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from fsdp2.core import _torch
-from fsdp2.core.plan.trees import find_tensors
 from fsdp2.core.runtime.unit import Unit
 from fsdp2.core.runtime.unit_tree import UnitTree
+from fsdp2.core.trees import find_tensors
 from fsdp2.extras import torch_names
 from fsdp2.report.memory import ALLOCATED, OPTIMIZER_STATES, SAVED, SHARD_GRADIENTS, SHARDS
 from fsdp2.report.timeline import ROOT

@@ -25,13 +25,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp2.core import _torch
 from fsdp2.core.comm.offload import Home
 from fsdp2.core.group.all_gather import allocate
-from fsdp2.core.group.codec import POST, PRE, is_plain
 from fsdp2.core.group.param import ShardedParam
+from fsdp2.core.marks import POST, PRE, is_plain
 from fsdp2.core.plan.dtypes import ParamDtypes
 from fsdp2.core.plan.layout import join
 from fsdp2.core.plan.mesh import ParallelMesh
 from fsdp2.core.plan.plan import Origin, PlanInput
-from fsdp2.core.plan.trees import find_tensors
+from fsdp2.core.trees import find_tensors
 from fsdp2.core.types import ExtensionError
 from fsdp2.extras.exchange import exchange
 from fsdp2.tensors import torch_names

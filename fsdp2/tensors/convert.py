@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2.core import _torch
-from fsdp2.core.group.param import SHARDED_AS
+from fsdp2.core.marks import SHARDED_AS
 from fsdp2.core.plan.placements import local_part
 from fsdp2.extras.plain_names import plain_name
 

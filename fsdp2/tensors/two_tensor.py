@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fsdp2.core.plan.trees import find_tensors, map_tensors
+from fsdp2.core.trees import find_tensors, map_tensors
 from fsdp2.tensors.wrapper import Tensors, WrapperTensor, as_strided, aten, written_by
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from fsdp2.core.plan.dtypes import param_dtypes
 from fsdp2.core.plan.layout import Layout, contiguous_stride, join, shard_layout
 from fsdp2.core.plan.mesh import ParallelMesh
 from fsdp2.core.plan.placements import ParamSpec, TensorSpec
-from fsdp2.core.plan.trees import map_tensors
+from fsdp2.core.trees import map_tensors
 from fsdp2.core.types import ExtensionError, MixedPrecisionPolicy
 from fsdp2.tensors.all_gather_hooks import HookedParam
 from fsdp2.tensors.cut import subclass_shard

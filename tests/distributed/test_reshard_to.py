@@ -23,7 +23,7 @@ import fsdp2
 from fsdp2 import MixedPrecisionPolicy
 from fsdp2.checkpoint import reshard_to
 from fsdp2.core.comm.offload import StagedOffloadPolicy
-from fsdp2.core.plan.trees import find_tensors
+from fsdp2.core.trees import find_tensors
 from fsdp2.report import trace
 from fsdp2.tensors import BFloat16AllGatherTensor, wrap_parameters
 from tests.distributed.support import seeded, shard_each, shard_units

@@ -69,7 +69,7 @@ _LISTED = {
     38: ("GroupGradients.reduce", "earlier, self._partial = self._partial, None", "earlier = None"),
     39: ("GroupGradients.reduce", "not jointly and True not in present", "False"),
     40: ("GroupGradients.finish_copies", "copies.wait()", "pass"),
-    41: ("land_in_grad", "_torch.post_accumulate_grad_hooks(param)", "()"),
+    41: ("Landed.land", "_torch.post_accumulate_grad_hooks(param)", "()"),
     42: ("Gather.wait", "self._streams.wait_here(self._done)", "pass"),
     43: ("Gather.release", "self._streams.gather_after_compute()", "pass"),
     44: ("Gather.release", "self._lasting if self._hooks is None else self._lasting + self._hooks.storages", "()"),

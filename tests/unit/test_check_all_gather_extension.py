@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fsdp2 import MixedPrecisionPolicy
-from fsdp2.core.plan.trees import find_tensors, map_tensors
+from fsdp2.core.trees import find_tensors, map_tensors
 from fsdp2.tensors import BFloat16AllGatherTensor, Float8AllGatherTensor, Float8Scaling, Int8AllGatherTensor
 from fsdp2.tensors.float8 import Float8Tensor, magnitude, quantise_float8, row_magnitudes, scale_from
 from fsdp2.tensors.int8 import dequantise, quantise

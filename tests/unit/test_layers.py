@@ -30,7 +30,7 @@ FOLDERS: list[set[str]] = [
     {"core/comm"},
     {"core/schedule"},
     {"core/plan"},
-    {"core/seams", "core/types", "core/sizes", "core/_torch"},
+    {"core/marks", "core/seams", "core/sizes", "core/trees", "core/types", "core/_torch"},
 ]
 LEVEL_OF = {folder: level for level, folders in enumerate(FOLDERS) for folder in folders}
 PACKAGE = Path(fsdp2.__file__).parent

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp2.core.plan.trees import find_tensors, map_tensors
+from fsdp2.core.trees import find_tensors, map_tensors
 from tests.harness.models import Outputs, Pair
 
 

@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import CommunicationError
 from fsdp2.core import _torch
-from fsdp2.core.plan.trees import find_tensors
 from fsdp2.core.runtime.executor import Executor
 from fsdp2.core.schedule.schedule import Schedule, UnitRules
+from fsdp2.core.trees import find_tensors
 from fsdp2.core.types import ScheduleError
 from fsdp2.extras import torch_names
 from fsdp2.extras.lost_gradients import SplitBackwards

@@ -23,7 +23,8 @@ from fsdp2.core.api.resolve import (
 )
 from fsdp2.core.comm.offload import Home, home_for
 from fsdp2.core.group.group import ParamGroup
-from fsdp2.core.group.param import SHARDED_AS, Slot, leave_alone
+from fsdp2.core.group.param import Slot
+from fsdp2.core.marks import SHARDED_AS, leave_alone
 from fsdp2.core.plan.mesh import ParallelMesh, default_mesh, parallel_mesh
 from fsdp2.core.runtime.hooks import ModuleHooks
 from fsdp2.core.runtime.unit import Unit, unit_of

@@ -13,9 +13,8 @@ from torch import nn
 
 from fsdp2.core import _torch, seams
 from fsdp2.core.api.arguments import expect
-from fsdp2.core.comm.custom import AllGather, GathersBy, ReducesBy, ReduceScatter
+from fsdp2.core.comm.custom import AllGather, AllReduceHook, GathersBy, ReducesBy, ReduceScatter
 from fsdp2.core.group.group import ParamGroup
-from fsdp2.core.group.reduce_scatter import AllReduceHook
 from fsdp2.core.runtime import door
 from fsdp2.core.runtime.unit import Unit, note_tree_change, unit_of, units_under
 from fsdp2.core.runtime.unit_tree import UnitTree, tree_of

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from fsdp2.core import _torch, seams
 from fsdp2.core.api.arguments import expect
 from fsdp2.core.comm.offload import Home
-from fsdp2.core.group.codec import has_hooks, is_plain
 from fsdp2.core.group.param import ShardedParam, Slot
+from fsdp2.core.marks import has_hooks, is_plain
 from fsdp2.core.plan.dtypes import check_grad_dtype, own_policy, param_dtypes
 from fsdp2.core.plan.layout import Layout, shard_layout
 from fsdp2.core.plan.mesh import ParallelMesh, parallel_mesh, replicated

@@ -188,3 +188,11 @@ class ReducesBy:
 
     def __call__(self, default: ReduceComm, axis: Axis, device: torch.device) -> ReduceComm:
         return CustomReduce(self.interface, axis, device)
+
+
+@dataclass(frozen=True)
+class AllReduceHook:
+    """The user's hook ``run``, called on ``stream``, or on the reduce stream if ``stream`` is None."""
+
+    run: Callable[[torch.Tensor], object]
+    stream: torch.Stream | None = None

@@ -10,22 +10,8 @@ from collections.abc import Mapping
 from typing import Protocol
 
 import torch
-from torch import nn
 
 from fsdp2.core.plan.plan import PlanInput
-
-PRE = "fsdp_pre_all_gather"
-POST = "fsdp_post_all_gather"
-
-
-def has_hooks(local: torch.Tensor) -> bool:
-    """Whether ``local``, or its class, defines one of the two hooks."""
-    return hasattr(local, PRE) or hasattr(local, POST)
-
-
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is an ordinary tensor without hooks, which can lie in a flat buffer."""
-    return type(tensor) in (torch.Tensor, nn.Parameter) and not has_hooks(tensor)
 
 
 class Codec(Protocol):

@@ -27,11 +27,12 @@ from torch import nn
 
 from fsdp2.core import _torch, seams
 from fsdp2.core.comm.backends import GathersBy, ReduceComm, ReducesBy, can_average, carrier, comm_for
+from fsdp2.core.comm.custom import AllReduceHook
 from fsdp2.core.comm.memory import alias
 from fsdp2.core.comm.offload import Home, HostCopies
 from fsdp2.core.comm.streams import Streams, Waitable, wait_for
 from fsdp2.core.group.param import ShardedParam
-from fsdp2.core.group.reduce_scatter import AllReduceHook, Launched, Reduce
+from fsdp2.core.group.reduce_scatter import Launched, Reduce
 from fsdp2.core.group.unsharded import UnshardedParams
 from fsdp2.core.plan.mesh import Axis, ParallelMesh
 from fsdp2.core.plan.plan import PlanInput, ReducePlan, compile_reduces
@@ -106,6 +107,19 @@ class Landed(NamedTuple):
     def where(self, chosen: Sequence[bool]) -> Landed:
         """The gradients at the positions where ``chosen`` is True."""
         return Landed(list(compress(self.params, chosen)), list(compress(self.shards, chosen)))
+
+    def land(self) -> None:
+        """Set ``.grad`` of the sharded parameters, or add to it. Then run the user's hooks on these parameters, as
+        autograd would."""
+        params: list[nn.Parameter] = list(map(_sharded_of, self.params))
+        shards = list(self.shards)
+        before, has_hooks = _torch.set_first_grads(params, shards)
+        if before.count(None) < len(before):
+            _add_gradients(params, shards, before)
+        if has_hooks:
+            for param in params:
+                for hook in _torch.post_accumulate_grad_hooks(param):
+                    hook(param)
 
 
 class Reduction:
@@ -500,7 +514,7 @@ class GroupGradients:
         self._used = (self._used + used)[-MAX_USED:]
         if bound.reduce.lands_gradients:
             reduction.added_to = [param.sharded.grad for param in landed.params]
-        land_in_grad(landed)
+        landed.land()
         if self.on_landed is not None:
             self.on_landed(list(map(_sharded_of, landed.params)), reduction.ends_step)
 
@@ -516,20 +530,6 @@ def _add_earlier(earlier: Reduction, reduction: Reduction) -> Sequence[Waitable]
 
 def _all_reduce(reduction: Reduction) -> Sequence[Waitable]:
     return reduction.bound.reduce.all_reduce(reduction.sums)
-
-
-def land_in_grad(landed: Landed) -> None:
-    """Set ``.grad`` of the sharded parameters, or add to it. Then run the user's hooks on these parameters, as
-    autograd would."""
-    params: list[nn.Parameter] = list(map(_sharded_of, landed.params))
-    shards = list(landed.shards)
-    before, has_hooks = _torch.set_first_grads(params, shards)
-    if before.count(None) < len(before):
-        _add_gradients(params, shards, before)
-    if has_hooks:
-        for param in params:
-            for hook in _torch.post_accumulate_grad_hooks(param):
-                hook(param)
 
 
 def _add_gradients(params: list[nn.Parameter], shards: list[torch.Tensor], before: list[torch.Tensor | None]) -> None:

@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import attrgetter, is_
-from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -37,14 +36,6 @@ _alive: weakref.WeakSet[ParamGroup] = weakref.WeakSet()
 def groups_by_slot() -> dict[Slot, tuple[ParamGroup, int]]:
     """For every slot of a managed parameter, its group and the parameter's position in the group."""
     return {slot: (group, i) for group in _alive for i, param in enumerate(group.params) for slot in param.slots}
-
-
-def forget(group: ParamGroup) -> None:
-    """Forget ``group``, which manages nothing any more: its parameters were restored, or belong to another group."""
-    _alive.discard(group)
-    group.guard(())
-    if group.unsharded.gather is not None:
-        group.unsharded.gather.release()  # also memory that was kept
 
 
 class ParamGroup:
@@ -89,7 +80,7 @@ class ParamGroup:
 
     # What the user configures
 
-    def guard(self, guards: Sequence[Guard]) -> None:
+    def guard(self, guards: Sequence[seams.Guard]) -> None:
         """Guard calls of modules with ``guards`` whenever their parameters are shards. Requires bound shards."""
         bindings = self._bindings
         self.is_stale |= bindings.rebind(bindings.forms, are_shards=False)
@@ -171,6 +162,13 @@ class ParamGroup:
         guards, self._bindings = self._bindings.guards, Bindings(self.params)
         self._bindings.bind(self.shards.sharded)
         self.guard(guards)
+
+    def forget(self) -> None:
+        """Manage nothing any more: the parameters were restored, or belong to another group."""
+        _alive.discard(self)
+        self.guard(())
+        if self.unsharded.gather is not None:
+            self.unsharded.gather.release()  # also memory that was kept
 
     def take_replaced(self) -> None:
         """Bind the shards, and adopt parameters that the user has put in their place."""
@@ -420,13 +418,6 @@ class ParamGroup:
             self.gradients.keep_unreduced()
 
 
-class Guard(NamedTuple):
-    """``call`` replaces the call of the module with these ``attributes`` while its parameters are shards."""
-
-    attributes: dict[str, Any]
-    call: Callable[..., Any]
-
-
 class Bindings:
     """Writes one form of each parameter into all slots of a group, without ``nn.Module.__setattr__`` where possible.
     ``rebind`` does not overwrite what the user has put into a slot since.
@@ -443,7 +434,7 @@ class Bindings:
                 custom = None if _torch.sets_attributes_plainly(module) else module  # has a custom __setattr__
                 self._slots.append((_torch.parameters_dict(module), name, index, custom))
         self.forms: Sequence[nn.Parameter] = ()
-        self.guards: Sequence[Guard] = ()
+        self.guards: Sequence[seams.Guard] = ()
 
     def bind(self, forms: Sequence[nn.Parameter]) -> None:
         """Bind ``forms[i]`` in the slots of parameter i, whatever is bound there."""

@@ -8,7 +8,7 @@ autograd saves it (I1).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple, cast
 
@@ -18,30 +18,12 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2.core import _torch, seams
 from fsdp2.core._torch import GradDtype
+from fsdp2.core.marks import NAME_IN_PASS, SHARDED_AS, STANDS_FOR
 from fsdp2.core.plan.dtypes import GRADIENTS_FOLLOW_SHARDS, ParamDtypes, param_dtypes
 from fsdp2.core.plan.layout import Layout, contiguous_stride
 from fsdp2.core.plan.mesh import ParallelMesh
 from fsdp2.core.plan.placements import ParamSpec, plain_spec
 from fsdp2.core.types import MixedPrecisionPolicy
-
-# Set on the original parameter when it is sharded, where it reveals a tie across units. Also set on the sharded
-# parameter, where it reveals that an inner module was sharded after an outer one.
-SHARDED_AS = "_fsdp2_sharded_as"
-
-NAME_IN_PASS, STANDS_FOR = "_fsdp2_name_in_pass", "_fsdp2_stands_for"  # on forms bound in a pass
-_LEFT_ALONE = "_fsdp2_left_alone"  # on plain parameters: no warning is needed any more
-
-
-def leave_alone(params: Iterable[torch.Tensor | None]) -> None:
-    """Note that others reduce the gradients of ``params``, or that the user knows that they stay unreduced."""
-    for param in params:
-        if param is not None:
-            setattr(param, _LEFT_ALONE, True)
-
-
-def is_left_alone(param: torch.Tensor) -> bool:
-    """Whether ``param`` was given to ``leave_alone``."""
-    return hasattr(param, _LEFT_ALONE)
 
 
 class Slot(NamedTuple):

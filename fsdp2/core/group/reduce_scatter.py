@@ -5,8 +5,7 @@ This file sees plans, gradients as tensors, a comm and streams, never parameters
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,6 +13,7 @@ import torch.distributed as dist
 
 from fsdp2.core import _torch
 from fsdp2.core.comm.backends import ReduceComm, all_reduce
+from fsdp2.core.comm.custom import AllReduceHook
 from fsdp2.core.comm.streams import Streams, Waitable, is_of_backend, launched
 from fsdp2.core.group.all_gather import piece_pairs
 from fsdp2.core.plan.layout import Layout, contiguous_stride
@@ -22,14 +22,6 @@ from fsdp2.core.plan.plan import ReducePlan, Route
 from fsdp2.core.types import CommunicationError
 
 Sums = list[list[torch.Tensor]]  # per plan, the buffers that hold this rank's sums
-
-
-@dataclass(frozen=True)
-class AllReduceHook:
-    """The user's hook ``run``, called on ``stream``, or on the reduce stream if ``stream`` is None."""
-
-    run: Callable[[torch.Tensor], object]
-    stream: torch.Stream | None = None
 
 
 class Launched(NamedTuple):

@@ -20,12 +20,12 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from fsdp2.core import _torch, seams
+from fsdp2.core import _torch, marks, seams
 from fsdp2.core.comm.memory import alias
 from fsdp2.core.comm.offload import Home
 from fsdp2.core.group.all_gather import FlatShards, flat_shards
-from fsdp2.core.group.codec import is_plain
-from fsdp2.core.group.param import SHARDED_AS, STANDS_FOR, ShardedParam
+from fsdp2.core.group.param import ShardedParam
+from fsdp2.core.marks import SHARDED_AS, STANDS_FOR, is_plain
 from fsdp2.core.plan.dtypes import check_grad_dtype, param_dtypes
 from fsdp2.core.plan.layout import contiguous_stride
 from fsdp2.core.plan.mesh import ParallelMesh
@@ -33,21 +33,12 @@ from fsdp2.core.plan.placements import local_part
 from fsdp2.core.plan.plan import GatherPlan, PlanInput, Routing, compile_gather
 from fsdp2.core.types import DOCS
 
-# Attribute of sharded parameters; all those of a group share one list. It holds how often optimizers have stepped them,
-# and over how many ranks their gradients are reduced. It is plain data, because it is saved with a parameter.
-_STEPS = "_fsdp2_steps"
-
 
 def count_steps(params: Sequence[torch.Tensor], steps: list[int]) -> None:
     """Add 1 to ``steps[0]`` at every step of an optimizer that has at least one of ``params``."""
     _note_optimizer_steps()
     for param in params:
-        setattr(param, _STEPS, steps)
-
-
-def is_shard(param: torch.Tensor) -> bool:
-    """Whether ``param`` is a sharded parameter, not an original that was replaced. Both may be DTensors."""
-    return hasattr(param, _STEPS)
+        setattr(param, marks.STEPS, steps)
 
 
 @cache
@@ -60,7 +51,7 @@ def _note_optimizer_steps() -> None:
 def _check_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
     if torch.compiler.is_compiling():  # the compiler cannot trace attributes of parameters
         return
-    if any(_STEPS not in its and (STANDS_FOR in its or SHARDED_AS in its) for its in _attributes(optimizer)):
+    if any(marks.STEPS not in its and (STANDS_FOR in its or SHARDED_AS in its) for its in _attributes(optimizer)):
         seams.take_over_optimizer(optimizer)
 
 
@@ -74,12 +65,12 @@ def _note_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
     if not is_compiling and not _attributes(optimizer):
         return
     params = (param for group in optimizer.param_groups for param in group["params"])
-    counts = {id(steps): steps for param in params if (steps := vars(param).get(_STEPS))}
+    counts = {id(steps): steps for param in params if (steps := vars(param).get(marks.STEPS))}
     for steps in counts.values():
         steps[0] += 1
     if is_compiling:
         return
-    plain = [param for group in optimizer.param_groups for param in group["params"] if not is_shard(param)]
+    plain = [param for group in optimizer.param_groups for param in group["params"] if marks.STEPS not in vars(param)]
     if plain:
         seams.warn_of_plain_step(optimizer, plain, max((num_ranks for _, num_ranks in counts.values()), default=0))
 

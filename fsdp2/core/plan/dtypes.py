@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from fsdp2.core._torch import GradDtype
-from fsdp2.core.plan.trees import map_tensors
+from fsdp2.core.trees import map_tensors
 from fsdp2.core.types import MixedPrecisionPolicy
 
 # By default, torch's own runtime accumulates and reduces gradients in the dtype of the shards since torch 2.15, and in

@@ -16,14 +16,13 @@ import torch
 from torch import nn
 
 from fsdp2.core import _torch, seams
-from fsdp2.core.group.group import Guard
 from fsdp2.core.plan.dtypes import cast_floating, need_cast
-from fsdp2.core.plan.trees import find_tensors, map_tensors
 from fsdp2.core.runtime import door
 from fsdp2.core.runtime.unit import Unit, units_under
 from fsdp2.core.runtime.unit_tree import tree_of
 from fsdp2.core.schedule.schedule import COMPUTING, AfterForward, Phase
 from fsdp2.core.schedule.states import GroupState, Outcome
+from fsdp2.core.trees import find_tensors, map_tensors
 from fsdp2.core.types import ScheduleError
 
 
@@ -77,7 +76,7 @@ class ModuleHooks:
         self._marked: weakref.ref[torch.Tensor] | None = None  # the input of the last forward that has a hook
         self._marked_version = 0  # its version then
         self._handled = [0]  # per running call, innermost last: the exception being handled when the call began
-        self.guards: list[Guard] = []
+        self.guards: list[seams.Guard] = []
         self._pre_backward = _torch.GradientHook(self._on_output_gradient)
         self._post_backward = _torch.GradientHook(self._on_input_gradient)
         for module in unit.modules:

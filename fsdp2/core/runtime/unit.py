@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from fsdp2.core import _torch, seams
+from fsdp2.core import _torch, marks, seams
 from fsdp2.core.group.group import ParamGroup
 from fsdp2.core.group.param import Slot
 from fsdp2.core.plan.mesh import ParallelMesh
@@ -23,8 +23,6 @@ from fsdp2.core.types import MixedPrecisionPolicy, Observer
 if TYPE_CHECKING:  # these import this module
     from fsdp2.core.runtime.hooks import ModuleHooks
     from fsdp2.core.runtime.unit_tree import UnitTree
-
-UNIT_ATTRIBUTE = "_fsdp2_unit"
 
 
 class ModuleTrees:
@@ -100,7 +98,7 @@ class Unit:
         self.index = 0
         self.tree: UnitTree | None = None
         for module in modules:
-            module.__dict__[UNIT_ATTRIBUTE] = self
+            module.__dict__[marks.UNIT] = self
             _torch.register_composable_api(module, "fully_shard")
         note_tree_change()
 
@@ -169,7 +167,7 @@ class Unit:
 
 def unit_of(module: nn.Module) -> Unit | None:
     """The unit that ``fully_shard`` made of ``module``. For a wrapper, the unit of the wrapped module."""
-    return module.__dict__.get(UNIT_ATTRIBUTE)
+    return module.__dict__.get(marks.UNIT)
 
 
 def units_under(module: nn.Module) -> Iterator[tuple[str, Unit]]:

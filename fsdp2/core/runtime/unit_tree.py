@@ -25,8 +25,44 @@ from fsdp2.core.runtime.executor import Executor
 from fsdp2.core.runtime.unit import ModuleTrees, Unit, note_tree_change, parents_of, units_under
 from fsdp2.core.schedule.schedule import Action, AfterForward, Passes, Phase, Schedule, UnitRules
 from fsdp2.core.schedule.states import GroupState, Outcome
-from fsdp2.core.seams import TreeChecks
 from fsdp2.core.types import ScheduleError
+
+
+class TreeChecks:
+    """Checks that a tree makes at each event, such as whether all ranks do the same. This class checks nothing."""
+
+    def check_units(self, units: Sequence[tuple[Unit, str]]) -> None:
+        """``units``, given with their names, root first, are about to become the units of the tree."""
+
+    def end_collection(self) -> None:
+        """The units of the tree are known and scheduled."""
+
+    def begin_pass(self) -> None:
+        """A pass begins. The tree already knows what the user has changed."""
+
+    def note_flags(self) -> None:
+        """A group has found flags that the user has changed."""
+
+    def agree_on_flags(self) -> None:
+        """The next communication depends on flags."""
+
+    def end_forward(self, unit: Unit) -> None:
+        """The forward of ``unit``, a whole pass, is over."""
+
+    def begin_backward(self) -> None:
+        """A backward begins."""
+
+    def end_backward(self) -> None:
+        """A backward is over; unless it ends the step, it may have left gradients."""
+
+    def finalize_backward(self) -> None:
+        """The user asks to reduce the gradients that backwards have left."""
+
+    def end_step(self) -> None:
+        """A step's gradients have landed."""
+
+    def drop_step(self) -> None:
+        """The step is abandoned."""
 
 
 class UnitTree:
@@ -202,6 +238,10 @@ class UnitTree:
         self.post_optim_event = None
         limit = self.root.config.memory_limit
         self.executor.limit = None if limit is None else seams.limit_memory(limit, self)
+
+    def note_change(self) -> None:
+        """The units may have changed: they are collected again before the next pass."""
+        note_tree_change()
 
     # Backward
 

@@ -13,11 +13,9 @@ from torch import nn
 
 from fsdp2.core import seams
 from fsdp2.core.api.module import FSDPModule
-from fsdp2.core.group.group import Guard
 from fsdp2.core.runtime.hooks import ModuleHooks
 from fsdp2.core.runtime.unit import Unit, units_under
-from fsdp2.core.runtime.unit_tree import UnitTree
-from fsdp2.core.seams import TreeChecks
+from fsdp2.core.runtime.unit_tree import TreeChecks, UnitTree
 from fsdp2.core.types import DOCS
 from fsdp2.extras.torch_view import torch_names
 from fsdp2.extras.torch_view.state import FSDPState, of_unit
@@ -30,7 +28,7 @@ def show() -> Callable[[], None]:
     patches = Patches()
     guards_of = seams.guards_of
 
-    def guards_and_state_of(unit: Unit, modules: Iterable[nn.Module]) -> list[Guard]:
+    def guards_and_state_of(unit: Unit, modules: Iterable[nn.Module]) -> list[seams.Guard]:
         """Register a new unit, which has just got its hooks."""
         _register(unit)
         return guards_of(unit, modules)

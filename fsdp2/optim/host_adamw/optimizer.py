@@ -23,9 +23,8 @@ from torch.utils.hooks import RemovableHandle
 
 from fsdp2.core import _torch
 from fsdp2.core.comm.streams import Streams, streams_for
-from fsdp2.core.group.codec import is_plain
 from fsdp2.core.group.group import ParamGroup, groups_by_slot
-from fsdp2.core.group.param import STANDS_FOR
+from fsdp2.core.marks import STANDS_FOR, is_plain
 from fsdp2.core.schedule.states import GroupState
 from fsdp2.core.types import ScheduleError
 from fsdp2.extras import torch_names
