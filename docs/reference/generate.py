@@ -72,6 +72,13 @@ def public_pages() -> list[Page]:
         *(_room(getattr(fsdp2, name)) for name in ("optim", "checkpoint", "memory", "planner", "report")),
         Page("trace.md", "fsdp2.report.trace", "`fsdp2.report.trace.record(model)`.", trace, defined_in(trace)),
         *(_room(getattr(fsdp2, name)) for name in ("tensors", "testing", "fsdp1", "core")),
+        Page(
+            "comms.md",
+            "fsdp2.core.comms",
+            "The interfaces of a user's own communication; `fsdp2.core.comms` also has what rooms use.",
+            fsdp2.core.comms,
+            ("Comm", "AllGather", "ReduceScatter"),
+        ),
     ]
 
 

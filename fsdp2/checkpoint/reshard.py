@@ -31,7 +31,6 @@ from fsdp2.checkpoint.reshard_checks import (
 from fsdp2.checkpoint.transfers import Cut as CutOverRanks, Transfer, transfers
 from fsdp2.core import _torch
 from fsdp2.core.comm.offload import Home
-from fsdp2.core.group.gradients import GroupOptions
 from fsdp2.core.group.group import ParamGroup
 from fsdp2.core.group.param import ShardedParam
 from fsdp2.core.marks import is_plain
@@ -233,7 +232,7 @@ class _Move:
     def _set_up(self, unit: Unit, old: ParamGroup, made: ParamGroup) -> None:
         """Take over the user's settings from ``old``."""
         mesh, size = made.mesh, unit.config.post_forward_size
-        made.set_up_like(old, _moved_options(old.options, mesh))
+        made.set_up_like(old, **_options_on(mesh, old))
         is_smaller = size is not None and mesh.has_this_rank and size < mesh.shard.size
         made.unsharded.post_forward_mesh = post_forward_mesh(mesh, size) if is_smaller and size else None
         made.on_parameters = old.on_parameters
@@ -368,14 +367,14 @@ def _new_part(old: torch.Tensor, param: ShardedParam, home: Home) -> torch.Tenso
     return old.new_zeros(param.shard_shape)
 
 
-def _moved_options(options: GroupOptions, mesh: ParallelMesh) -> GroupOptions:
-    """``options`` for another mesh: settings of the user stay, and process groups are those of ``mesh``."""
+def _options_on(mesh: ParallelMesh, group: ParamGroup) -> dict[str, Any]:
+    """The options of ``group`` that name process groups, for those of ``mesh``."""
     changes: dict[str, Any] = {}
-    if options.reduce_axis is not None:
+    if group.options.reduce_axis is not None:
         changes["reduce_axis"] = separate_axis(mesh.shard, mesh.device)
-    if has_memory(options, BackendMemory) and mesh.shard.group is not None:
+    if has_memory(group, BackendMemory) and mesh.shard.group is not None:
         changes |= in_memory(BackendMemory(mesh.shard.group))
-    return replace(options, **changes)
+    return changes
 
 
 def _exchange(

@@ -197,7 +197,7 @@ class Survey:
                     f"{_BY_CHECKPOINT}"
                 )
             options = group.options
-            if has_memory(options, SymmetricMemory):
+            if has_memory(group, SymmetricMemory):
                 raise ValueError(
                     f"{CALLER}: unit '{name}' has symmetric memory, which knows the addresses of the old ranks. "
                     f"{_BY_CHECKPOINT}"

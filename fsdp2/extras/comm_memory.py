@@ -16,7 +16,7 @@ import torch.distributed as dist
 from fsdp2.core import _torch
 from fsdp2.core.api.arguments import expect
 from fsdp2.core.comm.custom import AllGather, Comm, GathersBy, ReducesBy, ReduceScatter
-from fsdp2.core.group.gradients import GroupOptions
+from fsdp2.core.group.group import ParamGroup
 from fsdp2.core.runtime.unit import Unit
 
 
@@ -97,9 +97,10 @@ def in_memory(memory: BackendMemory | SymmetricMemory) -> dict[str, Any]:
     return {"gathers_by": GathersBy(BackendAllGather(memory)), "reduces_by": ReducesBy(BackendReduceScatter(memory))}
 
 
-def has_memory(options: GroupOptions, kind: type) -> bool:
-    """Whether a group with ``options`` gathers in memory of ``kind``."""
-    return isinstance(options.gathers_by, GathersBy) and _is_in(options.gathers_by.interface, kind)
+def has_memory(group: ParamGroup, kind: type) -> bool:
+    """Whether ``group`` gathers in memory of ``kind``."""
+    by = group.options.gathers_by
+    return isinstance(by, GathersBy) and _is_in(by.interface, kind)
 
 
 def _is_in(comm: Comm, kind: type) -> bool:

@@ -107,7 +107,7 @@ def _copied_group(group: ParamGroup, memo: Memo) -> ParamGroup:
         slots = tuple(Slot(copy.deepcopy(slot.module, memo), slot.name) for slot in param.slots)
         params.append(replace(param, sharded=sharded, slots=slots, local=_torch.local_of(sharded), is_cut=True))
     made = ParamGroup(params, group.mesh, group.home)
-    made.set_up_like(group, group.options)
+    made.set_up_like(group)
     made.unsharded.post_forward_mesh = group.unsharded.post_forward_mesh
     return made
 

@@ -13,7 +13,7 @@ from itertools import compress
 import torch
 import torch.distributed as dist
 
-from fsdp2.core.group.gradients import GroupGradients, Landed
+from fsdp2.core.group.gradients import Landed
 from fsdp2.core.group.group import ParamGroup
 from fsdp2.core.plan.dtypes import GRADIENTS_FOLLOW_SHARDS
 from fsdp2.core.plan.mesh import ParallelMesh
@@ -185,8 +185,8 @@ class UsedParams:
         self._kept: list[list[tuple[int, Landed]]] = [[] for _ in groups]
         self._mine = b""
         self._sent = torch.empty(0, dtype=torch.uint8)  # the same, where the device copies it from
-        for gradients, kept in zip(self._gradients, self._kept, strict=True):
-            gradients.on_missing = partial(_keep, kept, gradients)
+        for group, kept in zip(groups, self._kept, strict=True):
+            group.gradients.on_missing = partial(_keep, kept, group)
 
     def land_kept(self) -> None:
         """After all other gradients of a step have landed, land the kept ones for which another rank had a gradient,
@@ -227,9 +227,9 @@ class UsedParams:
         return bytes(flags.tolist()) if any(self._kept) else b""
 
 
-def _keep(kept: list[tuple[int, Landed]], gradients: GroupGradients, landed: Landed) -> None:
+def _keep(kept: list[tuple[int, Landed]], group: ParamGroup, landed: Landed) -> None:
     """Keep copies of what has ``landed`` without a gradient here, and where its bytes start. The buffers are larger."""
-    kept.append((gradients.num_used, landed._replace(shards=[shard.clone() for shard in landed.shards])))
+    kept.append((group.gradients.num_used, landed._replace(shards=[shard.clone() for shard in landed.shards])))
 
 
 def where_ranks_differ(tree: UnitTree, usual: Sequence[TreeChecks]) -> tuple[Schedule, Sequence[TreeChecks]]:

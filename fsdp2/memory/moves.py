@@ -110,7 +110,7 @@ def _moved(unit: Unit, group: ParamGroup, home: Home, subclasses: Mapping[Sharde
     with torch.inference_mode(False):
         made = ParamGroup(params, group.mesh, home)
     group.forget()
-    made.set_up_like(group, group.options)
+    made.set_up_like(group)
     made.unsharded.post_forward_mesh = group.unsharded.post_forward_mesh
     made.on_parameters, made.shows = group.on_parameters, group.shows
     assert unit.hooks is not None

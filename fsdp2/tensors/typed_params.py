@@ -29,7 +29,7 @@ from fsdp2.core import _torch
 from fsdp2.core.api.resolve import ResolvedGroup
 from fsdp2.core.plan.mesh import Axis, AxisRole, ParallelMesh, SpmdMesh
 from fsdp2.core.plan.placements import ParamSpec, TensorSpec, param_spec
-from fsdp2.core.runtime.hooks import InputOfShardedModule
+from fsdp2.core.runtime.hooks import ModuleHooks
 from fsdp2.extras.exchange import exchange
 from fsdp2.extras.rank_checks import first_difference
 
@@ -102,9 +102,10 @@ def _library() -> Any:
 
 def _keep_out_of_checks() -> None:
     """Exclude the runtime from the checker, which follows only the user's computation."""
-    if InputOfShardedModule not in _kept_out:
-        _kept_out.append(InputOfShardedModule)
-        _library().register_local_autograd_function(InputOfShardedModule)
+    function = ModuleHooks.input_function
+    if function not in _kept_out:
+        _kept_out.append(function)
+        _library().register_local_autograd_function(function)
         _torch.add_checker(_library().is_type_checking, _library().no_typecheck)
 
 

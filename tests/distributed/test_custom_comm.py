@@ -182,7 +182,7 @@ STREAM = torch.Stream(stream_id=0, device_index=0, device_type=1)
 CASES = {
     "number as all-gather": Setter(ALL_GATHER, (3,)),
     "None as reduce-scatter": Setter(REDUCE_SCATTER, (None,)),
-    "class as all-gather": Setter(ALL_GATHER, (fsdp2.core.AllGather,)),
+    "class as all-gather": Setter(ALL_GATHER, (fsdp2.core.comms.AllGather,)),
     "text as hook": Setter("set_all_reduce_hook", ("sum",)),
     "hook with a stream on HSDP": Setter("set_all_reduce_hook", (_nothing,), placed="HSDP", options={"stream": STREAM}),
     "memory of the process group beside a custom all-gather": Setter(

@@ -95,14 +95,14 @@ class _Buffers:
         self.groups.append(group)
 
 
-class CountingAllGather(_Buffers, fsdp2.core.AllGather):
+class CountingAllGather(_Buffers, fsdp2.core.comms.AllGather):
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
         self._note(output_tensor, input_tensor, group)
         is_async = async_op or self._is_async
         return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=is_async)
 
 
-class CountingReduceScatter(_Buffers, fsdp2.core.ReduceScatter):
+class CountingReduceScatter(_Buffers, fsdp2.core.comms.ReduceScatter):
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
         self._note(output_tensor, input_tensor, group)
         is_async = async_op or self._is_async

@@ -23,7 +23,7 @@ FOLDERS: list[set[str]] = [
     {"optim", "testing"},
     {"tensors"},
     {"extras"},
-    {"core"},
+    {"core", "core/comms", "core/plans", "core/schedules"},
     {"core/api"},
     {"core/runtime"},
     {"core/group"},

@@ -449,7 +449,7 @@ class FSDPModule:
         """Accept any object with the two methods: a comm may be a subclass of torch's interface."""
         cut_groups(self._unit(), caller)
         is_comm = not isinstance(comm, type) and callable(comm) and callable(getattr(comm, "allocate", None))
-        expect(is_comm, f"{caller}: comm", comm, f"an fsdp2.core.{expected}, with allocate() and __call__()")
+        expect(is_comm, f"{caller}: comm", comm, f"an fsdp2.core.comms.{expected}, with allocate() and __call__()")
 
     def _units(self, recurse: bool) -> list[Unit]:
         return [unit for _, unit in units_under(cast(nn.Module, self))] if recurse else [self._unit()]

@@ -127,10 +127,10 @@ class ParamGroup:
         """Whether the compute stream reads the shards: it gathers, or there is nothing to gather."""
         return self.mesh.shard.size == 1 or self.unsharded.streams is not streams_for(self.mesh.device)
 
-    def set_up_like(self, other: ParamGroup, options: GroupOptions) -> None:
-        """Adopt what the user has set on ``other``. ``options`` are its options, adapted to this group's mesh."""
+    def set_up_like(self, other: ParamGroup, **changes: object) -> None:
+        """Adopt what the user has set on ``other``, except for ``changes``, which are options for this group's mesh."""
         self.keeps_storage, self.keeps_post_forward = other.keeps_storage, other.keeps_post_forward
-        self.configure(**vars(options))
+        self.configure(**{**vars(other.options), **changes})
         self.gather_on_compute_stream(other.unsharded.streams is not streams_for(self.mesh.device))
 
     def lost(self, what: str, error: CommunicationError) -> CommunicationError:

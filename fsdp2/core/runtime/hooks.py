@@ -67,6 +67,8 @@ class ModuleHooks:
         is_resumed: that method has called the unit again, as generate() does.
     """
 
+    input_function = InputOfShardedModule  # for tools that list functions of autograd
+
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
         self._input_dtype = unit.policy.param_dtype if unit.policy.cast_forward_inputs else None
