@@ -42,10 +42,10 @@ from fsdp2.checkpoint.weights import (
     weights_of,
 )
 from fsdp2.core.plan.mesh import Axis
-from fsdp2.core.sizes import nbytes_of
 from fsdp2.extras.exchange import axis_of, exchange, together
 from fsdp2.extras.output import progress
 from fsdp2.extras.plain_names import bound_state
+from fsdp2.extras.sizes import nbytes_of
 
 _CALLER = "save_safetensors"
 

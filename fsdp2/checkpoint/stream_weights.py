@@ -27,8 +27,8 @@ from fsdp2.core.comm.streams import Waitable, launched, streams_for, wait_for
 from fsdp2.core.marks import is_plain
 from fsdp2.core.plan.layout import ALIGNMENT_NBYTES
 from fsdp2.core.runtime import door
-from fsdp2.core.sizes import nbytes_of
 from fsdp2.extras.output import progress
+from fsdp2.extras.sizes import nbytes_of
 
 _CALLER = "stream_full_params"
 _TAG = 7090  # of messages; differs from 0, which user code on the same group is likely to use, and from our channels

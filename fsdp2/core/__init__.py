@@ -1,13 +1,13 @@
 """The runtime, and its face: the rooms above the core, and extensions of users, use only the names imported here.
 
 A unit is one call of ``fully_shard``; the units under a root form a tree. A group is what a unit gathers and reduces
-together. The seven modules have what rooms need of one subject: ``plans`` says *where* bytes lie, ``schedules`` *when*
-actions run, ``comms`` *how* bytes are sent; ``seams`` is what the core calls without defining it, ``marks`` how it
-recognises tensors, ``door`` how runtime code is entered from user code, and ``sizes`` reads and writes "70GiB".
+together. Six modules are about one subject each: ``plans`` says *where* bytes lie, ``schedules`` *when* actions run,
+``comms`` *how* bytes are sent; ``seams`` is what the core calls without defining it, ``marks`` how it recognises
+tensors, and ``door`` how runtime code is entered from user code.
 docs/advanced/core.md says which name to use for what.
 """
 
-from fsdp2.core import _torch, comms, marks, plans, schedules, seams, sizes
+from fsdp2.core import _torch, comms, marks, plans, schedules, seams
 from fsdp2.core.api.arguments import expect
 from fsdp2.core.api.fully_shard import PreparedUnit, fully_shard, prepare_unit
 from fsdp2.core.api.module import FSDPModule, GradientReductionHandle, UnshardHandle, share_comm_ctx
@@ -78,7 +78,6 @@ __all__ = [
     "schedules",
     "seams",
     "share_comm_ctx",
-    "sizes",
     "tree_of",
     "unit_of",
     "units_under",

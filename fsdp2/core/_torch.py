@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.distributed import _symmetric_memory
 from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -78,9 +77,6 @@ def set_grad_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> None:
         if grad is not None:
             tensor.grad = grad if dtype is None else grad.to(dtype)
 
-
-# Memory at addresses that all ranks know.
-symmetric_memory = _symmetric_memory
 
 # A different number for each backward that runs on this thread, nested ones included; -1 outside of a backward.
 running_backward: Callable[[], int] = torch._C._current_graph_task_id
@@ -279,13 +275,6 @@ def post_accumulate_grad_hooks(param: torch.Tensor) -> Sequence[Callable[[torch.
     return tuple(hooks.values()) if hooks else ()
 
 
-def way_of_hooks(param: torch.Tensor) -> str | None:
-    """The method that registered hooks for the gradient of ``param``; None if there are no such hooks."""
-    if param._backward_hooks:
-        return "register_hook"
-    return "register_post_accumulate_grad_hook" if post_accumulate_grad_hooks(param) else None
-
-
 # Process groups and their memory
 
 
@@ -435,11 +424,6 @@ def concatenated_mesh(meshes: list[DeviceMesh]) -> DeviceMesh:
     return meshes[0] if len(meshes) == 1 else DeviceMesh._concatenate(meshes)
 
 
-def flattened_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """All axes of ``mesh`` as one axis with its own process group, which is created once per name."""
-    return mesh._flatten(name)
-
-
 # Tools that watch
 
 # Whether a profiler records. This call takes 0.03 us; opening a range takes 3 us even if nothing records.
@@ -485,11 +469,6 @@ def composable_apis(module: nn.Module) -> Collection[str]:
     """The names of the composable APIs that were applied to ``module``, such as ``fully_shard`` and ``replicate``. Each
     of these APIs looks for the others in torch's registry, which is private."""
     return module.__dict__.get(REGISTRY_KEY, ())
-
-
-def is_flattened(param: torch.Tensor) -> bool:
-    """Whether torch's own ``FullyShardedDataParallel`` manages ``param``, which it then marks."""
-    return getattr(param, "_fsdp_flattened", False)
 
 
 def mark_as_managed(module: nn.Module) -> None:

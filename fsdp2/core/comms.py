@@ -29,38 +29,3 @@ from fsdp2.core.comm.streams import (
 )
 from fsdp2.core.group.all_gather import allocate
 from fsdp2.core.group.gradients import Landed
-
-__all__ = [
-    "Activity",
-    "AllGather",
-    "AllReduceHook",
-    "AxisComm",
-    "CollectiveComm",
-    "Comm",
-    "GathersBy",
-    "Home",
-    "Landed",
-    "Launch",
-    "LocalComm",
-    "ReduceComm",
-    "ReduceLaunch",
-    "ReduceScatter",
-    "ReducesBy",
-    "Streams",
-    "Waitable",
-    "alias",
-    "all_reduce",
-    "allocate",
-    "comm_for",
-    "copies",
-    "home_for",
-    "launched",
-    "lost",
-    "observe_activities",
-    "observed",
-    "register_comm",
-    "streams_for",
-    "tensor_on",
-    "wait_for",
-    "waiting",
-]

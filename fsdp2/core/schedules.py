@@ -2,15 +2,3 @@
 
 from fsdp2.core.schedule.schedule import Action, Actions, Phase, Schedule, UnitRules, in_parts
 from fsdp2.core.schedule.states import TRANSITIONS, GroupEvent, Outcome
-
-__all__ = [
-    "TRANSITIONS",
-    "Action",
-    "Actions",
-    "GroupEvent",
-    "Outcome",
-    "Phase",
-    "Schedule",
-    "UnitRules",
-    "in_parts",
-]

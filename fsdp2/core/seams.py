@@ -14,21 +14,47 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 if TYPE_CHECKING:
     import torch
     from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Replicate, Shard
 
     from fsdp2.core.api.resolve import Found, ResolvedGroup
     from fsdp2.core.comm.offload import Home
-    from fsdp2.core.group.codec import Codec
     from fsdp2.core.group.group import ParamGroup
     from fsdp2.core.group.param import ShardedParam, Slot
     from fsdp2.core.group.shards import GroupShards
     from fsdp2.core.plan.layout import Layout
     from fsdp2.core.plan.mesh import Axis, ParallelMesh
     from fsdp2.core.plan.placements import ParamSpec
+    from fsdp2.core.plan.plan import PlanInput
     from fsdp2.core.runtime.executor import Decorator
     from fsdp2.core.runtime.unit import Unit
     from fsdp2.core.runtime.unit_tree import TreeChecks, UnitTree
     from fsdp2.core.schedule.schedule import Schedule
-    from fsdp2.core.types import MixedPrecisionPolicy, OffloadPolicy
+    from fsdp2.core.types import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+
+
+class Codec(Protocol):
+    """Runs all-gather hooks: decides what is sent in place of shards that have them, and makes unsharded tensors of
+    what arrives. Plain shards need no codec: they are sent as they are, cast to the compute dtype.
+
+    Attributes:
+        storages: memory that ``arrive`` fills and that is freed together with the group's unsharded storage.
+    """
+
+    storages: list[tuple[torch.UntypedStorage, int]]
+
+    def inputs(self, first_key: int, *, keeps_consumed: bool) -> dict[int, PlanInput]:
+        """The plan's input for each tensor to send, with keys from ``first_key`` on. ``keeps_consumed``: even tensors
+        that may be freed on arrival are kept while the group is unsharded. If this raises, all ranks raise."""
+
+    def bind_outputs(self, outputs: Mapping[int, torch.Tensor], first_key: int) -> None:
+        """Bind the ``outputs`` of the gather whose plan was made from ``inputs(first_key)``."""
+
+    def payloads(self) -> list[torch.Tensor]:
+        """This rank's part of each tensor to send, in the order of the keys, without empty parts."""
+
+    def arrive(self) -> None:
+        """Everything has been gathered: fill the unsharded tensors. Staging memory is freed afterwards."""
 
 
 class Adapted(NamedTuple):
@@ -47,18 +73,21 @@ class Adapted(NamedTuple):
 Guard = tuple[dict[str, Any], Callable[..., Any]]
 
 
-class WarnsOfHooks(Protocol):
-    def __call__(self, params: Sequence[ShardedParam], *, is_sharded: bool) -> None: ...
-
-
 # In a call of fully_shard, before it changes anything.
 
 # Checks policies, a placement function and ignored parameters; returns policies of our classes.
 read_arguments: Callable[[object, object, object, object], tuple[MixedPrecisionPolicy, OffloadPolicy]]
+# Reads a mesh with all axes of a model, of which the arguments name the data-parallel ones.
+data_parallel_part: Callable[[DeviceMesh, DataParallelMeshDims], ParallelMesh]
+# Refuses modules that cannot be roots of a unit.
+check_roots: Callable[[Sequence[nn.Module]], None]
 # Refuses a module; gets a prefix for its name, and the module.
 check_module: Callable[[str, nn.Module], None]
 # Refuses a parameter that cannot be sharded on a device.
 check_param: Callable[[Found, torch.device], None]
+# Reads what shard_placement_fn has returned for a parameter of a name, if that is neither a placement nor None: the
+# placement, and the mesh for this parameter.
+read_placement: Callable[[str, object, ParallelMesh], tuple[Shard | Replicate | None, ParallelMesh]]
 # Calls the given function, which resolves all parameters of the call on a mesh. If it raises on one rank, all may.
 resolve_on_ranks: Callable[[ParallelMesh, Callable[[], list[ResolvedGroup]]], list[ResolvedGroup]]
 # Returns which parameters the call manages, the slots of tied ones that it leaves to an outer call, and a function that
@@ -72,12 +101,14 @@ adapters: dict[str, Callable[[str, nn.Parameter, Sequence[Slot]], Adapted]] = {}
 spec_readers: list[Callable[[str, torch.Tensor, int, ParallelMesh], ParamSpec | None]] = []
 # Cuts a rank's shard out of a subclass, in memory of its own: name, tensor, layout, rank, where the shard is to live.
 cut_subclass: Callable[[str, torch.Tensor, Layout, int, Home], torch.Tensor]
-# Warns of gradient hooks that are never called. is_sharded: they are on shards, not on the parameters before them.
-# Also called whenever a gather is bound.
-warn_of_hooks: WarnsOfHooks
+# Warns of gradient hooks of ShardedParams that are never called; is_sharded says whether they are on shards, or on the
+# parameters before them. Also called whenever a gather is bound.
+warn_of_hooks: Callable[..., None]
 
 # In a setter of a sharded module.
 
+# Reads a size such as "70GiB": the size, what has it, and a valid text for errors.
+nbytes_of: Callable[[str | int | float, str, str], int]
 # Lets a unit communicate in memory of a kind: the setter that was called, the unit, and the setter's argument.
 communicate_in_memory: Callable[[str, Unit, object], None]
 

@@ -18,6 +18,7 @@ from fsdp2.core.api.arguments import expect
 from fsdp2.core.comm.custom import AllGather, Comm, GathersBy, ReducesBy, ReduceScatter
 from fsdp2.core.group.group import ParamGroup
 from fsdp2.core.runtime.unit import Unit
+from fsdp2.extras import torch_names
 
 
 class BackendMemory:
@@ -40,16 +41,16 @@ class SymmetricMemory:
     """Memory at addresses that all ranks know. Untested so far, since it needs several GPUs."""
 
     def __init__(self, group: dist.ProcessGroup, backend: str) -> None:
-        _torch.symmetric_memory.set_backend(cast(Any, backend))
+        torch_names.symmetric_memory.set_backend(cast(Any, backend))
         dist.barrier(group=group)  # creates the communicator that the memory needs
 
     def allocate(self, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        pool = _torch.symmetric_memory.get_mem_pool(device)  # avoids most exchanges of addresses
+        pool = torch_names.symmetric_memory.get_mem_pool(device)  # avoids most exchanges of addresses
         with torch.cuda.use_mem_pool(pool):
             return torch.empty(size, dtype=dtype, device=device)
 
     def prepare(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-        _torch.symmetric_memory.rendezvous(tensor, group.group_name)
+        torch_names.symmetric_memory.rendezvous(tensor, group.group_name)
 
 
 class _InMemory(Comm):

@@ -19,6 +19,7 @@ from fsdp2.core import _torch
 from fsdp2.core.api.fully_shard import fully_shard
 from fsdp2.core.group.group import ParamGroup
 from fsdp2.core.runtime.unit import unit_of, units_under
+from fsdp2.extras import torch_names
 
 _M = TypeVar("_M", bound=nn.Module)
 
@@ -110,7 +111,7 @@ def expert_meshes(mesh: DeviceMesh, *, experts: str, shard: str, replicate: str 
             f"expert_meshes: expected different names of axes of the mesh, {found}, got {', '.join(map(repr, names))}."
         )
     both = sorted((shard, experts), key=found.index)
-    flat = _torch.flattened_mesh(mesh[tuple(both)], "_".join(both))
+    flat = torch_names.flattened_mesh(mesh[tuple(both)], "_".join(both))
     if replicate is None:
         return ExpertMeshes(flat, mesh[experts], mesh[shard])
     dense, shards = (_torch.concatenated_mesh([mesh[replicate], each]) for each in (flat, mesh[shard]))

@@ -8,14 +8,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 
-from fsdp2.core import _torch
 from fsdp2.core.group.param import ShardedParam
+from fsdp2.extras import torch_names
 
 
 def warn_of_hooks(params: Sequence[ShardedParam], *, is_sharded: bool) -> None:
     """Warn of hooks on ``params``. ``is_sharded``: they have been sharded, and their gather is about to be bound."""
     for param in params:
-        way = _torch.way_of_hooks(param.sharded)
+        way = torch_names.way_of_hooks(param.sharded)
         if is_sharded and way == "register_hook":
             warnings.warn(
                 f"parameter '{param.full_name}': hooks of register_hook are never called on a sharded parameter. "

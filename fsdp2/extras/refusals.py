@@ -8,6 +8,7 @@ that torch's ``fully_shard`` has sharded is refused, too.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -23,8 +24,10 @@ from fsdp2.core.api.resolve import Found
 from fsdp2.core.group.group import groups_by_slot
 from fsdp2.core.group.param import Slot
 from fsdp2.core.marks import NAME_IN_PASS, has_hooks, is_shard
+from fsdp2.core.plan.placements import local_part
 from fsdp2.core.runtime.unit import unit_of
 from fsdp2.core.types import DOCS, ExtensionError, MixedPrecisionPolicy, OffloadPolicy
+from fsdp2.extras import torch_names
 from fsdp2.extras.plain_names import plain_name
 from fsdp2.extras.policies import as_ours
 
@@ -78,6 +81,26 @@ def check_computes(what: str, dtype: torch.dtype | None, *, is_reduced: bool = F
     raise ValueError(f"{what} is {dtype}, expected a floating-point dtype{size}. For example: torch.bfloat16.{remedy}")
 
 
+def check_roots(roots: Sequence[nn.Module]) -> None:
+    """Check the modules that were given to one call of ``fully_shard``.
+
+    Raises:
+        ValueError: one was given to ``fully_shard`` before, or has no forward.
+    """
+    for item in roots:
+        if unit_of(item) is not None:
+            name = type(item).__name__.removeprefix("FSDP")
+            raise ValueError(
+                f"fully_shard: this {name} was given to fully_shard before. Call fully_shard once per module, "
+                "on inner modules first."
+            )
+        if isinstance(item, (nn.ModuleList, nn.ModuleDict)) and type(item).forward is nn.Module.forward:
+            raise ValueError(
+                f"fully_shard: {type(item).__name__} has no forward, so its parameters would never be unsharded. "
+                "Call fully_shard on each inner module, or pass a list of the inner modules to make one unit."
+            )
+
+
 def check_module(prefix: str, module: nn.Module) -> None:
     """Check a module that a unit will manage. From the first call on, also check what is wrapped around modules."""
     _check_unsharded(prefix, module)
@@ -122,7 +145,7 @@ def check_not_flattened(name: str, param: nn.Parameter) -> None:
     Raises:
         ValueError: names the parameter.
     """
-    if _torch.is_flattened(param):
+    if torch_names.is_flattened(param):
         raise ValueError(
             f"fsdp2: parameter '{name}' was sharded by torch.distributed.fsdp.FullyShardedDataParallel before. One of "
             "the two can shard a model, not both. Import FullyShardedDataParallel from fsdp2 wherever you call it, or "
@@ -145,6 +168,13 @@ def check_param(item: Found, device: torch.device) -> None:
             "would read an nn.Parameter. Replace the parameter by nn.Parameter(...) of its values, or of a tensor "
             "subclass that has the methods fsdp_pre_all_gather, fsdp_post_all_gather and __torch_dispatch__: see "
             f"{DOCS}/guide/extensions.md#all-gather-hooks. Or list the parameter in ignored_params."
+        )
+    full = local_part(param)
+    if not isinstance(param, DTensor) and has_hooks(param) and not has_hooks(full):
+        raise ExtensionError(
+            f"fully_shard: parameter '{name}' is a {type(param).__name__} with all-gather hooks, but its data is a "
+            f"{type(full).__name__} without hooks. fully_shard shards the data and would ignore the hooks. Define the "
+            "hooks on the tensor that nn.Parameter wraps."
         )
     if is_shard(param) or hasattr(param, NAME_IN_PASS):  # the root stays unsharded after forward
         raise ValueError(

@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import _symmetric_memory
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -259,3 +260,24 @@ def changes_what_it_loads(module: nn.Module, is_known: Callable[[object], bool])
     """Whether the module's class, or a hook that is not ``is_known``, may change a state dict before it is loaded."""
     hooks = (getattr(each, "hook", each) for each in module._load_state_dict_pre_hooks.values())
     return type(module)._load_from_state_dict is not nn.Module._load_from_state_dict or not all(map(is_known, hooks))
+
+
+def way_of_hooks(param: torch.Tensor) -> str | None:
+    """The method that registered hooks for the gradient of ``param``; None if there are no such hooks."""
+    if param._backward_hooks:
+        return "register_hook"
+    return "register_post_accumulate_grad_hook" if _torch.post_accumulate_grad_hooks(param) else None
+
+
+def flattened_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """All axes of ``mesh`` as one axis with its own process group, which is created once per name."""
+    return mesh._flatten(name)
+
+
+def is_flattened(param: torch.Tensor) -> bool:
+    """Whether torch's own ``FullyShardedDataParallel`` manages ``param``, which it then marks."""
+    return getattr(param, "_fsdp_flattened", False)
+
+
+# Memory at addresses that all ranks know.
+symmetric_memory = _symmetric_memory

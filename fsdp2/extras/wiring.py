@@ -33,6 +33,7 @@ from fsdp2.extras import (
 
 LOADED: dict[str, Callable[..., Any]] = {
     "read_arguments": refusals.read_arguments,
+    "check_roots": refusals.check_roots,
     "check_module": refusals.check_module,
     "check_param": refusals.check_param,
     "divide_ties": ties.divide_ties,
@@ -51,6 +52,9 @@ LOADED: dict[str, Callable[..., Any]] = {
 }
 
 LOADED_WHEN_CALLED = {
+    "data_parallel_part": "extras.given_meshes:data_parallel_part",
+    "read_placement": "extras.given_meshes:read_placement",
+    "nbytes_of": "extras.sizes:nbytes_of",
     "cut_subclass": "tensors.cut:pinned_shard",
     "pin_subclass": "tensors.cut:pinned",
     "make_codec": "tensors.all_gather_hooks:HookedParams",

@@ -18,9 +18,9 @@ from fsdp2.core.runtime.unit import Unit
 from fsdp2.core.runtime.unit_tree import UnitTree, tree_of
 from fsdp2.core.schedule.schedule import AfterForward
 from fsdp2.core.schedule.states import GroupState
-from fsdp2.core.sizes import nbytes_of
 from fsdp2.core.types import CPUOffloadPolicy, MemoryLimitError
 from fsdp2.extras.policies import as_ours
+from fsdp2.extras.sizes import nbytes_of
 from fsdp2.extras.units import sharded_unit
 from fsdp2.memory.moves import move_shards
 from fsdp2.memory.plan import peak_if_staged

@@ -23,6 +23,7 @@ from fsdp2.core.group.group import ParamGroup
 from fsdp2.core.group.param import ShardedParam
 from fsdp2.core.marks import is_plain
 from fsdp2.core.runtime.unit import Unit
+from fsdp2.extras import torch_names
 from fsdp2.extras.lending import check_idle
 from fsdp2.tensors.cut import pinned
 
@@ -92,8 +93,8 @@ def _check_param(caller: str, param: ShardedParam, num_groups: int) -> None:
         problem = "is in several units"
     elif sharded.grad is not None:
         problem = "has a gradient"
-    elif _torch.way_of_hooks(sharded) is not None:
-        problem = f"has hooks of {_torch.way_of_hooks(sharded)}"
+    elif torch_names.way_of_hooks(sharded) is not None:
+        problem = f"has hooks of {torch_names.way_of_hooks(sharded)}"
     elif weakref.getweakrefcount(sharded):
         problem = "is held by weak references"
     if problem is not None:

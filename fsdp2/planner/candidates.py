@@ -15,10 +15,10 @@ from torch import nn
 
 from fsdp2.core.api.module import FSDPModule
 from fsdp2.core.schedule.schedule import AfterForward
-from fsdp2.core.sizes import nbytes_of, text_of
 from fsdp2.core.types import MixedPrecisionPolicy
 from fsdp2.extras.output import progress
 from fsdp2.extras.plain_names import inside_compiled, is_checkpoint_wrapper, plain_name, plain_named_modules
+from fsdp2.extras.sizes import nbytes_of, text_of
 from fsdp2.planner import words
 from fsdp2.planner.blocks import Units, find_units
 from fsdp2.planner.code import code_for

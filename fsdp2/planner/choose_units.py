@@ -13,10 +13,10 @@ from fsdp2.core.api.fully_shard import fully_shard
 from fsdp2.core.api.module import FSDPModule
 from fsdp2.core.plan.mesh import default_mesh, mesh_device
 from fsdp2.core.schedule.schedule import AfterForward
-from fsdp2.core.sizes import text_of
 from fsdp2.core.types import CPUOffloadPolicy
 from fsdp2.extras.output import progress
 from fsdp2.extras.policies import as_ours
+from fsdp2.extras.sizes import text_of
 from fsdp2.planner.blocks import Units
 from fsdp2.planner.candidates import Candidate, Plan, Workload, checked_inputs, compare
 from fsdp2.planner.checkpointing import recompute

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from fsdp2.core.sizes import nbytes_of
+from fsdp2.extras.sizes import nbytes_of
 from fsdp2.planner.candidates import MASTER_DTYPES, MOST_GPUS, Workload, cause_of, plan
 from fsdp2.planner.machine import Machine
 from fsdp2.planner.machines import MACHINES, machine_by_name

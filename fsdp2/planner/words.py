@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fsdp2.core.schedule.schedule import AfterForward
-from fsdp2.core.sizes import text_of, unit_of
 from fsdp2.core.types import DOCS
+from fsdp2.extras.sizes import text_of, unit_of
 from fsdp2.planner.groups import Wire
 from fsdp2.planner.memory import Held
 from fsdp2.planner.scenario import Choice

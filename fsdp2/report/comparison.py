@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdp2.core import sizes
+from fsdp2.extras import sizes
 from fsdp2.extras.output import check_writable
 from fsdp2.report import files
 from fsdp2.report.call import Report

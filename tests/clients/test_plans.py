@@ -17,7 +17,7 @@ from torch import nn
 import fsdp2
 from fsdp2.__main__ import main
 from fsdp2.core.runtime.unit import units_under
-from fsdp2.core.sizes import text_of
+from fsdp2.extras.sizes import text_of
 from fsdp2.planner.blocks import find_units
 from fsdp2.planner.candidates import Plan, observed
 from fsdp2.planner.work import Checkpointing

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import copy
 import functools
+import re
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,7 @@ FOLDERS: list[set[str]] = [
     {"core/comm"},
     {"core/schedule"},
     {"core/plan"},
-    {"core/marks", "core/seams", "core/sizes", "core/trees", "core/types", "core/_torch"},
+    {"core/marks", "core/seams", "core/trees", "core/types", "core/_torch"},
 ]
 LEVEL_OF = {folder: level for level, folders in enumerate(FOLDERS) for folder in folders}
 PACKAGE = Path(fsdp2.__file__).parent
@@ -163,3 +164,28 @@ def test_module_of_plain_values_knows_no_torch_and_plans_no_process_group(module
     known = _imported_names(_tree(module)) | _torch_chains(module)
     what = "torch" if module in KNOWS_NO_TORCH else "torch.distributed"
     assert {name for name in known if name == what or name.startswith(f"{what}.")} == set()
+
+
+def _past_the_face(module: str) -> set[str]:
+    """What ``module``, in a room above the core, takes from the core other than the names of its face."""
+    nodes = [node for node in ast.walk(_tree(module)) if isinstance(node, ast.ImportFrom)]
+    taken = {(node.module or "", alias.name) for node in nodes for alias in node.names}
+    of_core = {(of, name) for of, name in taken if of.split(".")[:2] == ["fsdp2", "core"]}
+    return {f"{of}.{name}" for of, name in of_core if of != "fsdp2.core" or name not in fsdp2.core.__all__}
+
+
+def test_the_face_of_the_core_is_small_and_has_a_page() -> None:
+    names = fsdp2.core.__all__
+    assert len(names) <= 45
+    page = (PACKAGE.parent / "docs" / "advanced" / "core.md").read_text()
+    rows = [line.split("|") for line in page.partition("## The names")[2].splitlines() if line.startswith("| `")]
+    assert sorted(name for row in rows for name in re.findall(r"`(\w+)`", row[1])) == sorted(names)
+    for _, of_row, _, example, _ in rows[: len(rows)]:
+        if (PACKAGE / example.strip(" `")).is_file():
+            text = (PACKAGE / example.strip(" `")).read_text()
+            assert any(re.search(rf"\b{name}\b", text) for name in re.findall(r"`(\w+)`", of_row)), example
+
+
+@pytest.mark.parametrize("module", [each for each in MODULES if not _folder(each).startswith("core")])
+def test_rooms_use_the_face_of_the_core_only(module: str) -> None:
+    assert _past_the_face(module) == set()

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 import fsdp2
 from fsdp2.core.schedule.schedule import AfterForward, UnitRules
-from fsdp2.core.sizes import nbytes_of, text_of
+from fsdp2.extras.sizes import nbytes_of, text_of
 from fsdp2.planner import scenario
 from fsdp2.planner.blocks import Stack, Units, find_units
 from fsdp2.planner.candidates import ABOUT_AS_FAST, Candidate, Plan, Workload, observed

@@ -98,7 +98,7 @@ def fully_shard(  # type: ignore[misc]  # options of a list of modules are those
     policies = seams.read_arguments(mp_policy, offload_policy, shard_placement_fn, ignored_params)
     prepared = prepare_unit(
         roots,
-        parallel_mesh(default_mesh() if mesh is None else mesh, _checked_dims(dp_mesh_dims)),
+        parallel_mesh(default_mesh() if mesh is None else mesh, dp_mesh_dims),
         reshard_after_forward=reshard_after_forward,
         shard_placement_fn=shard_placement_fn,
         mp_policy=policies[0],
@@ -121,29 +121,8 @@ def _root_modules(module: object) -> tuple[nn.Module, ...]:
     modules = tuple(dict.fromkeys(given))
     inner = {child for item in modules for child in item.modules() if child is not item}
     roots = tuple(item for item in modules if item not in inner)
-    for item in roots:
-        if unit_of(item) is not None:
-            name = type(item).__name__.removeprefix("FSDP")
-            raise ValueError(
-                f"fully_shard: this {name} was given to fully_shard before. Call fully_shard once per module, "
-                "on inner modules first."
-            )
-        if isinstance(item, (nn.ModuleList, nn.ModuleDict)) and type(item).forward is nn.Module.forward:
-            raise ValueError(
-                f"fully_shard: {type(item).__name__} has no forward, so its parameters would never be unsharded. "
-                "Call fully_shard on each inner module, or pass a list of the inner modules to make one unit."
-            )
+    seams.check_roots(roots)
     return roots
-
-
-def _checked_dims(dims: Any) -> DataParallelMeshDims | None:
-    """``dims``; torch's class of the same name is converted to ours."""
-    if dims is None:
-        return None
-    remedy = 'Pass DataParallelMeshDims(shard="dp"), with the names of the data-parallel axes of the mesh.'
-    is_alike = hasattr(dims, "shard") and hasattr(dims, "replicate")
-    expect(is_alike, "fully_shard: dp_mesh_dims", dims, "an fsdp2.DataParallelMeshDims", remedy)
-    return DataParallelMeshDims(dims.shard, dims.replicate)
 
 
 def _collect(roots: Sequence[nn.Module], ignored: Set[nn.Parameter]) -> tuple[list[Found], list[nn.Module], list[Slot]]:

@@ -362,12 +362,15 @@ class FSDPModule:
             TypeError: ``max_input_buffers`` is not an int.
             ValueError: ``max_input_buffers`` is less than 1.
         """
-        _check_at_least_one("set_reduce_scatter_max_input_buffers: max_input_buffers", max_input_buffers, "an int")
+        where, value = "set_reduce_scatter_max_input_buffers: max_input_buffers", max_input_buffers
+        expect(isinstance(value, int) and not isinstance(value, bool), where, value, "an int")
+        expect(value >= 1, where, value, "at least 1", by_value=True)
         self._configure_units(recurse, max_reductions=max_input_buffers)
 
-    def set_temporary_memory_limit(self, nbytes: int | None) -> None:
-        """Hold at most ``nbytes`` on each rank, not counting shards, their gradients and activations. Takes effect with
-        the next forward; None, the default, sets no limit. Call it on the root, with the same limit on all ranks.
+    def set_temporary_memory_limit(self, nbytes: int | str | None) -> None:
+        """Hold at most ``nbytes``, such as ``"2GiB"``, on each rank, not counting shards, their gradients and
+        activations. Takes effect with the next forward; None, the default, sets no limit. Call it on the root, with the
+        same limit on all ranks.
 
         The limit counts unsharded parameters, the staging memory of their gathers, gradients while their unit's
         backward runs, and what reductions in flight read and write (:func:`fsdp2.memory.memory_plan`). It does not
@@ -375,13 +378,12 @@ class FSDPModule:
         blocks that the allocator keeps. Near the limit, less work overlaps.
 
         Raises:
-            TypeError: ``nbytes`` is not an int.
-            ValueError: ``nbytes`` is less than 1.
+            ValueError: ``nbytes`` is not a size, or less than one byte.
             ScheduleError: the module is not a root.
             MemoryLimitError: raised later, by a forward or backward, if a unit does not fit at all.
         """
         if nbytes is not None:
-            _check_at_least_one("set_temporary_memory_limit: nbytes", nbytes, "an int or None")
+            nbytes = seams.nbytes_of(nbytes, "set_temporary_memory_limit: nbytes", "2GiB")
         self._root_unit("set_temporary_memory_limit").configure(memory_limit=nbytes)
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
@@ -507,8 +509,3 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
     devices = dict.fromkeys(str(unit.mesh.device) for unit in units_of(modules, "share_comm_ctx"))
     if len(devices) > 1:
         raise ValueError(f"share_comm_ctx: expected modules on one device, got modules on {' and '.join(devices)}.")
-
-
-def _check_at_least_one(where: str, value: int, expected: str) -> None:
-    expect(isinstance(value, int) and not isinstance(value, bool), where, value, expected)
-    expect(value >= 1, where, value, "at least 1", by_value=True)

@@ -5,26 +5,23 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp2.core import _torch, seams
 from fsdp2.core.api.arguments import expect
 from fsdp2.core.comm.offload import Home
 from fsdp2.core.group.param import ShardedParam, Slot
-from fsdp2.core.marks import has_hooks, is_plain
+from fsdp2.core.marks import is_plain
 from fsdp2.core.plan.dtypes import check_grad_dtype, own_policy, param_dtypes
 from fsdp2.core.plan.layout import Layout, shard_layout
-from fsdp2.core.plan.mesh import ParallelMesh, parallel_mesh, replicated
+from fsdp2.core.plan.mesh import ParallelMesh, replicated
 from fsdp2.core.plan.placements import ParamSpec, local_part, param_spec
 from fsdp2.core.runtime.unit import UnitConfig
 from fsdp2.core.schedule.schedule import AfterForward
-from fsdp2.core.types import DataParallelMeshDims, ExtensionError, MixedPrecisionPolicy, ParamPlacement
+from fsdp2.core.types import MixedPrecisionPolicy, ParamPlacement
 
 ShardPlacementFn = Callable[[nn.Parameter], Shard | Replicate | ParamPlacement | None]
 
@@ -97,31 +94,10 @@ def resolve_groups(
 def _asked_placement(
     item: Found, parallel: ParallelMesh, placement_fn: ShardPlacementFn | None
 ) -> tuple[Shard | Replicate | None, ParallelMesh]:
-    asked: Any = None if placement_fn is None else placement_fn(item.param)
-    of_ranks = getattr(asked, "mesh_info", asked)  # torch's ShardPlacementResult has a mesh_info
-    dims = getattr(of_ranks, "dp_mesh_dims", None)  # set if torch has read the mesh_info from a full mesh
-    mesh = getattr(of_ranks, "mesh" if dims is None else "spmd_mesh", None)
-    placement = asked if mesh is None else asked.placement
-    is_known = placement is None or isinstance(placement, (Shard, Replicate))
-    if not is_known or not (mesh is None or isinstance(mesh, DeviceMesh)):
-        raise TypeError(
-            f"fully_shard: shard_placement_fn returned {asked!r} for parameter '{item.name}', "
-            "expected Shard(dim), Replicate(), ParamPlacement of one of these and a mesh, or None."
-        )
-    if mesh is None:
-        return placement, parallel
-    read = parallel_mesh(mesh, None if dims is None else DataParallelMeshDims(dims.shard, dims.replicate))
-    if not read.has_this_rank:
-        raise ValueError(
-            f"fully_shard: shard_placement_fn returned the mesh {mesh} for parameter '{item.name}', but rank "
-            f"{dist.get_rank()} is not in that mesh. Return the mesh that this rank is in."
-        )
-    if read.device != parallel.device:
-        raise ValueError(
-            f"fully_shard: shard_placement_fn returned a mesh on {read.device} for parameter '{item.name}', but the "
-            f"mesh given to fully_shard is on {parallel.device}. Return a mesh on {parallel.device}."
-        )
-    return placement, read
+    asked = None if placement_fn is None else placement_fn(item.param)
+    if asked is None or isinstance(asked, (Shard, Replicate)):
+        return asked, parallel
+    return seams.read_placement(item.name, asked, parallel)
 
 
 def _resolve(
@@ -161,12 +137,6 @@ def _written_spec(name: str, param: torch.Tensor, dim: int, parallel: ParallelMe
 def _subclass_shard(
     name: str, param: nn.Parameter, full: torch.Tensor, layout: Layout, rank: int, home: Home
 ) -> torch.Tensor | None:
-    if not isinstance(param, DTensor) and has_hooks(param) and not has_hooks(full):
-        raise ExtensionError(
-            f"fully_shard: parameter '{name}' is a {type(param).__name__} with all-gather hooks, but its data is a "
-            f"{type(full).__name__} without hooks. fully_shard shards the data and would ignore the hooks. Define the "
-            "hooks on the tensor that nn.Parameter wraps."
-        )
     if is_plain(full):
         return None
     with torch.no_grad():

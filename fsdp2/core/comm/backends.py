@@ -11,7 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -55,21 +55,6 @@ class ReduceComm(Protocol):
     def reduce_buffer_nbytes(self, nbytes: int) -> int:
         """The number of bytes that the comm itself allocates while ``nbytes`` of all ranks' parts are reduced."""
         return 0
-
-
-# The user's replacement for the backend's own collectives: makes the comm of an axis on a device.
-GathersBy = Callable[[GatherComm, Axis, torch.device], GatherComm]
-ReducesBy = Callable[[ReduceComm, Axis, torch.device], ReduceComm]
-_Default = TypeVar("_Default")
-_Other = TypeVar("_Other")
-
-
-def carrier(
-    default: _Default, by: Callable[[_Default, Axis, torch.device], _Other] | None, axis: Axis, device: torch.device
-) -> _Default | _Other:
-    """The comm of ``axis``: the one that the user's ``by`` makes, if given and if the axis has several ranks; otherwise
-    the backend's own, ``default``."""
-    return default if by is None or axis.size == 1 else by(default, axis, device)
 
 
 class AxisComm(GatherComm, ReduceComm, Protocol):

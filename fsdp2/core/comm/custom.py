@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -196,3 +197,8 @@ class AllReduceHook:
 
     run: Callable[[torch.Tensor], object]
     stream: torch.Stream | None = None
+
+
+def carrier(default: Any, by: GathersBy | ReducesBy | None, axis: Axis, device: torch.device) -> Any:
+    """The comm of ``axis``: the one that ``by`` makes, if given and if the axis has several ranks, or ``default``."""
+    return default if by is None or axis.size == 1 else by(default, axis, device)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
 from functools import cached_property
-from typing import ParamSpec, Protocol, TypeAlias, TypeVar
+from typing import ParamSpec, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -42,17 +42,14 @@ class Activity(Enum):
     COPY_TO_HOST = "gradients are copied to the host"
 
 
-OnActivity: TypeAlias = Callable[[Activity, bool], None]
-
-
 class _Process:
     """Whether this process waits for collectives that it has launched, and the callback for activities."""
 
     is_waiting = False
-    on_activity: OnActivity | None = None
+    on_activity: Callable[[Activity, bool], None] | None = None
 
 
-def observe_activities(on_activity: OnActivity | None) -> None:
+def observe_activities(on_activity: Callable[[Activity, bool], None] | None) -> None:
     """Call ``on_activity`` with True before and with False after each activity; None ends this. On an accelerator,
     waits and copies are only enqueued on the current stream."""
     _Process.on_activity = on_activity

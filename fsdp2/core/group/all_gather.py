@@ -17,12 +17,11 @@ from itertools import groupby
 
 import torch
 
-from fsdp2.core import _torch
+from fsdp2.core import _torch, seams
 from fsdp2.core.comm.backends import GatherComm
 from fsdp2.core.comm.memory import tensor_on
 from fsdp2.core.comm.offload import FlatStage
 from fsdp2.core.comm.streams import Streams, Waitable, is_of_backend, wait_for
-from fsdp2.core.group.codec import Codec
 from fsdp2.core.plan.layout import Layout, contiguous_stride
 from fsdp2.core.plan.plan import GatherBucket, GatherPlan, GatherStep, Origin, Route
 from fsdp2.core.types import CommunicationError
@@ -88,7 +87,7 @@ class Gather:
         rank: int,
         comm: GatherComm,
         streams: Streams,
-        hooks: Codec | None,
+        hooks: seams.Codec | None,
         *,
         stage: FlatStage | None = None,
         calls_pre_hooks: bool = True,

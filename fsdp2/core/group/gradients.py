@@ -26,8 +26,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp2.core import _torch, seams
-from fsdp2.core.comm.backends import GathersBy, ReduceComm, ReducesBy, can_average, carrier, comm_for
-from fsdp2.core.comm.custom import AllReduceHook
+from fsdp2.core.comm.backends import ReduceComm, can_average, comm_for
+from fsdp2.core.comm.custom import AllReduceHook, GathersBy, ReducesBy, carrier
 from fsdp2.core.comm.memory import alias
 from fsdp2.core.comm.offload import Home, HostCopies
 from fsdp2.core.comm.streams import Streams, Waitable, wait_for

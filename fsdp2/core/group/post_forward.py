@@ -11,11 +11,11 @@ from collections.abc import Sequence
 
 import torch
 
-from fsdp2.core import _torch
-from fsdp2.core.comm.backends import GathersBy, carrier, comm_for
+from fsdp2.core import _torch, seams
+from fsdp2.core.comm.backends import comm_for
+from fsdp2.core.comm.custom import GathersBy, carrier
 from fsdp2.core.comm.streams import Streams
 from fsdp2.core.group.all_gather import Gather, allocate, flat_shards, shard_slice
-from fsdp2.core.group.codec import Codec
 from fsdp2.core.group.param import ShardedParam
 from fsdp2.core.plan.mesh import ParallelMesh
 from fsdp2.core.plan.plan import compile_gather, cut_after_forward
@@ -35,7 +35,7 @@ class PostForwardShards:
         self,
         params: Sequence[ShardedParam],
         full: Gather,
-        hooks: Codec | None,
+        hooks: seams.Codec | None,
         mesh: ParallelMesh,
         streams: Streams,
         gathers_by: GathersBy | None,

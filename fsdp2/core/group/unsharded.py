@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from fsdp2.core import _torch, seams
-from fsdp2.core.comm.backends import AxisComm, GatherComm, GathersBy, carrier, comm_for
+from fsdp2.core.comm.backends import AxisComm, GatherComm, comm_for
+from fsdp2.core.comm.custom import GathersBy, carrier
 from fsdp2.core.comm.offload import FlatStage, Home
 from fsdp2.core.comm.streams import Streams, streams_for
 from fsdp2.core.group.all_gather import FlatShards, Gather, GatheredMemory, LocalGather
-from fsdp2.core.group.codec import Codec
 from fsdp2.core.group.param import ShardedParam
 from fsdp2.core.group.post_forward import PostForwardShards
 from fsdp2.core.group.shards import GroupShards
@@ -52,7 +52,7 @@ class UnshardedParams:
         self._gathers_by: GathersBy | None = None
         self._memory: GatheredMemory | None = None
         self._places: object = None  # where each tensor is in ``_memory``
-        self.hooked: Codec | None = None
+        self.hooked: seams.Codec | None = None
         self.unbind()
 
     def unbind(self) -> None:

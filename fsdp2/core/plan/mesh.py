@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp2.core import _torch, seams
+from fsdp2.core import seams
 from fsdp2.core.types import DataParallelMeshDims
 
 
@@ -141,7 +141,7 @@ def parallel_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims | None = None) ->
             "Build one with init_device_mesh(device_type, shape)."
         )
     if dims is not None:
-        return _data_parallel_part(mesh, dims)
+        return seams.data_parallel_part(mesh, dims)
     if mesh.ndim not in (1, 2):
         raise ValueError(
             f"fully_shard: mesh has {mesh.ndim} axes {tuple(mesh.shape)}, expected 1 (shard) or 2 (replicate, shard). "
@@ -171,54 +171,3 @@ def mesh_with_roles(mesh: DeviceMesh, roles: tuple[AxisRole, ...], spmd: SpmdMes
 def _axis_of_others(size: int) -> Axis:
     """An axis of ``size`` ranks without this one."""
     return Axis(group=None, size=size, rank=size)
-
-
-# A full mesh with axes that the user names
-
-
-def _data_parallel_part(mesh: DeviceMesh, dims: DataParallelMeshDims) -> ParallelMesh:
-    names = _checked_names(mesh, dims)
-    role_of = dict.fromkeys(dims.shard_names, AxisRole.SHARD) | dict.fromkeys(dims.replicate_names, AxisRole.REPLICATE)
-    roles = tuple(role_of.get(name, AxisRole.MODEL) for name in names)
-    flat = {
-        role: _flat(mesh, [name for name, found in zip(names, roles, strict=True) if found is role])
-        for role in (AxisRole.REPLICATE, AxisRole.SHARD)
-        if role in roles
-    }
-    sharded, sharded_roles = mesh, roles
-    if roles.count(AxisRole.SHARD) > 1:  # the first of the shard axes stands for all of them
-        first = roles.index(AxisRole.SHARD)
-        kept = [i for i, role in enumerate(roles) if role is not AxisRole.SHARD or i == first]
-        sharded_roles = tuple(roles[i] for i in kept)
-        sharded = _torch.concatenated_mesh([flat[AxisRole.SHARD] if i == first else mesh[names[i]] for i in kept])
-    spmd = SpmdMesh(mesh, roles, sharded, sharded_roles)
-    return mesh_with_roles(_torch.concatenated_mesh(list(flat.values())), tuple(flat), spmd)
-
-
-def _checked_names(mesh: DeviceMesh, dims: DataParallelMeshDims) -> tuple[str, ...]:
-    names = mesh.mesh_dim_names
-    if mesh.get_coordinate() is None:
-        raise ValueError(
-            f"fully_shard: rank {dist.get_rank()} is not in the mesh {mesh} that is given with dp_mesh_dims. Call "
-            "fully_shard on the ranks of the mesh only."
-        )
-    if names is None:
-        raise ValueError(
-            "fully_shard: dp_mesh_dims names axes of the mesh, but this mesh has no names. "
-            "Build the mesh with init_device_mesh(..., mesh_dim_names=(...))."
-        )
-    asked = (*dims.shard_names, *dims.replicate_names)
-    for name in asked:
-        if name not in names:
-            raise ValueError(
-                f"fully_shard: dp_mesh_dims names the axis '{name}', but the mesh has the axes {names}. Pass names of "
-                "these axes."
-            )
-    if len(set(asked)) < len(asked):
-        raise ValueError(f"fully_shard: dp_mesh_dims names an axis twice: {dims}. Name each axis once.")
-    return names
-
-
-def _flat(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh:
-    """The axes ``names`` of ``mesh`` as one axis."""
-    return mesh[names[0]] if len(names) == 1 else _torch.flattened_mesh(mesh[tuple(names)], "_".join(names))

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from fsdp2.core.sizes import text_of
+from fsdp2.extras.sizes import text_of
 from fsdp2.optim.matrices.regions import Placed
 from fsdp2.optim.matrices.rules import Box, MatrixRule
 

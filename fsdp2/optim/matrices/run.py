@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp2.core import _torch
-from fsdp2.core.sizes import nbytes_of
 from fsdp2.extras import torch_names
+from fsdp2.extras.sizes import nbytes_of
 from fsdp2.optim.matrices.circles import Circle, agreed, check_alike, circles_of, told
 from fsdp2.optim.matrices.domains import Copies, Domain, Subject, domains_of, subject_of
 from fsdp2.optim.matrices.exchange import Message, Source, send_results, send_shards, stacked, take_results

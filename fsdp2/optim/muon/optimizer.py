@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn, optim
 
 from fsdp2.core.runtime import door
-from fsdp2.core.sizes import nbytes_of
 from fsdp2.extras import torch_names
 from fsdp2.extras.plain_names import without
+from fsdp2.extras.sizes import nbytes_of
 from fsdp2.optim.matrices import Matrix, MatrixRule, WholeMatrices, whole_matrices
 from fsdp2.optim.matrices.domains import Copies, subject_of
 from fsdp2.optim.matrices.run import DEFAULT_BUCKET_NBYTES, Rule, Run
