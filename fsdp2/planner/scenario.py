@@ -11,10 +11,10 @@ import torch
 from fsdp2.core.schedule.schedule import AfterForward, UnitRules
 from fsdp2.core.types import MixedPrecisionPolicy
 from fsdp2.planner.groups import Axes, GroupCost, Wire, group_cost
-from fsdp2.planner.machine import Machine, all_reduce, gather, ranks_of
+from fsdp2.planner.machine import Machine, all_reduce, ranks_of
 from fsdp2.planner.memory import Held
 from fsdp2.planner.simulate import Accelerator, CallCost, StepTime, steady_step
-from fsdp2.planner.work import Checkpointing, Exchange, Param, UnitWork, Work
+from fsdp2.planner.work import Checkpointing, Param, UnitWork, Work
 
 ALLOCATOR_SHARE = 1.124  # reserved per byte held: calibrated on one published row, docs/scale.md
 FP8_CAST_NBYTES = 5  # per element of an operand: bf16 read for the magnitude, bf16 read again, fp8 written
@@ -96,8 +96,6 @@ class Scenario:
         mp_policy: the policy of units; None is that of ``precision``.
         ignored: parameters that stay whole on each rank, as ``buffers_nbytes`` do.
         fp8: whether the blocks' products with weights run in fp8.
-        async_tp: tensor parallelism overlaps transfers with products where it can, and hides this share of them;
-            None means that transfers and products alternate.
     """
 
     machine: Machine
@@ -115,7 +113,6 @@ class Scenario:
     kernels: Kernels = Kernels.COMPILED
     fp8: bool = False
     tensor_parallel: int = 1
-    async_tp: float | None = None
 
     @property
     def distinct(self) -> tuple[UnitWork, ...]:
@@ -235,10 +232,6 @@ def _group_cost(scenario: Scenario, params: tuple[Param, ...], wire: Wire) -> Gr
 
 
 def _call_cost(scenario: Scenario, work: UnitWork, unit: int) -> CallCost:
-    forward, backward = (
-        sum(_exchange_seconds(scenario, each, is_block=work.is_block) for each in exchanges)
-        for exchanges in work.exchanges
-    )
     is_fused = work.is_block and scenario.kernels is Kernels.COMPILED
     return CallCost(
         unit,
@@ -249,24 +242,9 @@ def _call_cost(scenario: Scenario, work: UnitWork, unit: int) -> CallCost:
         left_nbytes=work.left_nbytes,
         has_backward=work.has_backward,
         hands_on=work.hands_on,
-        forward_fixed=forward,
-        backward_fixed=backward,
+        forward_fixed=work.sent_s[0],
+        backward_fixed=work.sent_s[1],
     )
-
-
-def _exchange_seconds(scenario: Scenario, exchange: Exchange, *, is_block: bool) -> float:
-    """The time that an exchange along the sequence adds to compute: the transfer, and a copy, since the sequence is not
-    the first dim. Async TP overlaps a share of the transfer with the parts of a product, which are slower than the
-    whole, and sums what arrives in a separate kernel."""
-    machine, size = scenario.machine, scenario.tensor_parallel
-    in_fp8 = scenario.fp8 and is_block
-    nbytes = exchange.numel * (1 if exchange.gathers and in_fp8 else 2)
-    transfer = gather(machine, ranks_of(size, 1, machine.node_size), nbytes).alone
-    if scenario.async_tp is None or not (is_block and exchange.product):
-        return transfer + 2 * nbytes / machine.copy_bandwidth
-    product = exchange.product / (machine.peak_fp8() if in_fp8 else machine.bf16_flops) / machine.utilisation
-    summed = 0.0 if exchange.gathers else nbytes * (1 + 1 / size) / machine.copy_bandwidth
-    return transfer - scenario.async_tp * min(transfer, product) + summed
 
 
 def _seconds(scenario: Scenario, work: Work, *, is_block: bool) -> float:

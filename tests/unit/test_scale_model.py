@@ -21,6 +21,7 @@ from tests.harness.distributed import RankContext
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from scale import gloo
 from scale.pipeline import Pipeline, simulate_stages
+from scale.tensor_parallel import Exchange, TensorParallel
 from scale.workload import (
     HEAD_DIM,
     LLAMA_8B,
@@ -50,7 +51,7 @@ from fsdp2.planner.memory import Held
 from fsdp2.planner.queues import Op, Queues, Stream, run
 from fsdp2.planner.scenario import Choice, Scenario, simulate
 from fsdp2.planner.simulate import Accelerator, CallCost, StepTime, steady_step
-from fsdp2.planner.work import Exchange, UnitWork, Work
+from fsdp2.planner.work import UnitWork, Work
 
 KEEP, SMALLER = AfterForward.KEEP, AfterForward.RESHARD_TO_SMALLER_MESH
 # Round figures: a second per byte sent, unless said otherwise.
@@ -260,8 +261,9 @@ def _exchanging(*exchanges: Exchange, async_tp: float | None = None) -> float:
     """Seconds that ``exchanges`` add to a forward: gathers take a second per 400 bytes, copies one per 100."""
     machine = replace(PLAIN, copy_bandwidth=100.0, in_node=Link(400.0, 0.0), bf16_flops=1.0, utilisation=1.0)
     second = Work(linear=1.0)
-    unit = UnitWork("block", (), second, Work(), 0.0, 0.0, exchanges=(exchanges, ()), is_block=True)
-    found = simulate(Scenario(machine, (unit,), 1, 64, Choice("fsdp"), tensor_parallel=8, async_tp=async_tp))
+    sent = TensorParallel(machine, 8, async_tp=async_tp).seconds(exchanges, is_block=True)
+    unit = UnitWork("block", (), second, Work(), 0.0, 0.0, sent_s=(sent, 0.0), is_block=True)
+    found = simulate(Scenario(machine, (unit,), 1, 64, Choice("fsdp"), tensor_parallel=8))
     return found.time.step - 1
 
 
