@@ -7,12 +7,14 @@ what they compute; ``candidates`` compares the ways to shard them, ``code`` writ
 ``choose_units`` shards a model by it.
 """
 
-from fsdp2.planner.candidates import Candidate, Plan, Workload, plan
+from fsdp2.planner.candidates import plan
 from fsdp2.planner.checkpointing import recompute
 from fsdp2.planner.choose_units import AutoShard, auto_shard
+from fsdp2.planner.groups import placement_for
 from fsdp2.planner.machine import Contention, Link, Machine
 from fsdp2.planner.machines import MACHINES
-from fsdp2.planner.placement import placement_for
+from fsdp2.planner.plans import Candidate, Plan
+from fsdp2.planner.workload import Workload
 
 __all__ = [
     "MACHINES",

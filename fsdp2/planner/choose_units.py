@@ -18,14 +18,15 @@ from fsdp2.core.types import CPUOffloadPolicy
 from fsdp2.extras.output import progress
 from fsdp2.extras.policies import as_ours
 from fsdp2.planner.blocks import Units
-from fsdp2.planner.candidates import Candidate, Plan, Workload, checked_inputs, compare
+from fsdp2.planner.candidates import checked_inputs, compare
 from fsdp2.planner.checkpointing import recompute
-from fsdp2.planner.groups import Wire
+from fsdp2.planner.groups import placement_for
 from fsdp2.planner.machine import Machine
 from fsdp2.planner.machines import MACHINES
 from fsdp2.planner.measure import device_name
-from fsdp2.planner.placement import placement_for
+from fsdp2.planner.plans import Candidate, Plan
 from fsdp2.planner.scenario import Choice, Precision
+from fsdp2.planner.workload import Workload
 
 _NO_PREFETCH_LISTS = (
     "no prefetch lists: each unit prefetches the next one of the last forward, and to look further ahead gains next to "
@@ -178,7 +179,7 @@ def auto_shard(
     def compared(*, offloads: bool) -> Plan:
         def is_allowed(choice: Choice) -> bool:
             is_on_one_mesh = choice.after_forward is not AfterForward.RESHARD_TO_SMALLER_MESH
-            return is_on_one_mesh and choice.wire is Wire.BF16 and choice.offloads == offloads
+            return is_on_one_mesh and choice.is_exact and choice.offloads == offloads
 
         return compare(
             model,

@@ -6,11 +6,14 @@ Ranks hold equal parts, so all ranks have the same plan. Plans are compiled once
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache
 
 import torch
+from torch import nn
+from torch.distributed.tensor import Shard
 
 from fsdp2.core.comm.backends import CollectiveComm, LocalComm
 from fsdp2.core.plan.dtypes import ParamDtypes, param_dtypes
@@ -27,8 +30,20 @@ from fsdp2.core.plan.plan import (
 )
 from fsdp2.core.types import MixedPrecisionPolicy
 from fsdp2.planner.machine import Machine, Ranks, Transfer, all_reduce, gather
-from fsdp2.planner.placement import shard_dim
 from fsdp2.planner.work import Param
+
+
+def shard_dim(shape: tuple[int, ...], num_shards: int) -> int:
+    """The first dim, unless it has fewer rows than there are shards and another dim has enough, as with stacked
+    experts, where sharding the first dim would send padding."""
+    if shape and shape[0] < num_shards:
+        return next((dim for dim, size in enumerate(shape) if size >= num_shards), 0)
+    return 0
+
+
+def placement_for(num_shards: int) -> Callable[[nn.Parameter], Shard]:
+    """The ``shard_placement_fn`` that shards each parameter along :func:`shard_dim`."""
+    return lambda param: Shard(shard_dim(tuple(param.shape), num_shards))
 
 
 class Wire(Enum):

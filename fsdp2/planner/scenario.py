@@ -17,6 +17,11 @@ from fsdp2.planner.simulate import Accelerator, CallCost, StepTime, steady_step
 from fsdp2.planner.work import Checkpointing, Param, UnitWork, Work
 
 ALLOCATOR_SHARE = 1.124  # reserved per byte held: calibrated on one published row, docs/scale.md
+_AFTER = {
+    AfterForward.RESHARD: "reshard",
+    AfterForward.KEEP: "keep",
+    AfterForward.RESHARD_TO_SMALLER_MESH: "reshard to node",
+}
 FP8_CAST_NBYTES = 5  # per element of an operand: bf16 read for the magnitude, bf16 read again, fp8 written
 
 
@@ -73,7 +78,6 @@ class Choice:
         offloads: whether shards, gradients and optimizer are in host memory.
     """
 
-    name: str
     shard_size: int | None = None
     after_forward: AfterForward = AfterForward.RESHARD
     wire: Wire = Wire.BF16
@@ -81,6 +85,31 @@ class Choice:
     checkpointing: Checkpointing = Checkpointing.NONE
     num_kept: int = 0
     offloads: bool = False
+
+    @property
+    def name(self) -> str:
+        parts = [self.sharding, self.between_passes]
+        if self.checkpointing is not Checkpointing.NONE:
+            parts.append(f"{self.checkpointing.value} checkpointing")
+        if self.wire is Wire.FP8:
+            parts.append("fp8 gathers")
+        if self.offloads:
+            parts.append("offload")
+        return ", ".join(parts)
+
+    @property
+    def sharding(self) -> str:
+        return f"HSDP {self.shard_size}" if self.shard_size else "FSDP"
+
+    @property
+    def between_passes(self) -> str:
+        """What happens to blocks between forward and backward."""
+        return f"keep last {self.num_kept}" if self.num_kept else _AFTER[self.after_forward]
+
+    @property
+    def is_exact(self) -> bool:
+        """Rounding on the wire changes what is learned, so it is never recommended."""
+        return self.wire is Wire.BF16
 
 
 @dataclass(frozen=True)

@@ -286,7 +286,7 @@ NESTED: dict[str, Callable[[], nn.Module]] = {
 def test_the_code_makes_the_units_that_were_found(ctx: RankContext, kind: str) -> None:
     model = NESTED[kind]()
     found = find_units(model)
-    _shard_by_code(model, Choice("FSDP"))
+    _shard_by_code(model, Choice())
     assert set(units(model)) == {"", *found.block_paths, *found.large}
 
 
@@ -294,7 +294,7 @@ def test_the_code_makes_the_units_that_were_found(ctx: RankContext, kind: str) -
 @distributed(2)
 def test_the_code_that_reshards_to_a_node_runs_on_fewer_ranks(ctx: RankContext, node_size: int) -> None:
     model = language_model()
-    _shard_by_code(model, Choice("FSDP", after_forward=AfterForward.RESHARD_TO_SMALLER_MESH), node_size)
+    _shard_by_code(model, Choice(after_forward=AfterForward.RESHARD_TO_SMALLER_MESH), node_size)
     assert trains_alike(model)
 
 

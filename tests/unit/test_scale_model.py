@@ -69,7 +69,7 @@ PLAIN = Machine(
     launch_latency=0.0,
     channels=16,
 )
-FSDP = Choice("fsdp")
+FSDP = Choice()
 
 
 @pytest.mark.parametrize(
@@ -263,7 +263,7 @@ def _exchanging(*exchanges: Exchange, async_tp: float | None = None) -> float:
     second = Work(linear=1.0)
     sent = TensorParallel(machine, 8, async_tp=async_tp).seconds(exchanges, is_block=True)
     unit = UnitWork("block", (), second, Work(), 0.0, 0.0, sent_s=(sent, 0.0), is_block=True)
-    found = simulate(Scenario(machine, (unit,), 1, 64, Choice("fsdp"), tensor_parallel=8))
+    found = simulate(Scenario(machine, (unit,), 1, 64, Choice(), tensor_parallel=8))
     return found.time.step - 1
 
 
