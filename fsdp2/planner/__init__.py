@@ -1,10 +1,10 @@
 """Plans how to shard a model: predicts what a step on N GPUs costs before it runs.
 
 From the bottom up: ``machine`` models the cost of a collective, ``work`` what a unit computes, ``groups`` what a
-compiled plan sends, ``queues`` when operations on streams run, ``memory`` what is held, ``simulate`` what the runtime
-enqueues for each action of the schedule; ``scenario`` combines them. ``blocks`` finds the units of a model, ``observe``
-what they compute; ``candidates`` compares the ways to shard them, ``code`` writes code for the chosen one, and
-``choose_units`` shards a model by it.
+compiled plan sends, ``queues`` when operations on streams run, ``simulate`` what the runtime enqueues and holds for
+each action of the schedule; ``scenario`` combines them. ``blocks`` finds the units of a model, ``observe`` what they
+compute for a ``workload``; ``candidates`` compares the ways to shard them in one of ``plans``, ``code`` writes code for
+the chosen one, and ``choose_units`` shards a model by it.
 """
 
 from fsdp2.planner.candidates import plan

@@ -12,8 +12,7 @@ from fsdp2.core.schedule.schedule import AfterForward, UnitRules
 from fsdp2.core.types import MixedPrecisionPolicy
 from fsdp2.planner.groups import Axes, GroupCost, Wire, group_cost
 from fsdp2.planner.machine import Machine, all_reduce, ranks_of
-from fsdp2.planner.memory import Held
-from fsdp2.planner.simulate import Accelerator, CallCost, StepTime, steady_step
+from fsdp2.planner.simulate import Accelerator, CallCost, Held, StepTime, steady_step
 from fsdp2.planner.work import Checkpointing, Param, UnitWork, Work
 
 ALLOCATOR_SHARE = 1.124  # reserved per byte held: calibrated on one published row, docs/scale.md
@@ -28,8 +27,6 @@ FP8_CAST_NBYTES = 5  # per element of an operand: bf16 read for the magnitude, b
 class Precision(Enum):
     """The dtype of compute: all-gathers and products use it; gradients are summed in fp32."""
 
-    __hash__ = object.__hash__
-
     BF16 = "bf16"
     FP32 = "fp32"
 
@@ -41,8 +38,6 @@ class Precision(Enum):
 
 class Optimizer(Enum):
     """The kind of optimizer."""
-
-    __hash__ = object.__hash__
 
     ADAMW = "adamw"
     MOMENTUM = "sgd with momentum"
@@ -61,8 +56,6 @@ class Optimizer(Enum):
 
 class Kernels(Enum):
     """Whether blocks run under ``torch.compile``."""
-
-    __hash__ = object.__hash__
 
     EAGER = "eager"
     COMPILED = "compiled"

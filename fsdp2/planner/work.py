@@ -16,8 +16,6 @@ class Checkpointing(Enum):
     """Which activations are recomputed in backward. ``SELECTIVE`` keeps attention and every second matrix product, as
     torchtitan does. No choice gathers parameters again: a block that recomputes has been gathered for backward."""
 
-    __hash__ = object.__hash__
-
     NONE = "none"
     SELECTIVE = "selective"
     FULL = "full"

@@ -33,8 +33,8 @@ from fsdp2.optim.host_adamw.jobs import observe_host_steps
 from fsdp2.planner.choose_units import AutoShard
 from fsdp2.planner.machines import MACHINES
 from fsdp2.planner.measure import device_name
-from fsdp2.planner.memory import Held
 from fsdp2.planner.plans import Plan
+from fsdp2.planner.simulate import Held
 from fsdp2.report import files
 from fsdp2.report.data import RankRecord, RankStep, UnitInfo, report_data
 from fsdp2.report.held import HeldBytes

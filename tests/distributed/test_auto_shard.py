@@ -27,8 +27,8 @@ from fsdp2.planner.code import code_for
 from fsdp2.planner.machine import Link, gather, ranks_of
 from fsdp2.planner.machines import MACHINES, fields_of, machine_from
 from fsdp2.planner.measure import _between, measure
-from fsdp2.planner.memory import Held
 from fsdp2.planner.scenario import Choice, Precision
+from fsdp2.planner.simulate import Held
 from fsdp2.planner.work import Checkpointing
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.golden import texts_beside

@@ -25,11 +25,10 @@ from fsdp2.planner.candidates import ABOUT_AS_FAST
 from fsdp2.planner.groups import Wire, shard_dim
 from fsdp2.planner.machine import Contention, Link, ranks_of
 from fsdp2.planner.machines import H100, MACHINES, fields_of, machine_by_name, machine_from
-from fsdp2.planner.memory import Held
 from fsdp2.planner.observe import ModelWork
 from fsdp2.planner.plans import Candidate, Plan, table
 from fsdp2.planner.scenario import Scenario
-from fsdp2.planner.simulate import StepTime
+from fsdp2.planner.simulate import Held, StepTime
 from fsdp2.planner.work import Checkpointing, UnitWork
 from fsdp2.planner.workload import Workload, observed
 from tests.harness.golden import texts_beside

@@ -47,10 +47,9 @@ from fsdp2.planner.machine import (
     ranks_of,
 )
 from fsdp2.planner.machines import H100
-from fsdp2.planner.memory import Held
 from fsdp2.planner.queues import Op, Queues, Stream, run
 from fsdp2.planner.scenario import Choice, Scenario, simulate
-from fsdp2.planner.simulate import Accelerator, CallCost, StepTime, steady_step
+from fsdp2.planner.simulate import Accelerator, CallCost, Held, StepTime, steady_step
 from fsdp2.planner.work import UnitWork, Work
 
 KEEP, SMALLER = AfterForward.KEEP, AfterForward.RESHARD_TO_SMALLER_MESH
