@@ -28,11 +28,6 @@ from fsdp2.planner.plans import Candidate, Plan
 from fsdp2.planner.scenario import Choice, Precision
 from fsdp2.planner.workload import Workload
 
-_NO_PREFETCH_LISTS = (
-    "no prefetch lists: each unit prefetches the next one of the last forward, and to look further ahead gains next to "
-    "nothing"
-)
-
 
 @dataclass(frozen=True)
 class AutoShard:
@@ -71,7 +66,11 @@ class AutoShard:
         for other in self.plan.choices:
             if other.choice.num_kept == 0 and other is not self.applied:
                 lines.append(f"not {other.choice.name}: {self._why_not(other)}")
-        return "\n".join([*lines, _NO_PREFETCH_LISTS])
+        lines.append(
+            "no prefetch lists: each unit prefetches the next one of the last forward, and to look further ahead gains "
+            "next to nothing"
+        )
+        return "\n".join(lines)
 
     def _other_machine(self) -> list[str]:
         if self.plan.machine.is_made_of(self.device):
@@ -158,6 +157,23 @@ def auto_shard(
         return shard_by_policy(model, policy, **options)
     if workload is None:
         raise TypeError("auto_shard: budget needs workload, such as fsdp2.planner.Workload(batch=2, sequence=8192).")
+    _check_options(model, options)
+    mesh = options["mesh"] = default_mesh() if options.get("mesh") is None else options["mesh"]
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"auto_shard: mesh is {mesh!r}, expected a DeviceMesh.")
+    machine, limit = checked_inputs("auto_shard", machine, workload, budget, mesh.size())
+    options["mp_policy"] = as_ours(options.get("mp_policy", Precision(workload.precision).policy))
+    found = _compared(model, machine, workload, limit, options)
+    assert found.recommended is not None  # otherwise it would have raised
+    num_shards = found.recommended.choice.shard_size or mesh.size()
+    options.setdefault("shard_placement_fn", placement_for(num_shards))
+    sharded: Any = _apply(model, found.units, found.recommended.choice, options)
+    for path in found.caches:
+        sharded.get_submodule(path).config.use_cache = False
+    return AutoShard(sharded, found, device_name(mesh_device(mesh)))
+
+
+def _check_options(model: nn.Module, options: dict[str, Any]) -> None:
     unknown = sorted(options.keys() - inspect.signature(fully_shard).parameters.keys())
     if unknown:
         raise TypeError(f"auto_shard: fully_shard has no option {', '.join(unknown)}.")
@@ -165,16 +181,15 @@ def auto_shard(
         raise TypeError("auto_shard: budget chooses reshard_after_forward. Drop one of the two.")
     if not isinstance(model, nn.Module):
         raise TypeError(f"auto_shard: model is {model!r}, expected an nn.Module.")
-    if options.get("mesh") is None:
-        options["mesh"] = default_mesh()
-    if not isinstance(options["mesh"], DeviceMesh):
-        raise TypeError(f"auto_shard: mesh is {options['mesh']!r}, expected a DeviceMesh.")
-    shard_size = _shard_size(options["mesh"])
-    machine, limit = checked_inputs("auto_shard", machine, workload, budget, options["mesh"].size())
-    options["mp_policy"] = as_ours(options.get("mp_policy", Precision(workload.precision).policy))
-    offloads = isinstance(as_ours(options.get("offload_policy")), CPUOffloadPolicy)
-    if offloads:
-        machine.to_host()  # raises if the machine has no such figure
+
+
+def _compared(model: nn.Module, machine: Machine, workload: Workload, limit: int, options: dict[str, Any]) -> Plan:
+    """Compare the choices that ``options`` leave open.
+
+    Raises:
+        ValueError: none fits; the model's dtype is not that of the workload.
+    """
+    mesh = options["mesh"]
 
     def compared(*, offloads: bool) -> Plan:
         def is_allowed(choice: Choice) -> bool:
@@ -185,14 +200,17 @@ def auto_shard(
             model,
             machine,
             workload,
-            num_gpus=options["mesh"].size(),
+            num_gpus=mesh.size(),
             limit=limit,
-            shard_sizes=[shard_size],
+            shard_sizes=[mesh.size(1) if mesh.ndim == 2 else None],
             is_allowed=is_allowed,
             ignored=options.get("ignored_params") or (),
             mp_policy=options["mp_policy"],
         )
 
+    offloads = isinstance(as_ours(options.get("offload_policy")), CPUOffloadPolicy)
+    if offloads:
+        machine.to_host()  # raises if the machine has no such figure
     found = compared(offloads=offloads)
     if found.built_in != found.sharded_in:
         raise ValueError(
@@ -205,16 +223,7 @@ def auto_shard(
         fits_offloaded = may_offload and compared(offloads=True).recommended is not None
         remedy = " With offload_policy=fsdp2.CPUOffloadPolicy(), it fits." if fits_offloaded else ""
         raise ValueError(f"auto_shard: {found.why_nothing_fits()}{remedy}")
-    options.setdefault("shard_placement_fn", placement_for(shard_size or options["mesh"].size()))
-    sharded: Any = _apply(model, found.units, found.recommended.choice, options)
-    for path in found.caches:
-        sharded.get_submodule(path).config.use_cache = False
-    return AutoShard(sharded, found, device_name(mesh_device(options["mesh"])))
-
-
-def _shard_size(mesh: DeviceMesh) -> int | None:
-    """The size of the shard axis for HSDP; None for FSDP."""
-    return mesh.size(1) if mesh.ndim == 2 else None
+    return found
 
 
 def _apply(model: nn.Module, units: Units, choice: Choice, options: dict[str, Any]) -> FSDPModule:
