@@ -60,7 +60,7 @@ def run(subject: Subject, num_gpus: int, choice: Choice, tokens: int = 8192) -> 
     """None where the GPUs do not divide into replicas of the size that the choice asks for."""
     batch = Batch(tokens, seq_len=min(tokens, 8192), checkpointing=subject.checkpointing)
     subject_of = scenario(subject.machine, subject.model, batch, num_gpus, choice)
-    total, size, node = subject_of.data_parallel_size, choice.shard_size, subject.machine.node_size
+    total, size, node = num_gpus, choice.shard_size, subject.machine.node_size
     if choice.after_forward is AfterForward.RESHARD_TO_SMALLER_MESH and total <= node:
         return None
     return simulate(subject_of) if size is None or (total % size == 0 and total > size) else None

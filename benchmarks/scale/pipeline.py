@@ -53,6 +53,6 @@ def simulate_stages(microbatch: Scenario, pipeline: Pipeline) -> Result:
     return replace(
         one,
         time=time,
-        tokens_per_second=tokens / microbatch.tensor_parallel / pipeline.size / time.step,
+        tokens_per_second=tokens / pipeline.size / time.step,
         memory=memory,
     )

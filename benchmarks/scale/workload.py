@@ -13,10 +13,10 @@ from torch.nn import functional as F
 from fsdp2.planner.blocks import find_units
 from fsdp2.planner.machine import Machine
 from fsdp2.planner.observe import ModelWork, language_model_loss, observe
-from fsdp2.planner.scenario import Choice, Kernels, Scenario
+from fsdp2.planner.scenario import Choice, Kernels
 from fsdp2.planner.work import Checkpointing, UnitWork, Work
 
-from .tensor_parallel import Exchange, TensorParallel
+from .tensor_parallel import Exchange, ParallelScenario, TensorParallel
 
 HEAD_DIM = 128
 
@@ -62,7 +62,7 @@ def scenario(
     async_tp: float | None = None,
     kernels: Kernels = Kernels.COMPILED,
     wraps_large: bool = True,
-) -> Scenario:
+) -> ParallelScenario:
     """``model`` on ``num_gpus``, sharded by ``choice``. ``wraps_large``: embedding and head are units of their own."""
     shape, size = (batch.tokens // batch.seq_len, batch.seq_len), batch.tensor_parallel
     work = observed(model, *shape, size, wraps_large=wraps_large)
@@ -71,10 +71,10 @@ def scenario(
         parallel = TensorParallel(machine, size, fp8, async_tp)
         whole = observed(model, *shape, wraps_large=wraps_large).units(batch.checkpointing)
         units = tuple(_with_exchanges(*each, model, batch, parallel) for each in zip(units, whole, strict=True))
-    return Scenario(
+    return ParallelScenario(
         machine,
         units,
-        batch.tokens,
+        batch.tokens / size,
         num_gpus,
         choice,
         root=work.root,

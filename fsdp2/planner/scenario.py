@@ -21,7 +21,6 @@ _AFTER = {
     AfterForward.KEEP: "keep",
     AfterForward.RESHARD_TO_SMALLER_MESH: "reshard to node",
 }
-FP8_CAST_NBYTES = 5  # per element of an operand: bf16 read for the magnitude, bf16 read again, fp8 written
 
 
 class Precision(Enum):
@@ -111,18 +110,17 @@ class Scenario:
 
     Attributes:
         units: one for each call in the order of forward, without the root. Calls of one unit have one name.
-        tokens: the tokens of one GPU, or of a group of ``tensor_parallel`` GPUs.
+        tokens: the tokens of one GPU.
         root: the root's own parameters.
         members: all units in the order of the model, those that this forward does not use among them; without it, those
             of ``units``.
         mp_policy: the policy of units; None is that of ``precision``.
         ignored: parameters that stay whole on each rank, as ``buffers_nbytes`` do.
-        fp8: whether the blocks' products with weights run in fp8.
     """
 
     machine: Machine
     units: tuple[UnitWork, ...]
-    tokens: int
+    tokens: float
     num_gpus: int
     choice: Choice
     root: tuple[Param, ...] = ()
@@ -133,8 +131,6 @@ class Scenario:
     mp_policy: MixedPrecisionPolicy | None = None
     optimizer: Optimizer = Optimizer.ADAMW
     kernels: Kernels = Kernels.COMPILED
-    fp8: bool = False
-    tensor_parallel: int = 1
 
     @property
     def distinct(self) -> tuple[UnitWork, ...]:
@@ -145,19 +141,25 @@ class Scenario:
         return tuple(found.values())
 
     @property
-    def data_parallel_size(self) -> int:
-        return self.num_gpus // self.tensor_parallel
-
-    @property
     def axes(self) -> Axes:
-        """The axes of ranks: tensor parallelism uses neighbours, sharding comes next, replicas are furthest apart."""
-        tp, node, total = self.tensor_parallel, self.machine.node_size, self.data_parallel_size
+        """The axes of ranks: sharding uses neighbours, replicas are further apart."""
+        node, total = self.machine.node_size, self.num_gpus
         shard_size = min(self.choice.shard_size or total, total)
         resting = None
         if self.choice.after_forward is AfterForward.RESHARD_TO_SMALLER_MESH:
-            resting = ranks_of(min(node, shard_size), tp, node)
-        shard = ranks_of(shard_size, tp, node)
-        return Axes(shard, ranks_of(total // shard_size, tp * shard_size, node), resting)
+            resting = ranks_of(min(node, shard_size), 1, node)
+        return Axes(ranks_of(shard_size, 1, node), ranks_of(total // shard_size, shard_size, node), resting)
+
+    def is_fused(self, *, is_block: bool) -> bool:
+        """Whether the kernels between two products are one."""
+        return is_block and self.kernels is Kernels.COMPILED
+
+    def seconds(self, work: Work, *, is_block: bool) -> float:
+        """The time of ``work``: products run at their share of the peak, all other kernels at the rate of a copy."""
+        machine = self.machine
+        peak = machine.bf16_flops if self.precision is Precision.BF16 else machine.peak_fp32()
+        moved = work.fused_nbytes if self.is_fused(is_block=is_block) else work.moved_nbytes
+        return (work.linear + work.other) / peak / machine.utilisation + moved / machine.copy_bandwidth
 
 
 @dataclass(frozen=True)
@@ -201,7 +203,7 @@ def simulate(scenario: Scenario) -> Result:
     time = steady_step(device, machine.contention)
     return Result(
         time,
-        scenario.tokens / scenario.tensor_parallel / time.step,
+        scenario.tokens / time.step,
         sum(param.nbytes for param in scenario.ignored) + (0 if choice.offloads else params),
         updated * optimizer.num_states,
         updated,
@@ -213,7 +215,11 @@ def simulate(scenario: Scenario) -> Result:
 
 def accelerator(scenario: Scenario) -> Accelerator:
     """The device that runs ``scenario``."""
-    groups = {unit.name: _group_cost(scenario, unit.params, _wire(scenario, unit)) for unit in scenario.distinct}
+    wire = scenario.choice.wire
+    groups = {
+        unit.name: _group_cost(scenario, unit.params, wire if unit.is_block else Wire.BF16)
+        for unit in scenario.distinct
+    }
     root = _group_cost(scenario, scenario.root, Wire.BF16)
     updated = _updated_nbytes(scenario, [group for group in (root, *groups.values()) if group is not None])
     return Accelerator(
@@ -236,14 +242,8 @@ def _rules(scenario: Scenario) -> list[UnitRules]:
     choice, units = scenario.choice, scenario.distinct
     blocks = [index for index, unit in enumerate(units) if unit.is_block]
     kept = set(blocks[len(blocks) - choice.num_kept :])
-    rules = [UnitRules(after_forward=AfterForward.KEEP)]
-    for index in range(len(units)):
-        rules.append(UnitRules(after_forward=AfterForward.KEEP if index in kept else choice.after_forward))
-    return rules
-
-
-def _wire(scenario: Scenario, unit: UnitWork) -> Wire:
-    return scenario.choice.wire if unit.is_block else Wire.BF16
+    after = [AfterForward.KEEP if index in kept else choice.after_forward for index in range(len(units))]
+    return [UnitRules(after_forward=each) for each in (AfterForward.KEEP, *after)]
 
 
 def _group_cost(scenario: Scenario, params: tuple[Param, ...], wire: Wire) -> GroupCost | None:
@@ -254,12 +254,11 @@ def _group_cost(scenario: Scenario, params: tuple[Param, ...], wire: Wire) -> Gr
 
 
 def _call_cost(scenario: Scenario, work: UnitWork, unit: int) -> CallCost:
-    is_fused = work.is_block and scenario.kernels is Kernels.COMPILED
     return CallCost(
         unit,
-        forward=_seconds(scenario, work.forward, is_block=work.is_block),
-        backward=_seconds(scenario, work.backward, is_block=work.is_block),
-        saved_nbytes=work.saved_nbytes - work.unread_nbytes * is_fused,
+        forward=scenario.seconds(work.forward, is_block=work.is_block),
+        backward=scenario.seconds(work.backward, is_block=work.is_block),
+        saved_nbytes=work.saved_nbytes - work.unread_nbytes * scenario.is_fused(is_block=work.is_block),
         working_nbytes=work.working_nbytes,
         left_nbytes=work.left_nbytes,
         has_backward=work.has_backward,
@@ -267,21 +266,6 @@ def _call_cost(scenario: Scenario, work: UnitWork, unit: int) -> CallCost:
         forward_fixed=work.sent_s[0],
         backward_fixed=work.sent_s[1],
     )
-
-
-def _seconds(scenario: Scenario, work: Work, *, is_block: bool) -> float:
-    """The time of ``work``: products run at their share of the peak, all other kernels at the rate of a copy."""
-    machine = scenario.machine
-    half = scenario.precision is Precision.BF16
-    peak = machine.bf16_flops if half else machine.peak_fp32()
-    linear_peak, converted = peak, 0.0
-    if scenario.fp8 and is_block:
-        linear_peak = machine.peak_fp8()
-        converted = work.operand_numel * FP8_CAST_NBYTES
-    is_fused = is_block and scenario.kernels is Kernels.COMPILED
-    moved = work.fused_nbytes if is_fused else work.moved_nbytes
-    products = (work.linear / linear_peak + work.other / peak) / machine.utilisation
-    return products + (moved + converted) / machine.copy_bandwidth
 
 
 def _scales_seconds(scenario: Scenario) -> float:
