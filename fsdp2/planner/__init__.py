@@ -8,8 +8,7 @@ the chosen one, and ``choose_units`` shards a model by it.
 """
 
 from fsdp2.planner.candidates import plan
-from fsdp2.planner.checkpointing import recompute
-from fsdp2.planner.choose_units import AutoShard, auto_shard
+from fsdp2.planner.choose_units import AutoShard, auto_shard, recompute
 from fsdp2.planner.groups import placement_for
 from fsdp2.planner.machine import Contention, Link, Machine
 from fsdp2.planner.machines import MACHINES

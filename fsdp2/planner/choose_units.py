@@ -1,13 +1,17 @@
-"""``auto_shard``: choose the units by an FSDP1 wrap policy, or by what fits into a memory budget."""
+"""``auto_shard``: choose the units by an FSDP1 wrap policy, or by what fits into a memory budget. ``recompute``:
+activation checkpointing of one of them."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 from dataclasses import dataclass
 from typing import Any, overload
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fsdp2.core.api.fully_shard import fully_shard
 from fsdp2.core.api.module import FSDPModule
@@ -19,13 +23,13 @@ from fsdp2.extras.output import progress
 from fsdp2.extras.policies import as_ours
 from fsdp2.planner.blocks import Units
 from fsdp2.planner.candidates import checked_inputs, compare
-from fsdp2.planner.checkpointing import recompute
 from fsdp2.planner.groups import placement_for
 from fsdp2.planner.machine import Machine
 from fsdp2.planner.machines import MACHINES
 from fsdp2.planner.measure import device_name
 from fsdp2.planner.plans import Candidate, Plan
 from fsdp2.planner.scenario import Choice, Precision
+from fsdp2.planner.work import Checkpointing
 from fsdp2.planner.workload import Workload
 
 
@@ -238,3 +242,36 @@ def _apply(model: nn.Module, units: Units, choice: Choice, options: dict[str, An
             fully_shard(model.get_submodule(path), reshard_after_forward=reshards, **options)
             advance(1)
     return fully_shard(model, **options)
+
+
+def recompute(module: nn.Module, checkpointing: Checkpointing | str) -> None:
+    """Let ``module`` recompute activations in its backward. Call it before ``fully_shard``.
+
+    Args:
+        checkpointing: ``"full"`` keeps only the inputs of ``module``. ``"selective"`` also keeps attention and every
+            second matrix product; it counts only ``mm`` and ``addmm``. Batched and grouped products, such as those of
+            experts, run again. ``"none"`` changes nothing.
+
+    Raises:
+        ValueError: ``checkpointing`` is none of these.
+    """
+    kind = Checkpointing(checkpointing)
+    if kind is Checkpointing.NONE:
+        return
+    options: dict[str, Any] = {"use_reentrant": False}
+    if kind is Checkpointing.SELECTIVE:
+        options["context_fn"] = _selective_contexts
+    module.forward = functools.partial(checkpoint, module.forward, **options)
+
+
+def _selective_contexts() -> Any:
+    num_products = {False: 0, True: 0}  # in forward, and in recomputation
+
+    def policy(ctx: Any, function: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        keeps = "scaled_dot_product" in str(function)
+        if function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):  # without and with a bias
+            keeps = num_products[ctx.is_recompute] % 2 == 0
+            num_products[ctx.is_recompute] += 1
+        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)

@@ -13,7 +13,7 @@ from fsdp2.core.sizes import text_of, unit_of
 from fsdp2.core.types import DOCS
 from fsdp2.planner.blocks import Units
 from fsdp2.planner.code import code_for
-from fsdp2.planner.groups import Wire, shard_dim
+from fsdp2.planner.groups import shard_dim
 from fsdp2.planner.machine import Machine
 from fsdp2.planner.scenario import Choice, Precision, Result
 from fsdp2.planner.simulate import Held
@@ -265,42 +265,27 @@ def table(candidates: list[Candidate], recommended: Candidate | None, precision:
     def size(nbytes: float) -> str:
         return f"{nbytes / factor:.1f}"
 
-    def duration(seconds: float) -> str:
-        return f"{seconds * per_second:.3f}"
-
-    columns = (
-        "  shards|after forward|checkpointing|gathers|shards in|params|buffers|grads|optimizer|activations|unsharded|"
-        "reserved|host"
-    )
-    rows: list[tuple[str, ...]] = [
-        (*columns.split("|"), f"step {time_unit}", f"exposed {time_unit}", "tokens/s", "fits")
-    ]
-    for each in candidates:
+    def row(each: Candidate) -> dict[str, str]:
         choice, result = each.choice, each.result
-        at_least = ">" if choice.offloads else ""  # the optimizer's time on the host is added
-        rows.append(
-            (
-                f"{'*' if each is recommended else ' '} {choice.sharding}",
-                choice.between_passes,
-                choice.checkpointing.value,
-                precision if choice.wire is Wire.BF16 else choice.wire.value,
-                "host" if choice.offloads else "GPU",
-                *map(size, _held(each).values()),
-                size(result.host_nbytes) if choice.offloads else "-",
-                f"{at_least}{duration(result.time.step)}",
-                duration(result.time.exposed),
-                f"{'<' if choice.offloads else ''}{result.tokens_per_second:.0f}",
-                _fits(each, size),
-            )
-        )
+        return {
+            "  shards": f"{'*' if each is recommended else ' '} {choice.sharding}",
+            "after forward": choice.between_passes,
+            "checkpointing": choice.checkpointing.value,
+            "gathers": precision if choice.is_exact else choice.wire.value,
+            "shards in": "host" if choice.offloads else "GPU",
+            **{name: size(nbytes) for name, nbytes in _held(each).items()},
+            "host": size(result.host_nbytes) if choice.offloads else "-",
+            # The optimizer's time on the host is added.
+            f"step {time_unit}": f"{'>' if choice.offloads else ''}{result.time.step * per_second:.3f}",
+            f"exposed {time_unit}": f"{result.time.exposed * per_second:.3f}",
+            "tokens/s": f"{'<' if choice.offloads else ''}{result.tokens_per_second:.0f}",
+            "fits": _fits(each, size),
+        }
+
+    cells = [row(each) for each in candidates]
+    rows = [[*cells[0]], *([*each.values()] for each in cells)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(width) if i < 5 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
+    return ["  ".join([*map(str.ljust, each[:5], widths), *map(str.rjust, each[5:], widths[5:])]) for each in rows]
 
 
 def _held(candidate: Candidate) -> dict[str, float]:
