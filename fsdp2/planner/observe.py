@@ -120,9 +120,10 @@ def observe(
         with calls.watched():
             seen = _run(calls.outside, partial(_forward, model, made), given, loss)
         shared = calls.shared_storages()
-        kinds = [{each: kind.seen.unit(kind.path, each, shared) for each in Checkpointing} for kind in calls.kinds]
+        found = list(calls.kinds.values())
+        kinds = [{each: kind.seen.unit(kind.path, each, shared) for each in Checkpointing} for kind in found]
         rest = seen.unit("(outside of blocks)", Checkpointing.NONE, set())
-        saved = {key: nbytes for kind in calls.kinds for key, nbytes in kind.seen.saved.items() if key in shared}
+        saved = {key: nbytes for kind in found for key, nbytes in kind.seen.saved.items() if key in shared}
         shared_nbytes = sum(nbytes for key, nbytes in saved.items() if key not in seen.saved)
     if not kinds:
         raise ValueError(
@@ -256,9 +257,9 @@ class _Fakes:
         self.dtype = dtype
         self._made: dict[int, tuple[Tensor, Tensor]] = {}
         self.tensors = {
-            f"{path}.{name}" if path else name: self._like(tensor, is_cast=_is_cast(tensor))
+            f"{path}.{name}" if path else name: self._like(tensor, is_cast=is_param and tensor.is_floating_point())
             for path, module in model.named_modules()
-            for named in (module.named_parameters, module.named_buffers)
+            for is_param, named in ((True, module.named_parameters), (False, module.named_buffers))
             for name, tensor in named(recurse=False, remove_duplicate=False)
         }
         self.storages = set(map(_storage, self.tensors.values()))
@@ -274,11 +275,6 @@ class _Fakes:
     def inputs(self, given: Any) -> Any:
         """Fakes like ``given``, whose tensors may have values."""
         return map_tensors(lambda leaf: self._like(leaf, is_cast=leaf.is_floating_point()), given)
-
-
-def _is_cast(tensor: Tensor) -> bool:
-    """Whether mixed precision casts ``tensor``, which the model holds."""
-    return isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
 
 
 _numbers: dict[int, int] = {}  # by the address of a storage that is alive
@@ -315,12 +311,8 @@ class _Calls:
         self.found: list[Call] = []
         self.outside = _Counter(made)
         self._model, self._units, self._made = model, units, made
-        self._kinds: dict[Any, _Kind] = {}
+        self.kinds: dict[Any, _Kind] = {}  # by what they are called with
         self._given: dict[str, set[int]] = {}  # storages of each block's inputs
-
-    @property
-    def kinds(self) -> list[_Kind]:
-        return list(self._kinds.values())
 
     def shared_storages(self) -> set[int]:
         """The storages that were inputs of several blocks."""
@@ -348,10 +340,10 @@ class _Calls:
         leaves = find_tensors((args, kwargs), [])
         key = (structure, torch.is_grad_enabled(), *((leaf.shape, leaf.dtype, leaf.requires_grad) for leaf in leaves))
         self._given.setdefault(path, set()).update(map(_storage, leaves))
-        if key not in self._kinds:
-            self._kinds[key] = self._first_call(path, forward, (args, kwargs))
-        kind = self._kinds[key]
-        self._note(path, list(self._kinds).index(key), None, args, kwargs, kind.likes)
+        if key not in self.kinds:
+            self.kinds[key] = self._first_call(path, forward, (args, kwargs))
+        kind = self.kinds[key]
+        self._note(path, list(self.kinds).index(key), None, args, kwargs, kind.likes)
         differentiable = [leaf for leaf in find_tensors((kind.likes,), []) if leaf.requires_grad]
         # Without an input that needs a gradient, its own parameters need it.
         entries = [leaf for leaf in leaves if leaf.requires_grad] or [torch.empty((), requires_grad=True)]

@@ -136,7 +136,10 @@ class Accelerator:
             self.do(schedule.pre_backward(call.unit))
             if number == left[-1]:  # whose output is that of the root
                 self.do(schedule.pre_backward(0))
-            self._backward(call)
+            self._compute_backward(call)
+            memory.touch(Held.ACTIVATIONS, call.working_nbytes)
+            memory.add(Held.ACTIVATIONS, -call.saved_nbytes)
+            self._leave_grads(call.unit)
             uses[call.unit] -= 1
             if call.hands_on and number:
                 self.do(schedule.post_backward(call.unit, is_last_use=uses[call.unit] == 0))
@@ -153,12 +156,6 @@ class Accelerator:
                 self.performed.append((action, unit))
 
     # Compute
-
-    def _backward(self, call: CallCost) -> None:
-        self._compute_backward(call)
-        self.memory.touch(Held.ACTIVATIONS, call.working_nbytes)
-        self.memory.add(Held.ACTIVATIONS, -call.saved_nbytes)
-        self._leave_grads(call.unit)
 
     def _compute_backward(self, call: CallCost) -> None:
         label = f"backward {call.unit}"
