@@ -23,6 +23,7 @@ from fsdp2.core.plan.plan import (
     Origin,
     PlanInput,
     ReducePlan,
+    ReduceStep,
     Route,
     compile_gather,
     compile_reduces,
@@ -206,12 +207,7 @@ def _reduce_flights(machine: Machine, axes: Axes, plans: tuple[ReducePlan, ...])
         return ()
     reduced_nbytes = sum(plan.flat_numel * plan.dtypes.reduce.itemsize for plan in plans)
     nbytes = sum(step.layout.padded_numel * plan.dtypes.reduce.itemsize for plan in plans for step in plan.steps)
-    read = sum(
-        step.layout.numel * plan.dtypes.param.itemsize
-        for plan in plans
-        for step in plan.steps
-        if _is_copied(plan, step.route)
-    )
+    read = sum(step.layout.numel * plan.dtypes.param.itemsize for plan in plans for step in _copied(plan))
     copies = (read + sum(map(_sent_nbytes, plans))) / machine.copy_bandwidth
     average = 2 * reduced_nbytes / machine.copy_bandwidth
     scatter = Flight(gather(machine, axes.shard, nbytes, sum(len(plan.calls) for plan in plans)), copies)
@@ -222,13 +218,11 @@ def _reduce_flights(machine: Machine, axes: Axes, plans: tuple[ReducePlan, ...])
 
 def _sent_nbytes(plan: ReducePlan) -> int:
     """Bytes of the copies of gradients that are sent: padded buckets, and casts."""
-    sizes = [
-        step.layout.numel if step.route is Route.DIRECT else step.layout.padded_numel
-        for step in plan.steps
-        if _is_copied(plan, step.route)
-    ]
+    sizes = [step.layout.numel if step.route is Route.DIRECT else step.layout.padded_numel for step in _copied(plan)]
     return sum(sizes) * plan.dtypes.reduce.itemsize
 
 
-def _is_copied(plan: ReducePlan, route: Route) -> bool:
-    return route is not Route.DIRECT or (plan.dtypes.param is not plan.dtypes.reduce and plan.casts_first)
+def _copied(plan: ReducePlan) -> list[ReduceStep]:
+    """The gradients that are copied before they are sent, into a bucket or by a cast."""
+    is_cast = plan.dtypes.param is not plan.dtypes.reduce and plan.casts_first
+    return [step for step in plan.steps if is_cast or step.route is not Route.DIRECT]

@@ -14,7 +14,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -143,18 +143,21 @@ def observe(
 
 
 @contextmanager
-def _without_caches(model: nn.Module) -> Iterator[None]:
-    """Inside the block, ``use_cache`` is False in the configs of ``model``, since training needs no cache of keys and
-    values. An input of this name still overrides it."""
-    configs = cache_configs(model)
-    before = {path: config.use_cache for path, config in configs.items()}
+def _temporarily(name: str, value: Any, owners: Iterable[Any]) -> Iterator[None]:
+    """Inside the block, the attribute ``name`` of all ``owners`` is ``value``."""
+    before = [(owner, getattr(owner, name)) for owner in owners]
     try:
-        for config in configs.values():
-            config.use_cache = False
+        for owner, _ in before:
+            setattr(owner, name, value)
         yield
     finally:
-        for path, config in configs.items():
-            config.use_cache = before[path]
+        for owner, original in before:
+            setattr(owner, name, original)
+
+
+def _without_caches(model: nn.Module) -> AbstractContextManager[None]:
+    """Training needs no cache of keys and values. An input called ``use_cache`` still overrides the config."""
+    return _temporarily("use_cache", False, cache_configs(model).values())
 
 
 def cache_configs(model: nn.Module) -> dict[str, Any]:
@@ -167,19 +170,10 @@ def cache_configs(model: nn.Module) -> dict[str, Any]:
     return dict(found.values())
 
 
-@contextmanager
-def _masks_as_with_values() -> Iterator[None]:
+def _masks_as_with_values() -> AbstractContextManager[None]:
     """transformers cannot see from fake positions that no sequences are packed, and would make a mask for that."""
     masking, name = sys.modules.get("transformers.masking_utils"), "find_packed_sequence_indices"
-    original = getattr(masking, name, None)
-    if original is None:
-        yield
-        return
-    setattr(masking, name, lambda position_ids: None)
-    try:
-        yield
-    finally:
-        setattr(masking, name, original)
+    return _temporarily(name, lambda position_ids: None, [masking] if hasattr(masking, name) else [])
 
 
 class _FusedAttention(TorchFunctionMode):

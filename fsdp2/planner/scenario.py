@@ -199,7 +199,7 @@ def simulate(scenario: Scenario) -> Result:
     groups = [group for group in device.groups if group is not None]
     params, trainable = (sum(getattr(group, name) for group in groups) for name in ("shards_nbytes", "trained_nbytes"))
     on_host = params + trainable * (1 + optimizer.num_states) if choice.offloads else 0
-    updated = _updated_nbytes(scenario, groups)
+    updated = _updated_nbytes(scenario, device.groups)
     time = steady_step(device, machine.contention)
     return Result(
         time,
@@ -215,26 +215,24 @@ def simulate(scenario: Scenario) -> Result:
 
 def accelerator(scenario: Scenario) -> Accelerator:
     """The device that runs ``scenario``."""
-    wire = scenario.choice.wire
-    groups = {
-        unit.name: _group_cost(scenario, unit.params, wire if unit.is_block else Wire.BF16)
-        for unit in scenario.distinct
-    }
+    wires = {True: scenario.choice.wire, False: Wire.BF16}
     root = _group_cost(scenario, scenario.root, Wire.BF16)
-    updated = _updated_nbytes(scenario, [group for group in (root, *groups.values()) if group is not None])
+    groups = [root, *(_group_cost(scenario, unit.params, wires[unit.is_block]) for unit in scenario.distinct)]
+    numbers = {unit.name: number for number, unit in enumerate(scenario.distinct, 1)}
+    updated = _updated_nbytes(scenario, groups)
     return Accelerator(
-        [root, *groups.values()],
-        [_call_cost(scenario, unit, list(groups).index(unit.name) + 1) for unit in scenario.units],
+        groups,
+        [_call_cost(scenario, unit, numbers[unit.name]) for unit in scenario.units],
         _rules(scenario),
         shares_communicator=scenario.choice.shares_communicator,
         optimizer=updated * scenario.optimizer.num_moved / scenario.machine.copy_bandwidth + _scales_seconds(scenario),
     )
 
 
-def _updated_nbytes(scenario: Scenario, groups: Sequence[GroupCost]) -> int:
+def _updated_nbytes(scenario: Scenario, groups: Sequence[GroupCost | None]) -> int:
     """The bytes that the optimizer updates on the device."""
     whole = sum(param.nbytes for param in scenario.ignored if param.trainable)
-    return whole + (0 if scenario.choice.offloads else sum(group.trained_nbytes for group in groups))
+    return whole + (0 if scenario.choice.offloads else sum(group.trained_nbytes for group in groups if group))
 
 
 def _rules(scenario: Scenario) -> list[UnitRules]:
