@@ -20,23 +20,23 @@ from fsdp2.core.schedule.schedule import AfterForward
 from fsdp2.planner.groups import Wire
 from fsdp2.planner.machine import Algorithm, Contention, Link, Machine
 from fsdp2.planner.machines import H100, H200
-from fsdp2.planner.memory import Held
 from fsdp2.planner.scenario import Choice, Result, simulate
+from fsdp2.planner.simulate import Held
 
 NUM_GPUS = (8, 32, 128, 512, 1024, 2048, 4096, 8192, 16384)
-FSDP = Choice("FSDP")
-HSDP_64 = Choice("HSDP 64", shard_size=64)
+FSDP = Choice()
+HSDP_64 = Choice(shard_size=64)
 # What asks least first, in memory, settings and rounding: of those that are about as fast, the tables name the first.
-CHOICES = (
-    FSDP,
-    Choice("FSDP, own reduce group", shares_communicator=False),
-    HSDP_64,
-    Choice("HSDP 512", shard_size=512),
-    Choice("HSDP 8", shard_size=8),
-    Choice("FSDP, reshard to 8", after_forward=AfterForward.RESHARD_TO_SMALLER_MESH),
-    Choice("FSDP, no reshard", after_forward=AfterForward.KEEP),
-    Choice("FSDP, fp8 gathers", wire=Wire.FP8),
-)
+CHOICES = {
+    "FSDP": FSDP,
+    "FSDP, own reduce group": Choice(shares_communicator=False),
+    "HSDP 64": HSDP_64,
+    "HSDP 512": Choice(shard_size=512),
+    "HSDP 8": Choice(shard_size=8),
+    "FSDP, reshard to 8": Choice(after_forward=AfterForward.RESHARD_TO_SMALLER_MESH),
+    "FSDP, no reshard": Choice(after_forward=AfterForward.KEEP),
+    "FSDP, fp8 gathers": Choice(wire=Wire.FP8),
+}
 DRAWN = ("FSDP", "FSDP, own reduce group", "HSDP 64", "HSDP 8", "FSDP, no reshard")  # the others lie beside these
 ABOUT_AS_FAST = 1.02  # what the model can tell apart
 
@@ -60,7 +60,7 @@ def run(subject: Subject, num_gpus: int, choice: Choice, tokens: int = 8192) -> 
     """None where the GPUs do not divide into replicas of the size that the choice asks for."""
     batch = Batch(tokens, seq_len=min(tokens, 8192), checkpointing=subject.checkpointing)
     subject_of = scenario(subject.machine, subject.model, batch, num_gpus, choice)
-    total, size, node = subject_of.data_parallel_size, choice.shard_size, subject.machine.node_size
+    total, size, node = num_gpus, choice.shard_size, subject.machine.node_size
     if choice.after_forward is AfterForward.RESHARD_TO_SMALLER_MESH and total <= node:
         return None
     return simulate(subject_of) if size is None or (total % size == 0 and total > size) else None
@@ -69,8 +69,8 @@ def run(subject: Subject, num_gpus: int, choice: Choice, tokens: int = 8192) -> 
 def best(subject: Subject, results: Sequence[Result | None]) -> tuple[str, float | None]:
     """The first choice that is about as fast as the fastest of those that fit, and its step against compute alone."""
     fitting = {
-        choice.name: result.time
-        for choice, result in zip(CHOICES, results, strict=True)
+        name: result.time
+        for name, result in zip(CHOICES, results, strict=True)
         if result is not None and fits(subject, result)
     }
     if not fitting:
@@ -102,7 +102,6 @@ def gib(result: Result) -> str:
 def efficiency_table(
     name: str, title: str, first: str, subject: Subject, rows: dict[int, list[Result | None]], *, drawn: bool = True
 ) -> Table:
-    names = [choice.name for choice in CHOICES]
     cells = []
     for key, results in rows.items():
         shown = [percent(result) if result and fits(subject, result) else None for result in results]
@@ -110,7 +109,7 @@ def efficiency_table(
     return Table(
         name,
         title,
-        [first, *names, "choose", "step / alone"],
+        [first, *CHOICES, "choose", "step / alone"],
         cells,
         ratio="step / alone",
         noise=0.0,
@@ -120,11 +119,11 @@ def efficiency_table(
 
 def plain_table(name: str, title: str, rows: dict[int, list[Result | None]], figure: Figure) -> Table:
     cells = [[key, *(figure(result) if result else None for result in results)] for key, results in rows.items()]
-    return Table(name, title, ["GPUs", *(choice.name for choice in CHOICES)], cells, ratio=None)
+    return Table(name, title, ["GPUs", *CHOICES], cells, ratio=None)
 
 
 def tables_of(subject: Subject) -> list[Table]:
-    rows = {num_gpus: [run(subject, num_gpus, choice) for choice in CHOICES] for num_gpus in NUM_GPUS}
+    rows = {num_gpus: [run(subject, num_gpus, choice) for choice in CHOICES.values()] for num_gpus in NUM_GPUS}
     alone = next(result.time.compute for result in rows[NUM_GPUS[-1]] if result)
     where = f"{subject.model.name}, {subject.machine.name}, 8192 tokens per GPU"
     return [
@@ -146,18 +145,18 @@ def parts_table() -> Table:
     columns = ["", "parameters, optimizer", *(held.value for held in Held), "GiB at the peak"]
     rows = []
     for subject in SUBJECTS:
-        for choice in CHOICES:
+        for name, choice in CHOICES.items():
             result = run(subject, 1024, choice)
             if result is not None and choice.shares_communicator:  # else as FSDP
                 parts = [result.state_nbytes, *result.memory.values(), result.peak_nbytes]
-                rows.append([f"{subject.model.name}, {choice.name}", *(f"{nbytes / 2**30:.1f}" for nbytes in parts)])
+                rows.append([f"{subject.model.name}, {name}", *(f"{nbytes / 2**30:.1f}" for nbytes in parts)])
     return Table("parts", "GiB at the peak on 1024 GPUs, 8192 tokens per GPU", columns, rows, ratio=None)
 
 
 def tokens_table() -> Table:
     subject = SUBJECTS[0]
     counts = (512, 1024, 2048, 4096, 8192, 16384)
-    rows = {tokens: [run(subject, 1024, choice, tokens) for choice in CHOICES] for tokens in counts}
+    rows = {tokens: [run(subject, 1024, choice, tokens) for choice in CHOICES.values()] for tokens in counts}
     title = f"{subject.model.name} on 1024 GPUs, {subject.machine.name}: share of a step without communication, in %"
     return efficiency_table("tokens_8b", title, "tokens per GPU", subject, rows)
 

@@ -34,9 +34,8 @@ from fsdp2.core.schedule.schedule import AfterForward, UnitRules
 from fsdp2.extras.peers import PeerComm
 from fsdp2.planner.groups import Flight, GroupCost
 from fsdp2.planner.machine import Contention, Resource, Transfer
-from fsdp2.planner.memory import Held
 from fsdp2.planner.queues import Op, Stream
-from fsdp2.planner.simulate import Accelerator, CallCost, Reduction, StepTime, steady_step
+from fsdp2.planner.simulate import Accelerator, CallCost, Held, Reduction, StepTime, steady_step
 
 _DTYPES = ParamDtypes.uncast(torch.float32)
 
@@ -48,7 +47,7 @@ class Cpu(Accelerator):
     def _compute_backward(self, call: CallCost) -> None:
         half = call.backward / 2
         self._program(f"backward {call.unit}, first half", half)
-        self._make_room()
+        self._land(call.unit)
         self._program(f"backward {call.unit}", half)
 
     def _arrive(self, unit: int, group: GroupCost) -> None:
@@ -63,9 +62,6 @@ class Cpu(Accelerator):
     def _launch(self, stream: Stream, label: str, flight: Flight, *, own_communicator: bool = False) -> Op:
         self.queues.wait(stream, self._program(f"launch {label}", flight.before))
         return super()._launch(stream, label, Flight(flight.transfer), own_communicator=own_communicator)
-
-    def _order_gather(self) -> None:
-        """Nothing: the launch waits for the program."""
 
     def _release(self, nbytes: float) -> None:
         self.memory.add(Held.GROUPS, -nbytes)

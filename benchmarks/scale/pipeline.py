@@ -15,9 +15,8 @@ import math
 from dataclasses import dataclass, replace
 
 from fsdp2.core.schedule.schedule import AfterForward
-from fsdp2.planner.memory import Held
 from fsdp2.planner.scenario import Result, Scenario, simulate
-from fsdp2.planner.simulate import StepTime
+from fsdp2.planner.simulate import Held, StepTime
 
 GRAD_NBYTES = 4
 
@@ -54,6 +53,6 @@ def simulate_stages(microbatch: Scenario, pipeline: Pipeline) -> Result:
     return replace(
         one,
         time=time,
-        tokens_per_second=tokens / microbatch.tensor_parallel / pipeline.size / time.step,
+        tokens_per_second=tokens / pipeline.size / time.step,
         memory=memory,
     )

@@ -34,8 +34,8 @@ from fsdp2.planner.scenario import Choice, Kernels, Result, Scenario, simulate
 from .pipeline import Pipeline, simulate_stages
 from .workload import LLAMA_8B, LLAMA_70B, LLAMA_405B, Batch, Checkpointing, Llama, scenario
 
-_FSDP = Choice("FSDP", num_kept=1)
-_FSDP_FP8 = Choice("FSDP, fp8 gathers", wire=Wire.FP8, num_kept=1)
+_FSDP = Choice(num_kept=1)
+_FSDP_FP8 = Choice(wire=Wire.FP8, num_kept=1)
 _8B = Batch(2 * 8192)
 _70B = Batch(16 * 8192, checkpointing=Checkpointing.FULL, tensor_parallel=8)
 _405B = Batch(4 * 8192, checkpointing=Checkpointing.FULL, tensor_parallel=8)

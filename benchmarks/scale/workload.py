@@ -13,8 +13,10 @@ from torch.nn import functional as F
 from fsdp2.planner.blocks import find_units
 from fsdp2.planner.machine import Machine
 from fsdp2.planner.observe import ModelWork, language_model_loss, observe
-from fsdp2.planner.scenario import Choice, Kernels, Scenario
-from fsdp2.planner.work import Checkpointing, Exchange, UnitWork, Work
+from fsdp2.planner.scenario import Choice, Kernels
+from fsdp2.planner.work import Checkpointing, UnitWork, Work
+
+from .tensor_parallel import Exchange, ParallelScenario, TensorParallel
 
 HEAD_DIM = 128
 
@@ -60,18 +62,19 @@ def scenario(
     async_tp: float | None = None,
     kernels: Kernels = Kernels.COMPILED,
     wraps_large: bool = True,
-) -> Scenario:
+) -> ParallelScenario:
     """``model`` on ``num_gpus``, sharded by ``choice``. ``wraps_large``: embedding and head are units of their own."""
     shape, size = (batch.tokens // batch.seq_len, batch.seq_len), batch.tensor_parallel
     work = observed(model, *shape, size, wraps_large=wraps_large)
     units = work.units(batch.checkpointing)
     if size > 1:
+        parallel = TensorParallel(machine, size, fp8, async_tp)
         whole = observed(model, *shape, wraps_large=wraps_large).units(batch.checkpointing)
-        units = tuple(_with_exchanges(*each, model, batch) for each in zip(units, whole, strict=True))
-    return Scenario(
+        units = tuple(_with_exchanges(*each, model, batch, parallel) for each in zip(units, whole, strict=True))
+    return ParallelScenario(
         machine,
         units,
-        batch.tokens,
+        batch.tokens / size,
         num_gpus,
         choice,
         root=work.root,
@@ -79,7 +82,6 @@ def scenario(
         kernels=kernels,
         fp8=fp8,
         tensor_parallel=size,
-        async_tp=async_tp,
     )
 
 
@@ -96,7 +98,7 @@ def observed(
     return observe(built, units, inputs, loss, torch.bfloat16)
 
 
-def _with_exchanges(unit: UnitWork, whole: UnitWork, model: Llama, batch: Batch) -> UnitWork:
+def _with_exchanges(unit: UnitWork, whole: UnitWork, model: Llama, batch: Batch, parallel: TensorParallel) -> UnitWork:
     """What torchtitan's plan sends. Block: a gather before attention and feed-forward and a sum behind each, backward
     the other way round. What runs again sends all but the last sum. Head: a gather before it. ``whole``: the same unit
     without tensor parallelism."""
@@ -107,8 +109,8 @@ def _with_exchanges(unit: UnitWork, whole: UnitWork, model: Llama, batch: Batch)
         return Exchange(float(numel), gathers, product=2.0 * numel * num_features / size)
 
     if not unit.is_block:
-        sent = ((exchange(gathers=True),), (exchange(gathers=False),))
-        return replace(unit, exchanges=sent) if unit.forward.linear else unit
+        sent = [parallel.seconds([exchange(gathers=gathers)], is_block=False) for gathers in (True, False)]
+        return replace(unit, sent_s=tuple(sent)) if unit.forward.linear else unit
     forward = (
         exchange(model.dim + 2 * model.kv_dim, gathers=True),
         exchange(model.dim, gathers=False),
@@ -122,7 +124,7 @@ def _with_exchanges(unit: UnitWork, whole: UnitWork, model: Llama, batch: Batch)
         unit,
         forward=_casting_a_part(unit.forward, whole.forward, size),
         backward=_casting_a_part(unit.backward, whole.backward, size),
-        exchanges=(forward, again + backward),
+        sent_s=tuple(parallel.seconds(each, is_block=True) for each in (forward, again + backward)),
     )
 
 

@@ -118,7 +118,8 @@ def _stacks(module: nn.Module, path: str, enough: float, seen: set[nn.Module]) -
     children = {name: child for name, child in module.named_children() if _numel(child) and child not in seen}
     seen.update(children.values())
     if isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict)) and _numel(module) >= enough:
-        callable_ones = {name: child for name, child in children.items() if not _is_mere_container(child)}
+        containers = (nn.ModuleList, nn.ModuleDict)  # they have no forward of their own
+        callable_ones = {name: child for name, child in children.items() if not isinstance(child, containers)}
         entries = list(module.values() if isinstance(module, nn.ModuleDict) else module)
         # A single block that occurs several times is repeated, too.
         counts = Counter(structure(child) for child in entries if child in callable_ones.values())
@@ -129,11 +130,6 @@ def _stacks(module: nn.Module, path: str, enough: float, seen: set[nn.Module]) -
             return
     for name, child in children.items():
         yield from _stacks(child, f"{path}.{name}" if path else name, enough, seen)
-
-
-def _is_mere_container(module: nn.Module) -> bool:
-    """Whether ``module`` has no forward of its own."""
-    return isinstance(module, (nn.ModuleList, nn.ModuleDict))
 
 
 def _large(

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import logging
-import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from typing import Any
+from functools import partial
 
 import torch
 from torch import nn
@@ -19,202 +16,22 @@ from fsdp2.core.types import MixedPrecisionPolicy
 from fsdp2.extras.output import progress
 from fsdp2.extras.plain_names import inside_compiled, is_checkpoint_wrapper, plain_name, plain_named_modules
 from fsdp2.extras.sizes import nbytes_of, text_of
-from fsdp2.planner import words
-from fsdp2.planner.blocks import Units, find_units
-from fsdp2.planner.code import code_for
+from fsdp2.planner.blocks import find_units
 from fsdp2.planner.groups import Wire
 from fsdp2.planner.machine import Machine
 from fsdp2.planner.machines import machine_by_name
-from fsdp2.planner.observe import ModelWork, cache_configs, language_model_loss, observe, shard_dtype
-from fsdp2.planner.placement import shard_dim
-from fsdp2.planner.scenario import Choice, Kernels, Optimizer, Precision, Result, Scenario, simulate
+from fsdp2.planner.observe import ModelWork, cache_configs, shard_dtype
+from fsdp2.planner.plans import Candidate, Plan
+from fsdp2.planner.scenario import Choice, Kernels, Optimizer, Precision, Scenario, simulate
 from fsdp2.planner.work import Checkpointing
+from fsdp2.planner.workload import Workload, build, check_int, master_dtype, observed
 
 ABOUT_AS_FAST = 1.02  # smaller differences are within the model's accuracy
 USABLE_SHARE = 0.95  # of a GPU's and of the host's memory; the rest is for the driver, NCCL and the system
 SHARD_SIZES = (64, 512)  # of HSDP, besides a node
 MOST_GPUS = 2**17  # a plan's time grows with them, since it lists what each rank sends in fp8
 
-MASTER_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
 ModelOrBuilder = nn.Module | Callable[[], nn.Module]
-
-
-def _check_int(what: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{what} is {value!r}, expected an int.")
-
-
-@dataclass(frozen=True)
-class Workload:
-    """The work of each GPU in a step.
-
-    Attributes:
-        batch: sequences per GPU.
-        sequence: tokens per sequence.
-        optimizer: ``"adamw"``, ``"sgd with momentum"`` or ``"sgd"``.
-        precision: ``"bf16"`` gathers and computes in bf16, and reduces in fp32. ``"fp32"`` does everything in fp32.
-        kernels: ``"eager"``, or ``"compiled"`` for blocks under ``torch.compile``.
-        master_dtype: the dtype of trained shards, their gradients and the optimizer's states: ``"fp32"`` or
-            ``"bf16"``; None is the dtype that the model is built in.
-        inputs: makes the model's inputs, for models that do not take tokens of shape ``(batch, sequence)``: a
-            tensor, a tuple of arguments, or a dict of them by name. It runs under fake tensors.
-        loss: takes the model's output; None is cross-entropy of logits in fp32.
-    """
-
-    batch: int
-    sequence: int
-    optimizer: str = "adamw"
-    precision: str = "bf16"
-    kernels: str = "eager"
-    inputs: Callable[[], Any] | None = None
-    loss: Callable[[Any], torch.Tensor] | None = None
-    master_dtype: str | None = None
-
-    def __post_init__(self) -> None:
-        for name, kind in (("optimizer", Optimizer), ("precision", Precision), ("kernels", Kernels)):
-            allowed = [each.value for each in kind]
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"Workload: {name} is {getattr(self, name)!r}, expected one of {allowed}.")
-        if self.master_dtype not in (None, *MASTER_DTYPES):
-            raise ValueError(
-                f"Workload: master_dtype is {self.master_dtype!r}, expected one of {[*MASTER_DTYPES]}, or None."
-            )
-        for name, what in (("inputs", "that makes what the model is given"), ("loss", "of what the model returns")):
-            value = getattr(self, name)
-            if value is not None and not callable(value):
-                raise TypeError(f"Workload: {name} is a {type(value).__name__}, expected a function {what}.")
-        for name in ("batch", "sequence"):
-            _check_int(f"Workload: {name}", getattr(self, name))
-            if getattr(self, name) < 1:
-                raise ValueError(f"Workload: {name} is {getattr(self, name)}, expected at least 1.")
-
-    @property
-    def tokens(self) -> int:
-        return self.batch * self.sequence
-
-    def __str__(self) -> str:
-        return (
-            f"{self.batch} x {self.sequence} tokens per GPU, {self.optimizer}, {self.precision}, {self.kernels} kernels"
-        )
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """One way to shard, and its cost; all figures are per GPU.
-
-    Attributes:
-        choice: the way to shard.
-        result: step time and peak memory.
-        budget_nbytes: the memory that may be used.
-        host_budget_nbytes: the host memory of a node that may be used; None where it is not known.
-    """
-
-    choice: Choice
-    result: Result
-    budget_nbytes: int
-    host_budget_nbytes: int | None = None
-
-    @property
-    def fits(self) -> bool:
-        return self.result.reserved_nbytes <= self.budget_nbytes and not self.host_missing_nbytes
-
-    @property
-    def missing_nbytes(self) -> int:
-        """The memory that is missing on a GPU."""
-        return max(0, int(self.result.reserved_nbytes) - self.budget_nbytes)
-
-    @property
-    def host_missing_nbytes(self) -> int:
-        """The host memory that is missing on a node."""
-        return 0 if self.host_budget_nbytes is None else max(0, int(self.result.host_nbytes) - self.host_budget_nbytes)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The result of :func:`plan`; ``str()`` shows a table.
-
-    Attributes:
-        model: the name of the model's class.
-        num_params: elements of all parameters.
-        units: the modules that get their own ``fully_shard`` call.
-        shapes: the shapes of its parameters.
-        choices: all ways that were considered: those that fit first, by speed. The time of those that offload is not
-            known, so they come after the others.
-        recommended: the simplest of those that fit and are about as fast as the fastest; None if none fits.
-        enough_gpus: if none fits, the number of GPUs on which FSDP would, without offloading; None if there is none.
-        enough: if none fits, the largest batch with which one would, or, with a batch of 1, the longest sequences, up
-            to 1%; None if there is neither.
-        caches: paths of modules whose config has ``use_cache``, as in Hugging Face: ``code`` switches it off.
-        left_nbytes: what a forward leaves on a GPU until the step ends, in caches that the workload's inputs ask for,
-            or in attributes of modules. It counts as activations.
-        has_initializer: it has ``initialize_weights``, as in transformers: ``code`` calls it before it loads weights.
-        built_in, sharded_in: the dtypes of trained parameters, as the model is built, and of their shards.
-        host_budget_nbytes: the host memory of a node that may be used; None where it is not known.
-    """
-
-    model: str
-    num_params: int
-    units: Units
-    shapes: frozenset[tuple[int, ...]]
-    machine: Machine
-    num_gpus: int
-    workload: Workload
-    budget_nbytes: int
-    choices: tuple[Candidate, ...]
-    recommended: Candidate | None
-    enough_gpus: int | None = None
-    enough: Workload | None = None
-    caches: tuple[str, ...] = ()
-    left_nbytes: float = 0.0
-    has_initializer: bool = False
-    built_in: tuple[torch.dtype, ...] = ()
-    sharded_in: tuple[torch.dtype, ...] = ()
-    host_budget_nbytes: int | None = None
-
-    @cached_property
-    def smallest(self) -> Candidate:
-        """The choice that needs least GPU memory, of those that may be recommended and fit into host memory."""
-        return _smallest(self.choices)
-
-    @property
-    def code(self) -> str:
-        """Python that shards the model in the recommended way.
-
-        Raises:
-            ValueError: nothing fits; the message says by how much.
-        """
-        if self.recommended is None:
-            raise ValueError(self.why_nothing_fits())
-        choice = self.recommended.choice
-        num_shards = choice.shard_size or self.num_gpus
-        return code_for(
-            self.units,
-            choice,
-            self.machine,
-            Precision(self.workload.precision),
-            cuts_other_dims=any(shard_dim(shape, num_shards) > 0 for shape in self.shapes),
-            caches=self.caches,
-            has_initializer=self.has_initializer,
-            master_dtype=self.sharded_in[0] if self.built_in != self.sharded_in else None,
-        )
-
-    @property
-    def warnings(self) -> list[str]:
-        """Reasons why the figures are worse than they look, one line each; ``str()`` shows them, too."""
-        return words.warnings(self)
-
-    @property
-    def data(self) -> dict[str, Any]:
-        """The whole plan as plain data for JSON: bytes and seconds; ``choices`` in order, ``recommended`` by name."""
-        return words.as_data(self)
-
-    def why_nothing_fits(self) -> str:
-        """How much the smallest choice is too large, and what would fit."""
-        return words.why_nothing_fits(self)
-
-    def __str__(self) -> str:
-        return words.text_of_plan(self)
 
 
 def plan(
@@ -241,7 +58,7 @@ def plan(
         ValueError: the machine or the budget's unit is unknown; the budget is more than a GPU has; the model is sharded
             already, has no repeated blocks, or cannot run under fake tensors.
     """
-    _check_int("plan: num_gpus", num_gpus)
+    check_int("plan: num_gpus", num_gpus)
     if not 1 <= num_gpus <= MOST_GPUS:
         raise ValueError(f"plan: num_gpus is {num_gpus}, expected 1 to {MOST_GPUS}.")
     machine, limit = checked_inputs("plan", machine, workload, budget, num_gpus)
@@ -299,10 +116,7 @@ def compare(
 ) -> Plan:
     """:func:`plan` with checked arguments. ``shard_sizes``: those to compare; without them, FSDP and HSDP of some.
     ``ignored``: parameters that are not sharded. ``mp_policy``: None is that of the workload's precision."""
-    sizes = shard_sizes or _shard_sizes(machine, num_gpus)
-    choices = list(filter(is_allowed, _choices(machine, num_gpus, sizes)))
-    candidates: list[Candidate] = []
-    enough_gpus, enough = None, None
+    choices = list(filter(is_allowed, _choices(machine, num_gpus, shard_sizes or _shard_sizes(machine, num_gpus))))
     with progress("compare ways to shard", 3 + len(choices), "step") as advance:
         built = model if isinstance(model, nn.Module) else build(model)
         if any(isinstance(module, FSDPModule) for module in built.modules()):
@@ -310,40 +124,38 @@ def compare(
         _check_computes_once(built)
         built = inside_compiled(built)
         units = find_units(built)
+        observe = partial(observed, built, units, ignored=ignored)
         advance(1)
-        work = observed(built, units, workload, ignored)
-        base = replace(_scenario(machine, work, workload, num_gpus), mp_policy=mp_policy)
+        costs = _Costs(machine, num_gpus, workload, observe(workload), mp_policy, limit)
         advance(1)
+        candidates: list[Candidate] = []
         for choice in choices:
-            candidates.append(_candidate(base, work, choice, limit))
+            candidates.append(costs.of(choice))
             advance(1)
-        candidates += list(_that_keep_some(base, work, candidates, limit))
-        recommended = _recommended(candidates)
-        if recommended is None:
-            enough_gpus = _enough_gpus(base, work, candidates, limit)
-            enough = _enough(built, units, base, workload, _smallest(candidates).choice, limit, ignored)
+        candidates += list(_that_keep_some(costs, candidates))
+        found = Plan(
+            model=type(built).__name__,
+            num_params=sum(param.numel() for param in built.parameters()),
+            units=units.renamed(partial(plain_name, built)),
+            shapes=frozenset(tuple(param.shape) for param in built.parameters()),
+            machine=machine,
+            num_gpus=num_gpus,
+            workload=workload,
+            budget_nbytes=limit,
+            choices=tuple(sorted(candidates, key=_rank)),
+            recommended=_recommended(candidates),
+            caches=tuple(cache_configs(built)),
+            left_nbytes=sum(unit.left_nbytes for unit in costs.work.units(Checkpointing.NONE)),
+            has_initializer=hasattr(built, "initialize_weights"),
+            built_in=_trained_dtypes(built, None),
+            sharded_in=_trained_dtypes(built, master_dtype(workload)),
+            host_budget_nbytes=costs.host_limit,
+        )
+        if found.recommended is None:
+            enough = _enough(costs, found.smallest.choice, observe)
+            found = replace(found, enough_gpus=_enough_gpus(costs, candidates), enough=enough)
         advance(1)
-    built_in, sharded_in = _trained_dtypes(built, None), _trained_dtypes(built, _master_dtype(workload))
-    return Plan(
-        model=type(built).__name__,
-        num_params=sum(param.numel() for param in built.parameters()),
-        units=units.renamed(partial(plain_name, built)),
-        shapes=frozenset(tuple(param.shape) for param in built.parameters()),
-        machine=machine,
-        num_gpus=num_gpus,
-        workload=workload,
-        budget_nbytes=limit,
-        choices=tuple(sorted(candidates, key=_rank)),
-        recommended=recommended,
-        enough_gpus=enough_gpus,
-        enough=enough,
-        caches=tuple(cache_configs(built)),
-        left_nbytes=sum(unit.left_nbytes for unit in work.units(Checkpointing.NONE)),
-        has_initializer=hasattr(built, "initialize_weights"),
-        built_in=built_in,
-        sharded_in=sharded_in,
-        host_budget_nbytes=_host_budget(machine),
-    )
+    return found
 
 
 def _check_computes_once(model: nn.Module) -> None:
@@ -357,14 +169,10 @@ def _check_computes_once(model: nn.Module) -> None:
             )
 
 
-def _rank(candidate: Candidate) -> tuple[Any, ...]:
+def _rank(candidate: Candidate) -> tuple[bool, int, bool, float]:
     """A sort key: choices that fit come first; those whose time is not known come last."""
     missing = candidate.missing_nbytes + candidate.host_missing_nbytes
     return not candidate.fits, missing, candidate.choice.offloads, candidate.result.time.step
-
-
-def _master_dtype(workload: Workload) -> torch.dtype | None:
-    return None if workload.master_dtype is None else MASTER_DTYPES[workload.master_dtype]
 
 
 def _trained_dtypes(model: nn.Module, master_dtype: torch.dtype | None) -> tuple[torch.dtype, ...]:
@@ -372,109 +180,40 @@ def _trained_dtypes(model: nn.Module, master_dtype: torch.dtype | None) -> tuple
     return tuple({shard_dtype(param, master_dtype): None for param in model.parameters() if param.requires_grad})
 
 
-def _host_budget(machine: Machine) -> int | None:
-    return None if machine.host_memory_nbytes is None else int(USABLE_SHARE * machine.host_memory_nbytes)
+@dataclass(frozen=True)
+class _Costs:
+    """What each choice costs for one model."""
 
+    machine: Machine
+    num_gpus: int
+    workload: Workload
+    work: ModelWork
+    mp_policy: MixedPrecisionPolicy | None
+    limit: int
 
-def build(builder: Callable[[], nn.Module]) -> nn.Module:
-    """Call ``builder`` on the meta device.
+    @property
+    def host_limit(self) -> int | None:
+        memory = self.machine.host_memory_nbytes
+        return None if memory is None else int(USABLE_SHARE * memory)
 
-    Raises:
-        ValueError: it raises there, or does not return a module.
-    """
-    name = getattr(builder, "__name__", repr(builder))
-    try:
-        with torch.device("meta"):
-            built = builder()
-    except (Exception, SystemExit) as error:
-        raise ValueError(
-            f"plan: {name}() failed on the meta device ({cause_of(error)}). A builder "
-            "takes no arguments and makes the model alone: name no device in it, load no weights, and read no values."
-        ) from error
-    if not isinstance(built, nn.Module):
-        raise ValueError(f"plan: {name}() returned a {type(built).__name__}, expected an nn.Module.")
-    return built
-
-
-def observed(model: nn.Module, units: Units, workload: Workload, ignored: Collection[nn.Parameter] = ()) -> ModelWork:
-    """What ``model`` has, and its work for ``workload``.
-
-    Raises:
-        ValueError: the model cannot run under fake tensors.
-    """
-    shape = (workload.batch, workload.sequence)
-    inputs = workload.inputs or (lambda: torch.zeros(shape, dtype=torch.int64))
-    dtype = torch.bfloat16 if workload.precision == Precision.BF16.value else torch.float32
-    log = logging.getLogger("torch._subclasses.fake_tensor")  # prints the traceback of what is raised anyway
-    before, log.disabled = log.disabled, True
-    try:
-        return observe(model, units, inputs, _checked_loss(workload), dtype, _master_dtype(workload), ignored)
-    except (ValueError, TypeError):
-        raise
-    except Exception as error:
-        raise ValueError(
-            f"plan: this {type(model).__name__} does not run under fake tensors ({type(error).__name__}: "
-            f"{_first_line(error)}). Pass Workload(inputs=...) if it does not take tokens, and read no values of "
-            "tensors in forward."
-        ) from error
-    finally:
-        log.disabled = before
-
-
-def _checked_loss(workload: Workload) -> Callable[[Any], torch.Tensor]:
-    given = workload.loss
-    if given is None:
-        return language_model_loss
-
-    def loss(output: Any) -> torch.Tensor:
-        try:
-            value = given(output)
-        except Exception as error:
-            raise ValueError(
-                f"plan: Workload.loss failed for a {type(output).__name__}, which the model returned "
-                f"({type(error).__name__}: {_first_line(error)})."
-            ) from error
-        if not isinstance(value, torch.Tensor) or value.dim() != 0:
-            kind = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-            raise ValueError(f"plan: Workload.loss returned {kind}, expected a tensor without dims.")
-        return value
-
-    return loss
-
-
-def cause_of(error: BaseException) -> str:
-    """The type and text of ``error``, and the line that raised it."""
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f", {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    if isinstance(error, SyntaxError):
-        where = f", {error.filename}:{error.lineno}"
-    return f"{type(error).__name__}: {_first_line(error)}{where}"
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [""])[0][:200]
-
-
-def _scenario(machine: Machine, work: ModelWork, workload: Workload, num_gpus: int) -> Scenario:
-    return Scenario(
-        machine=machine,
-        units=(),
-        tokens=workload.tokens,
-        num_gpus=num_gpus,
-        choice=Choice(""),
-        root=work.root,
-        members=work.members,
-        ignored=work.ignored,
-        buffers_nbytes=work.buffers_nbytes,
-        precision=Precision(workload.precision),
-        optimizer=Optimizer(workload.optimizer),
-        kernels=Kernels(workload.kernels),
-    )
-
-
-def _candidate(base: Scenario, work: ModelWork, choice: Choice, limit: int) -> Candidate:
-    scenario = replace(base, units=work.units(choice.checkpointing), choice=choice)
-    return Candidate(choice, simulate(scenario), limit, _host_budget(base.machine))
+    def of(self, choice: Choice) -> Candidate:
+        work, workload = self.work, self.workload
+        scenario = Scenario(
+            machine=self.machine,
+            units=work.units(choice.checkpointing),
+            tokens=workload.tokens,
+            num_gpus=self.num_gpus,
+            choice=choice,
+            root=work.root,
+            members=work.members,
+            ignored=work.ignored,
+            buffers_nbytes=work.buffers_nbytes,
+            precision=Precision(workload.precision),
+            mp_policy=self.mp_policy,
+            optimizer=Optimizer(workload.optimizer),
+            kernels=Kernels(workload.kernels),
+        )
+        return Candidate(choice, simulate(scenario), self.limit, self.host_limit)
 
 
 def _shard_sizes(machine: Machine, num_gpus: int) -> list[int | None]:
@@ -492,70 +231,58 @@ def _choices(machine: Machine, num_gpus: int, sizes: Sequence[int | None]) -> It
     for size, after_forward, checkpointing in itertools.product(sizes, after, Checkpointing):
         if after_forward is AfterForward.RESHARD_TO_SMALLER_MESH and (size == node or (size or num_gpus) % node):
             continue  # the same as resharding, or shards that no number of whole nodes holds
-        yield words.named(Choice("", size, after_forward, checkpointing=checkpointing))
+        yield Choice(size, after_forward, checkpointing=checkpointing)
     for checkpointing in Checkpointing:
         if num_gpus > 1:
-            yield words.named(Choice("", sizes[0], wire=Wire.FP8, checkpointing=checkpointing))
+            yield Choice(sizes[0], wire=Wire.FP8, checkpointing=checkpointing)
         if machine.host_bandwidth is not None:
-            yield words.named(Choice("", sizes[0], offloads=True, checkpointing=checkpointing))
+            yield Choice(sizes[0], offloads=True, checkpointing=checkpointing)
 
 
-def _that_keep_some(base: Scenario, work: ModelWork, tried: list[Candidate], limit: int) -> Iterator[Candidate]:
+def _that_keep_some(costs: _Costs, tried: Sequence[Candidate]) -> Iterator[Candidate]:
     """Choices that keep as many of the last blocks unsharded as fit, where not all of them can stay so."""
+    num_blocks = len(costs.work.blocks)
     for candidate in tried:
         choice = candidate.choice
-        if (
-            choice.shard_size != tried[0].choice.shard_size
-            or choice.after_forward is not AfterForward.RESHARD
-            or not candidate.fits
-        ):
-            continue
-        if choice.wire is not Wire.BF16 or choice.offloads:
+        if not candidate.fits or choice != Choice(tried[0].choice.shard_size, checkpointing=choice.checkpointing):
             continue
 
         def kept(num: int, choice: Choice = choice) -> Candidate:
-            return _candidate(base, work, words.named(replace(choice, num_kept=num)), limit)
+            return costs.of(replace(choice, num_kept=num))
 
-        num_kept = _largest(len(work.blocks), lambda num: kept(num).fits)
-        if 0 < num_kept < len(work.blocks):
+        num_kept = _largest(num_blocks, lambda num: kept(num).fits)
+        if 0 < num_kept < num_blocks:
             yield kept(num_kept)
 
 
-def _enough_gpus(base: Scenario, work: ModelWork, tried: list[Candidate], limit: int) -> int | None:
+def _enough_gpus(costs: _Costs, tried: Sequence[Candidate]) -> int | None:
     """The number of GPUs on which FSDP fits, in powers of two times the current number; None if links are unknown."""
-    if base.machine.in_node is None:
+    if costs.machine.in_node is None:
         return None
-    allowed = filter(_changes_no_numbers, tried)
-    smallest = min(allowed, key=lambda each: (each.choice.offloads, each.result.reserved_nbytes)).choice
+    exact = [each for each in tried if each.choice.is_exact]
+    smallest = min(exact, key=lambda each: (each.choice.offloads, each.result.reserved_nbytes)).choice
     choice = replace(smallest, shard_size=None, after_forward=AfterForward.RESHARD)
-    num_gpus = base.num_gpus
+    num_gpus = costs.num_gpus
     while num_gpus <= MOST_GPUS:
-        if _candidate(replace(base, num_gpus=num_gpus), work, choice, limit).fits:
+        if replace(costs, num_gpus=num_gpus).of(choice).fits:
             return num_gpus
         num_gpus *= 2
     return None
 
 
-def _enough(
-    model: nn.Module,
-    units: Units,
-    base: Scenario,
-    workload: Workload,
-    choice: Choice,
-    limit: int,
-    ignored: Collection[nn.Parameter],
-) -> Workload | None:
+def _enough(costs: _Costs, choice: Choice, observe: Callable[[Workload], ModelWork]) -> Workload | None:
     """The largest workload that fits, with smaller batches, or else shorter sequences."""
+    workload = costs.workload
     if workload.inputs is not None:  # custom inputs have their own size
         return None
 
     def fits(batch: int, sequence: int) -> bool:
         smaller = replace(workload, batch=batch, sequence=sequence)
         try:
-            work = observed(model, units, smaller, ignored)
+            work = observe(smaller)
         except (ValueError, TypeError):  # a model may not take all lengths
             return False
-        return _candidate(replace(base, tokens=smaller.tokens), work, choice, limit).fits
+        return replace(costs, workload=smaller, work=work).of(choice).fits
 
     batch = _largest(workload.batch - 1, lambda batch: fits(batch, workload.sequence))
     if batch:
@@ -573,20 +300,9 @@ def _largest(limit: int, fits: Callable[[int], bool], share: float = 0.0) -> int
     return low
 
 
-def _smallest(candidates: Sequence[Candidate]) -> Candidate:
-    """The one that needs least GPU memory, of those that may be recommended and fit into host memory."""
-    allowed = filter(_changes_no_numbers, candidates)
-    return min(allowed, key=lambda each: (each.host_missing_nbytes > 0, each.result.reserved_nbytes))
-
-
-def _changes_no_numbers(candidate: Candidate) -> bool:
-    """Rounding on the wire changes what is learned, so it is never recommended."""
-    return candidate.choice.wire is Wire.BF16
-
-
-def _recommended(candidates: list[Candidate]) -> Candidate | None:
+def _recommended(candidates: Sequence[Candidate]) -> Candidate | None:
     """The choice to recommend. Offloading is recommended only if nothing else fits."""
-    fitting = [each for each in candidates if each.fits and _changes_no_numbers(each)]
+    fitting = [each for each in candidates if each.fits and each.choice.is_exact]
     fitting = [each for each in fitting if not each.choice.offloads] or fitting
     if not fitting:
         return None

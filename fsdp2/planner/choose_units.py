@@ -1,13 +1,17 @@
-"""``auto_shard``: choose the units by an FSDP1 wrap policy, or by what fits into a memory budget."""
+"""``auto_shard``: choose the units by an FSDP1 wrap policy, or by what fits into a memory budget. ``recompute``:
+activation checkpointing of one of them."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 from dataclasses import dataclass
 from typing import Any, overload
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fsdp2.core.api.fully_shard import fully_shard
 from fsdp2.core.api.module import FSDPModule
@@ -18,19 +22,15 @@ from fsdp2.extras.output import progress
 from fsdp2.extras.policies import as_ours
 from fsdp2.extras.sizes import text_of
 from fsdp2.planner.blocks import Units
-from fsdp2.planner.candidates import Candidate, Plan, Workload, checked_inputs, compare
-from fsdp2.planner.checkpointing import recompute
-from fsdp2.planner.groups import Wire
+from fsdp2.planner.candidates import checked_inputs, compare
+from fsdp2.planner.groups import placement_for
 from fsdp2.planner.machine import Machine
 from fsdp2.planner.machines import MACHINES
 from fsdp2.planner.measure import device_name
-from fsdp2.planner.placement import placement_for
+from fsdp2.planner.plans import Candidate, Plan
 from fsdp2.planner.scenario import Choice, Precision
-
-_NO_PREFETCH_LISTS = (
-    "no prefetch lists: each unit prefetches the next one of the last forward, and to look further ahead gains next to "
-    "nothing"
-)
+from fsdp2.planner.work import Checkpointing
+from fsdp2.planner.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,11 @@ class AutoShard:
         for other in self.plan.choices:
             if other.choice.num_kept == 0 and other is not self.applied:
                 lines.append(f"not {other.choice.name}: {self._why_not(other)}")
-        return "\n".join([*lines, _NO_PREFETCH_LISTS])
+        lines.append(
+            "no prefetch lists: each unit prefetches the next one of the last forward, and to look further ahead gains "
+            "next to nothing"
+        )
+        return "\n".join(lines)
 
     def _other_machine(self) -> list[str]:
         if self.plan.machine.is_made_of(self.device):
@@ -157,6 +161,23 @@ def auto_shard(
         return shard_by_policy(model, policy, **options)
     if workload is None:
         raise TypeError("auto_shard: budget needs workload, such as fsdp2.planner.Workload(batch=2, sequence=8192).")
+    _check_options(model, options)
+    mesh = options["mesh"] = default_mesh() if options.get("mesh") is None else options["mesh"]
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"auto_shard: mesh is {mesh!r}, expected a DeviceMesh.")
+    machine, limit = checked_inputs("auto_shard", machine, workload, budget, mesh.size())
+    options["mp_policy"] = as_ours(options.get("mp_policy", Precision(workload.precision).policy))
+    found = _compared(model, machine, workload, limit, options)
+    assert found.recommended is not None  # otherwise it would have raised
+    num_shards = found.recommended.choice.shard_size or mesh.size()
+    options.setdefault("shard_placement_fn", placement_for(num_shards))
+    sharded: Any = _apply(model, found.units, found.recommended.choice, options)
+    for path in found.caches:
+        sharded.get_submodule(path).config.use_cache = False
+    return AutoShard(sharded, found, device_name(mesh_device(mesh)))
+
+
+def _check_options(model: nn.Module, options: dict[str, Any]) -> None:
     unknown = sorted(options.keys() - inspect.signature(fully_shard).parameters.keys())
     if unknown:
         raise TypeError(f"auto_shard: fully_shard has no option {', '.join(unknown)}.")
@@ -164,34 +185,36 @@ def auto_shard(
         raise TypeError("auto_shard: budget chooses reshard_after_forward. Drop one of the two.")
     if not isinstance(model, nn.Module):
         raise TypeError(f"auto_shard: model is {model!r}, expected an nn.Module.")
-    if options.get("mesh") is None:
-        options["mesh"] = default_mesh()
-    if not isinstance(options["mesh"], DeviceMesh):
-        raise TypeError(f"auto_shard: mesh is {options['mesh']!r}, expected a DeviceMesh.")
-    shard_size = _shard_size(options["mesh"])
-    machine, limit = checked_inputs("auto_shard", machine, workload, budget, options["mesh"].size())
-    options["mp_policy"] = as_ours(options.get("mp_policy", Precision(workload.precision).policy))
-    offloads = isinstance(as_ours(options.get("offload_policy")), CPUOffloadPolicy)
-    if offloads:
-        machine.to_host()  # raises if the machine has no such figure
+
+
+def _compared(model: nn.Module, machine: Machine, workload: Workload, limit: int, options: dict[str, Any]) -> Plan:
+    """Compare the choices that ``options`` leave open.
+
+    Raises:
+        ValueError: none fits; the model's dtype is not that of the workload.
+    """
+    mesh = options["mesh"]
 
     def compared(*, offloads: bool) -> Plan:
         def is_allowed(choice: Choice) -> bool:
             is_on_one_mesh = choice.after_forward is not AfterForward.RESHARD_TO_SMALLER_MESH
-            return is_on_one_mesh and choice.wire is Wire.BF16 and choice.offloads == offloads
+            return is_on_one_mesh and choice.is_exact and choice.offloads == offloads
 
         return compare(
             model,
             machine,
             workload,
-            num_gpus=options["mesh"].size(),
+            num_gpus=mesh.size(),
             limit=limit,
-            shard_sizes=[shard_size],
+            shard_sizes=[mesh.size(1) if mesh.ndim == 2 else None],
             is_allowed=is_allowed,
             ignored=options.get("ignored_params") or (),
             mp_policy=options["mp_policy"],
         )
 
+    offloads = isinstance(as_ours(options.get("offload_policy")), CPUOffloadPolicy)
+    if offloads:
+        machine.to_host()  # raises if the machine has no such figure
     found = compared(offloads=offloads)
     if found.built_in != found.sharded_in:
         raise ValueError(
@@ -204,16 +227,7 @@ def auto_shard(
         fits_offloaded = may_offload and compared(offloads=True).recommended is not None
         remedy = " With offload_policy=fsdp2.CPUOffloadPolicy(), it fits." if fits_offloaded else ""
         raise ValueError(f"auto_shard: {found.why_nothing_fits()}{remedy}")
-    options.setdefault("shard_placement_fn", placement_for(shard_size or options["mesh"].size()))
-    sharded: Any = _apply(model, found.units, found.recommended.choice, options)
-    for path in found.caches:
-        sharded.get_submodule(path).config.use_cache = False
-    return AutoShard(sharded, found, device_name(mesh_device(options["mesh"])))
-
-
-def _shard_size(mesh: DeviceMesh) -> int | None:
-    """The size of the shard axis for HSDP; None for FSDP."""
-    return mesh.size(1) if mesh.ndim == 2 else None
+    return found
 
 
 def _apply(model: nn.Module, units: Units, choice: Choice, options: dict[str, Any]) -> FSDPModule:
@@ -228,3 +242,36 @@ def _apply(model: nn.Module, units: Units, choice: Choice, options: dict[str, An
             fully_shard(model.get_submodule(path), reshard_after_forward=reshards, **options)
             advance(1)
     return fully_shard(model, **options)
+
+
+def recompute(module: nn.Module, checkpointing: Checkpointing | str) -> None:
+    """Let ``module`` recompute activations in its backward. Call it before ``fully_shard``.
+
+    Args:
+        checkpointing: ``"full"`` keeps only the inputs of ``module``. ``"selective"`` also keeps attention and every
+            second matrix product; it counts only ``mm`` and ``addmm``. Batched and grouped products, such as those of
+            experts, run again. ``"none"`` changes nothing.
+
+    Raises:
+        ValueError: ``checkpointing`` is none of these.
+    """
+    kind = Checkpointing(checkpointing)
+    if kind is Checkpointing.NONE:
+        return
+    options: dict[str, Any] = {"use_reentrant": False}
+    if kind is Checkpointing.SELECTIVE:
+        options["context_fn"] = _selective_contexts
+    module.forward = functools.partial(checkpoint, module.forward, **options)
+
+
+def _selective_contexts() -> Any:
+    num_products = {False: 0, True: 0}  # in forward, and in recomputation
+
+    def policy(ctx: Any, function: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        keeps = "scaled_dot_product" in str(function)
+        if function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):  # without and with a bias
+            keeps = num_products[ctx.is_recompute] % 2 == 0
+            num_products[ctx.is_recompute] += 1
+        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)

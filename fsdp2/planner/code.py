@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -30,118 +30,98 @@ def code_for(
     ``cuts_other_dims``: some parameter is sharded along a dim other than 0. ``caches``: paths of modules whose config
     enables a cache of keys and values, which recomputation would fill twice. ``has_initializer``: the model can fill
     buffers that no checkpoint has. ``master_dtype``: trained parameters are cast to it; None leaves them as built."""
-    function = _function(units, choice, machine, precision, cuts_other_dims)
-    if master_dtype is not None:
-        function[1:1] = _master_weights(master_dtype)
-    function[1:1] = [
-        f"    {_at(path)}.config.use_cache = False  # training needs no cache of keys and values" for path in caches
+    reshard = _reshard_argument(choice, machine)
+    shard = [
+        *(f"{_at(path)}.config.use_cache = False  # training needs no cache of keys and values" for path in caches),
+        *_master_weights(master_dtype),
+        *_options(choice, machine, precision, cuts_other_dims),
+        f"blocks = [{', '.join(map(_blocks, units.stacks))}]",
+        *_per_block(choice, reshard),
+        *(f"fsdp2.fully_shard({_at(path)}, {reshard}**options)" for path in units.large),
+        "return fsdp2.fully_shard(model, **options)",
     ]
-    loads = _load(choice, has_initializer=has_initializer)
-    return "\n".join([*_imports(choice, cuts_other_dims), "", "", *function, "", "", *loads, ""])
-
-
-def _master_weights(dtype: torch.dtype) -> list[str]:
-    name = str(dtype).removeprefix("torch.")
-    return [
-        "    for param in model.parameters():",
-        "        if param.requires_grad:",
-        f"            param.data = param.data.{'float' if dtype is torch.float32 else name}()  # master weights",
-    ]
-
-
-def _load(choice: Choice, *, has_initializer: bool) -> list[str]:
     device = '"cpu"' if choice.offloads else "device_type"
-    buffers = ["    model.initialize_weights()  # fills the buffers that no file has"] * has_initializer
-    return [
-        'def load(model: nn.Module, folder: str, device_type: str = "cuda") -> None:',
-        '    """Safetensors in ``folder``, for a model that was built under ``torch.device("meta")``, then sharded."""',
-        f"    model.to_empty(device={device})",
-        *buffers,
-        "    fsdp2.checkpoint.load_safetensors(model, folder)  # names the buffers that are still empty",
+    load = [
+        '"""Safetensors in ``folder``, for a model that was built under ``torch.device("meta")``, then sharded."""',
+        f"model.to_empty(device={device})",
+        *["model.initialize_weights()  # fills the buffers that no file has"] * has_initializer,
+        "fsdp2.checkpoint.load_safetensors(model, folder)  # names the buffers that are still empty",
     ]
+    lines = [
+        *_imports(choice, cuts_other_dims),
+        *("", "", 'def shard(model: nn.Module, device_type: str = "cuda") -> nn.Module:'),
+        *(f"    {line}" for line in shard),
+        *("", "", 'def load(model: nn.Module, folder: str, device_type: str = "cuda") -> None:'),
+        *(f"    {line}" for line in load),
+    ]
+    return "\n".join([*lines, ""])
 
 
-def _imports(choice: Choice, cuts_other_dims: bool) -> list[str]:
-    lines = ["import fsdp2"]
+def _imports(choice: Choice, cuts_other_dims: bool) -> Iterator[str]:
+    yield "import torch"
+    yield "import torch.distributed as dist"
+    yield "from torch import nn"
+    yield "from torch.distributed.device_mesh import init_device_mesh"
+    yield ""
+    yield "import fsdp2"
     if choice.wire is Wire.FP8:
-        lines.append("from fsdp2.tensors import Float8AllGatherTensor, wrap_parameters")
+        yield "from fsdp2.tensors import Float8AllGatherTensor, wrap_parameters"
     helpers = ["placement_for"] * cuts_other_dims
     if choice.checkpointing is not Checkpointing.NONE:
         helpers.append("recompute")
     if helpers:
-        lines.append(f"from fsdp2.planner import {', '.join(helpers)}")
-    return [
-        "import torch",
-        "import torch.distributed as dist",
-        "from torch import nn",
-        "from torch.distributed.device_mesh import init_device_mesh",
-        "",
-        *lines,
-    ]
+        yield f"from fsdp2.planner import {', '.join(helpers)}"
 
 
-def _function(units: Units, choice: Choice, machine: Machine, precision: Precision, cuts_other_dims: bool) -> list[str]:
-    body = [
-        *_options(choice, precision, cuts_other_dims),
-        *_node(choice, machine),
-        f"blocks = [{', '.join(_blocks(stack) for stack in units.stacks)}]",
-        *_per_block(choice, machine),
-        *(f"fsdp2.fully_shard({_at(path)}, {_after_forward(choice, machine)}**options)" for path in units.large),
-        "return fsdp2.fully_shard(model, **options)",
-    ]
-    head = 'def shard(model: nn.Module, device_type: str = "cuda") -> nn.Module:'
-    return [head, *(f"    {line}" for line in body)]
+def _master_weights(dtype: torch.dtype | None) -> Iterator[str]:
+    if dtype is not None:
+        cast = "float" if dtype is torch.float32 else str(dtype).removeprefix("torch.")
+        yield "for param in model.parameters():"
+        yield "    if param.requires_grad:"
+        yield f"        param.data = param.data.{cast}()  # master weights"
 
 
-def _options(choice: Choice, precision: Precision, cuts_other_dims: bool) -> list[str]:
-    size = choice.shard_size
+def _options(choice: Choice, machine: Machine, precision: Precision, cuts_other_dims: bool) -> Iterator[str]:
+    size, node = choice.shard_size, machine.node_size
     shape, names = "(dist.get_world_size(),)", '("shard",)'
     if size:
         shape, names = f"(dist.get_world_size() // {size}, {size})", '("replicate", "shard")'
-    lines = []
-    if size:
-        lines.append(f"if dist.get_world_size() % {size}:")
-        lines.append(f'    raise ValueError("expected a multiple of {size} ranks: each replica is on {size}.")')
-    lines += [f"mesh = init_device_mesh(device_type, {shape}, mesh_dim_names={names})"]
-    dtypes = f"param_dtype={precision.policy.param_dtype}, reduce_dtype={precision.policy.reduce_dtype}"
-    lines.append(f"policy = fsdp2.MixedPrecisionPolicy({dtypes})")
+        yield f"if dist.get_world_size() % {size}:"
+        yield f'    raise ValueError("expected a multiple of {size} ranks: each replica is on {size}.")'
+    yield f"mesh = init_device_mesh(device_type, {shape}, mesh_dim_names={names})"
+    policy = precision.policy
+    yield f"policy = fsdp2.MixedPrecisionPolicy(param_dtype={policy.param_dtype}, reduce_dtype={policy.reduce_dtype})"
     policies = ["mesh=mesh", "mp_policy=policy"]
     if cuts_other_dims:
         policies.append('shard_placement_fn=placement_for(mesh["shard"].size())')
     if choice.offloads:
         policies.append("offload_policy=fsdp2.CPUOffloadPolicy()")
-    return [*lines, f"options = dict({', '.join(policies)})"]
+    yield f"options = dict({', '.join(policies)})"
+    if choice.after_forward is AfterForward.RESHARD_TO_SMALLER_MESH and not size:
+        # With HSDP, a replica consists of whole nodes. FSDP may be tried on fewer ranks than a node has.
+        yield f"node = {node} if dist.get_world_size() % {node} == 0 else True  # True: reshard over all ranks"
 
 
-def _node(choice: Choice, machine: Machine) -> list[str]:
-    """With HSDP, a replica consists of whole nodes. FSDP may be tried on fewer ranks than a node has."""
-    if choice.shard_size or choice.after_forward is not AfterForward.RESHARD_TO_SMALLER_MESH:
-        return []
-    size = machine.node_size
-    return [f"node = {size} if dist.get_world_size() % {size} == 0 else True  # True: reshard over all ranks"]
-
-
-def _after_forward(choice: Choice, machine: Machine) -> str:
+def _reshard_argument(choice: Choice, machine: Machine) -> str:
     """The argument of ``fully_shard``; "" for the default."""
-    return {
-        AfterForward.RESHARD: "",
-        AfterForward.KEEP: "reshard_after_forward=False, ",
-        AfterForward.RESHARD_TO_SMALLER_MESH: f"reshard_after_forward={machine.node_size}, "
-        if choice.shard_size
-        else "reshard_after_forward=node, ",
-    }[choice.after_forward]
+    if choice.after_forward is AfterForward.RESHARD:
+        return ""
+    if choice.after_forward is AfterForward.KEEP:
+        return "reshard_after_forward=False, "
+    return f"reshard_after_forward={machine.node_size if choice.shard_size else 'node'}, "
 
 
-def _per_block(choice: Choice, machine: Machine) -> list[str]:
-    reshard = _after_forward(choice, machine)
+def _per_block(choice: Choice, reshard: str) -> Iterator[str]:
     if choice.num_kept:
+        yield "for index, block in enumerate(blocks):"
         reshard = f"reshard_after_forward=index < len(blocks) - {choice.num_kept}, "
-    lines = ["for index, block in enumerate(blocks):" if choice.num_kept else "for block in blocks:"]
+    else:
+        yield "for block in blocks:"
     if choice.checkpointing is not Checkpointing.NONE:
-        lines.append(f'    recompute(block, "{choice.checkpointing.value}")')
+        yield f'    recompute(block, "{choice.checkpointing.value}")'
     if choice.wire is Wire.FP8:
-        lines.append("    wrap_parameters(block, Float8AllGatherTensor)")
-    return [*lines, f"    fsdp2.fully_shard(block, {reshard}**options)"]
+        yield "    wrap_parameters(block, Float8AllGatherTensor)"
+    yield f"    fsdp2.fully_shard(block, {reshard}**options)"
 
 
 def _blocks(stack: Stack) -> str:

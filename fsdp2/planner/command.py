@@ -16,9 +16,10 @@ from typing import Any
 from torch import nn
 
 from fsdp2.extras.sizes import nbytes_of
-from fsdp2.planner.candidates import MASTER_DTYPES, MOST_GPUS, Workload, cause_of, plan
+from fsdp2.planner.candidates import MOST_GPUS, plan
 from fsdp2.planner.machine import Machine
 from fsdp2.planner.machines import MACHINES, machine_by_name
+from fsdp2.planner.workload import MASTER_DTYPES, Workload, cause_of
 
 _AS_BUILT = "model"
 _DEFAULT = "default: %(default)s"

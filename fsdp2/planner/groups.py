@@ -6,11 +6,14 @@ Ranks hold equal parts, so all ranks have the same plan. Plans are compiled once
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache
 
 import torch
+from torch import nn
+from torch.distributed.tensor import Shard
 
 from fsdp2.core.comm.backends import CollectiveComm, LocalComm
 from fsdp2.core.plan.dtypes import ParamDtypes, param_dtypes
@@ -20,6 +23,7 @@ from fsdp2.core.plan.plan import (
     Origin,
     PlanInput,
     ReducePlan,
+    ReduceStep,
     Route,
     compile_gather,
     compile_reduces,
@@ -27,14 +31,24 @@ from fsdp2.core.plan.plan import (
 )
 from fsdp2.core.types import MixedPrecisionPolicy
 from fsdp2.planner.machine import Machine, Ranks, Transfer, all_reduce, gather
-from fsdp2.planner.placement import shard_dim
 from fsdp2.planner.work import Param
+
+
+def shard_dim(shape: tuple[int, ...], num_shards: int) -> int:
+    """The first dim, unless it has fewer rows than there are shards and another dim has enough, as with stacked
+    experts, where sharding the first dim would send padding."""
+    if shape and shape[0] < num_shards:
+        return next((dim for dim, size in enumerate(shape) if size >= num_shards), 0)
+    return 0
+
+
+def placement_for(num_shards: int) -> Callable[[nn.Parameter], Shard]:
+    """The ``shard_placement_fn`` that shards each parameter along :func:`shard_dim`."""
+    return lambda param: Shard(shard_dim(tuple(param.shape), num_shards))
 
 
 class Wire(Enum):
     """The dtype in which matrices are gathered and stay while unsharded."""
-
-    __hash__ = object.__hash__
 
     BF16 = "bf16"
     FP8 = "fp8"
@@ -87,6 +101,7 @@ class Axes:
     resting: Ranks | None = None
 
 
+@cache
 def group_cost(
     machine: Machine,
     params: tuple[Param, ...],
@@ -96,80 +111,67 @@ def group_cost(
     *,
     offloads: bool = False,
 ) -> GroupCost:
-    """The cost of a group of ``params``. With ``offloads``, its shards and their gradients are in host memory."""
-    sizes = (axes.shard.size, axes.replicate.size, axes.resting.size if axes.resting else None)
-    plans = _compiled(params, *sizes, wire, policy)
-    reduced_nbytes = sum(plan.flat_numel * plan.dtypes.grad.itemsize for plan in plans.reduces)
-    resting_nbytes = sum(numel * dtype.itemsize for dtype, numel in plans.resting.shard_numels) if plans.resting else 0
-    regather = None
-    if plans.resting is not None and axes.resting is not None:
-        regather = _gather_flight(machine, axes.resting, plans.resting)
-    whole, reduces = _gather_flight(machine, axes.shard, plans.gather), _reduce_flights(machine, axes, plans.reduces)
-    if offloads:
-        whole = replace(whole, before=whole.before + plans.shards_nbytes / machine.to_host())
-    if offloads and reduces:
-        reduces = (*reduces[:-1], replace(reduces[-1], behind=reduces[-1].behind + reduced_nbytes / machine.to_host()))
-    return GroupCost(
-        gather=whole,
-        regather=regather,
-        reduce=reduces,
-        unsharded_nbytes=plans.gather.unsharded_nbytes,
-        grad_nbytes=plans.grad_nbytes,
-        reduced_nbytes=0 if offloads else reduced_nbytes,
-        shards_nbytes=plans.shards_nbytes,
-        trained_nbytes=plans.trained_nbytes,
-        rest=2 * resting_nbytes / machine.copy_bandwidth,
-        resting_nbytes=resting_nbytes,
-        staging_nbytes=plans.gather.staging_nbytes + plans.shards_nbytes * offloads,
-        regather_staging_nbytes=plans.resting.staging_nbytes if plans.resting else 0,
-        cast_nbytes=sum(_sent_nbytes(plan) for plan in plans.reduces) + reduced_nbytes * offloads,
+    """The cost of a group of ``params``. With ``offloads``, its shards and their gradients are in host memory.
+
+    Plans are compiled as ``fsdp2.core.group.unsharded`` and ``fsdp2.core.group.gradients`` do."""
+    num_shards = axes.shard.size
+    routing = (LocalComm if num_shards == 1 else CollectiveComm).routing
+    inputs = [_input(param, num_shards, policy) for param in params]
+    trained = [item for item, param in zip(inputs, params, strict=True) if param.trainable]
+    sent = [_in_float8(item, num_shards) if wire is Wire.FP8 else item for item in inputs]
+    whole = compile_gather(dict(enumerate(sent)), routing)
+    reduces = compile_reduces(trained, routing, num_shards * axes.replicate.size)
+    shards_nbytes = _shards_nbytes(inputs)
+    reduced_nbytes = sum(plan.flat_numel * plan.dtypes.grad.itemsize for plan in reduces)
+    cost = GroupCost(
+        gather=_gather_flight(machine, axes.shard, whole),
+        regather=None,
+        reduce=_reduce_flights(machine, axes, reduces),
+        unsharded_nbytes=whole.unsharded_nbytes,
+        grad_nbytes=sum(math.prod(item.layout.shape) * item.dtypes.param.itemsize for item in trained),
+        reduced_nbytes=reduced_nbytes,
+        shards_nbytes=shards_nbytes,
+        trained_nbytes=_shards_nbytes(trained),
+        staging_nbytes=whole.staging_nbytes,
+        cast_nbytes=sum(map(_sent_nbytes, reduces)),
+    )
+    if axes.resting is not None:
+        cut = {step.index: cut_after_forward(step, axes.resting.size) for step in whole.steps}
+        cost = _resting(cost, machine, axes.resting, compile_gather(cut, routing, back_into=whole))
+    return _offloaded(cost, machine) if offloads else cost
+
+
+def _resting(cost: GroupCost, machine: Machine, ranks: Ranks, plan: GatherPlan) -> GroupCost:
+    """``cost`` if the group rests on ``ranks`` between forward and backward, from where ``plan`` gathers it."""
+    nbytes = sum(numel * dtype.itemsize for dtype, numel in plan.shard_numels)
+    return replace(
+        cost,
+        regather=_gather_flight(machine, ranks, plan),
+        rest=2 * nbytes / machine.copy_bandwidth,
+        resting_nbytes=nbytes,
+        regather_staging_nbytes=plan.staging_nbytes,
     )
 
 
-@dataclass(frozen=True)
-class _Plans:
-    gather: GatherPlan
-    resting: GatherPlan | None
-    reduces: tuple[ReducePlan, ...]
-    grad_nbytes: int
-    shards_nbytes: int
-    trained_nbytes: int
+def _offloaded(cost: GroupCost, machine: Machine) -> GroupCost:
+    """``cost`` if shards come from the host before each gather, and gradients go there after each reduction."""
+    up, down = (nbytes / machine.to_host() for nbytes in (cost.shards_nbytes, cost.reduced_nbytes))
+    reduce = cost.reduce
+    if reduce:
+        reduce = (*reduce[:-1], replace(reduce[-1], behind=reduce[-1].behind + down))
+    return replace(
+        cost,
+        gather=replace(cost.gather, before=cost.gather.before + up),
+        reduce=reduce,
+        reduced_nbytes=0,
+        staging_nbytes=cost.staging_nbytes + cost.shards_nbytes,
+        cast_nbytes=cost.cast_nbytes + cost.reduced_nbytes,
+    )
 
 
-@cache
-def _compiled(
-    params: tuple[Param, ...],
-    num_shards: int,
-    num_replicas: int,
-    resting: int | None,
-    wire: Wire,
-    policy: MixedPrecisionPolicy,
-) -> _Plans:
-    """Plans as ``fsdp2.core.group.unsharded`` and ``fsdp2.core.group.gradients`` compile them, with the routing of a
-    comm."""
-    routing = (LocalComm if num_shards == 1 else CollectiveComm).routing
-    plain = [
-        PlanInput(
-            param.name,
-            shard_layout(param.shape, shard_dim(param.shape, num_shards), num_shards),
-            param_dtypes(param.dtype, policy),
-        )
-        for param in params
-    ]
-    inputs = dict(enumerate(plain))
-    if wire is Wire.FP8:
-        for index, param in enumerate(plain):
-            if len(param.layout.shape) > 1:
-                inputs[index] = _in_float8(param, num_shards)
-    whole = compile_gather(inputs, routing)
-    rest = None
-    if resting is not None:
-        cut = {step.index: cut_after_forward(step, resting) for step in whole.steps}
-        rest = compile_gather(cut, routing, back_into=whole)
-    trained = [item for item, param in zip(plain, params, strict=True) if param.trainable]
-    reduces = compile_reduces(trained, routing, num_shards * num_replicas)
-    grad_nbytes = sum(math.prod(item.layout.shape) * item.dtypes.param.itemsize for item in trained)
-    return _Plans(whole, rest, reduces, grad_nbytes, _shards_nbytes(plain), _shards_nbytes(trained))
+def _input(param: Param, num_shards: int, policy: MixedPrecisionPolicy) -> PlanInput:
+    layout = shard_layout(param.shape, shard_dim(param.shape, num_shards), num_shards)
+    return PlanInput(param.name, layout, param_dtypes(param.dtype, policy))
 
 
 def _shards_nbytes(inputs: list[PlanInput]) -> int:
@@ -177,7 +179,10 @@ def _shards_nbytes(inputs: list[PlanInput]) -> int:
 
 
 def _in_float8(param: PlanInput, num_shards: int) -> PlanInput:
-    """What ``Float8AllGatherTensor`` sends with a scale per tensor, as ``tensors/all_gather_hooks.py`` joins it."""
+    """What ``Float8AllGatherTensor`` sends of a matrix, with a scale per tensor, as ``tensors/all_gather_hooks.py``
+    joins it."""
+    if len(param.layout.shape) < 2:
+        return param
     shapes = [param.layout.shard_shape(rank) for rank in range(num_shards)]
     return PlanInput(param.name, join(shapes, param.layout.dim), ParamDtypes.uncast(torch.uint8), Origin.HOOK)
 
@@ -202,12 +207,7 @@ def _reduce_flights(machine: Machine, axes: Axes, plans: tuple[ReducePlan, ...])
         return ()
     reduced_nbytes = sum(plan.flat_numel * plan.dtypes.reduce.itemsize for plan in plans)
     nbytes = sum(step.layout.padded_numel * plan.dtypes.reduce.itemsize for plan in plans for step in plan.steps)
-    read = sum(
-        step.layout.numel * plan.dtypes.param.itemsize
-        for plan in plans
-        for step in plan.steps
-        if _is_copied(plan, step.route)
-    )
+    read = sum(step.layout.numel * plan.dtypes.param.itemsize for plan in plans for step in _copied(plan))
     copies = (read + sum(map(_sent_nbytes, plans))) / machine.copy_bandwidth
     average = 2 * reduced_nbytes / machine.copy_bandwidth
     scatter = Flight(gather(machine, axes.shard, nbytes, sum(len(plan.calls) for plan in plans)), copies)
@@ -218,13 +218,11 @@ def _reduce_flights(machine: Machine, axes: Axes, plans: tuple[ReducePlan, ...])
 
 def _sent_nbytes(plan: ReducePlan) -> int:
     """Bytes of the copies of gradients that are sent: padded buckets, and casts."""
-    sizes = [
-        step.layout.numel if step.route is Route.DIRECT else step.layout.padded_numel
-        for step in plan.steps
-        if _is_copied(plan, step.route)
-    ]
+    sizes = [step.layout.numel if step.route is Route.DIRECT else step.layout.padded_numel for step in _copied(plan)]
     return sum(sizes) * plan.dtypes.reduce.itemsize
 
 
-def _is_copied(plan: ReducePlan, route: Route) -> bool:
-    return route is not Route.DIRECT or (plan.dtypes.param is not plan.dtypes.reduce and plan.casts_first)
+def _copied(plan: ReducePlan) -> list[ReduceStep]:
+    """The gradients that are copied before they are sent, into a bucket or by a cast."""
+    is_cast = plan.dtypes.param is not plan.dtypes.reduce and plan.casts_first
+    return [step for step in plan.steps if is_cast or step.route is not Route.DIRECT]

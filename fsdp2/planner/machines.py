@@ -16,7 +16,6 @@ from typing import Any
 from fsdp2.planner.machine import Algorithm, Contention, Link, Machine
 
 _COPY_SHARE = 0.8  # share of the memory bandwidth that a copy kernel reaches
-_UTILISATION = 0.433
 _IN_NODE_LATENCY, _NETWORK_LATENCY = 3e-6, 15e-6
 
 # Quotes the vendors' peaks: torchtitan's get_peak_flops.
@@ -60,51 +59,20 @@ _MI300X = (
 )
 
 
-def _node(
-    name: str,
-    device: str,
-    *,
-    bf16: float,
-    fp8: float | None,
-    memory: float,
-    memory_bandwidth: float,
-    link: float,
-    network: float,
-    sources: tuple[str, ...],
-    fp32: float | None = None,
-    host: float | None = None,
-    host_memory: float | None = None,
-) -> Machine:
-    return Machine(
-        name=name,
-        bf16_flops=bf16,
-        fp8_flops=fp8,
-        utilisation=_UTILISATION,
-        memory_nbytes=memory,
-        copy_bandwidth=_COPY_SHARE * memory_bandwidth,
-        node_size=8,
-        in_node=Link(link, _IN_NODE_LATENCY),
-        network=Link(network, _NETWORK_LATENCY),
-        fp32_flops=fp32,
-        host_bandwidth=host,
-        host_memory_nbytes=host_memory,
-        device=device,
-        sources=sources,
-    )
-
-
-H100 = _node(
-    "H100 SXM, 8 per node, 400 Gb/s each",
-    "H100",
-    bf16=989e12,
-    fp8=1979e12,
-    fp32=66.9e12,
-    memory=80e9,
-    memory_bandwidth=3.35e12,
-    link=450e9,
-    network=50e9,
-    host=64e9,
-    host_memory=2e12,
+H100 = Machine(
+    name="H100 SXM, 8 per node, 400 Gb/s each",
+    device="H100",
+    bf16_flops=989e12,
+    fp8_flops=1979e12,
+    fp32_flops=66.9e12,
+    utilisation=0.433,
+    memory_nbytes=80e9,
+    copy_bandwidth=_COPY_SHARE * 3.35e12,
+    node_size=8,
+    in_node=Link(450e9, _IN_NODE_LATENCY),
+    network=Link(50e9, _NETWORK_LATENCY),
+    host_bandwidth=64e9,
+    host_memory_nbytes=2e12,
     sources=_H100,
 )
 H200 = replace(
@@ -115,29 +83,32 @@ H200 = replace(
     copy_bandwidth=_COPY_SHARE * 4.8e12,
     sources=_H200,
 )
-B200 = _node(
-    "B200 HGX, 8 per node, 400 Gb/s each",
-    "B200",
-    bf16=2250e12,
-    fp8=4500e12,
-    fp32=80e12,
-    memory=179e9,
-    memory_bandwidth=7.67e12,
-    link=900e9,
-    network=50e9,
+B200 = replace(
+    H100,
+    name="B200 HGX, 8 per node, 400 Gb/s each",
+    device="B200",
+    bf16_flops=2250e12,
+    fp8_flops=4500e12,
+    fp32_flops=80e12,
+    memory_nbytes=179e9,
+    copy_bandwidth=_COPY_SHARE * 7.67e12,
+    in_node=Link(900e9, _IN_NODE_LATENCY),
+    host_bandwidth=None,
+    host_memory_nbytes=None,
     sources=_B200,
 )
-A100_80 = _node(
-    "A100 SXM 80 GB, 8 per node, 200 Gb/s each",
-    "A100",
-    bf16=312e12,
-    fp8=None,
-    fp32=19.5e12,
-    memory=80e9,
-    memory_bandwidth=2.039e12,
-    link=300e9,
-    network=25e9,
-    host=32e9,
+A100_80 = replace(
+    H100,
+    name="A100 SXM 80 GB, 8 per node, 200 Gb/s each",
+    device="A100",
+    bf16_flops=312e12,
+    fp8_flops=None,
+    fp32_flops=19.5e12,
+    copy_bandwidth=_COPY_SHARE * 2.039e12,
+    in_node=Link(300e9, _IN_NODE_LATENCY),
+    network=Link(25e9, _NETWORK_LATENCY),
+    host_bandwidth=32e9,
+    host_memory_nbytes=None,
     sources=_A100,
 )
 A100_40 = replace(
@@ -146,17 +117,17 @@ A100_40 = replace(
     memory_nbytes=40e9,
     copy_bandwidth=_COPY_SHARE * 1.555e12,
 )
-MI300X = _node(
-    "MI300X, 8 per node, 400 Gb/s each",
-    "MI300X",
-    bf16=1300e12,
-    fp8=2600e12,
-    memory=192e9,
-    memory_bandwidth=5.3e12,
-    link=448e9,
-    network=50e9,
-    host=64e9,
-    host_memory=1.5 * 2**40,
+MI300X = replace(
+    H100,
+    name="MI300X, 8 per node, 400 Gb/s each",
+    device="MI300X",
+    bf16_flops=1300e12,
+    fp8_flops=2600e12,
+    fp32_flops=None,
+    memory_nbytes=192e9,
+    copy_bandwidth=_COPY_SHARE * 5.3e12,
+    in_node=Link(448e9, _IN_NODE_LATENCY),
+    host_memory_nbytes=1.5 * 2**40,
     sources=_MI300X,
 )
 MACHINES = {"H100": H100, "H200": H200, "B200": B200, "A100-80": A100_80, "A100-40": A100_40, "MI300X": MI300X}
@@ -186,20 +157,9 @@ def machine_by_name(name: str) -> Machine:
 
 def machine_from(fields: dict[str, Any]) -> Machine:
     """The machine with these ``fields``, as returned by :func:`fields_of`."""
-    return Machine(
-        **{
-            **fields,
-            "in_node": _link(fields["in_node"]),
-            "network": _link(fields["network"]),
-            "algorithm": Algorithm(fields["algorithm"]),
-            "contention": Contention(**fields["contention"]),
-            "sources": tuple(fields["sources"]),
-        }
-    )
-
-
-def _link(fields: dict[str, float] | None) -> Link | None:
-    return None if fields is None else Link(**fields)
+    links = {name: fields[name] and Link(**fields[name]) for name in ("in_node", "network")}
+    read = {**fields, **links, "sources": tuple(fields["sources"]), "contention": Contention(**fields["contention"])}
+    return Machine(**{**read, "algorithm": Algorithm(fields["algorithm"])})
 
 
 def fields_of(machine: Machine) -> dict[str, Any]:

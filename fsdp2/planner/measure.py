@@ -14,7 +14,8 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -202,10 +203,9 @@ def _agreed(seconds: float, device: torch.device) -> float:
 def _link(found: tuple[Collective, ...], num_ranks: int) -> Link | None:
     """Fit a line through the smallest and the largest all-gather; a ring has a hop per other rank. None without
     collectives."""
-    gathers = [each for each in found if each.name == "all-gather"]
-    if not gathers:
+    if not found:
         return None
-    small, large = gathers[0], gathers[-1]
+    small, *_, large = (each for each in found if each.name == "all-gather")
     moved = (large.nbytes - small.nbytes) * (num_ranks - 1) / num_ranks
     return Link(moved / max(large.alone - small.alone, 1e-9), small.alone / (num_ranks - 1))
 
@@ -243,8 +243,12 @@ def _write(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
     def refuse(said: str) -> NoReturn:
         parser.exit(2, f"{parser.prog} measure: error: {said}\n")
 
-    def refuse_file(error: OSError) -> NoReturn:
-        refuse(f"cannot write '{options.file}' ({error.strerror or error}), expected a file in a folder of yours.")
+    @contextmanager
+    def writing() -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            refuse(f"cannot write '{options.file}' ({error.strerror or error}), expected a file in a folder of yours.")
 
     try:
         sizes = tuple(int(float(size) * 2**20) for size in options.sizes.split(","))
@@ -254,19 +258,14 @@ def _write(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
         refuse(f"--sizes is '{options.sizes}', expected at least two sizes in MiB, ascending, such as 1,16,64.")
     if options.width < 1:
         refuse(f"--width is {options.width}, expected at least 1.")
-    try:
+    with writing():
         check_writable(options.file)
-    except OSError as error:
-        refuse_file(error)
     if "RANK" in os.environ and not dist.is_initialized():
         dist.init_process_group()
     found = measure(sizes, options.width)
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    if rank == 0:
-        try:
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        with writing():
             write_whole(options.file, json.dumps(fields_of(found.machine), indent=2))
-        except OSError as error:
-            refuse_file(error)
         print(f"wrote {options.file}: {found.machine.name}")
         print(f"products: {found.machine.bf16_flops / 1e12:.3g} TFLOPS in bf16")
         print(_said_of_links(found.machine))

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import gc
 import itertools
+import math
 import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -117,11 +118,12 @@ def observe(
         given = _as_arguments(made.inputs(inputs()))
         calls = _Calls(model, units, made)
         with calls.watched():
-            seen = calls.outside.run(partial(_forward, model, made), given, loss)
+            seen = _run(calls.outside, partial(_forward, model, made), given, loss)
         shared = calls.shared_storages()
-        kinds = [{each: kind.seen.unit(kind.path, each, shared) for each in Checkpointing} for kind in calls.kinds]
+        found = list(calls.kinds.values())
+        kinds = [{each: kind.seen.unit(kind.path, each, shared) for each in Checkpointing} for kind in found]
         rest = seen.unit("(outside of blocks)", Checkpointing.NONE, set())
-        saved = {key: nbytes for kind in calls.kinds for key, nbytes in kind.seen.saved.items() if key in shared}
+        saved = {key: nbytes for kind in found for key, nbytes in kind.seen.saved.items() if key in shared}
         shared_nbytes = sum(nbytes for key, nbytes in saved.items() if key not in seen.saved)
     if not kinds:
         raise ValueError(
@@ -141,18 +143,21 @@ def observe(
 
 
 @contextmanager
-def _without_caches(model: nn.Module) -> Iterator[None]:
-    """Inside the block, ``use_cache`` is False in the configs of ``model``, since training needs no cache of keys and
-    values. An input of this name still overrides it."""
-    configs = cache_configs(model)
-    before = {path: config.use_cache for path, config in configs.items()}
+def _temporarily(name: str, value: Any, owners: Iterable[Any]) -> Iterator[None]:
+    """Inside the block, the attribute ``name`` of all ``owners`` is ``value``."""
+    before = [(owner, getattr(owner, name)) for owner in owners]
     try:
-        for config in configs.values():
-            config.use_cache = False
+        for owner, _ in before:
+            setattr(owner, name, value)
         yield
     finally:
-        for path, config in configs.items():
-            config.use_cache = before[path]
+        for owner, original in before:
+            setattr(owner, name, original)
+
+
+def _without_caches(model: nn.Module) -> AbstractContextManager[None]:
+    """Training needs no cache of keys and values. An input called ``use_cache`` still overrides the config."""
+    return _temporarily("use_cache", False, cache_configs(model).values())
 
 
 def cache_configs(model: nn.Module) -> dict[str, Any]:
@@ -165,19 +170,10 @@ def cache_configs(model: nn.Module) -> dict[str, Any]:
     return dict(found.values())
 
 
-@contextmanager
-def _masks_as_with_values() -> Iterator[None]:
+def _masks_as_with_values() -> AbstractContextManager[None]:
     """transformers cannot see from fake positions that no sequences are packed, and would make a mask for that."""
     masking, name = sys.modules.get("transformers.masking_utils"), "find_packed_sequence_indices"
-    original = getattr(masking, name, None)
-    if original is None:
-        yield
-        return
-    setattr(masking, name, lambda position_ids: None)
-    try:
-        yield
-    finally:
-        setattr(masking, name, original)
+    return _temporarily(name, lambda position_ids: None, [masking] if hasattr(masking, name) else [])
 
 
 class _FusedAttention(TorchFunctionMode):
@@ -226,24 +222,11 @@ def _as_arguments(given: Any) -> Inputs:
 def _sum_of_outputs(output: Any) -> Tensor:
     """A loss whose backward starts from the gradients that the next block would give."""
     tensors = [each for each in find_tensors((output,), []) if each.requires_grad]
-    return _Given.apply(*tensors) if tensors else torch.empty(())
-
-
-class _Given(torch.autograd.Function):
-    """A function whose backward returns gradients without computing them."""
-
-    @staticmethod
-    def forward(ctx: Any, *outputs: Tensor) -> Tensor:
-        ctx.likes = [(each.shape, each.dtype) for each in outputs]
-        return outputs[0].new_empty(())
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        return tuple(grad.new_empty(shape, dtype=dtype) for shape, dtype in ctx.likes)
+    return _LeftOut.apply([tensors[0].new_empty(())], *tensors)[0] if tensors else torch.empty(())
 
 
 class _LeftOut(torch.autograd.Function):
-    """Stands in for a block: its outputs, and the gradients of its inputs, are made without computing them."""
+    """Returns tensors like ``likes``, and gradients of ``entries``, which are made without computing them."""
 
     @staticmethod
     def forward(ctx: Any, likes: list[Tensor], *entries: Tensor) -> tuple[Tensor, ...]:
@@ -268,11 +251,12 @@ class _Fakes:
         self.dtype = dtype
         self._made: dict[int, tuple[Tensor, Tensor]] = {}
         self.tensors = {
-            f"{path}.{name}" if path else name: self._like(tensor, is_cast=_is_cast(tensor))
+            f"{path}.{name}" if path else name: self._like(tensor, is_cast=is_param and tensor.is_floating_point())
             for path, module in model.named_modules()
-            for named in (module.named_parameters, module.named_buffers)
+            for is_param, named in ((True, module.named_parameters), (False, module.named_buffers))
             for name, tensor in named(recurse=False, remove_duplicate=False)
         }
+        self.storages = set(map(_storage, self.tensors.values()))
 
     def _like(self, tensor: Tensor, *, is_cast: bool) -> Tensor:
         """One fake for each ``tensor``, which is kept alive so that no other tensor gets its id."""
@@ -285,11 +269,6 @@ class _Fakes:
     def inputs(self, given: Any) -> Any:
         """Fakes like ``given``, whose tensors may have values."""
         return map_tensors(lambda leaf: self._like(leaf, is_cast=leaf.is_floating_point()), given)
-
-
-def _is_cast(tensor: Tensor) -> bool:
-    """Whether mixed precision casts ``tensor``, which the model holds."""
-    return isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
 
 
 _numbers: dict[int, int] = {}  # by the address of a storage that is alive
@@ -324,14 +303,10 @@ class _Calls:
 
     def __init__(self, model: nn.Module, units: Units, made: _Fakes) -> None:
         self.found: list[Call] = []
-        self.outside = _Run(made)
+        self.outside = _Counter(made)
         self._model, self._units, self._made = model, units, made
-        self._kinds: dict[Any, _Kind] = {}
+        self.kinds: dict[Any, _Kind] = {}  # by what they are called with
         self._given: dict[str, set[int]] = {}  # storages of each block's inputs
-
-    @property
-    def kinds(self) -> list[_Kind]:
-        return list(self._kinds.values())
 
     def shared_storages(self) -> set[int]:
         """The storages that were inputs of several blocks."""
@@ -341,20 +316,16 @@ class _Calls:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Inside the block, model blocks record their inputs and return tensors like the first block of their kind."""
-        blocks = {path: self._model.get_submodule(path) for path in self._units.block_paths}
-        originals = {module: module.__dict__.get("forward", _MISSING) for module in blocks.values()}
-        handles = []
-        try:
-            for path, module in blocks.items():
-                module.forward = partial(self._call, path, structure(module), module.forward)
+        with ExitStack() as stack:
+            for path in self._units.block_paths:
+                module = self._model.get_submodule(path)
+                stack.callback(_set_forward, module, vars(module).get("forward"))
+                _set_forward(module, partial(self._call, path, structure(module), module.forward))
             for path in self._units.large:
                 note = partial(self._note, path, None)
-                handles.append(self._model.get_submodule(path).register_forward_hook(note, with_kwargs=True))
+                hook = self._model.get_submodule(path).register_forward_hook(note, with_kwargs=True)
+                stack.callback(hook.remove)
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
-            _restore(originals)
 
     def _note(self, path: str, kind: int | None, _: Any, args: Any, kwargs: Any, output: Any) -> None:
         self.found.append(Call(path, kind, _needs_grad(output), _needs_grad((args, kwargs))))
@@ -363,31 +334,39 @@ class _Calls:
         leaves = find_tensors((args, kwargs), [])
         key = (structure, torch.is_grad_enabled(), *((leaf.shape, leaf.dtype, leaf.requires_grad) for leaf in leaves))
         self._given.setdefault(path, set()).update(map(_storage, leaves))
-        with self.outside.paused():
-            if key not in self._kinds:
-                likes: list[Any] = []
-                seen = _Run(self._made).run(
-                    forward, (args, kwargs), _sum_of_outputs, lambda output: likes.append(map_tensors(_like, output))
-                )
-                self._kinds[key] = _Kind(path, seen, likes[0])
-        kind = self._kinds[key]
-        self._note(path, list(self._kinds).index(key), None, args, kwargs, kind.likes)
+        if key not in self.kinds:
+            self.kinds[key] = self._first_call(path, forward, (args, kwargs))
+        kind = self.kinds[key]
+        self._note(path, list(self.kinds).index(key), None, args, kwargs, kind.likes)
         differentiable = [leaf for leaf in find_tensors((kind.likes,), []) if leaf.requires_grad]
         # Without an input that needs a gradient, its own parameters need it.
         entries = [leaf for leaf in leaves if leaf.requires_grad] or [torch.empty((), requires_grad=True)]
         made = iter(_LeftOut.apply(differentiable, *entries) if differentiable else ())
         return map_tensors(lambda leaf: next(made) if leaf.requires_grad else torch.empty_like(leaf), kind.likes)
 
+    def _first_call(self, path: str, forward: Callable[..., Any], given: Inputs) -> _Kind:
+        """Run a block, which does not count with what is outside of it."""
+        likes: list[Any] = []
+        self.outside.is_paused = True
+        try:
+            seen = _run(
+                _Counter(self._made),
+                forward,
+                given,
+                _sum_of_outputs,
+                lambda output: likes.append(map_tensors(_like, output)),
+            )
+        finally:
+            self.outside.is_paused = False
+        return _Kind(path, seen, likes[0])
 
-_MISSING: Any = object()
 
-
-def _restore(originals: Mapping[nn.Module, Any]) -> None:
-    for module, forward in originals.items():
-        if forward is _MISSING:
-            del module.forward
-        else:
-            module.forward = forward
+def _set_forward(module: nn.Module, forward: Callable[..., Any] | None) -> None:
+    """Set the module's own ``forward``; None leaves that of its class."""
+    if forward is None:
+        del module.forward
+    else:
+        module.forward = forward
 
 
 # One run
@@ -395,11 +374,16 @@ def _restore(originals: Mapping[nn.Module, Any]) -> None:
 
 @dataclass(frozen=True)
 class _Seen:
-    """One forward and backward. ``saved``: storages that autograd keeps for backward, and their bytes. ``entries``:
-    those of the inputs, which full checkpointing keeps. ``left``: those that remain at the end, in caches and
-    in attributes of modules. ``kept_nbytes``: what selective checkpointing also keeps. ``full`` and ``selective``:
-    the work that these repeat. ``peak_nbytes``: the peak in backward of what the run made, including gradients of
-    parameters."""
+    """One forward and backward, in bytes by storage.
+
+    Attributes:
+        saved: what autograd keeps for backward.
+        entries: the inputs, which full checkpointing keeps.
+        left: what remains at the end, in caches and in attributes of modules.
+        kept_nbytes: what selective checkpointing keeps besides the inputs; backward reads ``read_nbytes`` of it.
+        full, selective: the work that these kinds of checkpointing repeat.
+        peak_nbytes: the peak in backward of what the run made, including gradients of parameters.
+    """
 
     forward: Work
     backward: Work
@@ -407,8 +391,9 @@ class _Seen:
     entries: dict[int, int]
     left: dict[int, int]
     kept_nbytes: int
-    full: _Again
-    selective: _Again
+    full: Work
+    selective: Work
+    read_nbytes: int
     peak_nbytes: int
 
     def unit(self, name: str, checkpointing: Checkpointing, shared: set[int]) -> UnitWork:
@@ -419,11 +404,11 @@ class _Seen:
         held = sum(self.saved[key] for key in self.saved.keys() & self.entries.keys() if key not in shared)
         again, saved, read = Work(), every, every
         if checkpointing is Checkpointing.FULL:
-            again, saved = self.full.work, entry_nbytes
+            again, saved = self.full, entry_nbytes
         elif checkpointing is Checkpointing.SELECTIVE:
-            again = self.selective.work
+            again = self.selective
             saved = min(entry_nbytes + self.kept_nbytes, every)
-            read = entry_nbytes + self.selective.read_nbytes
+            read = entry_nbytes + self.read_nbytes
         left = sum(self.left.values())
         return UnitWork(
             name,
@@ -438,67 +423,57 @@ class _Seen:
         )
 
 
-class _Run:
-    """Runs one function of the model, forward and backward, once."""
+def _run(
+    forward: _Counter,
+    function: Callable[..., Any],
+    given: Inputs,
+    loss: Loss,
+    returned: Callable[[Any], None] = lambda _: None,
+) -> _Seen:
+    """Run a ``function`` of the model, forward and backward, once. ``returned`` receives its result, which is dropped
+    before backward."""
+    made, memory = forward.made, forward.memory
+    args, kwargs = map_tensors(lambda leaf: leaf.detach().requires_grad_(leaf.requires_grad), given)
+    leaves = find_tensors((args, kwargs), [])
+    entries = {_storage(leaf): leaf for leaf in leaves if _storage(leaf) not in made.storages}
+    saved: dict[int, int] = {}
+    needed: set[int] = set()
 
-    def __init__(self, made: _Fakes) -> None:
-        self._params = {_storage(tensor): tensor for tensor in made.tensors.values()}
-        self._memory = _Live()
-        self._forward = _Counter(self._memory, set(self._params))
+    def pack(tensor: Tensor) -> Tensor:
+        if isinstance(tensor, Tensor) and _storage(tensor) not in made.storages:
+            saved[_storage(tensor)] = tensor.untyped_storage().nbytes()
+            needed.update(forward.writers_of([tensor]))
+        return tensor.detach()  # what no backward reaches would hold itself
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Inside the block, work within this forward is not counted with it."""
-        self._forward.is_paused = True
-        try:
-            yield
-        finally:
-            self._forward.is_paused = False
-
-    def run(
-        self, function: Callable[..., Any], given: Inputs, loss: Loss, returned: Callable[[Any], None] = lambda _: None
-    ) -> _Seen:
-        """``returned`` receives the function's result, which is dropped before backward."""
-        args, kwargs = map_tensors(lambda leaf: leaf.detach().requires_grad_(leaf.requires_grad), given)
-        entries = {
-            _storage(leaf): leaf for leaf in find_tensors((args, kwargs), []) if _storage(leaf) not in self._params
-        }
-        saved: dict[int, int] = {}
-        needed: set[int] = set()
-        forward, memory = self._forward, self._memory
-
-        def pack(tensor: Tensor) -> Tensor:
-            if isinstance(tensor, Tensor) and _storage(tensor) not in self._params:
-                saved[_storage(tensor)] = tensor.untyped_storage().nbytes()
-                needed.update(forward.writers_of([tensor]))
-            return tensor.detach()  # what no backward reaches would hold itself
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), forward:
-            output = function(*args, **kwargs)
-            result = loss(output)
-        returned(output)
-        del output
-        memory.peak = memory.now
-        with _Counter(memory, set(self._params)) as backward:
-            if result.requires_grad:
-                result.backward()
-        del result
-        for tensor in (*self._params.values(), *entries.values()):
-            tensor.grad = None
-        entry_nbytes = {key: leaf.untyped_storage().nbytes() for key, leaf in entries.items()}
-        for leaf in entries.values():  # the graph of what is left holds it, as that of the whole model would not
-            leaf.data = leaf.new_empty(0)
-        return _Seen(
-            forward=forward.total,
-            backward=backward.total,
-            saved=saved,
-            entries=entry_nbytes,
-            left=memory.left(),
-            kept_nbytes=sum(op.kept_nbytes for op in forward.ops),
-            full=_run_again(forward.ops, needed, keeps=False),
-            selective=_run_again(forward.ops, needed, keeps=True),
-            peak_nbytes=memory.peak,
-        )
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), forward:
+        output = function(*args, **kwargs)
+        result = loss(output)
+    returned(output)
+    del output
+    memory.peak = memory.now
+    with _Counter(made, memory) as backward:
+        if result.requires_grad:
+            result.backward()
+    del result
+    for tensor in (*made.tensors.values(), *entries.values()):
+        tensor.grad = None
+    entry_nbytes = {key: leaf.untyped_storage().nbytes() for key, leaf in entries.items()}
+    for leaf in entries.values():  # the graph of what is left holds it, as that of the whole model would not
+        leaf.data = leaf.new_empty(0)
+    full, _ = _run_again(forward.ops, needed, keeps=False)
+    selective, read_nbytes = _run_again(forward.ops, needed, keeps=True)
+    return _Seen(
+        forward=forward.total,
+        backward=backward.total,
+        saved=saved,
+        entries=entry_nbytes,
+        left=memory.left(),
+        kept_nbytes=sum(op.kept_nbytes for op in forward.ops),
+        full=full,
+        selective=selective,
+        read_nbytes=read_nbytes,
+        peak_nbytes=memory.peak,
+    )
 
 
 def _like(tensor: Tensor) -> Tensor:
@@ -515,17 +490,10 @@ class _Op:
     kept_nbytes: int = 0
 
 
-@dataclass(frozen=True)
-class _Again:
-    """What runs again in backward, and how much of the kept results is read."""
-
-    work: Work
-    read_nbytes: int
-
-
-def _run_again(ops: Sequence[_Op], needed: Iterable[int], *, keeps: bool) -> _Again:
-    """The operations that give backward the results of ``needed``, and no more: those that only the output of a block
-    needs do not run again. With ``keeps``, kept results exist already."""
+def _run_again(ops: Sequence[_Op], needed: Iterable[int], *, keeps: bool) -> tuple[Work, int]:
+    """The work of operations that give backward the results of ``needed``, and no more: those that only the output of a
+    block needs do not run again. With ``keeps``, kept results exist already; also returns how many bytes of them are
+    read."""
     work, read_nbytes = Work(), 0
     left, seen = list(needed), set()
     while left:
@@ -539,7 +507,7 @@ def _run_again(ops: Sequence[_Op], needed: Iterable[int], *, keeps: bool) -> _Ag
         else:
             work += op.work
             left += op.sources
-    return _Again(work, read_nbytes)
+    return work, read_nbytes
 
 
 class _Live:
@@ -573,15 +541,14 @@ class _Live:
 class _Counter(torch_names.DispatchMode):
     """Records what operations compute, move and read. Attention and every second matrix product may be kept."""
 
-    def __init__(self, memory: _Live, fixed: set[int]) -> None:
+    def __init__(self, made: _Fakes, memory: _Live | None = None) -> None:
         super().__init__()
+        self.made, self.memory = made, memory or _Live()
         self.ops: list[_Op] = []
         self.is_paused = False
-        self._memory = memory
         self._writers: dict[int, int] = {}  # of storages, the operation that wrote them last
         self._num_products = 0
-        self._fixed = frozenset(fixed)
-        self._inside = set(fixed)  # storages that other kernels than products made, and parameters
+        self._inside = set(made.storages)  # storages that other kernels than products made, and parameters
         self._crossed: set[int] = set()
 
     def __torch_dispatch__(
@@ -595,7 +562,7 @@ class _Counter(torch_names.DispatchMode):
         known = {_storage(each) for each in inputs}
         new = [each for each in outputs if _storage(each) not in known]
         for each in new:
-            self._memory.made(each)
+            self.memory.made(each)
         name = function.name().split("::")[-1].split(".")[0]
         if not new and not function._schema.is_mutable:
             return result  # a view
@@ -625,7 +592,9 @@ class _Counter(torch_names.DispatchMode):
 
     def _beside_product(self, inputs: list[Tensor]) -> Work:
         """The work next to a product: other kernels write its operands, unless those are products or parameters."""
-        return Work(fused_nbytes=sum(self._crosses(x) for x in inputs if _storage(x) in self._inside - self._fixed))
+        return Work(
+            fused_nbytes=sum(self._crosses(x) for x in inputs if _storage(x) in self._inside - self.made.storages)
+        )
 
     def _moved(self, inputs: list[Tensor], outputs: list[Tensor]) -> Work:
         """The bytes moved. A fused kernel reads results of products, and tensors that existed before."""
@@ -644,10 +613,7 @@ class _Counter(torch_names.DispatchMode):
 def _nbytes(tensor: Tensor) -> int:
     """The bytes that a kernel reads or writes of ``tensor``; an expanded dim counts only once."""
     sizes = [size if stride else 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
-    numel = 1
-    for size in sizes:
-        numel *= size
-    return numel * tensor.dtype.itemsize
+    return math.prod(sizes) * tensor.dtype.itemsize
 
 
 def _work_of(function: Any, name: str, args: Any, kwargs: Any, result: Any) -> Work | None:

@@ -11,19 +11,20 @@ import torch
 from fsdp2.core.schedule.schedule import AfterForward, UnitRules
 from fsdp2.core.types import MixedPrecisionPolicy
 from fsdp2.planner.groups import Axes, GroupCost, Wire, group_cost
-from fsdp2.planner.machine import Machine, all_reduce, gather, ranks_of
-from fsdp2.planner.memory import Held
-from fsdp2.planner.simulate import Accelerator, CallCost, StepTime, steady_step
-from fsdp2.planner.work import Checkpointing, Exchange, Param, UnitWork, Work
+from fsdp2.planner.machine import Machine, all_reduce, ranks_of
+from fsdp2.planner.simulate import Accelerator, CallCost, Held, StepTime, steady_step
+from fsdp2.planner.work import Checkpointing, Param, UnitWork, Work
 
 ALLOCATOR_SHARE = 1.124  # reserved per byte held: calibrated on one published row, docs/scale.md
-FP8_CAST_NBYTES = 5  # per element of an operand: bf16 read for the magnitude, bf16 read again, fp8 written
+_AFTER = {
+    AfterForward.RESHARD: "reshard",
+    AfterForward.KEEP: "keep",
+    AfterForward.RESHARD_TO_SMALLER_MESH: "reshard to node",
+}
 
 
 class Precision(Enum):
     """The dtype of compute: all-gathers and products use it; gradients are summed in fp32."""
-
-    __hash__ = object.__hash__
 
     BF16 = "bf16"
     FP32 = "fp32"
@@ -36,8 +37,6 @@ class Precision(Enum):
 
 class Optimizer(Enum):
     """The kind of optimizer."""
-
-    __hash__ = object.__hash__
 
     ADAMW = "adamw"
     MOMENTUM = "sgd with momentum"
@@ -57,8 +56,6 @@ class Optimizer(Enum):
 class Kernels(Enum):
     """Whether blocks run under ``torch.compile``."""
 
-    __hash__ = object.__hash__
-
     EAGER = "eager"
     COMPILED = "compiled"
 
@@ -73,7 +70,6 @@ class Choice:
         offloads: whether shards, gradients and optimizer are in host memory.
     """
 
-    name: str
     shard_size: int | None = None
     after_forward: AfterForward = AfterForward.RESHARD
     wire: Wire = Wire.BF16
@@ -82,6 +78,31 @@ class Choice:
     num_kept: int = 0
     offloads: bool = False
 
+    @property
+    def name(self) -> str:
+        parts = [self.sharding, self.between_passes]
+        if self.checkpointing is not Checkpointing.NONE:
+            parts.append(f"{self.checkpointing.value} checkpointing")
+        if self.wire is Wire.FP8:
+            parts.append("fp8 gathers")
+        if self.offloads:
+            parts.append("offload")
+        return ", ".join(parts)
+
+    @property
+    def sharding(self) -> str:
+        return f"HSDP {self.shard_size}" if self.shard_size else "FSDP"
+
+    @property
+    def between_passes(self) -> str:
+        """What happens to blocks between forward and backward."""
+        return f"keep last {self.num_kept}" if self.num_kept else _AFTER[self.after_forward]
+
+    @property
+    def is_exact(self) -> bool:
+        """Rounding on the wire changes what is learned, so it is never recommended."""
+        return self.wire is Wire.BF16
+
 
 @dataclass(frozen=True)
 class Scenario:
@@ -89,20 +110,17 @@ class Scenario:
 
     Attributes:
         units: one for each call in the order of forward, without the root. Calls of one unit have one name.
-        tokens: the tokens of one GPU, or of a group of ``tensor_parallel`` GPUs.
+        tokens: the tokens of one GPU.
         root: the root's own parameters.
         members: all units in the order of the model, those that this forward does not use among them; without it, those
             of ``units``.
         mp_policy: the policy of units; None is that of ``precision``.
         ignored: parameters that stay whole on each rank, as ``buffers_nbytes`` do.
-        fp8: whether the blocks' products with weights run in fp8.
-        async_tp: tensor parallelism overlaps transfers with products where it can, and hides this share of them;
-            None means that transfers and products alternate.
     """
 
     machine: Machine
     units: tuple[UnitWork, ...]
-    tokens: int
+    tokens: float
     num_gpus: int
     choice: Choice
     root: tuple[Param, ...] = ()
@@ -113,9 +131,6 @@ class Scenario:
     mp_policy: MixedPrecisionPolicy | None = None
     optimizer: Optimizer = Optimizer.ADAMW
     kernels: Kernels = Kernels.COMPILED
-    fp8: bool = False
-    tensor_parallel: int = 1
-    async_tp: float | None = None
 
     @property
     def distinct(self) -> tuple[UnitWork, ...]:
@@ -126,19 +141,25 @@ class Scenario:
         return tuple(found.values())
 
     @property
-    def data_parallel_size(self) -> int:
-        return self.num_gpus // self.tensor_parallel
-
-    @property
     def axes(self) -> Axes:
-        """The axes of ranks: tensor parallelism uses neighbours, sharding comes next, replicas are furthest apart."""
-        tp, node, total = self.tensor_parallel, self.machine.node_size, self.data_parallel_size
+        """The axes of ranks: sharding uses neighbours, replicas are further apart."""
+        node, total = self.machine.node_size, self.num_gpus
         shard_size = min(self.choice.shard_size or total, total)
         resting = None
         if self.choice.after_forward is AfterForward.RESHARD_TO_SMALLER_MESH:
-            resting = ranks_of(min(node, shard_size), tp, node)
-        shard = ranks_of(shard_size, tp, node)
-        return Axes(shard, ranks_of(total // shard_size, tp * shard_size, node), resting)
+            resting = ranks_of(min(node, shard_size), 1, node)
+        return Axes(ranks_of(shard_size, 1, node), ranks_of(total // shard_size, shard_size, node), resting)
+
+    def is_fused(self, *, is_block: bool) -> bool:
+        """Whether the kernels between two products are one."""
+        return is_block and self.kernels is Kernels.COMPILED
+
+    def seconds(self, work: Work, *, is_block: bool) -> float:
+        """The time of ``work``: products run at their share of the peak, all other kernels at the rate of a copy."""
+        machine = self.machine
+        peak = machine.bf16_flops if self.precision is Precision.BF16 else machine.peak_fp32()
+        moved = work.fused_nbytes if self.is_fused(is_block=is_block) else work.moved_nbytes
+        return (work.linear + work.other) / peak / machine.utilisation + moved / machine.copy_bandwidth
 
 
 @dataclass(frozen=True)
@@ -178,11 +199,11 @@ def simulate(scenario: Scenario) -> Result:
     groups = [group for group in device.groups if group is not None]
     params, trainable = (sum(getattr(group, name) for group in groups) for name in ("shards_nbytes", "trained_nbytes"))
     on_host = params + trainable * (1 + optimizer.num_states) if choice.offloads else 0
-    updated = _updated_nbytes(scenario, groups)
+    updated = _updated_nbytes(scenario, device.groups)
     time = steady_step(device, machine.contention)
     return Result(
         time,
-        scenario.tokens / scenario.tensor_parallel / time.step,
+        scenario.tokens / time.step,
         sum(param.nbytes for param in scenario.ignored) + (0 if choice.offloads else params),
         updated * optimizer.num_states,
         updated,
@@ -194,22 +215,24 @@ def simulate(scenario: Scenario) -> Result:
 
 def accelerator(scenario: Scenario) -> Accelerator:
     """The device that runs ``scenario``."""
-    groups = {unit.name: _group_cost(scenario, unit.params, _wire(scenario, unit)) for unit in scenario.distinct}
+    wires = {True: scenario.choice.wire, False: Wire.BF16}
     root = _group_cost(scenario, scenario.root, Wire.BF16)
-    updated = _updated_nbytes(scenario, [group for group in (root, *groups.values()) if group is not None])
+    groups = [root, *(_group_cost(scenario, unit.params, wires[unit.is_block]) for unit in scenario.distinct)]
+    numbers = {unit.name: number for number, unit in enumerate(scenario.distinct, 1)}
+    updated = _updated_nbytes(scenario, groups)
     return Accelerator(
-        [root, *groups.values()],
-        [_call_cost(scenario, unit, list(groups).index(unit.name) + 1) for unit in scenario.units],
+        groups,
+        [_call_cost(scenario, unit, numbers[unit.name]) for unit in scenario.units],
         _rules(scenario),
         shares_communicator=scenario.choice.shares_communicator,
         optimizer=updated * scenario.optimizer.num_moved / scenario.machine.copy_bandwidth + _scales_seconds(scenario),
     )
 
 
-def _updated_nbytes(scenario: Scenario, groups: Sequence[GroupCost]) -> int:
+def _updated_nbytes(scenario: Scenario, groups: Sequence[GroupCost | None]) -> int:
     """The bytes that the optimizer updates on the device."""
     whole = sum(param.nbytes for param in scenario.ignored if param.trainable)
-    return whole + (0 if scenario.choice.offloads else sum(group.trained_nbytes for group in groups))
+    return whole + (0 if scenario.choice.offloads else sum(group.trained_nbytes for group in groups if group))
 
 
 def _rules(scenario: Scenario) -> list[UnitRules]:
@@ -217,14 +240,8 @@ def _rules(scenario: Scenario) -> list[UnitRules]:
     choice, units = scenario.choice, scenario.distinct
     blocks = [index for index, unit in enumerate(units) if unit.is_block]
     kept = set(blocks[len(blocks) - choice.num_kept :])
-    rules = [UnitRules(after_forward=AfterForward.KEEP)]
-    for index in range(len(units)):
-        rules.append(UnitRules(after_forward=AfterForward.KEEP if index in kept else choice.after_forward))
-    return rules
-
-
-def _wire(scenario: Scenario, unit: UnitWork) -> Wire:
-    return scenario.choice.wire if unit.is_block else Wire.BF16
+    after = [AfterForward.KEEP if index in kept else choice.after_forward for index in range(len(units))]
+    return [UnitRules(after_forward=each) for each in (AfterForward.KEEP, *after)]
 
 
 def _group_cost(scenario: Scenario, params: tuple[Param, ...], wire: Wire) -> GroupCost | None:
@@ -235,53 +252,18 @@ def _group_cost(scenario: Scenario, params: tuple[Param, ...], wire: Wire) -> Gr
 
 
 def _call_cost(scenario: Scenario, work: UnitWork, unit: int) -> CallCost:
-    forward, backward = (
-        sum(_exchange_seconds(scenario, each, is_block=work.is_block) for each in exchanges)
-        for exchanges in work.exchanges
-    )
-    is_fused = work.is_block and scenario.kernels is Kernels.COMPILED
     return CallCost(
         unit,
-        forward=_seconds(scenario, work.forward, is_block=work.is_block),
-        backward=_seconds(scenario, work.backward, is_block=work.is_block),
-        saved_nbytes=work.saved_nbytes - work.unread_nbytes * is_fused,
+        forward=scenario.seconds(work.forward, is_block=work.is_block),
+        backward=scenario.seconds(work.backward, is_block=work.is_block),
+        saved_nbytes=work.saved_nbytes - work.unread_nbytes * scenario.is_fused(is_block=work.is_block),
         working_nbytes=work.working_nbytes,
         left_nbytes=work.left_nbytes,
         has_backward=work.has_backward,
         hands_on=work.hands_on,
-        forward_fixed=forward,
-        backward_fixed=backward,
+        forward_fixed=work.sent_s[0],
+        backward_fixed=work.sent_s[1],
     )
-
-
-def _exchange_seconds(scenario: Scenario, exchange: Exchange, *, is_block: bool) -> float:
-    """The time that an exchange along the sequence adds to compute: the transfer, and a copy, since the sequence is not
-    the first dim. Async TP overlaps a share of the transfer with the parts of a product, which are slower than the
-    whole, and sums what arrives in a separate kernel."""
-    machine, size = scenario.machine, scenario.tensor_parallel
-    in_fp8 = scenario.fp8 and is_block
-    nbytes = exchange.numel * (1 if exchange.gathers and in_fp8 else 2)
-    transfer = gather(machine, ranks_of(size, 1, machine.node_size), nbytes).alone
-    if scenario.async_tp is None or not (is_block and exchange.product):
-        return transfer + 2 * nbytes / machine.copy_bandwidth
-    product = exchange.product / (machine.peak_fp8() if in_fp8 else machine.bf16_flops) / machine.utilisation
-    summed = 0.0 if exchange.gathers else nbytes * (1 + 1 / size) / machine.copy_bandwidth
-    return transfer - scenario.async_tp * min(transfer, product) + summed
-
-
-def _seconds(scenario: Scenario, work: Work, *, is_block: bool) -> float:
-    """The time of ``work``: products run at their share of the peak, all other kernels at the rate of a copy."""
-    machine = scenario.machine
-    half = scenario.precision is Precision.BF16
-    peak = machine.bf16_flops if half else machine.peak_fp32()
-    linear_peak, converted = peak, 0.0
-    if scenario.fp8 and is_block:
-        linear_peak = machine.peak_fp8()
-        converted = work.operand_numel * FP8_CAST_NBYTES
-    is_fused = is_block and scenario.kernels is Kernels.COMPILED
-    moved = work.fused_nbytes if is_fused else work.moved_nbytes
-    products = (work.linear / linear_peak + work.other / peak) / machine.utilisation
-    return products + (moved + converted) / machine.copy_bandwidth
 
 
 def _scales_seconds(scenario: Scenario) -> float:

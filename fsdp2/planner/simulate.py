@@ -10,13 +10,43 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 from fsdp2.core.schedule.schedule import Action, Actions, Schedule, UnitRules, in_parts
 from fsdp2.core.schedule.states import TRANSITIONS, GroupEvent, GroupState, Outcome
 from fsdp2.planner.groups import Flight, GroupCost
 from fsdp2.planner.machine import Contention
-from fsdp2.planner.memory import Held, Memory
 from fsdp2.planner.queues import Op, Queues, Stream, run
+
+
+class Held(Enum):
+    """The purpose for which memory is held."""
+
+    __hash__ = object.__hash__
+
+    GROUPS = "groups"
+    GRADIENTS = "gradients in flight"
+    REDUCED = "gradients"
+    ACTIVATIONS = "activations"
+
+
+class Memory:
+    """Bytes that a rank holds in addition to its shards and their optimizer state, now and at the peak."""
+
+    def __init__(self) -> None:
+        self.now = dict.fromkeys(Held, 0.0)
+        self.peak = dict(self.now)
+
+    def add(self, held: Held, nbytes: float) -> None:
+        """Add ``nbytes``; negative ones are freed."""
+        self.now[held] += nbytes
+        if sum(self.now.values()) > sum(self.peak.values()):
+            self.peak = dict(self.now)
+
+    def touch(self, held: Held, nbytes: float) -> None:
+        """Hold ``nbytes`` for a moment."""
+        self.add(held, nbytes)
+        self.add(held, -nbytes)
 
 
 @dataclass(frozen=True)
@@ -94,7 +124,8 @@ class Accelerator:
         self.do(schedule.pre_forward(0, grad_enabled=True))
         for call in self.calls:
             self.do(schedule.pre_forward(call.unit, grad_enabled=True))
-            self._forward(call)
+            self.queues.enqueue(Stream.COMPUTE, f"forward {call.unit}", fixed=call.forward_fixed, work=call.forward)
+            memory.add(Held.ACTIVATIONS, call.saved_nbytes + call.left_nbytes)
             self.do(schedule.post_forward(call.unit, Outcome.BACKWARD if call.has_backward else Outcome.NOTHING))
         self.do(schedule.post_forward(0))
         self._flush()
@@ -105,7 +136,10 @@ class Accelerator:
             self.do(schedule.pre_backward(call.unit))
             if number == left[-1]:  # whose output is that of the root
                 self.do(schedule.pre_backward(0))
-            self._backward(call)
+            self._compute_backward(call)
+            memory.touch(Held.ACTIVATIONS, call.working_nbytes)
+            memory.add(Held.ACTIVATIONS, -call.saved_nbytes)
+            self._leave_grads(call.unit)
             uses[call.unit] -= 1
             if call.hands_on and number:
                 self.do(schedule.post_backward(call.unit, is_last_use=uses[call.unit] == 0))
@@ -122,17 +156,6 @@ class Accelerator:
                 self.performed.append((action, unit))
 
     # Compute
-
-    def _forward(self, call: CallCost) -> None:
-        label = f"forward {call.unit}"
-        self.queues.enqueue(Stream.COMPUTE, label, fixed=call.forward_fixed, work=call.forward)
-        self.memory.add(Held.ACTIVATIONS, call.saved_nbytes + call.left_nbytes)
-
-    def _backward(self, call: CallCost) -> None:
-        self._compute_backward(call)
-        self.memory.touch(Held.ACTIVATIONS, call.working_nbytes)
-        self.memory.add(Held.ACTIVATIONS, -call.saved_nbytes)
-        self._leave_grads(call.unit)
 
     def _compute_backward(self, call: CallCost) -> None:
         label = f"backward {call.unit}"
@@ -159,7 +182,7 @@ class Accelerator:
         group, before = self._transition(unit, GroupEvent.UNSHARD)
         if group is None:
             return False
-        self._order_gather()
+        self._flush()
         self.memory.add(Held.GROUPS, group.unsharded_nbytes)
         if before is GroupState.SHARDED_POST_FORWARD and group.regather is not None:
             self.memory.touch(Held.GROUPS, group.regather_staging_nbytes)
@@ -208,7 +231,7 @@ class Accelerator:
         if group is None or unit not in self._have_grads:
             return False
         self._have_grads.remove(unit)
-        self._make_room()
+        self._land(unit)  # at most one reduction is in flight
         self.queues.wait(Stream.REDUCE, self.queues.last(Stream.COMPUTE))
         self.memory.add(Held.REDUCED, group.reduced_nbytes)
         self.memory.add(Held.GRADIENTS, group.cast_nbytes)
@@ -223,10 +246,6 @@ class Accelerator:
         for reduction in pending:
             self._finish(reduction)
         return bool(pending)
-
-    def _make_room(self) -> None:
-        """Ensure that at most one reduction is in flight."""
-        self._land(0)
 
     def _finish(self, reduction: Reduction) -> None:
         self.queues.wait(Stream.COMPUTE, reduction.done)
@@ -247,9 +266,6 @@ class Accelerator:
 
     def _release(self, nbytes: float) -> None:
         self._released.append((self.queues.last(Stream.COMPUTE), nbytes))
-
-    def _order_gather(self) -> None:
-        self._flush()
 
     def _flush(self) -> None:
         for event, nbytes in self._released:

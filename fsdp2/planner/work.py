@@ -16,8 +16,6 @@ class Checkpointing(Enum):
     """Which activations are recomputed in backward. ``SELECTIVE`` keeps attention and every second matrix product, as
     torchtitan does. No choice gathers parameters again: a block that recomputes has been gathered for backward."""
 
-    __hash__ = object.__hash__
-
     NONE = "none"
     SELECTIVE = "selective"
     FULL = "full"
@@ -65,27 +63,19 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Exchange:
-    """Tensor parallelism gathers all activations of a group of GPUs, or sums and scatters them: ``numel`` elements.
+class UnitWork:
+    """One call of a unit.
 
     Attributes:
-        gathers: whether it is a gather, which sends fp8 if products are in fp8. Sums are in bf16.
-        product: floating-point operations of the product that reads or makes it. Async TP sends it in the parts of that
-            product; zero if there is none.
+        backward: includes recomputation.
+        saved_nbytes: stay from its forward to its backward, which does not read ``unread_nbytes`` of them.
+        working_nbytes: come on top while its backward runs, gradients included.
+        sent_s: seconds that other communication, such as tensor parallelism, adds to forward and to backward.
+        is_block: whether it may send and compute in fp8.
+        left_nbytes: stay until the step ends, as in a cache.
+        has_backward: whether autograd goes through it.
+        hands_on: whether its input gets a gradient.
     """
-
-    numel: float
-    gathers: bool
-    product: float = 0.0
-
-
-@dataclass(frozen=True)
-class UnitWork:
-    """One call of a unit. ``backward`` includes recomputation. ``saved_nbytes`` stay from its forward to its
-    backward, of which backward does not read ``unread_nbytes``. ``working_nbytes`` come on top while its backward runs,
-    gradients included. ``left_nbytes`` stay until the step ends, as in a cache. ``exchanges`` are what tensor
-    parallelism sends in forward and in backward. ``is_block``: it may send and compute in fp8. ``has_backward``:
-    autograd goes through it. ``hands_on``: its input gets a gradient."""
 
     name: str
     params: tuple[Param, ...]
@@ -94,7 +84,7 @@ class UnitWork:
     saved_nbytes: float
     working_nbytes: float
     unread_nbytes: float = 0.0
-    exchanges: tuple[tuple[Exchange, ...], tuple[Exchange, ...]] = ((), ())
+    sent_s: tuple[float, float] = (0.0, 0.0)
     is_block: bool = False
     left_nbytes: float = 0.0
     has_backward: bool = True

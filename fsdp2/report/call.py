@@ -30,11 +30,11 @@ from fsdp2.extras.output import check_writable
 from fsdp2.extras.units import observe, sharded_unit, stop_observing
 from fsdp2.memory.plan import UnitBytes, trainable_of, unit_bytes
 from fsdp2.optim.host_adamw.jobs import observe_host_steps
-from fsdp2.planner.candidates import Plan
 from fsdp2.planner.choose_units import AutoShard
 from fsdp2.planner.machines import MACHINES
 from fsdp2.planner.measure import device_name
-from fsdp2.planner.memory import Held
+from fsdp2.planner.plans import Plan
+from fsdp2.planner.simulate import Held
 from fsdp2.report import files
 from fsdp2.report.data import RankRecord, RankStep, UnitInfo, report_data
 from fsdp2.report.held import HeldBytes

@@ -19,8 +19,9 @@ from fsdp2.__main__ import main
 from fsdp2.core.runtime.unit import units_under
 from fsdp2.extras.sizes import text_of
 from fsdp2.planner.blocks import find_units
-from fsdp2.planner.candidates import Plan, observed
+from fsdp2.planner.plans import Plan
 from fsdp2.planner.work import Checkpointing
+from fsdp2.planner.workload import observed
 from tests.docs.markdown import ROOT, table
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.golden import texts_beside

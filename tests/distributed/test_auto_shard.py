@@ -27,8 +27,8 @@ from fsdp2.planner.code import code_for
 from fsdp2.planner.machine import Link, gather, ranks_of
 from fsdp2.planner.machines import MACHINES, fields_of, machine_from
 from fsdp2.planner.measure import _between, measure
-from fsdp2.planner.memory import Held
 from fsdp2.planner.scenario import Choice, Precision
+from fsdp2.planner.simulate import Held
 from fsdp2.planner.work import Checkpointing
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.golden import texts_beside
@@ -286,7 +286,7 @@ NESTED: dict[str, Callable[[], nn.Module]] = {
 def test_the_code_makes_the_units_that_were_found(ctx: RankContext, kind: str) -> None:
     model = NESTED[kind]()
     found = find_units(model)
-    _shard_by_code(model, Choice("FSDP"))
+    _shard_by_code(model, Choice())
     assert set(units(model)) == {"", *found.block_paths, *found.large}
 
 
@@ -294,7 +294,7 @@ def test_the_code_makes_the_units_that_were_found(ctx: RankContext, kind: str) -
 @distributed(2)
 def test_the_code_that_reshards_to_a_node_runs_on_fewer_ranks(ctx: RankContext, node_size: int) -> None:
     model = language_model()
-    _shard_by_code(model, Choice("FSDP", after_forward=AfterForward.RESHARD_TO_SMALLER_MESH), node_size)
+    _shard_by_code(model, Choice(after_forward=AfterForward.RESHARD_TO_SMALLER_MESH), node_size)
     assert trains_alike(model)
 
 

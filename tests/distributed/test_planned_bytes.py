@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor
 
 import fsdp2
 from fsdp2.planner.blocks import find_units
-from fsdp2.planner.candidates import Workload, observed
 from fsdp2.planner.machines import H100
 from fsdp2.planner.scenario import Choice, Precision, Scenario, accelerator, simulate
 from fsdp2.planner.work import Checkpointing
+from fsdp2.planner.workload import Workload, observed
 from fsdp2.report import trace
 from tests.distributed.support import seeded, shard_each
 from tests.harness.distributed import RankContext, distributed
@@ -37,7 +37,7 @@ def _sharded_as_planned(
         work.units(Checkpointing.NONE),
         tokens=64,
         num_gpus=2,
-        choice=Choice(""),
+        choice=Choice(),
         root=work.root,
         members=work.members,
         ignored=work.ignored,

@@ -22,8 +22,8 @@ import torch
 import fsdp2
 from fsdp2.__main__ import main
 from fsdp2.planner import measure
-from fsdp2.planner.candidates import Workload
 from fsdp2.planner.machines import H100, fields_of
+from fsdp2.planner.workload import Workload
 from tests.harness.golden import texts_beside
 from tests.harness.messages import wrapped
 from tests.unit.planner_models import LanguageModel

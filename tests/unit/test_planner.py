@@ -21,17 +21,16 @@ from fsdp2.core.schedule.schedule import AfterForward, UnitRules
 from fsdp2.extras.sizes import nbytes_of, text_of
 from fsdp2.planner import scenario
 from fsdp2.planner.blocks import Stack, Units, find_units
-from fsdp2.planner.candidates import ABOUT_AS_FAST, Candidate, Plan, Workload, observed
-from fsdp2.planner.groups import Wire
+from fsdp2.planner.candidates import ABOUT_AS_FAST
+from fsdp2.planner.groups import Wire, shard_dim
 from fsdp2.planner.machine import Contention, Link, ranks_of
 from fsdp2.planner.machines import H100, MACHINES, fields_of, machine_by_name, machine_from
-from fsdp2.planner.memory import Held
 from fsdp2.planner.observe import ModelWork
-from fsdp2.planner.placement import shard_dim
+from fsdp2.planner.plans import Candidate, Plan, table
 from fsdp2.planner.scenario import Scenario
-from fsdp2.planner.simulate import StepTime
-from fsdp2.planner.words import table
+from fsdp2.planner.simulate import Held, StepTime
 from fsdp2.planner.work import Checkpointing, UnitWork
+from fsdp2.planner.workload import Workload, observed
 from tests.harness.golden import texts_beside
 from tests.harness.messages import error_of
 from tests.unit import planner_models

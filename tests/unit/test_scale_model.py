@@ -21,6 +21,7 @@ from tests.harness.distributed import RankContext
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from scale import gloo
 from scale.pipeline import Pipeline, simulate_stages
+from scale.tensor_parallel import Exchange, ParallelScenario, TensorParallel
 from scale.workload import (
     HEAD_DIM,
     LLAMA_8B,
@@ -46,11 +47,10 @@ from fsdp2.planner.machine import (
     ranks_of,
 )
 from fsdp2.planner.machines import H100
-from fsdp2.planner.memory import Held
 from fsdp2.planner.queues import Op, Queues, Stream, run
 from fsdp2.planner.scenario import Choice, Scenario, simulate
-from fsdp2.planner.simulate import Accelerator, CallCost, StepTime, steady_step
-from fsdp2.planner.work import Exchange, UnitWork, Work
+from fsdp2.planner.simulate import Accelerator, CallCost, Held, StepTime, steady_step
+from fsdp2.planner.work import UnitWork, Work
 
 KEEP, SMALLER = AfterForward.KEEP, AfterForward.RESHARD_TO_SMALLER_MESH
 # Round figures: a second per byte sent, unless said otherwise.
@@ -68,7 +68,7 @@ PLAIN = Machine(
     launch_latency=0.0,
     channels=16,
 )
-FSDP = Choice("fsdp")
+FSDP = Choice()
 
 
 @pytest.mark.parametrize(
@@ -260,8 +260,9 @@ def _exchanging(*exchanges: Exchange, async_tp: float | None = None) -> float:
     """Seconds that ``exchanges`` add to a forward: gathers take a second per 400 bytes, copies one per 100."""
     machine = replace(PLAIN, copy_bandwidth=100.0, in_node=Link(400.0, 0.0), bf16_flops=1.0, utilisation=1.0)
     second = Work(linear=1.0)
-    unit = UnitWork("block", (), second, Work(), 0.0, 0.0, exchanges=(exchanges, ()), is_block=True)
-    found = simulate(Scenario(machine, (unit,), 1, 64, Choice("fsdp"), tensor_parallel=8, async_tp=async_tp))
+    sent = TensorParallel(machine, 8, async_tp=async_tp).seconds(exchanges, is_block=True)
+    unit = UnitWork("block", (), second, Work(), 0.0, 0.0, sent_s=(sent, 0.0), is_block=True)
+    found = simulate(ParallelScenario(machine, (unit,), 1 / 8, 64, Choice(), tensor_parallel=8))
     return found.time.step - 1
 
 
@@ -301,7 +302,7 @@ def test_a_pipeline_is_filled_and_emptied_and_its_first_gpu_holds_activations_of
     machine = replace(PLAIN, bf16_flops=1.0, utilisation=1.0)
     block = UnitWork("block", (), Work(linear=1.0), Work(linear=2.0), 5.0, 0.0, is_block=True)
     head = replace(block, name="head", is_block=False)
-    microbatch = Scenario(machine, (block, head), 8, 64, FSDP, tensor_parallel=4)
+    microbatch = ParallelScenario(machine, (block, head), 8 / 4, 64, FSDP, tensor_parallel=4)
     found = simulate_stages(microbatch, pipeline)
     assert found.time.step == pytest.approx(seconds)
     assert found.tokens_per_second == pytest.approx(pipeline.num_microbatches * 8 / 4 / 4 / seconds)
