@@ -8,8 +8,8 @@ import os
 import platform
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from fsdp2.core.schedule.schedule import AfterForward
 from fsdp2.core.types import CommunicationError, ScheduleError
 from fsdp2.extras.exchange import exchange
 from fsdp2.extras.output import check_writable
-from fsdp2.extras.units import observe, sharded_unit, stop_observing
+from fsdp2.extras.units import sharded_unit
 from fsdp2.memory.plan import UnitBytes, trainable_of, unit_bytes
 from fsdp2.optim.host_adamw.jobs import observe_host_steps
 from fsdp2.planner.candidates import Plan
@@ -46,6 +46,7 @@ from fsdp2.report.recorder import DeviceClock, HostClock, Recorder, Step
 from fsdp2.report.speed import Peak, Work
 from fsdp2.report.text import text_of
 from fsdp2.report.timeline import ALL_REDUCE, OF_HOST, spans, transfers, with_idle
+from fsdp2.report.trace import observe
 
 _CALLER = "fsdp2.report"
 _recording: list[str] = []  # the class of the model that is recorded
@@ -129,11 +130,9 @@ def report(
     synced, is_first_use, found = time.perf_counter(), not tree.schedule.tape.expected, Report()
     held = HeldBytes(tree, saves=activations)
     recorder = Recorder(DeviceClock(mesh.device, tree.units) if on_device else HostClock(), steps, held)
-    with (
-        held.watched() as stop_saved,
-        watched(tree, recorder.on_module, recorder.on_optimizer) as stop_modules,
-        attached(recorder, model, tree.class_name, operations, [stop_saved, stop_modules]),
-    ):
+    modules = watched(tree, recorder.on_module, recorder.on_optimizer)
+    profiled = nullcontext() if operations is None else operations.profiled()
+    with attached(recorder, model, tree.class_name, held.watched(), modules, profiled):
         yield found
     recorder.end()
     tree = tree_of(unit)  # in the block, an enclosing unit may have become the root
@@ -170,35 +169,22 @@ def report(
 
 @contextmanager
 def attached(
-    recorder: Recorder,
-    model: nn.Module,
-    class_name: str,
-    operations: Operations | None = None,
-    on_done: Sequence[Callable[[], None]] = (),
+    recorder: Recorder, model: nn.Module, class_name: str, *watching: AbstractContextManager[None]
 ) -> Iterator[None]:
-    """Let ``recorder`` observe ``model`` until it is done or the block ends; then call ``on_done``. Meanwhile, profile
-    ``operations``."""
-    observe(model, recorder)
-
-    def detach() -> None:
-        observe_activities(None)
-        observe_host_steps(None)
-        stop_observing(model, recorder)
-        for end in on_done:
-            end()
-        if operations is not None:
-            operations.stop()
-
-    recorder.on_done = detach
+    """Let ``recorder`` observe ``model``, inside of ``watching``, until it is done or the block ends."""
     _recording.append(class_name)
     try:
-        if operations is not None:
-            operations.start()
-        observe_activities(recorder.on_activity)
-        observe_host_steps(recorder.on_host_step)
-        yield
+        with ExitStack() as stack:
+            recorder.on_done = stack.close
+            for each in watching:
+                stack.enter_context(each)
+            stack.enter_context(observe(model, recorder))
+            stack.callback(observe_activities, None)
+            stack.callback(observe_host_steps, None)
+            observe_activities(recorder.on_activity)
+            observe_host_steps(recorder.on_host_step)
+            yield
     finally:
-        detach()
         _recording.clear()
 
 

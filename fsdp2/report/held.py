@@ -8,7 +8,7 @@ Elsewhere, as on the CPU, autograd's saved tensors in the model's forward count,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +20,8 @@ from fsdp2.core.plan.trees import find_tensors
 from fsdp2.core.runtime.unit import Unit
 from fsdp2.core.runtime.unit_tree import UnitTree
 from fsdp2.extras import torch_names
-from fsdp2.report.memory import ALLOCATED, OPTIMIZER_STATES, SAVED, SHARD_GRADIENTS, SHARDS
+from fsdp2.report.memory import ALLOCATED, OPTIMIZER_STATES, SAVED, SHARD_GRADIENTS, SHARDS, Bytes
 from fsdp2.report.timeline import ROOT
-
-Bytes = dict[tuple[str, str], int]  # by unit and purpose
 
 # The events at which activations are read: between them, none begin or end that last.
 _ASKED_AT = ("post_forward", "pre_backward", "post_backward", "end_backward", "wait", "reduce")
@@ -44,13 +42,9 @@ class HeldBytes:
         self._optimizers: dict[torch.optim.Optimizer, int] = {}  # with the number of parameters that have states
         self.knows_activations = self._allocated is not None or self._saved is not None
 
-    @contextmanager
-    def watched(self) -> Iterator[Callable[[], None]]:
-        """Count what autograd saves, until the block ends, or until what it yields is called."""
-        with ExitStack() as stack:
-            if self._saved is not None:
-                stack.enter_context(self._saved.watched())
-            yield stack.close
+    def watched(self) -> AbstractContextManager[None]:
+        """Count what autograd saves, until the block ends."""
+        return nullcontext() if self._saved is None else self._saved.watched()
 
     def at_start(self) -> Bytes:
         """The bytes held when a step begins."""

@@ -4,6 +4,8 @@ computed, but not when nothing ran in between because the host was late."""
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,26 +15,20 @@ _ZERO = "fsdp2.report"  # a range whose start is known on both clocks
 
 
 class Operations:
-    """Profiles from ``start`` to ``stop``. With ``on_device``, kernels of the accelerator count, except those of NCCL;
+    """Profiles the block of ``profiled``. With ``on_device``, kernels of the accelerator count, except those of NCCL;
     otherwise, operations of the thread that starts it."""
 
     def __init__(self, *, on_device: bool) -> None:
         self._on_device = on_device
         self._profiler = torch.profiler.profile(acc_events=True)
-        self._is_running = False
         self._zero_s = 0.0
 
-    def start(self) -> None:
-        self._profiler.start()
-        self._is_running = True
-        with torch.profiler.record_function(_ZERO):
-            self._zero_s = time.perf_counter()
-
-    def stop(self) -> None:
-        """End the profile, if it runs."""
-        if self._is_running:
-            self._is_running = False
-            self._profiler.stop()
+    @contextmanager
+    def profiled(self) -> Iterator[None]:
+        with self._profiler:
+            with torch.profiler.record_function(_ZERO):
+                self._zero_s = time.perf_counter()
+            yield
 
     def busy(self) -> list[tuple[float, float]]:
         """The intervals in which operations ran, in seconds of the host's clock, in order and without overlaps."""

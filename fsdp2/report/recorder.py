@@ -16,7 +16,8 @@ import torch
 from fsdp2.core.comm.streams import Activity, Streams, streams_for
 from fsdp2.core.runtime.unit import Unit
 from fsdp2.core.types import Observer
-from fsdp2.report.held import Bytes, HeldBytes
+from fsdp2.report.held import HeldBytes
+from fsdp2.report.memory import Bytes
 from fsdp2.report.timeline import BLOCKED, HOST_STEP, OPTIMIZER, OPTIMIZER_END, TO_DEVICE, TO_HOST, Edge, Mark
 
 Stamp = float | torch.Event | None
@@ -112,10 +113,6 @@ class DeviceClock(HostClock):
         return self._zero_s + self._zero.elapsed_time(stamp) / 1e3
 
 
-def _marks_of(held: Bytes, now: Stamp) -> list[_Mark]:
-    return [(Edge.HELD, what, unit, now, None, "", nbytes) for (unit, what), nbytes in held.items()]
-
-
 class Recorder(Observer):
     """The marks of up to ``max_steps`` steps. A step ends where the next forward begins after a backward that reduced
     gradients, so it holds all micro-batches of an accumulation, and the optimizer. ``held``, if given, reports the
@@ -136,88 +133,95 @@ class Recorder(Observer):
         self._has_reduced = self._has_ended = False  # the step's gradients; its backward
         self._is_done = False
 
+    @property
+    def _is_in_step(self) -> bool:
+        return bool(self._bounds) and not self._is_done
+
     def on_event(self, event: str, unit: str) -> None:
         if self._is_done:
             return
         now = self._clock.now()
         if not self._bounds or (event == "pre_forward" and self._has_reduced and self._has_ended):
-            self._bounds.append((len(self._marks), now))
-            self._has_reduced = self._has_ended = False
-            if len(self._bounds) > self._max_steps:
-                self._is_done = True
-                self.on_done()
+            self._begin_step(now)
+            if self._is_done:
                 return
-            if self._held is not None:
-                self._hold(self._held.at_start(), now)
         self._has_ended = self._has_ended or event == "end_backward"
         if self._held is not None:  # before the event, since plans know what it adds
             self._hold(self._held.at(event, unit), now)
-        self._marks.append((Edge.EVENT, event, unit, now, None, "", 0))
+        self._add(Edge.EVENT, event, unit, now)
 
-    def on_module(self, event: str, unit: str, module: str) -> None:
+    def _begin_step(self, now: Stamp) -> None:
+        self._bounds.append((len(self._marks), now))
+        self._has_reduced = self._has_ended = False
+        if len(self._bounds) > self._max_steps:
+            self._is_done = True
+            self.on_done()
+        elif self._held is not None:
+            self._hold(self._held.at_start(), now)
+
+    def on_module(self, unit: str, module: str, event: str) -> None:
         """``module`` of ``unit`` starts its ``forward`` or ``backward``, or ends it."""
-        if self._bounds and not self._is_done:
-            self._marks.append((Edge.MODULE, event, unit, self._clock.now(), None, module, 0))
+        if self._is_in_step:
+            self._add(Edge.MODULE, event, unit, self._clock.now(), module=module)
 
     def on_optimizer(self, optimizer: torch.optim.Optimizer, starts: bool) -> None:
         """A step of ``optimizer`` starts or stops."""
-        if not self._bounds or self._is_done:
+        if not self._is_in_step:
             return
         now = self._clock.now()
-        self._marks.append((Edge.MODULE, OPTIMIZER if starts else OPTIMIZER_END, "", now, None, "", 0))
+        self._add(Edge.MODULE, OPTIMIZER if starts else OPTIMIZER_END, "", now)
         if self._held is not None and starts:
             (_, first), *_ = self._bounds
             self._before += _marks_of(self._held.steps(optimizer), first)
         elif self._held is not None:
             self._hold(self._held.stepped(optimizer), now)
 
-    def _hold(self, nbytes: Bytes, now: Stamp) -> None:
-        self._marks += _marks_of(nbytes, now)
-
     def on_start(self, work: str, unit: str) -> None:
         self._unit = unit
-        self._mark(Edge.START, work, unit)
+        self._on_work(Edge.START, work, unit)
 
     def on_stop(self, work: str, unit: str) -> None:
-        self._mark(Edge.STOP, work, unit)
-        if self._held is not None and work == "reduce_land" and self._bounds and not self._is_done:
+        self._on_work(Edge.STOP, work, unit)
+        if self._held is not None and work == "reduce_land" and self._is_in_step:
             self._hold(self._held.landed(unit), self._last[0])
 
     def on_action(self, action: str, unit: str, nbytes: int) -> None:
-        if not self._is_done and self._last != (None, None):
+        if self._is_in_step and self._last != (None, None):
             self._has_reduced = self._has_reduced or action == "reduce"
-            self._marks.append((Edge.ACTION, action, unit, *self._last, "", 0))
+            self._add(Edge.ACTION, action, unit, *self._last)
             if self._held is not None:
                 self._hold(self._held.at(action, unit), self._last[0] or self._last[1])
 
     def on_activity(self, activity: Activity, starts: bool) -> None:
         """A wait for collectives, or a copy in the work that started last, starts or stops."""
-        if not self._bounds or self._is_done:  # before the first step, or after the last one
-            return
         edge = Edge.START if starts else Edge.STOP
-        if activity is not Activity.WAIT:
-            self._marks.append((edge, _COPIES[activity], self._unit, *self._clock.of_copy(), "", 0))
-        elif self._clock.times_waits:
-            self._mark(edge, BLOCKED, "")
+        if activity is Activity.WAIT and self._clock.times_waits:
+            self._on_work(edge, BLOCKED, "")
+        elif activity is not Activity.WAIT and self._is_in_step:
+            self._add(edge, _COPIES[activity], self._unit, *self._clock.of_copy())
 
     def on_host_step(self, unit: str, start: float, stop: float) -> None:
         """The host's thread has stepped ``unit``. It calls this while the training thread adds marks, so a single
         operation adds both marks, and nothing comes between them."""
-        if self._bounds and not self._is_done:
-            self._marks += [
-                (Edge.START, HOST_STEP, unit, None, start, "", 0),
-                (Edge.STOP, HOST_STEP, unit, None, stop, "", 0),
-            ]
+        if self._is_in_step:
+            edges = ((Edge.START, start), (Edge.STOP, stop))
+            self._marks += [(edge, HOST_STEP, unit, None, stamp, "", 0) for edge, stamp in edges]
 
-    def _mark(self, edge: Edge, work: str, unit: str) -> None:
-        if not self._is_done:
+    def _on_work(self, edge: Edge, work: str, unit: str) -> None:
+        if self._is_in_step:
             self._last = self._clock.of_work(work, unit)
             if self._last != (None, None):
-                self._marks.append((edge, work, unit, *self._last, "", 0))
+                self._add(edge, work, unit, *self._last)
+
+    def _add(self, edge: Edge, name: str, unit: str, time: Stamp, side: Stamp = None, module: str = "") -> None:
+        self._marks.append((edge, name, unit, time, side, module, 0))
+
+    def _hold(self, nbytes: Bytes, now: Stamp) -> None:
+        self._marks += _marks_of(nbytes, now)
 
     def end(self) -> None:
         """The block is over, and so is the running step."""
-        if self._bounds and not self._is_done:
+        if self._is_in_step:
             self._bounds.append((len(self._marks), self._clock.now()))
         self._is_done = True
 
@@ -232,3 +236,7 @@ class Recorder(Observer):
         shift = len(self._before)
         bounds = [(index and index + shift, seconds(stamp) or 0.0) for index, stamp in self._bounds]
         return [Step(marks[first:last], start, stop) for (first, start), (last, stop) in pairwise(bounds)]
+
+
+def _marks_of(held: Bytes, now: Stamp) -> list[_Mark]:
+    return [(Edge.HELD, what, unit, now, None, "", nbytes) for (unit, what), nbytes in held.items()]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from fsdp2.memory.plan import UnitBytes
 from fsdp2.report.data import RankRecord, RankStep, UnitInfo
-from fsdp2.report.memory import Memory, Sizes, memory
+from fsdp2.report.memory import Memory, memory
 from fsdp2.report.timeline import BLOCKED, ROOT, Edge, Mark, spans, transfers
 
 
@@ -73,7 +73,7 @@ def simple_step(units: Sequence[str], *, late: float = 0.0, compute: float = 0.0
     return tape.compute(0.005)
 
 
-def sizes(units: Sequence[str], nbytes: int = 1000) -> dict[str, Sizes]:
+def sizes(units: Sequence[str], nbytes: int = 1000) -> dict[str, UnitBytes]:
     one = UnitBytes(unsharded=nbytes, arriving=10, gradients=nbytes, copies=nbytes // 2, sent=nbytes // 2)
     return dict.fromkeys([ROOT, *units], one)
 
