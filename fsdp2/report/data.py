@@ -20,17 +20,16 @@ The fields of the report whose names do not explain everything:
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
 
+from fsdp2.report.figures import Peak, Prediction, StepFigures, Work, compared, speed
 from fsdp2.report.findings import Finding, StepFacts, UnitFacts, findings
-from fsdp2.report.lost import Cell, Lost, least_waits, lost_time
+from fsdp2.report.lost import Cell, Lost, least_waits, lost_time, sums
 from fsdp2.report.memory import Memory
-from fsdp2.report.prediction import Prediction, StepFigures, compared
-from fsdp2.report.speed import NOT_SAID, Peak, Work, speed
 from fsdp2.report.timeline import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -99,7 +98,7 @@ class RankRecord:
     reserved_nbytes: int | None = None
     free_nbytes: int | None = None
     knows_activations: bool = True
-    work: Work = NOT_SAID
+    work: Work = field(default_factory=Work)
 
 
 def report_data(
@@ -118,7 +117,7 @@ def report_data(
     index = {unit.name: i for i, unit in enumerate(units)} | {"": -1}
     losses = [_Losses(step) for step in ranks]
     known = [does for does in Does if does is not Does.IDLE or any(loss.of(does) for loss in losses)]
-    least = least_waits([step.spans for step in ranks])
+    least = least_waits([loss.sums for loss in losses])
     lost = [lost_time(step.spans, least) for step in ranks]
     most = max(range(len(lost)), key=lambda i: sum(lost[i].values()))
     facts = _facts(units, losses, records, durations[chosen] * 1e3, {k: 1e3 * v for k, v in lost[most].items()})
@@ -172,84 +171,66 @@ def _usual(num_steps: int, skips_first: bool) -> range:
 def _aligned(records: Sequence[RankRecord], chosen: int) -> list[RankStep]:
     """Each rank's step ``chosen``, with times relative to the earliest start on any rank."""
     one_clock = len({record.host for record in records}) == 1
-    offsets = [0.0 if one_clock else record.synced for record in records]
-    first = min(record.steps[chosen].start - offset for record, offset in zip(records, offsets, strict=True))
-    return [_moved(record.steps[chosen], -(offset + first)) for record, offset in zip(records, offsets, strict=True)]
+    steps = [_moved(record.steps[chosen], 0.0 if one_clock else -record.synced) for record in records]
+    first = min(step.start for step in steps)
+    return [_moved(step, -first) for step in steps]
 
 
 def _moved(step: RankStep, by: float) -> RankStep:
-    def moved(each: Any) -> Any:
-        return each._replace(start=each.start + by, stop=each.stop + by)
-
-    times = [time + by for time in step.memory.times]
+    """``step``, ``by`` seconds later."""
     return RankStep(
         step.start + by,
         step.stop + by,
-        list(map(moved, step.spans)),
-        list(map(moved, step.transfers)),
-        replace(step.memory, times=times),
+        [each._replace(start=each.start + by, stop=each.stop + by) for each in step.spans],
+        [each._replace(start=each.start + by, stop=each.stop + by) for each in step.transfers],
+        replace(step.memory, times=[time + by for time in step.memory.times]),
     )
 
 
 class _Losses:
-    """Sums over one rank's step, in seconds."""
+    """Sums over one rank's step, in seconds.
+
+    Attributes:
+        computed: by unit and module, and by what it computes.
+        gathers, gather: how often each unit was gathered, and how long its first gather was in flight.
+        idle: how long nothing was gathered before a gather that was not prefetched, by unit and pass. The first gather
+            of a pass has no entry, since nothing could start it earlier.
+        reduce_idle: how long nothing was reduced in backward between the first reduction and the last.
+    """
 
     def __init__(self, step: RankStep) -> None:
-        self._by: dict[tuple[Does, str, bool], float] = defaultdict(float)
-        self.computed: dict[tuple[str, str], dict[Does, float]] = {}  # by unit and module
+        self.sums = sums(step.spans)
+        self.computed: dict[tuple[str, str], dict[Does, float]] = {}
         for span in step.spans:
-            self._by[span.does, span.unit, span.in_backward] += span.stop - span.start
             if span.does in COMPUTING:
                 of = self.computed.setdefault((span.unit, span.module), dict.fromkeys(COMPUTING, 0.0))
                 of[span.does] += span.stop - span.start
-        self.idle, self.transfers = _idle(step.transfers), step.transfers
-        self.reduce_idle = _gaps([each for each in step.transfers if each.kind in _REDUCTIONS and each.in_backward])
-        self._counts: dict[str, int] = defaultdict(int)
-        self._gather: dict[str, float] = {}
-        for transfer in step.transfers:
-            if transfer.kind == ALL_GATHER:
-                self._counts[transfer.unit] += 1
-                self._gather.setdefault(transfer.unit, transfer.stop - transfer.start)
+        gathers = [each for each in step.transfers if each.kind == ALL_GATHER]
+        self.gathers = Counter(each.unit for each in gathers)
+        self.gather = {each.unit: each.stop - each.start for each in reversed(gathers)}
+        self.idle: dict[tuple[str, bool], float] = {}
+        for in_backward in (False, True):
+            for transfer, gap in _gaps(each for each in gathers if each.in_backward is in_backward):
+                if not transfer.early:
+                    self.idle.setdefault((transfer.unit, in_backward), gap)
+        reductions = (each for each in step.transfers if each.kind in _REDUCTIONS and each.in_backward)
+        self.reduce_idle = sum(gap for _, gap in _gaps(reductions))
 
     def of(self, does: Does, unit: str | None = None, in_backward: bool | None = None) -> float:
         """The time of ``does`` on ``unit``, in one pass; None means all."""
         if unit is None:
-            return sum(seconds for (kind, _, _), seconds in self._by.items() if kind is does)
+            return sum(seconds for (kind, _, _), seconds in self.sums.items() if kind is does)
         passes = (False, True) if in_backward is None else (in_backward,)
-        return sum(self._by.get((does, unit, each), 0.0) for each in passes)
-
-    def gathers(self, unit: str) -> int:
-        """How often ``unit`` was gathered."""
-        return self._counts.get(unit, 0)
-
-    def gather(self, unit: str) -> float:
-        """How long the first gather of ``unit`` was in flight."""
-        return self._gather.get(unit, 0.0)
+        return sum(self.sums.get((does, unit, each), 0.0) for each in passes)
 
 
-def _idle(transfers: Iterable[Transfer]) -> dict[tuple[str, bool], float]:
-    """How long nothing was gathered before a gather that was not prefetched, by unit and pass. The first gather of a
-    pass has no entry, since nothing could start it earlier."""
-    found: dict[tuple[str, bool], float] = {}
-    ends: dict[bool, float] = {}
-    for transfer in transfers:
-        if transfer.kind != ALL_GATHER:
-            continue
-        end = ends.get(transfer.in_backward)
-        if end is not None and not transfer.early:
-            found.setdefault((transfer.unit, transfer.in_backward), max(transfer.start - end, 0.0))
-        ends[transfer.in_backward] = max(transfer.stop, end or 0.0)
-    return found
-
-
-def _gaps(transfers: Sequence[Transfer]) -> float:
-    """How long nothing was in flight between the first and the last of ``transfers``."""
-    gaps, end = 0.0, None
+def _gaps(transfers: Iterable[Transfer]) -> Iterator[tuple[Transfer, float]]:
+    """All ``transfers`` but the first, with how long nothing was in flight before."""
+    end: float | None = None
     for transfer in transfers:
         if end is not None:
-            gaps += max(transfer.start - end, 0.0)
+            yield transfer, max(transfer.start - end, 0.0)
         end = max(transfer.stop, end or 0.0)
-    return gaps
 
 
 def _facts(
@@ -259,8 +240,7 @@ def _facts(
     step: float,
     lost: Mapping[Cell, float],
 ) -> StepFacts:
-    order = list(dict.fromkeys(each.unit for each in losses[0].transfers if each.kind == ALL_GATHER))
-    position = {name: i for i, name in enumerate(order)}
+    position = {name: i for i, name in enumerate(losses[0].gathers)}  # in the order of their first gathers
     ordered = sorted(units, key=lambda unit: position.get(unit.name, len(position)))
     free = [record.free_nbytes for record in records if record.free_nbytes is not None]
     usual = _usual(len(records[0].steps), any(record.is_first_use for record in records))
@@ -362,7 +342,7 @@ def _unit_facts(unit: UnitInfo, losses: Sequence[_Losses], *, is_root: bool) -> 
         bucket_nbytes=unit.bucket_nbytes,
         is_root=is_root,
         keeps=unit.keeps_after_forward,
-        gather=least(lambda loss: loss.gather(name)),
+        gather=least(lambda loss: loss.gather.get(name, 0.0)),
         forward=least(lambda loss: loss.of(Does.FORWARD, name)),
         backward=least(lambda loss: loss.of(Does.BACKWARD, name)),
         forward_late=forward_late,
@@ -400,7 +380,7 @@ def _unit_row(unit: UnitInfo, losses: Sequence[_Losses], known: Sequence[Does]) 
     }
     del times["other_ms"], times["rank_wait_ms"]
     return asdict(unit) | {
-        "gathers": max(loss.gathers(unit.name) for loss in losses),
+        "gathers": max(loss.gathers[unit.name] for loss in losses),
         **times,
         "gather_exposed_ms": _ms(min(loss.of(Does.GATHER_WAIT, unit.name) for loss in losses)),
         "reduce_exposed_ms": _ms(min(loss.of(Does.REDUCE_WAIT, unit.name) for loss in losses)),

@@ -7,7 +7,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from fsdp2.extras.output import write_whole
+from fsdp2.extras.output import check_writable, write_whole
 from fsdp2.report.chrome_trace import chrome_trace
 
 PAGE, JSON, CHROME_TRACE = ".html", ".json", ".trace.json"
@@ -17,6 +17,18 @@ _DATA = '<script type="application/json" id="data">', "</script>"
 def kind_of(path: Path) -> str | None:
     """The kind of file to write to ``path``, by its suffix; None if there is no such kind."""
     return next((suffix for suffix in (PAGE, CHROME_TRACE, JSON) if path.name.endswith(suffix)), None)
+
+
+def problem(path: Path, *kinds: str) -> str | None:
+    """Why ``path`` cannot be written as one of ``kinds``."""
+    if kind_of(path) not in kinds:
+        *others, last = kinds
+        return f"'{path}' has the suffix '{path.suffix}'. Use {', '.join(others)} or {last}."
+    try:
+        check_writable(path)
+    except OSError as error:
+        return f"cannot write '{path}': {error.strerror or error}. Use another path."
+    return None
 
 
 def write(path: Path, data: dict[str, Any]) -> None:

@@ -141,23 +141,25 @@ class Recorder(Observer):
         if self._is_done:
             return
         now = self._clock.now()
-        if not self._bounds or (event == "pre_forward" and self._has_reduced and self._has_ended):
-            self._begin_step(now)
-            if self._is_done:
-                return
+        begins = not self._bounds or (event == "pre_forward" and self._has_reduced and self._has_ended)
+        if begins and not self._begin_step(now):
+            return
         self._has_ended = self._has_ended or event == "end_backward"
         if self._held is not None:  # before the event, since plans know what it adds
             self._hold(self._held.at(event, unit), now)
         self._add(Edge.EVENT, event, unit, now)
 
-    def _begin_step(self, now: Stamp) -> None:
+    def _begin_step(self, now: Stamp) -> bool:
+        """End the running step, and begin the next one if it is to be recorded."""
         self._bounds.append((len(self._marks), now))
         self._has_reduced = self._has_ended = False
         if len(self._bounds) > self._max_steps:
             self._is_done = True
             self.on_done()
-        elif self._held is not None:
+            return False
+        if self._held is not None:
             self._hold(self._held.at_start(), now)
+        return True
 
     def on_module(self, unit: str, module: str, event: str) -> None:
         """``module`` of ``unit`` starts its ``forward`` or ``backward``, or ends it."""

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from fsdp2.report.data import RankRecord, report_data
+from fsdp2.report.figures import Peak, Prediction, StepFigures, Work, speed
 from fsdp2.report.lost import Lost
 from fsdp2.report.memory import SAVED
-from fsdp2.report.prediction import Prediction, StepFigures
-from fsdp2.report.speed import Peak, Work, speed
 from fsdp2.report.text import text_of
 from fsdp2.report.timeline import COMPUTING
 from tests.harness.golden import texts_beside
