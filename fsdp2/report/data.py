@@ -171,9 +171,9 @@ def _usual(num_steps: int, skips_first: bool) -> range:
 def _aligned(records: Sequence[RankRecord], chosen: int) -> list[RankStep]:
     """Each rank's step ``chosen``, with times relative to the earliest start on any rank."""
     one_clock = len({record.host for record in records}) == 1
-    steps = [_moved(record.steps[chosen], 0.0 if one_clock else -record.synced) for record in records]
-    first = min(step.start for step in steps)
-    return [_moved(step, -first) for step in steps]
+    offsets = [0.0 if one_clock else record.synced for record in records]
+    first = min(record.steps[chosen].start - offset for record, offset in zip(records, offsets, strict=True))
+    return [_moved(record.steps[chosen], -(offset + first)) for record, offset in zip(records, offsets, strict=True)]
 
 
 def _moved(step: RankStep, by: float) -> RankStep:
