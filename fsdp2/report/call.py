@@ -38,8 +38,9 @@ from fsdp2.planner.machines import MACHINES
 from fsdp2.planner.measure import device_name
 from fsdp2.planner.memory import Held
 from fsdp2.report import files
-from fsdp2.report.data import RankRecord, RankStep, UnitInfo, report_data
+from fsdp2.report.data import RankRecord, RankStep, report_data
 from fsdp2.report.figures import Peak, Prediction, StepFigures, Work
+from fsdp2.report.findings import UnitInfo
 from fsdp2.report.held import HeldBytes
 from fsdp2.report.memory import memory
 from fsdp2.report.modules import watched

@@ -23,16 +23,38 @@ _MIB = 2**20
 
 
 @dataclass(frozen=True)
-class UnitFacts:
-    """One unit in the measured step. Lost times are the least of all ranks, which is the cost of the unit itself,
-    without waiting for a late rank.
+class UnitInfo:
+    """What plans say about one unit, in bytes. ``gather`` and ``reduce`` count all ranks' parts, by how they are sent.
 
     Attributes:
         largest_module_nbytes: unsharded parameters of the module that holds most, which cannot be split.
         is_small: its shard is sent in one bucket.
         bucket_nbytes: unsharded parameters of fewer bytes are sent in one bucket.
+        keeps_after_forward: its parameters stay unsharded after forward.
+    """
+
+    name: str
+    shard_nbytes: int = 0
+    unsharded_nbytes: int = 0
+    held_nbytes: int = 0
+    gather_direct_nbytes: int = 0
+    gather_bucket_nbytes: int = 0
+    reduce_direct_nbytes: int = 0
+    reduce_bucket_nbytes: int = 0
+    largest_module_nbytes: int = 0
+    is_small: bool = False
+    bucket_nbytes: int = 0
+    keeps_after_forward: bool = False
+    replicas: int = 1
+
+
+@dataclass(frozen=True)
+class UnitFacts(UnitInfo):
+    """One unit in the measured step. Lost times are the least of all ranks, which is the cost of the unit itself,
+    without waiting for a late rank.
+
+    Attributes:
         is_root: the other units are inside it.
-        keeps: its parameters stay unsharded after forward.
         forward_late, backward_late: how long compute waited for its gathers.
         forward_idle, backward_idle: how long nothing was gathered before a gather that was not prefetched started; 0
             for the first one of a pass.
@@ -41,13 +63,7 @@ class UnitFacts:
         per_use: the thread time that all its collectives take, late or not.
     """
 
-    name: str
-    unsharded_nbytes: int = 0
-    largest_module_nbytes: int = 0
-    is_small: bool = False
-    bucket_nbytes: int = 0
     is_root: bool = False
-    keeps: bool = False
     gather: float = 0.0
     forward: float = 0.0
     backward: float = 0.0
@@ -182,7 +198,11 @@ def _split_gain(unit: UnitFacts, parts: int) -> float:
 def keep(facts: StepFacts) -> list[Finding]:
     """Units that are gathered again for backward too late. They can stay unsharded, as far as memory allows."""
     free, chosen = facts.free_nbytes, []
-    late = [unit for unit in facts.units if not unit.keeps and unit.backward_late > 0 and unit.unsharded_nbytes]
+    late = [
+        unit
+        for unit in facts.units
+        if not unit.keeps_after_forward and unit.backward_late > 0 and unit.unsharded_nbytes
+    ]
     for unit in sorted(late, key=lambda unit: unit.unsharded_nbytes / unit.backward_late):
         if unit.backward_late < _MIN_GAIN * facts.step / 5:
             continue

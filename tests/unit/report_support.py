@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fsdp2.memory.plan import UnitBytes
-from fsdp2.report.data import RankRecord, RankStep, UnitInfo
+from fsdp2.report.data import RankRecord, RankStep
+from fsdp2.report.findings import UnitInfo
 from fsdp2.report.memory import Memory, memory
 from fsdp2.report.timeline import BLOCKED, ROOT, Edge, Mark, spans, transfers
 
