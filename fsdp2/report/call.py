@@ -34,19 +34,18 @@ from fsdp2.memory.plan import trainable_of, unit_bytes
 from fsdp2.optim.host_adamw.jobs import observe_host_steps
 from fsdp2.planner.candidates import Plan
 from fsdp2.planner.choose_units import AutoShard
+from fsdp2.planner.machine import Machine
 from fsdp2.planner.machines import MACHINES
 from fsdp2.planner.measure import device_name
 from fsdp2.planner.memory import Held
 from fsdp2.report import files
 from fsdp2.report.data import RankRecord, RankStep, report_data
-from fsdp2.report.figures import Peak, Prediction, StepFigures, Work
+from fsdp2.report.figures import Prediction, StepFigures, Work
 from fsdp2.report.findings import UnitInfo
 from fsdp2.report.held import HeldBytes
 from fsdp2.report.memory import memory
 from fsdp2.report.modules import watched
-from fsdp2.report.operations import Operations
-from fsdp2.report.recorder import DeviceClock, HostClock, Recorder, Step
-from fsdp2.report.text import text_of
+from fsdp2.report.recorder import DeviceClock, HostClock, Operations, Recorder, Step
 from fsdp2.report.timeline import ALL_REDUCE, OF_HOST, Mark, spans, transfers, with_idle
 from fsdp2.report.trace import observe
 
@@ -66,7 +65,7 @@ class Report:
 
     def __str__(self) -> str:
         """The step, the time it lost, the changes to make first, and what holds the memory."""
-        return "no report: only rank 0 has one, after the block" if self.data is None else text_of(self.data)
+        return "no report: only rank 0 has one, after the block" if self.data is None else files.text_of(self.data)
 
 
 @contextmanager
@@ -164,7 +163,7 @@ def report(
             [_unit_info(unit, keeps=rules.after_forward is AfterForward.KEEP) for unit, rules in units],
             _equally_long(records),
             prediction,
-            _peak(mesh.device),
+            _known_machine(mesh.device),
         )
         for target in targets:
             files.write(target, found.data)
@@ -255,10 +254,8 @@ def _prediction(plan: Plan, mesh: ParallelMesh) -> Prediction:
     return Prediction(choice.name, plan.machine.name, plan.num_gpus, str(plan.workload), same_machine, figures)
 
 
-def _peak(device: torch.device) -> Peak | None:
-    """The bf16 peak of ``device``, if it belongs to a known machine."""
-    machine = next((each for each in MACHINES.values() if each.is_made_of(device_name(device))), None)
-    return None if machine is None else Peak(f"the bf16 peak of {machine.device}", machine.bf16_flops)
+def _known_machine(device: torch.device) -> Machine | None:
+    return next((each for each in MACHINES.values() if each.is_made_of(device_name(device))), None)
 
 
 def _mesh_of(tree: UnitTree) -> ParallelMesh:

@@ -26,7 +26,8 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
 
-from fsdp2.report.figures import Peak, Prediction, StepFigures, Work, compared, speed
+from fsdp2.planner.machine import Machine
+from fsdp2.report.figures import Prediction, StepFigures, Work, compared, speed
 from fsdp2.report.findings import Finding, StepFacts, UnitFacts, UnitInfo, findings
 from fsdp2.report.lost import Cell, Lost, least_waits, lost_time, sums
 from fsdp2.report.memory import Memory
@@ -87,10 +88,10 @@ def report_data(
     units: Sequence[UnitInfo],
     records: Sequence[RankRecord],
     prediction: Prediction | None = None,
-    peak: Peak | None = None,
+    machine: Machine | None = None,
 ) -> dict[str, Any]:
     """The whole report. ``model`` and ``device`` are names; ``units`` are in the order of the modules, the root first;
-    ``records`` in the order of ranks, with as many steps each. ``peak``: of one device, if it is known."""
+    ``records`` in the order of ranks, with as many steps each. ``machine``: that of the device, if known."""
     durations = [max(r.steps[i].stop - r.steps[i].start for r in records) for i in range(len(records[0].steps))]
     usual = range(len(durations))  # the steps that are representative of others
     if len(durations) > 1 and any(record.is_first_use for record in records):
@@ -121,7 +122,7 @@ def report_data(
             for each in found
         ],
         "lost": _lost(ranks[most], facts.lost, found),
-        "speed": speed([record.work for record in records], durations[chosen], peak, device.split(" (")[0]),
+        "speed": speed([record.work for record in records], durations[chosen], machine, device.split(" (")[0]),
         "prediction": None if prediction is None else compared(prediction, _figures(ranks, fullest)),
         "units": [_unit_row(unit, ranks, known) for unit in units],
         "rank_totals": [

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from fsdp2.planner.machine import Machine
+
 
 @dataclass(frozen=True)
 class StepFigures:
@@ -52,14 +54,6 @@ def compared(prediction: Prediction, measured: StepFigures) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Peak:
-    """The peak compute rate of one device. ``name`` names the device and the dtype."""
-
-    name: str
-    flops: float
-
-
-@dataclass(frozen=True)
 class Work:
     """The work of one rank in a step, as given by the user; None means unknown."""
 
@@ -67,27 +61,27 @@ class Work:
     flops: float | None = None
 
 
-def speed(works: Sequence[Work], step_s: float, peak: Peak | None, device: str) -> dict[str, Any]:
+def speed(works: Sequence[Work], step_s: float, machine: Machine | None, device: str) -> dict[str, Any]:
     """The speed of a step of ``step_s`` seconds on ranks with these ``works``. ``no_mfu`` says why there is no MFU.
     MFU is the share of the device's peak that the model's arithmetic reaches."""
     tokens = _sum([work.tokens for work in works]) if step_s else None
     flops = _sum([work.flops for work in works])
     rate = None if tokens is None else tokens / step_s
-    mfu = peak_text = no_mfu = None
+    mfu = peak = no_mfu = None
     if flops is None or not step_s:
         no_mfu = "flops_per_rank was not given"
-    elif peak is None:
+    elif machine is None:
         no_mfu = f"the peak of {device} is not known"
     else:
-        mfu = flops / step_s / (len(works) * peak.flops)
-        peak_text = f"{peak.name}, {peak.flops / 1e12:.0f} TFLOP/s"
+        mfu = flops / step_s / (len(works) * machine.bf16_flops)
+        peak = f"the bf16 peak of {machine.device}, {machine.bf16_flops / 1e12:.0f} TFLOP/s"
     return {
         "tokens": tokens,
         "tokens_per_s": rate,
         "tokens_per_s_per_rank": None if rate is None else rate / len(works),
         "flops": flops,
         "mfu": mfu,
-        "peak": peak_text,
+        "peak": peak,
         "no_mfu": no_mfu,
     }
 

@@ -230,15 +230,11 @@ def with_idle(spans: Iterable[Span], busy: Sequence[tuple[float, float]]) -> lis
         at = span.start
         while at < span.stop:
             start, stop = busy[position] if position < len(busy) else (math.inf, math.inf)
-            if start > at:
-                until = min(start, span.stop)
-                found.append(span._replace(does=Does.IDLE, start=at, stop=until))
-            else:
-                until = max(min(stop, span.stop), at)
-                if until > at:
-                    found.append(span._replace(start=at, stop=until))
-                if stop <= span.stop:
-                    position += 1
+            if stop <= at:
+                position += 1
+                continue
+            until, does = (start, Does.IDLE) if start > at else (stop, span.does)
+            found.append(span._replace(does=does, start=at, stop=min(until, span.stop)))
             at = until
     return found
 
