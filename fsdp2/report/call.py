@@ -11,7 +11,6 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +160,7 @@ def report(
             tree.class_name,
             _device_name(mesh),
             [_unit_info(unit, keeps=rules.after_forward is AfterForward.KEEP) for unit, rules in units],
-            _equally_long(records),
+            records,
             prediction,
             _known_machine(mesh.device),
         )
@@ -273,12 +272,6 @@ def _exchange(mesh: ParallelMesh, value: object) -> list[Any]:
             f"{_CALLER}: rank {dist.get_rank()} waited for the other ranks in vain: {error}\n"
             "All ranks enter and leave the block together. Look for an exception on another rank."
         ) from error
-
-
-def _equally_long(records: Sequence[RankRecord]) -> list[RankRecord]:
-    """Shorten ``records`` to the number of steps that all of them have."""
-    shortest = min(len(record.steps) for record in records)
-    return [replace(record, steps=record.steps[:shortest]) for record in records]
 
 
 def _rank_steps(

@@ -91,8 +91,9 @@ def report_data(
     machine: Machine | None = None,
 ) -> dict[str, Any]:
     """The whole report. ``model`` and ``device`` are names; ``units`` are in the order of the modules, the root first;
-    ``records`` in the order of ranks, with as many steps each. ``machine``: that of the device, if known."""
-    durations = [max(r.steps[i].stop - r.steps[i].start for r in records) for i in range(len(records[0].steps))]
+    ``records`` in the order of ranks; steps count that all have. ``machine``: that of the device, if known."""
+    num_steps = min(len(record.steps) for record in records)
+    durations = [max(r.steps[i].stop - r.steps[i].start for r in records) for i in range(num_steps)]
     usual = range(len(durations))  # the steps that are representative of others
     if len(durations) > 1 and any(record.is_first_use for record in records):
         usual = usual[1:]  # the first step of a model prefetches little and makes plans
@@ -239,24 +240,23 @@ def _unit_facts(unit: UnitInfo, ranks: Sequence[_Rank], *, is_root: bool) -> Uni
     def least(value: Callable[[_Rank], float]) -> float:
         return 1e3 * min(map(value, ranks))
 
-    forward_late = least(lambda rank: rank.of(Does.GATHER_WAIT, name, False))
-    backward_late = least(lambda rank: rank.of(Does.GATHER_WAIT, name, True))
-    reduce_late = least(lambda rank: rank.of(Does.REDUCE_WAIT, name, True))
-    tail_late = least(lambda rank: rank.of(Does.REDUCE_WAIT, name, False))
     thread = least(lambda rank: rank.of(Does.LAUNCH, name) + rank.of(Does.COPY, name))
+    late: dict[str, Any] = {
+        "forward_late": least(lambda rank: rank.of(Does.GATHER_WAIT, name, False)),
+        "backward_late": least(lambda rank: rank.of(Does.GATHER_WAIT, name, True)),
+        "reduce_late": least(lambda rank: rank.of(Does.REDUCE_WAIT, name, True)),
+        "tail_late": least(lambda rank: rank.of(Does.REDUCE_WAIT, name, False)),
+    }
     return UnitFacts(
         **vars(unit),
+        **late,
         is_root=is_root,
         gather=least(lambda rank: rank.gather.get(name, 0.0)),
         forward=least(lambda rank: rank.of(Does.FORWARD, name)),
         backward=least(lambda rank: rank.of(Does.BACKWARD, name)),
-        forward_late=forward_late,
-        backward_late=backward_late,
         forward_idle=least(lambda rank: rank.idle.get((name, False), 0.0)),
         backward_idle=least(lambda rank: rank.idle.get((name, True), 0.0)),
-        reduce_late=reduce_late,
-        tail_late=tail_late,
-        per_use=thread + forward_late + backward_late + reduce_late + tail_late,
+        per_use=thread + sum(late.values()),
     )
 
 

@@ -22,7 +22,7 @@ from fsdp2.core.runtime.unit import Unit
 from fsdp2.core.types import Observer
 from fsdp2.report.held import HeldBytes
 from fsdp2.report.memory import Bytes
-from fsdp2.report.timeline import BLOCKED, HOST_STEP, OPTIMIZER, OPTIMIZER_END, TO_DEVICE, TO_HOST, Edge, Mark
+from fsdp2.report.timeline import BLOCKED, COPIES, HOST_STEP, OPTIMIZER, OPTIMIZER_END, TO_DEVICE, TO_HOST, Edge, Mark
 
 Stamp = float | torch.Event | None
 _Mark = tuple[Edge, str, str, Stamp, Stamp, str, int]  # as ``Mark``, with stamps
@@ -30,7 +30,7 @@ _Mark = tuple[Edge, str, str, Stamp, Stamp, str, int]  # as ``Mark``, with stamp
 # Work on the gather stream of an accelerator; other work is done on the compute stream, or on none.
 _ON_GATHER_STREAM = ("unshard", "prefetch")
 _ON_REDUCE_STREAM = ("reduce_launch", "reduce_land")
-_ON_NO_STREAM = ("unshard", "prefetch", "keep")
+_ON_NO_STREAM = ("unshard", "prefetch", "keep", *COPIES)
 
 _COPIES = {Activity.COPY_TO_DEVICE: TO_DEVICE, Activity.COPY_TO_HOST: TO_HOST}
 
@@ -56,11 +56,8 @@ class HostClock:
         return time.perf_counter()
 
     def of_work(self, work: str, unit: str) -> tuple[Stamp, Stamp]:
-        """A stamp of this moment for the start or end of ``work`` on ``unit``, and one on another stream."""
-        return time.perf_counter(), None
-
-    def of_copy(self) -> tuple[Stamp, Stamp]:
-        """Like ``of_work``, for a copy on the current stream."""
+        """A stamp of this moment for the start or end of ``work`` on ``unit``, and one on another stream. A copy is on
+        the current stream."""
         return time.perf_counter(), None
 
     def settle(self) -> None:
@@ -97,16 +94,15 @@ class DeviceClock(HostClock):
     def of_work(self, work: str, unit: str) -> tuple[Stamp, Stamp]:
         streams: Streams = self._streams.get(unit, self._usual)
         side = None
-        if work in _ON_GATHER_STREAM:
+        if work in COPIES:
+            side = self._event()
+        elif work in _ON_GATHER_STREAM:
             with streams.on_gather:
                 side = self._event()
         elif work in _ON_REDUCE_STREAM:
             with streams.on_reduce:
                 side = self._event()
         return None if work in _ON_NO_STREAM else self._event(), side
-
-    def of_copy(self) -> tuple[Stamp, Stamp]:
-        return None, self._event()
 
     def settle(self) -> None:
         torch.accelerator.synchronize(self._device)
@@ -201,10 +197,10 @@ class Recorder(Observer):
     def on_activity(self, activity: Activity, starts: bool) -> None:
         """A wait for collectives, or a copy in the work that started last, starts or stops."""
         edge = Edge.START if starts else Edge.STOP
-        if activity is Activity.WAIT and self._clock.times_waits:
+        if activity is not Activity.WAIT:
+            self._on_work(edge, _COPIES[activity], self._unit)
+        elif self._clock.times_waits:
             self._on_work(edge, BLOCKED, "")
-        elif activity is not Activity.WAIT and self._is_in_step:
-            self._add(edge, _COPIES[activity], self._unit, *self._clock.of_copy())
 
     def on_host_step(self, unit: str, start: float, stop: float) -> None:
         """The host's thread has stepped ``unit``. It calls this while the training thread adds marks, so a single
