@@ -164,14 +164,14 @@ class Recorder(Observer):
     def on_module(self, unit: str, module: str, event: str) -> None:
         """``module`` of ``unit`` starts its ``forward`` or ``backward``, or ends it."""
         if self._is_in_step:
-            self._add(Edge.MODULE, event, unit, self._clock.now(), module=module)
+            self._add(Edge.EVENT, event, unit, self._clock.now(), module=module)
 
     def on_optimizer(self, optimizer: torch.optim.Optimizer, starts: bool) -> None:
         """A step of ``optimizer`` starts or stops."""
         if not self._is_in_step:
             return
         now = self._clock.now()
-        self._add(Edge.MODULE, OPTIMIZER if starts else OPTIMIZER_END, "", now)
+        self._add(Edge.EVENT, OPTIMIZER if starts else OPTIMIZER_END, "", now)
         if self._held is not None and starts:
             (_, first), *_ = self._bounds
             self._before += _marks_of(self._held.steps(optimizer), first)

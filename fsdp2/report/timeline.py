@@ -16,11 +16,10 @@ from typing import NamedTuple
 class Edge(Enum):
     """The meaning of a mark."""
 
-    EVENT = "event"  # a hook fired
+    EVENT = "event"  # a hook fired, or a module inside a unit, or an optimizer, starts or stops
     START = "start"  # work starts
     STOP = "stop"  # work is done or, on an accelerator, enqueued
     ACTION = "action"  # the action that just stopped had an effect
-    MODULE = "module"  # a module inside a unit, or an optimizer, starts or stops
     HELD = "held"  # from here on, the unit holds so many bytes of what the name says
 
 
@@ -207,7 +206,7 @@ def spans(marks: Sequence[Mark], start: float, stop: float, *, on_device: bool) 
         if mark.time is None or mark.edge is Edge.HELD:
             continue
         add(mark.time)
-        if mark.edge in (Edge.EVENT, Edge.MODULE):
+        if mark.edge is Edge.EVENT:
             passes.take(mark)
         elif mark.edge is Edge.START:
             works.append((mark.name, mark.unit))
@@ -300,7 +299,7 @@ class _Transfers:
     def of(self, marks: Sequence[Mark]) -> list[Transfer]:
         steps = {Edge.START: self._start, Edge.STOP: self._stop, Edge.ACTION: self._act}
         for mark in marks:
-            if mark.edge in (Edge.EVENT, Edge.MODULE):
+            if mark.edge is Edge.EVENT:
                 self._passes.take(mark)
             elif mark.edge in steps:
                 steps[mark.edge](mark)

@@ -34,7 +34,7 @@ class Tape:
         return self
 
     def module(self, event: str, name: str = "", unit: str = ROOT) -> Tape:
-        self.marks.append(Mark(Edge.MODULE, event, unit, self.now, module=name))
+        self.marks.append(Mark(Edge.EVENT, event, unit, self.now, module=name))
         return self
 
     def holds(self, what: str, nbytes: int, unit: str = "") -> Tape:
