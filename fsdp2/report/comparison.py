@@ -28,14 +28,7 @@ _SUMS = {  # of a unit's fields: the work that a unit takes the rank's thread fo
     "waits_ms": ("gather_wait_ms", "reduce_wait_ms"),
     "thread_ms": ("launch_ms", "copy_ms"),
 }
-_BYTES = (
-    "shard_nbytes",
-    "unsharded_nbytes",
-    "gather_direct_nbytes",
-    "gather_bucket_nbytes",
-    "reduce_direct_nbytes",
-    "reduce_bucket_nbytes",
-)
+_BYTES = ("shard", "unsharded", "gather_direct", "gather_bucket", "reduce_direct", "reduce_bucket")
 _MEMORY = ("peak_nbytes", "temporary_nbytes", "allocated_nbytes", "reserved_nbytes")
 _SETTINGS = ("keeps_after_forward", "replicas", "is_small", "bucket_nbytes")
 _MAX_LISTED = 5
@@ -220,7 +213,7 @@ def _figures(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
         "lost time": {"lost_ms": lost["lost_ms"]} | {f"{each['kind']}_ms": each["lost_ms"] for each in lost["kinds"]},
         "most of all ranks": {field: max(rank[field] for rank in totals) for field in times},
         "memory": {field: report["memory"][field] for field in _MEMORY},
-        "bytes of all units": {field: sum(unit[field] for unit in units) for field in _BYTES}
+        "bytes of all units": {f"{each}_nbytes": sum(unit[f"{each}_nbytes"] for unit in units) for each in _BYTES}
         | {"gathered_in_the_step_nbytes": gathered},
     }
 

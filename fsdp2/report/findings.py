@@ -159,11 +159,11 @@ def _alone(facts: StepFacts) -> UnitFacts | None:
 def split(facts: StepFacts) -> list[Finding]:
     """Units that are larger than the others and whose gathers are late."""
     found = []
-    for unit in facts.units:
+    for unit in (each for each in facts.units if each.forward_late):
         others = [each.unsharded_nbytes for each in facts.units if each is not unit and each.unsharded_nbytes]
         ratio = unit.unsharded_nbytes / statistics.median(others) if others else 0.0
         parts = min(round(ratio), _max_parts(unit))
-        gain = _split_gain(unit, parts) if unit.forward_late and ratio >= _LARGE and parts > 1 else 0.0
+        gain = _split_gain(unit, parts) if ratio >= _LARGE and parts > 1 else 0.0
         if gain > 0:
             text = (
                 f"{_quoted(unit.name)} gathers {_ms(unit.forward_late)} late: its unit is {ratio:.1f} times the median "
