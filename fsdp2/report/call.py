@@ -8,8 +8,9 @@ import os
 import platform
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import nn
 
 from fsdp2.core import _torch
 from fsdp2.core.comm.streams import observe_activities
+from fsdp2.core.group.group import ParamGroup
 from fsdp2.core.plan.mesh import ParallelMesh
 from fsdp2.core.plan.plan import Route
 from fsdp2.core.runtime.unit import Unit
@@ -26,26 +28,25 @@ from fsdp2.core.runtime.unit_tree import UnitTree, tree_of
 from fsdp2.core.schedule.schedule import AfterForward
 from fsdp2.core.types import CommunicationError, ScheduleError
 from fsdp2.extras.exchange import exchange
-from fsdp2.extras.output import check_writable
-from fsdp2.extras.units import observe, sharded_unit, stop_observing
-from fsdp2.memory.plan import UnitBytes, trainable_of, unit_bytes
+from fsdp2.extras.units import sharded_unit
+from fsdp2.memory.plan import trainable_of, unit_bytes
 from fsdp2.optim.host_adamw.jobs import observe_host_steps
 from fsdp2.planner.choose_units import AutoShard
+from fsdp2.planner.machine import Machine
 from fsdp2.planner.machines import MACHINES
 from fsdp2.planner.measure import device_name
 from fsdp2.planner.plans import Plan
 from fsdp2.planner.simulate import Held
 from fsdp2.report import files
-from fsdp2.report.data import RankRecord, RankStep, UnitInfo, report_data
+from fsdp2.report.data import RankRecord, RankStep, report_data
+from fsdp2.report.figures import Prediction, StepFigures, Work
+from fsdp2.report.findings import UnitInfo
 from fsdp2.report.held import HeldBytes
 from fsdp2.report.memory import memory
 from fsdp2.report.modules import watched
-from fsdp2.report.operations import Operations
-from fsdp2.report.prediction import Prediction, StepFigures
-from fsdp2.report.recorder import DeviceClock, HostClock, Recorder, Step
-from fsdp2.report.speed import Peak, Work
-from fsdp2.report.text import text_of
-from fsdp2.report.timeline import ALL_REDUCE, OF_HOST, spans, transfers, with_idle
+from fsdp2.report.recorder import DeviceClock, HostClock, Operations, Recorder, Step
+from fsdp2.report.timeline import ALL_REDUCE, OF_HOST, Mark, spans, transfers, with_idle
+from fsdp2.report.trace import observe
 
 _CALLER = "fsdp2.report"
 _recording: list[str] = []  # the class of the model that is recorded
@@ -63,7 +64,7 @@ class Report:
 
     def __str__(self) -> str:
         """The step, the time it lost, the changes to make first, and what holds the memory."""
-        return "no report: only rank 0 has one, after the block" if self.data is None else text_of(self.data)
+        return "no report: only rank 0 has one, after the block" if self.data is None else files.text_of(self.data)
 
 
 @contextmanager
@@ -129,11 +130,9 @@ def report(
     synced, is_first_use, found = time.perf_counter(), not tree.schedule.tape.expected, Report()
     held = HeldBytes(tree, saves=activations)
     recorder = Recorder(DeviceClock(mesh.device, tree.units) if on_device else HostClock(), steps, held)
-    with (
-        held.watched() as stop_saved,
-        watched(tree, recorder.on_module, recorder.on_optimizer) as stop_modules,
-        attached(recorder, model, tree.class_name, operations, [stop_saved, stop_modules]),
-    ):
+    modules = watched(tree, recorder.on_module, recorder.on_optimizer)
+    profiled = nullcontext() if operations is None else operations.profiled()
+    with attached(recorder, model, tree.class_name, held.watched(), modules, profiled):
         yield found
     recorder.end()
     tree = tree_of(unit)  # in the block, an enclosing unit may have become the root
@@ -156,13 +155,14 @@ def report(
         )
     if dist.get_rank() == 0:
         prediction = None if plan is None else _prediction(plan, mesh)
+        units = zip(tree.units, tree.schedule.rules, strict=True)
         found.data = report_data(
             tree.class_name,
             _device_name(mesh),
-            _unit_infos(tree),
-            _equally_long(records),
+            [_unit_info(unit, keeps=rules.after_forward is AfterForward.KEEP) for unit, rules in units],
+            records,
             prediction,
-            _peak(mesh.device),
+            _known_machine(mesh.device),
         )
         for target in targets:
             files.write(target, found.data)
@@ -170,41 +170,26 @@ def report(
 
 @contextmanager
 def attached(
-    recorder: Recorder,
-    model: nn.Module,
-    class_name: str,
-    operations: Operations | None = None,
-    on_done: Sequence[Callable[[], None]] = (),
+    recorder: Recorder, model: nn.Module, class_name: str, *watching: AbstractContextManager[None]
 ) -> Iterator[None]:
-    """Let ``recorder`` observe ``model`` until it is done or the block ends; then call ``on_done``. Meanwhile, profile
-    ``operations``."""
-    observe(model, recorder)
-
-    def detach() -> None:
-        observe_activities(None)
-        observe_host_steps(None)
-        stop_observing(model, recorder)
-        for end in on_done:
-            end()
-        if operations is not None:
-            operations.stop()
-
-    recorder.on_done = detach
+    """Let ``recorder`` observe ``model``, inside of ``watching``, until it is done or the block ends."""
     _recording.append(class_name)
     try:
-        if operations is not None:
-            operations.start()
-        observe_activities(recorder.on_activity)
-        observe_host_steps(recorder.on_host_step)
-        yield
+        with ExitStack() as stack:
+            recorder.on_done = stack.close
+            for each in watching:
+                stack.enter_context(each)
+            stack.enter_context(observe(model, recorder))
+            stack.callback(observe_activities, None)
+            stack.callback(observe_host_steps, None)
+            observe_activities(recorder.on_activity)
+            observe_host_steps(recorder.on_host_step)
+            yield
     finally:
-        detach()
         _recording.clear()
 
 
-def _check_arguments(
-    model: object, paths: Sequence[object], steps: object, tokens: object = None, flops: object = None
-) -> None:
+def _check_arguments(model: object, paths: Sequence[object], steps: object, tokens: object, flops: object) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"{_CALLER}: model is a {type(model).__name__}, expected the root of a sharded model.")
     for path in paths:
@@ -226,15 +211,12 @@ def _check_arguments(
 def _problem(targets: Sequence[Path]) -> str | None:
     """Why rank 0 cannot write to one of ``targets``."""
     for target in targets:
-        if files.kind_of(target) is None:
-            return f"{_CALLER}: '{target}' has the suffix '{target.suffix}'. Use .html, .json or .trace.json."
         folder = target.absolute().parent
-        if not folder.is_dir():
-            return f"{_CALLER}: cannot write '{target}': there is no folder '{folder}'. Create it, or use another path."
-        try:
-            check_writable(target)
-        except OSError as error:
-            return f"{_CALLER}: cannot write '{target}': {error.strerror or error}. Use another path."
+        found = files.problem(target, files.PAGE, files.JSON, files.CHROME_TRACE)
+        if files.kind_of(target) is not None and not folder.is_dir():
+            found = f"cannot write '{target}': there is no folder '{folder}'. Create it, or use another path."
+        if found is not None:
+            return f"{_CALLER}: {found}"
     return None
 
 
@@ -271,10 +253,8 @@ def _prediction(plan: Plan, mesh: ParallelMesh) -> Prediction:
     return Prediction(choice.name, plan.machine.name, plan.num_gpus, str(plan.workload), same_machine, figures)
 
 
-def _peak(device: torch.device) -> Peak | None:
-    """The bf16 peak of ``device``, if it belongs to a known machine."""
-    machine = next((each for each in MACHINES.values() if each.is_made_of(device_name(device))), None)
-    return None if machine is None else Peak(f"the bf16 peak of {machine.device}", machine.bf16_flops)
+def _known_machine(device: torch.device) -> Machine | None:
+    return next((each for each in MACHINES.values() if each.is_made_of(device_name(device))), None)
 
 
 def _mesh_of(tree: UnitTree) -> ParallelMesh:
@@ -294,12 +274,6 @@ def _exchange(mesh: ParallelMesh, value: object) -> list[Any]:
         ) from error
 
 
-def _equally_long(records: Sequence[RankRecord]) -> list[RankRecord]:
-    """Shorten ``records`` to the number of steps that all of them have."""
-    shortest = min(len(record.steps) for record in records)
-    return [RankRecord(**{**vars(record), "steps": record.steps[:shortest]}) for record in records]
-
-
 def _rank_steps(
     steps: Sequence[Step], tree: UnitTree, operations: Operations | None, *, on_device: bool
 ) -> list[RankStep]:
@@ -310,57 +284,43 @@ def _rank_steps(
             "lack the permission to see them.",
             stacklevel=2,
         )
-    sizes: dict[str, UnitBytes] = {unit.name: unit_bytes(unit) for unit in tree.units}
+    sizes = {unit.name: unit_bytes(unit) for unit in tree.units}
     replicated = {unit.name for unit in tree.units if _replicas(unit) > 1}
     local = {unit.name for unit in tree.units if all(group.mesh.shard.size == 1 for group in unit.groups)}
-    found, marks = [], []
+    found = []
+    marks: list[Mark] = []  # of all steps so far
     for step in steps:
         marks += step.marks
         did = spans(step.marks, step.start, step.stop, on_device=on_device)
-        found.append(
-            RankStep(
-                step.start,
-                step.stop,
-                with_idle(did, busy) if busy else did,
-                [
-                    each
-                    for each in transfers(step.marks, replicated, on_device=on_device)
-                    if each.unit not in local or each.kind in (ALL_REDUCE, *OF_HOST)  # else nothing is sent
-                ],
-                memory(marks, sizes, step.start, step.stop),
-            )
-        )
+        sent = [
+            each
+            for each in transfers(step.marks, replicated, on_device=on_device)
+            if each.unit not in local or each.kind in (ALL_REDUCE, *OF_HOST)  # else nothing is sent
+        ]
+        held = memory(marks, sizes, step.start, step.stop)
+        found.append(RankStep(step.start, step.stop, with_idle(did, busy) if busy else did, sent, held))
     return found
 
 
-def _unit_infos(tree: UnitTree) -> list[UnitInfo]:
-    return [
-        _unit_info(unit, keeps=rules.after_forward is AfterForward.KEEP)
-        for unit, rules in zip(tree.units, tree.schedule.rules, strict=True)
-    ]
-
-
 def _unit_info(unit: Unit, *, keeps: bool) -> UnitInfo:
-    sizes, shard, gather, reduce, is_small = unit_bytes(unit), 0, [0, 0], [0, 0], bool(unit.groups)
-    by_module: dict[nn.Module, int] = {}
-    bucket = min((group.comm.routing.direct_min_nbytes * group.mesh.shard.size for group in unit.groups), default=0)
-    for group in unit.groups:
-        ranks = group.mesh.shard.size
-        gathers, reductions = group.unsharded.plan().steps, group.gradients.plans(trainable_of(group))[0]
-        for step in gathers if ranks > 1 else ():
+    sizes, groups = unit_bytes(unit), unit.groups
+    params = [param for group in groups for param in group.params]
+    by_module: Counter[nn.Module] = Counter()
+    for param in params:
+        by_module[param.slots[0].module] += param.layout.numel * param.dtypes.param.itemsize
+    gather, reduce = [0, 0], [0, 0]  # sent directly, and in buckets
+    for group in groups:
+        if group.mesh.shard.size == 1:
+            continue
+        for step in group.unsharded.plan().steps:
             gather[step.route is not Route.DIRECT] += step.padded_nbytes
-        for plan in reductions if ranks > 1 else ():
+        for plan in group.gradients.plans(trainable_of(group))[0]:
             for part in plan.steps:
                 reduce[part.route is not Route.DIRECT] += part.layout.padded_numel * plan.dtypes.reduce.itemsize
-        for param in group.params:
-            shard += _torch.local_of(param.sharded).nbytes
-            nbytes = param.layout.numel * param.dtypes.param.itemsize
-            by_module[param.slots[0].module] = by_module.get(param.slots[0].module, 0) + nbytes
-        travelling = sum(step.chunk_nbytes for step in gathers)
-        is_small = is_small and ranks > 1 and travelling < group.comm.routing.direct_min_nbytes
+    least = [group.comm.routing.direct_min_nbytes * group.mesh.shard.size for group in groups]
     return UnitInfo(
         name=unit.name,
-        shard_nbytes=shard,
+        shard_nbytes=sum(_torch.local_of(param.sharded).nbytes for param in params),
         unsharded_nbytes=sizes.unsharded,
         held_nbytes=sizes.alone,
         gather_direct_nbytes=gather[0],
@@ -368,11 +328,16 @@ def _unit_info(unit: Unit, *, keeps: bool) -> UnitInfo:
         reduce_direct_nbytes=reduce[0],
         reduce_bucket_nbytes=reduce[1],
         largest_module_nbytes=max(by_module.values(), default=0),
-        is_small=is_small,
-        bucket_nbytes=bucket,
+        is_small=bool(groups) and all(map(_is_small, groups)),
+        bucket_nbytes=min(least, default=0),
         keeps_after_forward=keeps,
         replicas=_replicas(unit),
     )
+
+
+def _is_small(group: ParamGroup) -> bool:
+    travelling = sum(step.chunk_nbytes for step in group.unsharded.plan().steps)
+    return group.mesh.shard.size > 1 and travelling < group.comm.routing.direct_min_nbytes
 
 
 def _replicas(unit: Unit) -> int:
@@ -385,12 +350,8 @@ def _device_name(mesh: ParallelMesh) -> str:
 
 
 def _device_memory(device: torch.device) -> dict[str, int | None]:
-    """The allocator's peaks and the device's free memory; empty for a device without such statistics."""
+    """The allocator's peaks and the device's free memory; None for a device without such statistics."""
     module = None if device.type == "cpu" else torch.get_device_module(device)
-    allocated, free = getattr(module, "max_memory_allocated", None), getattr(module, "mem_get_info", None)
-    reserved = getattr(module, "max_memory_reserved", None)
-    return {
-        "allocated_nbytes": None if allocated is None else allocated(device),
-        "reserved_nbytes": None if reserved is None else reserved(device),
-        "free_nbytes": None if free is None else free(device)[0],
-    }
+    names = ("max_memory_allocated", "max_memory_reserved", "mem_get_info")
+    allocated, reserved, info = (ask(device) if (ask := getattr(module, name, None)) else None for name in names)
+    return {"allocated_nbytes": allocated, "reserved_nbytes": reserved, "free_nbytes": info and info[0]}

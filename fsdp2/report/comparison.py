@@ -10,20 +10,20 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fsdp2.extras import sizes
-from fsdp2.extras.output import check_writable
 from fsdp2.report import files
 from fsdp2.report.call import Report
 from fsdp2.report.data import VERSION
 
 _CALLER = "compare_reports"
 _KEYS = {"version", "model", "device", "units", "timelines", "rank_totals", "memory", "steps_ms", "step"}
-_SUMS = {  # sums of a unit's fields: the work that a unit takes the rank's thread for
+_SUMS = {  # of a unit's fields: the work that a unit takes the rank's thread for
     "compute_ms": ("forward_ms", "backward_ms"),
     "waits_ms": ("gather_wait_ms", "reduce_wait_ms"),
     "thread_ms": ("launch_ms", "copy_ms"),
@@ -48,24 +48,23 @@ class Comparison:
 
     def __str__(self) -> str:
         """Tables of the differences."""
-        names, parts = self.data["names"], []
-        for table in self.data["tables"]:
-            rows = [[row["what"], *_texts(row)] for row in table["rows"]]
-            parts.append(_aligned([[table["title"], *names, "difference", "ratio"], *rows]))
-        changed = sorted(self.data["units"], key=lambda unit: -sum(abs(p["difference"] or 0) for p in unit["pairs"]))
+        names, units = self.data["names"], self.data["units"]
+        columns = [*names, "difference", "ratio"]
+        parts = [
+            _aligned([[table["title"], *columns], *([row["what"], *_texts(row)] for row in table["rows"])])
+            for table in self.data["tables"]
+        ]
+        changed = sorted(units, key=lambda unit: -sum(abs(pair["difference"] or 0) for pair in unit["pairs"]))
         rows = [
-            [f"{unit['name']}, {_label(pair['field'])}", *_texts(pair)]
+            [f"{unit['name']}, {pair['what']}", *_texts(pair)]
             for unit in changed[:_MAX_LISTED]
             for pair in unit["pairs"]
         ]
-        title = "units" if len(changed) <= _MAX_LISTED else f"units ({_MAX_LISTED} of {len(changed)} that changed most)"
-        parts.append(_aligned([[title, *names, "difference", "ratio"], *rows]))
+        title = "units" if len(units) <= _MAX_LISTED else f"units ({_MAX_LISTED} of {len(units)} that changed most)"
+        parts.append(_aligned([[title, *columns], *rows]))
         settings = [[each["what"], *map(str, each["values"])] for each in self.data["settings"]]
         parts.append(_aligned([["settings that differ", *names], *settings]) if settings else "No settings differ.")
-        only = [
-            f"{name} alone has {_listed(units)}." for name, units in zip(names, self.data["only"], strict=True) if units
-        ]
-        return "\n\n".join([*parts, *only])
+        return "\n\n".join([*parts, *(f"{alone}." for alone in _alone(names, self.data["only"]))])
 
 
 def compare_reports(
@@ -89,7 +88,13 @@ def compare_reports(
             names; ``path`` has another suffix or cannot be written.
         TypeError: an argument is of the wrong type.
     """
-    names, reports = _names(first, second), [_loaded(each) for each in (first, second)]
+    given = (first, second)
+    for each in given:
+        if not isinstance(each, (str, os.PathLike, Report)):
+            raise TypeError(
+                f"{_CALLER}: a report is a {type(each).__name__}, expected a path, or what fsdp2.report yielded."
+            )
+    names, reports = _names(given), [_loaded(each) for each in given]
     target = None if path is None else _target(path)
     for name, report in zip(names, reports, strict=True):
         if report["version"] != VERSION:
@@ -97,32 +102,24 @@ def compare_reports(
                 f"{_CALLER}: {name} has version {report['version']} of the format, expected {VERSION}. Record it again "
                 "with this version of fsdp2."
             )
-    only = _only(names, reports, only_matching=only_matching)
-    comparison = Comparison(_compared(names, reports, only))
+    units = [{unit["name"]: unit for unit in report["units"]} for report in reports]
+    _check_names(names, units, only_matching=only_matching)
+    comparison = Comparison(_compared(names, reports, units))
     if target is not None and files.kind_of(target) == files.PAGE:
         data = {"comparison": comparison.data, "reports": reports}
-        page = files.page(data, "comparison", title="fsdp2: two reports")
-        files.write_whole(target, page)
+        files.write_whole(target, files.page(data, "comparison", title="fsdp2: two reports"))
     elif target is not None:
         files.write(target, comparison.data)
     return comparison
 
 
-def _names(*reports: object) -> list[str]:
+def _names(reports: Sequence[str | os.PathLike[str] | Report]) -> list[str]:
     """Names for the reports: their file names, with as many folders as needed to distinguish them."""
-    titles = ("the first", "the second")
-    paths = [None if isinstance(each, Report) else Path(os.fspath(each)) for each in map(_checked, reports)]
-    if None not in paths and len({path.name for path in paths if path}) == 1:
+    paths = [Path(each) for each in reports if not isinstance(each, Report)]
+    if len(paths) == 2 and paths[0].name == paths[1].name:
         return [str(path) for path in paths]
-    return [title if path is None else path.name for title, path in zip(titles, paths, strict=True)]
-
-
-def _checked(report: Any) -> Any:
-    if not isinstance(report, (str, os.PathLike, Report)):
-        raise TypeError(
-            f"{_CALLER}: a report is a {type(report).__name__}, expected a path, or what fsdp2.report yielded."
-        )
-    return report
+    titles = ("the first", "the second")
+    return [t if isinstance(each, Report) else Path(each).name for t, each in zip(titles, reports, strict=True)]
 
 
 def _loaded(report: str | os.PathLike[str] | Report) -> dict[str, Any]:
@@ -151,98 +148,84 @@ def _loaded(report: str | os.PathLike[str] | Report) -> dict[str, Any]:
 def _target(path: object) -> Path:
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"{_CALLER}: path is {path!r}, expected where to write, such as 'both.html'.")
-    target = Path(path)
-    if files.kind_of(target) not in (files.PAGE, files.JSON):
-        raise ValueError(f"{_CALLER}: '{target}' has the suffix '{target.suffix}'. Use .html or .json.")
-    try:
-        check_writable(target)
-    except OSError as error:
-        raise ValueError(f"{_CALLER}: cannot write '{target}': {error.strerror or error}. Use another path.") from error
-    return target
+    problem = files.problem(Path(path), files.PAGE, files.JSON)
+    if problem is not None:
+        raise ValueError(f"{_CALLER}: {problem}")
+    return Path(path)
 
 
-def _only(names: Sequence[str], reports: Sequence[dict[str, Any]], *, only_matching: bool) -> list[list[str]]:
-    """The units that only one report has."""
-    units = [[unit["name"] for unit in report["units"]] for report in reports]
-    only = [[name for name in units[i] if name not in set(units[1 - i])] for i in (0, 1)]
-    num_matching = len(units[0]) - len(only[0])
-    if any(only) and not (only_matching and num_matching):
-        alone = "; ".join(f"{name} alone has {_listed(own)}" for name, own in zip(names, only, strict=True) if own)
-        remedy = "Pass only_matching=True (on the command line: --only-matching) to compare those that match."
+Units = dict[str, dict[str, Any]]  # of one report, by name
+
+
+def _check_names(names: Sequence[str], units: Sequence[Units], *, only_matching: bool) -> None:
+    """Refuse reports of which only one has some unit, unless those that match are to be compared."""
+    matching, alone = _matching(units), _alone(names, _only(units))
+    if alone and not (only_matching and matching):
+        remedy = "Compare reports on one model."
+        if matching:
+            remedy = "Pass only_matching=True (on the command line: --only-matching) to compare those that match."
         raise ValueError(
-            f"{_CALLER}: the units have other names: {num_matching} match ({_listed(_both(units)) or 'none'}); {alone}."
-            + (f" {remedy}" if num_matching else " Compare reports on one model.")
+            f"{_CALLER}: the units have other names: {len(matching)} match ({_listed(matching) or 'none'}); "
+            f"{'; '.join(alone)}. {remedy}"
         )
-    return only
 
 
-def _both(units: Sequence[Sequence[str]]) -> list[str]:
-    return [name for name in units[0] if name in set(units[1])]
+def _matching(units: Sequence[Units]) -> list[str]:
+    return [name for name in units[0] if name in units[1]]
 
 
-def _compared(names: Sequence[str], reports: Sequence[dict[str, Any]], only: Sequence[Sequence[str]]) -> dict[str, Any]:
-    rows = [{unit["name"]: unit for unit in report["units"]} for report in reports]
-    matching = [name for name in rows[0] if name in rows[1]]
-    tables = {
-        "step": _pairs(_step(report) for report in reports),
-        "lost time": _pairs(_lost(report) for report in reports),
-        "most of all ranks": _pairs(_most(report) for report in reports),
-        "memory": _pairs({key: report["memory"][key] for key in _MEMORY} for report in reports),
-        "bytes of all units": _pairs(_travelling(report) for report in reports),
-    }
+def _only(units: Sequence[Units]) -> list[list[str]]:
+    """The units that only one report has."""
+    first, second = units
+    return [[name for name in first if name not in second], [name for name in second if name not in first]]
+
+
+def _alone(names: Sequence[str], only: Sequence[Sequence[str]]) -> list[str]:
+    return [f"{name} alone has {_listed(units)}" for name, units in zip(names, only, strict=True) if units]
+
+
+def _compared(names: Sequence[str], reports: Sequence[dict[str, Any]], units: Sequence[Units]) -> dict[str, Any]:
+    matching = _matching(units)
+    first, second = map(_figures, reports)
+    tables = [{"title": title, "rows": _pairs(first[title], second[title])} for title in first]
     return {
         "version": VERSION,
         "names": list(names),
-        "tables": [{"title": title, "rows": found} for title, found in tables.items() if found],
+        "tables": [table for table in tables if table["rows"]],
         "unit_fields": list(_SUMS),
-        "units": [
-            {"name": name, "pairs": [_pair(field, [_sum(unit[name], field) for unit in rows]) for field in _SUMS]}
-            for name in matching
-        ],
-        "settings": _settings(reports, matching, rows),
-        "only": [list(each) for each in only],
+        "units": [{"name": name, "pairs": _pairs(*(_times(each[name]) for each in units))} for name in matching],
+        "settings": _settings(reports, matching, units),
+        "only": _only(units),
     }
 
 
-def _step(report: dict[str, Any]) -> dict[str, Any]:
-    speed = report["speed"]
-    step = report["steps_ms"][report["step"]]
-    return {"step_ms": step, "tokens_per_s": speed["tokens_per_s"], "mfu": speed["mfu"]}
-
-
-def _lost(report: dict[str, Any]) -> dict[str, Any]:
-    """The lost time of the rank that loses most. A kind to which nothing was lost is 0."""
-    lost = report["lost"]
-    return {"lost_ms": lost["lost_ms"]} | {f"{each['kind']}_ms": each["lost_ms"] for each in lost["kinds"]}
-
-
-def _most(report: dict[str, Any]) -> dict[str, Any]:
+def _figures(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What is compared, by the title of its table. A kind of lost time that the report does not list is 0."""
+    speed, lost, totals, units = report["speed"], report["lost"], report["rank_totals"], report["units"]
+    times = [field for field in totals[0] if field.endswith("_ms")]
+    gathered = sum(u["gathers"] * (u["gather_direct_nbytes"] + u["gather_bucket_nbytes"]) for u in units)
     return {
-        field: max(rank[field] for rank in report["rank_totals"])
-        for field in report["rank_totals"][0]
-        if field.endswith("_ms")
+        "step": {
+            "step_ms": report["steps_ms"][report["step"]],
+            "tokens_per_s": speed["tokens_per_s"],
+            "mfu": speed["mfu"],
+        },
+        "lost time": {"lost_ms": lost["lost_ms"]} | {f"{each['kind']}_ms": each["lost_ms"] for each in lost["kinds"]},
+        "most of all ranks": {field: max(rank[field] for rank in totals) for field in times},
+        "memory": {field: report["memory"][field] for field in _MEMORY},
+        "bytes of all units": {f"{each}_nbytes": sum(unit[f"{each}_nbytes"] for unit in units) for each in _BYTES}
+        | {"gathered_in_the_step_nbytes": gathered},
     }
 
 
-def _travelling(report: dict[str, Any]) -> dict[str, Any]:
-    sums = {f"{each}_nbytes": sum(unit[f"{each}_nbytes"] for unit in report["units"]) for each in _BYTES}
-    gathered = [
-        unit["gathers"] * (unit["gather_direct_nbytes"] + unit["gather_bucket_nbytes"]) for unit in report["units"]
-    ]
-    return sums | {"gathered_in_the_step_nbytes": sum(gathered)}
+def _times(unit: dict[str, Any]) -> dict[str, float]:
+    return {field: float(sum(unit[each] for each in parts)) for field, parts in _SUMS.items()}
 
 
-def _sum(unit: dict[str, Any], field: str) -> float:
-    return float(sum(unit[each] for each in _SUMS[field]))
-
-
-def _pairs(reports: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row for each field for which at least one report has a value. A kind of lost time that a report does not list
-    is 0 there."""
-    first, second = reports
-    fields = dict.fromkeys([*first, *second])
-    values = {field: [each.get(field, 0) for each in (first, second)] for field in fields}
-    return [_pair(field, pair) for field, pair in values.items() if pair != [None, None]]
+def _pairs(first: dict[str, Any], second: dict[str, Any]) -> list[dict[str, Any]]:
+    """A row for each field for which at least one report has a value."""
+    pairs = {field: [each.get(field, 0) for each in (first, second)] for field in {**first, **second}}
+    return [_pair(field, values) for field, values in pairs.items() if values != [None, None]]
 
 
 def _pair(field: str, values: Sequence[Any]) -> dict[str, Any]:
@@ -258,24 +241,21 @@ def _pair(field: str, values: Sequence[Any]) -> dict[str, Any]:
 
 
 def _settings(
-    reports: Sequence[dict[str, Any]], matching: Sequence[str], rows: Sequence[dict[str, Any]]
+    reports: Sequence[dict[str, Any]], matching: Sequence[str], units: Sequence[Units]
 ) -> list[dict[str, Any]]:
     """The settings, which are chosen and not measured, in which the reports differ."""
     first, second = reports
-    found = [(key, [first[key], second[key]]) for key in ("model", "device")]
-    found.append(("ranks", [len(first["ranks"]), len(second["ranks"])]))
-    found.append(("units", [len(first["units"]), len(second["units"])]))
-    differing = [{"what": what, "units": [], "values": values} for what, values in found if values[0] != values[1]]
+    found = [{"what": key, "units": [], "values": [first[key], second[key]]} for key in ("model", "device")]
+    for key in ("ranks", "units"):
+        found.append({"what": key, "units": [], "values": [len(first[key]), len(second[key])]})
     for setting in _SETTINGS:
-        by_values: dict[tuple[Any, Any], list[str]] = {}
+        by_values: dict[tuple[Any, Any], list[str]] = defaultdict(list)
         for name in matching:
-            by_values.setdefault((rows[0][name][setting], rows[1][name][setting]), []).append(name)
-        for values, units in by_values.items():
-            if values[0] != values[1]:
-                more = f" and {len(units) - 1} more" if len(units) > 1 else ""
-                what = f"{_label(setting)} of {units[0]}{more}"
-                differing.append({"what": what, "units": units, "values": list(values)})
-    return differing
+            by_values[units[0][name][setting], units[1][name][setting]].append(name)
+        for values, named in by_values.items():
+            more = f" and {len(named) - 1} more" if len(named) > 1 else ""
+            found.append({"what": f"{_label(setting)} of {named[0]}{more}", "units": named, "values": list(values)})
+    return [each for each in found if each["values"][0] != each["values"][1]]
 
 
 # Text

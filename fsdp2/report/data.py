@@ -20,17 +20,17 @@ The fields of the report whose names do not explain everything:
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
 
-from fsdp2.report.findings import Finding, StepFacts, UnitFacts, findings
-from fsdp2.report.lost import Cell, Lost, least_waits, lost_time
+from fsdp2.planner.machine import Machine
+from fsdp2.report.figures import Prediction, StepFigures, Work, compared, speed
+from fsdp2.report.findings import Finding, StepFacts, UnitFacts, UnitInfo, findings
+from fsdp2.report.lost import Cell, Lost, least_waits, lost_time, sums
 from fsdp2.report.memory import Memory
-from fsdp2.report.prediction import Prediction, StepFigures, compared
-from fsdp2.report.speed import NOT_SAID, Peak, Work, speed
 from fsdp2.report.timeline import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -50,26 +50,6 @@ _MAX_ENTRIES = 50_000  # in all timelines; beyond that, only some ranks have one
 _RESOLUTION = 2_000  # parts of a step in a timeline: anything shorter than one part cannot be seen
 _COMPUTE = (Does.FORWARD, Does.BACKWARD)
 _WAITS = (Does.GATHER_WAIT, Does.REDUCE_WAIT, Does.RANK_WAIT)
-
-
-@dataclass(frozen=True)
-class UnitInfo:
-    """What plans say about one unit, in bytes. ``gather`` and ``reduce`` count all ranks' parts, by how they are sent.
-    ``bucket_nbytes``: unsharded parameters of fewer bytes are sent in one bucket."""
-
-    name: str
-    shard_nbytes: int
-    unsharded_nbytes: int
-    held_nbytes: int
-    gather_direct_nbytes: int
-    gather_bucket_nbytes: int
-    reduce_direct_nbytes: int
-    reduce_bucket_nbytes: int
-    largest_module_nbytes: int
-    is_small: bool
-    bucket_nbytes: int
-    keeps_after_forward: bool
-    replicas: int
 
 
 @dataclass(frozen=True)
@@ -99,7 +79,7 @@ class RankRecord:
     reserved_nbytes: int | None = None
     free_nbytes: int | None = None
     knows_activations: bool = True
-    work: Work = NOT_SAID
+    work: Work = field(default_factory=Work)
 
 
 def report_data(
@@ -108,26 +88,27 @@ def report_data(
     units: Sequence[UnitInfo],
     records: Sequence[RankRecord],
     prediction: Prediction | None = None,
-    peak: Peak | None = None,
+    machine: Machine | None = None,
 ) -> dict[str, Any]:
     """The whole report. ``model`` and ``device`` are names; ``units`` are in the order of the modules, the root first;
-    ``records`` in the order of ranks, with as many steps each. ``peak``: of one device, if it is known."""
-    durations = [max(r.steps[i].stop - r.steps[i].start for r in records) for i in range(len(records[0].steps))]
-    chosen = _typical(durations, skips_first=any(record.is_first_use for record in records))
-    ranks = _aligned(records, chosen)
-    index = {unit.name: i for i, unit in enumerate(units)} | {"": -1}
-    losses = [_Losses(step) for step in ranks]
-    known = [does for does in Does if does is not Does.IDLE or any(loss.of(does) for loss in losses)]
-    least = least_waits([step.spans for step in ranks])
-    lost = [lost_time(step.spans, least) for step in ranks]
+    ``records`` in the order of ranks; steps count that all have. ``machine``: that of the device, if known."""
+    num_steps = min(len(record.steps) for record in records)
+    durations = [max(r.steps[i].stop - r.steps[i].start for r in records) for i in range(num_steps)]
+    usual = range(len(durations))  # the steps that are representative of others
+    if len(durations) > 1 and any(record.is_first_use for record in records):
+        usual = usual[1:]  # the first step of a model prefetches little and makes plans
+    chosen = sorted(usual, key=durations.__getitem__)[(len(usual) - 1) // 2]  # the median
+    ranks = _ranks(records, chosen)
+    known = [does for does in Does if does is not Does.IDLE or any(rank.of(does) for rank in ranks)]
+    least = least_waits([rank.sums for rank in ranks])
+    lost = [lost_time(rank.step.spans, least) for rank in ranks]
     most = max(range(len(lost)), key=lambda i: sum(lost[i].values()))
-    facts = _facts(units, losses, records, durations[chosen] * 1e3, {k: 1e3 * v for k, v in lost[most].items()})
+    facts = _facts(units, ranks, usual, durations[chosen] * 1e3, {k: 1e3 * v for k, v in lost[most].items()})
     found = findings(facts)
-    places = _places(losses)
-    shown = _shown(ranks, losses)
-    fullest = max(range(len(ranks)), key=lambda i: ranks[i].memory.peak)
-    rows, difference = _collectives(ranks, index, shown, records)
-    measured = _figures(ranks, losses, records[fullest], ranks[fullest].memory.temporary)
+    index = {unit.name: i for i, unit in enumerate(units)} | {"": -1}
+    places = _places(ranks)
+    shown = _shown(ranks)
+    fullest = max(ranks, key=lambda rank: rank.step.memory.peak)
     return {
         "version": VERSION,
         "model": model,
@@ -141,178 +122,214 @@ def report_data(
             {"rule": each.rule, "units": list(each.units), "text": each.text, "gain_ms": round(each.gain_ms, 3)}
             for each in found
         ],
-        "lost": _lost(records[most].rank, ranks[most], facts.lost, found),
-        "speed": speed([record.work for record in records], durations[chosen], peak, device.split(" (")[0]),
-        "prediction": None if prediction is None else compared(prediction, measured),
-        "units": [_unit_row(unit, losses, known) for unit in units],
+        "lost": _lost(ranks[most], facts.lost, found),
+        "speed": speed([record.work for record in records], durations[chosen], machine, device.split(" (")[0]),
+        "prediction": None if prediction is None else compared(prediction, _figures(ranks, fullest)),
+        "units": [_unit_row(unit, ranks, known) for unit in units],
         "rank_totals": [
-            {"rank": record.rank} | {f"{does.value.replace(' ', '_')}_ms": _ms(loss.of(does)) for does in known}
-            for record, loss in zip(records, losses, strict=True)
+            {"rank": rank.record.rank} | {_field(does): _ms(rank.of(does)) for does in known} for rank in ranks
         ],
-        "compute": [_compute_row(place, name, losses) for place, name in places.items()],
+        "compute": [_compute_row(place, name, ranks) for place, name in places.items()],
         "places": list(places.values()),
-        "timelines": [_timeline(records[i].rank, ranks[i], index, places) for i in shown],
-        "memory": _memory(records[fullest], ranks[fullest]),
-        "collectives": {"ranks": [records[i].rank for i in shown], "rows": rows, "first_difference": difference},
+        "timelines": [_timeline(rank, index, places) for rank in shown],
+        "memory": _memory(fullest),
+        "collectives": {"ranks": [rank.record.rank for rank in shown], **_collectives(ranks, index, shown)},
     }
 
 
-def _typical(durations: Sequence[float], *, skips_first: bool) -> int:
-    """The step that the report is about, which is the median one. The first step of a model prefetches little and
-    makes plans."""
-    candidates = _usual(len(durations), skips_first)
-    return sorted(candidates, key=durations.__getitem__)[(len(candidates) - 1) // 2]
+class _Rank:
+    """One rank's part of the report, with sums over ``step`` in seconds.
 
+    Attributes:
+        step: the step that the report is about, on the report's axis.
+        computed: by unit and module, and by what it computes.
+        gathers, gather: how often each unit was gathered, and how long its first gather was in flight.
+        idle: how long nothing was gathered before a gather that was not prefetched, by unit and pass. The first gather
+            of a pass has no entry, since nothing could start it earlier.
+        reduce_idle: how long nothing was reduced in backward between the first reduction and the last.
+    """
 
-def _usual(num_steps: int, skips_first: bool) -> range:
-    """The steps that are representative of others."""
-    return range(1 if skips_first and num_steps > 1 else 0, num_steps)
-
-
-def _aligned(records: Sequence[RankRecord], chosen: int) -> list[RankStep]:
-    """Each rank's step ``chosen``, with times relative to the earliest start on any rank."""
-    one_clock = len({record.host for record in records}) == 1
-    offsets = [0.0 if one_clock else record.synced for record in records]
-    first = min(record.steps[chosen].start - offset for record, offset in zip(records, offsets, strict=True))
-    return [_moved(record.steps[chosen], -(offset + first)) for record, offset in zip(records, offsets, strict=True)]
-
-
-def _moved(step: RankStep, by: float) -> RankStep:
-    def moved(each: Any) -> Any:
-        return each._replace(start=each.start + by, stop=each.stop + by)
-
-    times = [time + by for time in step.memory.times]
-    return RankStep(
-        step.start + by,
-        step.stop + by,
-        list(map(moved, step.spans)),
-        list(map(moved, step.transfers)),
-        replace(step.memory, times=times),
-    )
-
-
-class _Losses:
-    """Sums over one rank's step, in seconds."""
-
-    def __init__(self, step: RankStep) -> None:
-        self._by: dict[tuple[Does, str, bool], float] = defaultdict(float)
-        self.computed: dict[tuple[str, str], dict[Does, float]] = {}  # by unit and module
+    def __init__(self, record: RankRecord, step: RankStep) -> None:
+        self.record, self.step, self.lasted = record, step, step.stop - step.start
+        self.drawn = joined(step.spans, self.lasted / _RESOLUTION)
+        self.sums = sums(step.spans)
+        self.computed: dict[tuple[str, str], dict[Does, float]] = {}
         for span in step.spans:
-            self._by[span.does, span.unit, span.in_backward] += span.stop - span.start
             if span.does in COMPUTING:
                 of = self.computed.setdefault((span.unit, span.module), dict.fromkeys(COMPUTING, 0.0))
                 of[span.does] += span.stop - span.start
-        self.idle, self.transfers = _idle(step.transfers), step.transfers
-        self.reduce_idle = _gaps([each for each in step.transfers if each.kind in _REDUCTIONS and each.in_backward])
-        self._counts: dict[str, int] = defaultdict(int)
-        self._gather: dict[str, float] = {}
-        for transfer in step.transfers:
-            if transfer.kind == ALL_GATHER:
-                self._counts[transfer.unit] += 1
-                self._gather.setdefault(transfer.unit, transfer.stop - transfer.start)
+        gathers = [each for each in step.transfers if each.kind == ALL_GATHER]
+        self.gathers = Counter(each.unit for each in gathers)
+        self.gather = {each.unit: each.stop - each.start for each in reversed(gathers)}
+        self.idle: dict[tuple[str, bool], float] = {}
+        for in_backward in (False, True):
+            for transfer, gap in _gaps(each for each in gathers if each.in_backward is in_backward):
+                if not transfer.early:
+                    self.idle.setdefault((transfer.unit, in_backward), gap)
+        reductions = (each for each in step.transfers if each.kind in _REDUCTIONS and each.in_backward)
+        self.reduce_idle = sum(gap for _, gap in _gaps(reductions))
 
     def of(self, does: Does, unit: str | None = None, in_backward: bool | None = None) -> float:
         """The time of ``does`` on ``unit``, in one pass; None means all."""
         if unit is None:
-            return sum(seconds for (kind, _, _), seconds in self._by.items() if kind is does)
+            return sum(seconds for (kind, _, _), seconds in self.sums.items() if kind is does)
         passes = (False, True) if in_backward is None else (in_backward,)
-        return sum(self._by.get((does, unit, each), 0.0) for each in passes)
-
-    def gathers(self, unit: str) -> int:
-        """How often ``unit`` was gathered."""
-        return self._counts.get(unit, 0)
-
-    def gather(self, unit: str) -> float:
-        """How long the first gather of ``unit`` was in flight."""
-        return self._gather.get(unit, 0.0)
+        return sum(self.sums.get((does, unit, each), 0.0) for each in passes)
 
 
-def _idle(transfers: Iterable[Transfer]) -> dict[tuple[str, bool], float]:
-    """How long nothing was gathered before a gather that was not prefetched, by unit and pass. The first gather of a
-    pass has no entry, since nothing could start it earlier."""
-    found: dict[tuple[str, bool], float] = {}
-    ends: dict[bool, float] = {}
-    for transfer in transfers:
-        if transfer.kind != ALL_GATHER:
-            continue
-        end = ends.get(transfer.in_backward)
-        if end is not None and not transfer.early:
-            found.setdefault((transfer.unit, transfer.in_backward), max(transfer.start - end, 0.0))
-        ends[transfer.in_backward] = max(transfer.stop, end or 0.0)
+def _ranks(records: Sequence[RankRecord], chosen: int) -> list[_Rank]:
+    """Each rank's step ``chosen``, with times relative to the earliest start on any rank."""
+    one_clock = len({record.host for record in records}) == 1
+    offsets = [0.0 if one_clock else record.synced for record in records]
+    first = min(record.steps[chosen].start - offset for record, offset in zip(records, offsets, strict=True))
+    found = []
+    for record, offset in zip(records, offsets, strict=True):
+        found.append(_Rank(record, _moved(record.steps[chosen], -(offset + first))))
     return found
 
 
-def _gaps(transfers: Sequence[Transfer]) -> float:
-    """How long nothing was in flight between the first and the last of ``transfers``."""
-    gaps, end = 0.0, None
+def _moved(step: RankStep, by: float) -> RankStep:
+    """``step``, ``by`` seconds later."""
+    return RankStep(
+        step.start + by,
+        step.stop + by,
+        [each._replace(start=each.start + by, stop=each.stop + by) for each in step.spans],
+        [each._replace(start=each.start + by, stop=each.stop + by) for each in step.transfers],
+        replace(step.memory, times=[time + by for time in step.memory.times]),
+    )
+
+
+def _gaps(transfers: Iterable[Transfer]) -> Iterator[tuple[Transfer, float]]:
+    """All ``transfers`` but the first, with how long nothing was in flight before."""
+    end: float | None = None
     for transfer in transfers:
         if end is not None:
-            gaps += max(transfer.start - end, 0.0)
+            yield transfer, max(transfer.start - end, 0.0)
         end = max(transfer.stop, end or 0.0)
-    return gaps
+
+
+# What findings are drawn from
 
 
 def _facts(
-    units: Sequence[UnitInfo],
-    losses: Sequence[_Losses],
-    records: Sequence[RankRecord],
-    step: float,
-    lost: Mapping[Cell, float],
+    units: Sequence[UnitInfo], ranks: Sequence[_Rank], usual: range, step: float, lost: Mapping[Cell, float]
 ) -> StepFacts:
-    order = list(dict.fromkeys(each.unit for each in losses[0].transfers if each.kind == ALL_GATHER))
-    position = {name: i for i, name in enumerate(order)}
+    records = [rank.record for rank in ranks]
+    position = {name: i for i, name in enumerate(ranks[0].gathers)}  # in the order of their first gathers
     ordered = sorted(units, key=lambda unit: position.get(unit.name, len(position)))
-    free = [record.free_nbytes for record in records if record.free_nbytes is not None]
-    usual = _usual(len(records[0].steps), any(record.is_first_use for record in records))
     return StepFacts(
         step=step,
-        units=[_unit_facts(unit, losses, is_root=unit is units[0]) for unit in ordered],
+        units=[_unit_facts(unit, ranks, is_root=unit is units[0]) for unit in ordered],
         rank_compute=[[1e3 * _computed(record.steps[i]) for record in records] for i in usual],
-        rank_waits=[1e3 * sum(map(loss.of, _WAITS)) for loss in losses],
-        reduce_idle=1e3 * min(loss.reduce_idle for loss in losses),
-        host_late=1e3 * min(loss.of(Does.IDLE) - loss.of(Does.IDLE, "") for loss in losses),
-        free_nbytes=min(free) if free else None,
+        rank_waits=[1e3 * sum(map(rank.of, _WAITS)) for rank in ranks],
+        reduce_idle=1e3 * min(rank.reduce_idle for rank in ranks),
+        host_late=1e3 * min(rank.of(Does.IDLE) - rank.of(Does.IDLE, "") for rank in ranks),
+        free_nbytes=min((r.free_nbytes for r in records if r.free_nbytes is not None), default=None),
         lost=lost,
         is_first_use=any(record.is_first_use for record in records),
     )
 
 
-def _lost(rank: int, step: RankStep, lost: Mapping[Cell, float], found: Sequence[Finding]) -> dict[str, Any]:
+def _computed(step: RankStep) -> float:
+    return sum(span.stop - span.start for span in step.spans if span.does in _COMPUTE)
+
+
+def _unit_facts(unit: UnitInfo, ranks: Sequence[_Rank], *, is_root: bool) -> UnitFacts:
+    name = unit.name
+
+    def least(value: Callable[[_Rank], float]) -> float:
+        return 1e3 * min(map(value, ranks))
+
+    thread = least(lambda rank: rank.of(Does.LAUNCH, name) + rank.of(Does.COPY, name))
+    late: dict[str, Any] = {
+        "forward_late": least(lambda rank: rank.of(Does.GATHER_WAIT, name, False)),
+        "backward_late": least(lambda rank: rank.of(Does.GATHER_WAIT, name, True)),
+        "reduce_late": least(lambda rank: rank.of(Does.REDUCE_WAIT, name, True)),
+        "tail_late": least(lambda rank: rank.of(Does.REDUCE_WAIT, name, False)),
+    }
+    return UnitFacts(
+        **vars(unit),
+        **late,
+        is_root=is_root,
+        gather=least(lambda rank: rank.gather.get(name, 0.0)),
+        forward=least(lambda rank: rank.of(Does.FORWARD, name)),
+        backward=least(lambda rank: rank.of(Does.BACKWARD, name)),
+        forward_idle=least(lambda rank: rank.idle.get((name, False), 0.0)),
+        backward_idle=least(lambda rank: rank.idle.get((name, True), 0.0)),
+        per_use=thread + sum(late.values()),
+    )
+
+
+# The parts of the report
+
+
+def _lost(rank: _Rank, lost: Mapping[Cell, float], found: Sequence[Finding]) -> dict[str, Any]:
     """The time that the rank which loses most has lost, and how much of it the findings explain."""
     total = sum(lost.values())
     kinds = {kind: sum(value for cell, value in lost.items() if cell.lost is kind) for kind in Lost}
     return {
-        "rank": rank,
-        "step_ms": _ms(step.stop - step.start),
-        "compute_ms": round(1e3 * (step.stop - step.start) - total, 3),
+        "rank": rank.record.rank,
+        "step_ms": _ms(rank.lasted),
+        "compute_ms": round(1e3 * rank.lasted - total, 3),
         "lost_ms": round(total, 3),
         "explained_ms": round(sum(each.gain_ms for each in found), 3),
         "kinds": [{"kind": kind.value, "lost_ms": round(value, 3)} for kind, value in kinds.items() if value > 0],
     }
 
 
-def _places(losses: Sequence[_Losses]) -> dict[tuple[str, str], str]:
+def _figures(ranks: Sequence[_Rank], fullest: _Rank) -> StepFigures:
+    """The times of the rank whose step is longest, and the memory of the rank that holds most."""
+    longest = max(ranks, key=lambda rank: rank.lasted)
+    compute = sum(map(longest.of, COMPUTING))
+    return StepFigures(
+        step_ms=_ms(longest.lasted),
+        compute_ms=_ms(compute),
+        exposed_ms=_ms(longest.lasted - compute - longest.of(Does.IDLE)),
+        temporary_nbytes=fullest.step.memory.temporary,
+        allocated_nbytes=fullest.record.allocated_nbytes,
+        reserved_nbytes=fullest.record.reserved_nbytes,
+    )
+
+
+def _unit_row(unit: UnitInfo, ranks: Sequence[_Rank], known: Sequence[Does]) -> dict[str, Any]:
+    """What plans say about ``unit``, and its times for each of ``known``: the most of all ranks. For waits also the
+    least, which is their cost without waiting for a late rank."""
+    of_units = [does for does in known if does not in (Does.OTHER, Does.RANK_WAIT)]
+    return {
+        **vars(unit),
+        "gathers": max(rank.gathers[unit.name] for rank in ranks),
+        **{_field(does): _ms(max(rank.of(does, unit.name) for rank in ranks)) for does in of_units},
+        "gather_exposed_ms": _ms(min(rank.of(Does.GATHER_WAIT, unit.name) for rank in ranks)),
+        "reduce_exposed_ms": _ms(min(rank.of(Does.REDUCE_WAIT, unit.name) for rank in ranks)),
+    }
+
+
+def _field(does: Does) -> str:
+    return f"{does.value.replace(' ', '_')}_ms"
+
+
+def _places(ranks: Sequence[_Rank]) -> dict[tuple[str, str], str]:
     """The names that users know for the places where ranks compute, by unit and module; most time first."""
     seconds: dict[tuple[str, str], float] = defaultdict(float)
-    for loss in losses:
-        for place, by in loss.computed.items():
+    for rank in ranks:
+        for place, by in rank.computed.items():
             seconds[place] = max(seconds[place], sum(by.values()))
     in_parts = {unit for unit, module in seconds if module}
     ordered = sorted(seconds, key=lambda place: -seconds[place])
     return {(u, m): m or (f"{u}: code outside of its modules" if u in in_parts else u) for u, m in ordered}
 
 
-def _compute_row(place: tuple[str, str], name: str, losses: Sequence[_Losses]) -> dict[str, Any]:
-    none = dict.fromkeys(COMPUTING, 0.0)
-    most = {does: max(loss.computed.get(place, none)[does] for loss in losses) for does in COMPUTING}
+def _compute_row(place: tuple[str, str], name: str, ranks: Sequence[_Rank]) -> dict[str, Any]:
+    computed = [rank.computed[place] for rank in ranks if place in rank.computed]
     unit, module = place
-    return {"name": name, "unit": unit, "module": module} | {f"{d.value}_ms": _ms(value) for d, value in most.items()}
+    return {"name": name, "unit": unit, "module": module} | {
+        _field(does): _ms(max(each[does] for each in computed)) for does in COMPUTING
+    }
 
 
-def _memory(record: RankRecord, step: RankStep) -> dict[str, Any]:
-    memory = step.memory
-    notes = [] if record.knows_activations else ["Activations were not counted."]
-    kept = _most_held(memory, (step.stop - step.start) / _RESOLUTION)
+def _memory(rank: _Rank) -> dict[str, Any]:
+    memory, record = rank.step.memory, rank.record
+    kept = _most_held(memory, rank.lasted / _RESOLUTION)
     return {
         "rank": record.rank,
         "peak_nbytes": memory.peak,
@@ -322,7 +339,7 @@ def _memory(record: RankRecord, step: RankStep) -> dict[str, Any]:
         "owners": [{"unit": unit, "what": what, "nbytes": nbytes} for unit, what, nbytes in memory.owners],
         "times_us": [_us(memory.times[i]) for i in kept],
         "series": [{"what": what, "nbytes": [values[i] for i in kept]} for what, values in memory.series.items()],
-        "notes": notes,
+        "notes": [] if record.knows_activations else ["Activations were not counted."],
     }
 
 
@@ -339,134 +356,60 @@ def _most_held(memory: Memory, shortest: float) -> list[int]:
     return list(most.values())
 
 
-def _computed(step: RankStep) -> float:
-    return sum(span.stop - span.start for span in step.spans if span.does in _COMPUTE)
-
-
-def _unit_facts(unit: UnitInfo, losses: Sequence[_Losses], *, is_root: bool) -> UnitFacts:
-    name = unit.name
-
-    def least(value: Callable[[_Losses], float]) -> float:
-        return 1e3 * min(map(value, losses))
-
-    forward_late = least(lambda loss: loss.of(Does.GATHER_WAIT, name, False))
-    backward_late = least(lambda loss: loss.of(Does.GATHER_WAIT, name, True))
-    reduce_late = least(lambda loss: loss.of(Does.REDUCE_WAIT, name, True))
-    tail_late = least(lambda loss: loss.of(Does.REDUCE_WAIT, name, False))
-    thread = least(lambda loss: loss.of(Does.LAUNCH, name) + loss.of(Does.COPY, name))
-    return UnitFacts(
-        name=name,
-        unsharded_nbytes=unit.unsharded_nbytes,
-        largest_module_nbytes=unit.largest_module_nbytes,
-        is_small=unit.is_small,
-        bucket_nbytes=unit.bucket_nbytes,
-        is_root=is_root,
-        keeps=unit.keeps_after_forward,
-        gather=least(lambda loss: loss.gather(name)),
-        forward=least(lambda loss: loss.of(Does.FORWARD, name)),
-        backward=least(lambda loss: loss.of(Does.BACKWARD, name)),
-        forward_late=forward_late,
-        backward_late=backward_late,
-        forward_idle=least(lambda loss: loss.idle.get((name, False), 0.0)),
-        backward_idle=least(lambda loss: loss.idle.get((name, True), 0.0)),
-        reduce_late=reduce_late,
-        tail_late=tail_late,
-        per_use=thread + forward_late + backward_late + reduce_late + tail_late,
-    )
-
-
-def _figures(
-    ranks: Sequence[RankStep], losses: Sequence[_Losses], fullest: RankRecord, temporary_nbytes: int
-) -> StepFigures:
-    """The times of the rank whose step is longest, and the memory of the rank that holds most."""
-    longest = max(range(len(ranks)), key=lambda i: ranks[i].stop - ranks[i].start)
-    step = ranks[longest].stop - ranks[longest].start
-    compute, idle = sum(map(losses[longest].of, (*_COMPUTE, Does.OTHER))), losses[longest].of(Does.IDLE)
-    return StepFigures(
-        step_ms=_ms(step),
-        compute_ms=_ms(compute),
-        exposed_ms=_ms(step - compute - idle),
-        temporary_nbytes=temporary_nbytes,
-        allocated_nbytes=fullest.allocated_nbytes,
-        reserved_nbytes=fullest.reserved_nbytes,
-    )
-
-
-def _unit_row(unit: UnitInfo, losses: Sequence[_Losses], known: Sequence[Does]) -> dict[str, Any]:
-    """What plans say about ``unit``, and its times for each of ``known``: the most of all ranks. For waits also the
-    least, which is their cost without waiting for a late rank."""
-    times = {
-        f"{does.value.replace(' ', '_')}_ms": _ms(max(loss.of(does, unit.name) for loss in losses)) for does in known
-    }
-    del times["other_ms"], times["rank_wait_ms"]
-    return asdict(unit) | {
-        "gathers": max(loss.gathers(unit.name) for loss in losses),
-        **times,
-        "gather_exposed_ms": _ms(min(loss.of(Does.GATHER_WAIT, unit.name) for loss in losses)),
-        "reduce_exposed_ms": _ms(min(loss.of(Does.REDUCE_WAIT, unit.name) for loss in losses)),
-    }
-
-
-def _shown(ranks: Sequence[RankStep], losses: Sequence[_Losses]) -> list[int]:
+def _shown(ranks: Sequence[_Rank]) -> list[_Rank]:
     """The ranks with a timeline: all, if there are few; else the one that computes longest, the one that computes
     shortest, and the first of the others."""
-    entries = max(len(_drawn(step)) + 2 * len(step.transfers) for step in ranks)
+    entries = max(len(rank.drawn) + 2 * len(rank.step.transfers) for rank in ranks)
     limit = max(_MAX_ENTRIES // max(entries, 1), 1)
     if len(ranks) <= limit:
-        return list(range(len(ranks)))
-    by_compute = sorted(range(len(ranks)), key=lambda i: sum(map(losses[i].of, _COMPUTE)))
-    chosen = dict.fromkeys([by_compute[-1], by_compute[0], *range(len(ranks))])
-    return sorted(list(chosen)[:limit])
+        return list(ranks)
+    by_compute = sorted(ranks, key=lambda rank: sum(map(rank.of, _COMPUTE)))
+    chosen = list(dict.fromkeys([by_compute[-1], by_compute[0], *ranks]))[:limit]
+    return [rank for rank in ranks if rank in chosen]
 
 
-def _drawn(step: RankStep) -> list[Span]:
-    return joined(step.spans, (step.stop - step.start) / _RESOLUTION)
-
-
-def _timeline(
-    rank: int, step: RankStep, index: dict[str, int], places: Mapping[tuple[str, str], str]
-) -> dict[str, Any]:
+def _timeline(rank: _Rank, index: dict[str, int], places: Mapping[tuple[str, str], str]) -> dict[str, Any]:
     does, place = list(Does), {key: i for i, key in enumerate(places)}
-    spans = [
-        [
-            does.index(s.does),
-            index.get(s.unit, -1),
-            _us(s.start),
-            _us(s.stop) - _us(s.start),
-            place[s.unit, s.module] if s.does in COMPUTING else -1,
-        ]
-        for s in _drawn(step)
-    ]
+    spans = []
+    for each in rank.drawn:
+        computes = place[each.unit, each.module] if each.does in COMPUTING else -1
+        spans.append([does.index(each.does), index.get(each.unit, -1), *_drawn(each), computes])
     transfers = [
-        [KINDS.index(t.kind), index.get(t.unit, -1), _us(t.start), _us(t.stop) - _us(t.start), int(t.early)]
-        for t in step.transfers
+        [KINDS.index(each.kind), index.get(each.unit, -1), *_drawn(each), int(each.early)]
+        for each in rank.step.transfers
     ]
     return {
-        "rank": rank,
-        "start_us": _us(step.start),
-        "stop_us": _us(step.stop),
+        "rank": rank.record.rank,
+        "start_us": _us(rank.step.start),
+        "stop_us": _us(rank.step.stop),
         "spans": [span for span in spans if span[3] > 0],
         "transfers": transfers,
     }
 
 
-def _collectives(
-    ranks: Sequence[RankStep], index: dict[str, int], shown: Sequence[int], records: Sequence[RankRecord]
-) -> tuple[list[list[int]], dict[str, Any] | None]:
+def _drawn(each: Span | Transfer) -> tuple[int, int]:
+    """Its start and its duration."""
+    return _us(each.start), _us(each.stop) - _us(each.start)
+
+
+def _collectives(ranks: Sequence[_Rank], index: dict[str, int], shown: Sequence[_Rank]) -> dict[str, Any]:
     """Rows of kind, unit, how much later the last of all ranks started than the first, that last rank, and when each
-    of the ranks ``shown`` started; up to the first collective that is not the same on all ranks, which comes second."""
+    of the ranks ``shown`` started; up to the first collective that is not the same on all ranks."""
     rows: list[list[int]] = []
-    collectives = ([each for each in step.transfers if each.kind not in OF_HOST] for step in ranks)
+    difference = None
+    collectives = ([each for each in rank.step.transfers if each.kind not in OF_HOST] for rank in ranks)
     for position, same in enumerate(zip_longest(*collectives)):
         names = ["none" if each is None else f"{each.kind} {each.unit}" for each in same]
         if len(set(names)) > 1:
-            ours = {str(record.rank): name for record, name in zip(records, names, strict=True)}
-            return rows, {"position": position, "by_rank": ours}
-        starts = [_us(each.start) for each in same]
-        last = max(range(len(starts)), key=starts.__getitem__)
-        kind, unit = KINDS.index(same[0].kind), index.get(same[0].unit, -1)
-        rows.append([kind, unit, max(starts) - min(starts), records[last].rank, *(starts[i] for i in shown)])
-    return rows, None
+            ours = {str(rank.record.rank): name for rank, name in zip(ranks, names, strict=True)}
+            difference = {"position": position, "by_rank": ours}
+            break
+        starts = {rank.record.rank: _us(each.start) for rank, each in zip(ranks, same, strict=True)}
+        last = max(starts, key=starts.__getitem__)
+        late = starts[last] - min(starts.values())
+        unit = index.get(same[0].unit, -1)
+        rows.append([KINDS.index(same[0].kind), unit, late, last, *(starts[rank.record.rank] for rank in shown)])
+    return {"rows": rows, "first_difference": difference}
 
 
 def _us(seconds: float) -> int:

@@ -7,6 +7,7 @@ kind of loss becomes a separate finding.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -23,16 +24,38 @@ _MIB = 2**20
 
 
 @dataclass(frozen=True)
-class UnitFacts:
-    """One unit in the measured step. Lost times are the least of all ranks, which is the cost of the unit itself,
-    without waiting for a late rank.
+class UnitInfo:
+    """What plans say about one unit, in bytes. ``gather`` and ``reduce`` count all ranks' parts, by how they are sent.
 
     Attributes:
         largest_module_nbytes: unsharded parameters of the module that holds most, which cannot be split.
         is_small: its shard is sent in one bucket.
         bucket_nbytes: unsharded parameters of fewer bytes are sent in one bucket.
+        keeps_after_forward: its parameters stay unsharded after forward.
+    """
+
+    name: str
+    shard_nbytes: int = 0
+    unsharded_nbytes: int = 0
+    held_nbytes: int = 0
+    gather_direct_nbytes: int = 0
+    gather_bucket_nbytes: int = 0
+    reduce_direct_nbytes: int = 0
+    reduce_bucket_nbytes: int = 0
+    largest_module_nbytes: int = 0
+    is_small: bool = False
+    bucket_nbytes: int = 0
+    keeps_after_forward: bool = False
+    replicas: int = 1
+
+
+@dataclass(frozen=True)
+class UnitFacts(UnitInfo):
+    """One unit in the measured step. Lost times are the least of all ranks, which is the cost of the unit itself,
+    without waiting for a late rank.
+
+    Attributes:
         is_root: the other units are inside it.
-        keeps: its parameters stay unsharded after forward.
         forward_late, backward_late: how long compute waited for its gathers.
         forward_idle, backward_idle: how long nothing was gathered before a gather that was not prefetched started; 0
             for the first one of a pass.
@@ -41,13 +64,7 @@ class UnitFacts:
         per_use: the thread time that all its collectives take, late or not.
     """
 
-    name: str
-    unsharded_nbytes: int = 0
-    largest_module_nbytes: int = 0
-    is_small: bool = False
-    bucket_nbytes: int = 0
     is_root: bool = False
-    keeps: bool = False
     gather: float = 0.0
     forward: float = 0.0
     backward: float = 0.0
@@ -142,11 +159,9 @@ def _alone(facts: StepFacts) -> UnitFacts | None:
 def split(facts: StepFacts) -> list[Finding]:
     """Units that are larger than the others and whose gathers are late."""
     found = []
-    for unit in facts.units:
+    for unit in (each for each in facts.units if each.forward_late):
         others = [each.unsharded_nbytes for each in facts.units if each is not unit and each.unsharded_nbytes]
-        if not others or not unit.forward_late:
-            continue
-        ratio = unit.unsharded_nbytes / statistics.median(others)
+        ratio = unit.unsharded_nbytes / statistics.median(others) if others else 0.0
         parts = min(round(ratio), _max_parts(unit))
         gain = _split_gain(unit, parts) if ratio >= _LARGE and parts > 1 else 0.0
         if gain > 0:
@@ -155,13 +170,16 @@ def split(facts: StepFacts) -> list[Finding]:
                 f"of the others. Split it into {parts}: call fully_shard on modules inside it."
             )
             found.append(Finding("split", (unit.name,), text, gain, _cells(Lost.GATHERS, [unit], False)))
-    if len(found) < 2:
-        return found
-    worst, *rest = sorted(found, key=lambda each: -each.gain_ms)
-    names = [each.units[0] for each in rest]
-    text = f"{worst.text} The same holds for {_listed(names)}."
+    found.sort(key=lambda each: -each.gain_ms)
+    return [_joined(found)] if len(found) > 1 else found
+
+
+def _joined(found: Sequence[Finding]) -> Finding:
+    """One finding for all of ``found``, in the words of the first."""
+    names = tuple(name for each in found for name in each.units)
+    text = f"{found[0].text} The same holds for {_listed(names[1:])}."
     cells = tuple(cell for each in found for cell in each.of)
-    return [Finding("split", (*worst.units, *names), text, sum(each.gain_ms for each in found), cells)]
+    return Finding(found[0].rule, names, text, sum(each.gain_ms for each in found), cells)
 
 
 def _max_parts(unit: UnitFacts) -> int:
@@ -181,28 +199,23 @@ def _split_gain(unit: UnitFacts, parts: int) -> float:
 
 def keep(facts: StepFacts) -> list[Finding]:
     """Units that are gathered again for backward too late. They can stay unsharded, as far as memory allows."""
-    free, chosen = facts.free_nbytes, []
-    late = [unit for unit in facts.units if not unit.keeps and unit.backward_late > 0 and unit.unsharded_nbytes]
+    late = [unit for unit in facts.units if not unit.keeps_after_forward and unit.unsharded_nbytes]
+    late = [unit for unit in late if unit.backward_late > 0 and unit.backward_late >= _MIN_GAIN * facts.step / 5]
+    free = math.inf if facts.free_nbytes is None else facts.free_nbytes
+    chosen: list[UnitFacts] = []
     for unit in sorted(late, key=lambda unit: unit.unsharded_nbytes / unit.backward_late):
-        if unit.backward_late < _MIN_GAIN * facts.step / 5:
-            continue
-        if free is not None:
-            if unit.unsharded_nbytes > free:
-                continue
+        if unit.unsharded_nbytes <= free:
             free -= unit.unsharded_nbytes
-        chosen.append(unit)
+            chosen.append(unit)
     if not chosen:
         return []
     gain, cost = sum(unit.backward_late for unit in chosen), sum(unit.unsharded_nbytes for unit in chosen)
     names = tuple(unit.name for unit in chosen)
-    if len(chosen) == 1:
-        wait, change = "is gathered again for backward, and is", "Shard it with"
-    else:
-        wait, change = "are gathered again for backward, and are", "Shard them with"
+    are, them = ("is", "it") if len(chosen) == 1 else ("are", "them")
     memory = "" if facts.free_nbytes is None else f" of {facts.free_nbytes / _MIB:.1f} MiB that are free"
     text = (
-        f"{_listed(names)} {wait} {_ms(gain)} late. {change} reshard_after_forward=False; this takes "
-        f"{cost / _MIB:.1f} MiB more per rank{memory}."
+        f"{_listed(names)} {are} gathered again for backward, and {are} {_ms(gain)} late. Shard {them} with "
+        f"reshard_after_forward=False; this takes {cost / _MIB:.1f} MiB more per rank{memory}."
     )
     return [Finding("keep", names, text, gain, _cells(Lost.GATHERS, chosen, True))]
 
@@ -350,17 +363,30 @@ def losses(facts: StepFacts, left: Mapping[Cell, float]) -> list[Finding]:
     return found
 
 
-_REMEDIES = {
-    Lost.GATHERS: "Larger batches per rank hide more; a param_dtype of fewer bytes, or formats of fsdp2.tensors, "
-    "gather less.",
-    Lost.REDUCTIONS: "Larger batches per rank, or several micro-batches with fsdp2.no_sync, hide more; a reduce_dtype "
-    "of fewer bytes reduces less.",
-    Lost.OPTIMIZER: "Its own collectives are not hidden: step less often, or on larger batches.",
-    Lost.LAUNCHES: "Fewer and larger units launch less: call fully_shard on larger modules, or on several small ones "
-    "together.",
-    Lost.COPIES: "What is not copied: parameters sharded on dim 0, of a size that the ranks divide, in one dtype for "
-    "compute and reduction, and large enough to travel alone.",
-    Lost.IDLE: "The host starts operations too late, or the program waits for data.",
+_LOSSES = {  # what is lost, and what to do
+    Lost.GATHERS: (
+        "Compute waits {} for gathers",
+        "Larger batches per rank hide more; a param_dtype of fewer bytes, or formats of fsdp2.tensors, gather less.",
+    ),
+    Lost.REDUCTIONS: (
+        "Compute waits {} for reductions",
+        "Larger batches per rank, or several micro-batches with fsdp2.no_sync, hide more; a reduce_dtype of fewer "
+        "bytes reduces less.",
+    ),
+    Lost.OPTIMIZER: (
+        "The optimizer waits {} for collectives",
+        "Its own collectives are not hidden: step less often, or on larger batches.",
+    ),
+    Lost.LAUNCHES: (
+        "Launching collectives takes {} of the thread",
+        "Fewer and larger units launch less: call fully_shard on larger modules, or on several small ones together.",
+    ),
+    Lost.COPIES: (
+        "Copies from and to buckets take {}",
+        "What is not copied: parameters sharded on dim 0, of a size that the ranks divide, in one dtype for compute "
+        "and reduction, and large enough to travel alone.",
+    ),
+    Lost.IDLE: ("No operation runs for {}", "The host starts operations too late, or the program waits for data."),
 }
 
 
@@ -369,18 +395,10 @@ def _loss_text(lost: Lost, names: Sequence[str], gain: float, facts: StepFacts) 
     if lost is Lost.RANKS:
         waits = f"The rank that loses most waits {_ms(gain)} for ranks that come later to a collective."
         return f"{waits} {_who_is_late(facts)}"
-    what = {
-        Lost.GATHERS: f"Compute waits {_ms(gain)} for gathers",
-        Lost.REDUCTIONS: f"Compute waits {_ms(gain)} for reductions",
-        Lost.OPTIMIZER: f"The optimizer waits {_ms(gain)} for collectives",
-        Lost.LAUNCHES: f"Launching collectives takes {_ms(gain)} of the thread",
-        Lost.COPIES: f"Copies from and to buckets take {_ms(gain)}",
-        Lost.IDLE: f"No operation runs for {_ms(gain)}",
-    }[lost]
-    whose = "".join(f", for {len(names)} units, most for {_quoted(name)}" for name in names[:1])
-    if len(names) == 1:
-        whose = f", for {_quoted(names[0])}"
-    return f"{what}{whose}. {_REMEDIES[lost]}"
+    what, remedy = _LOSSES[lost]
+    several = f"{len(names)} units, most for " if len(names) > 1 else ""
+    whose = f", for {several}{_quoted(names[0])}" if names else ""
+    return f"{what.format(_ms(gain))}{whose}. {remedy}"
 
 
 def _who_is_late(facts: StepFacts) -> str:

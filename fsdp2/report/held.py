@@ -7,23 +7,22 @@ Elsewhere, as on the CPU, autograd's saved tensors in the model's forward count,
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from fsdp2.core import _torch
+from fsdp2.core.group.param import ShardedParam
 from fsdp2.core.runtime.unit import Unit
 from fsdp2.core.runtime.unit_tree import UnitTree
 from fsdp2.core.trees import find_tensors
 from fsdp2.extras import torch_names
-from fsdp2.report.memory import ALLOCATED, OPTIMIZER_STATES, SAVED, SHARD_GRADIENTS, SHARDS
+from fsdp2.report.memory import ALLOCATED, OPTIMIZER_STATES, SAVED, SHARD_GRADIENTS, SHARDS, Bytes
 from fsdp2.report.timeline import ROOT
-
-Bytes = dict[tuple[str, str], int]  # by unit and purpose
 
 # The events at which activations are read: between them, none begin or end that last.
 _ASKED_AT = ("post_forward", "pre_backward", "post_backward", "end_backward", "wait", "reduce")
@@ -44,27 +43,21 @@ class HeldBytes:
         self._optimizers: dict[torch.optim.Optimizer, int] = {}  # with the number of parameters that have states
         self.knows_activations = self._allocated is not None or self._saved is not None
 
-    @contextmanager
-    def watched(self) -> Iterator[Callable[[], None]]:
-        """Count what autograd saves, until the block ends, or until what it yields is called."""
-        with ExitStack() as stack:
-            if self._saved is not None:
-                stack.enter_context(self._saved.watched())
-            yield stack.close
+    def watched(self) -> AbstractContextManager[None]:
+        """Count what autograd saves, until the block ends."""
+        return nullcontext() if self._saved is None else self._saved.watched()
 
     def at_start(self) -> Bytes:
         """The bytes held when a step begins."""
         found: Bytes = {}
         for name, unit in self._units.items():
-            shards = (param.sharded for group in unit.groups for param in group.params)
-            found[name, SHARDS] = self._nbytes(map(_torch.local_of, shards))
+            found[name, SHARDS] = self._nbytes(_torch.local_of(param.sharded) for param in _params(unit))
             found |= self.landed(name)
-        return {**found, **self._activations()}
+        return found | self._activations()
 
     def landed(self, unit: str) -> Bytes:
         """The bytes after the gradients of ``unit`` may have changed."""
-        params = (param for group in self._units[unit].groups for param in group.params)
-        grads = (grad for param in params if (grad := param.sharded.grad) is not None)
+        grads = (grad for param in _params(self._units[unit]) if (grad := param.sharded.grad) is not None)
         return {(unit, SHARD_GRADIENTS): self._nbytes(map(_torch.local_of, grads))}
 
     def at(self, event: str, unit: str) -> Bytes:
@@ -80,7 +73,7 @@ class HeldBytes:
     def stepped(self, optimizer: torch.optim.Optimizer) -> Bytes:
         """Called after ``optimizer`` has stepped. Its states come from its first step or from a loaded state dict."""
         has_changed = self._optimizers.get(optimizer) != len(optimizer.state)
-        return {**(self._states(optimizer) if has_changed else {}), **self._activations()}
+        return (self._states(optimizer) if has_changed else {}) | self._activations()
 
     def _states(self, optimizer: torch.optim.Optimizer) -> Bytes:
         self._optimizers[optimizer] = len(optimizer.state)
@@ -97,6 +90,10 @@ class HeldBytes:
         leaves = (leaf for tensor in tensors for leaf in _torch.leaves(tensor))
         storages = {torch_names.storage_key(each): each for each in leaves if each.device.type == self._device.type}
         return sum(each.untyped_storage().nbytes() for each in storages.values())
+
+
+def _params(unit: Unit) -> Iterator[ShardedParam]:
+    return (param for group in unit.groups for param in group.params)
 
 
 def _allocation(device: torch.device) -> Callable[[], int] | None:
@@ -122,7 +119,8 @@ class SavedTensors:
         for name in self._units:
             self._note_parameters(name)
         self._running: list[str] = []
-        self._uses: dict[int, _Use] = {}  # by storage
+        self._owners: dict[int, tuple[str, int]] = {}  # the unit and the bytes, by storage
+        self._num_saved: Counter[int] = Counter()  # the tensors by storage
         self._held: dict[str, int] = dict.fromkeys(self._units, 0)
         self._told: dict[str, int] = {}
         self._hooks: list[Any] = []  # of running forwards
@@ -157,8 +155,7 @@ class SavedTensors:
         return {(unit, SAVED): nbytes for unit, nbytes in found.items()}
 
     def _note_parameters(self, unit: str) -> None:
-        params = (param.unsharded for group in self._units[unit].groups for param in group.params)
-        whole = (param for param in params if param is not None)
+        whole = (param.unsharded for param in _params(self._units[unit]) if param.unsharded is not None)
         self._lasting.update(torch_names.storage_key(leaf) for param in whole for leaf in _torch.leaves(param))
 
     def _enter(self, *_: Any) -> None:
@@ -174,37 +171,22 @@ class SavedTensors:
 
     @_torch.runs_between_graphs  # compiled code calls it where it saves tensors
     def _pack(self, tensor: torch.Tensor) -> _Saved:
-        keys = []
-        for leaf in _torch.leaves(tensor):
-            key = torch_names.storage_key(leaf)
-            if key not in self._lasting:
-                keys.append(key)
-                self._hold(key, leaf)
+        leaves = {torch_names.storage_key(leaf): leaf for leaf in _torch.leaves(tensor)}
+        keys = [key for key in leaves if key not in self._lasting]
+        for key in keys:
+            if key not in self._owners:  # the first one that saves a tensor in this storage
+                unit = self._running[-1] if self._running else ROOT
+                self._owners[key] = unit, leaves[key].untyped_storage().nbytes()
+                self._held[unit] += self._owners[key][1]
+            self._num_saved[key] += 1
         return _Saved(tensor, keys, self._release)
 
-    def _hold(self, key: int, leaf: torch.Tensor) -> None:
-        use = self._uses.get(key)
-        if use is None:
-            unit = self._running[-1] if self._running else ROOT
-            use = self._uses[key] = _Use(unit, leaf.untyped_storage().nbytes())
-            self._held[unit] += use.nbytes
-        use.num_saved += 1
-
     def _release(self, key: int) -> None:
-        use = self._uses[key]
-        use.num_saved -= 1
-        if not use.num_saved:
-            del self._uses[key]
-            self._held[use.unit] -= use.nbytes
-
-
-@dataclass
-class _Use:
-    """The use of one storage. ``unit`` is the first one that saved a tensor in it."""
-
-    unit: str
-    nbytes: int
-    num_saved: int = 0
+        self._num_saved[key] -= 1
+        if not self._num_saved[key]:
+            del self._num_saved[key]
+            unit, nbytes = self._owners.pop(key)
+            self._held[unit] -= nbytes
 
 
 class _Saved:

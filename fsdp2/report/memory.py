@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-from fsdp2.report.timeline import BACKWARDS, BLOCKED, GATHERS, RESHARDS, Edge, Mark
+from fsdp2.memory.plan import UnitBytes
+from fsdp2.report.timeline import BACKWARDS, BLOCKED, GATHERS, Edge, Mark
 
 SHARDS, OPTIMIZER_STATES, SHARD_GRADIENTS = "shards of parameters", "optimizer states", "gradients of shards"
 PARAMETERS, GRADIENTS, REDUCTION = "unsharded parameters", "gradients and their copies", "gradients in flight"
@@ -23,19 +23,7 @@ ALLOCATED = "allocated"  # by the device's allocator; not a series, but OTHER is
 TEMPORARY = (PARAMETERS, GRADIENTS, REDUCTION)  # what ``fsdp2.memory.memory_plan`` knows
 SERIES = (SHARDS, OPTIMIZER_STATES, SHARD_GRADIENTS, *TEMPORARY, SAVED, OTHER)
 
-
-class Sizes(Protocol):
-    """The bytes of a unit; see ``memory_plan.UnitBytes``."""
-
-    @property
-    def unsharded(self) -> int: ...
-    @property
-    def post_forward(self) -> int: ...
-    @property
-    def sent(self) -> int: ...
-    @property
-    def gather(self) -> int: ...
-    def backward(self, *, reshards: bool) -> int: ...
+Bytes = dict[tuple[str, str], int]  # by unit and purpose
 
 
 @dataclass(frozen=True)
@@ -60,73 +48,68 @@ class Memory:
         return sum(nbytes for _, _, nbytes in self.owners)
 
 
-def memory(marks: Iterable[Mark], sizes: Mapping[str, Sizes], start: float, stop: float) -> Memory:
+def memory(marks: Iterable[Mark], sizes: Mapping[str, UnitBytes], start: float, stop: float) -> Memory:
     """The memory of a step. ``marks`` are those of all steps so far, since memory that is kept counts."""
-    return _Held(sizes, start, stop).of(marks)
+    held = _Held()
+    rows: list[tuple[float, dict[str, int]]] = []
+    owners: list[tuple[str, str, int]] = []
+    moment, temporary, peak = 0.0, 0, -1
+    for mark in _gathered_first(marks):
+        changes = _changes(mark, sizes)
+        if not changes:
+            continue
+        held.change(changes)
+        moment = max(moment, mark.any_time)  # streams run concurrently
+        if moment > stop:
+            break
+        if moment >= start:
+            temporary = max(temporary, sum(held.totals[what] for what in TEMPORARY))
+        if held.asks_allocator and mark.name != ALLOCATED:
+            continue  # the remainder is not known
+        row = held.shown()
+        if moment < start:
+            rows = [(start, row)]
+            continue
+        rows.append((moment, row))
+        if sum(row.values()) > peak:
+            peak = sum(row.values())
+            owners = [(*owner, nbytes) for owner, nbytes in held.by_owner.items() if nbytes and owner[1] in row]
+    series = {what: [row.get(what, 0) for _, row in rows] for what in SERIES}
+    used = {what: values for what, values in series.items() if any(values)}
+    return Memory([time for time, _ in rows], used, sorted(owners, key=lambda owner: -owner[2]), temporary)
 
 
 class _Held:
-    def __init__(self, sizes: Mapping[str, Sizes], start: float, stop: float) -> None:
-        self._sizes, self._start, self._stop = sizes, start, stop
-        self._held: dict[tuple[str, str], int] = {}
-        self._totals = dict.fromkeys(SERIES, 0)
-        self._times: list[float] = []
-        self._rows: list[tuple[int, ...]] = []
-        self._owners: list[tuple[str, str, int]] = []
-        self._peak, self._temporary = -1, 0
-        self._asks_allocator = False
+    """The bytes held now. ``asks_allocator``: the allocator has statistics, so that a remainder is known."""
 
-    def of(self, marks: Iterable[Mark]) -> Memory:
-        moment = 0.0
-        for mark in _gathered_first(marks):
-            changes = _changes(mark, self._sizes)
-            if changes is None:
-                continue
-            for key, nbytes in changes.items():
-                self._hold(key, nbytes)
-            moment = max(moment, mark.any_time)  # streams run concurrently
-            self._note_temporary(moment)
-            if not self._asks_allocator or mark.name == ALLOCATED:  # otherwise the remainder is not known
-                self._note(moment)
-        series = dict(zip(SERIES, zip(*self._rows, strict=True), strict=True)) if self._rows else {}
-        used = {what: list(values) for what, values in series.items() if any(values)}
-        return Memory(self._times, used, sorted(self._owners, key=lambda owner: -owner[2]), self._temporary)
+    def __init__(self) -> None:
+        self.by_owner: Bytes = {}
+        self.totals = dict.fromkeys(SERIES, 0)
+        self.asks_allocator = False
 
-    def _hold(self, key: tuple[str, str], nbytes: int) -> None:
-        _, what = key
-        if what == ALLOCATED:
-            self._asks_allocator = True
-            known = sum(total for each, total in self._totals.items() if each not in (OTHER, GRADIENTS))
-            key, what, nbytes = ("", OTHER), OTHER, max(nbytes - known, 0)
-        self._totals[what] += nbytes - self._held.get(key, 0)
-        self._held[key] = nbytes
+    def change(self, changes: Bytes) -> None:
+        for owner, nbytes in changes.items():
+            if owner[1] == ALLOCATED:
+                self.asks_allocator = True
+                known = sum(total for what, total in self.totals.items() if what not in (OTHER, GRADIENTS))
+                owner, nbytes = ("", OTHER), max(nbytes - known, 0)
+            self.totals[owner[1]] += nbytes - self.by_owner.get(owner, 0)
+            self.by_owner[owner] = nbytes
 
-    def _note_temporary(self, moment: float) -> None:
-        if self._start <= moment <= self._stop:
-            self._temporary = max(self._temporary, sum(self._totals[what] for what in TEMPORARY))
-
-    def _is_shown(self, what: str) -> bool:
-        return what != GRADIENTS or not self._asks_allocator
-
-    def _note(self, moment: float) -> None:
-        row = tuple(total if self._is_shown(what) else 0 for what, total in self._totals.items())
-        if moment < self._start:
-            self._times, self._rows = [self._start], [row]
-        elif moment <= self._stop:
-            self._times.append(moment)
-            self._rows.append(row)
-        if self._start <= moment <= self._stop and sum(row) > self._peak:
-            shown = ((*key, nbytes) for key, nbytes in self._held.items() if nbytes and self._is_shown(key[1]))
-            self._peak, self._owners = sum(row), list(shown)
+    def shown(self) -> dict[str, int]:
+        """The series' values, without those that the allocator's remainder contains."""
+        return {what: total for what, total in self.totals.items() if what != GRADIENTS or not self.asks_allocator}
 
 
 def _gathered_first(marks: Iterable[Mark]) -> Iterator[Mark]:
     """Move the start of a unit's backward after the gather that it waits for, since its gradients come later."""
     backward: Mark | None = None
     for mark in marks:
-        if backward is not None and not _is_gather_of(backward.unit, mark):
-            yield backward
-            backward = None
+        if backward is not None:
+            is_of_gather = mark.unit == backward.unit and mark.name in (*GATHERS, "wait")
+            if not is_of_gather and mark.name != BLOCKED:
+                yield backward
+                backward = None
         if mark.edge is Edge.EVENT and mark.name in BACKWARDS:
             backward = mark
         else:
@@ -135,28 +118,24 @@ def _gathered_first(marks: Iterable[Mark]) -> Iterator[Mark]:
         yield backward
 
 
-def _is_gather_of(unit: str, mark: Mark) -> bool:
-    return mark.name == BLOCKED or (mark.unit == unit and mark.name in (*GATHERS, "wait"))
-
-
-def _changes(mark: Mark, sizes: Mapping[str, Sizes]) -> dict[tuple[str, str], int] | None:
+def _changes(mark: Mark, sizes: Mapping[str, UnitBytes]) -> Bytes:
     """The changes that ``mark`` makes to the bytes held."""
-    unit, name = mark.unit, mark.name
-    if mark.edge is Edge.HELD:
-        return {(unit, name): mark.nbytes}
+    unit, name, edge = mark.unit, mark.name, mark.edge
     size = sizes.get(unit)
+    if edge is Edge.HELD:
+        return {(unit, name): mark.nbytes}
     if size is None:
-        return None
-    if mark.edge is Edge.EVENT and name in BACKWARDS:
+        return {}
+    if edge is Edge.EVENT and name in BACKWARDS:
         return {(unit, GRADIENTS): size.backward(reshards=True)}
-    if mark.edge is Edge.STOP and name == "reduce_land":
+    if edge is Edge.STOP and name == "reduce_land":
         return {(unit, REDUCTION): 0}
-    if mark.edge is not Edge.ACTION:
-        return None
-    if name in GATHERS:
-        return {(unit, PARAMETERS): size.gather}
-    if name == "wait":
-        return {(unit, PARAMETERS): size.unsharded}
-    if name in RESHARDS:
-        return {(unit, PARAMETERS): size.post_forward if name == "reshard_post_forward" else 0}
-    return {(unit, GRADIENTS): 0, (unit, REDUCTION): size.sent} if name == "reduce" else None
+    if edge is Edge.ACTION and name == "reduce":
+        return {(unit, GRADIENTS): 0, (unit, REDUCTION): size.sent}
+    parameters = {
+        **dict.fromkeys(GATHERS, size.gather),
+        "wait": size.unsharded,
+        "reshard": 0,
+        "reshard_post_forward": size.post_forward,
+    }
+    return {(unit, PARAMETERS): parameters[name]} if edge is Edge.ACTION and name in parameters else {}

@@ -8,7 +8,7 @@ on its nodes tell when the backward of a module begins, and when that of its pre
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from fsdp2.core.runtime.unit_tree import UnitTree
 from fsdp2.core.trees import find_tensors
 from fsdp2.extras.plain_names import plain_named_modules
 
-OnModule = Callable[[str, str, str], None]  # what happens, the unit, the module
+OnModule = Callable[[str, str, str], None]  # the unit, the module, what happens
 OnOptimizer = Callable[[torch.optim.Optimizer, bool], None]  # with True before a step
 
 
@@ -59,23 +59,21 @@ def _around(name: str) -> Iterator[str]:
 
 
 @contextmanager
-def watched(tree: UnitTree, on_module: OnModule, on_optimizer: OnOptimizer) -> Iterator[Callable[[], None]]:
-    """Report events until the block ends, or until the yielded function is called."""
-    with ExitStack() as stack:
-        for module, names in modules_around_units(tree).items():
-            tell = partial(_tell, on_module, *names)
-            before, after = partial(_before, tell), partial(_after, tell)
-            stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
-            stack.callback(module.register_forward_hook(after, always_call=True).remove)
-        before_step = register_optimizer_step_pre_hook(lambda optimizer, *_: on_optimizer(optimizer, True))
-        after_step = register_optimizer_step_post_hook(lambda optimizer, *_: on_optimizer(optimizer, False))
-        stack.callback(before_step.remove)
-        stack.callback(after_step.remove)
-        yield stack.close
-
-
-def _tell(on_module: OnModule, unit: str, module: str, event: str) -> None:
-    on_module(event, unit, module)
+def watched(tree: UnitTree, on_module: OnModule, on_optimizer: OnOptimizer) -> Iterator[None]:
+    """Report events until the block ends."""
+    hooks = [
+        register_optimizer_step_pre_hook(lambda optimizer, *_: on_optimizer(optimizer, True)),
+        register_optimizer_step_post_hook(lambda optimizer, *_: on_optimizer(optimizer, False)),
+    ]
+    for module, names in modules_around_units(tree).items():
+        tell = partial(on_module, *names)
+        hooks.append(module.register_forward_pre_hook(partial(_before, tell), with_kwargs=True))
+        hooks.append(module.register_forward_hook(partial(_after, tell), always_call=True))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _before(tell: Callable[[str], None], _: nn.Module, args: Any, kwargs: Any) -> None:

@@ -1,5 +1,7 @@
 """Records what a rank does while steps run, and when; ``timeline`` reads these marks afterwards.
 
+Marks tell when a unit computed; only torch.profiler tells when nothing ran in between because the host was late.
+
 On the CPU, the clock is the host's. On an accelerator, each mark is an event on the stream that does the work: nothing
 waits for the device inside a step, and times are read at the end.
 """
@@ -7,17 +9,20 @@ waits for the device inside a step, and times are read at the end.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch.autograd import DeviceType
 
 from fsdp2.core.comm.streams import Activity, Streams, streams_for
 from fsdp2.core.runtime.unit import Unit
 from fsdp2.core.types import Observer
-from fsdp2.report.held import Bytes, HeldBytes
-from fsdp2.report.timeline import BLOCKED, HOST_STEP, OPTIMIZER, OPTIMIZER_END, TO_DEVICE, TO_HOST, Edge, Mark
+from fsdp2.report.held import HeldBytes
+from fsdp2.report.memory import Bytes
+from fsdp2.report.timeline import BLOCKED, COPIES, HOST_STEP, OPTIMIZER, OPTIMIZER_END, TO_DEVICE, TO_HOST, Edge, Mark
 
 Stamp = float | torch.Event | None
 _Mark = tuple[Edge, str, str, Stamp, Stamp, str, int]  # as ``Mark``, with stamps
@@ -25,7 +30,7 @@ _Mark = tuple[Edge, str, str, Stamp, Stamp, str, int]  # as ``Mark``, with stamp
 # Work on the gather stream of an accelerator; other work is done on the compute stream, or on none.
 _ON_GATHER_STREAM = ("unshard", "prefetch")
 _ON_REDUCE_STREAM = ("reduce_launch", "reduce_land")
-_ON_NO_STREAM = ("unshard", "prefetch", "keep")
+_ON_NO_STREAM = ("unshard", "prefetch", "keep", *COPIES)
 
 _COPIES = {Activity.COPY_TO_DEVICE: TO_DEVICE, Activity.COPY_TO_HOST: TO_HOST}
 
@@ -51,11 +56,8 @@ class HostClock:
         return time.perf_counter()
 
     def of_work(self, work: str, unit: str) -> tuple[Stamp, Stamp]:
-        """A stamp of this moment for the start or end of ``work`` on ``unit``, and one on another stream."""
-        return time.perf_counter(), None
-
-    def of_copy(self) -> tuple[Stamp, Stamp]:
-        """Like ``of_work``, for a copy on the current stream."""
+        """A stamp of this moment for the start or end of ``work`` on ``unit``, and one on another stream. A copy is on
+        the current stream."""
         return time.perf_counter(), None
 
     def settle(self) -> None:
@@ -92,16 +94,15 @@ class DeviceClock(HostClock):
     def of_work(self, work: str, unit: str) -> tuple[Stamp, Stamp]:
         streams: Streams = self._streams.get(unit, self._usual)
         side = None
-        if work in _ON_GATHER_STREAM:
+        if work in COPIES:
+            side = self._event()
+        elif work in _ON_GATHER_STREAM:
             with streams.on_gather:
                 side = self._event()
         elif work in _ON_REDUCE_STREAM:
             with streams.on_reduce:
                 side = self._event()
         return None if work in _ON_NO_STREAM else self._event(), side
-
-    def of_copy(self) -> tuple[Stamp, Stamp]:
-        return None, self._event()
 
     def settle(self) -> None:
         torch.accelerator.synchronize(self._device)
@@ -110,10 +111,6 @@ class DeviceClock(HostClock):
         if stamp is None or isinstance(stamp, float):
             return stamp
         return self._zero_s + self._zero.elapsed_time(stamp) / 1e3
-
-
-def _marks_of(held: Bytes, now: Stamp) -> list[_Mark]:
-    return [(Edge.HELD, what, unit, now, None, "", nbytes) for (unit, what), nbytes in held.items()]
 
 
 class Recorder(Observer):
@@ -136,88 +133,97 @@ class Recorder(Observer):
         self._has_reduced = self._has_ended = False  # the step's gradients; its backward
         self._is_done = False
 
+    @property
+    def _is_in_step(self) -> bool:
+        return bool(self._bounds) and not self._is_done
+
     def on_event(self, event: str, unit: str) -> None:
         if self._is_done:
             return
         now = self._clock.now()
-        if not self._bounds or (event == "pre_forward" and self._has_reduced and self._has_ended):
-            self._bounds.append((len(self._marks), now))
-            self._has_reduced = self._has_ended = False
-            if len(self._bounds) > self._max_steps:
-                self._is_done = True
-                self.on_done()
-                return
-            if self._held is not None:
-                self._hold(self._held.at_start(), now)
+        begins = not self._bounds or (event == "pre_forward" and self._has_reduced and self._has_ended)
+        if begins and not self._begin_step(now):
+            return
         self._has_ended = self._has_ended or event == "end_backward"
         if self._held is not None:  # before the event, since plans know what it adds
             self._hold(self._held.at(event, unit), now)
-        self._marks.append((Edge.EVENT, event, unit, now, None, "", 0))
+        self._add(Edge.EVENT, event, unit, now)
 
-    def on_module(self, event: str, unit: str, module: str) -> None:
+    def _begin_step(self, now: Stamp) -> bool:
+        """End the running step, and begin the next one if it is to be recorded."""
+        self._bounds.append((len(self._marks), now))
+        self._has_reduced = self._has_ended = False
+        if len(self._bounds) > self._max_steps:
+            self._is_done = True
+            self.on_done()
+            return False
+        if self._held is not None:
+            self._hold(self._held.at_start(), now)
+        return True
+
+    def on_module(self, unit: str, module: str, event: str) -> None:
         """``module`` of ``unit`` starts its ``forward`` or ``backward``, or ends it."""
-        if self._bounds and not self._is_done:
-            self._marks.append((Edge.MODULE, event, unit, self._clock.now(), None, module, 0))
+        if self._is_in_step:
+            self._add(Edge.EVENT, event, unit, self._clock.now(), module=module)
 
     def on_optimizer(self, optimizer: torch.optim.Optimizer, starts: bool) -> None:
         """A step of ``optimizer`` starts or stops."""
-        if not self._bounds or self._is_done:
+        if not self._is_in_step:
             return
         now = self._clock.now()
-        self._marks.append((Edge.MODULE, OPTIMIZER if starts else OPTIMIZER_END, "", now, None, "", 0))
+        self._add(Edge.EVENT, OPTIMIZER if starts else OPTIMIZER_END, "", now)
         if self._held is not None and starts:
             (_, first), *_ = self._bounds
             self._before += _marks_of(self._held.steps(optimizer), first)
         elif self._held is not None:
             self._hold(self._held.stepped(optimizer), now)
 
-    def _hold(self, nbytes: Bytes, now: Stamp) -> None:
-        self._marks += _marks_of(nbytes, now)
-
     def on_start(self, work: str, unit: str) -> None:
         self._unit = unit
-        self._mark(Edge.START, work, unit)
+        self._on_work(Edge.START, work, unit)
 
     def on_stop(self, work: str, unit: str) -> None:
-        self._mark(Edge.STOP, work, unit)
-        if self._held is not None and work == "reduce_land" and self._bounds and not self._is_done:
+        self._on_work(Edge.STOP, work, unit)
+        if self._held is not None and work == "reduce_land" and self._is_in_step:
             self._hold(self._held.landed(unit), self._last[0])
 
     def on_action(self, action: str, unit: str, nbytes: int) -> None:
-        if not self._is_done and self._last != (None, None):
+        if self._is_in_step and self._last != (None, None):
             self._has_reduced = self._has_reduced or action == "reduce"
-            self._marks.append((Edge.ACTION, action, unit, *self._last, "", 0))
+            self._add(Edge.ACTION, action, unit, *self._last)
             if self._held is not None:
                 self._hold(self._held.at(action, unit), self._last[0] or self._last[1])
 
     def on_activity(self, activity: Activity, starts: bool) -> None:
         """A wait for collectives, or a copy in the work that started last, starts or stops."""
-        if not self._bounds or self._is_done:  # before the first step, or after the last one
-            return
         edge = Edge.START if starts else Edge.STOP
         if activity is not Activity.WAIT:
-            self._marks.append((edge, _COPIES[activity], self._unit, *self._clock.of_copy(), "", 0))
+            self._on_work(edge, _COPIES[activity], self._unit)
         elif self._clock.times_waits:
-            self._mark(edge, BLOCKED, "")
+            self._on_work(edge, BLOCKED, "")
 
     def on_host_step(self, unit: str, start: float, stop: float) -> None:
         """The host's thread has stepped ``unit``. It calls this while the training thread adds marks, so a single
         operation adds both marks, and nothing comes between them."""
-        if self._bounds and not self._is_done:
-            self._marks += [
-                (Edge.START, HOST_STEP, unit, None, start, "", 0),
-                (Edge.STOP, HOST_STEP, unit, None, stop, "", 0),
-            ]
+        if self._is_in_step:
+            edges = ((Edge.START, start), (Edge.STOP, stop))
+            self._marks += [(edge, HOST_STEP, unit, None, stamp, "", 0) for edge, stamp in edges]
 
-    def _mark(self, edge: Edge, work: str, unit: str) -> None:
-        if not self._is_done:
+    def _on_work(self, edge: Edge, work: str, unit: str) -> None:
+        if self._is_in_step:
             self._last = self._clock.of_work(work, unit)
             if self._last != (None, None):
-                self._marks.append((edge, work, unit, *self._last, "", 0))
+                self._add(edge, work, unit, *self._last)
+
+    def _add(self, edge: Edge, name: str, unit: str, time: Stamp, side: Stamp = None, module: str = "") -> None:
+        self._marks.append((edge, name, unit, time, side, module, 0))
+
+    def _hold(self, nbytes: Bytes, now: Stamp) -> None:
+        self._marks += _marks_of(nbytes, now)
 
     def end(self) -> None:
         """The block is over, and so is the running step."""
-        if self._bounds and not self._is_done:
+        if self._is_in_step:
             self._bounds.append((len(self._marks), self._clock.now()))
         self._is_done = True
 
@@ -232,3 +238,52 @@ class Recorder(Observer):
         shift = len(self._before)
         bounds = [(index and index + shift, seconds(stamp) or 0.0) for index, stamp in self._bounds]
         return [Step(marks[first:last], start, stop) for (first, start), (last, stop) in pairwise(bounds)]
+
+
+def _marks_of(held: Bytes, now: Stamp) -> list[_Mark]:
+    return [(Edge.HELD, what, unit, now, None, "", nbytes) for (unit, what), nbytes in held.items()]
+
+
+# Of torch.profiler
+
+
+_ZERO = "fsdp2.report"  # a range whose start is known on both clocks
+
+
+class Operations:
+    """Profiles the block of ``profiled``. With ``on_device``, kernels of the accelerator count, except those of NCCL;
+    otherwise, operations of the thread that starts it."""
+
+    def __init__(self, *, on_device: bool) -> None:
+        self._on_device = on_device
+        self._profiler = torch.profiler.profile(acc_events=True)
+        self._zero_s = 0.0
+
+    @contextmanager
+    def profiled(self) -> Iterator[None]:
+        with self._profiler:
+            with torch.profiler.record_function(_ZERO):
+                self._zero_s = time.perf_counter()
+            yield
+
+    def busy(self) -> list[tuple[float, float]]:
+        """The intervals in which operations ran, in seconds of the host's clock, in order and without overlaps."""
+        events: Any = self._profiler.events()
+        zero = next(event for event in events if event.name == _ZERO)
+        ranges = [event.time_range for event in events if self._counts(event, zero)]
+        found: list[tuple[float, float]] = []
+        for start, stop in sorted((each.start, each.end) for each in ranges):
+            if found and start <= found[-1][1]:
+                found[-1] = found[-1][0], max(found[-1][1], stop)
+            else:
+                found.append((start, stop))
+        offset_s = self._zero_s - zero.time_range.start / 1e6
+        return [(offset_s + start / 1e6, offset_s + stop / 1e6) for start, stop in found]
+
+    def _counts(self, event: Any, zero: Any) -> bool:
+        if event.is_user_annotation:
+            return False
+        if self._on_device:
+            return event.device_type != DeviceType.CPU and "nccl" not in event.name.lower()
+        is_operation = "::" in event.name and "autograd::" not in event.name
+        return is_operation and event.device_type == DeviceType.CPU and event.thread == zero.thread

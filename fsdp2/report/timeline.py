@@ -16,11 +16,10 @@ from typing import NamedTuple
 class Edge(Enum):
     """The meaning of a mark."""
 
-    EVENT = "event"  # a hook fired
+    EVENT = "event"  # a hook fired, or a module inside a unit, or an optimizer, starts or stops
     START = "start"  # work starts
     STOP = "stop"  # work is done or, on an accelerator, enqueued
     ACTION = "action"  # the action that just stopped had an effect
-    MODULE = "module"  # a module inside a unit, or an optimizer, starts or stops
     HELD = "held"  # from here on, the unit holds so many bytes of what the name says
 
 
@@ -124,38 +123,24 @@ class _Passes:
         self.in_backward = False
 
     def take(self, mark: Mark) -> None:
-        place = _Place(mark.unit, mark.module)
-        if mark.edge is Edge.MODULE:
-            self._take_module(mark.name, place)
-        elif mark.name == "pre_forward":
-            self._forwards.append(place)
-        elif mark.name == "post_forward":
-            self._end_forward(place)
-        elif mark.name in BACKWARDS:
+        name, place = mark.name, _Place(mark.unit, mark.module)
+        if name in (*BACKWARDS, "post_backward"):
             self.in_backward = True
-            if mark.name == "pre_backward":
-                self._begin_backward(place)
-        elif mark.name == "post_backward":
-            self.in_backward = True
-            self._end_backward(place)
-        elif mark.name == "end_backward":
-            self.in_backward, self._outside = False, OUTSIDE
-            self._forwards.clear()
-            self._backwards.clear()
-
-    def _take_module(self, event: str, place: _Place) -> None:
-        if event == OPTIMIZER:
-            self._num_optimizers += 1
-        elif event == OPTIMIZER_END:
-            self._num_optimizers, self._outside = max(self._num_optimizers - 1, 0), OUTSIDE
-        elif event == "forward":
+        if name in ("pre_forward", "forward"):
             self._forwards.append(place)
-        elif event == "forward_end":
+        elif name in ("post_forward", "forward_end"):
             self._end_forward(place)
-        elif self.in_backward and event == "backward":
+        elif name == "pre_backward" or (name == "backward" and self.in_backward):
             self._begin_backward(place)
-        elif event == "backward_end":
+        elif name in ("post_backward", "backward_end"):
             self._end_backward(place)
+        elif name == "end_backward":
+            self.in_backward, self._outside = False, OUTSIDE
+            self._forwards, self._backwards = [], []
+        elif name == OPTIMIZER:
+            self._num_optimizers += 1
+        elif name == OPTIMIZER_END:
+            self._num_optimizers, self._outside = max(self._num_optimizers - 1, 0), OUTSIDE
 
     def _end_forward(self, place: _Place) -> None:
         if place in self._forwards:  # with all that is inside it: that has raised
@@ -188,16 +173,16 @@ class _Place(NamedTuple):
     unit: str
     module: str
 
+    @property
+    def path(self) -> str:
+        return self.module or self.unit
+
     def is_inside(self, other: _Place) -> bool:
         """Whether this is a part of ``other``, judging by their names."""
         if self == other:
             return False
-        around = other.module or other.unit
-        return around == ROOT or (not other.module and self.unit == other.unit) or self._path.startswith(f"{around}.")
-
-    @property
-    def _path(self) -> str:
-        return self.module or self.unit
+        is_whole_unit = not other.module and self.unit == other.unit
+        return other.path == ROOT or is_whole_unit or self.path.startswith(f"{other.path}.")
 
 
 def spans(marks: Sequence[Mark], start: float, stop: float, *, on_device: bool) -> list[Span]:
@@ -214,19 +199,14 @@ def spans(marks: Sequence[Mark], start: float, stop: float, *, on_device: bool) 
             does, unit = _does(works, landed, on_device=on_device)
             module = OPTIMIZER if is_step and not unit else ""
         if until > start:
-            last = found[-1] if found else None
-            span = Span(does, unit, start, until, passes.in_backward, module)
-            if last and last.does is does and _where(last) == _where(span):
-                found[-1] = last._replace(stop=until)
-            else:
-                found.append(span)
+            _extend(found, Span(does, unit, start, until, passes.in_backward, module))
             start = until
 
     for mark in marks:
         if mark.time is None or mark.edge is Edge.HELD:
             continue
         add(mark.time)
-        if mark.edge in (Edge.EVENT, Edge.MODULE):
+        if mark.edge is Edge.EVENT:
             passes.take(mark)
         elif mark.edge is Edge.START:
             works.append((mark.name, mark.unit))
@@ -249,15 +229,11 @@ def with_idle(spans: Iterable[Span], busy: Sequence[tuple[float, float]]) -> lis
         at = span.start
         while at < span.stop:
             start, stop = busy[position] if position < len(busy) else (math.inf, math.inf)
-            if start > at:
-                until = min(start, span.stop)
-                found.append(span._replace(does=Does.IDLE, start=at, stop=until))
-            else:
-                until = max(min(stop, span.stop), at)
-                if until > at:
-                    found.append(span._replace(start=at, stop=until))
-                if stop <= span.stop:
-                    position += 1
+            if stop <= at:
+                position += 1
+                continue
+            until, does = (start, Does.IDLE) if start > at else (stop, span.does)
+            found.append(span._replace(does=does, start=at, stop=min(until, span.stop)))
             at = until
     return found
 
@@ -266,18 +242,21 @@ def joined(spans: Iterable[Span], shortest: float) -> list[Span]:
     """``spans`` for drawing: the thread counts as busy where it was idle for less than ``shortest`` seconds."""
     found: list[Span] = []
     for span in spans:
-        last = found[-1] if found else None
         is_short = span.does is Does.IDLE and span.stop - span.start < shortest
-        is_same = last is not None and _where(last) == _where(span)
-        if last is not None and is_same and (last.does is span.does or (is_short and last.does in COMPUTING)):
-            found[-1] = last._replace(stop=span.stop)
-        else:
-            found.append(span)
+        _extend(found, span, continues=COMPUTING if is_short else ())
     return found
 
 
-def _where(span: Span) -> tuple[str, str, bool]:
-    return span.unit, span.module, span.in_backward
+def _extend(found: list[Span], span: Span, continues: Sequence[Does] = ()) -> None:
+    """Add ``span``. If the last span is of the same place and does the same, or is one that ``span`` ``continues``,
+    that one becomes longer instead."""
+    if found:
+        last = found[-1]
+        is_same_place = (last.unit, last.module, last.in_backward) == (span.unit, span.module, span.in_backward)
+        if is_same_place and last.does in (span.does, *continues):
+            found[-1] = last._replace(stop=span.stop)
+            return
+    found.append(span)
 
 
 def _does(works: Sequence[tuple[str, str]], landed: str, *, on_device: bool) -> tuple[Does, str]:
@@ -320,7 +299,7 @@ class _Transfers:
     def of(self, marks: Sequence[Mark]) -> list[Transfer]:
         steps = {Edge.START: self._start, Edge.STOP: self._stop, Edge.ACTION: self._act}
         for mark in marks:
-            if mark.edge in (Edge.EVENT, Edge.MODULE):
+            if mark.edge is Edge.EVENT:
                 self._passes.take(mark)
             elif mark.edge in steps:
                 steps[mark.edge](mark)
@@ -329,10 +308,9 @@ class _Transfers:
     def _start(self, mark: Mark) -> None:
         if mark.name == BLOCKED:
             return
-        if mark.name in OF_HOST:
-            self._started[mark.name] = mark
-            return
-        self._started[mark.name], self._arrived, self._copies = mark, None, []
+        self._started[mark.name] = mark
+        if mark.name not in OF_HOST:
+            self._arrived, self._copies = None, []
         if mark.name in _REDUCES:
             self._launched = []
 
@@ -341,32 +319,34 @@ class _Transfers:
         start = self._started.get(name, mark)
         if name == BLOCKED:
             self._arrived = mark.time
-        elif name in COPIES:
-            self._copies.append(self._transfer(name, mark, start.any_time))
-            self._found.append(self._copies[-1])
-        elif name == HOST_STEP:
+        elif name in OF_HOST:
             self._found.append(self._transfer(name, mark, start.any_time))
+            if name in COPIES:
+                self._copies.append(self._found[-1])
         elif name in GATHERS:
             begin = self._copies[-1].stop if self._copies else start.any_time  # shards come from the host first
             self._issued[unit] = self._transfer(ALL_GATHER, mark, begin, early=name == "prefetch")
         elif name == "reduce_launch":
-            begin = start.any_time
-            if self._on_device:  # compute fills buckets first
-                begin = max(start.side or 0.0, mark.any_time)
-            self._launched.append(self._before_copies(self._transfer(REDUCE_SCATTER, mark, begin)))
+            # On an accelerator, compute fills buckets first.
+            begin = max(start.side or 0.0, mark.any_time) if self._on_device else start.any_time
+            transfer = self._transfer(REDUCE_SCATTER, mark, begin)
+            if self._copies:  # of its result to the host
+                transfer = transfer._replace(stop=max(begin, self._copies[0].start))
+            self._launched.append(transfer)
         elif name == "reduce_finish" and self._reductions[unit]:
             transfer = self._reductions[unit].pop(0)
-            self._close(transfer, transfer.stop if self._on_device else self._waited(start))
+            self._close(transfer, start)
             if unit in self._replicated:
                 begin = self._found[-1].stop
                 self._num_launched += 1
                 all_reduce = transfer._replace(order=self._num_launched, kind=ALL_REDUCE, start=begin, stop=begin)
                 self._reductions[unit].append(all_reduce)
         elif name == "reduce_land" and self._reductions[unit] and self._reductions[unit][0].kind == ALL_REDUCE:
-            stop = self._waited(start)
-            if mark.side is not None:
-                stop = self._copies[0].start if self._copies else mark.side  # gradients go to the host after it
-            self._close(self._reductions[unit].pop(0), stop)
+            transfer = self._reductions[unit].pop(0)
+            if mark.side is not None:  # on an accelerator, whose copies of gradients to the host come after it
+                stop = self._copies[0].start if self._copies else mark.side
+                transfer = transfer._replace(stop=max(stop, transfer.stop))
+            self._close(transfer, start)
 
     def _act(self, mark: Mark) -> None:
         name, unit = mark.name, mark.unit
@@ -376,19 +356,14 @@ class _Transfers:
             self._reductions[unit] += self._launched
             self._launched = []
         elif unit in self._gathers and (name == "wait" or name in RESHARDS):  # if resharded, it was gathered in vain
-            transfer = self._gathers.pop(unit)
-            self._close(transfer, transfer.stop if self._on_device else self._waited(self._started.get(name, mark)))
+            self._close(self._gathers.pop(unit), self._started.get(name, mark))
 
-    def _close(self, transfer: Transfer, stop: float) -> None:
-        self._found.append(transfer._replace(stop=max(stop, transfer.stop)))
-
-    def _before_copies(self, transfer: Transfer) -> Transfer:
-        """``transfer``, which ends where its result begins to be copied to the host."""
-        return transfer._replace(stop=max(transfer.start, self._copies[0].start)) if self._copies else transfer
-
-    def _waited(self, start: Mark) -> float:
-        """The time when the wait that began at ``start`` was over."""
-        return start.any_time if self._arrived is None else self._arrived
+    def _close(self, transfer: Transfer, wait: Mark) -> None:
+        """``transfer`` has arrived: on the CPU, when the ``wait`` for it was over."""
+        if not self._on_device:
+            waited = wait.any_time if self._arrived is None else self._arrived
+            transfer = transfer._replace(stop=max(waited, transfer.stop))
+        self._found.append(transfer)
 
     def _transfer(self, kind: str, launched: Mark, start: float, *, early: bool = False) -> Transfer:
         """``launched`` is the end of the launch or, on an accelerator, of the collective."""

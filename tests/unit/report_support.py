@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fsdp2.memory.plan import UnitBytes
-from fsdp2.report.data import RankRecord, RankStep, UnitInfo
-from fsdp2.report.memory import Memory, Sizes, memory
+from fsdp2.report.data import RankRecord, RankStep
+from fsdp2.report.findings import UnitInfo
+from fsdp2.report.memory import Memory, memory
 from fsdp2.report.timeline import BLOCKED, ROOT, Edge, Mark, spans, transfers
 
 
@@ -33,7 +34,7 @@ class Tape:
         return self
 
     def module(self, event: str, name: str = "", unit: str = ROOT) -> Tape:
-        self.marks.append(Mark(Edge.MODULE, event, unit, self.now, module=name))
+        self.marks.append(Mark(Edge.EVENT, event, unit, self.now, module=name))
         return self
 
     def holds(self, what: str, nbytes: int, unit: str = "") -> Tape:
@@ -73,7 +74,7 @@ def simple_step(units: Sequence[str], *, late: float = 0.0, compute: float = 0.0
     return tape.compute(0.005)
 
 
-def sizes(units: Sequence[str], nbytes: int = 1000) -> dict[str, Sizes]:
+def sizes(units: Sequence[str], nbytes: int = 1000) -> dict[str, UnitBytes]:
     one = UnitBytes(unsharded=nbytes, arriving=10, gradients=nbytes, copies=nbytes // 2, sent=nbytes // 2)
     return dict.fromkeys([ROOT, *units], one)
 

@@ -13,7 +13,7 @@ import fsdp2
 from fsdp2.__main__ import main
 from fsdp2.report import Report, compare_reports, files
 from fsdp2.report.data import VERSION, report_data
-from fsdp2.report.speed import Work
+from fsdp2.report.figures import Work
 from tests.harness.golden import texts_beside
 from tests.unit.report_support import ROOT, info, record, simple_step
 

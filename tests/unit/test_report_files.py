@@ -26,7 +26,7 @@ import pytest
 from fsdp2.report import compare_reports, files
 from fsdp2.report.chrome_trace import chrome_trace
 from fsdp2.report.data import RankRecord, report_data
-from fsdp2.report.prediction import Prediction, StepFigures
+from fsdp2.report.figures import Prediction, StepFigures
 from tests.harness.golden import texts_beside
 from tests.harness.selection import long
 from tests.unit.report_support import ROOT, Tape, empty_step, info, rank_step, record, simple_step

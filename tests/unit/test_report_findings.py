@@ -22,7 +22,7 @@ TEXTS = texts_beside(__file__)
 
 def _unit(name: str, mib: float = 1, **facts: float) -> UnitFacts:
     nbytes = int(mib * MIB)
-    return replace(UnitFacts(name, nbytes, nbytes // 16), **facts)  # type: ignore[arg-type]
+    return replace(UnitFacts(name, unsharded_nbytes=nbytes, largest_module_nbytes=nbytes // 16), **facts)  # type: ignore[arg-type]
 
 
 def _step(*units: UnitFacts, **facts: object) -> StepFacts:
@@ -43,7 +43,7 @@ def _lost(units: Sequence[UnitFacts], ranks: float = 20.0) -> dict[Cell, float]:
 
 
 FIVE = _step(
-    _unit("embed", keeps=True, forward_late=0.2, per_use=0.9),
+    _unit("embed", keeps_after_forward=True, forward_late=0.2, per_use=0.9),
     _unit("layers.0", forward=4, backward=8, per_use=0.9),
     _unit("layers.1", forward=4, forward_late=3, forward_idle=2.5, backward_late=0.7, per_use=0.9),
     _unit("layers.2", forward=4, backward=8, reduce_late=4, per_use=0.9),
@@ -64,7 +64,11 @@ TWO = replace(
     LARGE, unsharded_nbytes=6 * MIB + 2**14, largest_module_nbytes=3 * MIB + 2**13 + 2**10, backward=9.0, tail_late=4.0
 )
 ONE = _unit("(root)", 32, is_root=True, gather=32, forward=40, forward_late=32, backward=80, tail_late=16)
-AGAIN = [_unit("a", 4, backward_late=2), _unit("b", 1, backward_late=3), _unit("c", 1, keeps=True, backward_late=9)]
+AGAIN = [
+    _unit("a", 4, backward_late=2),
+    _unit("b", 1, backward_late=3),
+    _unit("c", 1, keeps_after_forward=True, backward_late=9),
+]
 UNLISTED = [_unit(str(i), forward_late=i, forward_idle=9, backward_late=2, backward_idle=1) for i in range(6)]
 SMALL, SMALLER = ([_unit(name, 0.1, is_small=True, per_use=use) for name in "abc"] for use in (0.5, 1))
 SIXTY = [_unit(str(i), 1 / 64, is_small=True, per_use=0.5, bucket_nbytes=2 * MIB) for i in range(60)]

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from fsdp2.planner.machines import MACHINES
 from fsdp2.report.data import RankRecord, report_data
+from fsdp2.report.figures import Prediction, StepFigures, Work, speed
+from fsdp2.report.files import text_of
 from fsdp2.report.lost import Lost
 from fsdp2.report.memory import SAVED
-from fsdp2.report.prediction import Prediction, StepFigures
-from fsdp2.report.speed import Peak, Work, speed
-from fsdp2.report.text import text_of
 from fsdp2.report.timeline import COMPUTING
 from tests.harness.golden import texts_beside
 from tests.harness.messages import wrapped
@@ -20,7 +20,6 @@ from tests.unit.report_support import ROOT, Tape, empty_step, info, record, simp
 
 TEXTS = texts_beside(__file__)
 UNITS = ["a", "b", "c"]
-PEAK = Peak("the bf16 peak of H100", 989e12)
 WORK = Work(tokens=4096, flops=2e13)
 PREDICTION = Prediction(
     "FSDP", "H100", 8, "tokens", same_machine=False, figures=StepFigures(100.0, 90.0, 10.0, 5000, None, None)
@@ -37,7 +36,7 @@ def _data(records: list[RankRecord], **options: Any) -> dict[str, Any]:
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "two ranks, with tokens and FLOPs": _data(_records(), peak=PEAK),
+    "two ranks, with tokens and FLOPs": _data(_records(), machine=MACHINES["H100"]),
     "on a device whose peak is not known": _data(_records()),
     "a prediction for another machine": _data(_records(Work()), prediction=PREDICTION),
     "a step that loses nothing": _data([RankRecord(0, "host", 0.0, False, [empty_step(1.0)], knows_activations=False)]),
@@ -80,7 +79,8 @@ def test_of_many_times_those_at_which_most_was_held_are_drawn() -> None:
 
 
 def test_mfu_is_the_share_of_the_peak_of_all_ranks() -> None:
-    found = speed([Work(1000, 2e12), Work(3000, 4e12)], 0.5, Peak("the bf16 peak of X", 10e12), "X")
+    machine = replace(MACHINES["H100"], bf16_flops=10e12)
+    found = speed([Work(1000, 2e12), Work(3000, 4e12)], 0.5, machine, "X")
     assert (found["tokens"], found["tokens_per_s"], found["tokens_per_s_per_rank"]) == (4000, 8000.0, 4000.0)
     assert (found["mfu"], found["no_mfu"]) == (6e12 / 0.5 / 2 / 10e12, None)
     assert speed([Work(1000), Work()], 0.5, None, "X")["tokens_per_s"] is None  # one rank did not say
