@@ -19,8 +19,7 @@ from fsdp2.core.comm.backends import all_reduce
 from fsdp2.core.comm.streams import launched, wait_for
 from fsdp2.core.plan.mesh import Axis, mesh_device
 from fsdp2.extras.exchange import exchange
-from fsdp2.optim.matrices.axes import joint_axis, ranks_along
-from fsdp2.optim.matrices.domains import Subject, cuts_of
+from fsdp2.optim.matrices.domains import Subject, cuts_of, joint_axis, ranks_along
 from fsdp2.optim.matrices.planner import Cost
 from fsdp2.optim.matrices.regions import Placed
 

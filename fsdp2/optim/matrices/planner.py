@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import zip_longest
 
 from fsdp2.core.sizes import text_of
 from fsdp2.optim.matrices.regions import Placed
@@ -349,34 +350,23 @@ def _buckets(
     last_first: bool,
 ) -> tuple[Bucket, ...]:
     """Fill the buckets: each owner fills its share of one bucket, then that of the next."""
-    of_owner: list[list[int]] = [[] for _ in range(num_members)]
-    for index, owner in enumerate(owners):
-        of_owner[owner].append(index)
-    shares = [_shares(tensors, matrices, owned, share_nbytes, last_first) for owned in of_owner]
-    num_buckets = max(map(len, shares), default=0)
-    return tuple(
-        Bucket(tuple(share[number] if number < len(share) else () for share in shares)) for number in range(num_buckets)
-    )
 
-
-def _shares(
-    tensors: Sequence[PlannedTensor],
-    matrices: Sequence[Matrix],
-    owned: Sequence[int],
-    share_nbytes: int,
-    last_first: bool,
-) -> list[tuple[int, ...]]:
     def dearest_first(index: int) -> tuple[float, int, int, int]:
         matrix = matrices[index]
         return -matrix.cost, matrix.rows, matrix.columns, index
 
-    shares: list[list[int]] = []
-    left = 0
-    for index in sorted(owned, reverse=True) if last_first else sorted(owned, key=dearest_first):
+    shares: list[list[list[int]]] = [[] for _ in range(num_members)]
+    left = [0] * num_members
+    order = range(len(matrices))
+    for index in reversed(order) if last_first else sorted(order, key=dearest_first):
+        owner = owners[index]
         nbytes = matrices[index].numel * tensors[matrices[index].tensor].itemsize
-        if not shares or nbytes > left:
-            shares.append([])
-            left = share_nbytes
-        shares[-1].append(index)
-        left -= nbytes
-    return [tuple(sorted(share, key=dearest_first)) for share in shares]
+        if not shares[owner] or nbytes > left[owner]:
+            shares[owner].append([])
+            left[owner] = share_nbytes
+        shares[owner][-1].append(index)
+        left[owner] -= nbytes
+    return tuple(
+        Bucket(tuple(tuple(sorted(share, key=dearest_first)) for share in of_owner))
+        for of_owner in zip_longest(*shares, fillvalue=[])
+    )
