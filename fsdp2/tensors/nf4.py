@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2.tensors.normal_float import ZERO_CODE, dequantise, quantise
 from fsdp2.tensors.packed import PackedTensor
@@ -134,10 +133,6 @@ class NF4Tensor(DequantisedTensor, PackedTensor):
             source = source.dequantise()
         rows = source.expand(self.shape).reshape(self._packed.size(0), self._row_numel)
         return quantise(rows, self._block_size)
-
-    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[Tensors, None]:
-        """Codes and scales of this rank's rows. Under torch's own FSDP2, ranks must divide dim 0 evenly."""
-        return (self._packed, self._scales), None
 
     def _dequantise(self, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
         dequantise(codes, scales, out=out.view(-1, self._row_numel))

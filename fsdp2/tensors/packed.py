@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2.tensors.wrapper import ALIASES, Tensors, WrapperTensor, aten, each
 
@@ -27,6 +28,10 @@ class PackedTensor(WrapperTensor):
     @property
     def _shared(self) -> Tensors:
         return self._inner[len(self._ZERO_ROW) :]
+
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[Tensors, None]:
+        """Codes and scales of this rank's rows. Under torch's own FSDP2, ranks must divide dim 0 evenly."""
+        return self._cut, None
 
     def _can_have(self, dtype: torch.dtype, size: Sequence[int] | None = None) -> bool:
         """Whether rows like these can be a tensor of this dtype and size. If not, it has to be plain."""

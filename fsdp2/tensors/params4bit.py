@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from fsdp2.core.api.adapters import Adapted
@@ -235,10 +234,6 @@ class Shard4bit(PackedTensor):
         self._nested_absmax.copy_(state.absmax)
         self._nested_code.copy_(state.code)
         self._nested_offset.copy_(offset)
-
-    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[Tensors, None]:
-        """Codes and scales of this rank's blocks. Under torch's own FSDP2, ranks must divide the blocks evenly."""
-        return (self._packed, self._absmax), None
 
     def fsdp_post_all_gather(
         self, all_gather_outputs: Tensors, metadata: Any, param_dtype: torch.dtype, *, out: torch.Tensor | None = None

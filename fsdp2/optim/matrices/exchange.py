@@ -45,21 +45,18 @@ class Message:
         with self._streams.on_gather:
             fill(self._sent)
             if self._axis.group is not None:
-                self._works = self._launch(self._axis.group)
+                with _naming_ranks(self._axis):
+                    work = launched(
+                        dist.all_to_all_single,
+                        self._arrived,
+                        self._sent,
+                        self._sizes,
+                        self._sent_sizes,
+                        group=self._axis.group,
+                        async_op=not self._streams.runs_ahead,
+                    )
+                self._works = () if work is None else (work,)
             self._event = self._streams.record()
-
-    def _launch(self, group: dist.ProcessGroup) -> Sequence[Waitable]:
-        with _naming_ranks(self._axis):
-            work = launched(
-                dist.all_to_all_single,
-                self._arrived,
-                self._sent,
-                self._sizes,
-                self._sent_sizes,
-                group=group,
-                async_op=not self._streams.runs_ahead,
-            )
-        return () if work is None else (work,)
 
     def wait(self) -> Tensor:
         """Return the received elements, ``[sum of sizes]``, for the compute stream. Call it once: nothing is kept.
