@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2.core import _torch
 from fsdp2.core.comm.memory import tensor_on
+from fsdp2.core.comm.offload import Home
 from fsdp2.core.group.param import ShardedParam, Slot
 from fsdp2.core.plan.dtypes import param_dtypes
 from fsdp2.core.plan.layout import Layout, contiguous_stride, shard_layout
@@ -25,7 +26,7 @@ from fsdp2.core.plan.placements import ParamSpec, TensorSpec
 from fsdp2.core.plan.trees import map_tensors
 from fsdp2.core.types import ExtensionError, MixedPrecisionPolicy
 from fsdp2.tensors.all_gather_hooks import HookedParam, kinds_of
-from fsdp2.tensors.cut import subclass_shard
+from fsdp2.tensors.cut import pinned_shard
 from fsdp2.tensors.wrapper import WrapperTensor
 
 T = TypeVar("T")
@@ -72,9 +73,8 @@ class Case:
         """The shards of all ranks, cut from ``made``, or from a different tensor for each seed."""
         full = self.make(self.plain(seed)) if made is None else made
         with torch.no_grad():
-            return [
-                subclass_shard(PARAMETER, full.detach(), self.layout, rank, self.device) for rank in range(self.size)
-            ]
+            home = Home(self.device)
+            return [pinned_shard(PARAMETER, full.detach(), self.layout, rank, home) for rank in range(self.size)]
 
     def params(self, shards: Sequence[torch.Tensor]) -> list[nn.Parameter]:
         """``shards`` as optimizers and state dicts see them; the class must not be lost on the way."""

@@ -216,8 +216,9 @@ def plan_matrices(
     """
     matrices = matrices_of(tensors, cost)
     before = tuple(before) or (0.0,) * num_members
-    owners = _owners(tensors, matrices, num_members, before)
-    _improve(matrices, owners, before)
+    bound = least_largest_load([matrix.cost for matrix in matrices], num_members, before)
+    owners = _owners(tensors, matrices, before, bound)
+    _improve(matrices, owners, before, bound)
     share_nbytes = bucket_nbytes * 2 // 5  # it exists as sent, received, stack, result and returned
     while True:
         buckets = _buckets(tensors, matrices, owners, num_members, share_nbytes, last_first)
@@ -271,10 +272,9 @@ def _least_members(numbers: Counter[float], load: float) -> int:
 
 
 def _owners(
-    tensors: Sequence[PlannedTensor], matrices: Sequence[Matrix], num_members: int, before: Sequence[float]
+    tensors: Sequence[PlannedTensor], matrices: Sequence[Matrix], before: Sequence[float], bound: float
 ) -> list[int]:
     owners = [0] * len(matrices)
-    bound = least_largest_load([matrix.cost for matrix in matrices], num_members, before)
     load_of = list(before)
     idle: dict[float, set[int]] = {}  # members by load
     for member, load in enumerate(before):
@@ -301,12 +301,11 @@ def _owners(
     return owners
 
 
-def _improve(matrices: Sequence[Matrix], owners: list[int], before: Sequence[float]) -> None:
+def _improve(matrices: Sequence[Matrix], owners: list[int], before: Sequence[float], bound: float) -> None:
     """Relieve the busiest member until the optimum is reached or no move of its matrices helps. Writes ``owners``."""
     loads = list(before)
     for matrix, owner in zip(matrices, owners, strict=True):
         loads[owner] += matrix.cost
-    bound = least_largest_load([matrix.cost for matrix in matrices], len(loads), before)
     for _ in range(_MOST_IMPROVEMENTS):
         busiest = max(range(len(loads)), key=lambda member: (loads[member], -member))
         if loads[busiest] <= bound * 1.001 or not _relieve(busiest, matrices, owners, loads):
