@@ -23,7 +23,8 @@ class NF4Tensor(DequantisedTensor, PackedTensor):
 
     Make one with ``quantise``, and bind it as ``nn.Parameter(nf4, requires_grad=False)``. Ops that read it dequantise,
     even without sharding. It can be copied, moved, saved, and cut along dim 0; ``copy_`` quantises. A cast changes
-    the dtype of its dequantised values. Other in-place ops are refused.
+    the dtype of its dequantised values. Other in-place ops are refused. Under torch's own FSDP2, ranks must
+    divide dim 0 evenly.
     """
 
     _packed: torch.Tensor

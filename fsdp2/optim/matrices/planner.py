@@ -321,17 +321,16 @@ def _relieve(busiest: int, matrices: Sequence[Matrix], owners: list[int], loads:
     mine = [(cost, index) for (owner, cost), index in cheapest_first.items() if owner == busiest]
     others = [(owner, cost, index) for (owner, cost), index in cheapest_first.items() if owner != busiest]
     others += [(member, 0.0, -1) for member in range(len(loads)) if member != busiest]
-    best: tuple[float, int, int, int] | None = None
+    best: tuple[float, float, int, int, int] | None = None
     for cost, index in mine:
         for owner, other_cost, other in others:
             moved = cost - other_cost
             peak = max(loads[busiest] - moved, loads[owner] + moved)
             if peak < loads[busiest] * (1 - 1e-9) and moved > 0 and (best is None or peak < best[0]):
-                best = peak, index, owner, other
+                best = peak, moved, index, owner, other
     if best is None:
         return False
-    _, index, owner, other = best
-    moved = matrices[index].cost - (matrices[other].cost if other >= 0 else 0.0)
+    _, moved, index, owner, other = best
     owners[index] = owner
     if other >= 0:
         owners[other] = busiest
