@@ -126,19 +126,17 @@ def _classes(params: Sequence[torch.Tensor]) -> list[_Class]:
         grad if local is None and isinstance(grad, DTensor) else param
         for param, grad, local in zip(params, grads, locals_, strict=True)
     ]
-    # Group by spec first: parameters that fully_shard cuts in the same way share one spec.
-    by_spec: dict[object, tuple[torch.Tensor, dist.ProcessGroup | None, list[torch.Tensor]]] = {}  # one, and all
     apart = _apart_over()
-    for param, like, spec, grad, local in zip(
-        params, placed, torch_names.specs_of(placed), grads, locals_, strict=True
-    ):
-        key, apart_over = like.device if spec is None else id(spec), apart.get(id(param))
-        *_, found = by_spec.setdefault((key, apart_over) if apart else key, (like, apart_over, []))
-        if grad is not None:
-            found.append(_local(grad) if local is None else local)
     by_groups: dict[tuple[tuple[dist.ProcessGroup, ...], torch.device], list[torch.Tensor]] = {}
-    for like, apart_over, found in by_spec.values():
-        by_groups.setdefault(_groups_of(like, apart_over), []).extend(found)
+    by_spec: dict[object, list[torch.Tensor]] = {}  # parameters that fully_shard cuts in the same way share one spec
+    specs = torch_names.specs_of(placed)
+    for param, like, spec, grad, local in zip(params, placed, specs, grads, locals_, strict=True):
+        apart_over = apart.get(id(param))
+        key = like.device if spec is None else id(spec), apart_over
+        if key not in by_spec:
+            by_spec[key] = by_groups.setdefault(_groups_of(like, apart_over), [])
+        if grad is not None:
+            by_spec[key].append(_local(grad) if local is None else local)
     keys = by_groups if len(by_groups) == 1 else sorted(by_groups, key=_agreed_order)
     return [_Class(*key, _alike(joined_neighbours(by_groups[key]))) for key in keys]
 

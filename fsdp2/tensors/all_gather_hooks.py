@@ -28,7 +28,7 @@ from fsdp2.core.group.all_gather import allocate
 from fsdp2.core.group.param import ShardedParam
 from fsdp2.core.marks import POST, PRE, is_plain
 from fsdp2.core.plan.dtypes import ParamDtypes
-from fsdp2.core.plan.layout import join
+from fsdp2.core.plan.layout import Layout, join
 from fsdp2.core.plan.mesh import ParallelMesh
 from fsdp2.core.plan.plan import Origin, PlanInput
 from fsdp2.core.trees import find_tensors
@@ -38,7 +38,7 @@ from fsdp2.tensors import torch_names
 
 _RELEASE = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
 
-_Kinds = tuple[tuple[torch.Size, torch.dtype], ...]  # of the tensors that are sent
+Kinds = tuple[tuple[torch.Size, torch.dtype], ...]  # of the tensors that are sent
 
 
 class HookedParam:
@@ -72,7 +72,7 @@ class HookedParam:
                 )
         self._pre: Callable[[], object] = self._bind_pre(getattr(local, PRE))
         self._post = getattr(local, POST)
-        self._expected: _Kinds | None = None
+        self._expected: Kinds | None = None
         self._rebuild: list[Callable[[Iterator[torch.Tensor]], torch.Tensor]] = []  # per tensor of the payload
         self._has_seen_result = False  # of a call with ``out``; only the first result is checked
         self._release: Callable[[], object] = getattr(local, _RELEASE, lambda: False)
@@ -81,16 +81,20 @@ class HookedParam:
         """An error that names parameter, class and ``hook``; ``problem`` is the rest of the sentence."""
         return ExtensionError(f"parameter '{self.param.full_name}': {self._class}.{hook} {problem.rstrip('.')}.")
 
+    def _call(self, hook: str, call: Callable[..., object], *args: object, when: str = "", **kwargs: object) -> object:
+        """Call a hook. ``when`` says in errors which call this is."""
+        try:
+            return call(*args, **kwargs)
+        except Exception as error:
+            raise self.error(hook, f"{when}raised {type(error).__name__}: {error}") from error
+
     def payload(self) -> tuple[torch.Tensor, ...]:
         """Make the tensors that this rank sends. For wrapper tensors, these are the plain tensors inside them.
 
         Raises:
             ExtensionError: the hook raised, or returned something that cannot be gathered.
         """
-        try:
-            result = self._pre()
-        except Exception as error:
-            raise self.error(PRE, f"raised {type(error).__name__}: {error}") from error
+        result = self._call(PRE, self._pre)
         if type(result) is not tuple or len(result) != 2:
             raise self.error(PRE, f"returned {_described(result)}, expected (tuple of tensors, metadata)")
         tensors, metadata = result
@@ -104,7 +108,7 @@ class HookedParam:
                 raise self.error(PRE, f"{problem}, expected contiguous tensors. Call .contiguous()")
             if self._expected is None and tensor.device != self._device:
                 raise self.error(PRE, f"returned a tensor on {tensor.device}, expected {self._device}")
-        found = _kinds_of(tensors)
+        found = kinds_of(tensors)
         if self._expected is not None and found != self._expected:
             raise self.error(
                 PRE,
@@ -129,6 +133,26 @@ class HookedParam:
             self._rebuild = [torch_names.rebuilder(tensor) for tensor in tensors]  # type: ignore[arg-type]  # checked above
         return tuple(plain)
 
+    def joined(self, by_rank: Sequence[Kinds]) -> list[tuple[Layout, torch.dtype]]:
+        """How the payloads of all ranks of the shard axis fit together: for each tensor, the layout and the dtype.
+
+        Raises:
+            ExtensionError: they do not.
+        """
+        dtypes = [tuple(dtype for _, dtype in kinds) for kinds in by_rank]
+        for rank, found in enumerate(dtypes):
+            if found != dtypes[0]:
+                problem = f"returned tensors of {dtypes[0]} on the first rank, but of {found} on rank {rank} of "
+                raise self.error(PRE, problem + "the shard axis. Return the same dtypes on all ranks")
+        try:
+            layouts = [
+                join([tuple(shape) for shape, _ in same], self.param.layout.dim) for same in zip(*by_rank, strict=True)
+            ]
+        except ValueError as error:
+            problem = f"returned tensors that cannot be joined over the ranks: {error}. Return equal other dims"
+            raise self.error(PRE, problem) from None
+        return list(zip(layouts, dtypes[0], strict=True))
+
     def bind_outputs(self, gathered: Sequence[torch.Tensor]) -> None:
         """Let the post-hook read ``gathered``, wrapped in the class that the pre-hook returned, if any."""
         self.gathered = tuple(gathered)
@@ -141,10 +165,7 @@ class HookedParam:
         Raises:
             ExtensionError: the hook raised, or the answer is not a bool.
         """
-        try:
-            answer = self._release()
-        except Exception as error:
-            raise self.error(_RELEASE, f"raised {type(error).__name__}: {error}") from error
+        answer = self._call(_RELEASE, self._release)
         if not isinstance(answer, bool):
             raise self.error(_RELEASE, f"returned {_described(answer)}, expected a bool")
         return answer
@@ -156,10 +177,8 @@ class HookedParam:
         Raises:
             ExtensionError: the hook raised.
         """
-        try:
-            result = self._post(self.outputs, self.metadata, self.param.dtypes.param, out=self.out)
-        except Exception as error:
-            raise self.error(POST, f"(with out) raised {type(error).__name__}: {error}") from error
+        given = self.outputs, self.metadata, self.param.dtypes.param
+        result = self._call(POST, self._post, *given, when="(with out) ", out=self.out)
         if result is None or self._has_seen_result:
             return
         self._has_seen_result = True
@@ -172,17 +191,14 @@ class HookedParam:
             )
             warnings.warn(str(self.error(POST, problem)), stacklevel=2)
 
-    def first_post(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def _first_post(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Return the unsharded tensor, in its outer size, and the tensors to free with it.
 
         Raises:
             ExtensionError: the hook raised, or returned something that cannot be the parameter.
         """
         self._post = getattr(self._local, POST)  # users may have fixed it after it failed
-        try:
-            result = self._post(self.outputs, self.metadata, self.param.dtypes.param)
-        except Exception as error:
-            raise self.error(POST, f"raised {type(error).__name__}: {error}") from error
+        result = self._call(POST, self._post, self.outputs, self.metadata, self.param.dtypes.param)
         expected = "expected (unsharded tensor, tuple of inner tensors to free)"
         if not isinstance(result, tuple) or len(result) != 2:
             raise self.error(POST, f"returned {_described(result)}, {expected}")
@@ -246,7 +262,7 @@ class HookedParam:
         """Create the unsharded parameter from the result of the post-hook without ``out``."""
         param = self.param
         versions = [output._version for output in self.gathered]
-        tensor, inner = self.first_post()
+        tensor, inner = self._first_post()
         if versions != [output._version for output in self.gathered]:
             problem = "wrote into all_gather_outputs, but the outputs are read again. Make a new tensor instead"
             raise self.error(POST, problem)
@@ -302,11 +318,11 @@ class HookedParam:
         return list(owned.values())
 
 
-def _kinds_of(tensors: Sequence[torch.Tensor]) -> _Kinds:
+def kinds_of(tensors: Sequence[torch.Tensor]) -> Kinds:
     return tuple((tensor.shape, tensor.dtype) for tensor in tensors)
 
 
-def _payload(kinds: _Kinds) -> str:
+def _payload(kinds: Kinds) -> str:
     return "(" + ", ".join(f"{dtype} {tuple(shape)}".removeprefix("torch.") for shape, dtype in kinds) + ")"
 
 
@@ -334,13 +350,13 @@ class HookedParams:
         self._are_checked = False  # the post-hooks have filled the unsharded tensors
         self._sent = self._agree(params, mesh, home)  # by replica, rank of the shard axis, parameter
 
-    def _agree(self, params: Sequence[ShardedParam], mesh: ParallelMesh, home: Home) -> list[list[list[_Kinds]]]:
+    def _agree(self, params: Sequence[ShardedParam], mesh: ParallelMesh, home: Home) -> list[list[list[Kinds]]]:
         """Make the first payloads. Returns the shapes and dtypes that all ranks send, including other replicas (I9).
 
         Raises:
             ExtensionError: a hook failed on some rank; all ranks raise.
         """
-        mine: list[_Kinds] = []
+        mine: list[Kinds] = []
         failure = text = None
         try:
             its = _shard_mesh(mesh)
@@ -348,7 +364,7 @@ class HookedParams:
             self._first = [hooked.payload() for hooked in self._params]
             for hooked in self._params:
                 hooked.are_released = hooked.releases_outputs()
-            mine = [_kinds_of(payload) for payload in self._first]
+            mine = [kinds_of(payload) for payload in self._first]
         except Exception as error:  # any exception: the other ranks wait for this rank
             failure = error
             text = str(error) if isinstance(error, ExtensionError) else f"{type(error).__name__}: {error}"
@@ -376,20 +392,9 @@ class HookedParams:
                     problem = f"returned {_payload(mine)} on one replica and {_payload(its)} on another replica. "
                     problem += "Replicas hold the same shards. Return the same shapes and dtypes on all replicas"
                     raise hooked.error(PRE, problem)
-            dtypes = [tuple(dtype for _, dtype in kinds) for kinds in by_rank]
-            for rank, found in enumerate(dtypes):
-                if found != dtypes[0]:
-                    problem = f"returned tensors of {dtypes[0]} on the first rank, but of {found} on rank {rank} of "
-                    problem += "the shard axis. Return the same dtypes on all ranks"
-                    raise hooked.error(PRE, problem)
             is_consumed = hooked.are_released and not keeps_consumed
             origin = Origin.HOOK_CONSUMED if is_consumed else Origin.HOOK
-            for k, dtype in enumerate(dtypes[0]):
-                try:
-                    layout = join([tuple(kinds[k][0]) for kinds in by_rank], hooked.param.layout.dim)
-                except ValueError as error:
-                    problem = f"returned tensors that cannot be joined over the ranks: {error}. Return equal other dims"
-                    raise hooked.error(PRE, problem) from None
+            for k, (layout, dtype) in enumerate(hooked.joined(by_rank)):
                 name = f"{hooked.param.name}[{k}]"
                 inputs[first_key + len(inputs)] = PlanInput(name, layout, ParamDtypes.uncast(dtype), origin)
         return inputs

@@ -12,8 +12,8 @@ from fsdp2.core.plan.layout import Layout
 from fsdp2.core.types import ExtensionError
 
 
-def subclass_shard(name: str, full: torch.Tensor, layout: Layout, rank: int, device: torch.device) -> torch.Tensor:
-    """The shard of ``rank`` of the tensor subclass ``full``, in its own memory on ``device`` (or still on meta).
+def pinned_shard(name: str, full: torch.Tensor, layout: Layout, rank: int, home: Home) -> torch.Tensor:
+    """The shard of ``rank`` of the tensor subclass ``full``, in its own memory at ``home`` (or still on meta).
 
     Raises:
         ExtensionError: the class lacks an operation that cutting needs, or the operation returns another class.
@@ -24,7 +24,7 @@ def subclass_shard(name: str, full: torch.Tensor, layout: Layout, rank: int, dev
             f"parameter '{name}' is a {cls} without __torch_dispatch__. A DTensor would lose this class and ignore its "
             f"hooks. Make {cls} a wrapper subclass, or make the parameter a plain tensor."
         )
-    options: dict[str, Any] = {} if full.device == device or full.is_meta else {"device": device}
+    options: dict[str, Any] = {} if full.device == home.device or full.is_meta else {"device": home.device}
     try:
         local = full.new_zeros(layout.shard_shape(rank), **options)
         chunks = torch.chunk(full, layout.num_shards, layout.dim)
@@ -40,12 +40,7 @@ def subclass_shard(name: str, full: torch.Tensor, layout: Layout, rank: int, dev
             f"parameter '{name}': new_zeros{layout.shard_shape(rank)} of a {cls} returned a {type(local).__name__} of "
             f"shape {tuple(local.shape)}. Sharding would lose the class. Let {cls}.__torch_dispatch__ keep the class."
         )
-    return local
-
-
-def pinned_shard(name: str, full: torch.Tensor, layout: Layout, rank: int, home: Home) -> torch.Tensor:
-    """``subclass_shard`` on the device of ``home``, in pinned memory if ``home`` asks for that."""
-    return pinned(name, subclass_shard(name, full, layout, rank, home.device), home)
+    return pinned(name, local, home)
 
 
 def pinned(name: str, local: torch.Tensor, home: Home) -> torch.Tensor:

@@ -7,24 +7,24 @@ codes, and the all-gather sends them. So every cut along dim 0 is exact, and cut
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2.tensors.normal_float import ZERO_CODE, dequantise, quantise
-from fsdp2.tensors.wrapper import ALIASES, DequantisedTensor, Tensors, aten, each, on_each
+from fsdp2.tensors.packed import PackedTensor
+from fsdp2.tensors.wrapper import DequantisedTensor, Tensors, aten
 
 
-class NF4Tensor(DequantisedTensor):
+class NF4Tensor(DequantisedTensor, PackedTensor):
     """A frozen weight of shape ``(rows, ...)`` in 4 bits. Its dtype is the dtype of its dequantised values.
 
     Make one with ``quantise``, and bind it as ``nn.Parameter(nf4, requires_grad=False)``. Ops that read it dequantise,
     even without sharding. It can be copied, moved, saved, and cut along dim 0; ``copy_`` quantises. A cast changes
-    the dtype of its dequantised values. Other in-place ops are refused.
+    the dtype of its dequantised values. Other in-place ops are refused. Under torch's own FSDP2, ranks must
+    divide dim 0 evenly.
     """
 
     _packed: torch.Tensor
@@ -33,6 +33,7 @@ class NF4Tensor(DequantisedTensor):
     _row_numel: int
     _INNER = ("_packed", "_scales")
     _option_names = ("dtype", "_block_size", "_row_numel")
+    _ZERO_ROW = (ZERO_CODE << 4 | ZERO_CODE, 0)
 
     @classmethod
     def quantise(cls, weight: torch.Tensor, *, block_size: int = 64) -> NF4Tensor:
@@ -94,11 +95,11 @@ class NF4Tensor(DequantisedTensor):
     ) -> NF4Tensor:
         return cls._of(inner["_packed"], inner["_scales"], shape=outer_size, **options)
 
-    def _like(self, *inner: torch.Tensor, **changes: Any) -> NF4Tensor:
+    def _like(self, *inner: torch.Tensor, **changes: Any) -> torch.Tensor:
         """A wrapper of the same shape with the rows of ``inner``; ``changes`` may set another shape."""
         is_cut = inner[0].size(0) != self._packed.size(0)
         shape = (inner[0].size(0), *self.shape[1:]) if is_cut else tuple(self.shape)
-        return type(self)._of(*inner, **{"shape": shape, **self._options, **changes})
+        return super()._like(*inner, **{"shape": shape, **changes})
 
     def _plain(self) -> torch.Tensor:
         return self.dequantise()
@@ -109,9 +110,30 @@ class NF4Tensor(DequantisedTensor):
             "Pass only parameters that require gradients to the optimizer, or call dequantise() first."
         )
 
-    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[Tensors, None]:
-        """Codes and scales of this rank's rows. Under torch's own FSDP2, ranks must divide dim 0 evenly."""
-        return (self._packed, self._scales), None
+    def _can_have(self, dtype: torch.dtype, size: Sequence[int] | None = None) -> bool:
+        has_rows = size is None or (len(size) > 1 and math.prod(size[1:]) == self._row_numel)
+        return dtype.is_floating_point and has_rows
+
+    def _check_cut(self, dim: int) -> None:
+        if dim % self.dim() != 0:
+            raise ValueError(
+                f"{_described(self)}: cut along dim {dim}, but blocks of {self._block_size} weights lie within the "
+                "rows of dim 0, so only cuts along dim 0 are exact. Use Shard(0), or call dequantise() first."
+            )
+        if math.prod(self.shape[1:]) != self._row_numel:
+            raise ValueError(
+                f"{_described(self)}: cut along dim 0, but dim 0 of this view no longer holds the rows of "
+                f"{self._row_numel} weights. Cut the tensor before the view."
+            )
+
+    def _packed_from(self, source: torch.Tensor) -> Tensors:
+        if isinstance(source, NF4Tensor):
+            kinds = [(each.shape, each._row_numel, each._block_size) for each in (source, self)]
+            if kinds[0] == kinds[1]:
+                return source._inner
+            source = source.dequantise()
+        rows = source.expand(self.shape).reshape(self._packed.size(0), self._row_numel)
+        return quantise(rows, self._block_size)
 
     def _dequantise(self, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
         dequantise(codes, scales, out=out.view(-1, self._row_numel))
@@ -120,52 +142,10 @@ class NF4Tensor(DequantisedTensor):
 torch.serialization.add_safe_globals([NF4Tensor])  # for torch.load(weights_only=True), which checkpoints use
 
 
-# Operations that do not dequantise
+# Further operations that do not dequantise
 
 
-def _is_pinned(weight: NF4Tensor, device: torch.device | None = None) -> bool:
-    return all(inner.is_pinned() for inner in weight._inner)
-
-
-def _to_copy(
-    weight: NF4Tensor, *, dtype: torch.dtype | None = None, memory_format: object = None, **options: Any
-) -> torch.Tensor:
-    dtype = dtype or weight.dtype
-    if not dtype.is_floating_point:
-        return aten._to_copy.default(weight.dequantise(), dtype=dtype, **options)
-    return weight._like(*(aten._to_copy.default(inner, **options) for inner in weight._inner), dtype=dtype)
-
-
-def _zeros_like(weight: NF4Tensor, *, memory_format: object = None, **options: Any) -> torch.Tensor:
-    return _new_zeros(weight, weight.shape, **options)
-
-
-def _new_zeros(
-    weight: NF4Tensor, size: tuple[int, ...], *, dtype: torch.dtype | None = None, **options: Any
-) -> torch.Tensor:
-    """An NF4Tensor if the row size is the same, else dense. Also used for empty tensors: all bytes are valid codes."""
-    dtype, shape = dtype or weight.dtype, tuple(size)
-    if not dtype.is_floating_point or len(shape) < 2 or math.prod(shape[1:]) != weight._row_numel:
-        return weight._scales.new_zeros(shape, dtype=dtype, **options)
-    packed = weight._packed.new_full((shape[0], weight._packed.size(1)), ZERO_CODE << 4 | ZERO_CODE, **options)
-    scales = weight._scales.new_zeros((shape[0], weight._scales.size(1)), **options)
-    return weight._like(packed, scales, shape=shape, dtype=dtype)
-
-
-def _slice(weight: NF4Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
-    size = weight.size(dim)
-    if slice(start, end, step).indices(size) == (0, size, 1):
-        return weight._like(*weight._inner)
-    _check_cut(weight, dim)
-    return on_each(aten.slice.Tensor, weight, 0, start, end, step)
-
-
-def _split(op: Callable[..., Any], weight: NF4Tensor, sizes: int | list[int], dim: int = 0) -> Any:
-    _check_cut(weight, dim)
-    return on_each(op, weight, sizes)
-
-
-def _view(weight: NF4Tensor, size: list[int]) -> NF4Tensor:
+def _view(weight: NF4Tensor, size: list[int]) -> torch.Tensor:
     """Another shape on the same rows, since runtimes flatten shards. The view can be read, but not cut."""
     shape = torch.empty(weight.shape, device="meta").view(size).shape
     return weight._like(*weight._inner, shape=tuple(shape))
@@ -180,51 +160,11 @@ def _as_strided(weight: NF4Tensor, size: Any, stride: Any, storage_offset: int |
     )
 
 
-def _copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    if not isinstance(target, NF4Tensor):
-        return NotImplemented  # source is read like by any other operation
-    row_numel, block_size = target._row_numel, target._block_size
-    is_alike = isinstance(source, NF4Tensor) and (source._row_numel, source._block_size) == (row_numel, block_size)
-    if isinstance(source, NF4Tensor) and is_alike and source.shape == target.shape:
-        codes = source._inner
-    else:
-        dense = source.dequantise() if isinstance(source, NF4Tensor) else source
-        codes = quantise(dense.expand(target.shape).reshape(target._packed.size(0), row_numel), block_size)
-    for inner, new in zip(target._inner, codes, strict=True):
-        inner.copy_(new, non_blocking)
-    return target
-
-
-NF4Tensor._OPS = {
-    **ALIASES,
-    **each(aten.clone.default, aten._pin_memory.default),
-    aten.is_pinned.default: _is_pinned,
-    aten._to_copy.default: _to_copy,
-    aten.empty_like.default: _zeros_like,
-    aten.zeros_like.default: _zeros_like,
-    aten.new_empty.default: _new_zeros,
-    aten.new_zeros.default: _new_zeros,
-    aten.slice.Tensor: _slice,
-    aten.split.Tensor: partial(_split, aten.split.Tensor),
-    aten.split_with_sizes.default: partial(_split, aten.split_with_sizes.default),
+NF4Tensor._OPS = PackedTensor._OPS | {
     aten.view.default: _view,
     aten._unsafe_view.default: _view,
     aten.as_strided.default: _as_strided,
-    aten.copy_.default: _copy_,
 }
-
-
-def _check_cut(weight: NF4Tensor, dim: int) -> None:
-    if dim % weight.dim() != 0:
-        raise ValueError(
-            f"{_described(weight)}: cut along dim {dim}, but blocks of {weight._block_size} weights lie within the "
-            "rows of dim 0, so only cuts along dim 0 are exact. Use Shard(0), or call dequantise() first."
-        )
-    if math.prod(weight.shape[1:]) != weight._row_numel:
-        raise ValueError(
-            f"{_described(weight)}: cut along dim 0, but dim 0 of this view no longer holds the rows of "
-            f"{weight._row_numel} weights. Cut the tensor before the view."
-        )
 
 
 def _described(tensor: torch.Tensor) -> str:

@@ -13,27 +13,25 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from fsdp2.core.group.param import Slot
 from fsdp2.core.seams import Adapted
 from fsdp2.tensors.in_files import DenseWeight, FileTensor
-from fsdp2.tensors.wrapper import ALIASES, Tensors, WrapperTensor, aten, each
+from fsdp2.tensors.packed import PackedTensor
+from fsdp2.tensors.wrapper import Tensors, aten
 
-_NUM_CUT = 2  # the number of inner tensors, from the first on, that are cut into shards
 # bitsandbytes' choices: the number of codes, and how it quantises scales.
 _NUM_CODES, _NUM_NESTED_CODES, _NESTED_BLOCKSIZE = 16, 256, 256
 _TEXT = "quant_state.bitsandbytes__"  # key in files of a state's other values; the type follows it
 _OFFSET = "nested_offset"
 
 
-class Shard4bit(WrapperTensor):
+class Shard4bit(PackedTensor):
     """Blocks of a 4-bit weight: bytes of shape ``(blocks, blocksize / 2)``. The last block of a weight may be padded.
 
     It is uint8, whatever dtype bitsandbytes stores the bytes in, so that no cast to a floating-point dtype changes it.
@@ -132,10 +130,27 @@ class Shard4bit(WrapperTensor):
             "optimizer."
         )
 
+    def _can_have(self, dtype: torch.dtype, size: Sequence[int] | None = None) -> bool:
+        return dtype is torch.uint8 and (size is None or (len(size) == 2 and size[1] == self.size(1)))
+
+    def _check_cut(self, dim: int) -> None:
+        if dim % 2 != 0:
+            raise ValueError(
+                f"4-bit weights of bitsandbytes were to be cut along dim {dim}, but a row is a block with one scale, "
+                "so only cuts along dim 0 are exact. Use Shard(0)."
+            )
+
+    def _packed_from(self, source: torch.Tensor) -> Tensors:
+        if not isinstance(source, Shard4bit) or source._options != self._options or source.shape != self.shape:
+            raise TypeError(
+                f"copy_ into {self!r}: expected as many blocks of a 4-bit weight with the same options "
+                f"{self._options}, found {_described(source)}."
+            )
+        return source._inner
+
     def fsdp2_whole(self, gather: Callable[[torch.Tensor], torch.Tensor]) -> Params4bit:
         """Gather all blocks into their own memory."""
-        cut, shared = self._inner[:_NUM_CUT], self._inner[_NUM_CUT:]
-        return Params4bit(*map(gather, cut), *(inner.clone() for inner in shared), **self._options)
+        return Params4bit(*map(gather, self._cut), *(inner.clone() for inner in self._shared), **self._options)
 
     def _state(self) -> Any:
         """A new ``QuantState`` of bitsandbytes for these blocks. Its tensors are those of the wrapper."""
@@ -220,10 +235,6 @@ class Shard4bit(WrapperTensor):
         self._nested_code.copy_(state.code)
         self._nested_offset.copy_(offset)
 
-    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[Tensors, None]:
-        """Codes and scales of this rank's blocks. Under torch's own FSDP2, ranks must divide the blocks evenly."""
-        return (self._packed, self._absmax), None
-
     def fsdp_post_all_gather(
         self, all_gather_outputs: Tensors, metadata: Any, param_dtype: torch.dtype, *, out: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, Tensors] | None:
@@ -231,7 +242,7 @@ class Shard4bit(WrapperTensor):
         if out is not None:
             return None
         packed, absmax = (output[: self._num_blocks] for output in all_gather_outputs)
-        return Params4bit(packed, absmax, *self._inner[_NUM_CUT:], **self._options), ()
+        return Params4bit(packed, absmax, *self._shared, **self._options), ()
 
 
 class Params4bit(Shard4bit):
@@ -250,10 +261,10 @@ class Params4bit(Shard4bit):
         weight: torch.Tensor = dequantize_4bit(self._plain(), self._state())
         return weight
 
-    def _like(self, *inner: torch.Tensor) -> Shard4bit:
+    def _like(self, *inner: torch.Tensor, **changes: Any) -> torch.Tensor:
         """Parts of it are ``Shard4bit`` tensors."""
         cls = Params4bit if inner[0].size(0) == self._num_blocks else Shard4bit
-        return cls._of(*inner, **self._options)
+        return cls._of(*inner, **{**self._options, **changes})
 
     def _plain(self) -> torch.Tensor:
         """The bytes without padding."""
@@ -317,86 +328,12 @@ def _check(name: str, param: Any) -> None:
         )
 
 
-# Operations
-
-
-def _on_blocks(op: Callable[..., Any], weight: Shard4bit, *args: Any, **kwargs: Any) -> Any:
-    """Apply ``op`` to the inner tensors that are cut. Returns one wrapper of the results, or a list."""
-    shared = weight._inner[_NUM_CUT:]
-    results = [op(inner, *args, **kwargs) for inner in weight._inner[:_NUM_CUT]]
-    if isinstance(results[0], torch.Tensor):
-        return weight._like(*results, *shared)
-    return [weight._like(*parts, *shared) for parts in zip(*results, strict=True)]
-
-
-def _to_copy(
-    weight: Shard4bit, *, dtype: torch.dtype | None = None, memory_format: object = None, **options: Any
-) -> torch.Tensor:
-    if dtype not in (None, weight.dtype):
-        return aten._to_copy.default(weight._plain(), dtype=dtype, **options)
-    return weight._like(*(aten._to_copy.default(inner, **options) for inner in weight._inner))
-
-
-def _is_pinned(weight: Shard4bit, device: torch.device | None = None) -> bool:
-    return all(inner.is_pinned() for inner in weight._inner if inner.numel())
-
-
-def _zeros_like(weight: Shard4bit, *, memory_format: object = None, **options: Any) -> torch.Tensor:
-    return _new_zeros(weight, weight.shape, **options)
-
-
-def _new_zeros(
-    weight: Shard4bit, size: Sequence[int], *, dtype: torch.dtype | None = None, **options: Any
-) -> torch.Tensor:
-    """Blocks of zeros if ``size`` has the size of blocks, else a plain tensor. Shared statistics are copied."""
-    if dtype not in (None, weight.dtype) or len(size) != 2 or size[1] != weight.size(1):
-        return weight._packed.new_zeros(size, dtype=dtype, **options)
-    cut = [inner.new_zeros((size[0], *inner.shape[1:]), **options) for inner in weight._inner[:_NUM_CUT]]
-    device = cut[0].device
-    return weight._like(*cut, *(_on(device, inner) for inner in weight._inner[_NUM_CUT:]))
-
-
-def _on(device: torch.device, inner: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(inner, device=device) if inner.is_meta else inner.to(device, copy=True)
-
-
-def _slice(weight: Shard4bit, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
-    size = weight.size(dim)
-    if slice(start, end, step).indices(size) == (0, size, 1):
-        return weight._like(*weight._inner)
-    _check_cut(dim)
-    return _on_blocks(aten.slice.Tensor, weight, 0, start, end, step)
-
-
-def _split(op: Callable[..., Any], weight: Shard4bit, sizes: int | list[int], dim: int = 0) -> Any:
-    _check_cut(dim)
-    return _on_blocks(op, weight, sizes)
-
-
 def _view(weight: Shard4bit, size: Sequence[int]) -> torch.Tensor:
     """``DTensor.to_local`` makes a view of the same shape. Other views are views of the bytes."""
     return weight._like(*weight._inner) if tuple(size) == tuple(weight.shape) else weight._plain().view(size)
 
 
-def _check_cut(dim: int) -> None:
-    if dim % 2 != 0:
-        raise ValueError(
-            f"4-bit weights of bitsandbytes were to be cut along dim {dim}, but a row is a block with one scale, so "
-            "only cuts along dim 0 are exact. Use Shard(0)."
-        )
-
-
-def _copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    if not isinstance(target, Shard4bit):
-        return NotImplemented  # source is read like by any other operation
-    if not isinstance(source, Shard4bit) or source._options != target._options or source.shape != target.shape:
-        raise TypeError(
-            f"copy_ into {target!r}: expected as many blocks of a 4-bit weight with the same options "
-            f"{target._options}, found {_described(source)}."
-        )
-    for inner, new in zip(target._inner, source._inner, strict=True):
-        inner.copy_(new, non_blocking)
-    return target
+Shard4bit._OPS = PackedTensor._OPS | {aten.view.default: _view}
 
 
 def _parsed(text: torch.Tensor) -> dict[str, Any]:
@@ -407,20 +344,3 @@ def _parsed(text: torch.Tensor) -> dict[str, Any]:
 def _described(source: torch.Tensor) -> str:
     own = f" with {source._options}" if isinstance(source, Shard4bit) else ""
     return f"a {type(source).__name__} of shape {tuple(source.shape)}{own}"
-
-
-Shard4bit._OPS = {
-    **ALIASES,
-    **each(aten.clone.default, aten._pin_memory.default),
-    aten.is_pinned.default: _is_pinned,
-    aten._to_copy.default: _to_copy,
-    aten.empty_like.default: _zeros_like,
-    aten.zeros_like.default: _zeros_like,
-    aten.new_empty.default: _new_zeros,
-    aten.new_zeros.default: _new_zeros,
-    aten.slice.Tensor: _slice,
-    aten.split.Tensor: partial(_split, aten.split.Tensor),
-    aten.split_with_sizes.default: partial(_split, aten.split_with_sizes.default),
-    aten.view.default: _view,
-    aten.copy_.default: _copy_,
-}

@@ -93,9 +93,9 @@ class WireFormatTensor(WrapperTensor):
             view._origin = args[0]._origin  # type: ignore[attr-defined]
         return result
 
-    def _like(self, *inner: torch.Tensor) -> torch.Tensor:
+    def _like(self, *inner: torch.Tensor, **changes: Any) -> torch.Tensor:
         """A wrapper like this one; integer tensors, as from ``Tensor.to``, stay plain."""
-        return super()._like(*inner) if inner[0].is_floating_point() else inner[0]
+        return super()._like(*inner, **changes) if inner[0].is_floating_point() else inner[0]
 
     def _plain(self) -> torch.Tensor:
         return self._data

@@ -64,9 +64,9 @@ class WrapperTensor(torch.Tensor):
     def _options(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self._option_names}
 
-    def _like(self, *inner: torch.Tensor) -> torch.Tensor:
-        """A wrapper of ``inner`` with the same options."""
-        return type(self)._of(*inner, **self._options)
+    def _like(self, *inner: torch.Tensor, **changes: Any) -> torch.Tensor:
+        """A wrapper of ``inner`` with the same options, except for ``changes``."""
+        return type(self)._of(*inner, **{**self._options, **changes})
 
     def _plain(self) -> torch.Tensor:
         """The tensor that operations read instead of the wrapper."""

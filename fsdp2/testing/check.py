@@ -226,21 +226,13 @@ def _check_gradient(rank: Rank, grad: torch.Tensor | None) -> None:
             f"the gradient of the unsharded {cls} has shape {tuple(grad.shape)} and {grad.dtype}, expected "
             f"{tuple(unsharded.shape)} and {unsharded.dtype}."
         )
-    parts = [getattr(grad, name, grad) for name in _gradient_names(rank)] or [grad]
+    parts = [getattr(grad, name, grad) for name in rank.hooks.param.inner_gradients()] or [grad]
     if type(grad) is not torch.Tensor and any(type(part) is not torch.Tensor for part in parts):
         raise ExtensionError(
             f"the gradient of the unsharded {cls} is a {type(grad).__name__}, expected a plain tensor. A gradient may "
             "be of a subclass only if shard and unsharded parameter are wrappers with the same inner tensors, each of "
             "the parameter's shape and dtype."
         )
-
-
-def _gradient_names(rank: Rank) -> tuple[str, ...]:
-    """The inner tensors with which a gradient may be reduced; none if it has to be plain."""
-    names = _torch.inner_names(rank.unsharded)
-    inner = [getattr(rank.unsharded, name) for name in names]
-    is_alike = all(t.shape == rank.unsharded.shape and t.dtype is rank.unsharded.dtype for t in inner)
-    return names if is_alike and names == _torch.inner_names(rank.shard) else ()
 
 
 # Other operations on shards. Each must keep the class, and the shards must still send the right values
@@ -260,7 +252,7 @@ def _handling(case: Case, expected: Values, rank: Rank) -> dict[str, Callable[[]
         name = "__tensor_unflatten__ of __tensor_flatten__"
         checks["flatten"] = partial(_check_copy, case, expected, name, lambda param: _rebuilt(local_of(param)))
     for name, optimizer in OPTIMIZERS.items() if case.trainable else ():
-        checks[name] = partial(_check_optimizer, case, expected, optimizer, bool(_gradient_names(rank)))
+        checks[name] = partial(_check_optimizer, case, expected, optimizer, bool(rank.hooks.param.inner_gradients()))
     return checks
 
 

@@ -17,15 +17,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2.core import _torch
 from fsdp2.core.comm.memory import tensor_on
+from fsdp2.core.comm.offload import Home
 from fsdp2.core.group.param import ShardedParam, Slot
 from fsdp2.core.plan.dtypes import param_dtypes
-from fsdp2.core.plan.layout import Layout, contiguous_stride, join, shard_layout
+from fsdp2.core.plan.layout import Layout, contiguous_stride, shard_layout
 from fsdp2.core.plan.mesh import ParallelMesh
 from fsdp2.core.plan.placements import ParamSpec, TensorSpec
 from fsdp2.core.trees import map_tensors
 from fsdp2.core.types import ExtensionError, MixedPrecisionPolicy
-from fsdp2.tensors.all_gather_hooks import HookedParam
-from fsdp2.tensors.cut import subclass_shard
+from fsdp2.tensors.all_gather_hooks import HookedParam, kinds_of
+from fsdp2.tensors.cut import pinned_shard
 from fsdp2.tensors.wrapper import WrapperTensor
 
 T = TypeVar("T")
@@ -72,9 +73,8 @@ class Case:
         """The shards of all ranks, cut from ``made``, or from a different tensor for each seed."""
         full = self.make(self.plain(seed)) if made is None else made
         with torch.no_grad():
-            return [
-                subclass_shard(PARAMETER, full.detach(), self.layout, rank, self.device) for rank in range(self.size)
-            ]
+            home = Home(self.device)
+            return [pinned_shard(PARAMETER, full.detach(), self.layout, rank, home) for rank in range(self.size)]
 
     def params(self, shards: Sequence[torch.Tensor]) -> list[nn.Parameter]:
         """``shards`` as optimizers and state dicts see them; the class must not be lost on the way."""
@@ -158,19 +158,17 @@ def _mesh(size: int, rank: int, device_type: str) -> DeviceMesh:
 class Rank:
     """One rank: its shard, its hooks, and what it gathers."""
 
-    def __init__(self, param: nn.Parameter, hooks: HookedParam) -> None:
-        self.shard = local_of(param)
+    def __init__(self, hooks: HookedParam) -> None:
+        self.shard = _torch.local_of(hooks.param.sharded)
         self.hooks = hooks
-        self._param = param
         self._releases_outputs = False
-        self._unsharded: nn.Parameter | None = None
-        self._storages: list[tuple[torch.UntypedStorage, int]] = []  # come and go: outputs, and what hooks list
+        self._outputs: list[tuple[torch.UntypedStorage, int]] = []
 
     @property
     def unsharded(self) -> nn.Parameter:
         """The parameter that compute reads, from the first gather on."""
-        assert self._unsharded is not None
-        return self._unsharded
+        assert self.hooks.param.unsharded is not None
+        return self.hooks.param.unsharded
 
     def send(self) -> tuple[torch.Tensor, ...]:
         """The payload."""
@@ -180,7 +178,8 @@ class Rank:
 
     def receive(self, layouts: Sequence[Layout], sent: Sequence[tuple[torch.Tensor, ...]]) -> None:
         """Receive what all ranks ``sent``, and let the post-hook make the unsharded parameter from it."""
-        if self._unsharded is None:
+        is_first = self.hooks.param.unsharded is None
+        if is_first:
             pairs = zip(layouts, sent[0], strict=True)
             self.hooks.bind_outputs([self._output(layout, payload.dtype) for layout, payload in pairs])
         self._allocate()
@@ -191,21 +190,22 @@ class Rank:
                 start, stop = layout.interval(rank)
                 piece = target.narrow(layout.dim, start, stop - start)
                 piece.copy_(payload.reshape(piece.shape))
-        if self._unsharded is None:
-            self._make_unsharded()
+        if is_first:
+            self.hooks.make_unsharded()
         versioned = _torch.versioned(self.unsharded)
-        versions, before = _torch.versions_of(versioned), _memory_of(self.unsharded)
-        self.hooks.out = self.unsharded
-        self.hooks.fill()
-        if _memory_of(self.unsharded) != before:
-            problem = "put other memory under out. Write into the memory of out, because autograd has saved out"
-            raise self.hooks.error("fsdp_post_all_gather", problem)
+        versions = _torch.versions_of(versioned)
+        self.hooks.fill_first()
         _torch.set_versions(tuple(versioned), tuple(versions))
 
     def drop_outputs(self) -> None:
         """Overwrite the outputs, if the class says that the unsharded parameter does not need them."""
         for output in self.hooks.gathered if self._releases_outputs else ():
             _fill_with_garbage(output.untyped_storage())
+
+    @property
+    def _storages(self) -> list[tuple[torch.UntypedStorage, int]]:
+        """What comes and goes: outputs, and what hooks list."""
+        return self._outputs + self.hooks.param.inner
 
     def release(self) -> None:
         """Free what the runtime frees when the parameter is resharded."""
@@ -226,33 +226,12 @@ class Rank:
 
     def _output(self, layout: Layout, dtype: torch.dtype) -> torch.Tensor:
         storage = torch.UntypedStorage(layout.padded_numel * dtype.itemsize, device=self.shard.device)
-        self._storages.append((storage, storage.nbytes()))
+        self._outputs.append((storage, storage.nbytes()))
         return tensor_on(storage, 0, layout.shape, contiguous_stride(layout.shape), dtype)
-
-    def _make_unsharded(self) -> None:
-        tensor, listed = self.hooks.first_post()
-        if self._param.requires_grad and not tensor.dtype.is_floating_point:
-            problem = f"made a tensor of {tensor.dtype} for a trainable parameter, expected a floating-point dtype"
-            raise self.hooks.error("fsdp_post_all_gather", problem)
-        try:
-            self._unsharded = nn.Parameter(tensor, requires_grad=self._param.requires_grad)
-        except RuntimeError as error:  # it requires detach() to keep the class
-            problem = f"made a {type(tensor).__name__} that cannot be an nn.Parameter: {error}"
-            raise self.hooks.error("fsdp_post_all_gather", problem) from error
-        for storage in (leaf.untyped_storage() for inner in listed for leaf in _torch.leaves(inner)):
-            if storage.nbytes() and storage.data_ptr() in _memory_of(self.shard):
-                problem = "listed memory of the shard among the tensors to free. List a tensor with its own memory"
-                raise self.hooks.error("fsdp_post_all_gather", problem)
-            if storage.nbytes() and not self.frees(storage):
-                self._storages.append((storage, storage.nbytes()))
 
 
 def _fill_with_garbage(storage: torch.UntypedStorage) -> None:
     torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).fill_(_GARBAGE)
-
-
-def _memory_of(tensor: torch.Tensor) -> list[int]:
-    return [leaf.untyped_storage().data_ptr() for leaf in _torch.leaves(tensor)]
 
 
 class World:
@@ -260,7 +239,7 @@ class World:
 
     def __init__(self, case: Case, params: Sequence[nn.Parameter]) -> None:
         self._case = case
-        self.ranks = [Rank(param, case.hooks(param, rank)) for rank, param in enumerate(params)]
+        self.ranks = [Rank(case.hooks(param, rank)) for rank, param in enumerate(params)]
         self._sent: list[tuple[torch.Tensor, ...]] = []
         self._layouts: list[Layout] = []
 
@@ -270,7 +249,8 @@ class World:
             if self._case.prepare is not None:
                 self._case.prepare([rank.shard for rank in self.ranks])
             self._sent = [self._on(index, rank.send) for index, rank in enumerate(self.ranks)]
-            self._layouts = self._joined()
+            joined = self.ranks[0].hooks.joined([kinds_of(payload) for payload in self._sent])
+            self._layouts = [layout for layout, _ in joined]
 
     def receive(self) -> None:
         """Give every rank the payloads, in its own memory, and call its post-hook."""
@@ -297,17 +277,3 @@ class World:
             shape = tuple(self.ranks[index].shard.shape)
             where = f" This happened on rank {index}, whose shard has shape {shape}." if len(self.ranks) > 1 else ""
             raise ExtensionError(f"{error}{where}") from error
-
-    def _joined(self) -> list[Layout]:
-        hooks = self.ranks[0].hooks
-        kinds = [tuple(tensor.dtype for tensor in payload) for payload in self._sent]
-        for rank, kind in enumerate(kinds):
-            if kind != kinds[0]:
-                problem = f"{kinds[0]} on rank 0, but of {kind} on rank {rank}. Return the same dtypes on all ranks"
-                raise hooks.error("fsdp_pre_all_gather", f"returned tensors of {problem}")
-        dim = self._case.layout.dim
-        try:
-            return [join([tuple(tensor.shape) for tensor in same], dim) for same in zip(*self._sent, strict=True)]
-        except ValueError as error:
-            problem = f"returned tensors that cannot be joined over the ranks: {error}. Return equal other dims"
-            raise hooks.error("fsdp_pre_all_gather", problem) from None

@@ -213,7 +213,8 @@ def _with_other_memory(self: Wrapper, outputs: Any, out: Any, right: Callable[..
 
 _receiving("FreesTheShard", _with_the_shard)
 _receiving("Leaks", lambda self, _, out, right: right() if out is not None else (right()[0], ()))
-_receiving("ReleasesWhatItNeeds", lambda self, outputs, out, _: (outputs[0].div_(2), ()) if out is None else None)
+_receiving("ReleasesWhatItNeeds", lambda self, outputs, out, _: (outputs[0], ()) if out is None else None)
+_receiving("WritesIntoOutputs", lambda self, outputs, out, _: (outputs[0].div_(2), ()) if out is None else None)
 _receiving("IgnoresOut", lambda self, _, out, right: right() if out is None else None)
 _receiving("ReturnsAnother", lambda self, _, out, right: right(out=None))
 _receiving("ReturnsOneTensor", lambda self, outputs, *_: outputs[0])

@@ -147,7 +147,8 @@ def test_pieces_of_all_members_are_the_box(seed: int) -> None:
             of_box = tuple(slice(*interval) for interval in piece.inside)
             assert torch.equal(inside[of_box], local[tuple(slice(*interval) for interval in piece.local)])
             counts[of_box] += 1
-    assert bool((counts == where.num_copies).all())
+    num_copies = math.prod(axis.size for axis in where.axes if axis.dim is None)
+    assert bool((counts == num_copies).all())
 
 
 # Owners and buckets

@@ -1,13 +1,14 @@
 """One step of some parameters of a unit on the host: gradients arrive, AdamW runs in a thread, results are sent back.
 
 The training thread enqueues copies to the host and continues. The host's thread waits for these copies, steps, and
-enqueues copies back. No other code may read or write a job's tensors before ``HostUnit.wait``; after it, the device has
-to wait for ``HostUnit.take_returned``, too. Each stream wait states producer, consumer and reason.
+enqueues copies back. No other code may read or write a job's tensors before ``HostUnit.wait``, which also makes the
+device wait. Each stream wait states producer, consumer and reason.
 """
 
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager, nullcontext
@@ -19,6 +20,7 @@ from torch.optim.adamw import adamw
 
 from fsdp2.core import _torch
 from fsdp2.core.comm.streams import Activity, Streams, observed
+from fsdp2.core.group.group import ParamGroup
 from fsdp2.extras import torch_names
 from fsdp2.optim.host_adamw.memory import HostParam, Travelling, make_travelling, take_over
 
@@ -39,16 +41,9 @@ class Options(NamedTuple):
 
     @staticmethod
     def of(group: Mapping[str, Any]) -> Options:
-        beta1, beta2 = group["betas"]
-        return Options(
-            lr=float(group["lr"]),
-            beta1=float(beta1),
-            beta2=float(beta2),
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            amsgrad=group["amsgrad"],
-            maximize=group["maximize"],
-        )
+        beta1, beta2 = map(float, group["betas"])
+        as_they_are = (group[name] for name in ("eps", "weight_decay", "amsgrad", "maximize"))
+        return Options(float(group["lr"]), beta1, beta2, *as_they_are)
 
 
 @contextmanager
@@ -181,39 +176,35 @@ def observe_host_steps(on_step: OnHostStep | None) -> None:
 
 
 class HostUnit:
-    """The parameters of one unit that the host steps, at most one job at a time."""
+    """The parameters of one unit, or of none, that the host steps, at most one job at a time."""
 
-    def __init__(self, name: str, streams: Streams) -> None:
-        self.name, self.streams = name, streams
+    def __init__(self, group: ParamGroup | None, streams: Streams) -> None:
+        self.name, self.streams = "(none)" if group is None else group.name, streams
+        self._group = None if group is None else weakref.ref(group)
         self._running: Future[torch.Event | None] | None = None
-        self._returned: torch.Event | None = None
 
     def start(self, job: Job, factor: Factor | None, thread: Executor) -> None:
         """Run ``job`` on the host's ``thread``."""
         self._running = thread.submit(job.run, factor, self.name)
 
-    def wait(self) -> None:
-        """Block this thread until the host has stepped, and let the current stream wait for the results.
+    def wait(self, *_: object) -> None:
+        """Block this thread until the host has stepped, and let the current stream wait for the results. As a hook of
+        state dicts, it ignores the arguments.
 
         Raises:
             RuntimeError: the step has failed.
         """
-        self._join()
-        event, self._returned = self._returned, None
-        self.streams.wait_here(event)  # compute waits for copy-back: it reads and writes the shards
+        self.streams.wait_here(self._joined())  # compute waits for copy-back: it reads and writes the shards
 
-    def wait_before_gather(self, *, on_compute: bool) -> None:
-        """Like ``wait``, for an all-gather. With ``on_compute``, the current stream reads the shards, too.
-
-        Raises:
-            RuntimeError: the step has failed.
-        """
-        self._join()
-        event, self._returned = self._returned, None
-        if event is not None:
-            self.streams.gather_after(event)  # gather stream waits for copy-back: it reads the shards
-            if on_compute:
-                self.streams.wait_here(event)  # compute waits for copy-back: it reads the shards itself
+    def wait_before_gather(self) -> None:
+        """Like ``wait``, for streams that read the shards in an all-gather of the unit."""
+        event = self._joined()
+        if event is None:
+            return
+        self.streams.gather_after(event)  # gather stream waits for copy-back: it reads the shards
+        group = None if self._group is None else self._group()
+        if group is not None and group.gathers_on_compute:
+            self.streams.wait_here(event)  # compute waits for copy-back: it reads the shards itself
 
     def drop(self) -> None:
         """Wait for a step whose result is no longer needed."""
@@ -221,12 +212,13 @@ class HostUnit:
         if running is not None:
             running.exception()
 
-    def _join(self) -> None:
+    def _joined(self) -> torch.Event | None:
+        """Wait for the host. Returns the event that marks that the shards have the results."""
         running, self._running = self._running, None
         if running is None:
-            return
+            return None
         try:
-            self._returned = running.result()
+            return running.result()
         except Exception as error:
             raise RuntimeError(
                 f"HostAdamW: the step of unit '{self.name}' failed on this rank: {type(error).__name__}: {error}. Its "

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fsdp2.core import _torch
 from fsdp2.core.comm.memory import alias
-from fsdp2.core.plan.layout import contiguous_stride
+from fsdp2.core.plan.layout import contiguous_stride, pack
 
 _ALIGNMENT_NBYTES = 64  # a cache line
 
@@ -38,20 +39,14 @@ def host_nbytes_of(dtype: torch.dtype, *, is_on_host: bool) -> int:
 
 def in_one_buffer(like: Sequence[tuple[Sequence[int], torch.dtype]], *, pin_memory: bool = False) -> list[Tensor]:
     """Host tensors of these shapes and dtypes, filled with zeros: one buffer per dtype."""
-    starts: list[int] = []
-    numels: dict[torch.dtype, int] = {}
-    for shape, dtype in like:
-        starts.append(numels.get(dtype, 0))
-        unit = _ALIGNMENT_NBYTES // dtype.itemsize
-        numels[dtype] = starts[-1] + -(-prod(shape) // unit) * unit
-    buffers = {
-        dtype: torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=pin_memory)  # whatever the default device is
-        for dtype, numel in numels.items()
-    }
-    return [
-        alias(buffers[dtype], start, shape, contiguous_stride(shape))
-        for (shape, dtype), start in zip(like, starts, strict=True)
-    ]
+    made: dict[int, Tensor] = {}
+    for dtype in dict.fromkeys(dtype for _, dtype in like):
+        mine = [i for i, (_, each) in enumerate(like) if each is dtype]
+        starts, numel = pack([prod(like[i][0]) for i in mine], _ALIGNMENT_NBYTES // dtype.itemsize)
+        buffer = torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=pin_memory)  # whatever the default device is
+        for i, start in zip(mine, starts, strict=True):
+            made[i] = alias(buffer, start, like[i][0], contiguous_stride(like[i][0]))
+    return [made[i] for i in range(len(like))]
 
 
 class HostParam:
@@ -104,16 +99,12 @@ class HostParam:
         self._versions = None
 
 
-class Travelling:
-    """Staging memory on the host for a shard that is elsewhere, or in a dtype other than its master's.
+class Travelling(NamedTuple):
+    """Staging memory on the host for a shard that is elsewhere, or in a dtype other than its master's: for the gradient
+    in its dtype, and for values that are copied to and from the shard."""
 
-    Attributes:
-        gradient: memory in the dtype of the gradient.
-        shard: values that are copied to and from the shard.
-    """
-
-    def __init__(self, gradient: Tensor, shard: Tensor) -> None:
-        self.gradient, self.shard = gradient, shard
+    gradient: Tensor
+    shard: Tensor
 
     def fits(self, local: Tensor, gradient: Tensor) -> bool:
         """Whether a shard and a gradient like these may use this memory."""

@@ -12,7 +12,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import chain
 from typing import Any, Literal, NoReturn, cast, get_args
 
@@ -25,6 +25,7 @@ from fsdp2.core import _torch
 from fsdp2.core.comm.streams import Streams, streams_for
 from fsdp2.core.group.group import ParamGroup, groups_by_slot
 from fsdp2.core.marks import STANDS_FOR, is_plain
+from fsdp2.core.plan.placements import local_part
 from fsdp2.core.schedule.states import GroupState
 from fsdp2.core.types import ScheduleError
 from fsdp2.extras import torch_names
@@ -177,12 +178,12 @@ class HostAdamW(optim.Optimizer):
         for group, homes in members.items():
             device = homes[0].param.device if group is None else group.mesh.device
             self._streams = streams_for(device)
-            unit = HostUnit("(none)" if group is None else group.name, self._streams)
+            unit = HostUnit(group, self._streams)
             self._unit_of.update((home.param, unit) for home in homes)
             if group is not None:
                 self._groups.append(group)
-                group.gradients.on_landed = _Landing(self)
-                group.on_gather = partial(_before_gather, weakref.ref(unit), weakref.ref(group))
+                group.gradients.on_landed = _Weakly(self._land)
+                group.on_gather = _Weakly(unit.wait_before_gather)
                 self._hooks += _hooks_of_state_dicts(unit, group)
         self._is_settled = False
 
@@ -405,7 +406,7 @@ class HostAdamW(optim.Optimizer):
             mine["step"].fill_(float(state["step"]))
             for key in (*MOMENTS, MASTER):
                 if key in mine and key in state:
-                    _torch.local_of(mine[key]).copy_(_local(state[key]))
+                    _torch.local_of(mine[key]).copy_(local_part(state[key]))
         for home in self._homes.values():
             home.forget_versions()
         # An optimizer that measures no norm would keep this one and save it after later steps.
@@ -424,29 +425,21 @@ class HostAdamW(optim.Optimizer):
 
     def _check_states(self, found: States) -> None:
         for param, state in found.items():
-            self._check_state(param, state)
-
-    def _check_state(self, param: nn.Parameter, state: Mapping[str, Any]) -> None:
-        name = self._homes[param].name
-        unknown = set(state) - {"step", *MOMENTS, MASTER}
-        missing = {"step", *MOMENTS[:2]} - set(state)
-        if unknown or missing:
-            raise ValueError(
-                f"HostAdamW.load_state_dict: the state of parameter '{name}' has the entries {sorted(state)}, expected "
-                f"those of AdamW: {['step', *MOMENTS[:2]]}."
-            )
-        for key in (*MOMENTS, MASTER):
-            value = state.get(key)
-            if value is None:
-                continue
-            local = torch_names.locals_placed_like([param], [value])[0] if isinstance(value, DTensor) else value
-            if local is None or local.shape != _torch.local_of(param).shape:
-                where = f"placements {value.placements}" if isinstance(value, DTensor) else "no placements"
+            name = self._homes[param].name
+            if not {"step", *MOMENTS[:2]} <= set(state) <= {"step", *MOMENTS, MASTER}:
                 raise ValueError(
-                    f"HostAdamW.load_state_dict: '{key}' of parameter '{name}' has shape {tuple(value.shape)} and "
-                    f"{where}, expected a DTensor of shape {tuple(param.shape)} placed like the parameter. Load with "
-                    "torch.distributed.checkpoint, which cuts states as this model is cut."
+                    f"HostAdamW.load_state_dict: the state of parameter '{name}' has the entries {sorted(state)}, "
+                    f"expected those of AdamW: {['step', *MOMENTS[:2]]}."
                 )
+            for key, value in ((key, state[key]) for key in (*MOMENTS, MASTER) if state.get(key) is not None):
+                local = torch_names.locals_placed_like([param], [value])[0] if isinstance(value, DTensor) else value
+                if local is None or local.shape != _torch.local_of(param).shape:
+                    where = f"placements {value.placements}" if isinstance(value, DTensor) else "no placements"
+                    raise ValueError(
+                        f"HostAdamW.load_state_dict: '{key}' of parameter '{name}' has shape {tuple(value.shape)} and "
+                        f"{where}, expected a DTensor of shape {tuple(param.shape)} placed like the parameter. Load "
+                        "with torch.distributed.checkpoint, which cuts states as this model is cut."
+                    )
 
 
 def _check_outside_of_backward(method: str) -> None:
@@ -457,20 +450,16 @@ def _check_outside_of_backward(method: str) -> None:
         )
 
 
-def _local(value: Tensor) -> Tensor:
-    return _torch.local_of(value) if isinstance(value, DTensor) else value
+class _Weakly:
+    """A bound method that does not keep its object alive. Calls do nothing once the object is gone."""
 
+    def __init__(self, method: Any) -> None:
+        self.owner, self._function = weakref.ref(method.__self__), method.__func__
 
-class _Landing:
-    """Tells the optimizer that gradients are ready. It does not keep the optimizer alive."""
-
-    def __init__(self, optimizer: HostAdamW) -> None:
-        self.optimizer = weakref.ref(optimizer)
-
-    def __call__(self, params: list[nn.Parameter], ends_step: bool) -> None:
-        optimizer = self.optimizer()
-        if optimizer is not None:
-            optimizer._land(params, ends_step)
+    def __call__(self, *args: object) -> None:
+        owner = self.owner()
+        if owner is not None:
+            self._function(owner, *args)
 
 
 def _managed() -> dict[nn.Parameter, tuple[ParamGroup, str]]:
@@ -505,33 +494,14 @@ def _why_not_managed(param: nn.Parameter) -> str:
 def stepped_by(group: ParamGroup) -> HostAdamW | None:
     """The optimizer that steps parameters of ``group`` in backward."""
     landing = group.gradients.on_landed
-    return landing.optimizer() if isinstance(landing, _Landing) else None
-
-
-def _before_gather(unit: weakref.ref[HostUnit], group: weakref.ref[ParamGroup]) -> None:
-    """Called before ``group`` is all-gathered: streams that read its shards wait for the new values."""
-    stepped, gathered = unit(), group()
-    if stepped is not None and gathered is not None:
-        stepped.wait_before_gather(on_compute=gathered.gathers_on_compute)
-
-
-class _BeforeStateDict:
-    """A module hook that makes state dicts wait until the host has stepped ``unit``, since they access its shards."""
-
-    def __init__(self, unit: HostUnit) -> None:
-        self._unit = weakref.ref(unit)
-
-    def __call__(self, *_: object) -> None:
-        unit = self._unit()
-        if unit is not None:
-            unit.wait()
+    return landing.owner() if isinstance(landing, _Weakly) else None
 
 
 def _hooks_of_state_dicts(unit: HostUnit, group: ParamGroup) -> list[RemovableHandle]:
-    wait = _BeforeStateDict(unit)
+    """State dicts wait until the host has stepped ``unit``, since they access its shards."""
     modules = dict.fromkeys(slot.module for param in group.params for slot in param.slots)
     registered = ((each.register_state_dict_pre_hook, each.register_load_state_dict_pre_hook) for each in modules)
-    return [register(wait) for register in chain.from_iterable(registered)]
+    return [register(_Weakly(unit.wait)) for register in chain.from_iterable(registered)]
 
 
 def _remove(hooks: list[RemovableHandle]) -> None:
@@ -540,7 +510,7 @@ def _remove(hooks: list[RemovableHandle]) -> None:
 
 
 def _versions_of(grad: Tensor | None) -> list[int]:
-    return [] if grad is None else _torch.versions_of([grad, _local(grad)])
+    return [] if grad is None else _torch.versions_of([grad, local_part(grad)])
 
 
 def _drop_gradients(params: Iterable[nn.Parameter]) -> None:

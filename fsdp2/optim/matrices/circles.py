@@ -7,7 +7,7 @@ and back. Rule: all ranks of a circle reach it at the same points of their progr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,8 +19,7 @@ from fsdp2.core.comm.backends import all_reduce
 from fsdp2.core.comm.streams import launched, wait_for
 from fsdp2.core.plan.mesh import Axis, mesh_device
 from fsdp2.extras.exchange import exchange
-from fsdp2.optim.matrices.axes import joint_axis, ranks_along
-from fsdp2.optim.matrices.domains import Subject, cuts_of
+from fsdp2.optim.matrices.domains import Subject, cuts_of, joint_axis, ranks_along
 from fsdp2.optim.matrices.planner import Cost
 from fsdp2.optim.matrices.regions import Placed
 
@@ -96,7 +95,8 @@ def _unexpected_shard(subject: Subject) -> str | None:
 def told(circles: Sequence[Circle], texts: Sequence[str]) -> list[str]:
     """The texts of all ranks. Collective."""
     known = list(texts)
-    for circle in _there_and_back(circles):
+    back = (circle for circle in reversed(circles) if circle.has_larger)
+    for circle in (*circles, *back):
         known = list(dict.fromkeys(text for each in exchange(circle.axis, known) for text in each))
     return known
 
@@ -124,11 +124,6 @@ def agreed(circles: Sequence[Circle], has_failed: bool, flags: Sequence[bool]) -
     for position, value in zip((p for circle in circles for p in circle.positions if flags), values, strict=True):
         found[position] = bool(value)
     return bool(any_failed), found
-
-
-def _there_and_back(circles: Sequence[Circle]) -> Iterator[Circle]:
-    yield from circles
-    yield from (circle for circle in reversed(circles) if circle.has_larger)
 
 
 def _reduced(circle: Circle, state: Tensor, failed: Tensor | None) -> Tensor:

@@ -6,18 +6,21 @@ Rule: all ranks of a group have the same domains in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fsdp2.core.plan.mesh import Axis, mesh_device
+from fsdp2.core.plan.mesh import NO_AXIS, Axis, mesh_device
 from fsdp2.extras import torch_names
-from fsdp2.optim.matrices.axes import joint_axis, ranks_along
+from fsdp2.extras.own_groups import own_axis
 from fsdp2.optim.matrices.planner import Cost, GroupPlan, PlannedTensor, plan_matrices
 from fsdp2.optim.matrices.regions import AxisCut, Coordinate, Placed
 from fsdp2.optim.matrices.rules import MatrixRule
@@ -122,7 +125,11 @@ def domains_of(
     last_first: bool,
 ) -> list[Domain]:
     """The domains of ``subjects``, those with most ranks first. Collective: all ranks pass the same arguments."""
-    make = _Maker(subjects, cost, dtype, bucket_nbytes, last_first)
+
+    def make(*, shares: bool) -> list[Domain]:
+        plan = partial(plan_matrices, cost=cost, bucket_nbytes=bucket_nbytes, last_first=last_first)
+        return _planned(subjects, dtype, plan, shares=shares)
+
     has_copies = any(p.is_replicate() for each in subjects for p in each.tensor.placements)
     if not has_copies or copies != "cheaper":
         return make(shares=copies != "each")
@@ -133,43 +140,29 @@ def _seconds(domains: Sequence[Domain]) -> float:
     return sum((ON_CPU if each.device.type == "cpu" else ON_ACCELERATOR).seconds(each.plan) for each in domains)
 
 
-@dataclass
-class _Maker:
-    """Makes the domains. ``shares`` says whether copies of a tensor share the work; otherwise each does its own."""
-
-    subjects: Sequence[Subject]
-    cost: Cost
-    dtype: torch.dtype | None
-    bucket_nbytes: int
-    last_first: bool
-
-    def __call__(self, *, shares: bool) -> list[Domain]:
-        found: dict[_Key, tuple[Axis, list[tuple[Subject, Placed]]]] = {}
-        for each in self.subjects:
-            axis, ranks, placed = _on_group(each, shares=shares)
-            key = _Key(ranks, self.dtype or each.tensor.dtype, mesh_device(each.tensor.device_mesh))
-            found.setdefault(key, (axis, []))[1].append((each, placed))
-        loads: list[dict[int, float]] = []  # loads by rank, for each group so far
-        domains = []
-        for key in sorted(found, key=lambda key: (-len(key.ranks), found[key][1][0][0].position)):
-            axis, members = found[key]
-            planned = [PlannedTensor(each.name, placed, key.dtype.itemsize, each.rule) for each, placed in members]
-            # All ranks of this group know only the loads of groups that they are all in.
-            known = [each for each in loads if each.keys() >= {*key.ranks}]
-            before = [sum(each[rank] for each in known) for rank in key.ranks]
-            plan = plan_matrices(
-                planned,
-                len(key.ranks),
-                cost=self.cost,
-                bucket_nbytes=self.bucket_nbytes,
-                before=before,
-                last_first=self.last_first,
-            )
-            own = [load - earlier for load, earlier in zip(plan.loads, before, strict=True)]
-            loads.append(dict(zip(key.ranks, own, strict=True)))
-            positions = tuple(each.position for each, _ in members)
-            domains.append(Domain(axis, key.ranks, positions, plan, key.dtype, key.device))
-        return domains
+def _planned(
+    subjects: Sequence[Subject], dtype: torch.dtype | None, plan: Callable[..., GroupPlan], *, shares: bool
+) -> list[Domain]:
+    """The domains. ``shares`` says whether copies of a tensor share the work; otherwise each does its own."""
+    found: dict[_Key, tuple[Axis, list[tuple[Subject, Placed]]]] = {}
+    for each in subjects:
+        axis, ranks, placed = _on_group(each, shares=shares)
+        key = _Key(ranks, dtype or each.tensor.dtype, mesh_device(each.tensor.device_mesh))
+        found.setdefault(key, (axis, []))[1].append((each, placed))
+    loads: list[dict[int, float]] = []  # loads by rank, for each group so far
+    domains = []
+    for key in sorted(found, key=lambda key: (-len(key.ranks), found[key][1][0][0].position)):
+        axis, members = found[key]
+        tensors = [PlannedTensor(each.name, placed, key.dtype.itemsize, each.rule) for each, placed in members]
+        # All ranks of this group know only the loads of groups that they are all in.
+        known = [each for each in loads if each.keys() >= {*key.ranks}]
+        before = [sum(each[rank] for each in known) for rank in key.ranks]
+        made = plan(tensors, len(key.ranks), before=before)
+        own = [load - earlier for load, earlier in zip(made.loads, before, strict=True)]
+        loads.append(dict(zip(key.ranks, own, strict=True)))
+        positions = tuple(each.position for each, _ in members)
+        domains.append(Domain(axis, key.ranks, positions, made, key.dtype, key.device))
+    return domains
 
 
 class _Key(NamedTuple):
@@ -199,3 +192,21 @@ def _on_group(subject: Subject, *, shares: bool) -> tuple[Axis, tuple[int, ...],
     coordinates: tuple[Coordinate, ...] = tuple(reached[rank] for rank in ranks)
     placed = Placed(tuple(tensor.shape), tuple(cuts[i] for i in axes), coordinates)
     return axis, ranks, placed
+
+
+def joint_axis(mesh: DeviceMesh, axes: Sequence[int]) -> Axis:
+    """Join several axes of ``mesh``, given by position, into one with the ranks that this rank reaches over them,
+    ascending. Collective if more than one of them has several ranks: a process group is then made, once."""
+    long = [Axis(mesh.get_group(i), mesh.size(i), mesh.get_local_rank(i)) for i in axes if mesh.size(i) > 1]
+    if len(long) < 2:
+        return next((replace(each, rank=dist.get_rank(each.group)) for each in long), NO_AXIS)
+    return own_axis(sorted(ranks_along(mesh, axes)), "fsdp2_joint", long, mesh_device(mesh))
+
+
+def ranks_along(mesh: DeviceMesh, axes: Sequence[int]) -> dict[int, tuple[int, ...]]:
+    """The global ranks that this rank reaches over ``axes`` of ``mesh``, with their coordinates on these axes."""
+    own = mesh.get_coordinate()
+    assert own is not None
+    reached = mesh.mesh[tuple(slice(None) if axis in axes else own[axis] for axis in range(mesh.ndim))]
+    coordinates = itertools.product(*(range(mesh.size(axis)) for axis in axes))
+    return dict(zip(reached.flatten().tolist(), coordinates, strict=True))

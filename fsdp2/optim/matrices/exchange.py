@@ -8,7 +8,8 @@ once the compute stream has waited for the last message that reads or writes it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -44,21 +45,18 @@ class Message:
         with self._streams.on_gather:
             fill(self._sent)
             if self._axis.group is not None:
-                self._works = self._launch(self._axis.group)
+                with _naming_ranks(self._axis):
+                    work = launched(
+                        dist.all_to_all_single,
+                        self._arrived,
+                        self._sent,
+                        self._sizes,
+                        self._sent_sizes,
+                        group=self._axis.group,
+                        async_op=not self._streams.runs_ahead,
+                    )
+                self._works = () if work is None else (work,)
             self._event = self._streams.record()
-
-    def _launch(self, group: dist.ProcessGroup) -> Sequence[Waitable]:
-        with _Told(self._axis):
-            work = launched(
-                dist.all_to_all_single,
-                self._arrived,
-                self._sent,
-                self._sizes,
-                self._sent_sizes,
-                group=group,
-                async_op=not self._streams.runs_ahead,
-            )
-        return () if work is None else (work,)
 
     def wait(self) -> Tensor:
         """Return the received elements, ``[sum of sizes]``, for the compute stream. Call it once: nothing is kept.
@@ -66,7 +64,7 @@ class Message:
         Raises:
             CommunicationError: a rank is lost.
         """
-        with _Told(self._axis):
+        with _naming_ranks(self._axis):
             wait_for(self._works)
         self._streams.wait_here(self._event)  # compute waits for the gather stream: it reads what has arrived
         self._works, self._event = (), None
@@ -75,18 +73,16 @@ class Message:
         return arrived
 
 
-class _Told:
-    """Makes errors of the backend in the block name the ranks that may be lost."""
-
-    def __init__(self, axis: Axis) -> None:
-        self._axis = axis
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if isinstance(error, CommunicationError) and self._axis.group is not None:
-            story = "exchange shards with the owners of matrices"
-            raise lost("whole_matrices", error, story, [self._axis.group]) from error.__cause__
+@contextmanager
+def _naming_ranks(axis: Axis) -> Iterator[None]:
+    """Let errors of the backend in the block name the ranks that may be lost."""
+    try:
+        yield
+    except CommunicationError as error:
+        if axis.group is None:
+            raise
+        story = "exchange shards with the owners of matrices"
+        raise lost("whole_matrices", error, story, [axis.group]) from error.__cause__
 
 
 def send_shards(axis: Axis, messages: BucketMessages, source: Source, like: Tensor) -> Message:

@@ -9,17 +9,17 @@ neighbouring slots on its own, which changes no byte of a message.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import TypeVar
 
 from fsdp2.optim.matrices.planner import Bucket, GroupPlan
 from fsdp2.optim.matrices.regions import Piece
 from fsdp2.optim.matrices.rules import Box
 
 Slices = tuple[slice, ...]
-_Part = tuple[int, tuple[Any, ...]]  # number of elements, or an offset; and the rest of a slot
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,9 @@ class BucketMessages:
     returns_whole: bool
 
 
+S = TypeVar("S", ShardSlot, MatrixSlot)
+
+
 def messages_of(plan: GroupPlan, bucket: Bucket, me: int) -> BucketMessages:
     """The messages of ``bucket`` for the member ``me``."""
     members = range(plan.num_members)
@@ -85,30 +88,27 @@ def messages_of(plan: GroupPlan, bucket: Bucket, me: int) -> BucketMessages:
         Stack(rows, columns, tuple(group))
         for (rows, columns), group in groupby(owned, key=lambda i: (plan.matrices[i].rows, plan.matrices[i].columns))
     )
-    given, results = (
-        _Message(_shard_slots(plan, bucket, me, owner, of_all_copies=of_all) for owner in members)
-        for of_all in (False, True)
-    )
-    arriving, returned = (
-        _Message(_matrix_slots(plan, stacks, me, member, of_all_copies=of_all) for member in members)
-        for of_all in (False, True)
-    )
-    arriving_slots, returned_slots = (
-        _joined_matrices(stacks, [MatrixSlot(offset, *slot) for offset, slot in each.slots])
-        for each in (arriving, returned)
-    )
+
+    def shard_slots(*, of_all_copies: bool) -> tuple[tuple[ShardSlot, ...], list[int]]:
+        each = (_shard_slots(plan, bucket, me, owner, of_all_copies=of_all_copies) for owner in members)
+        return _in_a_row(each, partial(_joined_shards, plan, me))
+
+    def matrix_slots(*, of_all_copies: bool) -> tuple[tuple[MatrixSlot, ...], list[int]]:
+        each = (_matrix_slots(plan, stacks, me, member, of_all_copies=of_all_copies) for member in members)
+        return _in_a_row(each, partial(_joined_matrices, stacks))
+
+    arriving, arriving_sizes = matrix_slots(of_all_copies=False)
+    returned, returned_sizes = matrix_slots(of_all_copies=True)
     return BucketMessages(
         stacks,
-        _joined_shards(plan, me, [ShardSlot(offset, *slot) for offset, slot in given.slots]),
-        given.sizes,
-        arriving_slots,
-        arriving.sizes,
-        returned_slots,
-        returned.sizes,
-        _joined_shards(plan, me, [ShardSlot(offset, *slot) for offset, slot in results.slots]),
-        results.sizes,
-        arrives_whole=_lie_as_stacks(stacks, arriving_slots),
-        returns_whole=_lie_as_stacks(stacks, returned_slots),
+        *shard_slots(of_all_copies=False),
+        arriving,
+        arriving_sizes,
+        returned,
+        returned_sizes,
+        *shard_slots(of_all_copies=True),
+        arrives_whole=_lie_as_stacks(stacks, arriving),
+        returns_whole=_lie_as_stacks(stacks, returned),
     )
 
 
@@ -140,70 +140,61 @@ def _start(slot: MatrixSlot) -> int:
     return 0 if slot.count > 1 else start
 
 
-def _joined_shards(plan: GroupPlan, me: int, slots: Sequence[ShardSlot]) -> tuple[ShardSlot, ...]:
-    """Merge ``slots`` with consecutive rows of one shard, such as experts, into one slot."""
-    found: list[ShardSlot] = []
-    for slot in slots:
-        last = found[-1] if found else None
-        if last is not None and (last.tensor, last.slices[1:]) == (slot.tensor, slot.slices[1:]):
-            first, second = last.slices[0], slot.slices[0]
-            if first.stop == second.start and last.offset + math.prod(last.shape) == slot.offset:
-                shape = (last.shape[0] + slot.shape[0], *slot.shape[1:])
-                slices = (slice(first.start, second.stop), *slot.slices[1:])
-                is_all = shape == plan.tensors[slot.tensor].placed.local_shape(me)
-                found[-1] = ShardSlot(last.offset, shape, slot.tensor, slices, is_all)
-                continue
-        found.append(slot)
-    return tuple(found)
+def _in_a_row(parts: Iterable[Iterable[S]], joined: Callable[[S, S], S | None]) -> tuple[tuple[S, ...], list[int]]:
+    """Give slots their offsets, one after another, and merge neighbours where ``joined`` can. ``parts`` has the slots
+    for each other member; also returns the number of elements for each."""
+    slots: list[S] = []
+    sizes: list[int] = []
+    end = 0
+    for part in parts:
+        start = end
+        for slot in part:
+            placed = replace(slot, offset=end)
+            end += math.prod(slot.shape)
+            merged = joined(slots[-1], placed) if slots else None
+            if merged is None:
+                slots.append(placed)
+            else:
+                slots[-1] = merged
+        sizes.append(end - start)
+    return tuple(slots), sizes
 
 
-def _joined_matrices(stacks: Sequence[Stack], slots: Sequence[MatrixSlot]) -> tuple[MatrixSlot, ...]:
-    """Merge ``slots`` with consecutive whole matrices of one stack into one slot."""
-    found: list[MatrixSlot] = []
-    for slot in slots:
-        stack = stacks[slot.stack]
-        size = stack.rows * stack.columns
-        last = found[-1] if found else None
-        if last is not None and math.prod(slot.shape) == size and math.prod(last.shape) == last.count * size:
-            is_next = last.stack == slot.stack and last.index + last.count == slot.index
-            if is_next and last.offset + last.count * size == slot.offset:
-                count = last.count + 1
-                shape = (count, stack.rows, stack.columns)
-                found[-1] = replace(last, shape=shape, count=count)
-                continue
-        found.append(slot)
-    return tuple(found)
+def _joined_shards(plan: GroupPlan, me: int, last: ShardSlot, slot: ShardSlot) -> ShardSlot | None:
+    """One slot for both if they have consecutive rows of one shard, such as experts."""
+    first, second = last.slices[0], slot.slices[0]
+    if first.stop != second.start or (last.tensor, last.slices[1:]) != (slot.tensor, slot.slices[1:]):
+        return None
+    shape = (last.shape[0] + slot.shape[0], *slot.shape[1:])
+    slices = (slice(first.start, second.stop), *slot.slices[1:])
+    return ShardSlot(last.offset, shape, slot.tensor, slices, shape == plan.tensors[slot.tensor].placed.local_shape(me))
 
 
-class _Message:
-    """Consecutive slots. ``parts`` has, for each other member, the number of elements and the rest of each slot."""
-
-    def __init__(self, parts: Iterable[Iterable[_Part]]) -> None:
-        self.slots: list[_Part] = []
-        self.sizes: list[int] = []
-        end = 0
-        for part in parts:
-            start = end
-            for numel, slot in part:
-                self.slots.append((end, slot))
-                end += numel
-            self.sizes.append(end - start)
+def _joined_matrices(stacks: Sequence[Stack], last: MatrixSlot, slot: MatrixSlot) -> MatrixSlot | None:
+    """One slot for both if they have consecutive whole matrices of one stack."""
+    stack = stacks[slot.stack]
+    size = stack.rows * stack.columns
+    are_whole = math.prod(slot.shape) == size and math.prod(last.shape) == last.count * size
+    if not are_whole or (last.stack, last.index + last.count) != (slot.stack, slot.index):
+        return None
+    count = last.count + 1
+    return replace(last, shape=(count, stack.rows, stack.columns), count=count)
 
 
-def _shard_slots(plan: GroupPlan, bucket: Bucket, me: int, owner: int, *, of_all_copies: bool) -> Iterator[_Part]:
-    """What ``me`` sends to ``owner``; with ``of_all_copies``, what ``owner`` sends back."""
+def _shard_slots(plan: GroupPlan, bucket: Bucket, me: int, owner: int, *, of_all_copies: bool) -> Iterator[ShardSlot]:
+    """What ``me`` sends to ``owner``; with ``of_all_copies``, what ``owner`` sends back. Offsets are not known yet."""
     for index in bucket.of_owner[owner]:
         tensor = plan.matrices[index].tensor
         placed = plan.tensors[tensor].placed
         if of_all_copies or placed.copy_of(me) == placed.copy_of(owner):
-            local_shape = placed.local_shape(me)
-            for piece in placed.pieces(me, plan.matrices[index].box):
-                yield piece.numel, (piece.shape, tensor, _slices(piece.local), piece.shape == local_shape)
+            for piece in local_pieces(plan, me, index):
+                is_all = piece.shape == placed.local_shape(me)
+                yield ShardSlot(0, piece.shape, tensor, _slices(piece.local), is_all)
 
 
 def _matrix_slots(
-    plan: GroupPlan, stacks: tuple[Stack, ...], me: int, member: int, *, of_all_copies: bool
-) -> Iterator[_Part]:
+    plan: GroupPlan, stacks: Sequence[Stack], me: int, member: int, *, of_all_copies: bool
+) -> Iterator[MatrixSlot]:
     """What ``me``, the owner, receives from ``member``; with ``of_all_copies``, what ``me`` returns to it."""
     for number, stack in enumerate(stacks):
         for position, index in enumerate(stack.matrices):
@@ -211,8 +202,8 @@ def _matrix_slots(
             placed = plan.tensors[matrix.tensor].placed
             if of_all_copies or placed.copy_of(me) == placed.copy_of(member):
                 box_shape = tuple(stop - start for start, stop in matrix.box)
-                for piece in placed.pieces(member, matrix.box):
-                    yield piece.numel, (piece.shape, number, position, box_shape, _slices(piece.inside))
+                for piece in local_pieces(plan, member, index):
+                    yield MatrixSlot(0, piece.shape, number, position, box_shape, _slices(piece.inside))
 
 
 def local_pieces(plan: GroupPlan, me: int, index: int) -> tuple[Piece, ...]:

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import zip_longest
 
 from fsdp2.extras.sizes import text_of
 from fsdp2.optim.matrices.regions import Placed
@@ -215,8 +216,9 @@ def plan_matrices(
     """
     matrices = matrices_of(tensors, cost)
     before = tuple(before) or (0.0,) * num_members
-    owners = _owners(tensors, matrices, num_members, before)
-    _improve(matrices, owners, before)
+    bound = least_largest_load([matrix.cost for matrix in matrices], num_members, before)
+    owners = _owners(tensors, matrices, before, bound)
+    _improve(matrices, owners, before, bound)
     share_nbytes = bucket_nbytes * 2 // 5  # it exists as sent, received, stack, result and returned
     while True:
         buckets = _buckets(tensors, matrices, owners, num_members, share_nbytes, last_first)
@@ -270,10 +272,9 @@ def _least_members(numbers: Counter[float], load: float) -> int:
 
 
 def _owners(
-    tensors: Sequence[PlannedTensor], matrices: Sequence[Matrix], num_members: int, before: Sequence[float]
+    tensors: Sequence[PlannedTensor], matrices: Sequence[Matrix], before: Sequence[float], bound: float
 ) -> list[int]:
     owners = [0] * len(matrices)
-    bound = least_largest_load([matrix.cost for matrix in matrices], num_members, before)
     load_of = list(before)
     idle: dict[float, set[int]] = {}  # members by load
     for member, load in enumerate(before):
@@ -300,12 +301,11 @@ def _owners(
     return owners
 
 
-def _improve(matrices: Sequence[Matrix], owners: list[int], before: Sequence[float]) -> None:
+def _improve(matrices: Sequence[Matrix], owners: list[int], before: Sequence[float], bound: float) -> None:
     """Relieve the busiest member until the optimum is reached or no move of its matrices helps. Writes ``owners``."""
     loads = list(before)
     for matrix, owner in zip(matrices, owners, strict=True):
         loads[owner] += matrix.cost
-    bound = least_largest_load([matrix.cost for matrix in matrices], len(loads), before)
     for _ in range(_MOST_IMPROVEMENTS):
         busiest = max(range(len(loads)), key=lambda member: (loads[member], -member))
         if loads[busiest] <= bound * 1.001 or not _relieve(busiest, matrices, owners, loads):
@@ -321,17 +321,16 @@ def _relieve(busiest: int, matrices: Sequence[Matrix], owners: list[int], loads:
     mine = [(cost, index) for (owner, cost), index in cheapest_first.items() if owner == busiest]
     others = [(owner, cost, index) for (owner, cost), index in cheapest_first.items() if owner != busiest]
     others += [(member, 0.0, -1) for member in range(len(loads)) if member != busiest]
-    best: tuple[float, int, int, int] | None = None
+    best: tuple[float, float, int, int, int] | None = None
     for cost, index in mine:
         for owner, other_cost, other in others:
             moved = cost - other_cost
             peak = max(loads[busiest] - moved, loads[owner] + moved)
             if peak < loads[busiest] * (1 - 1e-9) and moved > 0 and (best is None or peak < best[0]):
-                best = peak, index, owner, other
+                best = peak, moved, index, owner, other
     if best is None:
         return False
-    _, index, owner, other = best
-    moved = matrices[index].cost - (matrices[other].cost if other >= 0 else 0.0)
+    _, moved, index, owner, other = best
     owners[index] = owner
     if other >= 0:
         owners[other] = busiest
@@ -349,34 +348,23 @@ def _buckets(
     last_first: bool,
 ) -> tuple[Bucket, ...]:
     """Fill the buckets: each owner fills its share of one bucket, then that of the next."""
-    of_owner: list[list[int]] = [[] for _ in range(num_members)]
-    for index, owner in enumerate(owners):
-        of_owner[owner].append(index)
-    shares = [_shares(tensors, matrices, owned, share_nbytes, last_first) for owned in of_owner]
-    num_buckets = max(map(len, shares), default=0)
-    return tuple(
-        Bucket(tuple(share[number] if number < len(share) else () for share in shares)) for number in range(num_buckets)
-    )
 
-
-def _shares(
-    tensors: Sequence[PlannedTensor],
-    matrices: Sequence[Matrix],
-    owned: Sequence[int],
-    share_nbytes: int,
-    last_first: bool,
-) -> list[tuple[int, ...]]:
     def dearest_first(index: int) -> tuple[float, int, int, int]:
         matrix = matrices[index]
         return -matrix.cost, matrix.rows, matrix.columns, index
 
-    shares: list[list[int]] = []
-    left = 0
-    for index in sorted(owned, reverse=True) if last_first else sorted(owned, key=dearest_first):
+    shares: list[list[list[int]]] = [[] for _ in range(num_members)]
+    left = [0] * num_members
+    order = range(len(matrices))
+    for index in reversed(order) if last_first else sorted(order, key=dearest_first):
+        owner = owners[index]
         nbytes = matrices[index].numel * tensors[matrices[index].tensor].itemsize
-        if not shares or nbytes > left:
-            shares.append([])
-            left = share_nbytes
-        shares[-1].append(index)
-        left -= nbytes
-    return [tuple(sorted(share, key=dearest_first)) for share in shares]
+        if not shares[owner] or nbytes > left[owner]:
+            shares[owner].append([])
+            left[owner] = share_nbytes
+        shares[owner][-1].append(index)
+        left[owner] -= nbytes
+    return tuple(
+        Bucket(tuple(tuple(sorted(share, key=dearest_first)) for share in of_owner))
+        for of_owner in zip_longest(*shares, fillvalue=[])
+    )

@@ -73,10 +73,6 @@ class Placed:
             at if axis.dim is None else 0 for at, axis in zip(self.coordinates[member], self.axes, strict=True)
         )
 
-    @property
-    def num_copies(self) -> int:
-        return math.prod(axis.size for axis in self.axes if axis.dim is None)
-
     def pieces(self, member: int, box: Box) -> tuple[Piece, ...]:
         """The pieces of ``box`` that ``member`` has, in the order that messages use."""
         return _pieces(self.shape, self.axes, self.coordinates[member], box)

@@ -85,19 +85,15 @@ class MatrixRule:
         rows, columns = shape
         if self.kind == "whole":
             return [MatrixBox(full, rows, columns)]
-        if self.kind == "columns":
-            return [
-                MatrixBox((full[0], piece), rows, piece[1] - piece[0], f"[{index}]")
-                for index, piece in enumerate(self._pieces(shape, 1, self.sizes))
-            ]
-        sizes = self.sizes
+        sizes, dim = self.sizes, 1 if self.kind == "columns" else 0
         if self.kind == "heads":
             (num_heads,) = self.sizes
             self._expect(num_heads > 0 and rows % num_heads == 0, shape, f"rows that {num_heads} heads divide")
             sizes = (rows // num_heads,) * num_heads
+        boxes = [(full[0], piece) if dim else (piece, full[1]) for piece in self._pieces(shape, dim, sizes)]
         return [
-            MatrixBox((piece, full[1]), piece[1] - piece[0], columns, f"[{index}]")
-            for index, piece in enumerate(self._pieces(shape, 0, sizes))
+            MatrixBox((down, across), down[1] - down[0], across[1] - across[0], f"[{index}]")
+            for index, (down, across) in enumerate(boxes)
         ]
 
     def _batched(self, shape: Sequence[int]) -> list[MatrixBox]:

@@ -7,7 +7,8 @@ function raises sends zeros, all ranks learn of it after the last message, and n
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -178,7 +179,7 @@ class WholeMatrices:
         def on_batch(batch: Tensor, matrices: Sequence[Matrix]) -> Tensor:
             results = []
             for whole, matrix in zip(batch, matrices, strict=True):
-                with _Named(f"'{matrix.name}'"):
+                with _naming(f"'{matrix.name}'"):
                     results.append(_checked(fn(whole, matrix), whole.shape))
             return torch.stack(results) if len(results) != 1 else results[0].unsqueeze(0)
 
@@ -203,11 +204,8 @@ class WholeMatrices:
             raise ValueError(f"whole_matrices: got {len(tensors)} tensors, but {len(self._subjects)} were planned.")
         for tensor, planned in zip(tensors, self._subjects, strict=True):
             like = planned.tensor
-            is_alike = isinstance(tensor, DTensor) and (tensor.shape, tensor.placements) == (
-                like.shape,
-                like.placements,
-            )
-            if not is_alike:
+            is_placed = isinstance(tensor, DTensor) and tensor.placements == like.placements
+            if not is_placed or tensor.shape != like.shape:
                 raise ValueError(
                     f"whole_matrices: what is given for '{planned.name}' is not placed as planned: expected a DTensor "
                     f"of shape {tuple(like.shape)} with placements {like.placements}."
@@ -323,7 +321,7 @@ class _Step:
             stack, matrices = stacks.pop(0), self._matrices[len(results)]
             shape = stack.shape
             try:
-                with _Named(_names(matrices)):
+                with _naming(_names(matrices)):
                     results.append(_checked(fn(stack, matrices), shape))
             except _FailedError as error:
                 failures.append(
@@ -357,17 +355,15 @@ class _FailedError(Exception):
         self.name, self.cause = name, cause
 
 
-class _Named:
-    """Turns exceptions in the block into ``_FailedError`` with the name of the matrices, unless they are such."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if isinstance(error, Exception) and not isinstance(error, _FailedError):
-            raise _FailedError(self._name, f"{type(error).__name__}: {error}") from error
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Turn exceptions in the block into ``_FailedError`` with the name of the matrices, unless they are such."""
+    try:
+        yield
+    except _FailedError:
+        raise
+    except Exception as error:
+        raise _FailedError(name, f"{type(error).__name__}: {error}") from error
 
 
 def _checked(result: object, shape: torch.Size) -> Tensor:

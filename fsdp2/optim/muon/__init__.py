@@ -1,7 +1,7 @@
 """Muon on sharded parameters.
 
-``optimizer`` has the optimizer; ``update`` defines what a step computes for one parameter, ``early`` lets a step begin
-during backward, and ``groups`` divides the parameters of a model into param groups.
+``optimizer`` has the optimizer; ``update`` defines what a step computes for one parameter, also if it begins during
+backward, and ``groups`` divides the parameters of a model into param groups.
 """
 
 from fsdp2.optim.muon.groups import muon_groups

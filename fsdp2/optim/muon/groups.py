@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from fsdp2.extras.plain_names import plain_name
 from fsdp2.optim.matrices.run import Rule
 
+_HEADS = ("lm_head", "head", "output", "unembed", "classifier", "score")
+
 
 def muon_groups(
     model: nn.Module,
@@ -35,7 +37,7 @@ def muon_groups(
     Returns:
         At most two groups of named parameters, one for Muon and one for AdamW. Frozen parameters are in neither.
     """
-    taken = is_matrix or _UsualRule(model, rule)
+    taken = is_matrix or _usual_rule(model, rule)
     named = [(plain_name(model, name), param) for name, param in model.named_parameters() if param.requires_grad]
     matrices = [(name, param) for name, param in named if taken(name, param)]
     names = {name for name, _ in matrices}
@@ -50,26 +52,23 @@ def muon_groups(
     return groups
 
 
-class _UsualRule:
+def _usual_rule(model: nn.Module, rule: Rule | None) -> Callable[[str, Tensor], bool]:
     """Decides which parameters Muon steps by default."""
+    embeddings = {
+        id(param)
+        for module in model.modules()
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+        for param in module.parameters(recurse=False)
+    }
 
-    _HEADS = ("lm_head", "head", "output", "unembed", "classifier", "score")
-
-    def __init__(self, model: nn.Module, rule: Rule | None) -> None:
-        self._rule = rule
-        self._embeddings = {
-            id(param)
-            for module in model.modules()
-            if isinstance(module, (nn.Embedding, nn.EmbeddingBag))
-            for param in module.parameters(recurse=False)
-        }
-
-    def __call__(self, name: str, param: Tensor) -> bool:
-        *path, leaf = name.split(".")
-        if self._rule is not None and self._rule(name, param) is not None:
+    def is_matrix(name: str, param: Tensor) -> bool:
+        if rule is not None and rule(name, param) is not None:
             return True
-        is_head = len(path) > 0 and path[-1] in self._HEADS and len(path) <= 2
-        return param.ndim == 2 and leaf != "bias" and id(param) not in self._embeddings and not is_head
+        *path, leaf = name.split(".")
+        is_head = 0 < len(path) <= 2 and path[-1] in _HEADS
+        return param.ndim == 2 and leaf != "bias" and id(param) not in embeddings and not is_head
+
+    return is_matrix
 
 
 def _table(matrices: Sequence[tuple[str, Tensor]], others: Sequence[tuple[str, Tensor]]) -> str:

@@ -23,8 +23,7 @@ from fsdp2.extras.sizes import nbytes_of
 from fsdp2.optim.matrices import Matrix, MatrixRule, WholeMatrices, whole_matrices
 from fsdp2.optim.matrices.domains import Copies, subject_of
 from fsdp2.optim.matrices.run import DEFAULT_BUCKET_NBYTES, Rule, Run
-from fsdp2.optim.muon.early import EarlyRun
-from fsdp2.optim.muon.update import BUFFER, Coefficients, Entry, Part, newton_schulz, parts_of
+from fsdp2.optim.muon.update import BUFFER, Coefficients, EarlyRun, Entry, Part, newton_schulz, parts_of
 from fsdp2.optim.own_states import States, loading_itself
 
 _ADJUSTMENTS = (None, "original", "match_rms_adamw")
@@ -138,7 +137,7 @@ class Muon(optim.Optimizer):
     @property
     def plan(self) -> WholeMatrices:
         """The owner rank of each matrix. Collective if parameters were added or moved since the last step."""
-        params = [param for group in self._muon_groups() for param in group["params"]]
+        params = [param for param, _ in self._params()]
         keys = [*params, *torch_names.specs_of(params)]
         is_planned = len(keys) == len(self._planned) and all(map(operator.is_, keys, self._planned))
         if self._plan is None or not is_planned:
@@ -158,16 +157,9 @@ class Muon(optim.Optimizer):
             self._parts = parts_of(self._plan, len(params))
         return self._plan
 
-    def _group_at(self, position: int) -> dict[str, Any]:
-        """The group of the parameter at ``position`` of the plan."""
-        for group in self._muon_groups():
-            if position < len(group["params"]):
-                return group
-            position -= len(group["params"])
-        raise IndexError(position)
-
-    def _group_of(self, matrix: Matrix) -> dict[str, Any]:
-        return self._group_at(self._position_of[id(matrix)])
+    def _params(self) -> list[tuple[Tensor, dict[str, Any]]]:
+        """The parameters of the plan, by position, each with its param group."""
+        return [(param, group) for group in self._muon_groups() for param in group["params"]]
 
     def _rule_of(self, name: str, param: Tensor) -> MatrixRule | None:
         return None if self._rule is None else self._rule(name, param)
@@ -204,19 +196,20 @@ class Muon(optim.Optimizer):
         if early is not None:
             run = early.run
         try:
-            entries += [Entry(param, group, self.state) for group in self._muon_groups() for param in group["params"]]
+            entries += [Entry(param, group, self.state) for param, group in self._params()]
             if early is not None:
                 early.check(entries)
         except ValueError as error:  # perhaps on this rank only
             run.fail(error)
-        outcome = run.finish([entry.has_gradient for entry in entries] or [False] * self.plan.num_tensors)
+        outcome = run.finish([entry.grad is not None for entry in entries] or [False] * self.plan.num_tensors)
         for position, (entry, is_stepped) in enumerate(zip(entries, outcome.flags, strict=True)):
             if is_stepped:
                 entry.write(outcome.results[position], self._parts[position])
                 entry.keep_momentum()
 
     def _orthogonalised(self, batch: Tensor, matrices: Sequence[Matrix]) -> Tensor:
-        groups = [self._group_of(matrix) for matrix in matrices]
+        params = self._params()
+        groups = [params[self._position_of[id(matrix)]][1] for matrix in matrices]
         options = [(each["ns_coefficients"], each["ns_steps"], each["eps"]) for each in groups]
         if all(each == options[0] for each in options):
             return newton_schulz(batch, *options[0])
@@ -231,16 +224,16 @@ class Muon(optim.Optimizer):
         optimizer with ``last_first=True``, so that the first buckets hold the gradients that backward computes first.
         All ranks must use the same parameters.
         """
-        params = [param for group in self._muon_groups() for param in group["params"]]
+        params = self._params()
         self._drop_early()
 
         def entry_of(position: int) -> Entry:
-            return Entry(params[position], self._group_at(position), self.state)
+            return Entry(*params[position], self.state)
 
         early = self._early = EarlyRun(self.plan, self._orthogonalised, entry_of)
         handles = [
             param.register_post_accumulate_grad_hook(lambda _, position=position: early.land(position))
-            for position, param in enumerate(params)
+            for position, (param, _) in enumerate(params)
             if param.requires_grad  # otherwise ``step`` sends its bucket
         ]
         try:
@@ -278,10 +271,8 @@ class Muon(optim.Optimizer):
         """
         groups = state_dict["param_groups"]
         if len(groups) == len(self.param_groups):
-            groups = [
-                {**loaded, "use_muon": loaded.get("use_muon", own["use_muon"])}
-                for loaded, own in zip(groups, self.param_groups, strict=True)
-            ]
+            pairs = zip(groups, self.param_groups, strict=True)
+            groups = [{**loaded, "use_muon": loaded.get("use_muon", own["use_muon"])} for loaded, own in pairs]
             self._check_states(groups, state_dict["state"])
         self._drop_early()
         with loading_itself(self, BUFFER.__eq__, lambda _: None, self._load_momentum):
