@@ -24,11 +24,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp2.core.api.fully_shard import fully_shard
-from fsdp2.core.api.module import FSDPModule, GradientReductionHandle, UnshardHandle, share_comm_ctx
-from fsdp2.core.comm.custom import AllGather, ReduceScatter
-from fsdp2.core.runtime.unit import unit_of
-from fsdp2.core.types import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from fsdp2.core import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    FSDPModule,
+    GradientReductionHandle,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    UnshardHandle,
+    comms,
+    fully_shard,
+    share_comm_ctx,
+    unit_of,
+)
 from fsdp2.extras import torch_names
 from fsdp2.extras.forward_methods import register_fsdp_forward_method
 from fsdp2.extras.plain_names import plain_named_modules
@@ -84,7 +92,7 @@ _NAMES: dict[str, Any] = {
     "register_fsdp_forward_method": register_fsdp_forward_method,
     "share_comm_ctx": share_comm_ctx,
 }
-_NAMES_OF_SOURCES: dict[str, Any] = {**_NAMES, "AllGather": AllGather, "ReduceScatter": ReduceScatter}
+_NAMES_OF_SOURCES: dict[str, Any] = {**_NAMES, "AllGather": comms.AllGather, "ReduceScatter": comms.ReduceScatter}
 _NAMES_OF_FSDP1 = ("FlatParameter", "FullyShardedDataParallel", "ShardedGradScaler")
 
 _logger = logging.getLogger("fsdp2")

@@ -22,6 +22,7 @@ from fsdp2.core.plan.plan import (
     Origin,
     PlanInput,
     ReducePlan,
+    ReduceStep,
     Route,
     Routing,
     compile_gather,

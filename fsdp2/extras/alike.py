@@ -19,10 +19,7 @@ from itertools import chain
 
 import torch.distributed as dist
 
-from fsdp2.core.group.group import ParamGroup
-from fsdp2.core.plan.mesh import ParallelMesh
-from fsdp2.core.runtime.unit import Unit
-from fsdp2.core.runtime.unit_tree import TreeChecks, UnitTree
+from fsdp2.core import ParallelMesh, ParamGroup, TreeChecks, Unit, UnitTree
 from fsdp2.extras import torch_names
 from fsdp2.extras.board import Board
 from fsdp2.extras.claims import FLAGS, GRADIENTS, UNFINISHED, UNITS, Claim

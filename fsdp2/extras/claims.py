@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from fsdp2.core.types import DOCS
+from fsdp2.core import DOCS
 
 # Either a flag for each name, or names in the order in which something happened to them.
 Claim = Mapping[str, bool] | Sequence[str]

@@ -13,11 +13,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from fsdp2.core import _torch
-from fsdp2.core.api.arguments import expect
-from fsdp2.core.comm.custom import AllGather, Comm, GathersBy, ReducesBy, ReduceScatter
-from fsdp2.core.group.group import ParamGroup
-from fsdp2.core.runtime.unit import Unit
+from fsdp2.core import ParamGroup, Unit, _torch, comms, expect
 from fsdp2.extras import torch_names
 
 
@@ -53,7 +49,7 @@ class SymmetricMemory:
         torch_names.symmetric_memory.rendezvous(tensor, group.group_name)
 
 
-class _InMemory(Comm):
+class _InMemory(comms.Comm):
     """A comm whose buffers come from the chosen ``memory``."""
 
     def __init__(self, memory: BackendMemory | SymmetricMemory) -> None:
@@ -63,7 +59,7 @@ class _InMemory(Comm):
         return self.memory.allocate(size, dtype, device)
 
 
-class BackendAllGather(_InMemory, AllGather):
+class BackendAllGather(_InMemory, comms.AllGather):
     """The backend's all-gather in chosen ``memory``."""
 
     def __call__(
@@ -77,7 +73,7 @@ class BackendAllGather(_InMemory, AllGather):
         return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
 
 
-class BackendReduceScatter(_InMemory, ReduceScatter):
+class BackendReduceScatter(_InMemory, comms.ReduceScatter):
     """The backend's reduce-scatter in chosen ``memory``."""
 
     def __call__(
@@ -95,16 +91,19 @@ class BackendReduceScatter(_InMemory, ReduceScatter):
 
 def in_memory(memory: BackendMemory | SymmetricMemory) -> dict[str, Any]:
     """The options of a group that communicates in ``memory``."""
-    return {"gathers_by": GathersBy(BackendAllGather(memory)), "reduces_by": ReducesBy(BackendReduceScatter(memory))}
+    return {
+        "gathers_by": comms.GathersBy(BackendAllGather(memory)),
+        "reduces_by": comms.ReducesBy(BackendReduceScatter(memory)),
+    }
 
 
 def has_memory(group: ParamGroup, kind: type) -> bool:
     """Whether ``group`` gathers in memory of ``kind``."""
     by = group.options.gathers_by
-    return isinstance(by, GathersBy) and _is_in(by.interface, kind)
+    return isinstance(by, comms.GathersBy) and _is_in(by.interface, kind)
 
 
-def _is_in(comm: Comm, kind: type) -> bool:
+def _is_in(comm: comms.Comm, kind: type) -> bool:
     return isinstance(getattr(comm, "memory", None), kind)
 
 
@@ -146,7 +145,7 @@ def _use_symmetric_memory(caller: str, unit: Unit, backend: Any) -> None:
 def _check_no_other_comm(caller: str, unit: Unit, kind: type) -> None:
     """Refuse a unit with a comm that ``caller`` did not set; comms that it sets have memory of ``kind``."""
     made = [by for group in unit.groups for by in (group.options.gathers_by, group.options.reduces_by)]
-    for comm in (by.interface for by in made if isinstance(by, (GathersBy, ReducesBy))):
+    for comm in (by.interface for by in made if isinstance(by, (comms.GathersBy, comms.ReducesBy))):
         if not _is_in(comm, kind):
             raise ValueError(
                 f"{caller}: unit '{unit.name}' already communicates by a {type(comm).__name__}, which allocates its "

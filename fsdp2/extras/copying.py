@@ -13,13 +13,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from fsdp2.core import _torch
-from fsdp2.core.group.group import ParamGroup
-from fsdp2.core.group.param import ShardedParam, Slot
-from fsdp2.core.marks import UNIT, is_plain
-from fsdp2.core.runtime.unit import Unit, unit_of
-from fsdp2.core.runtime.unit_tree import tree_of
-from fsdp2.core.types import ScheduleError
+from fsdp2.core import ParamGroup, ScheduleError, ShardedParam, Slot, Unit, _torch, is_plain, marks, tree_of, unit_of
 from fsdp2.extras import torch_names
 from fsdp2.extras.forward_methods import FORWARD_METHOD, like_forward
 from fsdp2.extras.unit_checks import finalizes_by_hand
@@ -68,7 +62,7 @@ def _copied_attributes(module: nn.Module, memo: Memo) -> nn.Module:
         has_own = sum("__deepcopy__" in vars(each) for each in type(module).__mro__) > 1  # besides FSDPModule's
         cls = nn.Module if has_own else type(module)
         state = dict(cls.__getstate__(module))  # omits what compile() has added
-        del state[UNIT]
+        del state[marks.UNIT]
         cls.__setstate__(made, copy.deepcopy(state, memo))
     return cast(nn.Module, memo[id(module)])
 

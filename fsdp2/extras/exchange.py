@@ -11,11 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp2.core import _torch
-from fsdp2.core.comm.backends import all_reduce
-from fsdp2.core.comm.streams import launched, wait_for, waiting
-from fsdp2.core.plan.mesh import NO_AXIS, Axis
-from fsdp2.core.types import ScheduleError
+from fsdp2.core import Axis, ScheduleError, _torch, comms, plans
 
 
 def exchange(axis: Axis, value: object) -> list[Any]:
@@ -23,10 +19,10 @@ def exchange(axis: Axis, value: object) -> list[Any]:
     if axis.group is None or axis.size == 1:
         return [value]
     if _torch.backend_name(axis.group, torch.device("cpu")) == "gloo":
-        return launched(_exchange_by_sums, axis, value)
+        return comms.launched(_exchange_by_sums, axis, value)
     values: list[Any] = [None] * axis.size
-    with waiting():
-        launched(dist.all_gather_object, values, value, group=axis.group)
+    with comms.waiting():
+        comms.launched(dist.all_gather_object, values, value, group=axis.group)
     return values
 
 
@@ -45,14 +41,14 @@ def _exchange_by_sums(axis: Axis, value: object) -> list[Any]:
 
 
 def _summed(axis: Axis, tensor: torch.Tensor) -> torch.Tensor:
-    wait_for(all_reduce(axis.group, tensor))
+    comms.wait_for(comms.all_reduce(axis.group, tensor))
     return tensor
 
 
 def axis_of(group: dist.ProcessGroup | None) -> Axis:
     """The ranks of ``group``, or all ranks."""
     group = group or (dist.group.WORLD if dist.is_initialized() else None)
-    return NO_AXIS if group is None else Axis(group, dist.get_world_size(group), dist.get_rank(group))
+    return plans.NO_AXIS if group is None else Axis(group, dist.get_world_size(group), dist.get_rank(group))
 
 
 @contextmanager

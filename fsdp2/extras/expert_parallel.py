@@ -15,10 +15,7 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp2.core import _torch
-from fsdp2.core.api.fully_shard import fully_shard
-from fsdp2.core.group.group import ParamGroup
-from fsdp2.core.runtime.unit import unit_of, units_under
+from fsdp2.core import ParamGroup, _torch, fully_shard, unit_of, units_under
 from fsdp2.extras import torch_names
 
 _M = TypeVar("_M", bound=nn.Module)

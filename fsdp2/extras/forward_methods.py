@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp2.core import _torch
-from fsdp2.core.runtime.unit import Unit, unit_of
+from fsdp2.core import Unit, _torch, unit_of
 
 FORWARD_METHOD = "_fsdp2_forward_method"  # the attribute of a registered method's wrapper that holds the method itself
 

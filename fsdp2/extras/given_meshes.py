@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
-from fsdp2.core import DataParallelMeshDims, ParallelMesh, _torch, expect
-from fsdp2.core.plan.mesh import AxisRole, SpmdMesh, mesh_with_roles, parallel_mesh
+from fsdp2.core import DataParallelMeshDims, ParallelMesh, _torch, expect, plans
 from fsdp2.extras import torch_names
 
 
@@ -27,21 +26,23 @@ def data_parallel_part(mesh: DeviceMesh, dims: DataParallelMeshDims) -> Parallel
     expect(is_alike, "fully_shard: dp_mesh_dims", dims, "an fsdp2.DataParallelMeshDims", remedy)
     dims = DataParallelMeshDims(dims.shard, dims.replicate)
     names = _checked_names(mesh, dims)
-    role_of = dict.fromkeys(dims.shard_names, AxisRole.SHARD) | dict.fromkeys(dims.replicate_names, AxisRole.REPLICATE)
-    roles = tuple(role_of.get(name, AxisRole.MODEL) for name in names)
+    role_of = dict.fromkeys(dims.shard_names, plans.AxisRole.SHARD) | dict.fromkeys(
+        dims.replicate_names, plans.AxisRole.REPLICATE
+    )
+    roles = tuple(role_of.get(name, plans.AxisRole.MODEL) for name in names)
     flat = {
         role: _flat(mesh, [name for name, found in zip(names, roles, strict=True) if found is role])
-        for role in (AxisRole.REPLICATE, AxisRole.SHARD)
+        for role in (plans.AxisRole.REPLICATE, plans.AxisRole.SHARD)
         if role in roles
     }
     sharded, sharded_roles = mesh, roles
-    if roles.count(AxisRole.SHARD) > 1:  # the first of the shard axes stands for all of them
-        first = roles.index(AxisRole.SHARD)
-        kept = [i for i, role in enumerate(roles) if role is not AxisRole.SHARD or i == first]
+    if roles.count(plans.AxisRole.SHARD) > 1:  # the first of the shard axes stands for all of them
+        first = roles.index(plans.AxisRole.SHARD)
+        kept = [i for i, role in enumerate(roles) if role is not plans.AxisRole.SHARD or i == first]
         sharded_roles = tuple(roles[i] for i in kept)
-        sharded = _torch.concatenated_mesh([flat[AxisRole.SHARD] if i == first else mesh[names[i]] for i in kept])
-    spmd = SpmdMesh(mesh, roles, sharded, sharded_roles)
-    return mesh_with_roles(_torch.concatenated_mesh(list(flat.values())), tuple(flat), spmd)
+        sharded = _torch.concatenated_mesh([flat[plans.AxisRole.SHARD] if i == first else mesh[names[i]] for i in kept])
+    spmd = plans.SpmdMesh(mesh, roles, sharded, sharded_roles)
+    return plans.mesh_with_roles(_torch.concatenated_mesh(list(flat.values())), tuple(flat), spmd)
 
 
 def _checked_names(mesh: DeviceMesh, dims: DataParallelMeshDims) -> tuple[str, ...]:
@@ -93,7 +94,7 @@ def read_placement(name: str, asked: Any, parallel: ParallelMesh) -> tuple[Shard
         )
     if mesh is None:
         return placement, parallel
-    read = parallel_mesh(mesh, None if dims is None else DataParallelMeshDims(dims.shard, dims.replicate))
+    read = plans.parallel_mesh(mesh, None if dims is None else DataParallelMeshDims(dims.shard, dims.replicate))
     if not read.has_this_rank:
         raise ValueError(
             f"fully_shard: shard_placement_fn returned the mesh {mesh} for parameter '{name}', but rank "

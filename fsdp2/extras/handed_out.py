@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from fsdp2.core.marks import NAME_IN_PASS
-from fsdp2.core.runtime.unit import Unit
-from fsdp2.core.types import ScheduleError
+from fsdp2.core import ScheduleError, Unit, marks
 
 
 def check_handed_out(unit: Unit, memory: torch.Tensor) -> None:
@@ -21,8 +19,8 @@ def check_handed_out(unit: Unit, memory: torch.Tensor) -> None:
         assert unit.hooks is not None
         unit.hooks.note_raised()
         raise ScheduleError(
-            f"forward of unit '{unit.name}' returned parameter '{getattr(memory, NAME_IN_PASS)}', or a view of it, but "
-            "the unit is resharded after its forward, which frees this memory. Return a copy, with clone(). Or pass "
+            f"forward of unit '{unit.name}' returned parameter '{getattr(memory, marks.NAME_IN_PASS)}', or a view of it, "
+            "but the unit is resharded after its forward, which frees this memory. Return a copy, with clone(). Or pass "
             "reshard_after_forward=False to fully_shard for this unit, or leave out that call, so that the unit around "
             "it has the parameter."
         )

@@ -20,12 +20,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from fsdp2.core import _torch
-from fsdp2.core.group.group import ParamGroup
-from fsdp2.core.runtime.unit import Unit, units_under
-from fsdp2.core.runtime.unit_tree import tree_of
-from fsdp2.core.schedule.schedule import Phase
-from fsdp2.core.trees import find_tensors
+from fsdp2.core import ParamGroup, Unit, _torch, find_tensors, schedules, tree_of, units_under
 from fsdp2.extras import torch_names
 from fsdp2.extras.outside_calls import called_with
 
@@ -52,13 +47,13 @@ def _watch(unit: Unit) -> None:
     def on_gradient(_: torch.Tensor) -> None:
         """Begin the unit's backward, unless it has begun at the unit's output, or the gradient arises in forward."""
         tree = unit.tree
-        phase = Phase.IDLE if tree is None else tree.passes.phases[unit.index]
-        if phase is not Phase.BACKWARD and phase is not Phase.FORWARD:
+        phase = schedules.Phase.IDLE if tree is None else tree.passes.phases[unit.index]
+        if phase is not schedules.Phase.BACKWARD and phase is not schedules.Phase.FORWARD:
             (tree or tree_of(unit)).pre_backward(unit)
 
     @_torch.runs_between_graphs
     def has_begun() -> bool:
-        return unit.tree is not None and unit.tree.passes.phases[unit.index] is Phase.BACKWARD
+        return unit.tree is not None and unit.tree.passes.phases[unit.index] is schedules.Phase.BACKWARD
 
     hook = _torch.GradientHook(on_gradient)
     holders = [slot.module for group in unit.groups for param in group.params for slot in param.slots]

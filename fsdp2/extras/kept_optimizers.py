@@ -17,9 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-from fsdp2.core import _torch
-from fsdp2.core.marks import SHARDED_AS, STANDS_FOR, is_shard
-from fsdp2.core.runtime.unit import unit_of
+from fsdp2.core import _torch, marks, unit_of
 
 _LEFT_ALONE = "_fsdp2_not_taken_over"  # attribute of originals
 
@@ -34,7 +32,7 @@ def take_over(*optimizers: Optimizer) -> None:
     shards: dict[int, Any] = {}
     originals: dict[int, torch.Tensor] = {}
     for param in chain.from_iterable(map(params_of, optimizers)):
-        if (shard := getattr(param, STANDS_FOR, None)) is not None:
+        if (shard := getattr(param, marks.STANDS_FOR, None)) is not None:
             shards[id(param)] = shard
         elif _is_original(param):
             originals[id(param)] = param
@@ -61,7 +59,7 @@ def params_of(optimizer: Optimizer) -> list[Any]:
 
 def _is_original(param: torch.Tensor) -> bool:
     its = vars(param)
-    return SHARDED_AS in its and _LEFT_ALONE not in its and not is_shard(param) and param.grad is None
+    return marks.SHARDED_AS in its and _LEFT_ALONE not in its and not marks.is_shard(param) and param.grad is None
 
 
 def _shards_of(originals: Collection[int]) -> dict[int, nn.Parameter]:

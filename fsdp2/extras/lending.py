@@ -19,17 +19,23 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2.core import _torch
-from fsdp2.core.comm.streams import wait_for
-from fsdp2.core.group.group import ParamGroup, groups_by_slot
-from fsdp2.core.group.param import ShardedParam, Slot
-from fsdp2.core.marks import is_plain
-from fsdp2.core.plan.layout import contiguous_stride
-from fsdp2.core.plan.mesh import Axis, ParallelMesh, replicated
-from fsdp2.core.runtime import door
-from fsdp2.core.runtime.unit import Unit, units_under
-from fsdp2.core.schedule.states import GroupState
-from fsdp2.core.types import ScheduleError
+from fsdp2.core import (
+    Axis,
+    GroupState,
+    ParallelMesh,
+    ParamGroup,
+    ScheduleError,
+    ShardedParam,
+    Slot,
+    Unit,
+    _torch,
+    comms,
+    door,
+    groups_by_slot,
+    is_plain,
+    plans,
+    units_under,
+)
 from fsdp2.extras.exchange import exchange
 
 _P = ParamSpec("_P")
@@ -139,7 +145,7 @@ def lent_whole(
 
 def all_ranks(mesh: ParallelMesh) -> Axis:
     """All data-parallel ranks: the shard and replicate axes combined into one. Collective on a 2D mesh."""
-    return replicated(mesh).replicate
+    return plans.replicated(mesh).replicate
 
 
 @contextmanager
@@ -261,7 +267,7 @@ def gathered_together(
     travelling = [i for i, param in enumerate(params) if param.layout.num_shards > 1 and sent[i].numel()]
     outputs, inputs = ([each[i].view(torch.uint8) for i in travelling] for each in (got, sent))
     if travelling:
-        wait_for(group.comm.all_gather(outputs, inputs)())
+        comms.wait_for(group.comm.all_gather(outputs, inputs)())
     return [joined(param, values) for param, values in zip(params, got, strict=True)]
 
 
@@ -309,7 +315,7 @@ def whole_subclass(param: ShardedParam, local: torch.Tensor) -> torch.Tensor:
 def joined_along_dim_0(like: DTensor, inner: torch.Tensor) -> torch.Tensor:
     """The whole of a plain tensor that is cut along dim 0 like ``like``; this rank has ``inner``. Collective."""
     shape = torch.Size((like.shape[0], *inner.shape[1:]))
-    mesh, placements, strides = like.device_mesh, like.placements, contiguous_stride(shape)
+    mesh, placements, strides = like.device_mesh, like.placements, plans.contiguous_stride(shape)
     return DTensor.from_local(inner, mesh, placements, run_check=False, shape=shape, stride=strides).full_tensor()
 
 

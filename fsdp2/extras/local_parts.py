@@ -16,9 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2.core.marks import is_plain
-from fsdp2.core.plan.mesh import ParallelMesh
-from fsdp2.core.plan.placements import ParamSpec, param_spec
+from fsdp2.core import ParallelMesh, is_plain, plans
 
 _FIELDS = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 
@@ -101,7 +99,7 @@ def _is_inside(offset: tuple[int, ...], size: tuple[int, ...], shape: tuple[int,
 
 
 @dataclass(frozen=True)
-class LocalPartSpec(ParamSpec):
+class LocalPartSpec(plans.ParamSpec):
     """A plain parameter that is this rank's part of a global one. ``geometry`` is that of the unsharded parameter."""
 
     geometry: Geometry = field(kw_only=True)
@@ -112,7 +110,7 @@ class LocalPartSpec(ParamSpec):
         return made
 
 
-def written_spec(name: str, param: torch.Tensor, dim: int, parallel: ParallelMesh) -> ParamSpec | None:
+def written_spec(name: str, param: torch.Tensor, dim: int, parallel: ParallelMesh) -> plans.ParamSpec | None:
     """Read the geometry of a parameter. Types of spmd_types take precedence: with them, shards are DTensors that know
     where they lie."""
     if isinstance(param, DTensor) or (geometry := geometry_of(name, param)) is None:
@@ -123,5 +121,5 @@ def written_spec(name: str, param: torch.Tensor, dim: int, parallel: ParallelMes
             "torch's CheckpointableTensor, expected a plain nn.Parameter: how its shards lie in the global tensor "
             "is known to its class only. Delete the attributes, or make the parameter a plain one."
         )
-    plain = param_spec(name, param, dim, parallel)
+    plain = plans.param_spec(name, param, dim, parallel)
     return LocalPartSpec(plain.sharded, plain.unsharded, plain.data_parallel_axes, geometry=geometry)

@@ -14,14 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fsdp2.core import _torch
-from fsdp2.core.group.group import ParamGroup
-from fsdp2.core.group.param import ShardedParam
-from fsdp2.core.runtime.unit import Unit
-from fsdp2.core.runtime.unit_tree import TreeChecks, UnitTree
-from fsdp2.core.schedule.schedule import AfterForward
-from fsdp2.core.schedule.states import GroupState
-from fsdp2.core.types import ScheduleError
+from fsdp2.core import (
+    AfterForward,
+    GroupState,
+    ParamGroup,
+    ScheduleError,
+    ShardedParam,
+    TreeChecks,
+    Unit,
+    UnitTree,
+    _torch,
+)
 
 
 class LateGradients(TreeChecks):

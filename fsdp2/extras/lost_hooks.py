@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 
-from fsdp2.core.group.param import ShardedParam
+from fsdp2.core import ShardedParam
 from fsdp2.extras import torch_names
 
 

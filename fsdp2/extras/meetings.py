@@ -15,9 +15,7 @@ from contextlib import suppress
 
 import torch.distributed as dist
 
-from fsdp2.core.comm.streams import launched, waiting
-from fsdp2.core.plan.mesh import ParallelMesh
-from fsdp2.core.types import CommunicationError, ScheduleError
+from fsdp2.core import CommunicationError, ParallelMesh, ScheduleError, comms
 from fsdp2.extras import torch_names
 from fsdp2.extras.claims import Claim
 from fsdp2.extras.peers import check_connections
@@ -58,9 +56,9 @@ def await_claim(meeting: Meeting, name: str, claim: Claim) -> None:
     while met_for != digest:  # else the ranks agreed on an earlier claim of this rank, which was interrupted
         if digest not in meeting.sent:
             meeting.sent.append(digest)
-            launched(_come, meeting, store, digest)
-        with waiting():
-            met_for = launched(_await_all, meeting, store, timeout_s)
+            comms.launched(_come, meeting, store, digest)
+        with comms.waiting():
+            met_for = comms.launched(_await_all, meeting, store, timeout_s)
         meeting.earlier = [f"{meeting.number}/{each}{end}" for each in meeting.sent for end in ("", _MET)]
         meeting.number, meeting.sent = meeting.number + 1, []
 

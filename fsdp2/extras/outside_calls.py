@@ -13,10 +13,7 @@ from functools import partial
 
 from torch import nn
 
-from fsdp2.core import _torch, seams
-from fsdp2.core.runtime.unit import Unit, units_under
-from fsdp2.core.schedule.states import GroupState
-from fsdp2.core.types import ScheduleError
+from fsdp2.core import GroupState, ScheduleError, Unit, _torch, seams, units_under
 from fsdp2.extras import torch_names
 from fsdp2.extras.plain_names import plain_named_modules
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp2.core.plan.mesh import Axis, AxisRole, ParallelMesh, mesh_with_roles
+from fsdp2.core import Axis, ParallelMesh, plans
 from fsdp2.extras import torch_names
 
 
@@ -28,7 +28,7 @@ def post_forward_mesh(parallel: ParallelMesh, shard_size: int) -> ParallelMesh:
     groups = [axis.group for axis in own if axis.group is not None]
     names = ("replicate", "shard")
     mesh = DeviceMesh.from_group(groups, parallel.mesh.device_type, ranks, mesh_dim_names=names)
-    return mesh_with_roles(mesh, (AxisRole.REPLICATE, AxisRole.SHARD))
+    return plans.mesh_with_roles(mesh, (plans.AxisRole.REPLICATE, plans.AxisRole.SHARD))
 
 
 def separate_axis(axis: Axis, device: torch.device) -> Axis:

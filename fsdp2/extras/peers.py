@@ -13,11 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from fsdp2.core import _torch
-from fsdp2.core.comm.backends import AxisComm, Launch, ReduceLaunch, copies
-from fsdp2.core.comm.streams import Waitable, launched
-from fsdp2.core.plan.mesh import Axis
-from fsdp2.core.plan.plan import Routing
+from fsdp2.core import Axis, _torch, comms, plans
 from fsdp2.extras.exchange import exchange
 from fsdp2.extras.stalls import last_words
 
@@ -55,14 +51,14 @@ def check_connections(group: dist.ProcessGroup) -> None:
     if _torch.backend_name(group, torch.device("cpu")) == "gloo":
         for target in range(group.size()):
             if target != group.rank():
-                launched(group.send, [_NOTHING], target, _CHECKS)
+                comms.launched(group.send, [_NOTHING], target, _CHECKS)
 
 
 def _identity(group: dist.ProcessGroup) -> tuple[object, ...]:
     return (group.group_name, *dist.get_process_group_ranks(group))
 
 
-class PeerComm(AxisComm):
+class PeerComm(comms.AxisComm):
     """gloo: every rank sends its part directly to every other rank, from and to the tensors that compute uses.
 
     gloo's own all-gather and reduce-scatter stage their data. Measured with 2 ranks and 48 MiB in four tensors: 15 ms
@@ -77,7 +73,7 @@ class PeerComm(AxisComm):
     # For smaller shards, a message costs more than the bucket's copy: with shards of 128 KiB a step took 87 ms direct
     # and 70 ms in buckets. With shards of 2 MiB both take the same time, and direct saves the bucket's memory
     # (benchmarks/gloo_step.py --direct-min-nbytes).
-    routing = Routing(direct_min_nbytes=512 * 1024)
+    routing = plans.Routing(direct_min_nbytes=512 * 1024)
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self._rank, self._size = group, group.rank(), group.size()
@@ -86,7 +82,7 @@ class PeerComm(AxisComm):
         self._targets = [(self._rank + step) % self._size for step in range(1, self._size)]
         self._sources = [(self._rank - step) % self._size for step in range(1, self._size)]
 
-    def all_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Launch:
+    def all_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> comms.Launch:
         sends: list[tuple[torch.Tensor, int]] = []
         receives: list[tuple[torch.Tensor, int]] = []
         own: list[torch.Tensor] = []
@@ -95,9 +91,9 @@ class PeerComm(AxisComm):
             sends += [(mine, target) for target in self._targets]
             receives += [(slices[source], source) for source in self._sources]
             own.append(slices[self._rank])
-        copy_own = copies(own, inputs)
+        copy_own = comms.copies(own, inputs)
 
-        def launch() -> Sequence[Waitable]:
+        def launch() -> Sequence[comms.Waitable]:
             messages = _Messages()
             for part, target in sends:
                 messages.start(self._group.send, part, target, self._gather_tag)
@@ -108,11 +104,11 @@ class PeerComm(AxisComm):
 
         return launch
 
-    def reduce_scatter(self, *, averages: bool = False) -> ReduceLaunch:
+    def reduce_scatter(self, *, averages: bool = False) -> comms.ReduceLaunch:
         assert not averages  # see can_average
         return self.reduce
 
-    def reduce(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Sequence[Waitable]:
+    def reduce(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Sequence[comms.Waitable]:
         """Sum each of ``inputs`` into its output."""
         pairs = zip(outputs, inputs, strict=True)
         return [self._reduce_one(output, values) for output, values in pairs]
@@ -120,7 +116,7 @@ class PeerComm(AxisComm):
     def reduce_buffer_nbytes(self, nbytes: int) -> int:
         return nbytes // self._size * max(self._size - 2, 0)  # the first part arrives in the output
 
-    def _reduce_one(self, output: torch.Tensor, values: torch.Tensor) -> Waitable:
+    def _reduce_one(self, output: torch.Tensor, values: torch.Tensor) -> comms.Waitable:
         parts = _parts(values, output.numel(), self._size)
         mine = parts[self._rank]
         if mine.numel() < output.numel():

@@ -17,8 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp2.core.marks import SHARDED_AS, is_left_alone, leave_alone
-from fsdp2.core.runtime.unit import unit_of
+from fsdp2.core import marks, unit_of
 from fsdp2.extras.plain_names import plain_name
 
 
@@ -35,13 +34,13 @@ def warn_of_plain(optimizer: torch.optim.Optimizer, plain: list[torch.Tensor], n
         param
         for param in plain
         if param.grad is not None
-        and (num_ranks > 1 or SHARDED_AS in vars(param))
+        and (num_ranks > 1 or marks.SHARDED_AS in vars(param))
         and not isinstance(param, DTensor)
-        and not is_left_alone(param)
+        and not marks.is_left_alone(param)
     ]
     if not found:
         return
-    leave_alone(found)
+    marks.leave_alone(found)
     modules = modules_in_process()
     reduced = {
         id(param) for each in modules if isinstance(each, DistributedDataParallel) for param in _reduced_by(each)
@@ -50,7 +49,7 @@ def warn_of_plain(optimizer: torch.optim.Optimizer, plain: list[torch.Tensor], n
     slots = [slot for each in modules if (unit := unit_of(each)) is not None for slot in unit.left_alone]
     reduced.update(id(getattr(slot.module, slot.name, None)) for slot in slots)
     found = [param for param in found if id(param) not in reduced]
-    ties = [param for param in found if SHARDED_AS in vars(param)]
+    ties = [param for param in found if marks.SHARDED_AS in vars(param)]
     kind = type(optimizer).__name__
     if ties:
         warnings.warn(
@@ -74,7 +73,7 @@ def warn_of_plain(optimizer: torch.optim.Optimizer, plain: list[torch.Tensor], n
 def _warn_of_replaced(optimizer: torch.optim.Optimizer, params: list[torch.Tensor]) -> None:
     """``optimizer`` has no sharded parameter. Warn if it has originals and has stepped without any gradient. If there
     is a gradient, other code trains the originals."""
-    name = next((vars(param)[SHARDED_AS] for param in params if SHARDED_AS in vars(param)), None)
+    name = next((vars(param)[marks.SHARDED_AS] for param in params if marks.SHARDED_AS in vars(param)), None)
     if name is not None and all(param.grad is None for param in params):
         warnings.warn(
             f"{type(optimizer).__name__}.step() trained nothing: none of its parameters has a gradient. fully_shard "

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from fsdp2.core.types import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from fsdp2.core import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 _OURS: dict[str, type] = {cls.__name__: cls for cls in (MixedPrecisionPolicy, OffloadPolicy, CPUOffloadPolicy)}
 

@@ -17,13 +17,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from fsdp2.core.comm.backends import all_reduce
-from fsdp2.core.comm.streams import launched, lost, wait_for
-from fsdp2.core.group.group import ParamGroup
-from fsdp2.core.plan.mesh import ParallelMesh
-from fsdp2.core.runtime.unit import Unit
-from fsdp2.core.runtime.unit_tree import UnitTree
-from fsdp2.core.types import CommunicationError, ScheduleError
+from fsdp2.core import CommunicationError, ParallelMesh, ParamGroup, ScheduleError, Unit, UnitTree, comms
 from fsdp2.extras.claims import named_ranks
 from fsdp2.extras.exchange import exchange
 from fsdp2.extras.local_parts import LocalPartSpec
@@ -64,7 +58,7 @@ def agree(tree: UnitTree, what: str, communicate: Callable[[], _T]) -> _T:
     except CommunicationError as error:
         groups = [each for unit in tree.units for group in unit.groups for each in group.mesh.process_groups]
         explained = CommunicationError(f"{error}{last_words()}")
-        raise lost(what, explained, tree.executor.story(), groups) from error.__cause__
+        raise comms.lost(what, explained, tree.executor.story(), groups) from error.__cause__
 
 
 def compare(units: Sequence[Unit], found: _T) -> list[_T]:
@@ -90,7 +84,7 @@ def reduce(mesh: ParallelMesh, values: torch.Tensor, op: dist.ReduceOp.RedOpType
     """Reduce ``values`` in place over all ranks of ``mesh``."""
     for axis in (mesh.shard, mesh.replicate):
         if axis.size > 1:
-            wait_for(launched(all_reduce, axis.group, values, op))
+            comms.wait_for(comms.launched(comms.all_reduce, axis.group, values, op))
 
 
 def _is_agreed(mesh: ParallelMesh, text: str) -> bool:

@@ -13,21 +13,14 @@ from itertools import compress
 import torch
 import torch.distributed as dist
 
-from fsdp2.core.group.gradients import Landed
-from fsdp2.core.group.group import ParamGroup
-from fsdp2.core.plan.dtypes import GRADIENTS_FOLLOW_SHARDS
-from fsdp2.core.plan.mesh import ParallelMesh
-from fsdp2.core.runtime.unit import Unit, unit_of
-from fsdp2.core.runtime.unit_tree import TreeChecks, UnitTree
-from fsdp2.core.schedule.schedule import Action, Actions, Phase, Schedule, UnitRules
-from fsdp2.core.schedule.states import Outcome
+from fsdp2.core import ParallelMesh, ParamGroup, TreeChecks, Unit, UnitTree, comms, plans, schedules, unit_of
 from fsdp2.extras.alike import Alike
 from fsdp2.extras.plain_names import with_inside
 from fsdp2.extras.rank_checks import agree, by_mesh, compare, reduce
 from fsdp2.extras.skipped_units import Event, SkippedUnits
 
 
-class JoiningSchedule(Schedule):
+class JoiningSchedule(schedules.Schedule):
     """The schedule of a root whose passes also cover the units that this rank skips. Where other ranks run such a unit,
     this rank performs the same gathers and reductions without computing.
 
@@ -41,50 +34,50 @@ class JoiningSchedule(Schedule):
         for unit, rules in enumerate(self.rules):
             self.set_rules(unit, rules)
 
-    def set_rules(self, unit: int, rules: UnitRules) -> None:
+    def set_rules(self, unit: int, rules: schedules.UnitRules) -> None:
         super().set_rules(unit, rules)
         self.skipping.may_skip(unit, enabled=rules.ranks_may_differ)
 
-    def pre_forward(self, unit: int, *, grad_enabled: bool) -> Actions:
+    def pre_forward(self, unit: int, *, grad_enabled: bool) -> schedules.Actions:
         if not self.passes.in_backward:
             if self.passes.root is None:
                 self.skipping.begin_forward(unit, grad_enabled=grad_enabled)
             self._join_forward(self.skipping.forward.begin(unit), grad_enabled=grad_enabled)
-        elif self.passes.phases[unit] is not Phase.BACKWARD:
+        elif self.passes.phases[unit] is not schedules.Phase.BACKWARD:
             self._join_backward(self.skipping.backward.recompute(unit))
         return super().pre_forward(unit, grad_enabled=grad_enabled)
 
-    def post_forward(self, unit: int, leads_to: Outcome = Outcome.BACKWARD) -> Actions:
-        if self.passes.phases[unit] is Phase.FORWARD:
+    def post_forward(self, unit: int, leads_to: schedules.Outcome = schedules.Outcome.BACKWARD) -> schedules.Actions:
+        if self.passes.phases[unit] is schedules.Phase.FORWARD:
             self._join_forward(self.skipping.forward.end(unit, leads_to), grad_enabled=torch.is_grad_enabled())
         return super().post_forward(unit)  # ranks that skip the unit do not know what it leads to
 
     def begin_backward(self) -> None:
         self.skipping.begin_backward()
 
-    def pre_backward(self, unit: int) -> Actions:
+    def pre_backward(self, unit: int) -> schedules.Actions:
         self._join_backward(self.skipping.backward.begin(unit))
         return super().pre_backward(unit)
 
-    def post_backward(self, unit: int, *, is_last_use: bool = True) -> Actions:
+    def post_backward(self, unit: int, *, is_last_use: bool = True) -> schedules.Actions:
         backward = self.skipping.backward
         self._join_backward(backward.end(unit))
         return () if unit in backward.ended else super().post_backward(unit, is_last_use=backward.is_last_use)
 
-    def end_backward(self, ended: Collection[int] = ()) -> Actions:
+    def end_backward(self, ended: Collection[int] = ()) -> schedules.Actions:
         """Ignores ``ended``, the units with late gradients, since other ranks may have none."""
         is_last = self.is_last_backward and not self.finalizes_by_hand
         self._join_backward(self.skipping.backward.finish(is_last=is_last, ends_open=not self.finalizes_by_hand))
         return super().end_backward(self.skipping.backward.ended)
 
-    def finalize(self) -> Actions:
+    def finalize(self) -> schedules.Actions:
         self.skipping.reset()
         return super().finalize()
 
-    def by_hand(self, action: Action, unit: int) -> Actions:
-        if action is Action.UNSHARD:
+    def by_hand(self, action: schedules.Action, unit: int) -> schedules.Actions:
+        if action is schedules.Action.UNSHARD:
             self.skipping.by_hand.add(unit)
-        elif action is Action.RESHARD:
+        elif action is schedules.Action.RESHARD:
             self.skipping.by_hand.discard(unit)
         return super().by_hand(action, unit)
 
@@ -115,7 +108,7 @@ class JoiningSchedule(Schedule):
             else:
                 unit = tree.units[event.unit]
                 tree.executor.do(super().pre_backward(event.unit), "join_backward", unit)
-                if GRADIENTS_FOLLOW_SHARDS:
+                if plans.GRADIENTS_FOLLOW_SHARDS:
                     tree.begin_gradients(unit)
 
 
@@ -182,7 +175,7 @@ class UsedParams:
     def __init__(self, mesh: ParallelMesh, groups: Sequence[ParamGroup]) -> None:
         self._gradients = [group.gradients for group in groups]
         self._mesh, self._has_others = mesh, mesh.data_parallel_size > 1
-        self._kept: list[list[tuple[int, Landed]]] = [[] for _ in groups]
+        self._kept: list[list[tuple[int, comms.Landed]]] = [[] for _ in groups]
         self._mine = b""
         self._sent = torch.empty(0, dtype=torch.uint8)  # the same, where the device copies it from
         for group, kept in zip(groups, self._kept, strict=True):
@@ -227,12 +220,12 @@ class UsedParams:
         return bytes(flags.tolist()) if any(self._kept) else b""
 
 
-def _keep(kept: list[tuple[int, Landed]], group: ParamGroup, landed: Landed) -> None:
+def _keep(kept: list[tuple[int, comms.Landed]], group: ParamGroup, landed: comms.Landed) -> None:
     """Keep copies of what has ``landed`` without a gradient here, and where its bytes start. The buffers are larger."""
     kept.append((group.gradients.num_used, landed._replace(shards=[shard.clone() for shard in landed.shards])))
 
 
-def where_ranks_differ(tree: UnitTree, usual: Sequence[TreeChecks]) -> tuple[Schedule, Sequence[TreeChecks]]:
+def where_ranks_differ(tree: UnitTree, usual: Sequence[TreeChecks]) -> tuple[schedules.Schedule, Sequence[TreeChecks]]:
     schedule = JoiningSchedule(tree)
     checks = [ChecksWhereRanksDiffer(tree, schedule, each) if isinstance(each, Alike) else each for each in usual]
     return schedule, checks

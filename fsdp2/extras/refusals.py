@@ -18,15 +18,20 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp2.core import _torch, seams
-from fsdp2.core.api.arguments import expect
-from fsdp2.core.api.resolve import Found
-from fsdp2.core.group.group import groups_by_slot
-from fsdp2.core.group.param import Slot
-from fsdp2.core.marks import NAME_IN_PASS, has_hooks, is_shard
-from fsdp2.core.plan.placements import local_part
-from fsdp2.core.runtime.unit import unit_of
-from fsdp2.core.types import DOCS, ExtensionError, MixedPrecisionPolicy, OffloadPolicy
+from fsdp2.core import (
+    DOCS,
+    ExtensionError,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    Slot,
+    _torch,
+    expect,
+    groups_by_slot,
+    marks,
+    plans,
+    seams,
+    unit_of,
+)
 from fsdp2.extras import torch_names
 from fsdp2.extras.plain_names import plain_name
 from fsdp2.extras.policies import as_ours
@@ -153,7 +158,7 @@ def check_not_flattened(name: str, param: nn.Parameter) -> None:
         )
 
 
-def check_param(item: Found, device: torch.device) -> None:
+def check_param(item: seams.Found, device: torch.device) -> None:
     """Check a parameter that will be sharded on ``device``. Hooks of subclasses are checked when it is cut.
 
     Raises:
@@ -162,21 +167,21 @@ def check_param(item: Found, device: torch.device) -> None:
     name, param = item.name, item.param
     check_not_flattened(name, param)
     is_own_class = nn.Parameter in type(param).__mro__[1:]
-    if is_own_class and not has_hooks(param) and seams.adapter_of(param) is None:
+    if is_own_class and not marks.has_hooks(param) and seams.adapter_of(param) is None:
         raise ExtensionError(
             f"fully_shard: parameter '{name}' is a {type(param).__name__}. Sharding would lose this class: compute "
             "would read an nn.Parameter. Replace the parameter by nn.Parameter(...) of its values, or of a tensor "
             "subclass that has the methods fsdp_pre_all_gather, fsdp_post_all_gather and __torch_dispatch__: see "
             f"{DOCS}/guide/extensions.md#all-gather-hooks. Or list the parameter in ignored_params."
         )
-    full = local_part(param)
-    if not isinstance(param, DTensor) and has_hooks(param) and not has_hooks(full):
+    full = plans.local_part(param)
+    if not isinstance(param, DTensor) and marks.has_hooks(param) and not marks.has_hooks(full):
         raise ExtensionError(
             f"fully_shard: parameter '{name}' is a {type(param).__name__} with all-gather hooks, but its data is a "
             f"{type(full).__name__} without hooks. fully_shard shards the data and would ignore the hooks. Define the "
             "hooks on the tensor that nn.Parameter wraps."
         )
-    if is_shard(param) or hasattr(param, NAME_IN_PASS):  # the root stays unsharded after forward
+    if marks.is_shard(param) or hasattr(param, marks.NAME_IN_PASS):  # the root stays unsharded after forward
         raise ValueError(
             f"fully_shard: parameter '{name}' is already sharded, by a call on a module around this one, or on one "
             "that shares it. Call fully_shard on inner modules first. To add modules later, pass only the new modules, "

@@ -12,10 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from fsdp2.core import _torch
-from fsdp2.core.comm.offload import Home
-from fsdp2.core.group.param import ShardedParam
-from fsdp2.core.types import ExtensionError
+from fsdp2.core import ExtensionError, ShardedParam, _torch, comms
 
 
 def why_not(param: ShardedParam, bound: object) -> str:
@@ -56,7 +53,7 @@ def _described_dtensor(shape: tuple[int, ...], placements: Sequence[Placement], 
     return f"DTensor of shape {shape} with placements {tuple(placements)} on {mesh}"
 
 
-def check_device(name: str, found: torch.device, home: Home) -> None:
+def check_device(name: str, found: torch.device, home: comms.Home) -> None:
     """Refuse a shard that is neither where the shards of its group live nor on the meta device.
 
     Raises:

@@ -14,17 +14,17 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from fsdp2.core.group.group import groups_by_slot
-from fsdp2.core.group.shards import GroupShards
-from fsdp2.core.marks import is_plain, is_shard
+from fsdp2.core import groups_by_slot, is_plain, marks, seams
 
 
-def adopt_memory(shards: GroupShards, params: Sequence[nn.Parameter], tensors: Sequence[torch.Tensor]) -> bool:
+def adopt_memory(shards: seams.GroupShards, params: Sequence[nn.Parameter], tensors: Sequence[torch.Tensor]) -> bool:
     """``params`` with the local ``tensors`` are about to become those of ``shards``. Returns whether ``shards`` now
     uses the buffers of another group, in which the tensors lie. A parameter that itself belongs to another group is a
     tie, which is not handled here."""
     others = [each for each in {group.shards for group, _ in groups_by_slot().values()} if each is not shards]
-    assigned = [each for param, each in zip(params, tensors, strict=True) if not is_shard(param) and not each.is_meta]
+    assigned = [
+        each for param, each in zip(params, tensors, strict=True) if not marks.is_shard(param) and not each.is_meta
+    ]
     where = next((each for each in assigned if each.numel()), None)
     owner = None if where is None else next((other for other in others if _has(other, where)), None)
     if owner is None:
@@ -41,7 +41,7 @@ def adopt_memory(shards: GroupShards, params: Sequence[nn.Parameter], tensors: S
     return False
 
 
-def _would_lie_in(shards: GroupShards, other: GroupShards, tensors: Sequence[torch.Tensor]) -> bool:
+def _would_lie_in(shards: seams.GroupShards, other: seams.GroupShards, tensors: Sequence[torch.Tensor]) -> bool:
     """Whether ``tensors`` lie in the buffers of ``other`` where they would lie in buffers of ``shards``."""
     (home, plan), buffers = shards.layout, other.flats
     return (
@@ -56,7 +56,7 @@ def _would_lie_in(shards: GroupShards, other: GroupShards, tensors: Sequence[tor
     )
 
 
-def _has(shards: GroupShards, tensor: torch.Tensor) -> bool:
+def _has(shards: seams.GroupShards, tensor: torch.Tensor) -> bool:
     """Whether ``tensor`` lies in a flat buffer of ``shards``."""
     start = tensor.data_ptr()
     buffers = ((flat.data_ptr(), flat.numel() * flat.itemsize) for flat in shards.flats.values() if not flat.is_meta)

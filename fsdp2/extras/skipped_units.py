@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterable, Sequence
 from itertools import accumulate, chain
 from typing import NamedTuple
 
-from fsdp2.core.schedule.states import Outcome
+from fsdp2.core import schedules
 
 MAX_FORWARDS = 256  # forwards without a backward; if there are more, the oldest are forgotten
 MAX_ORDERS = 64  # that ranks have agreed on
@@ -57,7 +57,7 @@ class Forward:
     def __init__(self, units: SkippedUnits, key: tuple[int, bool], expected: Sequence[Event]) -> None:
         self.key, self.expected = key, expected  # key: the root, and whether gradients are recorded
         self.events: list[Event] = []  # past events, including those of skipped units; a backward reads this list
-        self.leads_to: dict[int, Outcome] = {}  # outcomes of the units that were used; the last use counts
+        self.leads_to: dict[int, schedules.Outcome] = {}  # outcomes of the units that were used; the last use counts
         self._with_gradients: set[int] = set()  # units with a use that leads to a backward
         self._without: list[int] = []  # the positions in ``events`` where uses without gradients end
         self.is_following = bool(expected)  # this forward has followed the shared order
@@ -76,13 +76,13 @@ class Forward:
         self._by_hand.discard(unit)
         return self._reach(self._begins[unit])
 
-    def end(self, unit: int, leads_to: Outcome) -> Sequence[Event]:
+    def end(self, unit: int, leads_to: schedules.Outcome) -> Sequence[Event]:
         """``unit``'s forward ends. Returns the same as ``begin``."""
         self.leads_to[unit] = leads_to
         skipped = self._reach(self._ends[unit])
-        if leads_to is Outcome.BACKWARD:
+        if leads_to is schedules.Outcome.BACKWARD:
             self._with_gradients.add(unit)
-        elif leads_to is Outcome.UNKNOWN:
+        elif leads_to is schedules.Outcome.UNKNOWN:
             self._without.append(len(self.events) - 1)
         return skipped
 
@@ -325,7 +325,7 @@ class SkippedUnits:
         differentiable = sorted(
             unit
             for unit, outcome in forward.leads_to.items()
-            if outcome is Outcome.BACKWARD or (outcome is Outcome.UNKNOWN and unit in trainable)
+            if outcome is schedules.Outcome.BACKWARD or (outcome is schedules.Outcome.UNKNOWN and unit in trainable)
         )
         return Used(tuple(events), forward.is_following, tuple(differentiable))
 

@@ -31,8 +31,7 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from fsdp2.core.plan.mesh import ParallelMesh
-from fsdp2.core.types import CommunicationError
+from fsdp2.core import CommunicationError, ParallelMesh
 from fsdp2.extras import torch_names
 from fsdp2.extras.board import Board
 from fsdp2.extras.claims import Claim

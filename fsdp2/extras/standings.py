@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from fsdp2.core.types import DOCS
+from fsdp2.core import DOCS
 from fsdp2.extras.claims import Claim, difference, named_ranks
 
 ALIKE = (

@@ -16,21 +16,15 @@ from functools import partial
 
 from torch import nn
 
-from fsdp2.core.api.resolve import Found
-from fsdp2.core.group.group import ParamGroup
-from fsdp2.core.group.param import ShardedParam, Slot
-from fsdp2.core.marks import SHARDED_AS, is_shard
-from fsdp2.core.runtime.unit import Unit, units_under
-from fsdp2.core.schedule.states import GroupState
-from fsdp2.core.types import ScheduleError
+from fsdp2.core import GroupState, ParamGroup, ScheduleError, ShardedParam, Slot, Unit, marks, seams, units_under
 from fsdp2.extras.plain_names import plain_named_modules
 
 # Tied before fully_shard
 
 
 def divide_ties(
-    found: Sequence[Found], roots: Sequence[nn.Module]
-) -> tuple[list[Found], list[Slot], Callable[[], None]]:
+    found: Sequence[seams.Found], roots: Sequence[nn.Module]
+) -> tuple[list[seams.Found], list[Slot], Callable[[], None]]:
     """The parameters that a call manages, the slots of tied parameters that it leaves to an outer call, and a function
     that makes inner units give up the parameters that move to this call.
 
@@ -42,7 +36,7 @@ def divide_ties(
     for unit in inner:
         for slot in unit.left_out:  # slots that inner calls have left to an outer call
             param = getattr(slot.module, slot.name)
-            items.setdefault(id(param), Found(_name_in(roots, slot), param)).add(slot)
+            items.setdefault(id(param), seams.Found(_name_in(roots, slot), param)).add(slot)
     owners = {
         id(origin): (unit, group, param)
         for unit in inner
@@ -50,11 +44,11 @@ def divide_ties(
         for param in group.params
         if (origin := param.origin()) is not None
     }
-    managed: list[Found] = []
+    managed: list[seams.Found] = []
     left_out: list[Slot] = []
     given_up: list[tuple[Unit, ParamGroup, ShardedParam]] = []
     for item in items.values():
-        if hasattr(item.param, SHARDED_AS) and not is_shard(item.param):  # another unit has it
+        if hasattr(item.param, marks.SHARDED_AS) and not marks.is_shard(item.param):  # another unit has it
             if id(item.param) not in owners:
                 left_out += item.slots
                 continue

@@ -13,12 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2.core import _torch
-from fsdp2.core.group.param import Slot
-from fsdp2.core.marks import leave_alone
-from fsdp2.core.runtime.unit import Unit
-from fsdp2.core.runtime.unit_tree import TreeChecks, UnitTree
-from fsdp2.core.types import ScheduleError
+from fsdp2.core import ScheduleError, Slot, TreeChecks, Unit, UnitTree, _torch, marks
 from fsdp2.extras.plain_names import plain_named_modules, plain_paths
 from fsdp2.extras.ties import ties_across
 
@@ -50,7 +45,7 @@ class UnitChecks(TreeChecks):
         known = {slot for param in params for slot in param.slots}.union(*(unit.left_alone for unit in units))
         warned = _warn_of_unsharded(root.modules, known)
         root.left_alone.update(warned)
-        leave_alone(getattr(slot.module, slot.name) for slot in warned)
+        marks.leave_alone(getattr(slot.module, slot.name) for slot in warned)
 
 
 class ChecksWithoutRoot(UnitChecks):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from fsdp2.core.runtime.unit import Unit, units_under
-from fsdp2.core.types import Observer
+from fsdp2.core import Observer, Unit, units_under
 
 
 def sharded_unit(module: nn.Module, caller: str) -> Unit:

@@ -11,8 +11,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from fsdp2.core import _torch, fully_shard, seams
-from fsdp2.core.comm.backends import register_comm
+from fsdp2.core import _torch, comms, fully_shard, seams
 from fsdp2.extras import (
     alike,
     empty_buffers,
@@ -90,7 +89,7 @@ def wire() -> None:
     seams.adapters.update({name: _later(place) for name, place in ADAPTERS.items()})
     seams.spec_readers += [_once_imported(TYPES, _later(READ_TYPES), lambda *_: None), local_parts.written_spec]
     seams.resolve_on_ranks = _once_imported(TYPES, _later(RESOLVE_TYPES), lambda _, resolve: resolve())
-    register_comm("gloo", "cpu", peers.PeerComm)
+    comms.register_comm("gloo", "cpu", peers.PeerComm)
     fully_shard.state = _later("extras.torch_view.state:state_of")  # type: ignore[attr-defined]  # as composable APIs have it
 
 

@@ -14,14 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from fsdp2.core import _torch
-from fsdp2.core.comm.backends import all_reduce
-from fsdp2.core.comm.streams import launched, lost, wait_for
-from fsdp2.core.group.group import ParamGroup, groups_by_slot
-from fsdp2.core.marks import STANDS_FOR
-from fsdp2.core.plan.mesh import mesh_device
-from fsdp2.core.runtime import door
-from fsdp2.core.types import CommunicationError
+from fsdp2.core import CommunicationError, ParamGroup, _torch, comms, door, groups_by_slot, marks, plans
 from fsdp2.extras import torch_names
 
 # A sum of squares in fp32 loses digits as it grows, so longer tensors are split.
@@ -74,8 +67,8 @@ def clip_grad_norm_(
     params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     if any(hasattr(cls, "_is_flat_param") for cls in set(map(type, params))):
         params = [shard for param in params for shard in _shards_of(param)]
-    if any(STANDS_FOR in attributes for attributes in filter(None, map(vars, params))):
-        params = [vars(param).get(STANDS_FOR, param) for param in params]  # the parameter that has the gradient
+    if any(marks.STANDS_FOR in attributes for attributes in filter(None, map(vars, params))):
+        params = [vars(param).get(marks.STANDS_FOR, param) for param in params]  # the parameter that has the gradient
     if not params:
         return torch.zeros(())
     classes = _classes(params)
@@ -169,7 +162,7 @@ def _groups_of(
     mesh = tensor.device_mesh
     cut = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
     groups = [mesh.get_group(axis) for axis in cut if mesh.size(axis) > 1]
-    return (*groups, *(() if apart is None else (apart,))), mesh_device(mesh)
+    return (*groups, *(() if apart is None else (apart,))), plans.mesh_device(mesh)
 
 
 def _local(grad: torch.Tensor) -> torch.Tensor:
@@ -246,9 +239,9 @@ def _summed_over_ranks(classes: list[_Class], powers: list[torch.Tensor], order:
         if takes_maximum:  # a backend's maximum may be a number although a rank has NaN
             joint = torch.cat([joint, joint.isnan()])
         try:
-            wait_for(launched(all_reduce, group, joint, op))
+            comms.wait_for(comms.launched(comms.all_reduce, group, joint, op))
         except CommunicationError as error:
-            raise lost("clip_grad_norm_", error, "sum the norms of gradients", [group]) from error.__cause__
+            raise comms.lost("clip_grad_norm_", error, "sum the norms of gradients", [group]) from error.__cause__
         if takes_maximum:
             norms, are_nan = joint.chunk(2)
             joint = norms.masked_fill(are_nan > 0, math.nan)

@@ -27,10 +27,7 @@ from torch import optim
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fsdp2.core import _torch
-from fsdp2.core.comm.memory import alias
-from fsdp2.core.group.group import groups_by_slot
-from fsdp2.core.plan.layout import contiguous_stride
+from fsdp2.core import _torch, comms, groups_by_slot, plans
 from fsdp2.extras import torch_names
 
 # In these classes, the update of an element depends only on the values of that element. A subclass may do anything.
@@ -398,7 +395,7 @@ class Run:
     def _parts(self, whole: torch.Tensor) -> list[DTensor]:
         parts, offset = [], 0
         for param, local in zip(self._params, torch_names.locals_of(self._params), strict=True):
-            part = alias(whole, offset, local.shape, contiguous_stride(local.shape))
+            part = comms.alias(whole, offset, local.shape, plans.contiguous_stride(local.shape))
             _whole_of[part] = whole, offset
             parts += _torch.dtensors_like([param], [part])
             offset += local.numel()

@@ -10,9 +10,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from fsdp2.core.api.module import FSDPModule
-from fsdp2.core.schedule.schedule import AfterForward
-from fsdp2.core.types import MixedPrecisionPolicy
+from fsdp2.core import AfterForward, FSDPModule, MixedPrecisionPolicy
 from fsdp2.extras.output import progress
 from fsdp2.extras.plain_names import inside_compiled, is_checkpoint_wrapper, plain_name, plain_named_modules
 from fsdp2.extras.sizes import nbytes_of, text_of

@@ -13,11 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from fsdp2.core.api.fully_shard import fully_shard
-from fsdp2.core.api.module import FSDPModule
-from fsdp2.core.plan.mesh import default_mesh, mesh_device
-from fsdp2.core.schedule.schedule import AfterForward
-from fsdp2.core.types import CPUOffloadPolicy
+from fsdp2.core import AfterForward, CPUOffloadPolicy, FSDPModule, fully_shard, plans
 from fsdp2.extras.output import progress
 from fsdp2.extras.policies import as_ours
 from fsdp2.extras.sizes import text_of
@@ -162,7 +158,7 @@ def auto_shard(
     if workload is None:
         raise TypeError("auto_shard: budget needs workload, such as fsdp2.planner.Workload(batch=2, sequence=8192).")
     _check_options(model, options)
-    mesh = options["mesh"] = default_mesh() if options.get("mesh") is None else options["mesh"]
+    mesh = options["mesh"] = plans.default_mesh() if options.get("mesh") is None else options["mesh"]
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"auto_shard: mesh is {mesh!r}, expected a DeviceMesh.")
     machine, limit = checked_inputs("auto_shard", machine, workload, budget, mesh.size())
@@ -174,7 +170,7 @@ def auto_shard(
     sharded: Any = _apply(model, found.units, found.recommended.choice, options)
     for path in found.caches:
         sharded.get_submodule(path).config.use_cache = False
-    return AutoShard(sharded, found, device_name(mesh_device(mesh)))
+    return AutoShard(sharded, found, device_name(plans.mesh_device(mesh)))
 
 
 def _check_options(model: nn.Module, options: dict[str, Any]) -> None:

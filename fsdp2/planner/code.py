@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from fsdp2.core.schedule.schedule import AfterForward
+from fsdp2.core import AfterForward
 from fsdp2.planner.blocks import Stack, Units
 from fsdp2.planner.groups import Wire
 from fsdp2.planner.machine import Machine

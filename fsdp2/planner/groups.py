@@ -15,21 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Shard
 
-from fsdp2.core.comm.backends import CollectiveComm, LocalComm
-from fsdp2.core.plan.dtypes import ParamDtypes, param_dtypes
-from fsdp2.core.plan.layout import join, shard_layout
-from fsdp2.core.plan.plan import (
-    GatherPlan,
-    Origin,
-    PlanInput,
-    ReducePlan,
-    ReduceStep,
-    Route,
-    compile_gather,
-    compile_reduces,
-    cut_after_forward,
-)
-from fsdp2.core.types import MixedPrecisionPolicy
+from fsdp2.core import MixedPrecisionPolicy, comms, plans
 from fsdp2.planner.machine import Machine, Ranks, Transfer, all_reduce, gather
 from fsdp2.planner.work import Param
 
@@ -115,12 +101,12 @@ def group_cost(
 
     Plans are compiled as ``fsdp2.core.group.unsharded`` and ``fsdp2.core.group.gradients`` do."""
     num_shards = axes.shard.size
-    routing = (LocalComm if num_shards == 1 else CollectiveComm).routing
+    routing = (comms.LocalComm if num_shards == 1 else comms.CollectiveComm).routing
     inputs = [_input(param, num_shards, policy) for param in params]
     trained = [item for item, param in zip(inputs, params, strict=True) if param.trainable]
     sent = [_in_float8(item, num_shards) if wire is Wire.FP8 else item for item in inputs]
-    whole = compile_gather(dict(enumerate(sent)), routing)
-    reduces = compile_reduces(trained, routing, num_shards * axes.replicate.size)
+    whole = plans.compile_gather(dict(enumerate(sent)), routing)
+    reduces = plans.compile_reduces(trained, routing, num_shards * axes.replicate.size)
     shards_nbytes = _shards_nbytes(inputs)
     reduced_nbytes = sum(plan.flat_numel * plan.dtypes.grad.itemsize for plan in reduces)
     cost = GroupCost(
@@ -136,12 +122,12 @@ def group_cost(
         cast_nbytes=sum(map(_sent_nbytes, reduces)),
     )
     if axes.resting is not None:
-        cut = {step.index: cut_after_forward(step, axes.resting.size) for step in whole.steps}
-        cost = _resting(cost, machine, axes.resting, compile_gather(cut, routing, back_into=whole))
+        cut = {step.index: plans.cut_after_forward(step, axes.resting.size) for step in whole.steps}
+        cost = _resting(cost, machine, axes.resting, plans.compile_gather(cut, routing, back_into=whole))
     return _offloaded(cost, machine) if offloads else cost
 
 
-def _resting(cost: GroupCost, machine: Machine, ranks: Ranks, plan: GatherPlan) -> GroupCost:
+def _resting(cost: GroupCost, machine: Machine, ranks: Ranks, plan: plans.GatherPlan) -> GroupCost:
     """``cost`` if the group rests on ``ranks`` between forward and backward, from where ``plan`` gathers it."""
     nbytes = sum(numel * dtype.itemsize for dtype, numel in plan.shard_numels)
     return replace(
@@ -169,25 +155,27 @@ def _offloaded(cost: GroupCost, machine: Machine) -> GroupCost:
     )
 
 
-def _input(param: Param, num_shards: int, policy: MixedPrecisionPolicy) -> PlanInput:
-    layout = shard_layout(param.shape, shard_dim(param.shape, num_shards), num_shards)
-    return PlanInput(param.name, layout, param_dtypes(param.dtype, policy))
+def _input(param: Param, num_shards: int, policy: MixedPrecisionPolicy) -> plans.PlanInput:
+    layout = plans.shard_layout(param.shape, shard_dim(param.shape, num_shards), num_shards)
+    return plans.PlanInput(param.name, layout, plans.param_dtypes(param.dtype, policy))
 
 
-def _shards_nbytes(inputs: list[PlanInput]) -> int:
+def _shards_nbytes(inputs: list[plans.PlanInput]) -> int:
     return sum(item.layout.chunk_numel * item.dtypes.orig.itemsize for item in inputs)
 
 
-def _in_float8(param: PlanInput, num_shards: int) -> PlanInput:
+def _in_float8(param: plans.PlanInput, num_shards: int) -> plans.PlanInput:
     """What ``Float8AllGatherTensor`` sends of a matrix, with a scale per tensor, as ``tensors/all_gather_hooks.py``
     joins it."""
     if len(param.layout.shape) < 2:
         return param
     shapes = [param.layout.shard_shape(rank) for rank in range(num_shards)]
-    return PlanInput(param.name, join(shapes, param.layout.dim), ParamDtypes.uncast(torch.uint8), Origin.HOOK)
+    return plans.PlanInput(
+        param.name, plans.join(shapes, param.layout.dim), plans.ParamDtypes.uncast(torch.uint8), plans.Origin.HOOK
+    )
 
 
-def _gather_flight(machine: Machine, ranks: Ranks, plan: GatherPlan) -> Flight:
+def _gather_flight(machine: Machine, ranks: Ranks, plan: plans.GatherPlan) -> Flight:
     """Casts to the sent dtype, the launch, and copies out of the buckets."""
     cast = sum(
         step.layout.chunk_numel * (step.source.itemsize + step.dtype.itemsize)
@@ -195,12 +183,12 @@ def _gather_flight(machine: Machine, ranks: Ranks, plan: GatherPlan) -> Flight:
         if step.is_copied_in
     )
     unpacked = sum(2 * step.padded_nbytes for bucket in plan.buckets for step in bucket.steps)
-    num_tensors = len(plan.on_route(Route.DIRECT)) + len(plan.buckets)
+    num_tensors = len(plan.on_route(plans.Route.DIRECT)) + len(plan.buckets)
     transfer = gather(machine, ranks, sum(step.padded_nbytes for step in plan.steps), num_tensors)
     return Flight(transfer, cast / machine.copy_bandwidth, unpacked / machine.copy_bandwidth)
 
 
-def _reduce_flights(machine: Machine, axes: Axes, plans: tuple[ReducePlan, ...]) -> tuple[Flight, ...]:
+def _reduce_flights(machine: Machine, axes: Axes, plans: tuple[plans.ReducePlan, ...]) -> tuple[Flight, ...]:
     """Copies into send buffers, the reduce-scatter, with HSDP the all-reduce, and the division by the number of ranks.
     Empty if nothing is trained."""
     if not plans:
@@ -216,13 +204,15 @@ def _reduce_flights(machine: Machine, axes: Axes, plans: tuple[ReducePlan, ...])
     return scatter, Flight(all_reduce(machine, axes.replicate, reduced_nbytes), behind=average)
 
 
-def _sent_nbytes(plan: ReducePlan) -> int:
+def _sent_nbytes(plan: plans.ReducePlan) -> int:
     """Bytes of the copies of gradients that are sent: padded buckets, and casts."""
-    sizes = [step.layout.numel if step.route is Route.DIRECT else step.layout.padded_numel for step in _copied(plan)]
+    sizes = [
+        step.layout.numel if step.route is plans.Route.DIRECT else step.layout.padded_numel for step in _copied(plan)
+    ]
     return sum(sizes) * plan.dtypes.reduce.itemsize
 
 
-def _copied(plan: ReducePlan) -> list[ReduceStep]:
+def _copied(plan: plans.ReducePlan) -> list[plans.ReduceStep]:
     """The gradients that are copied before they are sent, into a bucket or by a cast."""
     is_cast = plan.dtypes.param is not plan.dtypes.reduce and plan.casts_first
-    return [step for step in plan.steps if is_cast or step.route is not Route.DIRECT]
+    return [step for step in plan.steps if is_cast or step.route is not plans.Route.DIRECT]

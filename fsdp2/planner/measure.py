@@ -24,9 +24,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from fsdp2.core.comm.backends import comm_for
-from fsdp2.core.comm.streams import Waitable
-from fsdp2.core.plan.mesh import Axis
+from fsdp2.core import Axis, comms
 from fsdp2.extras.output import check_writable, write_whole
 from fsdp2.extras.peers import match_channels
 from fsdp2.planner.machine import Contention, Link, Machine
@@ -160,7 +158,7 @@ def _collectives(
     assert group is not None
     axis = Axis(group, group.size(), group.rank())
     match_channels(axis)
-    comm = comm_for(axis, device, is_async=True)
+    comm = comms.comm_for(axis, device, is_async=True)
     a = torch.ones(width, width, device=device)
     product = _seconds(lambda: a @ a, device)
 
@@ -168,11 +166,11 @@ def _collectives(
         whole = torch.ones(nbytes // 4 // axis.size * axis.size, device=device)
         part = torch.ones(whole.numel() // axis.size, device=device)
 
-        def start() -> Sequence[Waitable]:
+        def start() -> Sequence[comms.Waitable]:
             is_gather = name == "all-gather"
             return comm.all_gather([whole], [part])() if is_gather else comm.reduce_scatter()([part], [whole])
 
-        def finish(works: Sequence[Waitable]) -> None:
+        def finish(works: Sequence[comms.Waitable]) -> None:
             for work in works:
                 work.wait()
 

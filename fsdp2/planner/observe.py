@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
-from fsdp2.core.trees import find_tensors, map_tensors
+from fsdp2.core import find_tensors, map_tensors
 from fsdp2.extras import torch_names
 from fsdp2.planner.blocks import Units, params_of_units, structure
 from fsdp2.planner.work import Checkpointing, Param, UnitWork, Work

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fsdp2.core.types import DOCS
+from fsdp2.core import DOCS
 from fsdp2.extras.sizes import text_of, unit_of
 from fsdp2.planner.blocks import Units
 from fsdp2.planner.code import code_for

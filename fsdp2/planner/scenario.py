@@ -8,8 +8,7 @@ from enum import Enum
 
 import torch
 
-from fsdp2.core.schedule.schedule import AfterForward, UnitRules
-from fsdp2.core.types import MixedPrecisionPolicy
+from fsdp2.core import AfterForward, MixedPrecisionPolicy, schedules
 from fsdp2.planner.groups import Axes, GroupCost, Wire, group_cost
 from fsdp2.planner.machine import Machine, all_reduce, ranks_of
 from fsdp2.planner.simulate import Accelerator, CallCost, Held, StepTime, steady_step
@@ -235,13 +234,13 @@ def _updated_nbytes(scenario: Scenario, groups: Sequence[GroupCost | None]) -> i
     return whole + (0 if scenario.choice.offloads else sum(group.trained_nbytes for group in groups if group))
 
 
-def _rules(scenario: Scenario) -> list[UnitRules]:
+def _rules(scenario: Scenario) -> list[schedules.UnitRules]:
     """The rules that ``fully_shard`` gets for each unit, first for the root, which stays unsharded."""
     choice, units = scenario.choice, scenario.distinct
     blocks = [index for index, unit in enumerate(units) if unit.is_block]
     kept = set(blocks[len(blocks) - choice.num_kept :])
     after = [AfterForward.KEEP if index in kept else choice.after_forward for index in range(len(units))]
-    return [UnitRules(after_forward=each) for each in (AfterForward.KEEP, *after)]
+    return [schedules.UnitRules(after_forward=each) for each in (AfterForward.KEEP, *after)]
 
 
 def _group_cost(scenario: Scenario, params: tuple[Param, ...], wire: Wire) -> GroupCost | None:

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from fsdp2.core.schedule.schedule import Action, Actions, Schedule, UnitRules, in_parts
-from fsdp2.core.schedule.states import TRANSITIONS, GroupEvent, GroupState, Outcome
+from fsdp2.core import GroupState, schedules
 from fsdp2.planner.groups import Flight, GroupCost
 from fsdp2.planner.machine import Contention
 from fsdp2.planner.queues import Op, Queues, Stream, run
@@ -89,16 +88,16 @@ class Accelerator:
         self,
         groups: Sequence[GroupCost | None],
         calls: Sequence[CallCost],
-        rules: Sequence[UnitRules],
+        rules: Sequence[schedules.UnitRules],
         *,
         shares_communicator: bool = True,
         optimizer: float = 0.0,
     ) -> None:
         self.groups, self.calls = groups, calls
-        self.schedule = Schedule(rules)
+        self.schedule = schedules.Schedule(rules)
         self.shares_communicator = shares_communicator
         self.queues, self.memory = Queues(), Memory()
-        self.performed: list[tuple[Action, int]] = []
+        self.performed: list[tuple[schedules.Action, int]] = []
         self._optimizer = optimizer
         self._states = [GroupState.SHARDED] * len(groups)
         self._have_grads: set[int] = set()  # units whose gradients autograd has left
@@ -108,13 +107,13 @@ class Accelerator:
         self._reductions: list[Reduction] = []
         self._communicator: Op | None = None
         self._perform = {
-            Action.UNSHARD: self._unshard,
-            Action.PREFETCH: self._unshard,
-            Action.WAIT: self._wait,
-            Action.RESHARD: self._reshard,
-            Action.RESHARD_POST_FORWARD: self._rest,
-            Action.REDUCE: self._reduce,
-            Action.LAND: self._land,
+            schedules.Action.UNSHARD: self._unshard,
+            schedules.Action.PREFETCH: self._unshard,
+            schedules.Action.WAIT: self._wait,
+            schedules.Action.RESHARD: self._reshard,
+            schedules.Action.RESHARD_POST_FORWARD: self._rest,
+            schedules.Action.REDUCE: self._reduce,
+            schedules.Action.LAND: self._land,
         }
 
     def step(self) -> None:
@@ -126,7 +125,11 @@ class Accelerator:
             self.do(schedule.pre_forward(call.unit, grad_enabled=True))
             self.queues.enqueue(Stream.COMPUTE, f"forward {call.unit}", fixed=call.forward_fixed, work=call.forward)
             memory.add(Held.ACTIVATIONS, call.saved_nbytes + call.left_nbytes)
-            self.do(schedule.post_forward(call.unit, Outcome.BACKWARD if call.has_backward else Outcome.NOTHING))
+            self.do(
+                schedule.post_forward(
+                    call.unit, schedules.Outcome.BACKWARD if call.has_backward else schedules.Outcome.NOTHING
+                )
+            )
         self.do(schedule.post_forward(0))
         self._flush()
         left = [number for number, call in enumerate(self.calls) if call.has_backward]
@@ -150,8 +153,8 @@ class Accelerator:
         memory.add(Held.REDUCED, -memory.now[Held.REDUCED])
         memory.add(Held.ACTIVATIONS, -sum(call.left_nbytes for call in self.calls))
 
-    def do(self, actions: Actions) -> None:
-        for action, unit in in_parts(actions):
+    def do(self, actions: schedules.Actions) -> None:
+        for action, unit in schedules.in_parts(actions):
             if self._perform[action](unit):
                 self.performed.append((action, unit))
 
@@ -170,16 +173,16 @@ class Accelerator:
 
     # Actions
 
-    def _transition(self, unit: int, event: GroupEvent) -> tuple[GroupCost | None, GroupState]:
+    def _transition(self, unit: int, event: schedules.GroupEvent) -> tuple[GroupCost | None, GroupState]:
         """Return the group of ``unit``, if ``event`` changes its state, and the previous state."""
         group, before = self.groups[unit], self._states[unit]
         if group is None:
             return None, before
-        self._states[unit] = TRANSITIONS[before, event]
+        self._states[unit] = schedules.TRANSITIONS[before, event]
         return (group if self._states[unit] is not before else None), before
 
     def _unshard(self, unit: int) -> bool:
-        group, before = self._transition(unit, GroupEvent.UNSHARD)
+        group, before = self._transition(unit, schedules.GroupEvent.UNSHARD)
         if group is None:
             return False
         self._flush()
@@ -193,7 +196,7 @@ class Accelerator:
         return True
 
     def _wait(self, unit: int) -> bool:
-        group, _ = self._transition(unit, GroupEvent.WAIT)
+        group, _ = self._transition(unit, schedules.GroupEvent.WAIT)
         if group is None:
             return False
         self.queues.wait(Stream.COMPUTE, self._gathers[unit])
@@ -205,7 +208,7 @@ class Accelerator:
         """Called when the gather stream has copied everything to its place."""
 
     def _reshard(self, unit: int) -> bool:
-        group, before = self._transition(unit, GroupEvent.RESHARD)
+        group, before = self._transition(unit, schedules.GroupEvent.RESHARD)
         if group is None:
             return False
         if before is not GroupState.SHARDED_POST_FORWARD:
@@ -214,7 +217,7 @@ class Accelerator:
         return True
 
     def _rest(self, unit: int) -> bool:
-        group, _ = self._transition(unit, GroupEvent.RESHARD_POST_FORWARD)
+        group, _ = self._transition(unit, schedules.GroupEvent.RESHARD_POST_FORWARD)
         if group is None:
             return False
         self._resting[unit] = group.resting_nbytes

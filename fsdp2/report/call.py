@@ -18,15 +18,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp2.core import _torch
-from fsdp2.core.comm.streams import observe_activities
-from fsdp2.core.group.group import ParamGroup
-from fsdp2.core.plan.mesh import ParallelMesh
-from fsdp2.core.plan.plan import Route
-from fsdp2.core.runtime.unit import Unit
-from fsdp2.core.runtime.unit_tree import UnitTree, tree_of
-from fsdp2.core.schedule.schedule import AfterForward
-from fsdp2.core.types import CommunicationError, ScheduleError
+from fsdp2.core import (
+    AfterForward,
+    CommunicationError,
+    ParallelMesh,
+    ParamGroup,
+    ScheduleError,
+    Unit,
+    UnitTree,
+    _torch,
+    comms,
+    plans,
+    tree_of,
+)
 from fsdp2.extras.exchange import exchange
 from fsdp2.extras.units import sharded_unit
 from fsdp2.memory.plan import trainable_of, unit_bytes
@@ -180,9 +184,9 @@ def attached(
             for each in watching:
                 stack.enter_context(each)
             stack.enter_context(observe(model, recorder))
-            stack.callback(observe_activities, None)
+            stack.callback(comms.observe_activities, None)
             stack.callback(observe_host_steps, None)
-            observe_activities(recorder.on_activity)
+            comms.observe_activities(recorder.on_activity)
             observe_host_steps(recorder.on_host_step)
             yield
     finally:
@@ -313,10 +317,10 @@ def _unit_info(unit: Unit, *, keeps: bool) -> UnitInfo:
         if group.mesh.shard.size == 1:
             continue
         for step in group.unsharded.plan().steps:
-            gather[step.route is not Route.DIRECT] += step.padded_nbytes
+            gather[step.route is not plans.Route.DIRECT] += step.padded_nbytes
         for plan in group.gradients.plans(trainable_of(group))[0]:
             for part in plan.steps:
-                reduce[part.route is not Route.DIRECT] += part.layout.padded_numel * plan.dtypes.reduce.itemsize
+                reduce[part.route is not plans.Route.DIRECT] += part.layout.padded_numel * plan.dtypes.reduce.itemsize
     least = [group.comm.routing.direct_min_nbytes * group.mesh.shard.size for group in groups]
     return UnitInfo(
         name=unit.name,

@@ -15,11 +15,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from fsdp2.core import _torch
-from fsdp2.core.group.param import ShardedParam
-from fsdp2.core.runtime.unit import Unit
-from fsdp2.core.runtime.unit_tree import UnitTree
-from fsdp2.core.trees import find_tensors
+from fsdp2.core import ShardedParam, Unit, UnitTree, _torch, find_tensors
 from fsdp2.extras import torch_names
 from fsdp2.report.memory import ALLOCATED, OPTIMIZER_STATES, SAVED, SHARD_GRADIENTS, SHARDS, Bytes
 from fsdp2.report.timeline import ROOT

@@ -16,10 +16,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from fsdp2.core import _torch
-from fsdp2.core.runtime.unit import unit_of
-from fsdp2.core.runtime.unit_tree import UnitTree
-from fsdp2.core.trees import find_tensors
+from fsdp2.core import UnitTree, _torch, find_tensors, unit_of
 from fsdp2.extras.plain_names import plain_named_modules
 
 OnModule = Callable[[str, str, str], None]  # the unit, the module, what happens

@@ -17,9 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd import DeviceType
 
-from fsdp2.core.comm.streams import Activity, Streams, streams_for
-from fsdp2.core.runtime.unit import Unit
-from fsdp2.core.types import Observer
+from fsdp2.core import Observer, Unit, comms
 from fsdp2.report.held import HeldBytes
 from fsdp2.report.memory import Bytes
 from fsdp2.report.timeline import BLOCKED, COPIES, HOST_STEP, OPTIMIZER, OPTIMIZER_END, TO_DEVICE, TO_HOST, Edge, Mark
@@ -32,7 +30,7 @@ _ON_GATHER_STREAM = ("unshard", "prefetch")
 _ON_REDUCE_STREAM = ("reduce_launch", "reduce_land")
 _ON_NO_STREAM = ("unshard", "prefetch", "keep", *COPIES)
 
-_COPIES = {Activity.COPY_TO_DEVICE: TO_DEVICE, Activity.COPY_TO_HOST: TO_HOST}
+_COPIES = {comms.Activity.COPY_TO_DEVICE: TO_DEVICE, comms.Activity.COPY_TO_HOST: TO_HOST}
 
 
 class Step(NamedTuple):
@@ -77,7 +75,7 @@ class DeviceClock(HostClock):
 
     def __init__(self, device: torch.device, units: Sequence[Unit]) -> None:
         self._device = device
-        self._usual = streams_for(device)
+        self._usual = comms.streams_for(device)
         self._streams = {unit.name: group.unsharded.streams for unit in units for group in unit.groups}
         self._zero = self._event()
         self._zero.synchronize()
@@ -92,7 +90,7 @@ class DeviceClock(HostClock):
         return self._event()
 
     def of_work(self, work: str, unit: str) -> tuple[Stamp, Stamp]:
-        streams: Streams = self._streams.get(unit, self._usual)
+        streams: comms.Streams = self._streams.get(unit, self._usual)
         side = None
         if work in COPIES:
             side = self._event()
@@ -194,10 +192,10 @@ class Recorder(Observer):
             if self._held is not None:
                 self._hold(self._held.at(action, unit), self._last[0] or self._last[1])
 
-    def on_activity(self, activity: Activity, starts: bool) -> None:
+    def on_activity(self, activity: comms.Activity, starts: bool) -> None:
         """A wait for collectives, or a copy in the work that started last, starts or stops."""
         edge = Edge.START if starts else Edge.STOP
-        if activity is not Activity.WAIT:
+        if activity is not comms.Activity.WAIT:
             self._on_work(edge, _COPIES[activity], self._unit)
         elif self._clock.times_waits:
             self._on_work(edge, BLOCKED, "")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from fsdp2.core.types import Observer
+from fsdp2.core import Observer
 from fsdp2.extras.units import observe as _observe, sharded_unit, stop_observing
 
 

@@ -22,17 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp2.core import _torch
-from fsdp2.core.comm.offload import Home
-from fsdp2.core.group.all_gather import allocate
-from fsdp2.core.group.param import ShardedParam
-from fsdp2.core.marks import POST, PRE, is_plain
-from fsdp2.core.plan.dtypes import ParamDtypes
-from fsdp2.core.plan.layout import Layout, join
-from fsdp2.core.plan.mesh import ParallelMesh
-from fsdp2.core.plan.plan import Origin, PlanInput
-from fsdp2.core.trees import find_tensors
-from fsdp2.core.types import ExtensionError
+from fsdp2.core import ExtensionError, ParallelMesh, ShardedParam, _torch, comms, find_tensors, is_plain, marks, plans
 from fsdp2.extras.exchange import exchange
 from fsdp2.tensors import torch_names
 
@@ -63,15 +53,15 @@ class HookedParam:
         self.gathered: tuple[torch.Tensor, ...] = ()
         self.outputs: tuple[torch.Tensor, ...] = ()
         self.out: torch.Tensor
-        for name, other in ((PRE, POST), (POST, PRE)):
+        for name, other in ((marks.PRE, marks.POST), (marks.POST, marks.PRE)):
             if not callable(getattr(local, name, None)):
                 only, lost = f"the class defines only {other}", "sharding would lose what the class adds"
                 found = only if hasattr(local, other) else lost
                 raise self.error(
                     name, f"is not defined: {found}. Define both hooks, or list the parameter in ignored_params"
                 )
-        self._pre: Callable[[], object] = self._bind_pre(getattr(local, PRE))
-        self._post = getattr(local, POST)
+        self._pre: Callable[[], object] = self._bind_pre(getattr(local, marks.PRE))
+        self._post = getattr(local, marks.POST)
         self._expected: Kinds | None = None
         self._rebuild: list[Callable[[Iterator[torch.Tensor]], torch.Tensor]] = []  # per tensor of the payload
         self._has_seen_result = False  # of a call with ``out``; only the first result is checked
@@ -94,24 +84,24 @@ class HookedParam:
         Raises:
             ExtensionError: the hook raised, or returned something that cannot be gathered.
         """
-        result = self._call(PRE, self._pre)
+        result = self._call(marks.PRE, self._pre)
         if type(result) is not tuple or len(result) != 2:
-            raise self.error(PRE, f"returned {_described(result)}, expected (tuple of tensors, metadata)")
+            raise self.error(marks.PRE, f"returned {_described(result)}, expected (tuple of tensors, metadata)")
         tensors, metadata = result
         if type(tensors) is not tuple:
-            raise self.error(PRE, f"returned {_described(tensors)} as the tensors, expected a tuple of tensors")
+            raise self.error(marks.PRE, f"returned {_described(tensors)} as the tensors, expected a tuple of tensors")
         if any(type(tensor) is not torch.Tensor for tensor in tensors):
             tensors = self._flattened(tensors)
         for tensor in tensors:
             if not tensor.is_contiguous():
                 problem = f"returned {_described(tensor)} with strides {tensor.stride()}"
-                raise self.error(PRE, f"{problem}, expected contiguous tensors. Call .contiguous()")
+                raise self.error(marks.PRE, f"{problem}, expected contiguous tensors. Call .contiguous()")
             if self._expected is None and tensor.device != self._device:
-                raise self.error(PRE, f"returned a tensor on {tensor.device}, expected {self._device}")
+                raise self.error(marks.PRE, f"returned a tensor on {tensor.device}, expected {self._device}")
         found = kinds_of(tensors)
         if self._expected is not None and found != self._expected:
             raise self.error(
-                PRE,
+                marks.PRE,
                 f"returned {_payload(found)}, expected {_payload(self._expected)} as in the first gather of the group. "
                 "Return the same shapes and dtypes each time, because the plan is made once",
             )
@@ -123,17 +113,19 @@ class HookedParam:
         plain: list[torch.Tensor] = []
         for tensor in tensors:
             if not isinstance(tensor, torch.Tensor) or isinstance(tensor, torch_names.DISTRIBUTED_TENSORS):
-                raise self.error(PRE, f"returned {_described(tensor)} to be gathered, expected tensors of this rank")
+                raise self.error(
+                    marks.PRE, f"returned {_described(tensor)} to be gathered, expected tensors of this rank"
+                )
             parts = [leaf.detach().as_subclass(torch.Tensor) for leaf in _torch.leaves(tensor)]
             if any(part.shape != tensor.shape for part in parts):
                 problem = f"returned {_described(tensor)}, which has inner tensors of other shapes"
-                raise self.error(PRE, f"{problem}. Return the inner tensors, and wrap them in {POST}")
+                raise self.error(marks.PRE, f"{problem}. Return the inner tensors, and wrap them in {marks.POST}")
             plain += parts
         if self._expected is None:
             self._rebuild = [torch_names.rebuilder(tensor) for tensor in tensors]  # type: ignore[arg-type]  # checked above
         return tuple(plain)
 
-    def joined(self, by_rank: Sequence[Kinds]) -> list[tuple[Layout, torch.dtype]]:
+    def joined(self, by_rank: Sequence[Kinds]) -> list[tuple[plans.Layout, torch.dtype]]:
         """How the payloads of all ranks of the shard axis fit together: for each tensor, the layout and the dtype.
 
         Raises:
@@ -143,14 +135,15 @@ class HookedParam:
         for rank, found in enumerate(dtypes):
             if found != dtypes[0]:
                 problem = f"returned tensors of {dtypes[0]} on the first rank, but of {found} on rank {rank} of "
-                raise self.error(PRE, problem + "the shard axis. Return the same dtypes on all ranks")
+                raise self.error(marks.PRE, problem + "the shard axis. Return the same dtypes on all ranks")
         try:
             layouts = [
-                join([tuple(shape) for shape, _ in same], self.param.layout.dim) for same in zip(*by_rank, strict=True)
+                plans.join([tuple(shape) for shape, _ in same], self.param.layout.dim)
+                for same in zip(*by_rank, strict=True)
             ]
         except ValueError as error:
             problem = f"returned tensors that cannot be joined over the ranks: {error}. Return equal other dims"
-            raise self.error(PRE, problem) from None
+            raise self.error(marks.PRE, problem) from None
         return list(zip(layouts, dtypes[0], strict=True))
 
     def bind_outputs(self, gathered: Sequence[torch.Tensor]) -> None:
@@ -178,7 +171,7 @@ class HookedParam:
             ExtensionError: the hook raised.
         """
         given = self.outputs, self.metadata, self.param.dtypes.param
-        result = self._call(POST, self._post, *given, when="(with out) ", out=self.out)
+        result = self._call(marks.POST, self._post, *given, when="(with out) ", out=self.out)
         if result is None or self._has_seen_result:
             return
         self._has_seen_result = True
@@ -189,7 +182,7 @@ class HookedParam:
                 f"returned {_described(result)} in new memory although out was given. fsdp2 ignores this result. Fill "
                 "out in place, because autograd has saved out"
             )
-            warnings.warn(str(self.error(POST, problem)), stacklevel=2)
+            warnings.warn(str(self.error(marks.POST, problem)), stacklevel=2)
 
     def _first_post(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Return the unsharded tensor, in its outer size, and the tensors to free with it.
@@ -197,16 +190,16 @@ class HookedParam:
         Raises:
             ExtensionError: the hook raised, or returned something that cannot be the parameter.
         """
-        self._post = getattr(self._local, POST)  # users may have fixed it after it failed
-        result = self._call(POST, self._post, self.outputs, self.metadata, self.param.dtypes.param)
+        self._post = getattr(self._local, marks.POST)  # users may have fixed it after it failed
+        result = self._call(marks.POST, self._post, self.outputs, self.metadata, self.param.dtypes.param)
         expected = "expected (unsharded tensor, tuple of inner tensors to free)"
         if not isinstance(result, tuple) or len(result) != 2:
-            raise self.error(POST, f"returned {_described(result)}, {expected}")
+            raise self.error(marks.POST, f"returned {_described(result)}, {expected}")
         tensor, inner = result
         if not isinstance(tensor, torch.Tensor):
-            raise self.error(POST, f"returned {_described(tensor)} as the unsharded tensor, {expected}")
+            raise self.error(marks.POST, f"returned {_described(tensor)} as the unsharded tensor, {expected}")
         if not isinstance(inner, (tuple, list)) or not all(isinstance(item, torch.Tensor) for item in inner):
-            raise self.error(POST, f"returned {_described(inner)} as the inner tensors, {expected}")
+            raise self.error(marks.POST, f"returned {_described(inner)} as the inner tensors, {expected}")
         return self._cut(tensor), list(inner)
 
     def _cut(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -218,14 +211,14 @@ class HookedParam:
         has_rows = tensor.dim() == len(size) and tensor.shape[1:] == size[1:] and tensor.shape[0] >= size[0]
         if not (is_flat or has_rows) or not tensor.is_contiguous():
             raise self.error(
-                POST,
+                marks.POST,
                 f"returned {_described(tensor)} with strides {tensor.stride()}, expected a contiguous tensor of shape "
                 f"{tuple(size)}, or with more rows",
             )
         cut = torch.as_strided(tensor, size, self.param.stride, tensor.storage_offset())
         if type(cut) is not type(tensor):
             raise self.error(
-                POST,
+                marks.POST,
                 f"returned a {type(tensor).__name__} of shape {tuple(tensor.shape)}, but cutting to {tuple(size)} made "
                 f"a {type(cut).__name__} of that tensor. Let as_strided keep the class",
             )
@@ -237,7 +230,7 @@ class HookedParam:
         arguments = (self._mesh, self._size, param.stride, param.slots[0].module, param.policy)
         if len(signature.parameters) not in (1, len(arguments)):
             raise self.error(
-                PRE,
+                marks.PRE,
                 f"has the signature {signature}, expected (self, mesh) or (self, mesh, outer_size, outer_stride, "
                 "module, mp_policy)",
             )
@@ -265,15 +258,15 @@ class HookedParam:
         tensor, inner = self._first_post()
         if versions != [output._version for output in self.gathered]:
             problem = "wrote into all_gather_outputs, but the outputs are read again. Make a new tensor instead"
-            raise self.error(POST, problem)
+            raise self.error(marks.POST, problem)
         if not tensor.dtype.is_floating_point and param.sharded.requires_grad:
             problem = f"made a tensor of {tensor.dtype} for a trainable parameter, expected a floating-point dtype"
-            raise self.error(POST, problem)
+            raise self.error(marks.POST, problem)
         try:
             made = param.unsharded_parameter(tensor)
         except RuntimeError as error:  # nn.Parameter requires detach() to keep the class
             problem = f"made a {type(tensor).__name__} that cannot be an nn.Parameter: {error}"
-            raise self.error(POST, problem) from error
+            raise self.error(marks.POST, problem) from error
         inner_memory = self._owned(inner)
         memory = {output.untyped_storage().data_ptr() for output in self.gathered if output.numel()}
         if self.are_released and not memory.isdisjoint(_memory_of(made)):
@@ -281,7 +274,7 @@ class HookedParam:
                 f"made a tensor on the memory of all_gather_outputs, but {_RELEASE} returned True, so this memory "
                 f"may be freed. Copy the outputs, or return False from {_RELEASE}"
             )
-            raise self.error(POST, problem)
+            raise self.error(marks.POST, problem)
         param.unsharded, param.inner = made, inner_memory
 
     def fill_first(self) -> None:
@@ -293,7 +286,7 @@ class HookedParam:
         replaced = before.difference(_memory_of(self.out))
         if not replaced.isdisjoint(before if is_plain(self.out) else self._freed_memory()):
             problem = "put other memory under out. Write into the memory of out, because autograd has saved out"
-            raise self.error(POST, problem)
+            raise self.error(marks.POST, problem)
 
     def _freed_memory(self) -> set[int]:
         """Memory that is freed between gathers and allocated again when a hook fills it. A wrapper tensor may also hold
@@ -313,7 +306,7 @@ class HookedParam:
                 continue
             if pointer in shards:
                 problem = "listed memory of the shard among the tensors to free. List a tensor with its own memory"
-                raise self.error(POST, problem)
+                raise self.error(marks.POST, problem)
             owned[pointer] = (storage, storage.nbytes())
         return list(owned.values())
 
@@ -341,7 +334,7 @@ class HookedParams:
         storages: memory that ``arrive`` fills, and that is freed with the group's unsharded storage.
     """
 
-    def __init__(self, params: Sequence[ShardedParam], mesh: ParallelMesh, home: Home) -> None:
+    def __init__(self, params: Sequence[ShardedParam], mesh: ParallelMesh, home: comms.Home) -> None:
         self._no_grad = torch.no_grad()  # a single object, entered often and never nested
         self.storages: list[tuple[torch.UntypedStorage, int]] = []
         self._versioned: tuple[torch.Tensor, ...] = ()
@@ -350,7 +343,7 @@ class HookedParams:
         self._are_checked = False  # the post-hooks have filled the unsharded tensors
         self._sent = self._agree(params, mesh, home)  # by replica, rank of the shard axis, parameter
 
-    def _agree(self, params: Sequence[ShardedParam], mesh: ParallelMesh, home: Home) -> list[list[list[Kinds]]]:
+    def _agree(self, params: Sequence[ShardedParam], mesh: ParallelMesh, home: comms.Home) -> list[list[list[Kinds]]]:
         """Make the first payloads. Returns the shapes and dtypes that all ranks send, including other replicas (I9).
 
         Raises:
@@ -377,26 +370,26 @@ class HookedParams:
                 raise ExtensionError(f"on rank {other}: {problem}")
         return [[kinds for _, _, kinds in row] for row in rows]
 
-    def inputs(self, first_key: int, *, keeps_consumed: bool) -> dict[int, PlanInput]:
+    def inputs(self, first_key: int, *, keeps_consumed: bool) -> dict[int, plans.PlanInput]:
         """For the plan: each tensor that is sent, with keys from ``first_key`` on. With ``keeps_consumed``, memory that
         could be freed after the post-hook is also kept while the group is unsharded.
 
         Raises:
             ExtensionError: the ranks' payloads do not fit together; all ranks raise.
         """
-        inputs: dict[int, PlanInput] = {}
+        inputs: dict[int, plans.PlanInput] = {}
         for i, hooked in enumerate(self._params):
             by_rank, *replicas = ([kinds[i] for kinds in row] for row in self._sent)
             for mine, its in (pair for other in replicas for pair in zip(by_rank, other, strict=True)):
                 if mine != its:
                     problem = f"returned {_payload(mine)} on one replica and {_payload(its)} on another replica. "
                     problem += "Replicas hold the same shards. Return the same shapes and dtypes on all replicas"
-                    raise hooked.error(PRE, problem)
+                    raise hooked.error(marks.PRE, problem)
             is_consumed = hooked.are_released and not keeps_consumed
-            origin = Origin.HOOK_CONSUMED if is_consumed else Origin.HOOK
+            origin = plans.Origin.HOOK_CONSUMED if is_consumed else plans.Origin.HOOK
             for k, (layout, dtype) in enumerate(hooked.joined(by_rank)):
                 name = f"{hooked.param.name}[{k}]"
-                inputs[first_key + len(inputs)] = PlanInput(name, layout, ParamDtypes.uncast(dtype), origin)
+                inputs[first_key + len(inputs)] = plans.PlanInput(name, layout, plans.ParamDtypes.uncast(dtype), origin)
         return inputs
 
     def bind_outputs(self, outputs: Mapping[int, torch.Tensor], first_key: int) -> None:
@@ -419,7 +412,7 @@ class HookedParams:
             self._arrive_checked()
             return
         if self.storages:
-            allocate(self.storages)
+            comms.allocate(self.storages)
         # I10: autograd has saved the tensors written here. They get the same values again, so their versions stay.
         versions = [tensor._version for tensor in self._versioned]
         with self._no_grad:
@@ -436,7 +429,7 @@ class HookedParams:
         versions = tuple(tensor._version for tensor in before)
         with torch.inference_mode(False), torch.no_grad():  # these tensors live longer than the first pass
             for hooked in self._params:
-                allocate(hooked.param.inner)
+                comms.allocate(hooked.param.inner)
                 if hooked.param.unsharded is None:
                     hooked.make_unsharded()
                 else:

@@ -8,9 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2.core import _torch
-from fsdp2.core.marks import SHARDED_AS
-from fsdp2.core.plan.placements import local_part
+from fsdp2.core import _torch, marks, plans
 from fsdp2.extras.plain_names import plain_name
 
 
@@ -59,11 +57,11 @@ def wrap_parameters(
 
 
 def _made(name: str, param: nn.Parameter, make: Callable[[torch.Tensor], torch.Tensor]) -> nn.Parameter:
-    if hasattr(param, SHARDED_AS):
+    if hasattr(param, marks.SHARDED_AS):
         raise ValueError(
             f"wrap_parameters: parameter '{name}' is already sharded. Call wrap_parameters before fully_shard."
         )
-    local = local_part(param)
+    local = plans.local_part(param)
     tensor = make(local)
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(

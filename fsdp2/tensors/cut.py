@@ -7,12 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp2.core.comm.offload import Home
-from fsdp2.core.plan.layout import Layout
-from fsdp2.core.types import ExtensionError
+from fsdp2.core import ExtensionError, comms, plans
 
 
-def pinned_shard(name: str, full: torch.Tensor, layout: Layout, rank: int, home: Home) -> torch.Tensor:
+def pinned_shard(name: str, full: torch.Tensor, layout: plans.Layout, rank: int, home: comms.Home) -> torch.Tensor:
     """The shard of ``rank`` of the tensor subclass ``full``, in its own memory at ``home`` (or still on meta).
 
     Raises:
@@ -43,7 +41,7 @@ def pinned_shard(name: str, full: torch.Tensor, layout: Layout, rank: int, home:
     return pinned(name, local, home)
 
 
-def pinned(name: str, local: torch.Tensor, home: Home) -> torch.Tensor:
+def pinned(name: str, local: torch.Tensor, home: comms.Home) -> torch.Tensor:
     """Copy the shard ``local`` of a tensor subclass to pinned memory, if ``home`` asks for that. A plain tensor with
     its own hooks is returned as it is, since a copy would lose the hooks.
 

@@ -19,8 +19,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fsdp2.core.group.param import Slot
-from fsdp2.core.seams import Adapted
+from fsdp2.core import Slot, seams
 from fsdp2.tensors.in_files import DenseWeight, FileTensor
 from fsdp2.tensors.packed import PackedTensor
 from fsdp2.tensors.wrapper import Tensors, aten
@@ -279,7 +278,7 @@ torch.serialization.add_safe_globals([Shard4bit, Params4bit])
 # The adapter
 
 
-def adapt(name: str, param: nn.Parameter, slots: Sequence[Slot]) -> Adapted:
+def adapt(name: str, param: nn.Parameter, slots: Sequence[Slot]) -> seams.Adapted:
     """Make the tensor to shard in place of ``param``, a ``Params4bit`` of bitsandbytes.
 
     Raises:
@@ -296,7 +295,7 @@ def adapt(name: str, param: nn.Parameter, slots: Sequence[Slot]) -> Adapted:
 
     with torch.no_grad():
         is_empty = param.is_meta and param.quant_state is None  # type: ignore[attr-defined]
-        return Adapted(Shard4bit.on_meta(param) if is_empty else Shard4bit.of(param), commit)
+        return seams.Adapted(Shard4bit.on_meta(param) if is_empty else Shard4bit.of(param), commit)
 
 
 def _check(name: str, param: Any) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp2.core.types import MixedPrecisionPolicy
+from fsdp2.core import MixedPrecisionPolicy
 
 PreResult = tuple[tuple[torch.Tensor, ...], Any]
 PostResult = tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None

@@ -11,13 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fsdp2.core.trees import find_tensors, map_tensors
+from fsdp2.core import MixedPrecisionPolicy, find_tensors, map_tensors
 from fsdp2.tensors.wrapper import Tensors, WrapperTensor, as_strided, aten, written_by
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-    from fsdp2.core.types import MixedPrecisionPolicy
 
 
 class TwoTensor(WrapperTensor):

@@ -25,17 +25,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from fsdp2.core import _torch
-from fsdp2.core.api.resolve import ResolvedGroup
-from fsdp2.core.plan.mesh import Axis, AxisRole, ParallelMesh, SpmdMesh
-from fsdp2.core.plan.placements import ParamSpec, TensorSpec, param_spec
-from fsdp2.core.runtime.hooks import ModuleHooks
+from fsdp2.core import Axis, ModuleHooks, ParallelMesh, _torch, plans, seams
 from fsdp2.extras.exchange import exchange
 from fsdp2.extras.rank_checks import first_difference
 
 
 @dataclass(frozen=True)
-class TypedSpec(ParamSpec):
+class TypedSpec(plans.ParamSpec):
     """A plain parameter with types.
 
     Attributes:
@@ -62,11 +58,11 @@ class TypedSpec(ParamSpec):
         assert self.unsharded is not None
         if not self.may_be_pending:
             return grad
-        spec = TensorSpec(self.unsharded.mesh, self.grad_placements, self.unsharded.shape, self.unsharded.stride)
+        spec = plans.TensorSpec(self.unsharded.mesh, self.grad_placements, self.unsharded.shape, self.unsharded.stride)
         return super().local_gradient(spec.dtensor(grad), pending_in)
 
 
-def written(name: str, param: torch.Tensor, dim: int, parallel: ParallelMesh) -> ParamSpec | None:
+def written(name: str, param: torch.Tensor, dim: int, parallel: ParallelMesh) -> plans.ParamSpec | None:
     """Reads the types of parameters. It is a ``SpecReader``."""
     if isinstance(param, DTensor) or not _library().get_local_type(param):
         return None
@@ -79,7 +75,7 @@ def written(name: str, param: torch.Tensor, dim: int, parallel: ParallelMesh) ->
     return _typed_spec(name, param, dim, parallel, parallel.spmd)
 
 
-def resolved(parallel: ParallelMesh, resolve: Callable[[], list[ResolvedGroup]]) -> list[ResolvedGroup]:
+def resolved(parallel: ParallelMesh, resolve: Callable[[], list[seams.ResolvedGroup]]) -> list[seams.ResolvedGroup]:
     """Return the result of ``resolve``. If it raises on any rank, or types differ, all ranks raise."""
     _keep_out_of_checks()
     if parallel.spmd is None:
@@ -124,13 +120,13 @@ def _types_of(param: torch.Tensor) -> dict[Any, Any]:
     return types
 
 
-def _typed_spec(name: str, param: torch.Tensor, dim: int, parallel: ParallelMesh, spmd: SpmdMesh) -> TypedSpec:
+def _typed_spec(name: str, param: torch.Tensor, dim: int, parallel: ParallelMesh, spmd: plans.SpmdMesh) -> TypedSpec:
     types, library = _types_of(param), _library()
     by_position = _on_storage_axes(name, types, spmd)
     placements = tuple(library.spmd_type_to_dtensor_placement(each) for each in by_position)
     grads = tuple(library.spmd_type_to_dtensor_placement(each.backward_type()) for each in by_position)
     whole = DTensor.from_local(param.detach(), spmd.mesh, placements, run_check=False)
-    spec = param_spec(name, whole, dim, parallel)
+    spec = plans.param_spec(name, whole, dim, parallel)
     local = library.get_local_type(param)
     return TypedSpec(
         spec.sharded,
@@ -142,7 +138,7 @@ def _typed_spec(name: str, param: torch.Tensor, dim: int, parallel: ParallelMesh
     )
 
 
-def _on_storage_axes(name: str, types: dict[Any, Any], spmd: SpmdMesh) -> list[Any]:
+def _on_storage_axes(name: str, types: dict[Any, Any], spmd: plans.SpmdMesh) -> list[Any]:
     """The type on each axis of the given mesh, by position.
 
     Raises:
@@ -150,8 +146,8 @@ def _on_storage_axes(name: str, types: dict[Any, Any], spmd: SpmdMesh) -> list[A
     """
     library, names = _library(), spmd.mesh.mesh_dim_names or ()
     axes = _axes_of(spmd)
-    model = {axis: i for i, axis in enumerate(axes) if spmd.roles[i] is AxisRole.MODEL and axis.size() > 1}
-    data = _joined([axis for i, axis in enumerate(axes) if spmd.roles[i] is not AxisRole.MODEL])
+    model = {axis: i for i, axis in enumerate(axes) if spmd.roles[i] is plans.AxisRole.MODEL and axis.size() > 1}
+    data = _joined([axis for i, axis in enumerate(axes) if spmd.roles[i] is not plans.AxisRole.MODEL])
     found = [library.R] * len(axes)
     for axis, each in types.items():
         if axis in model:
@@ -183,7 +179,7 @@ def _on_storage_axes(name: str, types: dict[Any, Any], spmd: SpmdMesh) -> list[A
     return found
 
 
-def _compute_axes(name: str, types: dict[Any, Any], spmd: SpmdMesh) -> Sequence[Any]:
+def _compute_axes(name: str, types: dict[Any, Any], spmd: plans.SpmdMesh) -> Sequence[Any]:
     """The axes that compute is checked on: those of ``types`` if they reach all ranks of the mesh, else those of the
     library's current mesh. Two meshes may have the same ranks but divide them differently.
 
@@ -202,7 +198,7 @@ def _compute_axes(name: str, types: dict[Any, Any], spmd: SpmdMesh) -> Sequence[
     )
 
 
-def _axes_of(spmd: SpmdMesh) -> list[Any]:
+def _axes_of(spmd: plans.SpmdMesh) -> list[Any]:
     return [_library().MeshAxis.of(spmd.mesh.get_group(i)) for i in range(spmd.mesh.ndim)]
 
 
@@ -220,7 +216,7 @@ def _described(param: Any) -> str:
     return f"parameter '{param.name}': {getattr(spec, 'types', 'no types')} {getattr(spec, 'partition_spec', None)}"
 
 
-def _check_agreement(spmd: SpmdMesh, error: Exception | None, found: Sequence[str]) -> None:
+def _check_agreement(spmd: plans.SpmdMesh, error: Exception | None, found: Sequence[str]) -> None:
     """Raise ``error``, or report that of another rank of the full mesh. Collective on that mesh.
 
     Raises:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2.core.trees import find_tensors
+from fsdp2.core import find_tensors
 from fsdp2.tensors.wrapper import ALIASES, WrapperTensor, as_strided, aten, each
 
 # Views of the first argument's memory, with which sharding and checkpoints cut and flatten.

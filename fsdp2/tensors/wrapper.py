@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import nn
 
-from fsdp2.core.trees import find_tensors, map_tensors
+from fsdp2.core import find_tensors, map_tensors
 
 aten = torch.ops.aten
 

@@ -18,9 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fsdp2.core import _torch
-from fsdp2.core.marks import is_plain
-from fsdp2.core.types import ExtensionError, MixedPrecisionPolicy
+from fsdp2.core import ExtensionError, MixedPrecisionPolicy, _torch, is_plain
 from fsdp2.testing.findings import Findings, Values, are_equal, check_equal, values_of
 from fsdp2.testing.world import Case, Rank, StandInDTensor, World, local_of
 

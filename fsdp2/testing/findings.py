@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from fsdp2.core import _torch
-from fsdp2.core.types import ExtensionError
+from fsdp2.core import ExtensionError, _torch
 from fsdp2.testing.world import PARAMETER
 
 Values = list[torch.Tensor]

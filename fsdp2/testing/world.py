@@ -15,16 +15,17 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp2.core import _torch
-from fsdp2.core.comm.memory import tensor_on
-from fsdp2.core.comm.offload import Home
-from fsdp2.core.group.param import ShardedParam, Slot
-from fsdp2.core.plan.dtypes import param_dtypes
-from fsdp2.core.plan.layout import Layout, contiguous_stride, shard_layout
-from fsdp2.core.plan.mesh import ParallelMesh
-from fsdp2.core.plan.placements import ParamSpec, TensorSpec
-from fsdp2.core.trees import map_tensors
-from fsdp2.core.types import ExtensionError, MixedPrecisionPolicy
+from fsdp2.core import (
+    ExtensionError,
+    MixedPrecisionPolicy,
+    ParallelMesh,
+    ShardedParam,
+    Slot,
+    _torch,
+    comms,
+    map_tensors,
+    plans,
+)
 from fsdp2.tensors.all_gather_hooks import HookedParam, kinds_of
 from fsdp2.tensors.cut import pinned_shard
 from fsdp2.tensors.wrapper import WrapperTensor
@@ -57,8 +58,8 @@ class Case:
         return f"shape {self.shape} on {self.size} rank{'s' if self.size > 1 else ''}"
 
     @property
-    def layout(self) -> Layout:
-        return shard_layout(self.shape, self.dim % len(self.shape), self.size)
+    def layout(self) -> plans.Layout:
+        return plans.shard_layout(self.shape, self.dim % len(self.shape), self.size)
 
     def plain(self, seed: int = 0) -> torch.Tensor:
         """Random values; the same for the same seed."""
@@ -73,7 +74,7 @@ class Case:
         """The shards of all ranks, cut from ``made``, or from a different tensor for each seed."""
         full = self.make(self.plain(seed)) if made is None else made
         with torch.no_grad():
-            home = Home(self.device)
+            home = comms.Home(self.device)
             return [pinned_shard(PARAMETER, full.detach(), self.layout, rank, home) for rank in range(self.size)]
 
     def params(self, shards: Sequence[torch.Tensor]) -> list[nn.Parameter]:
@@ -96,8 +97,8 @@ class Case:
             slots=(Slot(nn.Module(), PARAMETER),),
             mesh=cast(ParallelMesh, None),  # hooks only see ``mesh``
             layout=self.layout,
-            spec=ParamSpec(TensorSpec(mesh, (), self.shape, contiguous_stride(self.shape))),
-            dtypes=param_dtypes(self.dtype, self.policy),
+            spec=plans.ParamSpec(plans.TensorSpec(mesh, (), self.shape, plans.contiguous_stride(self.shape))),
+            dtypes=plans.param_dtypes(self.dtype, self.policy),
             policy=self.policy,
         )
         return HookedParam(managed, mesh, self.device)
@@ -176,7 +177,7 @@ class Rank:
         self._releases_outputs = self.hooks.releases_outputs()
         return payload
 
-    def receive(self, layouts: Sequence[Layout], sent: Sequence[tuple[torch.Tensor, ...]]) -> None:
+    def receive(self, layouts: Sequence[plans.Layout], sent: Sequence[tuple[torch.Tensor, ...]]) -> None:
         """Receive what all ranks ``sent``, and let the post-hook make the unsharded parameter from it."""
         is_first = self.hooks.param.unsharded is None
         if is_first:
@@ -185,7 +186,7 @@ class Rank:
         self._allocate()
         for layout, output, payloads in zip(layouts, self.hooks.gathered, zip(*sent, strict=True), strict=True):
             # I2: a separate tensor writes, so autograd does not see that the output changes.
-            target = tensor_on(output.untyped_storage(), 0, output.shape, output.stride(), output.dtype)
+            target = comms.tensor_on(output.untyped_storage(), 0, output.shape, output.stride(), output.dtype)
             for rank, payload in enumerate(payloads):
                 start, stop = layout.interval(rank)
                 piece = target.narrow(layout.dim, start, stop - start)
@@ -224,10 +225,10 @@ class Rank:
             _fill_with_garbage(storage)
         del kept  # until here, ``kept`` prevented the allocator from returning the same block
 
-    def _output(self, layout: Layout, dtype: torch.dtype) -> torch.Tensor:
+    def _output(self, layout: plans.Layout, dtype: torch.dtype) -> torch.Tensor:
         storage = torch.UntypedStorage(layout.padded_numel * dtype.itemsize, device=self.shard.device)
         self._outputs.append((storage, storage.nbytes()))
-        return tensor_on(storage, 0, layout.shape, contiguous_stride(layout.shape), dtype)
+        return comms.tensor_on(storage, 0, layout.shape, plans.contiguous_stride(layout.shape), dtype)
 
 
 def _fill_with_garbage(storage: torch.UntypedStorage) -> None:
@@ -241,7 +242,7 @@ class World:
         self._case = case
         self.ranks = [Rank(case.hooks(param, rank)) for rank, param in enumerate(params)]
         self._sent: list[tuple[torch.Tensor, ...]] = []
-        self._layouts: list[Layout] = []
+        self._layouts: list[plans.Layout] = []
 
     def send(self) -> None:
         """Call the pre-hook on every rank, and fit their payloads together."""

@@ -18,9 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from fsdp2.core import _torch
-from fsdp2.core.comm.streams import Activity, Streams, observed
-from fsdp2.core.group.group import ParamGroup
+from fsdp2.core import ParamGroup, _torch, comms
 from fsdp2.extras import torch_names
 from fsdp2.optim.host_adamw.memory import HostParam, Travelling, make_travelling, take_over
 
@@ -47,7 +45,7 @@ class Options(NamedTuple):
 
 
 @contextmanager
-def _copying_out(streams: Streams) -> Iterator[None]:
+def _copying_out(streams: comms.Streams) -> Iterator[None]:
     """Inside the block, copies to the host may read what the current stream has produced."""
     made = streams.record()
     with streams.beside("copy to host"):
@@ -58,7 +56,7 @@ def _copying_out(streams: Streams) -> Iterator[None]:
 class Factor:
     """The factor for gradients: ``value``, a 0-dim tensor on the device that is being copied to the host."""
 
-    def __init__(self, value: Tensor, streams: Streams) -> None:
+    def __init__(self, value: Tensor, streams: comms.Streams) -> None:
         self._streams = streams
         self._host = torch.empty((), dtype=value.dtype, device="cpu", pin_memory=value.device.type != "cpu")
         with _copying_out(streams):
@@ -95,7 +93,7 @@ class Job:
         params: Sequence[HostParam],
         states: Sequence[dict[str, Any]],
         options: Sequence[Options],
-        streams: Streams,
+        streams: comms.Streams,
         *,
         keeps_gradients: bool,
     ) -> None:
@@ -106,7 +104,7 @@ class Job:
         self._sources: list[Tensor] = []  # on the device, until they have been copied
         self._steps: list[_Step] = []
         copies = any(grad.device.type != "cpu" for grad in grads)
-        with _copying_out(streams), observed(Activity.COPY_TO_HOST) if copies else nullcontext():
+        with _copying_out(streams), comms.observed(comms.Activity.COPY_TO_HOST) if copies else nullcontext():
             for each, grad, state, option in zip(params, grads, states, options, strict=True):
                 self._steps.append(self._step(each, grad, state, option))
             self._copied = streams.record()
@@ -178,7 +176,7 @@ def observe_host_steps(on_step: OnHostStep | None) -> None:
 class HostUnit:
     """The parameters of one unit, or of none, that the host steps, at most one job at a time."""
 
-    def __init__(self, group: ParamGroup | None, streams: Streams) -> None:
+    def __init__(self, group: ParamGroup | None, streams: comms.Streams) -> None:
         self.name, self.streams = "(none)" if group is None else group.name, streams
         self._group = None if group is None else weakref.ref(group)
         self._running: Future[torch.Event | None] | None = None

@@ -15,9 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fsdp2.core import _torch
-from fsdp2.core.comm.memory import alias
-from fsdp2.core.plan.layout import contiguous_stride, pack
+from fsdp2.core import _torch, comms, plans
 
 _ALIGNMENT_NBYTES = 64  # a cache line
 
@@ -42,10 +40,10 @@ def in_one_buffer(like: Sequence[tuple[Sequence[int], torch.dtype]], *, pin_memo
     made: dict[int, Tensor] = {}
     for dtype in dict.fromkeys(dtype for _, dtype in like):
         mine = [i for i, (_, each) in enumerate(like) if each is dtype]
-        starts, numel = pack([prod(like[i][0]) for i in mine], _ALIGNMENT_NBYTES // dtype.itemsize)
+        starts, numel = plans.pack([prod(like[i][0]) for i in mine], _ALIGNMENT_NBYTES // dtype.itemsize)
         buffer = torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=pin_memory)  # whatever the default device is
         for i, start in zip(mine, starts, strict=True):
-            made[i] = alias(buffer, start, like[i][0], contiguous_stride(like[i][0]))
+            made[i] = comms.alias(buffer, start, like[i][0], plans.contiguous_stride(like[i][0]))
     return [made[i] for i in range(len(like))]
 
 
@@ -85,7 +83,11 @@ class HostParam:
         local = self.local
         if self._target is None or local is not self._local or local.data_ptr() != self._target.data_ptr():
             offset = int(local.storage_offset())
-            self._local, self._target, self._versions = local, alias(local, offset, local.shape, local.stride()), None
+            self._local, self._target, self._versions = (
+                local,
+                comms.alias(local, offset, local.shape, local.stride()),
+                None,
+            )
         return self._target
 
     def take_changes(self) -> bool:

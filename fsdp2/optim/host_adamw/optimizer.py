@@ -21,13 +21,7 @@ from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from fsdp2.core import _torch
-from fsdp2.core.comm.streams import Streams, streams_for
-from fsdp2.core.group.group import ParamGroup, groups_by_slot
-from fsdp2.core.marks import STANDS_FOR, is_plain
-from fsdp2.core.plan.placements import local_part
-from fsdp2.core.schedule.states import GroupState
-from fsdp2.core.types import ScheduleError
+from fsdp2.core import GroupState, ParamGroup, ScheduleError, _torch, comms, groups_by_slot, is_plain, marks, plans
 from fsdp2.extras import torch_names
 from fsdp2.extras.plain_names import without
 from fsdp2.optim.clip import factor_of, norm_of_gradients
@@ -101,7 +95,7 @@ class HostAdamW(optim.Optimizer):
         self._is_settled = False
         self._unit_of: dict[nn.Parameter, HostUnit] = {}
         self._group_of: dict[nn.Parameter, int] = {}  # index of the param group
-        self._streams: Streams | None = None
+        self._streams: comms.Streams | None = None
         # Parameters stepped, or to be stepped, with this step's gradients: these, if they stay, and their versions.
         self._begun: dict[nn.Parameter, tuple[Tensor | None, list[int]]] = {}
         self._held: list[tuple[HostUnit, Job]] = []  # jobs that wait until the norm is known
@@ -177,7 +171,7 @@ class HostAdamW(optim.Optimizer):
             members.setdefault(group, []).append(home)
         for group, homes in members.items():
             device = homes[0].param.device if group is None else group.mesh.device
-            self._streams = streams_for(device)
+            self._streams = comms.streams_for(device)
             unit = HostUnit(group, self._streams)
             self._unit_of.update((home.param, unit) for home in homes)
             if group is not None:
@@ -243,7 +237,7 @@ class HostAdamW(optim.Optimizer):
                 of_unit.setdefault(self._unit_of[param], []).append(param)
         for unit, mine in of_unit.items():
             unit.wait()
-            homes, streams = [self._homes[param] for param in mine], cast(Streams, self._streams)
+            homes, streams = [self._homes[param] for param in mine], cast(comms.Streams, self._streams)
             keeps_gradients = self._clip_by == "step before"  # whose norm is computed at the end of the step
             job = Job(homes, *self._states_of(mine), streams, keeps_gradients=keeps_gradients)
             if not self._measures:
@@ -328,7 +322,7 @@ class HostAdamW(optim.Optimizer):
 
     def _clip(self, total: Tensor, max_norm: float) -> None:
         """Start the jobs that need ``total``, the norm of all gradients. Only the host's thread waits for its value."""
-        factor = Factor(factor_of(total, max_norm), cast(Streams, self._streams))
+        factor = Factor(factor_of(total, max_norm), cast(comms.Streams, self._streams))
         held, self._held = self._held, []
         for unit, job in reversed(held):  # the next forward first needs the unit whose gradients came last
             unit.start(job, factor, self._thread)
@@ -406,7 +400,7 @@ class HostAdamW(optim.Optimizer):
             mine["step"].fill_(float(state["step"]))
             for key in (*MOMENTS, MASTER):
                 if key in mine and key in state:
-                    _torch.local_of(mine[key]).copy_(local_part(state[key]))
+                    _torch.local_of(mine[key]).copy_(plans.local_part(state[key]))
         for home in self._homes.values():
             home.forget_versions()
         # An optimizer that measures no norm would keep this one and save it after later steps.
@@ -421,7 +415,7 @@ class HostAdamW(optim.Optimizer):
         if norms[0] is not None:
             self._norm = torch.tensor(norms[0], dtype=torch.float64, device="cpu")
             if self._max_norm is not None:
-                self._factor = Factor(factor_of(self._norm, self._max_norm), cast(Streams, self._streams))
+                self._factor = Factor(factor_of(self._norm, self._max_norm), cast(comms.Streams, self._streams))
 
     def _check_states(self, found: States) -> None:
         for param, state in found.items():
@@ -480,7 +474,7 @@ def _take_replaced(params: Iterable[nn.Parameter]) -> None:
 
 def _why_not_managed(param: nn.Parameter) -> str:
     found = f"(a {type(param).__name__} of shape {tuple(param.shape)})"
-    if STANDS_FOR in vars(param):
+    if marks.STANDS_FOR in vars(param):
         return (
             f"unsharded {found}. Build the optimizer while parameters are sharded: before the first forward, or after "
             "model.reshard()"
@@ -510,7 +504,7 @@ def _remove(hooks: list[RemovableHandle]) -> None:
 
 
 def _versions_of(grad: Tensor | None) -> list[int]:
-    return [] if grad is None else _torch.versions_of([grad, local_part(grad)])
+    return [] if grad is None else _torch.versions_of([grad, plans.local_part(grad)])
 
 
 def _drop_gradients(params: Iterable[nn.Parameter]) -> None:

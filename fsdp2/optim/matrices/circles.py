@@ -14,10 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp2.core import _torch
-from fsdp2.core.comm.backends import all_reduce
-from fsdp2.core.comm.streams import launched, wait_for
-from fsdp2.core.plan.mesh import Axis, mesh_device
+from fsdp2.core import Axis, _torch, comms, plans
 from fsdp2.extras.exchange import exchange
 from fsdp2.optim.matrices.domains import Subject, cuts_of, joint_axis, ranks_along
 from fsdp2.optim.matrices.planner import Cost
@@ -42,7 +39,7 @@ def circles_of(subjects: Sequence[Subject]) -> tuple[Circle, ...]:
         mesh = each.tensor.device_mesh
         axes = range(mesh.ndim)
         axis, ranks = joint_axis(mesh, axes), tuple(sorted(ranks_along(mesh, axes)))
-        circle = found.setdefault(ranks, Circle(axis, ranks, mesh_device(mesh), ()))
+        circle = found.setdefault(ranks, Circle(axis, ranks, plans.mesh_device(mesh), ()))
         found[ranks] = replace(circle, positions=(*circle.positions, each.position))
     # Ordered by ranks, not by this rank's list of tensors, which is compared with other ranks' lists only later.
     ordered = sorted(found.values(), key=lambda circle: (len(circle.ranks), circle.ranks))
@@ -131,5 +128,5 @@ def _reduced(circle: Circle, state: Tensor, failed: Tensor | None) -> Tensor:
     if failed is not None:
         state[:1] |= failed
     if circle.axis.group is not None:
-        wait_for(launched(all_reduce, circle.axis.group, state, dist.ReduceOp.MAX))
+        comms.wait_for(comms.launched(comms.all_reduce, circle.axis.group, state, dist.ReduceOp.MAX))
     return state

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fsdp2.core.plan.mesh import NO_AXIS, Axis, mesh_device
+from fsdp2.core import Axis, plans
 from fsdp2.extras import torch_names
 from fsdp2.extras.own_groups import own_axis
 from fsdp2.optim.matrices.planner import Cost, GroupPlan, PlannedTensor, plan_matrices
@@ -147,7 +147,7 @@ def _planned(
     found: dict[_Key, tuple[Axis, list[tuple[Subject, Placed]]]] = {}
     for each in subjects:
         axis, ranks, placed = _on_group(each, shares=shares)
-        key = _Key(ranks, dtype or each.tensor.dtype, mesh_device(each.tensor.device_mesh))
+        key = _Key(ranks, dtype or each.tensor.dtype, plans.mesh_device(each.tensor.device_mesh))
         found.setdefault(key, (axis, []))[1].append((each, placed))
     loads: list[dict[int, float]] = []  # loads by rank, for each group so far
     domains = []
@@ -199,8 +199,8 @@ def joint_axis(mesh: DeviceMesh, axes: Sequence[int]) -> Axis:
     ascending. Collective if more than one of them has several ranks: a process group is then made, once."""
     long = [Axis(mesh.get_group(i), mesh.size(i), mesh.get_local_rank(i)) for i in axes if mesh.size(i) > 1]
     if len(long) < 2:
-        return next((replace(each, rank=dist.get_rank(each.group)) for each in long), NO_AXIS)
-    return own_axis(sorted(ranks_along(mesh, axes)), "fsdp2_joint", long, mesh_device(mesh))
+        return next((replace(each, rank=dist.get_rank(each.group)) for each in long), plans.NO_AXIS)
+    return own_axis(sorted(ranks_along(mesh, axes)), "fsdp2_joint", long, plans.mesh_device(mesh))
 
 
 def ranks_along(mesh: DeviceMesh, axes: Sequence[int]) -> dict[int, tuple[int, ...]]:

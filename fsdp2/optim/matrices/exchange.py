@@ -15,9 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp2.core.comm.streams import Streams, Waitable, launched, lost, streams_for, wait_for
-from fsdp2.core.plan.mesh import Axis
-from fsdp2.core.types import CommunicationError
+from fsdp2.core import Axis, CommunicationError, comms
 from fsdp2.optim.matrices.messages import BucketMessages, MatrixSlot, ShardSlot, Slices
 
 Source = Callable[[int, Slices], Tensor]  # entries of this rank's shard of a tensor, by its position
@@ -27,11 +25,11 @@ class Message:
     """One all-to-all in flight. It owns its send and receive memory until ``wait``."""
 
     def __init__(
-        self, axis: Axis, streams: Streams, sent: Tensor, sizes: Sequence[int], sent_sizes: Sequence[int]
+        self, axis: Axis, streams: comms.Streams, sent: Tensor, sizes: Sequence[int], sent_sizes: Sequence[int]
     ) -> None:
         self._axis, self._streams, self._sent = axis, streams, sent
         self._sizes, self._sent_sizes = list(sizes), list(sent_sizes)
-        self._works: Sequence[Waitable] = ()
+        self._works: Sequence[comms.Waitable] = ()
         self._event: torch.Event | None = None
         self._arrived = sent if axis.group is None else sent.new_empty(sum(sizes))
 
@@ -46,7 +44,7 @@ class Message:
             fill(self._sent)
             if self._axis.group is not None:
                 with _naming_ranks(self._axis):
-                    work = launched(
+                    work = comms.launched(
                         dist.all_to_all_single,
                         self._arrived,
                         self._sent,
@@ -65,7 +63,7 @@ class Message:
             CommunicationError: a rank is lost.
         """
         with _naming_ranks(self._axis):
-            wait_for(self._works)
+            comms.wait_for(self._works)
         self._streams.wait_here(self._event)  # compute waits for the gather stream: it reads what has arrived
         self._works, self._event = (), None
         arrived = self._arrived
@@ -82,13 +80,13 @@ def _naming_ranks(axis: Axis) -> Iterator[None]:
         if axis.group is None:
             raise
         story = "exchange shards with the owners of matrices"
-        raise lost("whole_matrices", error, story, [axis.group]) from error.__cause__
+        raise comms.lost("whole_matrices", error, story, [axis.group]) from error.__cause__
 
 
 def send_shards(axis: Axis, messages: BucketMessages, source: Source, like: Tensor) -> Message:
     """Start sending this rank's shards to owners. ``like`` is an empty tensor of the messages' dtype and device."""
     sent = like.new_empty(sum(messages.given_sizes))
-    message = Message(axis, streams_for(like.device), sent, messages.arriving_sizes, messages.given_sizes)
+    message = Message(axis, comms.streams_for(like.device), sent, messages.arriving_sizes, messages.given_sizes)
 
     def fill(memory: Tensor) -> None:
         for slot in messages.given:
@@ -119,7 +117,7 @@ def send_results(axis: Axis, messages: BucketMessages, stacks: Sequence[Tensor],
     if sent is None:
         sent = like.new_empty(sum(messages.returned_sizes))
         fill_results(messages, stacks, sent)
-    message = Message(axis, streams_for(like.device), sent, messages.results_sizes, messages.returned_sizes)
+    message = Message(axis, comms.streams_for(like.device), sent, messages.results_sizes, messages.returned_sizes)
     message.start(lambda _: None)
     return message
 

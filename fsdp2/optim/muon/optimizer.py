@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
-from fsdp2.core.runtime import door
+from fsdp2.core import door
 from fsdp2.extras import torch_names
 from fsdp2.extras.plain_names import without
 from fsdp2.extras.sizes import nbytes_of
