@@ -170,33 +170,9 @@ def offload_by_budget(
 # Sizes
 
 
-@dataclass(frozen=True)
-class _Sizes:
-    """Bytes of a unit: all its ``shards``, and the ``trained`` ones, whose gradients take the same number of bytes.
-    ``gathers`` is how often a step gathers the shards; ``host`` has the host's bytes by what is offloaded."""
-
-    shards: int
-    trained: int
-    gathers: int
-    host: dict[Offloaded, int]
-
-    def device(self, offloaded: Offloaded) -> int:
-        states = 2 * self.trained if offloaded is Offloaded.NOTHING else 0
-        return 0 if offloaded is Offloaded.PARAMETERS else self.shards + self.trained + states
-
-    def link(self, offloaded: Offloaded) -> int:
-        if offloaded is Offloaded.PARAMETERS:
-            return self.gathers * self.shards + self.trained  # gradients; the host updates the shards itself
-        return 2 * self.trained if offloaded is Offloaded.STATES else 0  # gradients, and shards that come back
-
-    @property
-    def cost(self) -> float:
-        """How many more bytes a step copies per freed byte, if parameters leave after states."""
-        added = self.link(Offloaded.PARAMETERS) - self.link(Offloaded.STATES)
-        return added / self.device(Offloaded.STATES)
-
-
-def _sizes(tree: UnitTree, unit: Unit) -> _Sizes:
+def _places(tree: UnitTree, unit: Unit) -> dict[Offloaded, UnitOffload]:
+    """What ``unit`` takes, by what is offloaded. Gradients take the bytes of the trained shards, AdamW's states twice
+    that."""
     shards = trained = 0
     host = dict.fromkeys(Offloaded, 0)
     for param in (param for group in unit.groups for param in group.params):
@@ -210,7 +186,17 @@ def _sizes(tree: UnitTree, unit: Unit) -> _Sizes:
             host[Offloaded.PARAMETERS] += numel * dtype.itemsize
     rules = tree.rules_of(unit)
     regathers = rules.unshard_in_backward and rules.after_forward is AfterForward.RESHARD
-    return _Sizes(shards, trained, 2 if regathers else 1, host)
+    gathered = 2 * shards if regathers else shards
+    device = {Offloaded.NOTHING: shards + 3 * trained, Offloaded.STATES: shards + trained, Offloaded.PARAMETERS: 0}
+    # Gradients go to the host. Updated shards come back, except those that the host updates in place.
+    link = {Offloaded.NOTHING: 0, Offloaded.STATES: 2 * trained, Offloaded.PARAMETERS: gathered + trained}
+    return {each: UnitOffload(unit.name or "(root)", each, device[each], host[each], link[each]) for each in Offloaded}
+
+
+def _cost(places: dict[Offloaded, UnitOffload]) -> float:
+    """How many more bytes a step copies per freed byte, if parameters leave after states."""
+    before, after = places[Offloaded.STATES], places[Offloaded.PARAMETERS]
+    return (after.link - before.link) / before.device
 
 
 # The choice
@@ -247,44 +233,32 @@ def _chosen(tree: UnitTree, device_nbytes: int, host_nbytes: int | None) -> Offl
 def _choices(tree: UnitTree, device_nbytes: int) -> Iterator[OffloadChoice]:
     """Choices with the parameters of zero units on the host, of one, and so on. States of other units are on the host
     only as far as necessary."""
-    sizes = [_sizes(tree, unit) for unit in tree.units]
-    movable = [index for index, each in enumerate(sizes) if each.shards]
-    order = sorted(movable, key=lambda index: (sizes[index].cost, -index))
+    places = [_places(tree, unit) for unit in tree.units]
+    movable = [index for index, each in enumerate(places) if each[Offloaded.STATES].device]
+    order = sorted(movable, key=lambda index: (_cost(places[index]), -index))
     for number in range(len(order) + 1):
         away = set(order[:number])
-        temporary = peak_if_staged(tree, [index in away for index in range(len(sizes))])
-        fixed = temporary + sum(each.device(Offloaded.STATES) for i, each in enumerate(sizes) if i not in away)
-        states = [0 if index in away else 2 * each.trained for index, each in enumerate(sizes)]
-        moved = units_on_host(states, device_nbytes - fixed)
-        offloaded = [
-            Offloaded.PARAMETERS if i in away else Offloaded.STATES if i in moved else Offloaded.NOTHING
-            for i in range(len(sizes))
+        temporary = peak_if_staged(tree, [index in away for index in range(len(places))])
+        found = [
+            each[Offloaded.PARAMETERS if index in away else Offloaded.NOTHING] for index, each in enumerate(places)
         ]
-        yield _choice(tree, sizes, offloaded, temporary)
+        nbytes = temporary + sum(each.device for each in found)
+        for index in reversed(range(len(found))):
+            freed = found[index].device - places[index][Offloaded.STATES].device
+            if nbytes > device_nbytes and freed > 0:
+                found[index] = places[index][Offloaded.STATES]
+                nbytes -= freed
+        yield OffloadChoice(
+            tuple(found), temporary, _trained(tree, found, on_host=True), _trained(tree, found, on_host=False)
+        )
 
 
-def _choice(tree: UnitTree, sizes: Sequence[_Sizes], offloaded: Sequence[Offloaded], temporary: int) -> OffloadChoice:
-    units, params = [], ([], [])  # type: ignore[var-annotated]
-    for unit, size, found in zip(tree.units, sizes, offloaded, strict=True):
-        name = unit.name or "(root)"
-        units.append(UnitOffload(name, found, size.device(found), size.host[found], size.link(found)))
-        mine = [param.sharded for group in unit.groups for param in group.params if param.sharded.requires_grad]
-        params[found is Offloaded.NOTHING].extend(mine)
-    return OffloadChoice(tuple(units), temporary, tuple(params[0]), tuple(params[1]))
-
-
-def units_on_host(states: Sequence[int], room: int) -> set[int]:
-    """The units whose states have to leave so that the rest takes at most ``room`` bytes; all, if even that is not
-    enough. ``states`` are the bytes of each unit, the root first."""
-    moved: set[int] = set()
-    rest = sum(states)
-    for index in reversed(range(len(states))):
-        if rest <= room:
-            break
-        if states[index]:
-            moved.add(index)
-            rest -= states[index]
-    return moved
+def _trained(tree: UnitTree, found: Sequence[UnitOffload], *, on_host: bool) -> tuple[nn.Parameter, ...]:
+    """The trainable parameters whose states live on the host, or those whose states live on the device."""
+    pairs = zip(tree.units, found, strict=True)
+    units = [unit for unit, each in pairs if (each.offloaded is not Offloaded.NOTHING) is on_host]
+    params = (param.sharded for unit in units for group in unit.groups for param in group.params)
+    return tuple(param for param in params if param.requires_grad)
 
 
 # Applying the choice
