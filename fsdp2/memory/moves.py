@@ -14,13 +14,13 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from fsdp2.checkpoint.reshard import restore_settings
+from fsdp2.checkpoint.reshard import restore_settings, successor
 from fsdp2.checkpoint.reshard_checks import check_nothing_in_flight
 from fsdp2.core import _torch
 from fsdp2.core.api.module import FSDPModule
 from fsdp2.core.comm.offload import Home
 from fsdp2.core.group.codec import is_plain
-from fsdp2.core.group.group import ParamGroup, forget
+from fsdp2.core.group.group import ParamGroup
 from fsdp2.core.group.param import ShardedParam
 from fsdp2.core.runtime.unit import Unit
 from fsdp2.extras.lending import check_idle
@@ -107,25 +107,17 @@ def _check_param(caller: str, param: ShardedParam, num_groups: int) -> None:
 def _moved(unit: Unit, group: ParamGroup, home: Home, subclasses: Mapping[ShardedParam, torch.Tensor]) -> ParamGroup:
     """A new group of the same parameters, whose shards are at ``home``."""
     params = [_moved_param(param, home, subclasses.get(param)) for param in group.params]
-    with torch.inference_mode(False):
-        made = ParamGroup(params, group.mesh, home)
-    forget(group)
-    made.set_up_like(group, group.options)
-    made.unsharded.post_forward_mesh = group.unsharded.post_forward_mesh
-    made.on_parameters, made.shows = group.on_parameters, group.shows
-    assert unit.hooks is not None
-    made.guard(unit.hooks.guards)
-    return made
+    return successor(unit, group, params, home, group.mesh, group.unsharded.post_forward_mesh)
 
 
 def _moved_param(param: ShardedParam, home: Home, subclass: torch.Tensor | None) -> ShardedParam:
     """``param`` on another device, with the same sharded parameter. Its new group copies a plain shard."""
     before = _torch.local_of(param.sharded)
-    like = subclass
-    if like is None:
-        like = torch.zeros((), dtype=before.dtype, device=home.device).expand(before.shape)  # takes no memory
-    _swap(param, like)
-    return replace(param, local=before if subclass is None else subclass, is_cut=True)
+    if subclass is not None:
+        _swap(param, subclass)
+        return replace(param, local=subclass, is_cut=True)
+    _swap(param, torch.zeros((), dtype=before.dtype, device=home.device).expand(before.shape))  # takes no memory
+    return replace(param, local=before, is_cut=True)
 
 
 def _swap(param: ShardedParam, local: torch.Tensor) -> None:
