@@ -26,7 +26,6 @@ from fsdp2.checkpoint.weights import (
     WeightInFiles,
     check_dtype,
     renamed,
-    shapes_of,
 )
 
 _CALLER = "save_safetensors"
@@ -87,7 +86,8 @@ def entries_of(
     """The entries in the order of the model; those of a rule come where its first tensor is."""
     weights = [each for weight in weights for each in weight.in_files()]
     by_name = {name: weight for weight in weights for name in weight.names}
-    rules = resolved_to_save(mapping, [weight.names[0] for weight in weights], shapes_of(by_name), _CALLER)
+    shapes = {name: weight.shape for name, weight in by_name.items()}
+    rules = resolved_to_save(mapping, [weight.names[0] for weight in weights], shapes, _CALLER)
     rules_of: dict[int, list[Resolved]] = {}
     for rule in rules:
         packed = [name for name in rule.names if isinstance(by_name[name], WeightInFiles)]
@@ -173,15 +173,12 @@ def files_of(entries: Sequence[Entry], max_nbytes: int, token: str) -> list[File
 def digest_of(files: Sequence[File]) -> str:
     """A digest of everything that ranks must have in common."""
     said = [
-        (file.name, each.key, str(each.dtype), each.shape, [(piece, _is_cut(weight)) for weight, piece in each.parts])
+        (file.name, each.key, str(each.dtype), each.shape, piece, isinstance(weight.tensor, DTensor))
         for file in files
         for each in file.entries
+        for weight, piece in each.parts
     ]
     return hashlib.sha256(repr(said).encode()).hexdigest()
-
-
-def _is_cut(weight: Weight) -> bool:
-    return isinstance(weight.tensor, DTensor)
 
 
 def tag_of(token: str) -> str:

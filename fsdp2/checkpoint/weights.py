@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
-from fsdp2.checkpoint.mapping import Shape
 from fsdp2.checkpoint.pieces import Run, runs
 from fsdp2.core import _torch
+from fsdp2.core.comm.streams import wait_for
 from fsdp2.core.group.codec import is_plain
 from fsdp2.core.group.group import ParamGroup, groups_by_slot
 from fsdp2.core.group.param import ShardedParam, Slot
@@ -84,6 +84,13 @@ class Weight:
         return tuple(self.tensor.shape)
 
     @property
+    def managed(self) -> tuple[ParamGroup, ShardedParam]:
+        """``group`` and ``param`` of a weight that is known to have them."""
+        assert self.group is not None
+        assert self.param is not None
+        return self.group, self.param
+
+    @property
     def is_packed(self) -> bool:
         """Whether compute reads other values than those in the shards; ``whole`` returns these values."""
         return self.param is not None and hasattr(self.local, WHOLE)
@@ -92,8 +99,7 @@ class Weight:
     def whole_like(self) -> tuple[tuple[int, ...], torch.dtype]:
         """The shape and dtype of what ``whole`` returns if nothing is cast."""
         if self.is_packed:
-            dense: tuple[tuple[int, ...], torch.dtype] = self.local.dense_like  # type: ignore[attr-defined]
-            return dense
+            return self.local.dense_like  # type: ignore[attr-defined]
         return tuple(self.tensor.shape), self.tensor.dtype
 
     def dtype_in_files(self, dtype: torch.dtype | None) -> torch.dtype:
@@ -107,7 +113,7 @@ class Weight:
         if self.param is not None and not self.local.is_meta:
             made = getattr(self.local, IN_FILES, dict)()
         return [
-            WeightInFiles(tuple(name + suffix for name in self.names), self.tensor, self.group, self.param, piece)
+            WeightInFiles(tuple(name + suffix for name in self.names), self.tensor, self.group, self.param, piece=piece)
             for suffix, piece in made.items()
         ] or [self]
 
@@ -115,10 +121,9 @@ class Weight:
         """For each dim, the entries of the whole tensor that this rank holds."""
         param, tensor = self.param, self.tensor
         along: list[Sequence[int]] = [range(size) for size in tensor.shape]
-        if param is None:
-            if isinstance(tensor, DTensor):
-                along = _cut(tensor.device_mesh, tensor.placements, tensor.shape)
-        elif along:  # every rank holds whole scalars
+        if param is None and isinstance(tensor, DTensor):
+            along = _cut(tensor.device_mesh, tensor.placements, tensor.shape)
+        if param is not None and along:  # every rank holds whole scalars
             before = param.spec.unsharded
             if before is not None:
                 along = _cut(before.mesh, before.placements, before.shape)
@@ -133,7 +138,7 @@ class Weight:
             if self.param is not None and self.is_packed:
                 values: torch.Tensor = whole_subclass(self.param, self.local).dequantise()  # type: ignore[attr-defined]
                 return values.to(cast_dtype(values, dtype))
-            local = _plain(self.local, dtype)
+            local = plain_values(self.local, dtype)
             if self.group is not None and self.param is not None:
                 own = self.param.spec.unsharded_tensor(gathered(self.group, self.param, local))
                 return own.full_tensor() if isinstance(own, DTensor) else own
@@ -155,14 +160,15 @@ class Weight:
         if rank not in ranks or layout.padded_numel == 0:
             return self.local.new_empty(self.tensor.shape) if mine else None
         with torch.no_grad():
-            sent = packed(param, _plain(self.local, dtype))
+            sent = packed(param, plain_values(self.local, dtype))
             if not mine:
-                _do([dist.P2POp(dist.isend, sent.view(torch.uint8), rank, group)])
+                wait_for(dist.batch_isend_irecv([dist.P2POp(dist.isend, sent.view(torch.uint8), rank, group)]))
                 return None
             got = sent.new_empty(layout.num_shards, layout.chunk_numel)
             got[param.mesh.shard.rank] = sent
             rows = zip(ranks, got.view(torch.uint8), strict=True)
-            _do([dist.P2POp(dist.irecv, row, peer, group) for peer, row in rows if peer != rank])
+            messages = [dist.P2POp(dist.irecv, row, peer, group) for peer, row in rows if peer != rank]
+            wait_for(dist.batch_isend_irecv(messages))
             return joined(param, got.view(-1))
 
 
@@ -170,22 +176,17 @@ class Weight:
 class WeightInFiles(Weight):
     """One of several tensors that files have for a parameter. It is never cast."""
 
-    piece: FileTensor | None = None
-
-    @property
-    def _piece(self) -> FileTensor:
-        assert self.piece is not None
-        return self.piece
+    piece: FileTensor = field(kw_only=True)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self._piece.shape
+        return self.piece.shape
 
     def dtype_in_files(self, dtype: torch.dtype | None) -> torch.dtype:
-        return self._piece.dtype
+        return self.piece.dtype
 
     def whole(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        piece, whole = self._piece, self._piece.tensor.detach()
+        piece, whole = self.piece, self.piece.tensor.detach()
         if piece.is_cut and isinstance(self.tensor, DTensor):
             whole = joined_along_dim_0(self.tensor, whole)
         nbytes = math.prod(piece.shape) * piece.dtype.itemsize
@@ -197,13 +198,13 @@ class WeightInFiles(Weight):
 
     def is_dense_in(self, opened: Any, key: str) -> bool:
         """Whether the file has the weight itself, not quantised."""
-        header, dense = opened.get_slice(key), self._piece.dense
+        header, dense = opened.get_slice(key), self.piece.dense
         dtype = DTYPES.get(header.get_dtype())
         is_number = dtype is not None and dtype.is_floating_point
         return dense is not None and is_number and tuple(header.get_shape()) == dense.shape
 
     def problem_of(self, opened: Any, key: str, file: Path) -> str:
-        piece, header = self._piece, opened.get_slice(key)
+        piece, header = self.piece, opened.get_slice(key)
         if piece.check is not None:
             problem = piece.check(opened.get_tensor(key))
             advice = "Make the model with the options of the files"
@@ -218,7 +219,7 @@ class WeightInFiles(Weight):
         )
 
     def load(self, opened: Any, key: str) -> None:
-        piece = self._piece
+        piece = self.piece
         if piece.write is not None:
             piece.write(opened.get_tensor(key))
         elif piece.is_cut and not self.is_dense_in(opened, key):
@@ -233,7 +234,7 @@ class WeightInFiles(Weight):
 
     def load_dense(self, opened: Any, key: str) -> torch.Tensor:
         """Quantise this rank's part of ``key``. Returns what the ranks then need from each other."""
-        dense = self._piece.dense
+        dense = self.piece.dense
         assert dense is not None
         start, stop = (min(row * dense.row_numel, math.prod(dense.shape)) for row in self._rows)
         width = math.prod(dense.shape[1:])
@@ -243,19 +244,14 @@ class WeightInFiles(Weight):
 
     def finish_dense(self, mine: torch.Tensor) -> None:
         """Exchange the results ``mine`` of ``load_dense``. Collective."""
-        dense = self._piece.dense
+        dense = self.piece.dense
         if dense is not None and dense.finish is not None and isinstance(self.tensor, DTensor):
             dense.finish(joined_along_dim_0(self.tensor, mine), self._rows[0])
 
     @property
     def _rows(self) -> tuple[int, int]:
-        assert self.param is not None
-        return self.param.layout.interval(self.param.mesh.shard.rank)
-
-
-def _do(messages: list[dist.P2POp]) -> None:
-    for work in dist.batch_isend_irecv(messages):
-        work.wait()
+        _, param = self.managed
+        return param.layout.interval(param.mesh.shard.rank)
 
 
 def weights_of(model: nn.Module, caller: str) -> list[Weight]:
@@ -312,7 +308,7 @@ def cast_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
     return dtype if dtype is not None and tensor.dtype.is_floating_point else tensor.dtype
 
 
-def _plain(local: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+def plain_values(local: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     """The values of ``local`` as a plain tensor. A subclass yields them when it is copied into a plain tensor."""
     wanted = cast_dtype(local, dtype)
     if is_plain(local):
@@ -379,8 +375,3 @@ def extra(name: str, caller: str) -> Any:
     except ImportError as error:
         text = f"{caller} needs {name}, which is not installed. Run: pip install 'fsdp2[weights]'"
         raise ImportError(text) from error
-
-
-def shapes_of(by_name: Mapping[str, Weight]) -> dict[str, Shape]:
-    """The shape of each whole tensor."""
-    return {name: weight.shape for name, weight in by_name.items()}
