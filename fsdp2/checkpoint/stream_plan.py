@@ -123,13 +123,7 @@ def plan_stream(
     max_nbytes: int | None,
     caller: str,
 ) -> tuple[PlannedBucket, ...]:
-    """Plan buckets in the order of ``weights``: of at most ``max_nbytes``, or one for each unit.
-
-    Raises:
-        ValueError: two tensors get one name; ``transform`` names a tensor that does not exist, or one tensor twice.
-        TypeError: ``rename`` or ``transform`` has the wrong type, or returns something of the wrong type.
-        RuntimeError: one of them raised.
-    """
+    """Plan buckets in the order of ``weights``: of at most ``max_nbytes``, or one for each unit."""
     functions = _resolved(transform, weights, caller)
     items = [item for item in _items(weights, dtype, functions, rename, caller) if item.outputs]
     _check_names(items, caller)
@@ -142,12 +136,7 @@ def plan_stream(
 
 
 def called(function: Function, tensors: Sequence[torch.Tensor], weights: Sequence[Weight], caller: str) -> Any:
-    """The result of ``function`` for ``tensors``.
-
-    Raises:
-        RuntimeError: it raised.
-        TypeError: it returned something other than named tensors.
-    """
+    """The result of ``function`` for ``tensors``."""
     where = f"{caller}: transform of {', '.join(repr(each.names[0]) for each in weights)}"
     kind = ", called with meta tensors to see what it returns," if any(each.is_meta for each in tensors) else ""
     try:

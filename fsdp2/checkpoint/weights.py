@@ -284,12 +284,7 @@ def weights_of(model: nn.Module, caller: str) -> list[Weight]:
 
 
 def check_ready(weights: Sequence[Weight], caller: str) -> None:
-    """Refuse weights that this rank cannot gather.
-
-    Raises:
-        RuntimeError: a tensor is on the meta device.
-        ValueError: a tensor is on a mesh without this rank.
-    """
+    """Refuse weights that this rank cannot gather."""
     for weight in weights:
         if isinstance(weight.tensor, DTensor) and weight.tensor.device_mesh.get_coordinate() is None:
             raise ValueError(
@@ -333,12 +328,7 @@ def _cut(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
 
 
 def renamed(key: str, rename: Rename | None) -> str | None:
-    """The new name for ``key``; None to leave it out.
-
-    Raises:
-        TypeError: ``rename`` is neither a mapping nor a function, or returns something other than a name.
-        RuntimeError: it raised.
-    """
+    """The new name for ``key``; None to leave it out."""
     new: str | None = key
     if isinstance(rename, Mapping):
         new = rename.get(key, key)
@@ -355,21 +345,13 @@ def renamed(key: str, rename: Rename | None) -> str | None:
 
 
 def check_dtype(dtype: object, caller: str) -> None:
-    """Refuse a dtype to which floating-point tensors must not be cast.
-
-    Raises:
-        TypeError: ``dtype`` is not a dtype, or not a floating-point one.
-    """
+    """Refuse a dtype to which floating-point tensors must not be cast."""
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"{caller}: dtype is {dtype!r}, expected a floating-point dtype, such as torch.bfloat16.")
 
 
 def extra(name: str, caller: str) -> Any:
-    """The module ``name`` of an optional dependency.
-
-    Raises:
-        ImportError: it is not installed.
-    """
+    """The module ``name`` of an optional dependency."""
     try:
         return importlib.import_module(name)
     except ImportError as error:

@@ -6,25 +6,35 @@ communicating. Rule: optimizer states leave before parameters, since no forward 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
+import torch
 from torch import nn
 
+from fsdp2.checkpoint.reshard import restore_settings, successor
+from fsdp2.checkpoint.reshard_checks import check_nothing_in_flight
+from fsdp2.core import _torch
+from fsdp2.core.api.module import FSDPModule
 from fsdp2.core.comm.offload import Home, home_for
+from fsdp2.core.group.codec import is_plain
 from fsdp2.core.group.group import ParamGroup
+from fsdp2.core.group.param import ShardedParam
 from fsdp2.core.runtime.unit import Unit
 from fsdp2.core.runtime.unit_tree import UnitTree, tree_of
 from fsdp2.core.schedule.schedule import AfterForward
 from fsdp2.core.schedule.states import GroupState
 from fsdp2.core.sizes import nbytes_of
 from fsdp2.core.types import CPUOffloadPolicy, MemoryLimitError
+from fsdp2.extras.lending import check_idle
 from fsdp2.extras.policies import as_ours
 from fsdp2.extras.units import sharded_unit
-from fsdp2.memory.moves import move_shards
-from fsdp2.memory.plan import peak_if_staged
+from fsdp2.memory.plan import aligned, peak_if_staged
 from fsdp2.optim.host_adamw.memory import host_nbytes_of
+from fsdp2.tensors.cut import pinned
 
 _CALLER = "offload_by_budget"
 
@@ -108,10 +118,7 @@ class OffloadChoice:
             rows.append((unit.name, unit.offloaded.value, *map(str, (unit.device, unit.host, unit.link))))
         rows.append(("(temporary)", "", str(self.temporary), "0", "0"))
         rows.append(("bytes of a rank", "", *map(str, (self.nbytes, self.host_nbytes, self.link_nbytes))))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join(
-            "  ".join([*map(str.ljust, row[:2], widths), *map(str.rjust, row[2:], widths[2:])]) for row in rows
-        )
+        return aligned(rows, num_left=2)
 
 
 def offload_by_budget(
@@ -203,11 +210,7 @@ def _cost(places: dict[Offloaded, UnitOffload]) -> float:
 
 
 def _chosen(tree: UnitTree, device_nbytes: int, host_nbytes: int | None) -> OffloadChoice:
-    """The first of ``_choices`` that fits.
-
-    Raises:
-        MemoryLimitError: none fits.
-    """
+    """The first of ``_choices`` that fits."""
     smallest: OffloadChoice | None = None  # on the device
     frugal: OffloadChoice | None = None  # on the host, among those that fit on the device
     for choice in _choices(tree, device_nbytes):
@@ -261,16 +264,109 @@ def _trained(tree: UnitTree, found: Sequence[UnitOffload], *, on_host: bool) -> 
     return tuple(param for param in params if param.requires_grad)
 
 
-# Applying the choice
+# Moving shards
+
+_FIRST = f"Call {_CALLER} after fully_shard and after loading, and before you build optimizers."
 
 
 def _move(module: nn.Module, units: Sequence[Unit], choice: OffloadChoice, policy: CPUOffloadPolicy) -> None:
-    homes: dict[ParamGroup, Home] = {}
+    """Move shards to where ``choice`` wants them. ``units`` are all units under the root ``module``, in its order.
+
+    All are checked before the first one moves. It gets new groups of the same sharded parameters, with the user's
+    settings.
+    """
+    homes: dict[ParamGroup, Home] = {}  # of the groups that move
     for unit, found in zip(units, choice.units, strict=True):
         for group in unit.groups:
-            device = group.mesh.device
             is_away = found.offloaded is Offloaded.PARAMETERS
-            home = home_for(policy, device) if is_away else Home(device)
+            home = home_for(policy, group.mesh.device) if is_away else Home(group.mesh.device)
             if home.is_staged is not group.home.is_staged:
                 homes[group] = home
-    move_shards(_CALLER, module, list(units), homes)
+    moving = [unit for unit in units if any(group in homes for group in unit.groups)]
+    if not moving:
+        return
+    check_idle(module, _CALLER)
+    counts = Counter(id(param.sharded) for unit in units for group in unit.groups for param in group.params)
+    for unit in moving:
+        _check_unit(unit, counts)
+    subclasses = {
+        param: pinned(param.full_name, local.to(home.device), home)
+        for group, home in homes.items()
+        for param in group.params
+        if not is_plain(local := _torch.local_of(param.sharded))
+    }
+    tree = moving[0].tree
+    for unit in units:
+        groups = [_moved(unit, g, homes[g], subclasses) if g in homes else g for g in unit.groups]
+        unit.move_to(unit.mesh, tuple(groups))  # all units, since their root knows groups that are gone
+    if tree is not None:
+        restore_settings(tree)
+
+
+def _check_unit(unit: Unit, counts: Mapping[int, int]) -> None:
+    if not all(isinstance(module, FSDPModule) for module in unit.modules):
+        raise ValueError(
+            f"{_CALLER}: the shards of unit '{unit.name}' have to move, but FullyShardedDataParallel has made it. "
+            "Shard with fully_shard."
+        )
+    check_nothing_in_flight(_CALLER, unit.name, unit)
+    for group in unit.groups:
+        group.take_replaced()
+        if group.gradients.on_landed is not None or group.shards.num_steps:
+            found = "has been stepped" if group.shards.num_steps else "is stepped by a HostAdamW"
+            raise ValueError(
+                f"{_CALLER}: the shards of unit '{unit.name}' have to move, but it {found}, and optimizer states would "
+                f"stay where they are. {_FIRST}"
+            )
+        for param in group.params:
+            _check_param(param, counts[id(param.sharded)])
+
+
+def _check_param(param: ShardedParam, num_groups: int) -> None:
+    name, sharded = param.full_name, param.sharded
+    if _torch.local_of(sharded).is_meta:
+        raise RuntimeError(
+            f"{_CALLER}: the shard of parameter '{name}' has to move, but it is on the meta device. Materialise the "
+            "model first: pass offload_policy=CPUOffloadPolicy() to each fully_shard, and call "
+            "model.to_empty(device='cpu')."
+        )
+    problem = None
+    if num_groups > 1:
+        problem = "is in several units"
+    elif sharded.grad is not None:
+        problem = "has a gradient"
+    elif _torch.way_of_hooks(sharded) is not None:
+        problem = f"has hooks of {_torch.way_of_hooks(sharded)}"
+    elif weakref.getweakrefcount(sharded):
+        problem = "is held by weak references"
+    if problem is not None:
+        raise ValueError(
+            f"{_CALLER}: the shard of parameter '{name}' has to move, but the parameter {problem}. {_FIRST}"
+        )
+
+
+@torch.no_grad()
+def _moved(unit: Unit, group: ParamGroup, home: Home, subclasses: Mapping[ShardedParam, torch.Tensor]) -> ParamGroup:
+    """A new group of the same parameters, whose shards are at ``home``."""
+    params = [_moved_param(param, home, subclasses.get(param)) for param in group.params]
+    return successor(unit, group, params, home, group.mesh, group.unsharded.post_forward_mesh)
+
+
+def _moved_param(param: ShardedParam, home: Home, subclass: torch.Tensor | None) -> ShardedParam:
+    """``param`` on another device, with the same sharded parameter. Its new group copies a plain shard."""
+    before = _torch.local_of(param.sharded)
+    if subclass is not None:
+        _swap(param, subclass)
+        return replace(param, local=subclass, is_cut=True)
+    _swap(param, torch.zeros((), dtype=before.dtype, device=home.device).expand(before.shape))  # takes no memory
+    return replace(param, local=before, is_cut=True)
+
+
+def _swap(param: ShardedParam, local: torch.Tensor) -> None:
+    """Move the sharded parameter to the device of ``local``. Attributes that users have set on it stay."""
+    sharded = param.sharded
+    noted = dict(vars(sharded))
+    with torch.inference_mode(False):
+        made = param.sharded_parameter(local, requires_grad=sharded.requires_grad)
+        torch.utils.swap_tensors(sharded, made)
+    vars(sharded).update({name: value for name, value in noted.items() if name not in vars(sharded)})

@@ -17,7 +17,7 @@ from torch import nn
 from fsdp2.core import _torch
 from fsdp2.core.comm.backends import ReduceComm
 from fsdp2.core.group.group import ParamGroup
-from fsdp2.core.plan.plan import GatherStep, Origin, ReducePlan, Route, cut_after_forward
+from fsdp2.core.plan.plan import Origin, ReducePlan, Route, cut_after_forward
 from fsdp2.core.runtime.unit import Unit, parents_of
 from fsdp2.core.runtime.unit_tree import UnitTree, tree_of
 from fsdp2.core.schedule.schedule import Action, Actions, Schedule, in_parts
@@ -58,9 +58,15 @@ class MemoryPlan:
             sizes = unit.bytes
             figures = (unit.shards, sizes.unsharded, sizes.arriving, sizes.post_forward, sizes.gradients, sizes.copies)
             rows.append((unit.name, *map(str, figures)))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
-        return "\n".join([*lines, f"peak of a step: {self.peak} bytes; smallest limit: {self.at_least} bytes"])
+        return f"{aligned(rows)}\npeak of a step: {self.peak} bytes; smallest limit: {self.at_least} bytes"
+
+
+def aligned(rows: Sequence[Sequence[str]], num_left: int = 1) -> str:
+    """A table of ``rows``, with the first ``num_left`` columns aligned to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    left = [map(str.ljust, row[:num_left], widths) for row in rows]
+    right = [map(str.rjust, row[num_left:], widths[num_left:]) for row in rows]
+    return "\n".join("  ".join([*a, *b]) for a, b in zip(left, right, strict=True))
 
 
 def memory_plan(module: nn.Module) -> MemoryPlan:
@@ -73,12 +79,12 @@ def memory_plan(module: nn.Module) -> MemoryPlan:
     tree = tree_of(sharded_unit(module, "fsdp2.memory.memory_plan"))
     sizes = [unit_bytes(unit) for unit in tree.units]
     pairs = zip(tree.units, sizes, strict=True)
-    units = tuple(UnitMemory(unit.name, _shards_nbytes(unit), nbytes) for unit, nbytes in pairs)
+    units = tuple(UnitMemory(unit.name, sum(map(_shard_nbytes, unit.groups)), nbytes) for unit, nbytes in pairs)
     return MemoryPlan(units, _peak(tree, sizes, overlaps=True), _peak(tree, sizes, overlaps=False))
 
 
-def _shards_nbytes(unit: Unit) -> int:
-    return sum(_torch.local_of(param.sharded).nbytes for group in unit.groups for param in group.params)
+def _shard_nbytes(group: ParamGroup) -> int:
+    return sum(_torch.local_of(param.sharded).nbytes for param in group.params)
 
 
 def peak_if_staged(tree: UnitTree, staged: Sequence[bool]) -> int:
@@ -151,18 +157,15 @@ def trainable_of(group: ParamGroup) -> list[int]:
     return [i for i, requires_grad in enumerate(group.unsharded.requires_grad) if requires_grad]
 
 
-def group_bytes(group: ParamGroup, *, is_staged: bool | None = None) -> UnitBytes:
-    """What ``group`` takes besides its shards, in bytes, the same on all ranks. Payloads of hooks are counted after the
-    first gather. ``is_staged`` says whether to assume that shards are on the host; None means wherever they are now."""
-    trainable = trainable_of(group)
-    plans, comm = group.gradients.plans(trainable)
-    is_staged = group.home.is_staged if is_staged is None else is_staged
-    return _gather_bytes(group, is_staged=is_staged) + reduce_bytes(plans, comm)
-
-
 def unit_bytes(unit: Unit, *, is_staged: bool | None = None) -> UnitBytes:
-    """What all groups of ``unit`` take together; ``is_staged`` as in ``group_bytes``."""
-    return sum((group_bytes(group, is_staged=is_staged) for group in unit.groups), UnitBytes())
+    """What ``unit`` takes besides its shards, in bytes, the same on all ranks. Payloads of hooks are counted after the
+    first gather. ``is_staged`` says whether to assume that shards are on the host; None means wherever they are now."""
+    found = UnitBytes()
+    for group in unit.groups:
+        plans, comm = group.gradients.plans(trainable_of(group))
+        staged = group.home.is_staged if is_staged is None else is_staged
+        found += _gather_bytes(group, is_staged=staged) + reduce_bytes(plans, comm)
+    return found
 
 
 def _gather_bytes(group: ParamGroup, *, is_staged: bool) -> UnitBytes:
@@ -174,7 +177,10 @@ def _gather_bytes(group: ParamGroup, *, is_staged: bool) -> UnitBytes:
     travelling = sum(step.padded_nbytes for step in plan.steps)
     staged = sum(flat.nbytes for flat in group.shards.flats.values()) if is_staged else 0
     nbytes = unsharded.nbytes
-    rests = 0 if smaller is None else sum(_nbytes_after_cut(step, smaller.shard.size) for step in plan.steps)
+    rests = 0
+    if smaller is not None:
+        cut = [(cut_after_forward(step, smaller.shard.size), step.dtype) for step in plan.steps]
+        rests = sum(each.layout.chunk_numel * dtype.itemsize for each, dtype in cut)
     stays = rests if group.keeps_post_forward else 0
     return UnitBytes(
         unsharded=nbytes + stays,
@@ -182,10 +188,6 @@ def _gather_bytes(group: ParamGroup, *, is_staged: bool) -> UnitBytes:
         post_forward=rests - stays,
         kept=stays + (nbytes if group.keeps_storage else 0),
     )
-
-
-def _nbytes_after_cut(step: GatherStep, num_ranks: int) -> int:
-    return cut_after_forward(step, num_ranks).layout.chunk_numel * step.dtype.itemsize
 
 
 def reduce_bytes(plans: Sequence[ReducePlan], comm: ReduceComm) -> UnitBytes:
