@@ -18,6 +18,7 @@ from torch import nn, optim
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2.checkpoint.reshard_checks import (
+    GRAD,
     Belongings,
     Cut,
     Kept,
@@ -50,6 +51,7 @@ from fsdp2.tensors.cut import pinned
 Place = tuple[tuple[int, ...], torch.dtype]  # the shape and dtype of a tensor in a message
 Arrived = Sequence[Iterator[torch.Tensor]]  # the pieces from each rank, in the order of tensors and their transfers
 
+_VALUES = (-1, "values")  # the key of a parameter's values next to what belongs to it
 _ALIGNMENT_NBYTES = 16  # of pieces in a message: the item size of the widest dtype
 
 
@@ -178,7 +180,7 @@ class _Move:
         self._options = [] if known is None else known.options
         tensors = [param.sharded for _, _, param in survey.params] + [param for _, param in survey.plain_params()]
         # On ranks outside both meshes, nothing belongs to a parameter.
-        belongings = [Belongings(None, {})] * len(tensors) if known is None else known.belongings
+        belongings: list[Belongings] = [{}] * len(tensors) if known is None else known.belongings
         self._belongings = dict(zip(map(id, tensors), belongings, strict=True))
 
     def run(self) -> None:
@@ -193,8 +195,6 @@ class _Move:
             for optimizer, groups in zip(self._optimizers, self._options, strict=True):
                 for group, options in zip(optimizer.param_groups, groups, strict=True):
                     group.update({key: restored(value, self._new.device) for key, value in options.items()})
-
-    # One unit
 
     def _move_unit(self, unit: Unit) -> None:
         size = unit.config.post_forward_size
@@ -219,23 +219,25 @@ class _Move:
             self._fill(param, of_param, arrived, group.home)
         return made
 
-    def _moving(self, param: ShardedParam, mesh: ParallelMesh, home: Home) -> dict[Any, _Moving]:
-        """The tensors of ``param`` that move: "values", "grad" and entries of states."""
+    def _moving(self, param: ShardedParam, mesh: ParallelMesh, home: Home) -> dict[tuple[int, Any], _Moving]:
+        """The tensors of ``param`` that move: its values, and those that belong to it."""
         before = CutOverRanks(param.layout, param.mesh.ranks)
         after = CutOverRanks(shard_layout(param.layout.shape, param.layout.dim, mesh.shard.size), mesh.ranks)
         start, new_start = before.interval_of(self._rank)[0], after.interval_of(self._rank)[0]
         found = transfers(before, after)
         values = _torch.local_of(param.sharded)
-        olds: dict[Any, torch.Tensor] = {"values": values}
-        belongings = self._belongings[id(param.sharded)]
-        if belongings.grad is not None:
-            grad = param.sharded.grad
-            olds["grad"] = _empty(values, belongings.grad, home) if grad is None else _torch.local_of(grad)
-        for (index, name), entry in belongings.states.items():
-            if isinstance(entry, Cut):
-                value = self._optimizers[index].state.get(param.sharded, {}).get(name)
-                is_here = param.mesh.has_this_rank
-                olds[index, name] = _torch.local_of(value) if is_here else _empty(values, entry, home)
+        olds: dict[tuple[int, Any], torch.Tensor] = {_VALUES: values}
+        for (index, name), entry in self._belongings[id(param.sharded)].items():
+            if not isinstance(entry, Cut):
+                continue
+            old = values  # on ranks outside the old mesh, an empty part
+            if param.mesh.has_this_rank:
+                is_grad = (index, name) == GRAD
+                value: Any = param.sharded.grad if is_grad else self._optimizers[index].state[param.sharded][name]
+                old = _torch.local_of(value)
+            elif entry.dtype is not None:
+                old = torch.empty(values.shape, dtype=entry.dtype, device=home.device)
+            olds[index, name] = old
         return {key: _Moving(old, param.layout.dim, start, new_start, found) for key, old in olds.items()}
 
     def _moved(self, param: ShardedParam, mesh: ParallelMesh, home: Home) -> ShardedParam:
@@ -250,22 +252,26 @@ class _Move:
         torch_names.set_placement(param.sharded, spec.sharded.mesh, spec.sharded.placements)
         return replace(param, mesh=mesh, layout=layout, spec=spec, local=new, is_cut=True)
 
-    def _fill(self, param: ShardedParam, moving: dict[Any, _Moving], arrived: Arrived, home: Home) -> None:
+    def _fill(self, param: ShardedParam, moving: dict[tuple[int, Any], _Moving], arrived: Arrived, home: Home) -> None:
         """Give ``param`` its values, its gradient and its states on the new mesh."""
         key = param.sharded
-        moving.pop("values").fill(_torch.local_of(key), self._rank, arrived)
-        entries = self._belongings[id(key)].states
+        moving.pop(_VALUES).fill(_torch.local_of(key), self._rank, arrived)
         if not (self._old.has_this_rank and self._new.has_this_rank):
             self._forget_states(key)
         if not self._new.has_this_rank:
             return
-        made = {name: _new_part(each.old, param, home) for name, each in moving.items()}
-        for name, new in made.items():
-            moving[name].fill(new, self._rank, arrived)
+        made: dict[tuple[int, Any], torch.Tensor] = {}
+        for name, each in moving.items():
+            if is_plain(each.old):
+                made[name] = torch.empty(param.shard_shape, dtype=each.old.dtype, device=home.device)
+            else:
+                made[name] = each.old.new_zeros(param.shard_shape)
+            each.fill(made[name], self._rank, arrived)
         tensors = dict(zip(made, _torch.dtensors_like([key] * len(made), list(made.values())), strict=True))
-        if "grad" in tensors:
-            key.grad = tensors["grad"]
-        self._set_states(key, {name: tensors.get(name, entry) for name, entry in entries.items()})
+        states = {**self._belongings[id(key)], **tensors}
+        if states.pop(GRAD, None) is not None:
+            key.grad = tensors[GRAD]
+        self._set_states(key, states)
 
     def _forget_states(self, param: torch.Tensor) -> None:
         for optimizer in self._optimizers:
@@ -279,8 +285,6 @@ class _Move:
         for (index, name), entry in states.items():
             value = before[index].get(name, restored(entry, self._new.device)) if isinstance(entry, Kept) else entry
             self._optimizers[index].state[param][name] = value
-
-    # Messages
 
     def _exchanged(self, moving: Sequence[_Moving]) -> Arrived:
         """Send what other ranks lack, and receive what this rank lacks, as bytes, in one collective of all ranks."""
@@ -328,10 +332,10 @@ class _Move:
                     name: torch.empty(entry.shape, dtype=entry.dtype, device=param.device)
                     if isinstance(entry, Whole)
                     else entry
-                    for name, entry in belongings.states.items()
+                    for name, entry in belongings.items()
                 }
                 self._set_states(param, made)
-            for (index, name), entry in belongings.states.items():
+            for (index, name), entry in belongings.items():
                 if isinstance(entry, Whole):
                     state = self._optimizers[index].state.get(param, {})
                     yield state[name] if name in state else torch.empty(0)
@@ -346,20 +350,6 @@ class _Move:
                         setattr(module, name, new)
         names = {name: made.get(id(tensor), tensor) for name, tensor in self._survey.plain.items()}
         self._survey.plain.update(names)
-
-
-def _empty(values: torch.Tensor, entry: Cut, home: Home) -> torch.Tensor:
-    """The old part of a tensor on a rank that had none of it; ``values`` is its empty part of the parameter."""
-    if entry.dtype is None:
-        return values
-    return torch.empty(values.shape, dtype=entry.dtype, device=home.device)
-
-
-def _new_part(old: torch.Tensor, param: ShardedParam, home: Home) -> torch.Tensor:
-    """Memory for the new part of a tensor that is cut like ``param``; ``old`` is its old part."""
-    if is_plain(old):
-        return torch.empty(param.shard_shape, dtype=old.dtype, device=home.device)
-    return old.new_zeros(param.shard_shape)
 
 
 def _moved_options(options: GroupOptions, mesh: ParallelMesh) -> GroupOptions:

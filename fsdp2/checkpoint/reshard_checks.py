@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -65,12 +65,9 @@ class Whole:
     shape: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Belongings:
-    """The gradient of a parameter, and the entries of its states by the optimizer's position and their names."""
-
-    grad: Cut | None
-    states: dict[tuple[int, Any], Kept | Cut | Whole]
+# A parameter's gradient, and its states by the optimizer's position and their names.
+Belongings: TypeAlias = dict[tuple[int, Any], Kept | Cut | Whole]
+GRAD = (-1, "grad")  # the key of the gradient
 
 
 @dataclass(frozen=True)
@@ -150,8 +147,6 @@ class Survey:
         """The parameters that are not sharded, with their names."""
         return [(name, each) for name, each in self.plain.items() if isinstance(each, nn.Parameter)]
 
-    # Units
-
     def _check_unit(self, name: str, unit: Unit) -> None:
         if not all(isinstance(module, FSDPModule) for module in unit.modules):
             raise _unmovable(
@@ -205,8 +200,6 @@ class Survey:
                     f"replicate axis (HSDP). Before {CALLER}, call set_all_reduce_hook without stream."
                 )
 
-    # What is not sharded
-
     def _plain_tensors(self, model: nn.Module) -> dict[str, torch.Tensor]:
         sharded = {id(param.sharded) for _, _, param in self.params}
         found = [*model.named_parameters(), *model.named_buffers()]
@@ -221,8 +214,6 @@ class Survey:
                     "the optimizer is made."
                 )
         return plain
-
-    # Optimizers
 
     def _check_optimizer(self, optimizer: optim.Optimizer) -> None:
         if not isinstance(optimizer, optim.Optimizer):
@@ -247,30 +238,24 @@ class Survey:
                     )
 
     def _known(self) -> Known:
-        sharded = []
-        for name, _, param in self.params:
-            key = param.sharded
-            grad = None if key.grad is None else _described(name, "the gradient", key.grad, param)
-            assert grad is None or isinstance(grad, Cut)  # a DTensor of the parameter's shape
-            sharded.append(Belongings(grad, self._states_of(name, key, param)))
-        plain = [Belongings(None, self._states_of(name, param, None)) for name, param in self.plain_params()]
+        sharded = [self._belongings_of(name, param.sharded, param) for name, _, param in self.params]
+        plain = [self._belongings_of(name, param, None) for name, param in self.plain_params()]
         options = [
             [{key: kept(value) for key, value in group.items() if key != "params"} for group in each.param_groups]
             for each in self.optimizers
         ]
         return Known([*sharded, *plain], options)
 
-    def _states_of(
-        self, name: str, key: nn.Parameter, param: ShardedParam | None
-    ) -> dict[tuple[int, Any], Kept | Cut | Whole]:
-        """The entries of ``key``'s states; ``param`` is given if ``key`` is a sharded parameter."""
-        return {
-            (index, entry): _described(name, f"{type(optimizer).__name__} has the state '{entry}'", value, param)
-            for index, optimizer in enumerate(self.optimizers)
-            for entry, value in optimizer.state.get(key, {}).items()
-        }
-
-    # Lines
+    def _belongings_of(self, name: str, key: nn.Parameter, param: ShardedParam | None) -> Belongings:
+        """What belongs to ``key``; ``param`` is given if ``key`` is a sharded parameter."""
+        found: Belongings = {}
+        if param is not None and key.grad is not None:
+            found[GRAD] = _described(name, "the gradient", key.grad, param)
+        for index, optimizer in enumerate(self.optimizers):
+            for entry, value in optimizer.state.get(key, {}).items():
+                what = f"{type(optimizer).__name__} has the state '{entry}'"
+                found[index, entry] = _described(name, what, value, param)
+        return found
 
     def _shared_lines(self) -> list[str]:
         lines = [
@@ -298,9 +283,8 @@ class Survey:
         names = [name for name, _, _ in self.params] + [name for name, _ in self.plain_params()]
         lines = []
         for name, each in zip(names, known.belongings, strict=True):
-            states = [f"'{entry}' {_kind(value)}" for (_, entry), value in each.states.items()]
-            has = ["a gradient"] if each.grad is not None else []
-            lines.append(f"parameter '{name}' has {', '.join(has + states) or 'neither gradient nor states'}")
+            has = ["a gradient" if key == GRAD else f"'{key[1]}' {_kind(value)}" for key, value in each.items()]
+            lines.append(f"parameter '{name}' has {', '.join(has) or 'neither gradient nor states'}")
         return lines
 
 

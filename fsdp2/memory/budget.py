@@ -330,15 +330,14 @@ def _check_param(param: ShardedParam, num_groups: int) -> None:
             "model first: pass offload_policy=CPUOffloadPolicy() to each fully_shard, and call "
             "model.to_empty(device='cpu')."
         )
-    problem = None
-    if num_groups > 1:
-        problem = "is in several units"
-    elif sharded.grad is not None:
-        problem = "has a gradient"
-    elif _torch.way_of_hooks(sharded) is not None:
-        problem = f"has hooks of {_torch.way_of_hooks(sharded)}"
-    elif weakref.getweakrefcount(sharded):
-        problem = "is held by weak references"
+    hooks = _torch.way_of_hooks(sharded)
+    problems = {
+        "is in several units": num_groups > 1,
+        "has a gradient": sharded.grad is not None,
+        f"has hooks of {hooks}": hooks is not None,
+        "is held by weak references": weakref.getweakrefcount(sharded) > 0,
+    }
+    problem = next((text for text, applies in problems.items() if applies), None)
     if problem is not None:
         raise ValueError(
             f"{_CALLER}: the shard of parameter '{name}' has to move, but the parameter {problem}. {_FIRST}"
