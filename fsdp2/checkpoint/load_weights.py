@@ -179,10 +179,7 @@ class _PackedShard(_Shard):
     _dense: torch.Tensor | None = None  # after quantising while loading: what the ranks then need from each other
 
     def take(self, opened: Any, piece: Piece) -> int:
-        if self.weight.is_dense_in(opened, piece.key):
-            self._dense = self.weight.load_dense(opened, piece.key)
-        else:
-            self.weight.load(opened, piece.key)
+        self._dense = self.weight.load(opened, piece.key)
         return self.weight.local.nbytes
 
     def finish(self) -> None:
@@ -342,10 +339,9 @@ class _Checked:
 
     def _check_packed(self, key: str, weight: WeightInFiles) -> None:
         file = self._headers[key].file
-        opened = self._opened[file]
-        if problem := weight.problem_of(opened, key, file):
+        if problem := weight.problem_of(self._opened[file], key, file):
             self._others.append(problem)
-        elif weight.is_dense_in(opened, key):
+        elif weight.is_dense_in(self._opened[file], key):
             self._dense.add(id(weight.tensor))
 
     def _check_header(self, key: str, expected: Shape, weight: Weight) -> None:
@@ -395,15 +391,13 @@ class _Checked:
         """What to read from each file, in the order of the file: each weight once."""
         by_key: dict[str, list[tuple[Piece, _Shard]]] = {}
         for weight in self._weights:
-            name = next((each for each in weight.names if each in self._sources), None)
-            pieces = [] if name is None else self._sources[name]
+            pieces = next((self._sources[name] for name in weight.names if name in self._sources), [])
             shard = (_PackedShard if isinstance(weight, WeightInFiles) else _Shard)(weight, len(pieces))
             for piece in pieces:
                 by_key.setdefault(piece.key, []).append((piece, shard))
         plan: dict[Path, list[tuple[Piece, _Shard]]] = {}
-        for key, header in self._headers.items():
-            if key in by_key:
-                plan.setdefault(header.file, []).extend(by_key[key])
+        for key in (key for key in self._headers if key in by_key):
+            plan.setdefault(self._headers[key].file, []).extend(by_key[key])
         return plan
 
 

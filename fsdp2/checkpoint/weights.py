@@ -162,14 +162,14 @@ class Weight:
         with torch.no_grad():
             sent = packed(param, plain_values(self.local, dtype))
             if not mine:
-                wait_for(dist.batch_isend_irecv([dist.P2POp(dist.isend, sent.view(torch.uint8), rank, group)]))
-                return None
-            got = sent.new_empty(layout.num_shards, layout.chunk_numel)
-            got[param.mesh.shard.rank] = sent
-            rows = zip(ranks, got.view(torch.uint8), strict=True)
-            messages = [dist.P2POp(dist.irecv, row, peer, group) for peer, row in rows if peer != rank]
+                messages = [dist.P2POp(dist.isend, sent.view(torch.uint8), rank, group)]
+            else:
+                got = sent.new_empty(layout.num_shards, layout.chunk_numel)
+                got[param.mesh.shard.rank] = sent
+                rows = zip(ranks, got.view(torch.uint8), strict=True)
+                messages = [dist.P2POp(dist.irecv, row, peer, group) for peer, row in rows if peer != rank]
             wait_for(dist.batch_isend_irecv(messages))
-            return joined(param, got.view(-1))
+            return joined(param, got.view(-1)) if mine else None
 
 
 @dataclass(frozen=True)
@@ -218,32 +218,29 @@ class WeightInFiles(Weight):
             f"{piece.dtype}{dense}."
         )
 
-    def load(self, opened: Any, key: str) -> None:
-        piece = self.piece
+    def load(self, opened: Any, key: str) -> torch.Tensor | None:
+        """Load this rank's part of ``key``. If it has to be quantised, returns what the ranks then need from each
+        other."""
+        piece, (start, stop) = self.piece, self._rows
+        if piece.dense is not None and self.is_dense_in(opened, key):
+            numel, width = math.prod(piece.dense.shape), math.prod(piece.dense.shape[1:])
+            start, stop = (min(row * piece.dense.row_numel, numel) for row in (start, stop))
+            first = start // width
+            rows = opened.get_slice(key)[first : -(-stop // width)] if stop > start else torch.empty(0)
+            return piece.dense.quantise(rows.reshape(-1)[start - first * width : stop - first * width])
         if piece.write is not None:
             piece.write(opened.get_tensor(key))
-        elif piece.is_cut and not self.is_dense_in(opened, key):
-            start, stop = self._rows
-            mine = piece.tensor.view(-1).view(torch.uint8)
-            row_nbytes = mine.numel() // max(stop - start, 1)
-            first = start * row_nbytes // piece.dtype.itemsize
-            values = opened.get_slice(key)[first : first + mine.numel() // piece.dtype.itemsize]
+        elif piece.is_cut:
+            mine, itemsize = piece.tensor.view(-1).view(torch.uint8), piece.dtype.itemsize
+            first = start * (mine.numel() // max(stop - start, 1)) // itemsize
+            values = opened.get_slice(key)[first : first + mine.numel() // itemsize]
             mine[: values.nbytes].copy_(values.contiguous().view(-1).view(torch.uint8))
-        elif not piece.is_cut:
+        else:
             piece.tensor.copy_(opened.get_tensor(key))
-
-    def load_dense(self, opened: Any, key: str) -> torch.Tensor:
-        """Quantise this rank's part of ``key``. Returns what the ranks then need from each other."""
-        dense = self.piece.dense
-        assert dense is not None
-        start, stop = (min(row * dense.row_numel, math.prod(dense.shape)) for row in self._rows)
-        width = math.prod(dense.shape[1:])
-        rows = opened.get_slice(key)[start // width : -(-stop // width)] if stop > start else torch.empty(0)
-        before = start // width * width
-        return dense.quantise(rows.reshape(-1)[start - before : stop - before])
+        return None
 
     def finish_dense(self, mine: torch.Tensor) -> None:
-        """Exchange the results ``mine`` of ``load_dense``. Collective."""
+        """Exchange the results ``mine`` of ``load``. Collective."""
         dense = self.piece.dense
         if dense is not None and dense.finish is not None and isinstance(self.tensor, DTensor):
             dense.finish(joined_along_dim_0(self.tensor, mine), self._rows[0])
