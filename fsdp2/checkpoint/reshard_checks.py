@@ -7,7 +7,7 @@ once both have returned, no rank can refuse anything later.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -135,9 +135,9 @@ class Survey:
         self._names |= {id(tensor): name for name, tensor in self.plain.items()}
         for optimizer in optimizers:
             self._check_optimizer(optimizer)
-        self.lines = self._shared_lines()
+        self.lines = list(self._shared_lines())
         self.known = self._known() if self.old.has_this_rank else None
-        self.own_lines = [] if self.known is None else self._own_lines(self.known)
+        self.own_lines = [] if self.known is None else list(self._own_lines(self.known))
 
     @property
     def is_joining(self) -> bool:
@@ -257,35 +257,30 @@ class Survey:
                 found[index, entry] = _described(name, what, value, param)
         return found
 
-    def _shared_lines(self) -> list[str]:
-        lines = [
-            f"the new mesh has the ranks {self.new.ranks} on {self.new.device.type}",
-            f"the model is on the ranks {self.old.ranks} on {self.old.device.type}",
-        ]
+    def _shared_lines(self) -> Iterator[str]:
+        yield f"the new mesh has the ranks {self.new.ranks} on {self.new.device.type}"
+        yield f"the model is on the ranks {self.old.ranks} on {self.old.device.type}"
         for name, unit in self.units:
-            lines.append(f"unit '{name or '(root)'}' with {sum(len(group.params) for group in unit.groups)} parameters")
+            yield f"unit '{name or '(root)'}' with {sum(len(group.params) for group in unit.groups)} parameters"
         for name, _, param in self.params:
-            local = _torch.local_of(param.sharded)
-            lines.append(
-                f"parameter '{name}': {type(local).__name__} {param.dtypes.orig} {param.layout.shape}, dim "
-                f"{param.layout.dim}, {'trainable' if param.sharded.requires_grad else 'frozen'}"
+            kind = type(_torch.local_of(param.sharded)).__name__
+            yield (
+                f"parameter '{name}': {kind} {param.dtypes.orig} {param.layout.shape}, dim {param.layout.dim}, "
+                f"{'trainable' if param.sharded.requires_grad else 'frozen'}"
             )
         for name, tensor in self.plain.items():
             what = "parameter that is not sharded" if isinstance(tensor, nn.Parameter) else "buffer"
-            lines.append(f"{what} '{name}': {tensor.dtype} {tuple(tensor.shape)}")
+            yield f"{what} '{name}': {tensor.dtype} {tuple(tensor.shape)}"
         for optimizer in self.optimizers:
             for index, group in enumerate(optimizer.param_groups):
                 names = ", ".join(self._names[id(param)] for param in group["params"])
-                lines.append(f"param group {index} of {type(optimizer).__name__}: {names}")
-        return lines
+                yield f"param group {index} of {type(optimizer).__name__}: {names}"
 
-    def _own_lines(self, known: Known) -> list[str]:
+    def _own_lines(self, known: Known) -> Iterator[str]:
         names = [name for name, _, _ in self.params] + [name for name, _ in self.plain_params()]
-        lines = []
         for name, each in zip(names, known.belongings, strict=True):
             has = ["a gradient" if key == GRAD else f"'{key[1]}' {_kind(value)}" for key, value in each.items()]
-            lines.append(f"parameter '{name}' has {', '.join(has) or 'neither gradient nor states'}")
-        return lines
+            yield f"parameter '{name}' has {', '.join(has) or 'neither gradient nor states'}"
 
 
 def _new_mesh(mesh: object, old: ParallelMesh) -> ParallelMesh:

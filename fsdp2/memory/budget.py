@@ -211,21 +211,19 @@ def _cost(places: dict[Offloaded, UnitOffload]) -> float:
 
 def _chosen(tree: UnitTree, device_nbytes: int, host_nbytes: int | None) -> OffloadChoice:
     """The first of ``_choices`` that fits."""
-    smallest: OffloadChoice | None = None  # on the device
-    frugal: OffloadChoice | None = None  # on the host, among those that fit on the device
+    choices = []
     for choice in _choices(tree, device_nbytes):
-        if choice.nbytes > device_nbytes:
-            smallest = choice if smallest is None or choice.nbytes < smallest.nbytes else smallest
-        elif host_nbytes is None or choice.host_nbytes <= host_nbytes:
+        if choice.nbytes <= device_nbytes and (host_nbytes is None or choice.host_nbytes <= host_nbytes):
             return choice
-        else:
-            frugal = choice if frugal is None or choice.host_nbytes < frugal.host_nbytes else frugal
-    if frugal is not None:
+        choices.append(choice)
+    fitting = [each for each in choices if each.nbytes <= device_nbytes]
+    if fitting:
         raise MemoryLimitError(
-            f"{_CALLER}: to fit into device_nbytes={device_nbytes}, a rank takes {frugal.host_nbytes} bytes or more "
-            f"of the host's memory, but host_nbytes is {host_nbytes}. Raise one of the two, or shard over more ranks."
+            f"{_CALLER}: to fit into device_nbytes={device_nbytes}, a rank takes "
+            f"{min(each.host_nbytes for each in fitting)} bytes or more of the host's memory, but host_nbytes is "
+            f"{host_nbytes}. Raise one of the two, or shard over more ranks."
         )
-    assert smallest is not None
+    smallest = min(choices, key=lambda each: each.nbytes)
     raise MemoryLimitError(
         f"{_CALLER}: with all states and as many parameters on the host as helps, a step takes {smallest.nbytes} bytes "
         f"on the device without activations, of which {smallest.temporary} are temporary memory, but device_nbytes is "
