@@ -236,16 +236,14 @@ def _ranks_of(model: nn.Module, *, everywhere: bool) -> list[int]:
     model without meshes needs only this rank, unless ``everywhere``."""
     if not dist.is_initialized():
         return [0]
-    found = {
-        tuple(sorted(param.device_mesh.mesh.flatten().tolist()))
-        for param in model.parameters()
-        if isinstance(param, DTensor)
-    }
+    meshes = (param.device_mesh.mesh for param in model.parameters() if isinstance(param, DTensor))
+    found = {tuple(sorted(mesh.flatten().tolist())) for mesh in meshes}
+    everyone = list(range(dist.get_world_size()))
     if not found:
-        return list(range(dist.get_world_size())) if everywhere else [_rank()]
+        return everyone if everywhere else [_rank()]
     largest = max(found, key=len)
     has_all = all(set(each) <= set(largest) for each in found)
-    return list(largest) if has_all else list(range(dist.get_world_size()))
+    return list(largest) if has_all else everyone
 
 
 def _check_arguments(to_rank: object, ranks: Sequence[int], ahead: object, device: torch.device | str | None) -> None:
