@@ -5,17 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2.core import _torch
-from fsdp2.core.group.group import groups_by_slot
-from fsdp2.core.group.param import Slot
-from fsdp2.core.plan.placements import TensorSpec
+from fsdp2.core import Slot, _torch, groups_by_slot, plans
 from fsdp2.extras.local_parts import Geometry, LocalPartSpec, geometry_of
 from fsdp2.extras.plain_names import plain_name
 
@@ -27,7 +23,7 @@ class _Place:
 
     name: str
     shape: tuple[int, ...]
-    sharded: TensorSpec | None
+    sharded: plans.TensorSpec | None
     geometry: Geometry | None
 
 
@@ -51,7 +47,7 @@ def to_checkpointable(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[s
         ValueError: a tensor is not cut like its parameter, because the state dict is full or an optimizer keeps a state
             of another shape; or a DTensor does not have the name of a parameter of ``model``.
     """
-    return _mapped(state_dict, partial(_with_geometry, _Places(model)))
+    return _mapped(state_dict, _Places(model).with_geometry)
 
 
 def from_checkpointable(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -65,7 +61,7 @@ def from_checkpointable(model: nn.Module, state_dict: Mapping[str, Any]) -> dict
     Raises:
         ValueError: a tensor is not what ``to_checkpointable`` returned for its parameter.
     """
-    return _mapped(state_dict, partial(_as_shard, _Places(model)))
+    return _mapped(state_dict, _Places(model).as_shard)
 
 
 class _Places:
@@ -73,19 +69,39 @@ class _Places:
 
     def __init__(self, model: nn.Module) -> None:
         self._by_name = dict(_places(model))
-        self.has_any = any(place is not None and place.geometry is not None for place in self._by_name.values())
+        self._has_any = any(place is not None and place.geometry is not None for place in self._by_name.values())
 
-    def name_in(self, path: tuple[str, ...]) -> str | None:
+    def _name_in(self, path: tuple[str, ...]) -> str | None:
         """The longest name that is a part of ``path``: keys in optimizer state dicts contain more than the name."""
         parts = ".".join(path).split(".")
         spans = ((i, i + n) for n in range(len(parts), 0, -1) for i in range(len(parts) - n + 1))
         names = (".".join(parts[start:stop]) for start, stop in spans)
         return next((name for name in names if name in self._by_name), None)
 
-    def at(self, path: tuple[str, ...]) -> _Place | None:
-        """The place of the tensor that ``path`` names."""
-        name = self.name_in(path)
-        return None if name is None else self._by_name[name]
+    def with_geometry(self, path: tuple[str, ...], value: torch.Tensor) -> torch.Tensor:
+        name = self._name_in(path)
+        if name is None and self._has_any and isinstance(value, DTensor):
+            raise ValueError(
+                f"to_checkpointable: the model has no parameter '{'.'.join(path)}', so its place in a global tensor is "
+                "unknown. Pass the module whose state dict it is, with the names from there."
+            )
+        place = self._by_name[name] if name is not None else None
+        if place is None or place.geometry is None or value.dim() == 0:  # a scalar is the same on all ranks
+            return value
+        local = _torch.local_of(value) if isinstance(value, DTensor) else value
+        _check(place, path, value, is_cut=isinstance(value, DTensor) == (place.sharded is not None), local=local)
+        made = local.detach()
+        place.geometry.put_on(made)
+        _refuse_older_torch(made)
+        return made
+
+    def as_shard(self, path: tuple[str, ...], value: torch.Tensor) -> torch.Tensor:
+        name = self._name_in(path)
+        place = self._by_name[name] if name is not None else None
+        if place is None or place.geometry is None or place.sharded is None or value.dim() == 0:
+            return value
+        _check(place, path, value, is_cut=not isinstance(value, DTensor), local=value)
+        return place.sharded.dtensor(value.detach())
 
 
 def _places(model: nn.Module) -> Iterator[tuple[str, _Place | None]]:
@@ -112,31 +128,6 @@ def _mapped(value: Any, leaf: Callable[[tuple[str, ...], Any], Any], path: tuple
     if type(value) in (list, tuple):
         return type(value)(_mapped(each, leaf, (*path, str(i))) for i, each in enumerate(value))
     return leaf(path, value) if isinstance(value, torch.Tensor) else value
-
-
-def _with_geometry(places: _Places, path: tuple[str, ...], value: torch.Tensor) -> torch.Tensor:
-    place = places.at(path)
-    if place is None and places.has_any and isinstance(value, DTensor) and places.name_in(path) is None:
-        raise ValueError(
-            f"to_checkpointable: the model has no parameter '{'.'.join(path)}', so its place in a global tensor is "
-            "unknown. Pass the module whose state dict it is, with the names from there."
-        )
-    if place is None or place.geometry is None or value.dim() == 0:  # a scalar is the same on all ranks
-        return value
-    local = _torch.local_of(value) if isinstance(value, DTensor) else value
-    _check(place, path, value, is_cut=isinstance(value, DTensor) == (place.sharded is not None), local=local)
-    made = local.detach()
-    place.geometry.put_on(made)
-    _refuse_older_torch(made)
-    return made
-
-
-def _as_shard(places: _Places, path: tuple[str, ...], value: torch.Tensor) -> torch.Tensor:
-    place = places.at(path)
-    if place is None or place.geometry is None or place.sharded is None or value.dim() == 0:
-        return value
-    _check(place, path, value, is_cut=not isinstance(value, DTensor), local=value)
-    return place.sharded.dtensor(value.detach())
 
 
 def _check(place: _Place, path: tuple[str, ...], value: torch.Tensor, *, is_cut: bool, local: torch.Tensor) -> None:

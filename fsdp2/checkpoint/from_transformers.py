@@ -8,10 +8,11 @@ error names it.
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -45,10 +46,8 @@ def transformers_mapping(model: nn.Module) -> CheckpointMapping:
         ValueError: the model is quantised. When files are loaded or saved: no rule can express a step in a table.
     """
     try:
-        core, tables = (
-            import_module("transformers.core_model_loading"),
-            import_module("transformers.conversion_mapping"),
-        )
+        core = import_module("transformers.core_model_loading")
+        tables = import_module("transformers.conversion_mapping")
         base = import_module("transformers").PreTrainedModel
     except ImportError as error:
         raise ImportError(f"{_CALLER} needs transformers 5. Run: pip install 'transformers>=5'") from error
@@ -84,11 +83,9 @@ class _Value(NamedTuple):
     shape: Shape | None
 
 
-class _Collected(NamedTuple):
-    """A converter, and the names or keys that it applies to, by the pattern that they match."""
-
-    converter: Any
-    found: dict[str, list[str]]
+_Found: TypeAlias = dict[
+    str, list[str]
+]  # the names or keys that a converter applies to, by the pattern that they match
 
 
 class TransformersMapping:
@@ -103,31 +100,22 @@ class TransformersMapping:
         renamings = [each for each in transforms if not isinstance(each, self._core.WeightConverter)]
         by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
         rules: list[WeightRule] = []
-        collected: dict[str, _Collected] = {}
+        collected: dict[str, tuple[Any, _Found]] = {}
         for key in sorted(files, key=self._core.dot_natural_key):
             name, pattern = self._core.rename_source_key(key, renamings, converters, self._prefix, model)
             if name not in model and key in model:
                 name, pattern = self._core.rename_source_key(key, [], [], self._prefix, model)
             if name in model and pattern is not None:
-                each = collected.setdefault(name, _Collected(by_pattern[pattern], {}))
-                each.found.setdefault(pattern, []).append(key)
+                _, found = collected.setdefault(name, (by_pattern[pattern], {}))
+                found.setdefault(pattern, []).append(key)
             elif name in model and name != key:
                 rules.append(WeightRule(name, key))
-        return rules + [self._rule_to_load(name, each, files, model) for name, each in collected.items()]
-
-    def _rule_to_load(
-        self, name: str, collected: _Collected, files: Mapping[str, Shape], model: Mapping[str, Shape]
-    ) -> WeightRule:
-        converter, found = collected
-        targets = [name]
-        if len(converter.target_patterns) > 1:
-            targets = _replaced(name, converter.target_patterns)
-        values = {
-            pattern: [_Value(key, files[key]) for key in found[pattern]]
-            for pattern in converter.source_patterns
-            if pattern in found
-        }
-        return _rule(converter, values, targets, model)
+        for name, (converter, found) in collected.items():
+            targets = _replaced(name, converter.target_patterns) if len(converter.target_patterns) > 1 else [name]
+            patterns = [pattern for pattern in converter.source_patterns if pattern in found]
+            values = {pattern: [_Value(key, files[key]) for key in found[pattern]] for pattern in patterns}
+            rules.append(_rule(converter, values, targets, model))
+        return rules
 
     def rules_to_save(self, model: Mapping[str, Shape]) -> Sequence[WeightRule]:
         forwards = copy.deepcopy(list(self._to_save))[::-1]
@@ -135,38 +123,38 @@ class TransformersMapping:
         converters = [pair for pair in pairs if isinstance(pair[0], self._core.WeightConverter)]
         renamings = [back for each, back in pairs if not isinstance(each, self._core.WeightConverter)]
         rules: list[WeightRule] = []
-        collected: dict[str, tuple[Any, _Collected]] = {}
+        collected: dict[str, tuple[Any, Any, _Found]] = {}
         for name in sorted(model, key=self._core.dot_natural_key):
             for forward, back in converters:
                 key, pattern = back.rename_source_key(name)
                 if pattern is not None:
-                    _, each = collected.setdefault(key, (forward, _Collected(back, {})))
-                    each.found.setdefault(pattern, []).append(name)
+                    *_, found = collected.setdefault(key, (forward, back, {}))
+                    found.setdefault(pattern, []).append(name)
                     break
             else:
                 key = self._core.apply_renamings(name, renamings)
                 rules += [WeightRule(name, key)] if key != name else []
-        for key, (forward, each) in collected.items():
-            rule = self._rule_to_save(key, forward, each, model)
+        for key, (forward, back, found) in collected.items():
+            rule = _rule_to_save(key, forward, back, found, model)
             files = renamed_in(rule.files, lambda name: self._core.apply_renamings(name, renamings))
             rules.append(WeightRule(rule.model, files))
         return rules
 
-    def _rule_to_save(self, key: str, forward: Any, collected: _Collected, model: Mapping[str, Shape]) -> WeightRule:
-        back, found = collected
-        absent = [pattern for pattern in back.source_patterns if pattern not in found]
-        if absent:
-            raise ValueError(
-                f"{_CALLER}: the model has nothing for {listed(absent)}, of which '{key}' of the files is made, too. "
-                "Pass a list of WeightRule as mapping."
-            )
-        keys = [key]
-        if len(back.target_patterns) > 1 or "*" in back.target_patterns[0]:
-            keys = _replaced(key, back.target_patterns)
-        values = {pattern: [_Value(each, None)] for pattern, each in zip(forward.source_patterns, keys, strict=True)}
-        rule = _rule(forward, values, [found[pattern][0] for pattern in back.source_patterns], model)
-        _, shape = sized(rule.model, model)
-        return WeightRule(rule.model, expanded(rule.files, shape))
+
+def _rule_to_save(key: str, forward: Any, back: Any, found: _Found, model: Mapping[str, Shape]) -> WeightRule:
+    absent = [pattern for pattern in back.source_patterns if pattern not in found]
+    if absent:
+        raise ValueError(
+            f"{_CALLER}: the model has nothing for {listed(absent)}, of which '{key}' of the files is made, too. "
+            "Pass a list of WeightRule as mapping."
+        )
+    keys = [key]
+    if len(back.target_patterns) > 1 or "*" in back.target_patterns[0]:
+        keys = _replaced(key, back.target_patterns)
+    values = {pattern: [_Value(each, None)] for pattern, each in zip(forward.source_patterns, keys, strict=True)}
+    rule = _rule(forward, values, [found[pattern][0] for pattern in back.source_patterns], model)
+    _, shape = sized(rule.model, model)
+    return WeightRule(rule.model, expanded(rule.files, shape))
 
 
 def _replaced(name: str, patterns: Sequence[str]) -> list[str]:
@@ -193,19 +181,18 @@ def _rule(
 def _done(steps: Sequence[Any], values: Mapping[str, list[_Value]], name: str, shape: Shape | None) -> _Value:
     """The one value that ``steps`` make of ``values``. Some steps need ``shape``, that of the result ``name``."""
     for step in steps:
-        kind = type(step).__name__
+        kind, together = type(step).__name__, list(itertools.chain.from_iterable(values.values()))
+        has_template = any(isinstance(each.expression, str) and "{i}" in each.expression for each in together)
         if kind == "MergeModulelist":
             values = {pattern: [_stacked(each, step.dim)] for pattern, each in values.items()}
-            continue
-        together = [value for each in values.values() for value in each]
-        if kind == "Concatenate" and not any("{i}" in str(value.expression) for value in together if _is_leaf(value)):
+        elif kind == "Concatenate" and not has_template:
             values = {"": [_concatenated(together, step.dim)]}
         elif kind == "Transpose" and len(together) == 1 and not (_checks(step) and together[0].shape is None):
             if not (_checks(step) and together[0].shape == shape):
                 values = {"": [_transposed(together[0], step)]}
         else:
             raise _unknown(step, name)
-    together = [value for each in values.values() for value in each]
+    together = list(itertools.chain.from_iterable(values.values()))
     if len(together) != 1:
         raise ValueError(
             f"{_CALLER}: '{name}' would be made of one tensor, but the files have "
@@ -217,10 +204,6 @@ def _done(steps: Sequence[Any], values: Mapping[str, list[_Value]], name: str, s
 def _checks(transpose: Any) -> bool:
     """Whether ``transpose`` checks shapes, and leaves a tensor alone that already has the right one."""
     return bool(getattr(transpose, "check_dims", False))
-
-
-def _is_leaf(value: _Value) -> bool:
-    return isinstance(value.expression, str)
 
 
 def _unknown(step: Any, name: str) -> ValueError:

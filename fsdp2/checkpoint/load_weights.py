@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2.checkpoint.mapping import MappingLike, Shape, listed
+from fsdp2.checkpoint.mapping import MAX_LISTED, MappingLike, Shape, first_few, listed
 from fsdp2.checkpoint.open_checkpoint import OpenCheckpoint, open_together
 from fsdp2.checkpoint.pieces import Piece, Resolved, Run, reads, resolved_to_load, whole_piece
 from fsdp2.checkpoint.weights import (
@@ -27,16 +27,13 @@ from fsdp2.checkpoint.weights import (
     WeightInFiles,
     extra,
     renamed,
-    shapes_of,
     weights_of,
 )
-from fsdp2.core.marks import is_plain
+from fsdp2.core import is_plain
 from fsdp2.extras.empty_buffers import empty_buffers
 from fsdp2.extras.exchange import axis_of, together
 from fsdp2.extras.output import progress
 from fsdp2.extras.plain_names import plain_name
-
-_MAX_LISTED = 20
 
 
 class LoadedKeys(NamedTuple):
@@ -130,12 +127,11 @@ def _warn_of_empty_buffers(model: nn.Module) -> None:
     found = empty_buffers(model)
     if not found:
         return
-    listed = ", ".join(f"'{each.full_name}'" for each in found[:_MAX_LISTED])
-    more = f" and {len(found) - _MAX_LISTED} more" if len(found) > _MAX_LISTED else ""
+    names = listed([each.full_name for each in found])
     path, name = found[0].path, found[0].name
     buffer = f"model.get_submodule('{path}').{name}" if path else f"model.{name}"
     warnings.warn(
-        f"load_safetensors: no checkpoint has non-persistent buffers, and nobody has filled {listed}{more} since they "
+        f"load_safetensors: no checkpoint has non-persistent buffers, and nobody has filled {names} since they "
         f"were on the meta device. Fill them before the first forward: {buffer} = value, with the value that the "
         "constructor of the module computes.",
         stacklevel=4,  # the caller of load_safetensors, beyond torch.no_grad
@@ -183,10 +179,7 @@ class _PackedShard(_Shard):
     _dense: torch.Tensor | None = None  # after quantising while loading: what the ranks then need from each other
 
     def take(self, opened: Any, piece: Piece) -> int:
-        if self.weight.is_dense_in(opened, piece.key):
-            self._dense = self.weight.load_dense(opened, piece.key)
-        else:
-            self.weight.load(opened, piece.key)
+        self._dense = self.weight.load(opened, piece.key)
         return self.weight.local.nbytes
 
     def finish(self) -> None:
@@ -297,7 +290,8 @@ class _Checked:
         claimed: set[str] = set()
         if not self._unreadable or self._mapping is None:
             files = {key: header.shape for key, header in self._headers.items()}
-            for rule in resolved_to_load(self._mapping, files, shapes_of(self._by_name), "load_safetensors"):
+            shapes = {name: weight.shape for name, weight in self._by_name.items()}
+            for rule in resolved_to_load(self._mapping, files, shapes, "load_safetensors"):
                 claimed.update(rule.keys)
                 self._add_rule(rule)
         for key in self._headers:
@@ -345,10 +339,9 @@ class _Checked:
 
     def _check_packed(self, key: str, weight: WeightInFiles) -> None:
         file = self._headers[key].file
-        opened = self._opened[file]
-        if problem := weight.problem_of(opened, key, file):
+        if problem := weight.problem_of(self._opened[file], key, file):
             self._others.append(problem)
-        elif weight.is_dense_in(opened, key):
+        elif weight.is_dense_in(self._opened[file], key):
             self._dense.add(id(weight.tensor))
 
     def _check_header(self, key: str, expected: Shape, weight: Weight) -> None:
@@ -387,9 +380,7 @@ class _Checked:
         unexpected = [f"'{key}'" for key in self.unexpected]
         for what, keys in (("Missing in the files", missing), ("Not in the model", unexpected)):
             if keys and strict:
-                more = f" and {len(keys) - _MAX_LISTED} more" if len(keys) > _MAX_LISTED else ""
-                named = ", ".join(keys[:_MAX_LISTED])
-                found.append(f"{what}: {named}{more}. Pass rename=..., or strict=False to leave them out.")
+                found.append(f"{what}: {first_few(keys)}. Pass rename=..., or strict=False to leave them out.")
         return found
 
     def _why(self, name: str) -> str:
@@ -400,15 +391,13 @@ class _Checked:
         """What to read from each file, in the order of the file: each weight once."""
         by_key: dict[str, list[tuple[Piece, _Shard]]] = {}
         for weight in self._weights:
-            name = next((each for each in weight.names if each in self._sources), None)
-            pieces = [] if name is None else self._sources[name]
+            pieces = next((self._sources[name] for name in weight.names if name in self._sources), [])
             shard = (_PackedShard if isinstance(weight, WeightInFiles) else _Shard)(weight, len(pieces))
             for piece in pieces:
                 by_key.setdefault(piece.key, []).append((piece, shard))
         plan: dict[Path, list[tuple[Piece, _Shard]]] = {}
-        for key, header in self._headers.items():
-            if key in by_key:
-                plan.setdefault(header.file, []).extend(by_key[key])
+        for key in (key for key in self._headers if key in by_key):
+            plan.setdefault(self._headers[key].file, []).extend(by_key[key])
         return plan
 
 
@@ -419,5 +408,5 @@ def _shares_memory(tensor: torch.Tensor) -> bool:
 
 
 def _first_of(lines: Sequence[str]) -> list[str]:
-    more = len(lines) - _MAX_LISTED
-    return [*lines[:_MAX_LISTED], *([f"... and {more} more like these."] if more > 0 else [])]
+    more = len(lines) - MAX_LISTED
+    return [*lines[:MAX_LISTED], *([f"... and {more} more like these."] if more > 0 else [])]

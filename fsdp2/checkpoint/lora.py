@@ -120,18 +120,13 @@ def _check_classes(modules: Mapping[str, nn.Module], layers: Mapping[str, nn.Mod
     """Refuse modules of peft that do something other than LoRA, or that choose adapters as X-LoRA does."""
     inside = tuple(f"{name}." for name in layers)
     for name, each in modules.items():
-        kind = _class_name(each)
+        cls = own_class(each)
+        kind = f"{cls.__module__}.{cls.__qualname__}"
+        is_tried = not kind.startswith("peft.") or kind in _AROUND or kind.startswith(_MODELS)
         if name in layers:
             is_tried = kind in _LAYERS
-        else:
-            is_tried = not kind.startswith("peft.") or kind in _AROUND or kind.startswith(_MODELS)
         if not is_tried and not name.startswith(inside):
             raise _refused(name or "the model", f"is a {kind}")
-
-
-def _class_name(module: nn.Module) -> str:
-    cls = own_class(module)
-    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def _check_layer(name: str, layer: Any, state: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 Shape: TypeAlias = tuple[int, ...]
 
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}")
-_MAX_LISTED = 20
+MAX_LISTED = 20
 
 
 # What users write
@@ -222,5 +222,10 @@ def matcher(name: str) -> re.Pattern[str]:
 def listed(names: Sequence[str] | frozenset[str]) -> str:
     """The first few of ``names``, formatted for error messages."""
     ordered = sorted(names) if isinstance(names, frozenset) else names
-    more = f" and {len(ordered) - _MAX_LISTED} more" if len(ordered) > _MAX_LISTED else ""
-    return (", ".join(f"'{name}'" for name in ordered[:_MAX_LISTED]) or "none") + more
+    return first_few([f"'{name}'" for name in ordered]) or "none"
+
+
+def first_few(texts: Sequence[str]) -> str:
+    """The first few of ``texts``, and how many more there are."""
+    more = f" and {len(texts) - MAX_LISTED} more" if len(texts) > MAX_LISTED else ""
+    return ", ".join(texts[:MAX_LISTED]) + more

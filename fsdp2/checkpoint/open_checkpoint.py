@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from fsdp2.checkpoint.mapping import Shape
 from fsdp2.checkpoint.weights import INDEX, ONE_FILE, TOKEN
-from fsdp2.core.plan.mesh import Axis
+from fsdp2.core import Axis
 from fsdp2.extras.exchange import exchange
 
 _CALLER = "load_safetensors"
@@ -104,12 +104,7 @@ class OpenCheckpoint:
 
     def _files(self, path: Path) -> tuple[dict[Path, set[str] | None], str | None]:
         """The files of a checkpoint, each with the keys that the index lists for it (None without an index), and the
-        token of the index.
-
-        Raises:
-            FileNotFoundError: there is no checkpoint.
-            ValueError: ``path`` is neither kind of file, or the index cannot be read.
-        """
+        token of the index."""
         if path.is_dir():
             # transformers looks for them in this order, too, and save_safetensors relies on it.
             found = next((path / name for name in (ONE_FILE, INDEX) if self._exists(path / name)), None)

@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
 
 from fsdp2.checkpoint.mapping import (
     Concat,
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     import torch
 
 Box: TypeAlias = tuple[slice, ...]
+_T = TypeVar("_T")
 
 
 class Piece(NamedTuple):
@@ -158,11 +159,7 @@ def _counted(expression: Expression, model: Mapping[str, Shape]) -> Expression:
 
 
 def sized(expression: Expression, shapes: Mapping[str, Shape]) -> tuple[Expression, Shape]:
-    """``expression`` with the sizes of its tensors filled in, and its shape.
-
-    Raises:
-        ValueError: shapes do not fit.
-    """
+    """``expression`` with the sizes of its tensors filled in, and its shape."""
     if isinstance(expression, str):
         return expression, shapes[expression]
     done = [sized(part, shapes) for part in parts_of(expression)]
@@ -183,11 +180,7 @@ def sized(expression: Expression, shapes: Mapping[str, Shape]) -> tuple[Expressi
 
 
 def expanded(expression: Expression, shape: Shape) -> Expression:
-    """``expression`` with placeholders expanded, and with the sizes that give it ``shape``.
-
-    Raises:
-        ValueError: it cannot have this shape.
-    """
+    """``expression`` with placeholders expanded, and with the sizes that give it ``shape``."""
     if isinstance(expression, str):
         return expression
     if isinstance(expression, Transpose):
@@ -229,16 +222,12 @@ def _check_fit(whole: Stack | Concat, shapes: Sequence[tuple[Shape, Shape]]) -> 
             )
 
 
-def _swapped(transpose: Transpose, shape: Shape) -> Shape:
-    order = _swap(transpose, len(shape))
-    return tuple(shape[dim] for dim in order)
-
-
-def _swap(transpose: Transpose, ndim: int) -> list[int]:
-    first, second = (_normal("Transpose", dim, ndim) for dim in (transpose.dim0, transpose.dim1))
-    order = list(range(ndim))
-    order[first], order[second] = second, first
-    return order
+def _swapped(transpose: Transpose, entries: Sequence[_T]) -> tuple[_T, ...]:
+    """``entries``, one per dim, with two of them swapped."""
+    first, second = (_normal("Transpose", dim, len(entries)) for dim in (transpose.dim0, transpose.dim1))
+    swapped = list(entries)
+    swapped[first], swapped[second] = entries[second], entries[first]
+    return tuple(swapped)
 
 
 def _dim(whole: Stack | Concat, ndim: int) -> int:
@@ -276,14 +265,16 @@ def _leaves(expression: Expression, shape: Shape) -> list[_Leaf]:
             found.append(_Leaf(part, axes, box))
             return
         if isinstance(part, Transpose):
-            walk(part.part, tuple(axes[dim] for dim in _swap(part, len(axes))), box)
+            walk(part.part, _swapped(part, axes), box)
             return
-        dim = _dim(part, len(axes))
+        dim, parts = _dim(part, len(axes)), parts_of(part)
         axis = axes[dim]
-        sizes = part.sizes if isinstance(part, Concat) else None
-        inner = axes if isinstance(part, Concat) else (*axes[:dim], *axes[dim + 1 :])
+        sizes: Sequence[int] = [1] * len(parts)
+        inner = (*axes[:dim], *axes[dim + 1 :])
+        if isinstance(part, Concat):
+            sizes, inner = part.sizes or sizes, axes
         start = box[axis][0]
-        for each, size in zip(parts_of(part), sizes or (1,) * len(parts_of(part)), strict=True):
+        for each, size in zip(parts, sizes, strict=True):
             walk(each, inner, (*box[:axis], (start, start + size), *box[axis + 1 :]))
             start += size
 
@@ -356,35 +347,25 @@ def reads(piece: Piece, along: Sequence[Sequence[Run]]) -> Iterator[Read]:
 def resolved_to_load(
     mapping: MappingLike | None, files: Mapping[str, Shape], model: Mapping[str, Shape], caller: str
 ) -> list[Resolved]:
-    """The rules of ``mapping`` for a checkpoint with the tensors ``files``; raises what :func:`resolve` raises.
-
-    Raises:
-        TypeError: ``mapping`` is not a mapping or a list of rules.
-    """
-    has_methods = hasattr(mapping, "rules_to_load")
-    rules = mapping.rules_to_load(files, model) if has_methods else mapping  # type: ignore[union-attr]
-    return resolve(_checked(rules, caller), model, caller)
+    """The rules of ``mapping`` for a checkpoint with the tensors ``files``; raises what :func:`resolve` raises."""
+    rules = mapping.rules_to_load(files, model) if mapping and hasattr(mapping, "rules_to_load") else mapping
+    return _resolved(rules, model, caller)
 
 
 def resolved_to_save(
     mapping: MappingLike | None, first: Sequence[str], model: Mapping[str, Shape], caller: str
 ) -> list[Resolved]:
     """The rules of ``mapping`` for writing a checkpoint; raises what :func:`resolve` raises. ``first``: the names of
-    ``model``, with only the first name of each tied tensor.
-
-    Raises:
-        TypeError: ``mapping`` is not a mapping or a list of rules.
-    """
-    has_methods = hasattr(mapping, "rules_to_save")
+    ``model``, with only the first name of each tied tensor."""
     once = {name: model[name] for name in first}
-    rules = mapping.rules_to_save(once) if has_methods else mapping  # type: ignore[union-attr]
-    return resolve(_checked(rules, caller), model, caller)
+    rules = mapping.rules_to_save(once) if mapping and hasattr(mapping, "rules_to_save") else mapping
+    return _resolved(rules, model, caller)
 
 
-def _checked(rules: object, caller: str) -> Sequence[WeightRule]:
+def _resolved(rules: object, model: Mapping[str, Shape], caller: str) -> list[Resolved]:
     found = () if rules is None else rules
     if isinstance(found, (list, tuple)) and all(isinstance(rule, WeightRule) for rule in found):
-        return found
+        return resolve(found, model, caller)
     raise TypeError(
         f"{caller}: mapping is {rules!r}, expected a list of WeightRule, or what transformers_mapping(model) returns."
     )

@@ -18,6 +18,7 @@ from torch import nn, optim
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2.checkpoint.reshard_checks import (
+    GRAD,
     Belongings,
     Cut,
     Kept,
@@ -26,20 +27,21 @@ from fsdp2.checkpoint.reshard_checks import (
     Whole,
     agreed,
     restored,
-    states_by_optimizer,
 )
 from fsdp2.checkpoint.transfers import Cut as CutOverRanks, Transfer, transfers
-from fsdp2.core import _torch
-from fsdp2.core.comm.offload import Home
-from fsdp2.core.group.group import ParamGroup
-from fsdp2.core.group.param import ShardedParam
-from fsdp2.core.marks import is_plain
-from fsdp2.core.plan.layout import pack, shard_layout
-from fsdp2.core.plan.mesh import AxisRole, ParallelMesh, replicated
-from fsdp2.core.plan.placements import plain_spec
-from fsdp2.core.runtime.unit import Unit
-from fsdp2.core.runtime.unit_tree import UnitTree, tree_of
-from fsdp2.core.schedule.schedule import AfterForward
+from fsdp2.core import (
+    AfterForward,
+    ParallelMesh,
+    ParamGroup,
+    ShardedParam,
+    Unit,
+    UnitTree,
+    _torch,
+    comms,
+    is_plain,
+    plans,
+    tree_of,
+)
 from fsdp2.extras import torch_names
 from fsdp2.extras.comm_memory import BackendMemory, has_memory, in_memory
 from fsdp2.extras.exchange import axis_of, together
@@ -48,7 +50,9 @@ from fsdp2.extras.torch_names import buffers_dict
 from fsdp2.tensors.cut import pinned
 
 Place = tuple[tuple[int, ...], torch.dtype]  # the shape and dtype of a tensor in a message
+Arrived = Sequence[Iterator[torch.Tensor]]  # the pieces from each rank, in the order of tensors and their transfers
 
+_VALUES = (-1, "values")  # the key of a parameter's values next to what belongs to it
 _ALIGNMENT_NBYTES = 16  # of pieces in a message: the item size of the widest dtype
 
 
@@ -106,6 +110,27 @@ def restore_settings(old: UnitTree) -> None:
         schedule.finalizes_by_hand, schedule.is_last_backward = settings
 
 
+def successor(
+    unit: Unit,
+    old: ParamGroup,
+    params: list[ShardedParam],
+    home: comms.Home,
+    mesh: ParallelMesh,
+    smaller: ParallelMesh | None,
+) -> ParamGroup:
+    """A group of ``params`` that takes the place of ``old`` in ``unit``, with the user's settings. ``smaller`` is its
+    post-forward mesh."""
+    with torch.inference_mode(False):
+        made = ParamGroup(params, mesh, home)
+    old.forget()
+    made.set_up_like(old, **({} if mesh is old.mesh else _options_on(mesh, old)))
+    made.unsharded.post_forward_mesh = smaller
+    made.on_parameters, made.shows = old.on_parameters, old.shows
+    assert unit.hooks is not None
+    made.guard(unit.hooks.guards)
+    return made
+
+
 @dataclass
 class _Moving:
     """One tensor that is being moved: the values of a parameter, its gradient, or a state that is cut like it.
@@ -123,29 +148,28 @@ class _Moving:
 
     def pieces(self, each: Transfer) -> list[torch.Tensor]:
         """The pieces that ``each`` takes from the old part."""
-        return _narrowed(self.old, self.dim, each.start - self.start, each.stop - each.start)
+        return self._narrowed(self.old, each.start - self.start, each.stop - each.start)
 
     def places(self, each: Transfer) -> list[Place]:
         """The shapes and dtypes of the pieces that ``each`` brings."""
         size, dim = each.stop - each.start, self.dim
-        leaves = map(_with_dims, _torch.leaves(self.old))
+        leaves = self._narrowed(self.old, 0, 0)
         return [((*leaf.shape[:dim], size, *leaf.shape[dim + 1 :]), leaf.dtype) for leaf in leaves]
 
-    def fill(self, new: torch.Tensor, each: Transfer, pieces: Sequence[torch.Tensor]) -> None:
-        """Write the pieces that ``each`` has brought into the new part."""
-        targets = _narrowed(new, self.dim, each.start - self.new_start, each.stop - each.start)
-        for target, piece in zip(targets, pieces, strict=True):
-            target.copy_(piece)
+    def fill(self, new: torch.Tensor, rank: int, arrived: Arrived) -> None:
+        """Write the new part on ``rank``, from the old part and from what has ``arrived``."""
+        for each in self.transfers:
+            if each.target == rank:
+                targets = self._narrowed(new, each.start - self.new_start, each.stop - each.start)
+                is_here = each.source == rank
+                pieces = self.pieces(each) if is_here else [next(arrived[each.source]) for _ in targets]
+                for target, piece in zip(targets, pieces, strict=True):
+                    target.copy_(piece)
 
-
-def _narrowed(local: torch.Tensor, dim: int, start: int, size: int) -> list[torch.Tensor]:
-    """The same entries of each plain tensor that ``local`` is made of."""
-    return [_with_dims(leaf).narrow(dim, start, size) for leaf in _torch.leaves(local)]
-
-
-def _with_dims(leaf: torch.Tensor) -> torch.Tensor:
-    """``leaf``, detached; a scalar becomes a tensor with one entry."""
-    return leaf.detach().reshape(1) if leaf.dim() == 0 else leaf.detach()
+    def _narrowed(self, local: torch.Tensor, start: int, size: int) -> list[torch.Tensor]:
+        """The same entries of each plain tensor that ``local`` is made of. A scalar has one entry."""
+        leaves = [leaf.detach() for leaf in _torch.leaves(local)]
+        return [(leaf.reshape(1) if leaf.dim() == 0 else leaf).narrow(self.dim, start, size) for leaf in leaves]
 
 
 class _Move:
@@ -154,12 +178,11 @@ class _Move:
     def __init__(self, survey: Survey, known: Known | None) -> None:
         self._survey, self._rank = survey, dist.get_rank()
         self._optimizers, self._old, self._new = survey.optimizers, survey.old, survey.new
-        belongings = iter([] if known is None else known.belongings)
-        # On ranks outside both meshes, nothing belongs to a parameter.
-        nothing = Belongings(None, {})
-        self._belongings = {id(param.sharded): next(belongings, nothing) for _, _, param in survey.params}
-        self._of_plain = [(param, next(belongings, nothing)) for _, param in survey.plain_params()]
         self._options = [] if known is None else known.options
+        tensors = [param.sharded for _, _, param in survey.params] + [param for _, param in survey.plain_params()]
+        # On ranks outside both meshes, nothing belongs to a parameter.
+        belongings: list[Belongings] = [{}] * len(tensors) if known is None else known.belongings
+        self._belongings = dict(zip(map(id, tensors), belongings, strict=True))
 
     def run(self) -> None:
         """Move everything."""
@@ -167,14 +190,12 @@ class _Move:
             self._move_unit(unit)
         self._send_plain()
         if not self._new.has_this_rank:
-            for param, _ in self._of_plain:
+            for _, param in self._survey.plain_params():
                 self._forget_states(param)
         if self._survey.is_joining:
             for optimizer, groups in zip(self._optimizers, self._options, strict=True):
                 for group, options in zip(optimizer.param_groups, groups, strict=True):
                     group.update({key: restored(value, self._new.device) for key, value in options.items()})
-
-    # One unit
 
     def _move_unit(self, unit: Unit) -> None:
         size = unit.config.post_forward_size
@@ -185,42 +206,45 @@ class _Move:
 
     def _moved_group(self, unit: Unit, group: ParamGroup) -> ParamGroup:
         """A group of the same parameters on the new mesh, with their values, gradients and optimizer states."""
-        mesh = self._new if AxisRole.SHARD in group.mesh.roles else replicated(self._new)
+        mesh = self._new if plans.AxisRole.SHARD in group.mesh.roles else plans.replicated(self._new)
         moving = [self._moving(param, mesh, group.home) for param in group.params]
-        received = self._exchanged([each for of_param in moving for each in of_param.values()])
+        arrived = self._exchanged([each for of_param in moving for each in of_param.values()])
         for param in group.params:
             param.sharded.grad = None  # ``moving`` has it
         params = [self._moved(param, mesh, group.home) for param in group.params]
-        made = ParamGroup(params, mesh, group.home)
-        group.forget()
-        self._set_up(unit, group, made)
+        size = unit.config.post_forward_size
+        is_smaller = size is not None and mesh.has_this_rank and size < mesh.shard.size
+        smaller = post_forward_mesh(mesh, size) if is_smaller and size else None
+        made = successor(unit, group, params, group.home, mesh, smaller)
         for param, of_param in zip(made.params, moving, strict=True):
-            self._fill(param, of_param, received, group.home)
+            self._fill(param, of_param, arrived, group.home)
         return made
 
-    def _moving(self, param: ShardedParam, mesh: ParallelMesh, home: Home) -> dict[Any, _Moving]:
-        """The tensors of ``param`` that move: "values", "grad" and entries of states."""
+    def _moving(self, param: ShardedParam, mesh: ParallelMesh, home: comms.Home) -> dict[tuple[int, Any], _Moving]:
+        """The tensors of ``param`` that move: its values, and those that belong to it."""
         before = CutOverRanks(param.layout, param.mesh.ranks)
-        after = CutOverRanks(shard_layout(param.layout.shape, param.layout.dim, mesh.shard.size), mesh.ranks)
+        after = CutOverRanks(plans.shard_layout(param.layout.shape, param.layout.dim, mesh.shard.size), mesh.ranks)
         start, new_start = before.interval_of(self._rank)[0], after.interval_of(self._rank)[0]
         found = transfers(before, after)
         values = _torch.local_of(param.sharded)
-        olds: dict[Any, torch.Tensor] = {"values": values}
-        belongings = self._belongings[id(param.sharded)]
-        if belongings.grad is not None:
-            grad = param.sharded.grad
-            olds["grad"] = _empty(values, belongings.grad, home) if grad is None else _torch.local_of(grad)
-        for (index, name), entry in belongings.states.items():
-            if isinstance(entry, Cut):
-                value = self._optimizers[index].state.get(param.sharded, {}).get(name)
-                is_here = param.mesh.has_this_rank
-                olds[index, name] = _torch.local_of(value) if is_here else _empty(values, entry, home)
+        olds: dict[tuple[int, Any], torch.Tensor] = {_VALUES: values}
+        for (index, name), entry in self._belongings[id(param.sharded)].items():
+            if not isinstance(entry, Cut):
+                continue
+            old = values  # on ranks outside the old mesh, an empty part
+            if param.mesh.has_this_rank:
+                is_grad = (index, name) == GRAD
+                value: Any = param.sharded.grad if is_grad else self._optimizers[index].state[param.sharded][name]
+                old = _torch.local_of(value)
+            elif entry.dtype is not None:
+                old = torch.empty(values.shape, dtype=entry.dtype, device=home.device)
+            olds[index, name] = old
         return {key: _Moving(old, param.layout.dim, start, new_start, found) for key, old in olds.items()}
 
-    def _moved(self, param: ShardedParam, mesh: ParallelMesh, home: Home) -> ShardedParam:
+    def _moved(self, param: ShardedParam, mesh: ParallelMesh, home: comms.Home) -> ShardedParam:
         """``param`` on ``mesh``. Its values are filled in later."""
-        layout = shard_layout(param.layout.shape, param.layout.dim, mesh.shard.size)
-        spec = replace(param.spec, sharded=plain_spec(layout.shape, layout.dim, mesh).sharded)
+        layout = plans.shard_layout(param.layout.shape, param.layout.dim, mesh.shard.size)
+        spec = replace(param.spec, sharded=plans.plain_spec(layout.shape, layout.dim, mesh).sharded)
         local, shape = _torch.local_of(param.sharded), layout.shard_shape(mesh.shard.rank)
         if is_plain(local):
             new = torch.zeros((), dtype=local.dtype, device=local.device).expand(shape)  # takes no memory
@@ -229,32 +253,28 @@ class _Move:
         torch_names.set_placement(param.sharded, spec.sharded.mesh, spec.sharded.placements)
         return replace(param, mesh=mesh, layout=layout, spec=spec, local=new, is_cut=True)
 
-    def _set_up(self, unit: Unit, old: ParamGroup, made: ParamGroup) -> None:
-        """Take over the user's settings from ``old``."""
-        mesh, size = made.mesh, unit.config.post_forward_size
-        made.set_up_like(old, **_options_on(mesh, old))
-        is_smaller = size is not None and mesh.has_this_rank and size < mesh.shard.size
-        made.unsharded.post_forward_mesh = post_forward_mesh(mesh, size) if is_smaller and size else None
-        made.on_parameters = old.on_parameters
-        assert unit.hooks is not None
-        made.guard(unit.hooks.guards)
-
-    def _fill(self, param: ShardedParam, moving: dict[Any, _Moving], received: _Received, home: Home) -> None:
+    def _fill(
+        self, param: ShardedParam, moving: dict[tuple[int, Any], _Moving], arrived: Arrived, home: comms.Home
+    ) -> None:
         """Give ``param`` its values, its gradient and its states on the new mesh."""
         key = param.sharded
-        received.fill(moving.pop("values"), _torch.local_of(key))
-        entries = self._belongings[id(key)].states
+        moving.pop(_VALUES).fill(_torch.local_of(key), self._rank, arrived)
         if not (self._old.has_this_rank and self._new.has_this_rank):
             self._forget_states(key)
         if not self._new.has_this_rank:
             return
-        made = {name: _new_part(each.old, param, home) for name, each in moving.items()}
-        for name, new in made.items():
-            received.fill(moving[name], new)
+        made: dict[tuple[int, Any], torch.Tensor] = {}
+        for name, each in moving.items():
+            if is_plain(each.old):
+                made[name] = torch.empty(param.shard_shape, dtype=each.old.dtype, device=home.device)
+            else:
+                made[name] = each.old.new_zeros(param.shard_shape)
+            each.fill(made[name], self._rank, arrived)
         tensors = dict(zip(made, _torch.dtensors_like([key] * len(made), list(made.values())), strict=True))
-        if "grad" in tensors:
-            key.grad = tensors["grad"]
-        self._set_states(key, {name: tensors.get(name, entry) for name, entry in entries.items()})
+        states = {**self._belongings[id(key)], **tensors}
+        if states.pop(GRAD, None) is not None:
+            key.grad = tensors[GRAD]
+        self._set_states(key, states)
 
     def _forget_states(self, param: torch.Tensor) -> None:
         for optimizer in self._optimizers:
@@ -262,19 +282,16 @@ class _Move:
 
     def _set_states(self, param: torch.Tensor, states: dict[tuple[int, Any], Any]) -> None:
         """Write ``states`` to the optimizers. A rank that was in the old mesh keeps its own values."""
-        for index, entries in states_by_optimizer(states).items():
-            state = self._optimizers[index].state
-            before = state.get(param, {})
-            state[param] = {
-                name: before.get(name, restored(entry, self._new.device)) if isinstance(entry, Kept) else entry
-                for name, entry in entries.items()
-            }
+        before = [optimizer.state.get(param, {}) for optimizer in self._optimizers]
+        for index in {index for index, _ in states}:
+            self._optimizers[index].state[param] = {}
+        for (index, name), entry in states.items():
+            value = before[index].get(name, restored(entry, self._new.device)) if isinstance(entry, Kept) else entry
+            self._optimizers[index].state[param][name] = value
 
-    # Messages
-
-    def _exchanged(self, moving: Sequence[_Moving]) -> _Received:
-        """Send what other ranks lack, and receive what this rank lacks, in one collective of all ranks."""
-        rank, num_ranks = self._rank, dist.get_world_size()
+    def _exchanged(self, moving: Sequence[_Moving]) -> Arrived:
+        """Send what other ranks lack, and receive what this rank lacks, as bytes, in one collective of all ranks."""
+        rank, num_ranks, device = self._rank, dist.get_world_size(), self._new.device
         pieces: list[list[torch.Tensor]] = [[] for _ in range(num_ranks)]
         places: list[list[Place]] = [[] for _ in range(num_ranks)]
         travelling = [(each, move) for each in moving for move in each.transfers if move.source != move.target]
@@ -283,45 +300,48 @@ class _Move:
                 pieces[move.target] += each.pieces(move)
             elif move.target == rank:
                 places[move.source] += each.places(move)
-        return _Received(rank, _exchange(pieces, places, self._new.device) if travelling else places)
+        if not travelling:  # on all ranks
+            return []
+        sent, sent_sizes, views = _messages([[(tuple(p.shape), p.dtype) for p in each] for each in pieces], device)
+        for view, piece in zip(chain.from_iterable(views), chain.from_iterable(pieces), strict=True):
+            view.copy_(piece)
+        got, got_sizes, received = _messages(places, device)
+        dist.all_to_all_single(got, sent, got_sizes, sent_sizes)
+        return [iter(each) for each in received]
 
     def _send_plain(self) -> None:
         """Send what is not sharded from the first rank of the old mesh to joining ranks, one tensor after another:
         parameters with their states, and buffers."""
-        first = self._old.ranks[0][0]
-        others = {rank for row in self._old.ranks for rank in row}
-        joining = [rank for row in self._new.ranks for rank in row if rank not in others]
+        first, *others = (rank for row in self._old.ranks for rank in row)
+        joining = [rank for row in self._new.ranks for rank in row if rank != first and rank not in others]
         if self._survey.is_joining:
             self._materialise_buffers()
-        num_ranks = dist.get_world_size()
+        whole = [Transfer(first, rank, 0, 1) for rank in joining]  # of a tensor with one row
         for tensor in self._plain_tensors() if joining else ():
-            pieces: list[list[torch.Tensor]] = [[] for _ in range(num_ranks)]
-            places: list[list[Place]] = [[] for _ in range(num_ranks)]
-            if self._rank == first and tensor is not None:
-                for rank in joining:
-                    pieces[rank].append(tensor)
-            elif self._survey.is_joining and tensor is not None:
-                places[first].append((tuple(tensor.shape), tensor.dtype))
-            received = _exchange(pieces, places, self._new.device)
-            if self._survey.is_joining and tensor is not None:
-                tensor.copy_(received[first][0])
+            row = tensor.unsqueeze(0)
+            moving = _Moving(row, 0, 0, 0, whole)
+            moving.fill(row, self._rank, self._exchanged([moving]))
 
-    def _plain_tensors(self) -> Iterator[torch.Tensor | None]:
-        """All tensors that are not sharded, and states of such parameters; None for a state that this rank lacks."""
-        yield from (tensor.detach() for tensor in self._survey.plain.values())
-        for param, belongings in self._of_plain:
+    def _plain_tensors(self) -> Iterator[torch.Tensor]:
+        """All tensors that are not sharded, and states of such parameters; an empty one for a state that this rank
+        neither has nor gets."""
+        for tensor in self._survey.plain.values():
+            yield from (leaf.detach() for leaf in _torch.leaves(tensor))
+        for _, param in self._survey.plain_params():
+            belongings = self._belongings[id(param)]
             if self._survey.is_joining:
                 self._forget_states(param)
                 made = {
                     name: torch.empty(entry.shape, dtype=entry.dtype, device=param.device)
                     if isinstance(entry, Whole)
                     else entry
-                    for name, entry in belongings.states.items()
+                    for name, entry in belongings.items()
                 }
                 self._set_states(param, made)
-            for (index, name), entry in belongings.states.items():
+            for (index, name), entry in belongings.items():
                 if isinstance(entry, Whole):
-                    yield self._optimizers[index].state.get(param, {}).get(name)
+                    state = self._optimizers[index].state.get(param, {})
+                    yield state[name] if name in state else torch.empty(0)
 
     def _materialise_buffers(self) -> None:
         made: dict[int, torch.Tensor] = {}
@@ -335,38 +355,6 @@ class _Move:
         self._survey.plain.update(names)
 
 
-class _Received:
-    """The pieces that have arrived from each rank, in the order of the tensors and their transfers."""
-
-    def __init__(self, rank: int, pieces: Sequence[Sequence[Any]]) -> None:
-        self._rank, self._pieces = rank, list(map(iter, pieces))
-
-    def fill(self, moving: _Moving, new: torch.Tensor) -> None:
-        """Write into ``new``, the new part of the next tensor."""
-        for each in moving.transfers:
-            if each.target != self._rank:
-                continue
-            if each.source == self._rank:
-                pieces = moving.pieces(each)
-            else:
-                pieces = [next(self._pieces[each.source]) for _ in _torch.leaves(moving.old)]
-            moving.fill(new, each, pieces)
-
-
-def _empty(values: torch.Tensor, entry: Cut, home: Home) -> torch.Tensor:
-    """The old part of a tensor on a rank that had none of it; ``values`` is its empty part of the parameter."""
-    if entry.dtype is None:
-        return values
-    return torch.empty(values.shape, dtype=entry.dtype, device=home.device)
-
-
-def _new_part(old: torch.Tensor, param: ShardedParam, home: Home) -> torch.Tensor:
-    """Memory for the new part of a tensor that is cut like ``param``; ``old`` is its old part."""
-    if is_plain(old):
-        return torch.empty(param.shard_shape, dtype=old.dtype, device=home.device)
-    return old.new_zeros(param.shard_shape)
-
-
 def _options_on(mesh: ParallelMesh, group: ParamGroup) -> dict[str, Any]:
     """The options of ``group`` that name process groups, for those of ``mesh``."""
     changes: dict[str, Any] = {}
@@ -377,25 +365,12 @@ def _options_on(mesh: ParallelMesh, group: ParamGroup) -> dict[str, Any]:
     return changes
 
 
-def _exchange(
-    pieces: Sequence[Sequence[torch.Tensor]], places: Sequence[Sequence[Place]], device: torch.device
-) -> list[list[torch.Tensor]]:
-    """Send ``pieces[i]`` to rank i, and return the tensors that rank i has sent, with the shapes and dtypes
-    ``places[i]``. Collective on all ranks. Everything is sent as bytes."""
-    sent, sent_sizes, views = _messages([[(tuple(p.shape), p.dtype) for p in each] for each in pieces], device)
-    for view, piece in zip(chain.from_iterable(views), chain.from_iterable(pieces), strict=True):
-        view.copy_(piece)
-    got, got_sizes, received = _messages(places, device)
-    dist.all_to_all_single(got, sent, got_sizes, sent_sizes)
-    return received
-
-
 def _messages(
     places: Sequence[Sequence[Place]], device: torch.device
 ) -> tuple[torch.Tensor, list[int], list[list[torch.Tensor]]]:
     """Memory for a message to or from each rank, as bytes; the size of each message, and the tensors in it."""
     nbytes = [[torch.Size(shape).numel() * dtype.itemsize for shape, dtype in each] for each in places]
-    packed = [pack(each, _ALIGNMENT_NBYTES) for each in nbytes]
+    packed = [plans.pack(each, _ALIGNMENT_NBYTES) for each in nbytes]
     sizes = [size for _, size in packed]
     memory = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
     tensors = []

@@ -7,9 +7,9 @@ once both have returned, no rank can refuse anything later.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -17,16 +17,21 @@ from torch import nn, optim
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fsdp2.core import _torch
-from fsdp2.core.api.module import FSDPModule
-from fsdp2.core.group.group import ParamGroup
-from fsdp2.core.group.param import ShardedParam
-from fsdp2.core.marks import is_plain
-from fsdp2.core.plan.mesh import Axis, ParallelMesh, parallel_mesh
-from fsdp2.core.runtime.unit import Unit, units_under
-from fsdp2.core.schedule.states import GroupState
-from fsdp2.core.trees import find_tensors
-from fsdp2.core.types import ScheduleError
+from fsdp2.core import (
+    Axis,
+    FSDPModule,
+    GroupState,
+    ParallelMesh,
+    ParamGroup,
+    ScheduleError,
+    ShardedParam,
+    Unit,
+    _torch,
+    find_tensors,
+    is_plain,
+    plans,
+    units_under,
+)
 from fsdp2.extras.comm_memory import SymmetricMemory, has_memory
 from fsdp2.extras.exchange import exchange
 from fsdp2.extras.lending import check_idle
@@ -65,12 +70,9 @@ class Whole:
     shape: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Belongings:
-    """The gradient of a parameter, and the entries of its states by the optimizer's position and their names."""
-
-    grad: Cut | None
-    states: dict[tuple[int, Any], Kept | Cut | Whole]
+# A parameter's gradient, and its states by the optimizer's position and their names.
+Belongings: TypeAlias = dict[tuple[int, Any], Kept | Cut | Whole]
+GRAD = (-1, "grad")  # the key of the gradient
 
 
 @dataclass(frozen=True)
@@ -138,9 +140,9 @@ class Survey:
         self._names |= {id(tensor): name for name, tensor in self.plain.items()}
         for optimizer in optimizers:
             self._check_optimizer(optimizer)
-        self.lines = self._shared_lines()
+        self.lines = list(self._shared_lines())
         self.known = self._known() if self.old.has_this_rank else None
-        self.own_lines = [] if self.known is None else self._own_lines(self.known)
+        self.own_lines = [] if self.known is None else list(self._own_lines(self.known))
 
     @property
     def is_joining(self) -> bool:
@@ -150,23 +152,21 @@ class Survey:
         """The parameters that are not sharded, with their names."""
         return [(name, each) for name, each in self.plain.items() if isinstance(each, nn.Parameter)]
 
-    # Units
-
     def _check_unit(self, name: str, unit: Unit) -> None:
         if not all(isinstance(module, FSDPModule) for module in unit.modules):
-            raise ValueError(
-                f"{CALLER}: unit '{name}' was made by FullyShardedDataParallel, which {CALLER} does not move. "
-                f"Shard with fully_shard. Or: {_BY_CHECKPOINT}"
+            raise _unmovable(
+                f"unit '{name}' was made by FullyShardedDataParallel, which {CALLER} does not move. Shard with "
+                "fully_shard. Or:"
             )
         if unit.mesh.spmd is not None:
-            raise ValueError(
-                f"{CALLER}: unit '{name}' was sharded with dp_mesh_dims, on a mesh that has model axes, too. {CALLER} "
-                f"moves only parameters without model axes. {_BY_CHECKPOINT}"
+            raise _unmovable(
+                f"unit '{name}' was sharded with dp_mesh_dims, on a mesh that has model axes, too. {CALLER} moves only "
+                "parameters without model axes."
             )
         if unit.mesh.mesh != self.old.mesh:
-            raise ValueError(
-                f"{CALLER}: unit '{name}' is on {unit.mesh.mesh}, but the root is on {self.old.mesh}. {CALLER} moves "
-                f"models that are on one mesh. {_BY_CHECKPOINT}"
+            raise _unmovable(
+                f"unit '{name}' is on {unit.mesh.mesh}, but the root is on {self.old.mesh}. {CALLER} moves models that "
+                "are on one mesh."
             )
         tree = unit.tree
         if tree is not None and tree.root not in [each for _, each in self.units]:
@@ -177,7 +177,7 @@ class Survey:
         self._check_settings(name, unit)
         check_nothing_in_flight(CALLER, name, unit)
         if any(stepped_by(group) is not None for group in unit.groups):
-            _refuse_host_adamw()
+            raise _of_host_adamw()
         for group in unit.groups if self.old.has_this_rank else ():
             group.take_replaced()
             group.shards.check_ready()
@@ -191,17 +191,13 @@ class Survey:
             )
         for group in unit.groups:
             if group.mesh.mesh != unit.mesh.mesh:
-                raise ValueError(
-                    f"{CALLER}: unit '{name}' has parameters on {group.mesh.mesh}, where shard_placement_fn has put "
-                    f"them, besides those on {unit.mesh.mesh}. {CALLER} moves units that are on one mesh. "
-                    f"{_BY_CHECKPOINT}"
+                raise _unmovable(
+                    f"unit '{name}' has parameters on {group.mesh.mesh}, where shard_placement_fn has put them, "
+                    f"besides those on {unit.mesh.mesh}. {CALLER} moves units that are on one mesh."
                 )
             options = group.options
             if has_memory(group, SymmetricMemory):
-                raise ValueError(
-                    f"{CALLER}: unit '{name}' has symmetric memory, which knows the addresses of the old ranks. "
-                    f"{_BY_CHECKPOINT}"
-                )
+                raise _unmovable(f"unit '{name}' has symmetric memory, which knows the addresses of the old ranks.")
             hook = options.all_reduce_hook
             if hook is not None and hook.stream is not None and self.new.replicate.group is not None:
                 raise ValueError(
@@ -209,18 +205,13 @@ class Survey:
                     f"replicate axis (HSDP). Before {CALLER}, call set_all_reduce_hook without stream."
                 )
 
-    # What is not sharded
-
     def _plain_tensors(self, model: nn.Module) -> dict[str, torch.Tensor]:
         sharded = {id(param.sharded) for _, _, param in self.params}
         found = [*model.named_parameters(), *model.named_buffers()]
         plain = {plain_name(model, name): tensor for name, tensor in found if id(tensor) not in sharded}
         for name, tensor in plain.items():
             if isinstance(tensor, DTensor):
-                raise ValueError(
-                    f"{CALLER}: '{name}' is a DTensor that fully_shard does not manage, so {CALLER} cannot move it. "
-                    f"{_BY_CHECKPOINT}"
-                )
+                raise _unmovable(f"'{name}' is a DTensor that fully_shard does not manage, so {CALLER} cannot move it.")
             if tensor.is_meta and (isinstance(tensor, nn.Parameter) or not self.is_joining):
                 raise RuntimeError(
                     f"{CALLER}: '{name}' is on the meta device. It is not sharded, so it needs memory on every rank "
@@ -229,8 +220,6 @@ class Survey:
                 )
         return plain
 
-    # Optimizers
-
     def _check_optimizer(self, optimizer: optim.Optimizer) -> None:
         if not isinstance(optimizer, optim.Optimizer):
             raise TypeError(
@@ -238,7 +227,7 @@ class Survey:
                 "If the object wraps an optimizer, pass that optimizer."
             )
         if isinstance(optimizer, HostAdamW):
-            _refuse_host_adamw()
+            raise _of_host_adamw()
         if isinstance(optimizer, Muon) and optimizer.has_begun:
             raise ScheduleError(
                 f"{CALLER}: backward has begun a step of Muon, in overlap_backward(), so gradients are on their way. "
@@ -254,57 +243,49 @@ class Survey:
                     )
 
     def _known(self) -> Known:
-        sharded = [
-            Belongings(_grad_of(name, param), self._states_of(name, param.sharded, param))
-            for name, _, param in self.params
-        ]
-        plain = [Belongings(None, self._states_of(name, param, None)) for name, param in self.plain_params()]
+        sharded = [self._belongings_of(name, param.sharded, param) for name, _, param in self.params]
+        plain = [self._belongings_of(name, param, None) for name, param in self.plain_params()]
         options = [
             [{key: kept(value) for key, value in group.items() if key != "params"} for group in each.param_groups]
             for each in self.optimizers
         ]
         return Known([*sharded, *plain], options)
 
-    def _states_of(
-        self, name: str, key: nn.Parameter, param: ShardedParam | None
-    ) -> dict[tuple[int, Any], Kept | Cut | Whole]:
-        """The entries of ``key``'s states; ``param`` is given if ``key`` is a sharded parameter."""
-        return {
-            (index, entry): _described(name, f"{type(optimizer).__name__} has the state '{entry}'", value, param)
-            for index, optimizer in enumerate(self.optimizers)
-            for entry, value in optimizer.state.get(key, {}).items()
-        }
+    def _belongings_of(self, name: str, key: nn.Parameter, param: ShardedParam | None) -> Belongings:
+        """What belongs to ``key``; ``param`` is given if ``key`` is a sharded parameter."""
+        found: Belongings = {}
+        if param is not None and key.grad is not None:
+            found[GRAD] = _described(name, "the gradient", key.grad, param)
+        for index, optimizer in enumerate(self.optimizers):
+            for entry, value in optimizer.state.get(key, {}).items():
+                what = f"{type(optimizer).__name__} has the state '{entry}'"
+                found[index, entry] = _described(name, what, value, param)
+        return found
 
-    # Lines
-
-    def _shared_lines(self) -> list[str]:
-        lines = [f"the new mesh has the ranks {self.new.ranks} on {self.new.device.type}"]
-        lines.append(f"the model is on the ranks {self.old.ranks} on {self.old.device.type}")
+    def _shared_lines(self) -> Iterator[str]:
+        yield f"the new mesh has the ranks {self.new.ranks} on {self.new.device.type}"
+        yield f"the model is on the ranks {self.old.ranks} on {self.old.device.type}"
         for name, unit in self.units:
-            lines.append(f"unit '{name or '(root)'}' with {sum(len(group.params) for group in unit.groups)} parameters")
+            yield f"unit '{name or '(root)'}' with {sum(len(group.params) for group in unit.groups)} parameters"
         for name, _, param in self.params:
-            local = _torch.local_of(param.sharded)
-            lines.append(
-                f"parameter '{name}': {type(local).__name__} {param.dtypes.orig} {param.layout.shape}, dim "
-                f"{param.layout.dim}, {'trainable' if param.sharded.requires_grad else 'frozen'}"
+            kind = type(_torch.local_of(param.sharded)).__name__
+            yield (
+                f"parameter '{name}': {kind} {param.dtypes.orig} {param.layout.shape}, dim {param.layout.dim}, "
+                f"{'trainable' if param.sharded.requires_grad else 'frozen'}"
             )
         for name, tensor in self.plain.items():
             what = "parameter that is not sharded" if isinstance(tensor, nn.Parameter) else "buffer"
-            lines.append(f"{what} '{name}': {tensor.dtype} {tuple(tensor.shape)}")
+            yield f"{what} '{name}': {tensor.dtype} {tuple(tensor.shape)}"
         for optimizer in self.optimizers:
             for index, group in enumerate(optimizer.param_groups):
                 names = ", ".join(self._names[id(param)] for param in group["params"])
-                lines.append(f"param group {index} of {type(optimizer).__name__}: {names}")
-        return lines
+                yield f"param group {index} of {type(optimizer).__name__}: {names}"
 
-    def _own_lines(self, known: Known) -> list[str]:
+    def _own_lines(self, known: Known) -> Iterator[str]:
         names = [name for name, _, _ in self.params] + [name for name, _ in self.plain_params()]
-        lines = []
         for name, each in zip(names, known.belongings, strict=True):
-            states = [f"'{entry}' {_kind(value)}" for (_, entry), value in each.states.items()]
-            has = ["a gradient"] if each.grad is not None else []
-            lines.append(f"parameter '{name}' has {', '.join(has + states) or 'neither gradient nor states'}")
-        return lines
+            has = ["a gradient" if key == GRAD else f"'{key[1]}' {_kind(value)}" for key, value in each.items()]
+            yield f"parameter '{name}' has {', '.join(has) or 'neither gradient nor states'}"
 
 
 def _new_mesh(mesh: object, old: ParallelMesh) -> ParallelMesh:
@@ -329,13 +310,15 @@ def _new_mesh(mesh: object, old: ParallelMesh) -> ParallelMesh:
                 "sort them, so a rank's place in its group would not be its place in the mesh. Build the mesh with "
                 "sorted ranks."
             )
-    return parallel_mesh(mesh)
+    return plans.parallel_mesh(mesh)
 
 
-def _refuse_host_adamw() -> NoReturn:
-    raise ValueError(
-        f"{CALLER}: a HostAdamW steps this model, and {CALLER} moves nothing on the host. {_BY_CHECKPOINT}"
-    )
+def _unmovable(problem: str) -> ValueError:
+    return ValueError(f"{CALLER}: {problem} {_BY_CHECKPOINT}")
+
+
+def _of_host_adamw() -> ValueError:
+    return _unmovable(f"a HostAdamW steps this model, and {CALLER} moves nothing on the host.")
 
 
 def check_nothing_in_flight(caller: str, name: str, unit: Unit) -> None:
@@ -369,37 +352,23 @@ def check_nothing_in_flight(caller: str, name: str, unit: Unit) -> None:
 
 def _check_param(name: str, group: ParamGroup, param: ShardedParam) -> None:
     if param.spec.unsharded is not None:
-        raise ValueError(
-            f"{CALLER}: parameter '{name}' is also cut by tensor parallelism. {CALLER} moves only parameters without "
-            f"model axes. {_BY_CHECKPOINT}"
+        raise _unmovable(
+            f"parameter '{name}' is also cut by tensor parallelism. {CALLER} moves only parameters without model axes."
         )
-    local = _torch.local_of(param.sharded)
-    if not is_plain(local) and group.mesh.has_this_rank:
-        _check_subclass(name, local, param)
-
-
-def _check_subclass(name: str, local: torch.Tensor, param: ShardedParam) -> None:
-    dim = param.layout.dim
+    local, dim = _torch.local_of(param.sharded), param.layout.dim
+    if is_plain(local) or not group.mesh.has_this_rank:
+        return
     leaves = _torch.leaves(local)
     is_cut = all(leaf.dim() > dim and leaf.size(dim) == local.size(dim) for leaf in leaves)
     if leaves[0] is local or type(local) in (torch.Tensor, nn.Parameter) or not is_cut:
-        raise ValueError(
-            f"{CALLER}: parameter '{name}' is a {type(local).__name__} whose inner tensors are not cut along dim {dim} "
-            f"as it is, so {CALLER} cannot move slices of it. {_BY_CHECKPOINT}"
+        raise _unmovable(
+            f"parameter '{name}' is a {type(local).__name__} whose inner tensors are not cut along dim {dim} as it is, "
+            f"so {CALLER} cannot move slices of it."
         )
 
 
 def _kind(entry: Kept | Cut | Whole) -> str:
     return "(one value)" if isinstance(entry, Kept) else f"({entry.dtype or 'as the parameter'})"
-
-
-def _grad_of(name: str, param: ShardedParam) -> Cut | None:
-    grad = param.sharded.grad
-    if grad is None:
-        return None
-    found = _described(name, "the gradient", grad, param)
-    assert isinstance(found, Cut)  # a DTensor of the parameter's shape
-    return found
 
 
 def _described(name: str, what: str, value: Any, param: ShardedParam | None) -> Kept | Cut | Whole:
@@ -419,9 +388,9 @@ def _described(name: str, what: str, value: Any, param: ShardedParam | None) -> 
     elif not find_tensors(value, []):
         return kept(value)
     shape = f" of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
-    raise ValueError(
-        f"{CALLER}: parameter '{name}': {what}, a {type(value).__name__}{shape}. {CALLER} moves numbers, tensors of "
-        f"one element, and tensors that are cut like their parameter. {_BY_CHECKPOINT}"
+    raise _unmovable(
+        f"parameter '{name}': {what}, a {type(value).__name__}{shape}. {CALLER} moves numbers, tensors of one element, "
+        "and tensors that are cut like their parameter."
     )
 
 
@@ -434,19 +403,17 @@ def agreed(axis: Axis, survey: Survey) -> Known | None:
     Raises:
         ValueError: surveys differ. All ranks raise it; it names the ranks and the first difference.
     """
-    is_old = survey.old.has_this_rank
-    mine = _digest(survey.lines), _digest(survey.own_lines) if is_old else None, survey.is_joining
-    found = exchange(axis, mine)
+    has_own = survey.known is not None
+    found = exchange(axis, (_digest(survey.lines), _digest(survey.own_lines) if has_own else None, survey.is_joining))
     problem = None
     if len({shared for shared, _, _ in found}) > 1:
         problem = exchange(axis, survey.lines)
         remedy = "Build the same model, optimizers and meshes on all ranks, with the same calls of fully_shard."
-    elif len({own for _, own, _ in found if own is not None}) > 1:
-        problem = exchange(axis, survey.own_lines if is_old else None)
+    elif len({own for _, own, _ in found} - {None}) > 1:
+        problem = exchange(axis, survey.own_lines if has_own else None)
         remedy = "Give all ranks of the mesh the same gradients and optimizer states."
     if problem is not None:
-        named = [(rank, lines) for rank, lines in enumerate(problem) if lines is not None]
-        _, said = first_difference(named)
+        _, said = first_difference([(rank, lines) for rank, lines in enumerate(problem) if lines is not None])
         raise ValueError("\n".join([f"{CALLER}: ranks differ. Nothing has moved.", *said, remedy]))
     if not any(is_joining for _, _, is_joining in found):
         return None
@@ -457,11 +424,3 @@ def agreed(axis: Axis, survey: Survey) -> Known | None:
 
 def _digest(lines: Sequence[str]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
-
-
-def states_by_optimizer(states: Mapping[tuple[int, Any], Any]) -> dict[int, dict[Any, Any]]:
-    """``states`` of one parameter, by the position of the optimizer."""
-    found: dict[int, dict[Any, Any]] = {}
-    for (index, name), value in states.items():
-        found.setdefault(index, {})[name] = value
-    return found

@@ -30,7 +30,7 @@ _LOCK_ATTEMPTS = 10
 _Version: TypeAlias = tuple[int, int] | None  # size and modification time; None if the file does not exist
 
 
-class SaveFolder:
+class SaveFolder(contextlib.AbstractContextManager["SaveFolder"]):
     """A folder, open until ``close``, which removes the files that ``create`` has made if ``keep`` was not called."""
 
     def __init__(self, path: Path) -> None:
@@ -39,9 +39,6 @@ class SaveFolder:
         self._folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         self._lock: int | None = None
         self._made: list[str] = []
-
-    def __enter__(self) -> SaveFolder:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

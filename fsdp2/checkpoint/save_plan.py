@@ -19,14 +19,12 @@ from fsdp2.checkpoint.mapping import MappingLike, Shape, listed
 from fsdp2.checkpoint.pieces import Piece, Resolved, resolved_to_save, whole_piece
 from fsdp2.checkpoint.weights import (
     DTYPES,
-    ONE_FILE,
     TOKEN,
     Rename,
     Weight,
     WeightInFiles,
     check_dtype,
     renamed,
-    shapes_of,
 )
 
 _CALLER = "save_safetensors"
@@ -87,27 +85,26 @@ def entries_of(
     """The entries in the order of the model; those of a rule come where its first tensor is."""
     weights = [each for weight in weights for each in weight.in_files()]
     by_name = {name: weight for weight in weights for name in weight.names}
-    rules = resolved_to_save(mapping, [weight.names[0] for weight in weights], shapes_of(by_name), _CALLER)
-    rules_of: dict[int, list[Resolved]] = {}
+    shapes = {name: weight.shape for name, weight in by_name.items()}
+    rules = resolved_to_save(mapping, [weight.names[0] for weight in weights], shapes, _CALLER)
+    made: dict[int, list[Entry]] = {id(weight): [] for weight in weights}
+    by_rule: set[int] = set()
+    order = {id(weight): index for index, weight in enumerate(weights)}
     for rule in rules:
         packed = [name for name in rule.names if isinstance(by_name[name], WeightInFiles)]
         if packed:
             raise ValueError(f"{_CALLER}: mapping: {listed(packed)}: no rule can write 4-bit weights otherwise.")
-        for weight in {id(by_name[name]): by_name[name] for name in rule.names}.values():
-            rules_of.setdefault(id(weight), []).append(rule)
-    done: set[int] = set()
-    found: dict[str, Entry] = {}
+        parts = {id(by_name[name]) for name in rule.names}
+        by_rule |= parts
+        made[min(parts, key=order.__getitem__)] += _made_by(rule, by_name, dtype)
     for weight in weights:
-        for rule in rules_of.get(id(weight), []):
-            if id(rule) not in done:
-                done.add(id(rule))
-                for entry in _made_by(rule, by_name, dtype):
-                    _add(found, entry)
-        if id(weight) not in rules_of:
-            key = renamed(weight.names[0], rename)
-            if key is not None:
-                piece = whole_piece(weight.names[0], key, weight.shape)
-                _add(found, Entry(key, weight.shape, weight.dtype_in_files(dtype), ((weight, piece),)))
+        key = None if id(weight) in by_rule else renamed(weight.names[0], rename)
+        if key is not None:
+            piece = whole_piece(weight.names[0], key, weight.shape)
+            made[id(weight)].append(Entry(key, weight.shape, weight.dtype_in_files(dtype), ((weight, piece),)))
+    found: dict[str, Entry] = {}
+    for entry in (entry for entries in made.values() for entry in entries):
+        _add(found, entry)
     return list(found.values())
 
 
@@ -161,9 +158,9 @@ def files_of(entries: Sequence[Entry], max_nbytes: int, token: str) -> list[File
         filled += entry.nbytes
     for each in cut:
         each.sort(key=lambda entry: -entry.dtype.itemsize)
-    if len(cut) == 1:
-        return [File(ONE_FILE, f"model.{tag_of(token)}.safetensors", tuple(cut[0]), token)]
-    stems = [f"model-{i:05d}-of-{len(cut):05d}" for i in range(1, len(cut) + 1)]
+    stems = ["model"]
+    if len(cut) > 1:
+        stems = [f"model-{i:05d}-of-{len(cut):05d}" for i in range(1, len(cut) + 1)]
     return [
         File(f"{stem}.safetensors", f"{stem}.{tag_of(token)}.safetensors", tuple(each), token)
         for stem, each in zip(stems, cut, strict=True)
@@ -173,15 +170,12 @@ def files_of(entries: Sequence[Entry], max_nbytes: int, token: str) -> list[File
 def digest_of(files: Sequence[File]) -> str:
     """A digest of everything that ranks must have in common."""
     said = [
-        (file.name, each.key, str(each.dtype), each.shape, [(piece, _is_cut(weight)) for weight, piece in each.parts])
+        (file.name, each.key, str(each.dtype), each.shape, piece, isinstance(weight.tensor, DTensor))
         for file in files
         for each in file.entries
+        for weight, piece in each.parts
     ]
     return hashlib.sha256(repr(said).encode()).hexdigest()
-
-
-def _is_cut(weight: Weight) -> bool:
-    return isinstance(weight.tensor, DTensor)
 
 
 def tag_of(token: str) -> str:

@@ -41,7 +41,7 @@ from fsdp2.checkpoint.weights import (
     check_ready,
     weights_of,
 )
-from fsdp2.core.plan.mesh import Axis
+from fsdp2.core import Axis
 from fsdp2.extras.exchange import axis_of, exchange, together
 from fsdp2.extras.output import progress
 from fsdp2.extras.plain_names import bound_state

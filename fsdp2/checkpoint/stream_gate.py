@@ -19,8 +19,7 @@ from enum import Enum
 import torch
 import torch.distributed as dist
 
-from fsdp2.core.comm.streams import launched
-from fsdp2.core.types import CommunicationError
+from fsdp2.core import CommunicationError, comms
 from fsdp2.extras import torch_names
 
 _PAUSE_S, _MAX_PAUSE_S, _PAUSE_PER_RANK_S = 1e-4, 0.01, 1e-4  # so the store gets at most 10,000 requests per second
@@ -66,14 +65,14 @@ class Gate:
         if self._store is None:
             return
         mine = hashlib.sha256(plan.encode()).hexdigest()
-        found = launched(self._store.compare_set, _PLAN, "", f"{self._rank} {mine}")
+        found = comms.launched(self._store.compare_set, _PLAN, "", f"{self._rank} {mine}")
         first, theirs = found.decode().split(" ")
         if theirs != mine:
             raise ValueError(
                 f"{self._caller}: rank {self._rank} would stream other tensors than rank {first}, or other buckets. "
                 "Build the same model on all ranks, and pass the same arguments."
             )
-        launched(self._store.add, _JOINED, 1)
+        comms.launched(self._store.add, _JOINED, 1)
         self._await(_JOINED, len(self._ranks))
 
     def ask(self, step: int) -> bool:
@@ -87,7 +86,7 @@ class Gate:
         if self._store is None:
             return True
         if self._asks:
-            launched(self._store.add, _ASKED, 1)
+            comms.launched(self._store.add, _ASKED, 1)
         return self._await(_ASKED, (step + 1) * self._num_askers)
 
     def leave(self, why: Leaving, text: str) -> None:
@@ -110,8 +109,10 @@ class Gate:
         until = time.monotonic() + _limit_s()
         pause_s, max_pause_s = _PAUSE_S, max(_MAX_PAUSE_S, len(self._ranks) * _PAUSE_PER_RANK_S)
         while True:
-            has_left = launched(self._store.check, [_LEFT])  # read first: a rank may ask for this step, and then leave
-            if launched(self._store.add, counter, 0) >= count:
+            has_left = comms.launched(
+                self._store.check, [_LEFT]
+            )  # read first: a rank may ask for this step, and then leave
+            if comms.launched(self._store.add, counter, 0) >= count:
                 return True
             if has_left:
                 return self._ended(self._store.get(_LEFT))

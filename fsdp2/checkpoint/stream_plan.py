@@ -8,13 +8,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from fsdp2.checkpoint.weights import Rename, Weight, renamed
-from fsdp2.core.plan.layout import ALIGNMENT_NBYTES
+from fsdp2.core import plans
 
 Function = Callable[..., Mapping[str, torch.Tensor]]
 Transform = Mapping[str | tuple[str, ...], Function]
@@ -79,14 +79,6 @@ class StreamedBucket:
     manifest: BucketManifest
 
 
-class Output(NamedTuple):
-    """A tensor that the caller will get, before it has been given a place in a bucket."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
 @dataclass(frozen=True)
 class Item:
     """Tensors that are yielded together.
@@ -94,25 +86,27 @@ class Item:
     Attributes:
         weights: the weights that are sent.
         dtypes: the dtypes in which they are sent.
+        outputs: what the caller gets, not in a bucket yet.
         function: makes ``outputs`` from the whole ``weights``; None if the only output is the only weight.
         keys: the names that ``function`` gives to its outputs.
     """
 
     weights: tuple[Weight, ...]
     dtypes: tuple[torch.dtype, ...]
-    outputs: tuple[Output, ...]
+    outputs: tuple[StreamedTensor, ...]
     function: Function | None = None
     keys: tuple[str, ...] = ()
 
     @property
     def travelling_nbytes(self) -> int:
         pairs = zip(self.weights, self.dtypes, strict=True)
-        return sum(_aligned(math.prod(weight.whole_like[0]) * dtype.itemsize) for weight, dtype in pairs)
+        sizes = [math.prod(weight.whole_like[0]) * dtype.itemsize for weight, dtype in pairs]
+        return plans.pack(sizes, plans.ALIGNMENT_NBYTES)[1]
 
     @property
     def nbytes(self) -> int:
         """The size of this item's part of the bucket."""
-        return sum(_aligned(math.prod(each.shape) * each.dtype.itemsize) for each in self.outputs)
+        return plans.pack([each.nbytes for each in self.outputs], plans.ALIGNMENT_NBYTES)[1]
 
 
 @dataclass(frozen=True)
@@ -129,28 +123,20 @@ def plan_stream(
     max_nbytes: int | None,
     caller: str,
 ) -> tuple[PlannedBucket, ...]:
-    """Plan buckets in the order of ``weights``: of at most ``max_nbytes``, or one for each unit.
-
-    Raises:
-        ValueError: two tensors get one name; ``transform`` names a tensor that does not exist, or one tensor twice.
-        TypeError: ``rename`` or ``transform`` has the wrong type, or returns something of the wrong type.
-        RuntimeError: one of them raised.
-    """
-    items = [
-        item for item in _items(weights, dtype, _resolved(transform, weights, caller), rename, caller) if item.outputs
-    ]
+    """Plan buckets in the order of ``weights``: of at most ``max_nbytes``, or one for each unit."""
+    functions = _resolved(transform, weights, caller)
+    items = [item for item in _items(weights, dtype, functions, rename, caller) if item.outputs]
     _check_names(items, caller)
-    cut = _by_unit(items) if max_nbytes is None else _by_nbytes(items, max_nbytes)
+    if max_nbytes is None:
+        by_unit = itertools.groupby(items, lambda each: id(each.weights[0].group or each))
+        cut = [list(unit) for _, unit in by_unit]
+    else:
+        cut = _by_nbytes(items, max_nbytes)
     return tuple(PlannedBucket(tuple(each), _manifest(each)) for each in cut)
 
 
 def called(function: Function, tensors: Sequence[torch.Tensor], weights: Sequence[Weight], caller: str) -> Any:
-    """The result of ``function`` for ``tensors``.
-
-    Raises:
-        RuntimeError: it raised.
-        TypeError: it returned something other than named tensors.
-    """
+    """The result of ``function`` for ``tensors``."""
     where = f"{caller}: transform of {', '.join(repr(each.names[0]) for each in weights)}"
     kind = ", called with meta tensors to see what it returns," if any(each.is_meta for each in tensors) else ""
     try:
@@ -213,12 +199,12 @@ def _items(
             made = called(function, metas, given, caller)
             names = {key: renamed(key, rename) for key in made}
             kept = tuple(key for key in made if names[key] is not None)
-            outputs = tuple(Output(str(names[key]), tuple(made[key].shape), made[key].dtype) for key in kept)
+            outputs = tuple(StreamedTensor(str(names[key]), tuple(made[key].shape), made[key].dtype, 0) for key in kept)
             yield Item(tuple(given), dtypes, outputs, function, kept)
         elif id(weight) not in taken:
             name, (shape, own) = renamed(weight.names[0], rename), weight.whole_like
             cast = dtype if dtype is not None and own.is_floating_point else own
-            outputs = () if name is None else (Output(name, shape, cast),)
+            outputs = () if name is None else (StreamedTensor(name, shape, cast, 0),)
             yield Item((weight,), (cast,), outputs)
 
 
@@ -235,10 +221,6 @@ def _check_names(items: Sequence[Item], caller: str) -> None:
             origin[each.name] = source
 
 
-def _by_unit(items: Sequence[Item]) -> list[list[Item]]:
-    return [list(unit) for _, unit in itertools.groupby(items, lambda each: id(each.weights[0].group or each))]
-
-
 def _by_nbytes(items: Sequence[Item], max_nbytes: int) -> list[list[Item]]:
     """Group items so that neither what is sent for a bucket nor the bucket is larger, unless a single item is."""
     cut: list[list[Item]] = []
@@ -253,12 +235,7 @@ def _by_nbytes(items: Sequence[Item], max_nbytes: int) -> list[list[Item]]:
 
 
 def _manifest(items: Sequence[Item]) -> BucketManifest:
-    placed, offset = [], 0
-    for output in (each for item in items for each in item.outputs):
-        placed.append(StreamedTensor(output.name, output.shape, output.dtype, offset))
-        offset += _aligned(placed[-1].nbytes)
-    return BucketManifest(tuple(placed), offset)
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES
+    outputs = [each for item in items for each in item.outputs]
+    offsets, nbytes = plans.pack([each.nbytes for each in outputs], plans.ALIGNMENT_NBYTES)
+    placed = [replace(each, offset=offset) for each, offset in zip(outputs, offsets, strict=True)]
+    return BucketManifest(tuple(placed), nbytes)

@@ -7,6 +7,7 @@ Rule: nothing is gathered before the receiving ranks have asked for it, so that 
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -20,13 +21,9 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2.checkpoint.stream_gate import Gate, Leaving, refuse
 from fsdp2.checkpoint.stream_plan import Item, PlannedBucket, StreamedBucket, Transform, called, plan_stream
-from fsdp2.checkpoint.weights import Rename, Weight, check_dtype, check_ready, weights_of
-from fsdp2.core import _torch
-from fsdp2.core.comm.backends import Launch
-from fsdp2.core.comm.streams import Waitable, launched, streams_for, wait_for
-from fsdp2.core.marks import is_plain
-from fsdp2.core.plan.layout import ALIGNMENT_NBYTES
-from fsdp2.core.runtime import door
+from fsdp2.checkpoint.weights import Rename, Weight, check_dtype, check_ready, plain_values, weights_of
+from fsdp2.core import _torch, comms, door, plans
+from fsdp2.extras.lending import packed
 from fsdp2.extras.output import progress
 from fsdp2.extras.sizes import nbytes_of
 
@@ -49,7 +46,7 @@ class FullParamStream:
         ranks: Sequence[int],
         to_rank: int | None,
         ahead: int,
-        device: torch.device | None,
+        device: torch.device | str | None,
     ) -> None:
         self.manifest = tuple(bucket.manifest for bucket in plan)
         self._model, self._plan, self._ranks, self._to_rank = model, plan, ranks, to_rank
@@ -109,7 +106,7 @@ class FullParamStream:
                             break
                     num_done += 1
                     advance(len(pending[0].items))
-                    if self._receives:
+                    if self._to_rank in (None, _rank()):
                         yield self._handed_out(pending.popleft())
                     else:
                         pending.popleft().wait()
@@ -138,10 +135,6 @@ class FullParamStream:
                 f"its old values. Call {_CALLER} after load_state_dict(assign=True), reshard_to, or whatever replaces "
                 "tensors."
             )
-
-    @property
-    def _receives(self) -> bool:
-        return self._to_rank is None or self._to_rank == _rank()
 
     def _goes_on(self, gate: Gate, step: int) -> bool:
         if self._stops:
@@ -218,8 +211,7 @@ def stream_full_params(
     try:
         check_dtype(dtype, _CALLER)
         max_nbytes = None if bucket_nbytes is None else nbytes_of(bucket_nbytes, f"{_CALLER}: bucket_nbytes", "512MiB")
-        _check_ranks(to_rank, ranks, ahead)
-        where = _checked_device(device)
+        _check_arguments(to_rank, ranks, ahead, device)
         weights = weights_of(model, _CALLER)
         weights = [each for each in weights if buffers or isinstance(each.tensor, nn.Parameter)]
         check_ready(weights, _CALLER)
@@ -228,7 +220,7 @@ def stream_full_params(
         if _rank() in ranks:
             refuse(ranks, _CALLER, error)
         raise
-    return FullParamStream(model, plan, ranks, to_rank, ahead, where)
+    return FullParamStream(model, plan, ranks, to_rank, ahead, device)
 
 
 def _rank() -> int:
@@ -240,39 +232,31 @@ def _ranks_of(model: nn.Module, *, everywhere: bool) -> list[int]:
     model without meshes needs only this rank, unless ``everywhere``."""
     if not dist.is_initialized():
         return [0]
-    found = {
-        tuple(sorted(param.device_mesh.mesh.flatten().tolist()))
-        for param in model.parameters()
-        if isinstance(param, DTensor)
-    }
+    meshes = (param.device_mesh.mesh for param in model.parameters() if isinstance(param, DTensor))
+    found = {tuple(sorted(mesh.flatten().tolist())) for mesh in meshes}
+    everyone = list(range(dist.get_world_size()))
     if not found:
-        return list(range(dist.get_world_size())) if everywhere else [_rank()]
+        return everyone if everywhere else [_rank()]
     largest = max(found, key=len)
     has_all = all(set(each) <= set(largest) for each in found)
-    return list(largest) if has_all else list(range(dist.get_world_size()))
+    return list(largest) if has_all else everyone
 
 
-def _check_ranks(to_rank: object, ranks: Sequence[int], ahead: object) -> None:
+def _check_arguments(to_rank: object, ranks: Sequence[int], ahead: object, device: torch.device | str | None) -> None:
     if to_rank is not None and (isinstance(to_rank, bool) or not isinstance(to_rank, int) or to_rank not in ranks):
         raise ValueError(
             f"{_CALLER}: to_rank is {to_rank!r}, expected None or one of the ranks that hold the model, {list(ranks)}."
         )
     if isinstance(ahead, bool) or ahead not in (0, 1):
         raise ValueError(f"{_CALLER}: ahead is {ahead!r}, expected 0 or 1 bucket.")
-
-
-def _checked_device(device: torch.device | str | None) -> torch.device | None:
-    if device is None:
-        return None
     try:
-        found = torch.device(device)
+        has_values = device is None or torch.device(device).type != "meta"
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"{_CALLER}: device is {device!r}, expected a device, such as 'cpu'.") from error
-    if found.type == "meta":
+    if not has_values:
         raise ValueError(
             f"{_CALLER}: device is {device!r}, where tensors have no values. Shapes are in stream.manifest."
         )
-    return found
 
 
 # Gathering one bucket
@@ -288,13 +272,12 @@ class _Gathering:
         weights = [weight for item in bucket.items for weight in item.weights]
         device = next((each.param.mesh.device for each in weights if each.param is not None), weights[0].local.device)
         self._device = device
-        self._messages: list[_Messages] = []
         self._flat: torch.Tensor | None = None
-        self._given: dict[int, list[torch.Tensor]] = {}  # by item: the inputs of its function
-        if to_rank is None or to_rank == _rank():
-            self._flat = torch.empty(self.manifest.nbytes, dtype=torch.uint8, device=device)
+        self._made: deque[tuple[Item, list[torch.Tensor], list[torch.Tensor]]] = deque()  # see _make
+        if to_rank in (None, _rank()):
+            self._flat = torch.empty(self.manifest.nbytes, dtype=torch.uint8, device=self._device)
         by_axis: dict[object, list[_Travelling]] = {}
-        for each in self._travelling(device):
+        for each in self._travelling():
             param = each.weight.param
             is_whole = param is not None and (each.weight.is_packed or param.layout.num_shards == 1)
             if param is None or param.spec.unsharded is not None or is_whole:
@@ -303,23 +286,19 @@ class _Gathering:
                     each.target.copy_(whole)
             elif param.layout.numel:
                 by_axis.setdefault(param.mesh.shard, []).append(each)
-        self._messages = [_Messages(each, to_rank, device) for each in by_axis.values()]
+        self._messages = [_Messages(each, to_rank, self._device) for each in by_axis.values()]
 
-    def _travelling(self, device: torch.device) -> Iterator[_Travelling]:
-        targets = iter([] if self._flat is None else self.manifest.cut(self._flat))
-        for index, item in enumerate(self.items):
-            if item.function is None:
-                _, target = next(targets, (None, None))
-                yield _Travelling(item.weights[0], item.dtypes[0], target)
-                continue
-            for _ in item.outputs:
-                next(targets, None)
-            for weight, dtype in zip(item.weights, item.dtypes, strict=True):
-                target = None
-                if self._flat is not None:
-                    target = torch.empty(weight.whole_like[0], dtype=dtype, device=device)
-                    self._given.setdefault(index, []).append(target)
-                yield _Travelling(weight, dtype, target)
+    def _travelling(self) -> Iterator[_Travelling]:
+        places = iter([] if self._flat is None else self.manifest.cut(self._flat))
+        for item in self.items:
+            outputs = [place for _, place in itertools.islice(places, len(item.outputs))]
+            targets = outputs
+            if item.function is not None and self._flat is not None:
+                pairs = zip(item.weights, item.dtypes, strict=True)
+                targets = [torch.empty(each.whole_like[0], dtype=dtype, device=self._device) for each, dtype in pairs]
+                self._made.append((item, targets, outputs))
+            # Ranks that do not receive have no targets.
+            yield from itertools.starmap(_Travelling, itertools.zip_longest(item.weights, item.dtypes, targets))
 
     def wait(self) -> None:
         """Wait for the messages, and drop them. The CPU waits for the device, too, so that whatever the caller or
@@ -327,7 +306,7 @@ class _Gathering:
         messages, self._messages = self._messages, []
         for each in messages:
             each.finish()
-        streams = streams_for(self._device)
+        streams = comms.streams_for(self._device)
         streams.wait_on_cpu(streams.record())
 
     @torch.no_grad()
@@ -336,15 +315,13 @@ class _Gathering:
         self.wait()
         flat, self._flat = self._flat, None
         assert flat is not None
-        targets = iter(self.manifest.cut(flat))
-        for index, item in enumerate(self.items):
-            places = [next(targets)[1] for _ in item.outputs]
-            if item.function is not None:
-                _fill(places, item, self._given.pop(index))
+        while self._made:
+            _make(*self._made.popleft())
         return flat
 
 
-def _fill(places: Sequence[torch.Tensor], item: Item, given: list[torch.Tensor]) -> None:
+def _make(item: Item, given: list[torch.Tensor], places: list[torch.Tensor]) -> None:
+    """Call the function of ``item`` with ``given``, and copy what it makes to ``places``."""
     assert item.function is not None
     made = called(item.function, given, item.weights, _CALLER)
     for key, place in zip(item.keys, places, strict=True):
@@ -369,40 +346,27 @@ class _Travelling:
     @property
     def chunk_nbytes(self) -> int:
         """The size of the longest shard."""
-        assert self.weight.param is not None
-        return self.weight.param.layout.chunk_numel * self.dtype.itemsize
+        return self.weight.managed[1].layout.chunk_numel * self.dtype.itemsize
 
     @property
     def is_direct(self) -> bool:
         """Whether its concatenated shards are the whole tensor, and are large enough for messages of their own."""
-        group, param = self.weight.group, self.weight.param
-        assert group is not None
-        assert param is not None
+        group, param = self.weight.managed
         is_whole = param.layout.is_even and param.layout.is_contiguous
         return is_whole and self.chunk_nbytes >= group.comm.routing.direct_min_nbytes
-
-    def sent(self, device: torch.device) -> torch.Tensor:
-        """This rank's shard as bytes; shares its memory if nothing is cast."""
-        local = self.weight.local
-        if is_plain(local) and local.dtype is self.dtype and local.device == device and local.is_contiguous():
-            return local.reshape(-1).view(torch.uint8)
-        plain = torch.empty(local.shape, dtype=self.dtype, device=device).copy_(local)
-        return plain.view(-1).view(torch.uint8)
 
 
 class _Messages:
     """The messages of one shard axis for a bucket: large shards are sent one by one, all others in one message."""
 
     def __init__(self, travelling: Sequence[_Travelling], to_rank: int | None, device: torch.device) -> None:
-        group, param = travelling[0].weight.group, travelling[0].weight.param
-        assert group is not None
-        assert param is not None
+        group, param = travelling[0].weight.managed
         axis = param.mesh.shard
         assert axis.group is not None
-        self._works: Sequence[Waitable] = ()
-        self._streams = streams_for(device)
+        self._works: Sequence[comms.Waitable] = ()
+        self._streams = comms.streams_for(device)
         self._arrived: torch.Event | None = None
-        self._packed: list[tuple[_Travelling, int]] = []
+        self._packed: list[tuple[_Travelling, int]] = []  # with its place in the message
         self._staging: torch.Tensor | None = None
         ranks = dist.get_process_group_ranks(axis.group)
         if to_rank is not None and to_rank not in ranks:
@@ -410,65 +374,49 @@ class _Messages:
         backend = _torch.backend_name(axis.group, device)
         is_for_one = to_rank is not None and (device.type == "cpu" or backend == "nccl")
         receives = not is_for_one or to_rank == _rank()
-        self._inputs: list[torch.Tensor] = []
-        self._outputs: list[torch.Tensor] = []
-        for each in travelling:
-            if each.is_direct:
-                self._inputs.append(each.sent(device))
-                if receives:
-                    self._outputs.append(_bytes_for(each, axis.size, device))
-        self._pack([each for each in travelling if not each.is_direct], device)
-        if receives and self._packed:
-            self._staging = self._inputs[-1].new_empty(axis.size * self._inputs[-1].numel())
-            self._outputs.append(self._staging)
-        if is_for_one:
-            launch: Launch = partial(self._send, ranks, to_rank, axis.group)
+        inputs, outputs = [], []
+        for each in (each for each in travelling if each.is_direct):
+            inputs.append(packed(each.weight.managed[1], plain_values(each.weight.local, each.dtype)).view(torch.uint8))
+            if receives and each.target is not None:
+                outputs.append(each.target.view(-1).view(torch.uint8))
+            elif receives:
+                outputs.append(inputs[-1].new_empty(axis.size * inputs[-1].numel()))
+        small = [each for each in travelling if not each.is_direct]
+        if small:
+            inputs.append(self._packed_together(small, device))
+        if small and receives:
+            self._staging = inputs[-1].new_empty(axis.size * inputs[-1].numel())
+            outputs.append(self._staging)
+        if is_for_one and to_rank is not None:
+            launch: comms.Launch = partial(_send, inputs, outputs, ranks, to_rank, axis.group)
         else:
-            launch = group.comm.all_gather(self._outputs, self._inputs)
+            launch = group.comm.all_gather(outputs, inputs)
         self._streams.gather_after_compute()  # compute has packed what is sent
         with self._streams.on_gather:
-            self._works = launched(launch)
+            self._works = comms.launched(launch)
             if self._streams.runs_ahead:  # in this case, only the stream waits
-                wait_for(self._works)
+                comms.wait_for(self._works)
                 self._works = ()
             self._arrived = self._streams.record()
+        self._kept = [*inputs, *outputs]  # until they have arrived
 
-    def _pack(self, small: Sequence[_Travelling], device: torch.device) -> None:
-        end = 0
-        for each in small:
-            self._packed.append((each, end))
-            end += -(-each.chunk_nbytes // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES
-        if small:
-            self._inputs.append(torch.empty(end, dtype=torch.uint8, device=device))
+    def _packed_together(self, small: Sequence[_Travelling], device: torch.device) -> torch.Tensor:
+        """One message with this rank's shards of ``small``."""
+        offsets, nbytes = plans.pack([each.chunk_nbytes for each in small], plans.ALIGNMENT_NBYTES)
+        message = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self._packed = list(zip(small, offsets, strict=True))
         for each, start in self._packed:
             local = each.weight.local
-            place = self._inputs[-1][start : start + local.numel() * each.dtype.itemsize]
+            place = message[start : start + local.numel() * each.dtype.itemsize]
             place.view(each.dtype).view(local.shape).copy_(local)
-
-    def _send(self, ranks: Sequence[int], to_rank: int | None, group: dist.ProcessGroup) -> list[dist.Work]:
-        assert to_rank is not None
-        if to_rank != _rank():
-            messages = [dist.P2POp(dist.isend, each, to_rank, group, _TAG) for each in self._inputs]
-            return dist.batch_isend_irecv(messages)
-        rows = [
-            (source, row)
-            for output, mine in zip(self._outputs, self._inputs, strict=True)
-            for source, row in zip(ranks, output.split(mine.numel()), strict=True)
-        ]
-        mine = iter(self._inputs)
-        for source, row in rows:
-            if source == to_rank:
-                row.copy_(next(mine))
-        return dist.batch_isend_irecv(
-            [dist.P2POp(dist.irecv, row, source, group, _TAG) for source, row in rows if source != to_rank]
-        )
+        return message
 
     def finish(self) -> None:
         """Wait, and unpack the tensors that arrived in one message."""
         works, self._works = self._works, ()
-        wait_for(works)
+        comms.wait_for(works)
         self._streams.wait_here(self._arrived)  # compute waits for the gather: it reads the received data, or frees it
-        self._inputs, self._outputs = [], []
+        self._kept = []
         staging, self._staging = self._staging, None
         if staging is not None:
             for each, start in self._packed:
@@ -476,17 +424,29 @@ class _Messages:
                     _unpack(each, each.target, staging, start)
 
 
-def _bytes_for(each: _Travelling, num_shards: int, device: torch.device) -> torch.Tensor:
-    if each.target is not None:
-        return each.target.view(-1).view(torch.uint8)
-    return torch.empty(num_shards * each.chunk_nbytes, dtype=torch.uint8, device=device)
+def _send(
+    inputs: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    ranks: Sequence[int],
+    to_rank: int,
+    group: dist.ProcessGroup,
+) -> list[dist.Work]:
+    """Send the ``inputs`` of all ``ranks`` to ``to_rank``, whose ``outputs`` have room for them in rank order."""
+    if to_rank != _rank():
+        return dist.batch_isend_irecv([dist.P2POp(dist.isend, each, to_rank, group, _TAG) for each in inputs])
+    messages = []
+    for output, mine in zip(outputs, inputs, strict=True):
+        for source, row in zip(ranks, output.split(mine.numel()), strict=True):
+            if source == to_rank:
+                row.copy_(mine)
+            else:
+                messages.append(dist.P2POp(dist.irecv, row, source, group, _TAG))
+    return dist.batch_isend_irecv(messages)
 
 
 def _unpack(each: _Travelling, target: torch.Tensor, staging: torch.Tensor, start: int) -> None:
-    assert each.weight.param is not None
-    layout = each.weight.param.layout
+    layout = each.weight.managed[1].layout
     for rank, row in enumerate(staging.view(layout.num_shards, -1)):
         first, end = layout.interval(rank)
-        shape = layout.shard_shape(rank)
         piece = target.narrow(layout.dim, first, end - first)
-        piece.copy_(row[start : start + piece.numel() * each.dtype.itemsize].view(each.dtype).view(shape))
+        piece.copy_(row[start : start + piece.numel() * each.dtype.itemsize].view(each.dtype).view(piece.shape))

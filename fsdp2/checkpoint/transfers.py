@@ -10,14 +10,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fsdp2.core.plan.layout import Layout
+from fsdp2.core import plans
 
 
 @dataclass(frozen=True)
 class Cut:
     """A tensor that is cut along one dim. ``ranks[i][j]`` is the rank that holds shard j in replica i."""
 
-    layout: Layout
+    layout: plans.Layout
     ranks: tuple[tuple[int, ...], ...]
 
     def interval_of(self, rank: int) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
-from fsdp2.checkpoint.mapping import Shape
 from fsdp2.checkpoint.pieces import Run, runs
-from fsdp2.core import _torch
-from fsdp2.core.group.group import ParamGroup, groups_by_slot
-from fsdp2.core.group.param import ShardedParam, Slot
-from fsdp2.core.marks import is_plain
-from fsdp2.core.plan.mesh import mesh_device
+from fsdp2.core import ParamGroup, ShardedParam, Slot, _torch, comms, groups_by_slot, is_plain, plans
 from fsdp2.extras import torch_names
 from fsdp2.extras.lending import WHOLE, check_idle, gathered, joined, joined_along_dim_0, packed, whole_subclass
 from fsdp2.extras.plain_names import bound_state
@@ -84,6 +79,13 @@ class Weight:
         return tuple(self.tensor.shape)
 
     @property
+    def managed(self) -> tuple[ParamGroup, ShardedParam]:
+        """``group`` and ``param`` of a weight that is known to have them."""
+        assert self.group is not None
+        assert self.param is not None
+        return self.group, self.param
+
+    @property
     def is_packed(self) -> bool:
         """Whether compute reads other values than those in the shards; ``whole`` returns these values."""
         return self.param is not None and hasattr(self.local, WHOLE)
@@ -92,8 +94,7 @@ class Weight:
     def whole_like(self) -> tuple[tuple[int, ...], torch.dtype]:
         """The shape and dtype of what ``whole`` returns if nothing is cast."""
         if self.is_packed:
-            dense: tuple[tuple[int, ...], torch.dtype] = self.local.dense_like  # type: ignore[attr-defined]
-            return dense
+            return self.local.dense_like  # type: ignore[attr-defined]
         return tuple(self.tensor.shape), self.tensor.dtype
 
     def dtype_in_files(self, dtype: torch.dtype | None) -> torch.dtype:
@@ -107,7 +108,7 @@ class Weight:
         if self.param is not None and not self.local.is_meta:
             made = getattr(self.local, IN_FILES, dict)()
         return [
-            WeightInFiles(tuple(name + suffix for name in self.names), self.tensor, self.group, self.param, piece)
+            WeightInFiles(tuple(name + suffix for name in self.names), self.tensor, self.group, self.param, piece=piece)
             for suffix, piece in made.items()
         ] or [self]
 
@@ -115,10 +116,9 @@ class Weight:
         """For each dim, the entries of the whole tensor that this rank holds."""
         param, tensor = self.param, self.tensor
         along: list[Sequence[int]] = [range(size) for size in tensor.shape]
-        if param is None:
-            if isinstance(tensor, DTensor):
-                along = _cut(tensor.device_mesh, tensor.placements, tensor.shape)
-        elif along:  # every rank holds whole scalars
+        if param is None and isinstance(tensor, DTensor):
+            along = _cut(tensor.device_mesh, tensor.placements, tensor.shape)
+        if param is not None and along:  # every rank holds whole scalars
             before = param.spec.unsharded
             if before is not None:
                 along = _cut(before.mesh, before.placements, before.shape)
@@ -133,7 +133,7 @@ class Weight:
             if self.param is not None and self.is_packed:
                 values: torch.Tensor = whole_subclass(self.param, self.local).dequantise()  # type: ignore[attr-defined]
                 return values.to(cast_dtype(values, dtype))
-            local = _plain(self.local, dtype)
+            local = plain_values(self.local, dtype)
             if self.group is not None and self.param is not None:
                 own = self.param.spec.unsharded_tensor(gathered(self.group, self.param, local))
                 return own.full_tensor() if isinstance(own, DTensor) else own
@@ -155,37 +155,33 @@ class Weight:
         if rank not in ranks or layout.padded_numel == 0:
             return self.local.new_empty(self.tensor.shape) if mine else None
         with torch.no_grad():
-            sent = packed(param, _plain(self.local, dtype))
+            sent = packed(param, plain_values(self.local, dtype))
             if not mine:
-                _do([dist.P2POp(dist.isend, sent.view(torch.uint8), rank, group)])
-                return None
-            got = sent.new_empty(layout.num_shards, layout.chunk_numel)
-            got[param.mesh.shard.rank] = sent
-            rows = zip(ranks, got.view(torch.uint8), strict=True)
-            _do([dist.P2POp(dist.irecv, row, peer, group) for peer, row in rows if peer != rank])
-            return joined(param, got.view(-1))
+                messages = [dist.P2POp(dist.isend, sent.view(torch.uint8), rank, group)]
+            else:
+                got = sent.new_empty(layout.num_shards, layout.chunk_numel)
+                got[param.mesh.shard.rank] = sent
+                rows = zip(ranks, got.view(torch.uint8), strict=True)
+                messages = [dist.P2POp(dist.irecv, row, peer, group) for peer, row in rows if peer != rank]
+            comms.wait_for(dist.batch_isend_irecv(messages))
+            return joined(param, got.view(-1)) if mine else None
 
 
 @dataclass(frozen=True)
 class WeightInFiles(Weight):
     """One of several tensors that files have for a parameter. It is never cast."""
 
-    piece: FileTensor | None = None
-
-    @property
-    def _piece(self) -> FileTensor:
-        assert self.piece is not None
-        return self.piece
+    piece: FileTensor = field(kw_only=True)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self._piece.shape
+        return self.piece.shape
 
     def dtype_in_files(self, dtype: torch.dtype | None) -> torch.dtype:
-        return self._piece.dtype
+        return self.piece.dtype
 
     def whole(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        piece, whole = self._piece, self._piece.tensor.detach()
+        piece, whole = self.piece, self.piece.tensor.detach()
         if piece.is_cut and isinstance(self.tensor, DTensor):
             whole = joined_along_dim_0(self.tensor, whole)
         nbytes = math.prod(piece.shape) * piece.dtype.itemsize
@@ -197,13 +193,13 @@ class WeightInFiles(Weight):
 
     def is_dense_in(self, opened: Any, key: str) -> bool:
         """Whether the file has the weight itself, not quantised."""
-        header, dense = opened.get_slice(key), self._piece.dense
+        header, dense = opened.get_slice(key), self.piece.dense
         dtype = DTYPES.get(header.get_dtype())
         is_number = dtype is not None and dtype.is_floating_point
         return dense is not None and is_number and tuple(header.get_shape()) == dense.shape
 
     def problem_of(self, opened: Any, key: str, file: Path) -> str:
-        piece, header = self._piece, opened.get_slice(key)
+        piece, header = self.piece, opened.get_slice(key)
         if piece.check is not None:
             problem = piece.check(opened.get_tensor(key))
             advice = "Make the model with the options of the files"
@@ -217,45 +213,37 @@ class WeightInFiles(Weight):
             f"{piece.dtype}{dense}."
         )
 
-    def load(self, opened: Any, key: str) -> None:
-        piece = self._piece
+    def load(self, opened: Any, key: str) -> torch.Tensor | None:
+        """Load this rank's part of ``key``. If it has to be quantised, returns what the ranks then need from each
+        other."""
+        piece, (start, stop) = self.piece, self._rows
+        if piece.dense is not None and self.is_dense_in(opened, key):
+            numel, width = math.prod(piece.dense.shape), math.prod(piece.dense.shape[1:])
+            start, stop = (min(row * piece.dense.row_numel, numel) for row in (start, stop))
+            first = start // width
+            rows = opened.get_slice(key)[first : -(-stop // width)] if stop > start else torch.empty(0)
+            return piece.dense.quantise(rows.reshape(-1)[start - first * width : stop - first * width])
         if piece.write is not None:
             piece.write(opened.get_tensor(key))
-        elif piece.is_cut and not self.is_dense_in(opened, key):
-            start, stop = self._rows
-            mine = piece.tensor.view(-1).view(torch.uint8)
-            row_nbytes = mine.numel() // max(stop - start, 1)
-            first = start * row_nbytes // piece.dtype.itemsize
-            values = opened.get_slice(key)[first : first + mine.numel() // piece.dtype.itemsize]
+        elif piece.is_cut:
+            mine, itemsize = piece.tensor.view(-1).view(torch.uint8), piece.dtype.itemsize
+            first = start * (mine.numel() // max(stop - start, 1)) // itemsize
+            values = opened.get_slice(key)[first : first + mine.numel() // itemsize]
             mine[: values.nbytes].copy_(values.contiguous().view(-1).view(torch.uint8))
-        elif not piece.is_cut:
+        else:
             piece.tensor.copy_(opened.get_tensor(key))
-
-    def load_dense(self, opened: Any, key: str) -> torch.Tensor:
-        """Quantise this rank's part of ``key``. Returns what the ranks then need from each other."""
-        dense = self._piece.dense
-        assert dense is not None
-        start, stop = (min(row * dense.row_numel, math.prod(dense.shape)) for row in self._rows)
-        width = math.prod(dense.shape[1:])
-        rows = opened.get_slice(key)[start // width : -(-stop // width)] if stop > start else torch.empty(0)
-        before = start // width * width
-        return dense.quantise(rows.reshape(-1)[start - before : stop - before])
+        return None
 
     def finish_dense(self, mine: torch.Tensor) -> None:
-        """Exchange the results ``mine`` of ``load_dense``. Collective."""
-        dense = self._piece.dense
+        """Exchange the results ``mine`` of ``load``. Collective."""
+        dense = self.piece.dense
         if dense is not None and dense.finish is not None and isinstance(self.tensor, DTensor):
             dense.finish(joined_along_dim_0(self.tensor, mine), self._rows[0])
 
     @property
     def _rows(self) -> tuple[int, int]:
-        assert self.param is not None
-        return self.param.layout.interval(self.param.mesh.shard.rank)
-
-
-def _do(messages: list[dist.P2POp]) -> None:
-    for work in dist.batch_isend_irecv(messages):
-        work.wait()
+        _, param = self.managed
+        return param.layout.interval(param.mesh.shard.rank)
 
 
 def weights_of(model: nn.Module, caller: str) -> list[Weight]:
@@ -288,12 +276,7 @@ def weights_of(model: nn.Module, caller: str) -> list[Weight]:
 
 
 def check_ready(weights: Sequence[Weight], caller: str) -> None:
-    """Refuse weights that this rank cannot gather.
-
-    Raises:
-        RuntimeError: a tensor is on the meta device.
-        ValueError: a tensor is on a mesh without this rank.
-    """
+    """Refuse weights that this rank cannot gather."""
     for weight in weights:
         if isinstance(weight.tensor, DTensor) and weight.tensor.device_mesh.get_coordinate() is None:
             raise ValueError(
@@ -312,7 +295,7 @@ def cast_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
     return dtype if dtype is not None and tensor.dtype.is_floating_point else tensor.dtype
 
 
-def _plain(local: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+def plain_values(local: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     """The values of ``local`` as a plain tensor. A subclass yields them when it is copied into a plain tensor."""
     wanted = cast_dtype(local, dtype)
     if is_plain(local):
@@ -331,18 +314,13 @@ def _cut(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
         of_dim = [
             torch_names.as_of_dim_0(each) if cut else Replicate() for each, cut in zip(placements, cuts, strict=True)
         ]
-        numbers = torch.arange(size, device=mesh_device(mesh))
+        numbers = torch.arange(size, device=plans.mesh_device(mesh))
         along.append(distribute_tensor(numbers, mesh, of_dim, src_data_rank=None).to_local().tolist())
     return along
 
 
 def renamed(key: str, rename: Rename | None) -> str | None:
-    """The new name for ``key``; None to leave it out.
-
-    Raises:
-        TypeError: ``rename`` is neither a mapping nor a function, or returns something other than a name.
-        RuntimeError: it raised.
-    """
+    """The new name for ``key``; None to leave it out."""
     new: str | None = key
     if isinstance(rename, Mapping):
         new = rename.get(key, key)
@@ -359,28 +337,15 @@ def renamed(key: str, rename: Rename | None) -> str | None:
 
 
 def check_dtype(dtype: object, caller: str) -> None:
-    """Refuse a dtype to which floating-point tensors must not be cast.
-
-    Raises:
-        TypeError: ``dtype`` is not a dtype, or not a floating-point one.
-    """
+    """Refuse a dtype to which floating-point tensors must not be cast."""
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"{caller}: dtype is {dtype!r}, expected a floating-point dtype, such as torch.bfloat16.")
 
 
 def extra(name: str, caller: str) -> Any:
-    """The module ``name`` of an optional dependency.
-
-    Raises:
-        ImportError: it is not installed.
-    """
+    """The module ``name`` of an optional dependency."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
         text = f"{caller} needs {name}, which is not installed. Run: pip install 'fsdp2[weights]'"
         raise ImportError(text) from error
-
-
-def shapes_of(by_name: Mapping[str, Weight]) -> dict[str, Shape]:
-    """The shape of each whole tensor."""
-    return {name: weight.shape for name, weight in by_name.items()}

@@ -6,25 +6,40 @@ communicating. Rule: optimizer states leave before parameters, since no forward 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
+import torch
 from torch import nn
 
-from fsdp2.core.comm.offload import Home, home_for
-from fsdp2.core.group.group import ParamGroup
-from fsdp2.core.runtime.unit import Unit
-from fsdp2.core.runtime.unit_tree import UnitTree, tree_of
-from fsdp2.core.schedule.schedule import AfterForward
-from fsdp2.core.schedule.states import GroupState
-from fsdp2.core.types import CPUOffloadPolicy, MemoryLimitError
+from fsdp2.checkpoint.reshard import restore_settings, successor
+from fsdp2.checkpoint.reshard_checks import check_nothing_in_flight
+from fsdp2.core import (
+    AfterForward,
+    CPUOffloadPolicy,
+    FSDPModule,
+    GroupState,
+    MemoryLimitError,
+    ParamGroup,
+    ShardedParam,
+    Unit,
+    UnitTree,
+    _torch,
+    comms,
+    is_plain,
+    tree_of,
+)
+from fsdp2.extras import torch_names
+from fsdp2.extras.lending import check_idle
 from fsdp2.extras.policies import as_ours
 from fsdp2.extras.sizes import nbytes_of
 from fsdp2.extras.units import sharded_unit
-from fsdp2.memory.moves import move_shards
-from fsdp2.memory.plan import peak_if_staged
+from fsdp2.memory.plan import aligned, peak_if_staged
 from fsdp2.optim.host_adamw.memory import host_nbytes_of
+from fsdp2.tensors.cut import pinned
 
 _CALLER = "offload_by_budget"
 
@@ -108,10 +123,7 @@ class OffloadChoice:
             rows.append((unit.name, unit.offloaded.value, *map(str, (unit.device, unit.host, unit.link))))
         rows.append(("(temporary)", "", str(self.temporary), "0", "0"))
         rows.append(("bytes of a rank", "", *map(str, (self.nbytes, self.host_nbytes, self.link_nbytes))))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join(
-            "  ".join([*map(str.ljust, row[:2], widths), *map(str.rjust, row[2:], widths[2:])]) for row in rows
-        )
+        return aligned(rows, num_left=2)
 
 
 def offload_by_budget(
@@ -170,33 +182,9 @@ def offload_by_budget(
 # Sizes
 
 
-@dataclass(frozen=True)
-class _Sizes:
-    """Bytes of a unit: all its ``shards``, and the ``trained`` ones, whose gradients take the same number of bytes.
-    ``gathers`` is how often a step gathers the shards; ``host`` has the host's bytes by what is offloaded."""
-
-    shards: int
-    trained: int
-    gathers: int
-    host: dict[Offloaded, int]
-
-    def device(self, offloaded: Offloaded) -> int:
-        states = 2 * self.trained if offloaded is Offloaded.NOTHING else 0
-        return 0 if offloaded is Offloaded.PARAMETERS else self.shards + self.trained + states
-
-    def link(self, offloaded: Offloaded) -> int:
-        if offloaded is Offloaded.PARAMETERS:
-            return self.gathers * self.shards + self.trained  # gradients; the host updates the shards itself
-        return 2 * self.trained if offloaded is Offloaded.STATES else 0  # gradients, and shards that come back
-
-    @property
-    def cost(self) -> float:
-        """How many more bytes a step copies per freed byte, if parameters leave after states."""
-        added = self.link(Offloaded.PARAMETERS) - self.link(Offloaded.STATES)
-        return added / self.device(Offloaded.STATES)
-
-
-def _sizes(tree: UnitTree, unit: Unit) -> _Sizes:
+def _places(tree: UnitTree, unit: Unit) -> dict[Offloaded, UnitOffload]:
+    """What ``unit`` takes, by what is offloaded. Gradients take the bytes of the trained shards, AdamW's states twice
+    that."""
     shards = trained = 0
     host = dict.fromkeys(Offloaded, 0)
     for param in (param for group in unit.groups for param in group.params):
@@ -210,33 +198,37 @@ def _sizes(tree: UnitTree, unit: Unit) -> _Sizes:
             host[Offloaded.PARAMETERS] += numel * dtype.itemsize
     rules = tree.rules_of(unit)
     regathers = rules.unshard_in_backward and rules.after_forward is AfterForward.RESHARD
-    return _Sizes(shards, trained, 2 if regathers else 1, host)
+    gathered = 2 * shards if regathers else shards
+    device = {Offloaded.NOTHING: shards + 3 * trained, Offloaded.STATES: shards + trained, Offloaded.PARAMETERS: 0}
+    # Gradients go to the host. Updated shards come back, except those that the host updates in place.
+    link = {Offloaded.NOTHING: 0, Offloaded.STATES: 2 * trained, Offloaded.PARAMETERS: gathered + trained}
+    return {each: UnitOffload(unit.name or "(root)", each, device[each], host[each], link[each]) for each in Offloaded}
+
+
+def _cost(places: dict[Offloaded, UnitOffload]) -> float:
+    """How many more bytes a step copies per freed byte, if parameters leave after states."""
+    before, after = places[Offloaded.STATES], places[Offloaded.PARAMETERS]
+    return (after.link - before.link) / before.device
 
 
 # The choice
 
 
 def _chosen(tree: UnitTree, device_nbytes: int, host_nbytes: int | None) -> OffloadChoice:
-    """The first of ``_choices`` that fits.
-
-    Raises:
-        MemoryLimitError: none fits.
-    """
-    smallest: OffloadChoice | None = None  # on the device
-    frugal: OffloadChoice | None = None  # on the host, among those that fit on the device
+    """The first of ``_choices`` that fits."""
+    choices = []
     for choice in _choices(tree, device_nbytes):
-        if choice.nbytes > device_nbytes:
-            smallest = choice if smallest is None or choice.nbytes < smallest.nbytes else smallest
-        elif host_nbytes is None or choice.host_nbytes <= host_nbytes:
+        if choice.nbytes <= device_nbytes and (host_nbytes is None or choice.host_nbytes <= host_nbytes):
             return choice
-        else:
-            frugal = choice if frugal is None or choice.host_nbytes < frugal.host_nbytes else frugal
-    if frugal is not None:
+        choices.append(choice)
+    fitting = [each for each in choices if each.nbytes <= device_nbytes]
+    if fitting:
         raise MemoryLimitError(
-            f"{_CALLER}: to fit into device_nbytes={device_nbytes}, a rank takes {frugal.host_nbytes} bytes or more "
-            f"of the host's memory, but host_nbytes is {host_nbytes}. Raise one of the two, or shard over more ranks."
+            f"{_CALLER}: to fit into device_nbytes={device_nbytes}, a rank takes "
+            f"{min(each.host_nbytes for each in fitting)} bytes or more of the host's memory, but host_nbytes is "
+            f"{host_nbytes}. Raise one of the two, or shard over more ranks."
         )
-    assert smallest is not None
+    smallest = min(choices, key=lambda each: each.nbytes)
     raise MemoryLimitError(
         f"{_CALLER}: with all states and as many parameters on the host as helps, a step takes {smallest.nbytes} bytes "
         f"on the device without activations, of which {smallest.temporary} are temporary memory, but device_nbytes is "
@@ -247,56 +239,138 @@ def _chosen(tree: UnitTree, device_nbytes: int, host_nbytes: int | None) -> Offl
 def _choices(tree: UnitTree, device_nbytes: int) -> Iterator[OffloadChoice]:
     """Choices with the parameters of zero units on the host, of one, and so on. States of other units are on the host
     only as far as necessary."""
-    sizes = [_sizes(tree, unit) for unit in tree.units]
-    movable = [index for index, each in enumerate(sizes) if each.shards]
-    order = sorted(movable, key=lambda index: (sizes[index].cost, -index))
+    places = [_places(tree, unit) for unit in tree.units]
+    movable = [index for index, each in enumerate(places) if each[Offloaded.STATES].device]
+    order = sorted(movable, key=lambda index: (_cost(places[index]), -index))
     for number in range(len(order) + 1):
         away = set(order[:number])
-        temporary = peak_if_staged(tree, [index in away for index in range(len(sizes))])
-        fixed = temporary + sum(each.device(Offloaded.STATES) for i, each in enumerate(sizes) if i not in away)
-        states = [0 if index in away else 2 * each.trained for index, each in enumerate(sizes)]
-        moved = units_on_host(states, device_nbytes - fixed)
-        offloaded = [
-            Offloaded.PARAMETERS if i in away else Offloaded.STATES if i in moved else Offloaded.NOTHING
-            for i in range(len(sizes))
+        temporary = peak_if_staged(tree, [index in away for index in range(len(places))])
+        found = [
+            each[Offloaded.PARAMETERS if index in away else Offloaded.NOTHING] for index, each in enumerate(places)
         ]
-        yield _choice(tree, sizes, offloaded, temporary)
+        nbytes = temporary + sum(each.device for each in found)
+        for index in reversed(range(len(found))):
+            freed = found[index].device - places[index][Offloaded.STATES].device
+            if nbytes > device_nbytes and freed > 0:
+                found[index] = places[index][Offloaded.STATES]
+                nbytes -= freed
+        yield OffloadChoice(
+            tuple(found), temporary, _trained(tree, found, on_host=True), _trained(tree, found, on_host=False)
+        )
 
 
-def _choice(tree: UnitTree, sizes: Sequence[_Sizes], offloaded: Sequence[Offloaded], temporary: int) -> OffloadChoice:
-    units, params = [], ([], [])  # type: ignore[var-annotated]
-    for unit, size, found in zip(tree.units, sizes, offloaded, strict=True):
-        name = unit.name or "(root)"
-        units.append(UnitOffload(name, found, size.device(found), size.host[found], size.link(found)))
-        mine = [param.sharded for group in unit.groups for param in group.params if param.sharded.requires_grad]
-        params[found is Offloaded.NOTHING].extend(mine)
-    return OffloadChoice(tuple(units), temporary, tuple(params[0]), tuple(params[1]))
+def _trained(tree: UnitTree, found: Sequence[UnitOffload], *, on_host: bool) -> tuple[nn.Parameter, ...]:
+    """The trainable parameters whose states live on the host, or those whose states live on the device."""
+    pairs = zip(tree.units, found, strict=True)
+    units = [unit for unit, each in pairs if (each.offloaded is not Offloaded.NOTHING) is on_host]
+    params = (param.sharded for unit in units for group in unit.groups for param in group.params)
+    return tuple(param for param in params if param.requires_grad)
 
 
-def units_on_host(states: Sequence[int], room: int) -> set[int]:
-    """The units whose states have to leave so that the rest takes at most ``room`` bytes; all, if even that is not
-    enough. ``states`` are the bytes of each unit, the root first."""
-    moved: set[int] = set()
-    rest = sum(states)
-    for index in reversed(range(len(states))):
-        if rest <= room:
-            break
-        if states[index]:
-            moved.add(index)
-            rest -= states[index]
-    return moved
+# Moving shards
 
-
-# Applying the choice
+_FIRST = f"Call {_CALLER} after fully_shard and after loading, and before you build optimizers."
 
 
 def _move(module: nn.Module, units: Sequence[Unit], choice: OffloadChoice, policy: CPUOffloadPolicy) -> None:
-    homes: dict[ParamGroup, Home] = {}
+    """Move shards to where ``choice`` wants them. ``units`` are all units under the root ``module``, in its order.
+
+    All are checked before the first one moves. It gets new groups of the same sharded parameters, with the user's
+    settings.
+    """
+    homes: dict[ParamGroup, comms.Home] = {}  # of the groups that move
     for unit, found in zip(units, choice.units, strict=True):
         for group in unit.groups:
-            device = group.mesh.device
             is_away = found.offloaded is Offloaded.PARAMETERS
-            home = home_for(policy, device) if is_away else Home(device)
+            home = comms.home_for(policy, group.mesh.device) if is_away else comms.Home(group.mesh.device)
             if home.is_staged is not group.home.is_staged:
                 homes[group] = home
-    move_shards(_CALLER, module, list(units), homes)
+    moving = [unit for unit in units if any(group in homes for group in unit.groups)]
+    if not moving:
+        return
+    check_idle(module, _CALLER)
+    counts = Counter(id(param.sharded) for unit in units for group in unit.groups for param in group.params)
+    for unit in moving:
+        _check_unit(unit, counts)
+    subclasses = {
+        param: pinned(param.full_name, local.to(home.device), home)
+        for group, home in homes.items()
+        for param in group.params
+        if not is_plain(local := _torch.local_of(param.sharded))
+    }
+    tree = moving[0].tree
+    for unit in units:
+        groups = [_moved(unit, g, homes[g], subclasses) if g in homes else g for g in unit.groups]
+        unit.move_to(unit.mesh, tuple(groups))  # all units, since their root knows groups that are gone
+    if tree is not None:
+        restore_settings(tree)
+
+
+def _check_unit(unit: Unit, counts: Mapping[int, int]) -> None:
+    if not all(isinstance(module, FSDPModule) for module in unit.modules):
+        raise ValueError(
+            f"{_CALLER}: the shards of unit '{unit.name}' have to move, but FullyShardedDataParallel has made it. "
+            "Shard with fully_shard."
+        )
+    check_nothing_in_flight(_CALLER, unit.name, unit)
+    for group in unit.groups:
+        group.take_replaced()
+        if group.gradients.on_landed is not None or group.shards.num_steps:
+            found = "has been stepped" if group.shards.num_steps else "is stepped by a HostAdamW"
+            raise ValueError(
+                f"{_CALLER}: the shards of unit '{unit.name}' have to move, but it {found}, and optimizer states would "
+                f"stay where they are. {_FIRST}"
+            )
+        for param in group.params:
+            _check_param(param, counts[id(param.sharded)])
+
+
+def _check_param(param: ShardedParam, num_groups: int) -> None:
+    name, sharded = param.full_name, param.sharded
+    if _torch.local_of(sharded).is_meta:
+        raise RuntimeError(
+            f"{_CALLER}: the shard of parameter '{name}' has to move, but it is on the meta device. Materialise the "
+            "model first: pass offload_policy=CPUOffloadPolicy() to each fully_shard, and call "
+            "model.to_empty(device='cpu')."
+        )
+    hooks = torch_names.way_of_hooks(sharded)
+    problems = {
+        "is in several units": num_groups > 1,
+        "has a gradient": sharded.grad is not None,
+        f"has hooks of {hooks}": hooks is not None,
+        "is held by weak references": weakref.getweakrefcount(sharded) > 0,
+    }
+    problem = next((text for text, applies in problems.items() if applies), None)
+    if problem is not None:
+        raise ValueError(
+            f"{_CALLER}: the shard of parameter '{name}' has to move, but the parameter {problem}. {_FIRST}"
+        )
+
+
+@torch.no_grad()
+def _moved(
+    unit: Unit, group: ParamGroup, home: comms.Home, subclasses: Mapping[ShardedParam, torch.Tensor]
+) -> ParamGroup:
+    """A new group of the same parameters, whose shards are at ``home``."""
+    params = [_moved_param(param, home, subclasses.get(param)) for param in group.params]
+    return successor(unit, group, params, home, group.mesh, group.unsharded.post_forward_mesh)
+
+
+def _moved_param(param: ShardedParam, home: comms.Home, subclass: torch.Tensor | None) -> ShardedParam:
+    """``param`` on another device, with the same sharded parameter. Its new group copies a plain shard."""
+    before = _torch.local_of(param.sharded)
+    if subclass is not None:
+        _swap(param, subclass)
+        return replace(param, local=subclass, is_cut=True)
+    _swap(param, torch.zeros((), dtype=before.dtype, device=home.device).expand(before.shape))  # takes no memory
+    return replace(param, local=before, is_cut=True)
+
+
+def _swap(param: ShardedParam, local: torch.Tensor) -> None:
+    """Move the sharded parameter to the device of ``local``. Attributes that users have set on it stay."""
+    sharded = param.sharded
+    noted = dict(vars(sharded))
+    with torch.inference_mode(False):
+        made = param.sharded_parameter(local, requires_grad=sharded.requires_grad)
+        torch.utils.swap_tensors(sharded, made)
+    vars(sharded).update({name: value for name, value in noted.items() if name not in vars(sharded)})

@@ -11,11 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
-from fsdp2.core.runtime.unit import Unit
-from fsdp2.core.runtime.unit_tree import UnitTree
-from fsdp2.core.schedule.schedule import Action, Actions, AfterForward, in_parts
-from fsdp2.core.schedule.states import GroupState
-from fsdp2.core.types import MemoryLimitError
+from fsdp2.core import AfterForward, GroupState, MemoryLimitError, Unit, UnitTree, schedules
 from fsdp2.memory.plan import Ledger, UnitBytes, unit_bytes
 
 _BEGINS_BACKWARD = ("pre_backward", "join_backward")
@@ -41,7 +37,9 @@ class MemoryLimit:
             else:
                 ledger.reshard(index, post_forward=GroupState.SHARDED_POST_FORWARD in states)
 
-    def __call__(self, event: str, unit: Unit | None, actions: Actions) -> Iterator[tuple[Action, int]]:
+    def __call__(
+        self, event: str, unit: Unit | None, actions: schedules.Actions
+    ) -> Iterator[tuple[schedules.Action, int]]:
         """The actions to perform in place of ``actions``, which follow from ``event`` of ``unit``. The caller performs
         each action before it asks for the next one.
 
@@ -54,28 +52,30 @@ class MemoryLimit:
             ways = {"gathers": config.unshard_in_backward, "reshards": config.reshard_after_backward}
             yield from self._room(index, self._ledger.to_run_backward(index, **ways))
             self._ledger.run_backward(index, **ways)
-        for action, index in in_parts(actions):
+        for action, index in schedules.in_parts(actions):
             yield from self._limited(action, index)
 
-    def _limited(self, action: Action, index: int) -> Iterator[tuple[Action, int]]:
+    def _limited(self, action: schedules.Action, index: int) -> Iterator[tuple[schedules.Action, int]]:
         states = {group.state for group in self._units[index].groups}
-        if action is Action.UNSHARD and states & {GroupState.SHARDED, GroupState.SHARDED_POST_FORWARD}:
+        if action is schedules.Action.UNSHARD and states & {GroupState.SHARDED, GroupState.SHARDED_POST_FORWARD}:
             self._measure(index)
             yield from self._room(index, self._ledger.to_unshard(index))
-        elif action is Action.PREFETCH:
+        elif action is schedules.Action.PREFETCH:
             self._measure(index)
             nbytes = self._ledger.to_unshard(index)
             if not self._ledger.fits(nbytes):
                 self._executor.tell("withhold", self._units[index], nbytes)
                 return
         yield action, index
-        if action is Action.UNSHARD:
+        if action is schedules.Action.UNSHARD:
             self._measure(index)
-        reduces_later = action is Action.REDUCE and index in self._schedule.tape.ended  # there are no gradients yet
+        reduces_later = (
+            action is schedules.Action.REDUCE and index in self._schedule.tape.ended
+        )  # there are no gradients yet
         if not reduces_later:
             self._ledger.count(action, index, self._executor.max_in_flight)
 
-    def _room(self, index: int, nbytes: int) -> Iterator[tuple[Action, int]]:
+    def _room(self, index: int, nbytes: int) -> Iterator[tuple[schedules.Action, int]]:
         """Make room for ``nbytes`` more for the unit at ``index``."""
         ledger = self._ledger
         if ledger.fits(nbytes):
@@ -88,7 +88,7 @@ class MemoryLimit:
             ledger.land(room.landings)
             self._executor.land_down_to(ledger.num_reductions)
         for other in room.dropped:
-            yield from self._limited(Action.RESHARD, other)
+            yield from self._limited(schedules.Action.RESHARD, other)
 
     def _check(self, index: int) -> None:
         """Refuse a unit that does not fit next to its root, in this forward or in a backward that may follow."""

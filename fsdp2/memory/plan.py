@@ -14,13 +14,7 @@ from dataclasses import astuple, dataclass, replace
 
 from torch import nn
 
-from fsdp2.core import _torch
-from fsdp2.core.comm.backends import ReduceComm
-from fsdp2.core.group.group import ParamGroup
-from fsdp2.core.plan.plan import GatherStep, Origin, ReducePlan, Route, cut_after_forward
-from fsdp2.core.runtime.unit import Unit
-from fsdp2.core.runtime.unit_tree import UnitTree, tree_of
-from fsdp2.core.schedule.schedule import Action, Actions, Schedule, in_parts
+from fsdp2.core import ParamGroup, Unit, UnitTree, _torch, comms, plans, schedules, tree_of
 from fsdp2.extras.skipped_units import nested
 from fsdp2.extras.units import sharded_unit
 
@@ -58,9 +52,15 @@ class MemoryPlan:
             sizes = unit.bytes
             figures = (unit.shards, sizes.unsharded, sizes.arriving, sizes.post_forward, sizes.gradients, sizes.copies)
             rows.append((unit.name, *map(str, figures)))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
-        return "\n".join([*lines, f"peak of a step: {self.peak} bytes; smallest limit: {self.at_least} bytes"])
+        return f"{aligned(rows)}\npeak of a step: {self.peak} bytes; smallest limit: {self.at_least} bytes"
+
+
+def aligned(rows: Sequence[Sequence[str]], num_left: int = 1) -> str:
+    """A table of ``rows``, with the first ``num_left`` columns aligned to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    left = [map(str.ljust, row[:num_left], widths) for row in rows]
+    right = [map(str.rjust, row[num_left:], widths[num_left:]) for row in rows]
+    return "\n".join("  ".join([*a, *b]) for a, b in zip(left, right, strict=True))
 
 
 def memory_plan(module: nn.Module) -> MemoryPlan:
@@ -73,12 +73,12 @@ def memory_plan(module: nn.Module) -> MemoryPlan:
     tree = tree_of(sharded_unit(module, "fsdp2.memory.memory_plan"))
     sizes = [unit_bytes(unit) for unit in tree.units]
     pairs = zip(tree.units, sizes, strict=True)
-    units = tuple(UnitMemory(unit.name, _shards_nbytes(unit), nbytes) for unit, nbytes in pairs)
+    units = tuple(UnitMemory(unit.name, sum(map(_shard_nbytes, unit.groups)), nbytes) for unit, nbytes in pairs)
     return MemoryPlan(units, _peak(tree, sizes, overlaps=True), _peak(tree, sizes, overlaps=False))
 
 
-def _shards_nbytes(unit: Unit) -> int:
-    return sum(_torch.local_of(param.sharded).nbytes for group in unit.groups for param in group.params)
+def _shard_nbytes(group: ParamGroup) -> int:
+    return sum(_torch.local_of(param.sharded).nbytes for param in group.params)
 
 
 def peak_if_staged(tree: UnitTree, staged: Sequence[bool]) -> int:
@@ -93,7 +93,7 @@ def _peak(tree: UnitTree, sizes: Sequence[UnitBytes], *, overlaps: bool) -> int:
     rules = tree.schedule.rules
     if not overlaps:
         rules = [replace(rule, forward_prefetch=(), backward_prefetch=()) for rule in rules]
-    schedule = Schedule(rules)
+    schedule = schedules.Schedule(rules)
     order, parents = tree.schedule.tape.expected or range(len(units)), tree.parents
     simulate(schedule, order, parents, Ledger(sizes), overlaps=overlaps)  # records the order
     ledger = Ledger(sizes)
@@ -151,18 +151,15 @@ def trainable_of(group: ParamGroup) -> list[int]:
     return [i for i, requires_grad in enumerate(group.unsharded.requires_grad) if requires_grad]
 
 
-def group_bytes(group: ParamGroup, *, is_staged: bool | None = None) -> UnitBytes:
-    """What ``group`` takes besides its shards, in bytes, the same on all ranks. Payloads of hooks are counted after the
-    first gather. ``is_staged`` says whether to assume that shards are on the host; None means wherever they are now."""
-    trainable = trainable_of(group)
-    plans, comm = group.gradients.plans(trainable)
-    is_staged = group.home.is_staged if is_staged is None else is_staged
-    return _gather_bytes(group, is_staged=is_staged) + reduce_bytes(plans, comm)
-
-
 def unit_bytes(unit: Unit, *, is_staged: bool | None = None) -> UnitBytes:
-    """What all groups of ``unit`` take together; ``is_staged`` as in ``group_bytes``."""
-    return sum((group_bytes(group, is_staged=is_staged) for group in unit.groups), UnitBytes())
+    """What ``unit`` takes besides its shards, in bytes, the same on all ranks. Payloads of hooks are counted after the
+    first gather. ``is_staged`` says whether to assume that shards are on the host; None means wherever they are now."""
+    found = UnitBytes()
+    for group in unit.groups:
+        plans, comm = group.gradients.plans(trainable_of(group))
+        staged = group.home.is_staged if is_staged is None else is_staged
+        found += _gather_bytes(group, is_staged=staged) + reduce_bytes(plans, comm)
+    return found
 
 
 def _gather_bytes(group: ParamGroup, *, is_staged: bool) -> UnitBytes:
@@ -170,11 +167,14 @@ def _gather_bytes(group: ParamGroup, *, is_staged: bool) -> UnitBytes:
     plan, smaller = unsharded.plan(), unsharded.post_forward_mesh
     if unsharded.is_local(plan, is_staged=is_staged):
         return UnitBytes()
-    passing = sum(step.padded_nbytes for step in plan.steps if step.origin is Origin.HOOK_CONSUMED)
+    passing = sum(step.padded_nbytes for step in plan.steps if step.origin is plans.Origin.HOOK_CONSUMED)
     travelling = sum(step.padded_nbytes for step in plan.steps)
     staged = sum(flat.nbytes for flat in group.shards.flats.values()) if is_staged else 0
     nbytes = unsharded.nbytes
-    rests = 0 if smaller is None else sum(_nbytes_after_cut(step, smaller.shard.size) for step in plan.steps)
+    rests = 0
+    if smaller is not None:
+        cut = [(plans.cut_after_forward(step, smaller.shard.size), step.dtype) for step in plan.steps]
+        rests = sum(each.layout.chunk_numel * dtype.itemsize for each, dtype in cut)
     stays = rests if group.keeps_post_forward else 0
     return UnitBytes(
         unsharded=nbytes + stays,
@@ -184,25 +184,21 @@ def _gather_bytes(group: ParamGroup, *, is_staged: bool) -> UnitBytes:
     )
 
 
-def _nbytes_after_cut(step: GatherStep, num_ranks: int) -> int:
-    return cut_after_forward(step, num_ranks).layout.chunk_numel * step.dtype.itemsize
-
-
-def reduce_bytes(plans: Sequence[ReducePlan], comm: ReduceComm) -> UnitBytes:
+def reduce_bytes(reduces: Sequence[plans.ReducePlan], comm: comms.ReduceComm) -> UnitBytes:
     """What reductions take: buckets, casts, memory of the comm, and the sums until they land as gradients. Gradients
     that are sent without a copy are held while the reduction is in flight."""
     gradients = copies = sent_as_they_are = packing = 0
-    for plan in plans:
+    for plan in reduces:
         param, reduce = plan.dtypes.param, plan.dtypes.reduce
-        direct = sum(step.layout.numel for step in plan.steps if step.route is Route.DIRECT)
-        bucketed = sum(step.layout.padded_numel for step in plan.steps if step.route is not Route.DIRECT)
+        direct = sum(step.layout.numel for step in plan.steps if step.route is plans.Route.DIRECT)
+        bucketed = sum(step.layout.padded_numel for step in plan.steps if step.route is not plans.Route.DIRECT)
         travelling = sum(step.layout.padded_numel for step in plan.steps) * reduce.itemsize
         cast = direct if param is not reduce and plan.casts_first else 0
         gradients += sum(step.layout.numel for step in plan.steps) * param.itemsize
         copies += (bucketed + cast + plan.flat_numel) * reduce.itemsize + comm.reduce_buffer_nbytes(travelling)
         sent_as_they_are += (direct - cast) * param.itemsize
         for step in plan.steps:
-            if step.route is Route.ROWS:  # on the CPU, ``pack_rows`` pads and casts one after the other
+            if step.route is plans.Route.ROWS:  # on the CPU, ``pack_rows`` pads and casts one after the other
                 padded = 0 if step.layout.is_even else step.layout.padded_numel * param.itemsize
                 row = 0 if param is reduce else step.layout.chunk_numel * reduce.itemsize
                 packing = max(packing, padded + row)
@@ -320,17 +316,17 @@ class Ledger:
         for _ in range(len(self._reductions) if count is None else count):
             self._add(-self._reductions.popleft())
 
-    def count(self, action: Action, unit: int, max_in_flight: int = 1) -> None:
+    def count(self, action: schedules.Action, unit: int, max_in_flight: int = 1) -> None:
         """``action`` is performed on ``unit``."""
-        if action in (Action.UNSHARD, Action.PREFETCH):
+        if action in (schedules.Action.UNSHARD, schedules.Action.PREFETCH):
             self.unshard(unit)
-        elif action is Action.WAIT:
+        elif action is schedules.Action.WAIT:
             self.wait(unit)
-        elif action in (Action.RESHARD, Action.RESHARD_POST_FORWARD):
-            self.reshard(unit, post_forward=action is Action.RESHARD_POST_FORWARD)
-        elif action in (Action.REDUCE, Action.REDUCE_JOINTLY):
+        elif action in (schedules.Action.RESHARD, schedules.Action.RESHARD_POST_FORWARD):
+            self.reshard(unit, post_forward=action is schedules.Action.RESHARD_POST_FORWARD)
+        elif action in (schedules.Action.REDUCE, schedules.Action.REDUCE_JOINTLY):
             self.reduce(unit, max_in_flight)
-        elif action is Action.KEEP:
+        elif action is schedules.Action.KEEP:
             self.keep(unit)
         else:
             self.land()
@@ -349,13 +345,13 @@ class Ledger:
 
 
 def simulate(
-    schedule: Schedule, order: Sequence[int], parents: Sequence[int | None], ledger: Ledger, *, overlaps: bool
+    schedule: schedules.Schedule, order: Sequence[int], parents: Sequence[int | None], ledger: Ledger, *, overlaps: bool
 ) -> None:
     """Simulate a forward and a backward over the units in ``order``, root first, each inside its parent's forward, and
     count in ``ledger``. If the step ``overlaps``, a reduction stays in flight until the next one starts."""
 
-    def replay(actions: Actions) -> None:
-        for action, unit in in_parts(actions):
+    def replay(actions: schedules.Actions) -> None:
+        for action, unit in schedules.in_parts(actions):
             ledger.count(action, unit)
 
     events = nested(order, parents)
