@@ -21,6 +21,7 @@ def check_handed_out(unit: Unit, memory: torch.Tensor) -> None:
         name = getattr(memory, marks.NAME_IN_PASS)
         raise ScheduleError(
             f"forward of unit '{unit.name}' returned parameter '{name}', or a view of it, but the unit is resharded "
-            "after its forward, which frees this memory. Return a copy, with clone(). Or pass reshard_after_forward=False "
-            "to fully_shard for this unit, or leave out that call, so that the unit around it has the parameter."
+            "after its forward, which frees this memory. Return a copy, with clone(). Or pass "
+            "reshard_after_forward=False to fully_shard for this unit, or leave out that call, so that the unit around "
+            "it has the parameter."
         )

@@ -157,3 +157,9 @@ Returns:
         "Do `this` as `Model.that` does:\n\n```py\nmodel.that()\n```\n\nArguments:\n\n"
         "- `first`, `second`: what to do\n  with it.\n\nReturns:\n\nThe `result`."
     )
+
+
+def test_every_extra_has_a_subject() -> None:
+    named = set(re.findall(r"`(\w+)[`/]", _section("Extras")))
+    files = {name.split("/")[1].removesuffix(".py") for name in FILES if name.startswith("extras/")}
+    assert files - named == {"__init__", "torch_names", "wiring"}
