@@ -107,13 +107,10 @@ class ParamPlacement:
     mesh: DeviceMesh
 
 
-# Tracebacks show errors by the name that users catch.
-
-
 class ScheduleError(RuntimeError):
     """The current state does not allow the operation. The refused operation changed nothing."""
 
-    __module__ = "fsdp2"
+    __module__ = "fsdp2"  # tracebacks show the name that users catch
 
 
 class CommunicationError(RuntimeError):

@@ -21,7 +21,7 @@ from tests.harness.runtimes import subject
 from tests.harness.training import Step
 
 # I12: at the end of a pass, the host waits for copies of shards and of gradients.
-_OF_OFFLOADED = "event.synchronize (comm.streams.wait_on_cpu)"
+_OF_OFFLOADED = "event.synchronize (core.comm.streams.wait_on_cpu)"
 
 _OF_STEPS_ON_HOST = _OF_OFFLOADED + device.IN_HOST_THREAD
 
