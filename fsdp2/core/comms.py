@@ -29,3 +29,5 @@ from fsdp2.core.comm.streams import (
 )
 from fsdp2.core.group.all_gather import allocate
 from fsdp2.core.group.gradients import Landed
+
+__all__ = ["AllGather", "Comm", "ReduceScatter"]  # for users; rooms use all that is imported

@@ -15,7 +15,8 @@ SHARDED_AS = "_fsdp2_sharded_as"
 # On sharded parameters; all those of a group share one list. It holds how often optimizers have stepped them, and over
 # how many ranks their gradients are reduced. It is plain data, because it is saved with a parameter.
 STEPS = "_fsdp2_steps"
-NAME_IN_PASS, STANDS_FOR = "_fsdp2_name_in_pass", "_fsdp2_stands_for"  # on forms bound in a pass
+NAME_IN_PASS = "_fsdp2_name_in_pass"  # on a form bound in a pass: the name of its parameter
+STANDS_FOR = "_fsdp2_stands_for"  # on a form bound in a pass: the sharded parameter
 _LEFT_ALONE = "_fsdp2_left_alone"  # on plain parameters: no warning is needed any more
 
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"  # the hooks of tensor subclasses

@@ -77,7 +77,7 @@ class ModuleHooks:
         self.runs_method = self.is_resumed = False
         self._marked: weakref.ref[torch.Tensor] | None = None  # the input of the last forward that has a hook
         self._marked_version = 0  # its version then
-        self._handled = [0]  # per running call, innermost last: the exception being handled when the call began
+        self._handled_at_entry = [0]  # of each running call, innermost last: the id of the exception then
         self.guards: list[seams.Guard] = []
         self._pre_backward = _torch.GradientHook(self._on_output_gradient)
         self._post_backward = _torch.GradientHook(self._on_input_gradient)
@@ -128,8 +128,8 @@ class ModuleHooks:
         seems_to_run = unit.tree is not None and unit.tree.passes.phases[unit.index] in COMPUTING
         is_nested = self.runs_method or (seems_to_run and _torch.is_called_inside_itself(module))
         if not is_nested:
-            self._handled.clear()  # torch calls no hook when a KeyboardInterrupt ends a forward
-        self._handled.append(id(sys.exc_info()[1]))
+            self._handled_at_entry.clear()  # torch calls no hook when a KeyboardInterrupt ends a forward
+        self._handled_at_entry.append(id(sys.exc_info()[1]))
         if is_nested:
             return self.resume(args, kwargs)
         if unit.is_whole is not None and self.runs_plainly():
@@ -150,9 +150,9 @@ class ModuleHooks:
 
     @_torch.runs_between_graphs
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        unit, has_raised, is_nested = self._unit, self._raised_since_entry(), len(self._handled) > 1
+        unit, has_raised, is_nested = self._unit, self._raised_since_entry(), len(self._handled_at_entry) > 1
         if is_nested:  # the unit or its method has called the unit: part of the outer forward
-            self._handled.pop()
+            self._handled_at_entry.pop()
             return None if has_raised else self.hand_out(output)
         if has_raised:
             self.note_raised()
@@ -174,7 +174,7 @@ class ModuleHooks:
 
     def _raised_since_entry(self) -> bool:
         """Whether the innermost call of the unit has raised since it began, or a user's hook after it has."""
-        return id(sys.exc_info()[1]) != self._handled[-1]
+        return id(sys.exc_info()[1]) != self._handled_at_entry[-1]
 
     @_torch.runs_between_graphs
     def note_raised(self) -> None:
