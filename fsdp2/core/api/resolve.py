@@ -39,9 +39,6 @@ class Found:
             self.slots.append(slot)
 
 
-# Groups
-
-
 @dataclass(frozen=True)
 class ResolvedGroup:
     """Parameters that are gathered together. ``post_forward``: the smaller mesh between forward and backward, or None.
