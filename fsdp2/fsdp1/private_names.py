@@ -33,7 +33,7 @@ class HasPrivateNames(nn.Module):
     @property
     def _handle(self) -> Handle | None:
         """The handle with which torch's wrapper moves its parameters; None if it has none."""
-        return cast("Handle", _view("Handle")(self)) if self._unit.groups else None
+        return cast("Handle", _view("Handle")(_wrapper=self)) if self._unit.groups else None
 
     @property
     def _all_handles(self) -> list[Handle]:
@@ -47,7 +47,7 @@ class HasPrivateNames(nn.Module):
 
     @property
     def _exec_order_data(self) -> ExecutionOrder:
-        return cast("ExecutionOrder", _view("ExecutionOrder")(self))
+        return cast("ExecutionOrder", _view("ExecutionOrder")(_wrapper=self))
 
     @property
     def _is_root(self) -> bool | None:
@@ -64,5 +64,5 @@ class HasPrivateNames(nn.Module):
         return self
 
 
-def _view(name: str) -> Callable[[Any], Any]:
-    return cast(Callable[[Any], Any], getattr(import_module("fsdp2.extras.torch_view.handle"), name))
+def _view(name: str) -> Callable[..., Any]:
+    return cast(Callable[..., Any], getattr(import_module("fsdp2.extras.torch_view.handle"), name))
