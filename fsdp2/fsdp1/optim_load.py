@@ -10,12 +10,14 @@ from itertools import chain
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import OptimStateKeyType
 from torch.distributed.tensor import DTensor
 
 from fsdp2.core import _torch
 from fsdp2.core.plan.mesh import NO_AXIS
+from fsdp2.core.runtime import door
 from fsdp2.extras.exchange import exchange, together
 from fsdp2.extras.plain_names import without
 from fsdp2.extras.torch_names import is_sharded_tensor
@@ -24,28 +26,39 @@ from fsdp2.fsdp1.extensions import loaded_state, shown_shape
 from fsdp2.fsdp1.names import saved_name
 from fsdp2.fsdp1.optim_owners import OptimInput, Owner, Owners, States, groups_in, listed
 from fsdp2.fsdp1.optim_values import Fetch, Remote, broadcast_structure, copied, whole_of_pieces
-from fsdp2.fsdp1.state_dict import FULL, Entry, get_types
+from fsdp2.fsdp1.state_dict import Entry
+from fsdp2.fsdp1.state_dict_kinds import FULL, get_state_dict_type
 from fsdp2.fsdp1.state_values import is_replicated, local_value
 
 _STEP = "step"  # a count, whatever the parameter's shape; Optimizer.load_state_dict treats this name specially, too
 
 
-def loadable(
+@door.entry
+def optim_state_dict_to_load(
     model: nn.Module,
     optim: torch.optim.Optimizer,
-    given: Mapping[str, Any],
-    *,
-    is_named: bool = False,
-    group: Any = None,
+    optim_state_dict: dict[str, Any],
+    is_named_optimizer: bool = False,
+    load_directly: bool = False,
+    group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """Implements ``optim_state_dict_to_load`` for the kind of state dict that is set."""
-    settings = get_types(model)
-    rank0_only = (
-        settings is not None
-        and settings.state_dict_type is FULL
-        and getattr(settings.optim_state_dict_config, "rank0_only", False)
-    )
-    return to_load(model, optim, given, rank0_only=rank0_only, is_named=is_named, group=group)
+    """Convert ``optim_state_dict``, full or sharded and of any wrapping, so that ``optim`` can load it. Collective.
+
+    Args:
+        is_named_optimizer: the keys of the result are names, as TorchRec's optimizers have them.
+        load_directly: also load the result into ``optim``.
+        group: with ``rank0_only``, its first rank has ``optim_state_dict``; the others may pass anything.
+
+    Raises:
+        ValueError: on some rank, it does not fit the model and the optimizer. No rank has loaded anything.
+    """
+    settings = get_state_dict_type(model)
+    is_full = settings is not None and settings.state_dict_type is FULL
+    rank0_only = is_full and getattr(settings.optim_state_dict_config, "rank0_only", False)  # type: ignore[union-attr]
+    made = to_load(model, optim, optim_state_dict, rank0_only=rank0_only, is_named=is_named_optimizer, group=group)
+    if load_directly:
+        optim.load_state_dict(made)
+    return made
 
 
 @torch.no_grad()
@@ -385,19 +398,20 @@ def _options_differ(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
 # Other keys
 
 
-def rekeyed(
-    given: dict[str, Any],
-    key_type: OptimStateKeyType,
+def rekey_optim_state_dict(
+    optim_state_dict: dict[str, Any],
+    optim_state_key_type: OptimStateKeyType,
     model: nn.Module,
     optim_input: OptimInput = None,
     optim: torch.optim.Optimizer | None = None,
 ) -> dict[str, Any]:
-    """Return ``given`` keyed by names, or by the numbers that parameters have in ``optim``. If the keys are of that
-    kind already, the same object is returned.
+    """Change the keys of a full state dict to the parameter numbers that plain optimizers use, or to names.
+    ``model`` and ``optim``, without wrappers, define the mapping. A dict with the right keys is returned as it is.
 
     Raises:
-        ValueError: the keys are of both kinds, or name parameters that the model or optimizer does not have.
+        ValueError: the keys are of both kinds, or the model or the optimizer lacks parameters of the state dict.
     """
+    given, key_type = optim_state_dict, optim_state_key_type
     if not isinstance(key_type, OptimStateKeyType):
         raise TypeError(f"rekey_optim_state_dict: expected an OptimStateKeyType, not {key_type!r}.")
     keys = [*given["state"], *(key for group in given["param_groups"] for key in group["params"])]

@@ -19,11 +19,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2.core import _torch
+from fsdp2.core.runtime import door
 from fsdp2.extras.exchange import exchange, together
 from fsdp2.fsdp1.extensions import chunked_value as extended_value, extension_of, shown_value
 from fsdp2.fsdp1.optim_owners import Owner, Owners, States, groups_in, listed
 from fsdp2.fsdp1.optim_values import chunked_value, copied
-from fsdp2.fsdp1.state_dict import FULL, Entry, get_types
+from fsdp2.fsdp1.state_dict import Entry
+from fsdp2.fsdp1.state_dict_kinds import FULL, get_state_dict_type
 from fsdp2.fsdp1.state_values import CPU, full_values, is_replicated, sharded_value
 
 
@@ -43,20 +45,31 @@ class Cut:
     local: torch.Tensor
 
 
-def saved(
+@door.entry
+def optim_state_dict(
     model: nn.Module,
     optim: torch.optim.Optimizer,
-    given: Mapping[str, Any] | None = None,
-    *,
-    group: Any = None,
+    optim_state_dict: dict[str, Any] | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """Implements ``optim_state_dict`` for the kind of state dict that is set."""
-    settings = get_types(model)
+    """Return the state dict of ``optim``, keyed by clean parameter names, as the kind that
+    :meth:`set_state_dict_type` has set. Collective. Later steps of ``optim`` do not change the returned values.
+
+    Args:
+        model: the module whose parameters ``optim`` has; it may have wrappers inside.
+        optim_state_dict: what to convert; by default ``optim.state_dict()``.
+        group: with ``rank0_only``, its first rank gets the result; the other ranks get an empty dict.
+
+    Raises:
+        ValueError: ``optim`` has parameters of another model.
+        RuntimeError: a rank lacks states that other ranks have.
+    """
+    settings = get_state_dict_type(model)
     config = None if settings is None else settings.optim_state_dict_config
     return save(
         model,
         optim,
-        given,
+        optim_state_dict,
         is_full=settings is None or settings.state_dict_type is FULL,
         rank0_only=getattr(config, "rank0_only", False),
         offload=getattr(config, "offload_to_cpu", True),

@@ -1,4 +1,4 @@
-"""State dicts of the model: the kind that each wrapper makes, saving, and loading.
+"""State dicts of the model: saving and loading.
 
 To save, ``nn.Module`` collects the shards; then each wrapper gives its parameters their clean names and replaces them
 by values of its kind, unit by unit. To load, each module that holds parameters turns loaded values into shards just
@@ -7,27 +7,14 @@ before ``nn.Module`` copies them, so hooks may have renamed keys before that.
 
 from __future__ import annotations
 
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import (
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
-    OptimStateDictConfig,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
-)
 from torch.distributed.tensor import DTensor
 
 from fsdp2.core import _torch
@@ -41,142 +28,16 @@ from fsdp2.extras.plain_names import collects_shards
 from fsdp2.extras.torch_names import buffers_dict, is_sharded_tensor
 from fsdp2.fsdp1 import extensions, torch_names
 from fsdp2.fsdp1.names import FLAT, WRAPPED, Wrapper, clean_name, is_wrapper, saved_name, wrappers_in
+from fsdp2.fsdp1.state_dict_kinds import FULL, LOCAL, SHARDED, effective_kind
 from fsdp2.fsdp1.state_values import (
     CPU,
     flat_problem,
     flat_value,
     full_values,
-    is_replicated,
     local_value,
     locals_of_flat,
     sharded_value,
-    uses_dtensor,
 )
-
-FULL, SHARDED, LOCAL = (
-    StateDictType.FULL_STATE_DICT,
-    StateDictType.SHARDED_STATE_DICT,
-    StateDictType.LOCAL_STATE_DICT,
-)
-
-_CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
-    FULL: (FullStateDictConfig, FullOptimStateDictConfig),
-    SHARDED: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
-    LOCAL: (LocalStateDictConfig, LocalOptimStateDictConfig),
-}
-
-
-# Which kind
-
-
-def settings_of(wrapper: Wrapper) -> StateDictSettings:
-    """The kind of state dicts that ``wrapper`` makes. ``_use_dtensor`` says whether sharded values are DTensors.
-
-    Raises:
-        RuntimeError: local state dicts, which cannot hold DTensors, are set on a wrapper with a device mesh.
-    """
-    found = _set_on(wrapper)
-    if not uses_dtensor(wrapper):
-        return found
-    if found.state_dict_type is LOCAL and not is_replicated(wrapper):
-        raise RuntimeError(
-            "LOCAL_STATE_DICT is set on a FullyShardedDataParallel with a device_mesh. Local state dicts have "
-            "ShardedTensors, which know no mesh. Set SHARDED_STATE_DICT, or do not pass device_mesh."
-        )
-    configs: list[Any] = [found.state_dict_config, found.optim_state_dict_config]
-    model, optim = (replace(each, _use_dtensor=True) if hasattr(each, "_use_dtensor") else each for each in configs)
-    return StateDictSettings(found.state_dict_type, model, optim)
-
-
-def get_types(module: nn.Module) -> StateDictSettings | None:
-    """The settings of all wrappers in ``module``; None if there are no wrappers, as in torch.
-
-    Raises:
-        RuntimeError: their settings differ.
-    """
-    wrappers = wrappers_in(module)
-    _check_alike(wrappers, "get_state_dict_type")
-    return settings_of(wrappers[0]) if wrappers else None
-
-
-def set_types(
-    module: nn.Module,
-    kind: StateDictType,
-    config: StateDictConfig | None = None,
-    optim_config: OptimStateDictConfig | None = None,
-) -> StateDictSettings | None:
-    """Set the kind of state dicts of all wrappers in ``module``. Returns the former settings; None without wrappers.
-
-    Raises:
-        RuntimeError: a config is of another kind; the wrappers' settings differ. Nothing has changed in either case.
-    """
-    if kind not in _CONFIGS:
-        raise TypeError(f"set_state_dict_type: state_dict_type must be a StateDictType, not {kind!r}.")
-    expected, optim_expected = _CONFIGS[kind]
-    made = StateDictSettings(kind, config or expected(), optim_config or optim_expected())
-    for name, given, cls in (
-        ("state_dict_config", made.state_dict_config, expected),
-        ("optim_state_dict_config", made.optim_state_dict_config, optim_expected),
-    ):
-        if type(given) is not cls:
-            raise RuntimeError(
-                f"set_state_dict_type({kind.name}): {name} is a {type(given).__name__}, expected a {cls.__name__}."
-            )
-    wrappers = wrappers_in(module)
-    _check_alike(wrappers, "set_state_dict_type")
-    before = _set_on(wrappers[0]) if wrappers else None
-    for wrapper in wrappers:
-        wrapper.__dict__["_state_dict_settings"] = made
-    return before
-
-
-@contextmanager
-def types_set(
-    module: nn.Module,
-    kind: StateDictType,
-    config: StateDictConfig | None = None,
-    optim_config: OptimStateDictConfig | None = None,
-) -> Iterator[None]:
-    """Set the kind inside the block. After an exception, torch's class keeps it; this restores the former settings."""
-    wrappers = wrappers_in(module)
-    before = [_set_on(wrapper) for wrapper in wrappers]
-    set_types(module, kind, config, optim_config)
-    try:
-        yield
-    finally:
-        for wrapper, settings in zip(wrappers, before, strict=True):
-            wrapper.__dict__["_state_dict_settings"] = settings
-
-
-def _set_on(wrapper: Wrapper) -> StateDictSettings:
-    found: StateDictSettings | None = wrapper.__dict__.get("_state_dict_settings")
-    return found or StateDictSettings(FULL, FullStateDictConfig(), FullOptimStateDictConfig())
-
-
-def _check_alike(wrappers: Sequence[Wrapper], caller: str) -> None:
-    for wrapper in wrappers[1:]:
-        first, found = _set_on(wrappers[0]), _set_on(wrapper)
-        if first != found:
-            inner = type(wrapper._fsdp_wrapped_module).__name__
-            raise RuntimeError(
-                f"{caller}: the wrapper of a {inner} has {found}, but the outermost one has "
-                f"{first}. Call set_state_dict_type on the inner wrappers with the settings of the outermost one first."
-            )
-
-
-def _effective(wrapper: Wrapper) -> tuple[StateDictType, Any]:
-    """The kind and the config that apply. Parameters that are not sharded are always saved as they are."""
-    settings = settings_of(wrapper)
-    if not is_replicated(wrapper):
-        return settings.state_dict_type, settings.state_dict_config
-    if settings.state_dict_type is not FULL or settings.state_dict_config != FullStateDictConfig():
-        warnings.warn(
-            "FullyShardedDataParallel with NO_SHARD: parameters are whole on each rank, so state dicts are always full "
-            "and on all ranks, whatever set_state_dict_type says.",
-            stacklevel=4,
-        )
-    return FULL, FullStateDictConfig()
-
 
 # What is in a unit
 
@@ -213,7 +74,7 @@ def save(wrapper: Wrapper, call: Callable[..., Any], args: Sequence[Any], given:
     recognise them by identity even if hooks of the modules have renamed them."""
     given = {**dict(zip(("destination", "prefix", "keep_vars"), args, strict=False)), **given}
     check_idle(wrapper._fsdp_wrapped_module, "state_dict")
-    _effective(wrapper)  # may raise
+    effective_kind(wrapper)  # may raise
     for group in wrapper._unit.groups:
         if group.state is not GroupState.LENT:
             group.take_replaced()
@@ -233,7 +94,7 @@ def save(wrapper: Wrapper, call: Callable[..., Any], args: Sequence[Any], given:
 def replace_values(wrapper: Wrapper, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """A hook that runs after ``nn.Module.state_dict``: entries of ``state_dict`` get clean names, and the values that
     the wrapper's settings ask for."""
-    kind, config = _effective(wrapper)
+    kind, config = effective_kind(wrapper)
     names = [name for name in state_dict if name.startswith(prefix)]
     found = {clean_name_in(name, prefix): state_dict.pop(name) for name in names}
     if collects_shards.get():
@@ -382,7 +243,7 @@ def _with_metadata_of_wrappers(wrapper: Wrapper, state_dict: Mapping[str, Any]) 
 def _check_local(wrapper: Wrapper, state_dict: Mapping[str, Any]) -> None:
     """Raise RuntimeError if a local state dict does not fit. All ranks must know before its units communicate."""
     for path, module in wrapper.named_modules():
-        if is_wrapper(module) and _effective(module)[0] is LOCAL:
+        if is_wrapper(module) and effective_kind(module)[0] is LOCAL:
             name = saved_name(f"{path}.{FLAT}" if path else FLAT)
             for group in module._unit.groups:
                 problem = flat_problem(module, group, name, state_dict.get(name))
@@ -409,7 +270,7 @@ def _expected_shapes(wrapper: Wrapper) -> dict[str, torch.Size | None]:
     expected: dict[str, torch.Size | None] = {}
     modules = list(wrapper.named_modules(remove_duplicate=False))
     for path, module in modules:
-        if is_wrapper(module) and _effective(module)[0] is LOCAL and module._unit.groups:
+        if is_wrapper(module) and effective_kind(module)[0] is LOCAL and module._unit.groups:
             groups = module._unit.groups
             local |= {slot for group in groups for param in group.params for slot in param.slots}
             expected[saved_name(f"{path}.{FLAT}" if path else FLAT)] = None
@@ -465,7 +326,7 @@ def load_into_wrapper(
 ) -> None:
     """Run ``call``, a wrapper's ``nn.Module._load_from_state_dict``, with keys renamed to those inside the wrapper."""
     check_idle(wrapper._fsdp_wrapped_module, "load_state_dict")
-    kind, _ = _effective(wrapper)
+    kind, _ = effective_kind(wrapper)
     from_flat: dict[ShardedParam, torch.Tensor] = {}
     for group in wrapper._unit.groups:
         if group.state is not GroupState.LENT:

@@ -142,7 +142,7 @@ _LISTED = {
         "pass",
     ),
     101: ("BFloat16AllGatherTensor.fsdp_pre_all_gather", "padded[: self.size(0)].copy_(self._data)", "pass"),
-    102: ("rekeyed", "not kinds <= {str} and not kinds <= {int}", "False"),
+    102: ("rekey_optim_state_dict", "not kinds <= {str} and not kinds <= {int}", "False"),
     103: ("_check_alike", "theirs != ways[0]", "False"),
     104: ("to_load", "rank0_only and ways", "False"),
     105: ("replace_values", "value if device is None else value.to(device)", "value"),
