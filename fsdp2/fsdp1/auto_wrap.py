@@ -12,7 +12,7 @@ from torch import nn
 from fsdp2.core.plan.dtypes import cast_floating
 from fsdp2.core.runtime.unit import unit_of
 from fsdp2.extras.plain_names import plain_named_modules
-from fsdp2.fsdp1.names import is_wrapper
+from fsdp2.fsdp1.search import is_wrapper
 from fsdp2.fsdp1.torch_names import run_policy
 
 Overrides = dict[nn.Module, dict[str, Any]]

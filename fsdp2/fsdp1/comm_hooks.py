@@ -11,7 +11,7 @@ import torch.distributed as dist
 from fsdp2.core.api.custom_comm import ReducesBy, ReduceScatter
 from fsdp2.core.group.reduce_scatter import AllReduceHook
 from fsdp2.fsdp1 import torch_names
-from fsdp2.fsdp1.names import Wrapper, wrappers_in
+from fsdp2.fsdp1.search import Wrapper, wrappers_in
 from fsdp2.fsdp1.settings import HYBRID
 
 Hook = Callable[..., Any]

@@ -25,10 +25,11 @@ from fsdp2.core.group.group import ParamGroup, groups_by_slot
 from fsdp2.core.group.param import ShardedParam, Slot
 from fsdp2.core.schedule.states import GroupState
 from fsdp2.core.types import ExtensionError
+from fsdp2.extras.plain_names import joined_name
 from fsdp2.extras.torch_names import is_sharded_tensor
 from fsdp2.fsdp1 import torch_names
-from fsdp2.fsdp1.names import Wrapper
 from fsdp2.fsdp1.optim_values import whole_of_pieces
+from fsdp2.fsdp1.search import Wrapper, params_of
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 _KEY = "_extended"  # attribute of wrappers that have an extension
@@ -265,7 +266,7 @@ def _own_slots(module: nn.Module, ignored: Collection[nn.Parameter]) -> dict[nn.
         for name, param in _torch.parameters_dict(child).items():
             slot = Slot(child, name)
             if param is not None and slot not in taken and param not in ignored:
-                found.setdefault(param, []).append((f"{path}.{name}" if path else name, slot))
+                found.setdefault(param, []).append((joined_name(path, name), slot))
     return found
 
 
@@ -326,8 +327,7 @@ def extended_in(wrappers: Sequence[Wrapper]) -> Mapping[ShardedParam, tuple[Exte
         param: (extension, known)
         for wrapper in wrappers
         if (extension := extension_of(wrapper)) is not None
-        for group in wrapper._unit.groups
-        for param in group.params
+        for param in params_of(wrapper)
         if (known := extension.of(param)) is not None
     }
 

@@ -17,7 +17,7 @@ from fsdp2.core.comm.memory import alias
 from fsdp2.core.group.group import ParamGroup
 from fsdp2.core.group.param import ShardedParam
 from fsdp2.core.plan.layout import contiguous_stride
-from fsdp2.fsdp1.names import saved_name
+from fsdp2.extras.plain_names import saved_name
 from fsdp2.optim.clip import joined_neighbours
 
 _DATA: Any = torch.Tensor.data  # the descriptor

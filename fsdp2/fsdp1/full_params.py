@@ -32,7 +32,7 @@ from fsdp2.extras.lending import (
     params_under,
 )
 from fsdp2.fsdp1.extensions import bind_plain, bind_shown, extended_in
-from fsdp2.fsdp1.names import Wrapper, wrappers_in
+from fsdp2.fsdp1.search import Wrapper, params_of, wrappers_in
 from fsdp2.fsdp1.state_values import is_replicated
 from fsdp2.optim.clip import clip_grad_norm_
 
@@ -158,8 +158,7 @@ def _replicated(wrappers: Sequence[Wrapper], lent: Collection[ShardedParam]) -> 
         param: wrapper._settings.use_orig_params
         for wrapper in wrappers
         if is_replicated(wrapper)
-        for group in wrapper._unit.groups
-        for param in group.params
+        for param in params_of(wrapper)
         if param in lent
     }
 

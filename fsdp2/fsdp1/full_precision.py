@@ -14,7 +14,7 @@ import torch
 from fsdp2.core.group.group import ParamGroup
 from fsdp2.core.types import MixedPrecisionPolicy
 from fsdp2.fsdp1.init_states import set_buffer_dtypes
-from fsdp2.fsdp1.names import Wrapper, wrappers_in
+from fsdp2.fsdp1.search import Wrapper, params_of, wrappers_in
 
 _POLICIES = "_policies_in_training"  # attribute of a wrapper in full precision; holds its parameters' policies
 
@@ -36,7 +36,7 @@ def follow_training(root: Wrapper) -> None:
 
 
 def _switch(wrapper: Wrapper, *, is_full: bool) -> None:
-    params = [param for group in wrapper._unit.groups for param in group.params]
+    params = params_of(wrapper)
     if is_full:
         before: Sequence[MixedPrecisionPolicy] = [param.policy for param in params]
         wrapper.__dict__[_POLICIES] = before

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fsdp2.fsdp1.flat_param import IN_BACKWARD
-from fsdp2.fsdp1.names import Wrapper
+from fsdp2.fsdp1.search import Wrapper, params_of
 
 _KNOWN = "_fsdp2_steps_in_backward"  # attribute of a parameter whose optimizers step in backward
 
@@ -27,12 +27,11 @@ def check_or_join(wrapper: Wrapper) -> None:
     if flat is not None:
         flat.close_to_optimizers_in_backward()
         return
-    for group in wrapper._unit.groups:
-        for param in group.params:
-            attributes = vars(param.sharded)
-            if IN_BACKWARD in attributes and _KNOWN not in attributes:
-                attributes[_KNOWN] = True
-                param.sharded.register_post_accumulate_grad_hook(_step)
+    for param in params_of(wrapper):
+        attributes = vars(param.sharded)
+        if IN_BACKWARD in attributes and _KNOWN not in attributes:
+            attributes[_KNOWN] = True
+            param.sharded.register_post_accumulate_grad_hook(_step)
 
 
 def _step(param: torch.Tensor) -> None:

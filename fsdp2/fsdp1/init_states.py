@@ -12,8 +12,9 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2.core import _torch
 from fsdp2.core.plan.mesh import ParallelMesh
+from fsdp2.extras.plain_names import saved_name
 from fsdp2.fsdp1.auto_wrap import modules_outside_units
-from fsdp2.fsdp1.names import saved_name, wrappers_in
+from fsdp2.fsdp1.search import wrappers_in
 from fsdp2.fsdp1.settings import Ignored, Settings
 
 

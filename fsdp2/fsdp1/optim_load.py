@@ -19,11 +19,10 @@ from fsdp2.core import _torch
 from fsdp2.core.plan.mesh import NO_AXIS
 from fsdp2.core.runtime import door
 from fsdp2.extras.exchange import exchange, together
-from fsdp2.extras.plain_names import without
+from fsdp2.extras.plain_names import saved_name, without
 from fsdp2.extras.torch_names import is_sharded_tensor
 from fsdp2.fsdp1 import torch_names
 from fsdp2.fsdp1.extensions import loaded_state, shown_shape
-from fsdp2.fsdp1.names import saved_name
 from fsdp2.fsdp1.optim_owners import OptimInput, Owner, Owners, States, groups_in, listed
 from fsdp2.fsdp1.optim_values import Fetch, Remote, broadcast_structure, copied, whole_of_pieces
 from fsdp2.fsdp1.state_dict import Entry

@@ -10,12 +10,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from fsdp2.core import _torch
 from fsdp2.core.plan.mesh import Axis
 from fsdp2.extras.kept_optimizers import take_over
 from fsdp2.extras.lending import all_ranks
 from fsdp2.fsdp1.flat_param import FlatParameter
-from fsdp2.fsdp1.names import saved_name, wrappers_in
+from fsdp2.fsdp1.search import named_slots, wrappers_in
 from fsdp2.fsdp1.state_dict import Entry, entries_of
 
 OptimInput: TypeAlias = Sequence[dict[str, Any]] | Iterable[nn.Parameter] | None
@@ -54,7 +53,8 @@ class Owners:
                 f"optimizer state dict: there is no FullyShardedDataParallel in the {type(model).__name__}. Pass the "
                 "wrapped model."
             )
-        order = _names_in_order(model)
+        places = [(name, slot.module._parameters[slot.name]) for name, slot in named_slots(model)]
+        order = {name: param for name, param in places if param is not None}
         entries = [each for each in entries_of(model) if each.names]
         managed = {id(each.param.sharded): each for each in entries}
         flats: dict[int, list[Entry]] = {}
@@ -84,7 +84,7 @@ class Owners:
         self.in_model_order: list[Owner] = sorted(
             self, key=lambda owner: rank[owner.names[0][0]] if owner.names else -1
         )
-        self.known = {name for each in entries for name in each.names} | {saved_name(name) for name in order}
+        self.known = {name for each in entries for name in each.names} | order.keys()
         self.problem = None
         if unknown:
             self.problem = (
@@ -100,16 +100,6 @@ class Owners:
         """All ranks that have the model, which are those of the largest mesh. The first use is collective."""
         meshes = dict.fromkeys(each._settings.parallel for each in self.wrappers)
         return max(map(all_ranks, meshes), key=lambda axis: axis.size)
-
-
-def _names_in_order(model: nn.Module) -> dict[str, nn.Parameter]:
-    """All parameters that are bound in ``model``, under all of their clean names."""
-    return {
-        saved_name(f"{path}.{short}" if path else short): param
-        for path, child in model.named_modules(remove_duplicate=False)
-        for short, param in _torch.parameters_dict(child).items()
-        if param is not None
-    }
 
 
 def groups_in(model: nn.Module, optim: torch.optim.Optimizer | None, given: OptimInput) -> list[list[nn.Parameter]]:

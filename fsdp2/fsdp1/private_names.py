@@ -11,7 +11,7 @@ from torch import nn
 
 from fsdp2.core.runtime.unit import Unit
 from fsdp2.core.runtime.unit_tree import tree_of
-from fsdp2.fsdp1.names import Wrapper, wrappers_in
+from fsdp2.fsdp1.search import Wrapper, wrappers_in
 
 if TYPE_CHECKING:
     from fsdp2.extras.torch_view.handle import ExecutionOrder, Handle

@@ -24,10 +24,10 @@ from fsdp2.core.schedule.states import GroupState
 from fsdp2.core.types import ScheduleError
 from fsdp2.extras.exchange import exchange, together
 from fsdp2.extras.lending import all_ranks, check_idle
-from fsdp2.extras.plain_names import collects_shards
+from fsdp2.extras.plain_names import IN_FSDP1, clean_name, collects_shards, joined_name, saved_name
 from fsdp2.extras.torch_names import buffers_dict, is_sharded_tensor
 from fsdp2.fsdp1 import extensions, torch_names
-from fsdp2.fsdp1.names import FLAT, WRAPPED, Wrapper, clean_name, is_wrapper, saved_name, wrappers_in
+from fsdp2.fsdp1.search import FLAT, Wrapper, is_wrapper, named_slots, params_of, wrappers_in
 from fsdp2.fsdp1.state_dict_kinds import FULL, LOCAL, SHARDED, effective_kind
 from fsdp2.fsdp1.state_values import (
     CPU,
@@ -55,9 +55,8 @@ class Entry:
 def entries_of(module: nn.Module) -> list[Entry]:
     """The parameters of all wrappers in ``module``, under their clean names in ``module``, outer wrappers first."""
     names: dict[Slot, list[str]] = {}
-    for path, child in module.named_modules(remove_duplicate=False):
-        for short in _torch.parameters_dict(child):
-            names.setdefault(Slot(child, short), []).append(saved_name(f"{path}.{short}" if path else short))
+    for name, slot in named_slots(module):
+        names.setdefault(slot, []).append(name)
     return [
         Entry(wrapper, group, param, tuple(name for slot in param.slots for name in names.get(slot, ())))
         for wrapper in wrappers_in(module)
@@ -144,7 +143,7 @@ _LEFT_OUT = object()  # stands for a value that is not saved on this rank
 def clean_name_in(name: str, prefix: str) -> str:
     """``name`` without the part that the wrapper at ``prefix`` has added."""
     rest = name.removeprefix(prefix)
-    return prefix + rest.removeprefix(f"{WRAPPED}.")
+    return prefix + rest.removeprefix(f"{IN_FSDP1}.")
 
 
 def _bound_in(group: ParamGroup, found: Mapping[str, Any]) -> dict[str, ShardedParam]:
@@ -195,7 +194,7 @@ def _add_clean_metadata(state_dict: Any, prefix: str) -> None:
     """Store the versions of modules under clean names, too, so that models without wrappers find them."""
     metadata = getattr(state_dict, "_metadata", None)
     if metadata is not None:
-        for name in [name for name in metadata if WRAPPED in name and name.startswith(prefix[:-1])]:
+        for name in [name for name in metadata if IN_FSDP1 in name and name.startswith(prefix[:-1])]:
             metadata[saved_name(name)] = metadata[name]
 
 
@@ -244,7 +243,7 @@ def _check_local(wrapper: Wrapper, state_dict: Mapping[str, Any]) -> None:
     """Raise RuntimeError if a local state dict does not fit. All ranks must know before its units communicate."""
     for path, module in wrapper.named_modules():
         if is_wrapper(module) and effective_kind(module)[0] is LOCAL:
-            name = saved_name(f"{path}.{FLAT}" if path else FLAT)
+            name = saved_name(joined_name(path, FLAT))
             for group in module._unit.groups:
                 problem = flat_problem(module, group, name, state_dict.get(name))
                 if problem is not None:
@@ -271,16 +270,15 @@ def _expected_shapes(wrapper: Wrapper) -> dict[str, torch.Size | None]:
     modules = list(wrapper.named_modules(remove_duplicate=False))
     for path, module in modules:
         if is_wrapper(module) and effective_kind(module)[0] is LOCAL and module._unit.groups:
-            groups = module._unit.groups
-            local |= {slot for group in groups for param in group.params for slot in param.slots}
-            expected[saved_name(f"{path}.{FLAT}" if path else FLAT)] = None
+            local |= {slot for param in params_of(module) for slot in param.slots}
+            expected[saved_name(joined_name(path, FLAT))] = None
     for path, module in modules:
         tensors = {**_torch.parameters_dict(module), **torch_names.persistent_buffers(module)}
         for short, tensor in tensors.items():
             if tensor is not None and Slot(module, short) not in local:
-                expected[saved_name(f"{path}.{short}" if path else short)] = tensor.shape
+                expected[saved_name(joined_name(path, short))] = tensor.shape
         if type(module).get_extra_state is not nn.Module.get_extra_state:
-            expected[saved_name(f"{path}._extra_state" if path else "_extra_state")] = None
+            expected[saved_name(joined_name(path, "_extra_state"))] = None
     return expected
 
 
@@ -340,7 +338,7 @@ def load_into_wrapper(
     *_, errors = rest
     wrapper.__dict__["_loading"] = _Loading(errors, from_flat, _held_by_modules(wrapper))
     for name in [name for name in state_dict if name.startswith(prefix)]:
-        state_dict[f"{prefix}{WRAPPED}.{name.removeprefix(prefix)}"] = state_dict.pop(name)
+        state_dict[f"{prefix}{IN_FSDP1}.{name.removeprefix(prefix)}"] = state_dict.pop(name)
     call(state_dict, prefix, *rest)
 
 
@@ -349,7 +347,7 @@ def clean_up_load(wrapper: Wrapper, incompatible: Any) -> None:
     loading = wrapper.__dict__.pop("_loading")
     for names in (incompatible.missing_keys, incompatible.unexpected_keys):
         names[:] = map(clean_name, names)
-    loading.errors[:] = [error.replace(f"{WRAPPED}.", "") for error in loading.errors]
+    loading.errors[:] = [error.replace(f"{IN_FSDP1}.", "") for error in loading.errors]
 
 
 class CutLoaded:
@@ -377,10 +375,9 @@ class CutLoaded:
 
 def _held_by_modules(wrapper: Wrapper) -> dict[nn.Module, list[tuple[ShardedParam, str]]]:
     held: dict[nn.Module, list[tuple[ShardedParam, str]]] = {}
-    for group in wrapper._unit.groups:
-        for param in group.params:
-            for slot in param.slots:
-                held.setdefault(slot.module, []).append((param, slot.name))
+    for param in params_of(wrapper):
+        for slot in param.slots:
+            held.setdefault(slot.module, []).append((param, slot.name))
     return held
 
 
@@ -389,7 +386,7 @@ def names_for_checkpoints(wrapper: Wrapper) -> dict[str, str]:
     names that the wrapper itself has, such as ``module``."""
     inner = wrapper._fsdp_wrapped_module
     names = [*_torch.parameters_dict(inner), *buffers_dict(inner), *dict(inner.named_children())]
-    found = {"": WRAPPED, **dict.fromkeys(names, WRAPPED)}
+    found = {"": IN_FSDP1, **dict.fromkeys(names, IN_FSDP1)}
     return found if torch_names.takes_for_fsdp1(wrapper) else _WrappedNames(found)
 
 
@@ -398,7 +395,7 @@ class _WrappedNames(dict[str, str]):
     classes that they know, and would otherwise save it."""
 
     def get(self, name: str, default: Any = None) -> Any:
-        if name == WRAPPED:
+        if name == IN_FSDP1:
             raise RuntimeError(
                 "torch.distributed.checkpoint.state_dict does not know fsdp2's FullyShardedDataParallel. Call "
                 "fsdp2.install() first, or use FullyShardedDataParallel.optim_state_dict and "

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
-from fsdp2.fsdp1.names import Wrapper, wrappers_in
+from fsdp2.fsdp1.search import Wrapper, wrappers_in
 from fsdp2.fsdp1.state_values import is_replicated, uses_dtensor
 
 FULL, SHARDED, LOCAL = (

@@ -20,7 +20,7 @@ from fsdp2.core.group.param import ShardedParam
 from fsdp2.extras.lending import gathered_together, whole_subclass
 from fsdp2.extras.torch_names import is_sharded_tensor
 from fsdp2.fsdp1 import torch_names
-from fsdp2.fsdp1.names import Wrapper
+from fsdp2.fsdp1.search import Wrapper
 
 CPU = torch.device("cpu")
 _ALIGNMENT_NBYTES = 16  # alignment of parameters in torch's flat parameter, with use_orig_params

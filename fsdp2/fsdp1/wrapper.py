@@ -25,7 +25,7 @@ from fsdp2.core.runtime.unit_tree import tree_of
 from fsdp2.core.schedule.states import GroupState
 from fsdp2.extras.copying import copied_module
 from fsdp2.extras.lending import no_sync
-from fsdp2.extras.plain_names import inside_checkpoint, plain_name
+from fsdp2.extras.plain_names import IN_FSDP1, clean_name, inside_checkpoint, plain_name
 from fsdp2.extras.refusals import check_not_flattened
 from fsdp2.fsdp1 import (
     comm_hooks,
@@ -54,8 +54,8 @@ from fsdp2.fsdp1.init_states import (
     keep_low_precision,
     materialise,
 )
-from fsdp2.fsdp1.names import FLAT, WRAPPED, clean_name, wrappers_in
 from fsdp2.fsdp1.private_names import HasPrivateNames
+from fsdp2.fsdp1.search import FLAT, params_of, wrappers_in
 from fsdp2.fsdp1.settings import DeviceId, Ignored, ProcessGroups, Settings, checked_ignored, checked_settings
 from fsdp2.fsdp1.state_values import memory_order
 from fsdp2.fsdp1.torch_names import HYBRID
@@ -311,7 +311,7 @@ class FullyShardedDataParallel(HasStateDicts, HasPrivateNames):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == WRAPPED:
+            if name == IN_FSDP1:
                 raise
             return getattr(self._fsdp_wrapped_module, name)
 
@@ -343,7 +343,7 @@ class FullyShardedDataParallel(HasStateDicts, HasPrivateNames):
         casts = (is_root and precision.cast_root_forward_inputs) or (unit.groups and precision.cast_forward_inputs)
         if casts and precision.param_dtype is not None and not self._is_full_precision:
             args, kwargs = cast_floating((args, kwargs), precision.param_dtype)
-        return self._modules[WRAPPED](*args, **kwargs)  # type: ignore[misc]  # spares two calls of __getattr__
+        return self._modules[IN_FSDP1](*args, **kwargs)  # type: ignore[misc]  # spares two calls of __getattr__
 
     @_torch.runs_between_graphs
     def _begin_to_run(self) -> None:
@@ -534,7 +534,7 @@ class FullyShardedDataParallel(HasStateDicts, HasPrivateNames):
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Apply ``to``, ``cuda`` and similar methods to the shards."""
         self._unit.reshard()
-        params = [param for group in self._unit.groups for param in group.params]
+        params = params_of(self)
         attributes = [dict(vars(param.sharded)) for param in params]
         result = super()._apply(*args, **kwargs)
         for param, before in zip(params, attributes, strict=True):
