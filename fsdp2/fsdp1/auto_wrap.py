@@ -1,4 +1,5 @@
-"""Which modules a policy of ``torch.distributed.fsdp.wrap`` chooses, and how they are wrapped."""
+"""Which modules a policy of ``torch.distributed.fsdp.wrap`` chooses, and how they are wrapped, or sharded without
+wrappers."""
 
 from __future__ import annotations
 
@@ -9,7 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp2.core.api.fully_shard import fully_shard
+from fsdp2.core.api.module import FSDPModule
 from fsdp2.core.plan.dtypes import cast_floating
+from fsdp2.core.plan.mesh import default_mesh
 from fsdp2.core.runtime.unit import unit_of
 from fsdp2.extras.plain_names import plain_named_modules
 from fsdp2.fsdp1.search import is_wrapper
@@ -159,3 +163,19 @@ def modules_outside_units(model: nn.Module, ignored: Collection[nn.Module] = fro
             if child not in seen and not is_managed and child not in ignored:
                 seen.add(child)
                 waiting.append(child)
+
+
+def shard_by_policy(model: nn.Module, policy: Any, **options: Any) -> FSDPModule:
+    """Shard ``model`` as :func:`fsdp2.auto_shard` does when it is given a ``policy``."""
+    params = frozenset(options.get("ignored_params") or ())
+    chosen = chosen_by(policy, model, ignored_params=params)
+    if not chosen:
+        classes = ", ".join(sorted({type(module).__name__ for module in inner_first(model)} - {type(model).__name__}))
+        raise ValueError(
+            f"auto_shard: the policy chooses no module inside this {type(model).__name__}, which has modules of the "
+            f"classes {classes or 'none'}. Choose one of them, or call fully_shard(model) for a single unit."
+        )
+    options = {"mesh": default_mesh(), **options}
+    for module, overrides in chosen.items():
+        fully_shard(module, **{**options, **overrides})
+    return fully_shard(model, **options)

@@ -14,12 +14,12 @@ from typing import cast
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from fsdp2.core import _torch
 from fsdp2.core.group.group import ParamGroup
 from fsdp2.core.group.param import ShardedParam, Slot
 from fsdp2.core.plan.mesh import Axis
+from fsdp2.core.plan.placements import local_part
 from fsdp2.core.runtime.unit import Unit, units_under
 from fsdp2.extras.exchange import exchange
 from fsdp2.extras.lending import (
@@ -168,16 +168,14 @@ def _write_values(places: Mapping[ShardedParam, torch.Tensor]) -> None:
     """Copy in-place writes to the whole parameters into the shards."""
     for param, whole in places.items():
         if whole is not param.sharded:
-            value = _torch.local_of(whole) if isinstance(whole, DTensor) else whole
-            _torch.local_of(param.sharded).copy_(param.shard_of(value))
+            _torch.local_of(param.sharded).copy_(param.shard_of(local_part(whole)))
 
 
 # Gradients
 
 
 def _bound(param: ShardedParam) -> torch.Tensor:
-    module, name = param.slots[0]
-    return cast(torch.Tensor, getattr(module, name))
+    return cast(torch.Tensor, param.bound())
 
 
 def _bind_gradients(group: ParamGroup, params: Sequence[ShardedParam], axis: Axis, *, is_here: bool) -> None:

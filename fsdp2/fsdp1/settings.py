@@ -36,7 +36,7 @@ class Settings:
         device_mesh: the axes in use of the mesh that the user gave, if any. It decides whether sharded state dicts
             have DTensors.
         process_group: the ranks that parameters are sharded over, or copied to (``NO_SHARD``).
-        full_precision_in_eval: see ``full_precision``.
+        full_precision_in_eval: see ``evaluation``.
     """
 
     parallel: ParallelMesh

@@ -8,8 +8,7 @@ before ``nn.Module`` copies them, so hooks may have renamed keys before that.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -20,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2.core import _torch
 from fsdp2.core.group.group import ParamGroup
 from fsdp2.core.group.param import ShardedParam, Slot
+from fsdp2.core.plan.placements import local_part
 from fsdp2.core.schedule.states import GroupState
 from fsdp2.core.types import ScheduleError
 from fsdp2.extras.exchange import exchange, together
@@ -95,55 +95,75 @@ def replace_values(wrapper: Wrapper, state_dict: dict[str, Any], prefix: str, *_
     the wrapper's settings ask for."""
     kind, config = effective_kind(wrapper)
     names = [name for name in state_dict if name.startswith(prefix)]
-    found = {clean_name_in(name, prefix): state_dict.pop(name) for name in names}
+    found = {prefix + name.removeprefix(prefix).removeprefix(f"{IN_FSDP1}."): state_dict.pop(name) for name in names}
     if collects_shards.get():
         state_dict.update(found)
         return
     device = CPU if config.offload_to_cpu else None
-    is_left_out = kind is FULL and config.rank0_only and wrapper.rank != 0
-    buffers = {id(buffer) for buffer in wrapper._fsdp_wrapped_module.buffers()}
-    saved: dict[int, Any] = {}  # ties stay ties
-    for name, value in found.items():
-        if id(value) in buffers:
-            if id(value) not in saved:
-                short = name.removeprefix(prefix)
-                saved[id(value)] = _LEFT_OUT if is_left_out else _saved_buffer(wrapper, short, value, device)
-            found[name] = saved[id(value)]
+    is_saved = kind is not FULL or not config.rank0_only or wrapper.rank == 0
+    values = _buffer_values(wrapper, found, prefix, device if is_saved else None)
     for group in wrapper._unit.groups:
         bound = _bound_in(group, found)
         params = list(dict.fromkeys(bound.values()))
-        values: dict[ShardedParam, Any] = {}
-        if kind is SHARDED and extensions.extension_of(wrapper) is not None:
-            for param, whole in zip(params, _wholes(group, params, None), strict=True):
-                value = extensions.chunked_value(wrapper, param, whole)
-                values[param] = value if device is None else value.to(device)
+        if kind is FULL:
+            wholes = _wholes(group, params, device if is_saved else None)  # all ranks take part
+            if is_saved:
+                wholes = [extensions.shown_value(wrapper, *each) for each in zip(params, wholes, strict=True)]
+            own: dict[ShardedParam, Any] = dict(zip(params, wholes, strict=True))
         elif kind is SHARDED:
-            values = {
-                param: sharded_value(
-                    param, _shard_of(group, param), wrapper, device=device, use_dtensor=config._use_dtensor
-                )
-                for param in params
-            }
-        elif kind is FULL:
-            for param, whole in zip(params, _wholes(group, params, device, is_left_out=is_left_out), strict=True):
-                values[param] = whole if whole is _LEFT_OUT else extensions.shown_value(wrapper, param, whole)
-        elif params:  # LOCAL
-            whole = _wholes(group, group.params, None)
-            found = {f"{prefix}{FLAT}": flat_value(wrapper, group, whole, device), **found}
-            values = dict.fromkeys(params, _LEFT_OUT)
-        for name, param in bound.items():
-            found[name] = values[param]
+            own = _sharded_values(wrapper, group, params, device, use_dtensor=config._use_dtensor)
+        else:
+            own = dict.fromkeys(params, _LEFT_OUT)
+            if params:
+                flat = flat_value(wrapper, group, _wholes(group, group.params, None), device)
+                found = {f"{prefix}{FLAT}": flat, **found}
+        values |= {name: own[param] for name, param in bound.items()}
+    found |= values if is_saved else dict.fromkeys(values, _LEFT_OUT)
     state_dict.update((name, value) for name, value in found.items() if value is not _LEFT_OUT)
-    _add_clean_metadata(state_dict, prefix)
+    metadata = getattr(state_dict, "_metadata", {})  # with the versions of modules, by which plain models load, too
+    for name in [name for name in metadata if IN_FSDP1 in name and name.startswith(prefix[:-1])]:
+        metadata[saved_name(name)] = metadata[name]
 
 
 _LEFT_OUT = object()  # stands for a value that is not saved on this rank
 
 
-def clean_name_in(name: str, prefix: str) -> str:
-    """``name`` without the part that the wrapper at ``prefix`` has added."""
-    rest = name.removeprefix(prefix)
-    return prefix + rest.removeprefix(f"{IN_FSDP1}.")
+def _buffer_values(
+    wrapper: Wrapper, found: Mapping[str, Any], prefix: str, device: torch.device | None
+) -> dict[str, Any]:
+    """Copies of the buffers in ``found``, in the dtypes that they had before ``MixedPrecision(buffer_dtype)`` cast
+    them."""
+    buffers = {id(buffer) for buffer in wrapper._fsdp_wrapped_module.buffers()}
+    made: dict[int, torch.Tensor] = {}  # ties stay ties
+    values = {}
+    for name, buffer in found.items():
+        if id(buffer) in buffers:
+            if id(buffer) not in made:
+                dtype = wrapper._orig_buffer_dtypes.get(name.removeprefix(prefix), buffer.dtype)
+                made[id(buffer)] = buffer.to(device=device or buffer.device, dtype=dtype, copy=True)
+            values[name] = made[id(buffer)]
+    return values
+
+
+def _sharded_values(
+    wrapper: Wrapper,
+    group: ParamGroup,
+    params: Sequence[ShardedParam],
+    device: torch.device | None,
+    *,
+    use_dtensor: bool,
+) -> dict[ShardedParam, Any]:
+    values = {}
+    if extensions.extension_of(wrapper) is not None:
+        for param, whole in zip(params, _wholes(group, params, None), strict=True):
+            value = extensions.chunked_value(wrapper, param, whole)
+            values[param] = value if device is None else value.to(device)
+        return values
+    for param in params:
+        lent = _lent_value(group, param)
+        local = _torch.local_of(param.sharded).detach() if lent is None else param.shard_of(lent)
+        values[param] = sharded_value(param, local, wrapper, device=device, use_dtensor=use_dtensor)
+    return values
 
 
 def _bound_in(group: ParamGroup, found: Mapping[str, Any]) -> dict[str, ShardedParam]:
@@ -155,47 +175,25 @@ def _bound_in(group: ParamGroup, found: Mapping[str, Any]) -> dict[str, ShardedP
     return {name: known[id(value)] for name, value in found.items() if id(value) in known}
 
 
+def _wholes(group: ParamGroup, params: Sequence[ShardedParam], device: torch.device | None) -> list[torch.Tensor]:
+    """Copies of whole ``params``: of what ``summon_full_params`` has bound, or gathered. None means their device."""
+    lent = [value for param in params if (value := _lent_value(group, param)) is not None]
+    if lent:
+        return [value.to(device or value.device, copy=True) for value in lent]
+    return full_values(group, params, [_torch.local_of(param.sharded).detach() for param in params], device)
+
+
 def _lent_value(group: ParamGroup, param: ShardedParam) -> torch.Tensor | None:
     """The whole parameter, if ``summon_full_params`` has bound it here."""
     if group.state is not GroupState.LENT:
         return None
-    bound = getattr(param.slots[0].module, param.slots[0].name)
+    bound = param.bound()
     if bound is param.sharded:
         raise ScheduleError(
             f"state_dict: parameter '{param.full_name}' is whole only on the first rank, in "
             "summon_full_params(rank0_only=True). Call state_dict outside of the block."
         )
-    return extensions.plain_value(group, param, bound.detach())
-
-
-def _shard_of(group: ParamGroup, param: ShardedParam) -> torch.Tensor:
-    lent = _lent_value(group, param)
-    return _torch.local_of(param.sharded).detach() if lent is None else param.shard_of(lent)
-
-
-def _wholes(
-    group: ParamGroup, params: Sequence[ShardedParam], device: torch.device | None, *, is_left_out: bool = False
-) -> list[Any]:
-    lent = [_lent_value(group, param) for param in params]
-    if any(value is not None for value in lent):
-        return [_LEFT_OUT if is_left_out else value.to(device or value.device, copy=True) for value in lent]  # type: ignore[union-attr]
-    locals_ = [_torch.local_of(param.sharded).detach() for param in params]
-    wholes = full_values(group, params, locals_, None if is_left_out else device) if params else []
-    return [_LEFT_OUT] * len(params) if is_left_out else wholes
-
-
-def _saved_buffer(wrapper: Wrapper, name: str, buffer: torch.Tensor, device: torch.device | None) -> torch.Tensor:
-    """A copy of ``buffer`` in the dtype that it had before ``MixedPrecision(buffer_dtype)`` cast it."""
-    dtype = wrapper._orig_buffer_dtypes.get(name, buffer.dtype)
-    return buffer.to(device=device or buffer.device, dtype=dtype, copy=True)
-
-
-def _add_clean_metadata(state_dict: Any, prefix: str) -> None:
-    """Store the versions of modules under clean names, too, so that models without wrappers find them."""
-    metadata = getattr(state_dict, "_metadata", None)
-    if metadata is not None:
-        for name in [name for name in metadata if IN_FSDP1 in name and name.startswith(prefix[:-1])]:
-            metadata[saved_name(name)] = metadata[name]
+    return extensions.plain_value(group, param, cast(torch.Tensor, bound).detach())
 
 
 # Loading
@@ -214,15 +212,15 @@ def load(
         is_doubtful = _doubt(wrapper, given, strict=strict)
     if not any(exchange(axis, is_doubtful)):
         return call(given, strict=strict, assign=assign)
-    with _restoring(wrapper) as restore:
-        try:
-            with together(axis):
-                return call(given, strict=strict, assign=assign)
-        except Exception:
-            restore()
-            for each in wrappers_in(wrapper):
-                each.__dict__.pop("_loading", None)
-            raise
+    restore = _restorer(wrapper)
+    try:
+        with together(axis):
+            return call(given, strict=strict, assign=assign)
+    except Exception:
+        restore()
+        for each in wrappers_in(wrapper):
+            each.__dict__.pop("_loading", None)
+        raise
 
 
 def _with_metadata_of_wrappers(wrapper: Wrapper, state_dict: Mapping[str, Any]) -> OrderedDict[str, Any]:
@@ -282,31 +280,20 @@ def _expected_shapes(wrapper: Wrapper) -> dict[str, torch.Size | None]:
     return expected
 
 
-@contextmanager
-def _restoring(wrapper: Wrapper) -> Iterator[Callable[[], None]]:
-    """Yield a function that restores all parameters and buffers of ``wrapper`` with the values they have now."""
-    bound: list[tuple[dict[str, Any], dict[str, Any], dict[str, torch.Tensor]]] = [
-        (
-            cast(Any, place),
-            dict(place),
-            {key: _plain_part(value).clone() for key, value in place.items() if value is not None},
-        )
-        for module in wrapper.modules()
-        for place in (_torch.parameters_dict(module), buffers_dict(module))
-    ]
+def _restorer(wrapper: Wrapper) -> Callable[[], None]:
+    """A function that restores all parameters and buffers of ``wrapper`` with the values they have now."""
+    places = [each for module in wrapper.modules() for each in (_torch.parameters_dict(module), buffers_dict(module))]
+    before: list[tuple[dict[str, Any], dict[str, Any]]] = [(cast(Any, place), dict(place)) for place in places]
+    copies = [{key: local_part(value).clone() for key, value in own.items() if value is not None} for _, own in before]
 
     def restore() -> None:
         with torch.no_grad():
-            for place, objects, values in bound:
-                place.update(objects)
+            for (place, own), values in zip(before, copies, strict=True):
+                place.update(own)
                 for key, value in values.items():
-                    _plain_part(place[key]).copy_(value)
+                    local_part(place[key]).copy_(value)
 
-    yield restore
-
-
-def _plain_part(tensor: Any) -> torch.Tensor:
-    return (_torch.local_of(tensor) if isinstance(tensor, DTensor) else tensor).detach()
+    return restore
 
 
 @dataclass(frozen=True)

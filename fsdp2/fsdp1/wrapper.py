@@ -32,7 +32,6 @@ from fsdp2.fsdp1 import (
     evaluation,
     extensions,
     full_params,
-    full_precision,
     in_backward,
     orig_params,
     state_dict as state_dicts,
@@ -339,7 +338,7 @@ class FullyShardedDataParallel(HasStateDicts, HasPrivateNames):
         if is_root and not self._has_run:
             self._begin_to_run()
         if is_root and self._settings.full_precision_in_eval:
-            full_precision.follow_training(self)
+            evaluation.follow_training(self)
         casts = (is_root and precision.cast_root_forward_inputs) or (unit.groups and precision.cast_forward_inputs)
         if casts and precision.param_dtype is not None and not self._is_full_precision:
             args, kwargs = cast_floating((args, kwargs), precision.param_dtype)
