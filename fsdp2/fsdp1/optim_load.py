@@ -79,7 +79,7 @@ def to_load(
         ValueError: on some rank, ``given`` does not fit the model or the optimizer.
     """
     owners = Owners(model, groups_in(model, optim, optim_input))
-    fetch: Fetch = _itself
+    fetch: Fetch = _unchanged
     if rank0_only:
         given, fetch = broadcast_structure(given, group, owners.wrappers[0].compute_device)
     axis = owners.axis if is_collective else NO_AXIS
@@ -94,7 +94,7 @@ def to_load(
                 f"{ways[0][0]!r} is sharded. Set SHARDED_STATE_DICT to load sharded states."
             )
     _check_alike(exchange(axis, ways))
-    keys = _keys_of(model, owners, is_named=is_named)
+    keys = {id(owner.param): key for key, owner in owners.by_key(model, is_named=is_named).items()}
     state: dict[Any, Any] = {}
     with together(axis):
         problem: Exception | None = None
@@ -105,7 +105,7 @@ def to_load(
                 found, problem = {}, problem or error
             if found:
                 state[keys[id(owner.param)]] = found
-        others = {key: _of_no_parameter(each, fetch) for key, each in given["state"].items() if key not in owners.known}
+        others = {key: _fetched(each, fetch) for key, each in given["state"].items() if key not in owners.known}
         if problem is not None:
             raise problem
     state |= others
@@ -115,7 +115,7 @@ def to_load(
     return made
 
 
-def _itself(value: Any) -> Any:
+def _unchanged(value: Any) -> Any:
     return value
 
 
@@ -294,12 +294,11 @@ def _states_of(owner: Owner, state: Mapping[str, States], fetch: Fetch) -> State
     found = _states_by_name(owner, state)
     if not any(found):
         return {}
-    if not owner.entries:
-        return {name: _loaded_whole(value, fetch) for name, value in sorted((found[0] or {}).items())}
-    if not owner.is_flat:
-        entry = owner.entries[0]
-        return {name: _loaded(entry, name, value, fetch) for name, value in sorted((found[0] or {}).items())}
     present = next(each for each in found if each is not None)
+    if not owner.entries:
+        return {name: _fetched(value, fetch) for name, value in sorted(present.items())}
+    if not owner.is_flat:
+        return {name: _loaded(owner.entries[0], name, value, fetch) for name, value in sorted(present.items())}
     made: States = {}
     for name in sorted(present):
         values = [None if each is None else each[name] for each in found]
@@ -338,24 +337,14 @@ def _local(entry: Entry, value: Any, fetch: Fetch) -> torch.Tensor:
     return local
 
 
-def _loaded_whole(value: Any, fetch: Fetch) -> Any:
+def _fetched(value: Any, fetch: Fetch) -> Any:
+    """A copy of ``value``, the state of a parameter that no wrapper manages, or of none."""
+    if isinstance(value, Mapping):
+        return {key: _fetched(each, fetch) for key, each in value.items()}
     return copied(fetch(value))
 
 
-def _of_no_parameter(value: Any, fetch: Fetch) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _of_no_parameter(each, fetch) for key, each in value.items()}
-    return _loaded_whole(value, fetch)
-
-
 # Groups and keys
-
-
-def _keys_of(model: nn.Module, owners: Owners, *, is_named: bool) -> dict[int, Any]:
-    if not is_named:
-        return {id(owner.param): i for i, owner in enumerate(owners)}
-    names = {id(param): name for name, param in model.named_parameters()}
-    return {id(owner.param): names.get(id(owner.param), owner.names[0][0]) for owner in owners}
 
 
 def _param_groups(owners: Owners, groups: Sequence[Mapping[str, Any]], keys: Mapping[int, Any]) -> list[dict[str, Any]]:

@@ -56,10 +56,10 @@ class Owners:
         places = [(name, slot.module._parameters[slot.name]) for name, slot in named_slots(model)]
         order = {name: param for name, param in places if param is not None}
         entries = [each for each in entries_of(model) if each.names]
-        managed = {id(each.param.sharded): each for each in entries}
-        flats: dict[int, list[Entry]] = {}
+        managed: dict[int, list[Entry]] = {}  # by what an optimizer may hold: a shard, or a flat parameter of a group
         for each in entries:
-            flats.setdefault(id(each.group), []).append(each)
+            managed[id(each.param.sharded)] = [each]
+            managed.setdefault(id(each.group), []).append(each)
         by_param: dict[int, list[str]] = {}
         for name, param in order.items():
             by_param.setdefault(id(param), []).append(name)
@@ -69,11 +69,7 @@ class Owners:
         for i, group in enumerate(groups):
             self.groups.append([])
             for j, param in enumerate(group):
-                found: Sequence[Entry] = ()
-                if isinstance(param, FlatParameter):
-                    found = flats.get(id(param._group), ())
-                elif id(param) in managed:
-                    found = [managed[id(param)]]
+                found = managed.get(id(param._group if isinstance(param, FlatParameter) else param), [])
                 names = [tuple(sorted(each.names, key=rank.__getitem__)) for each in found]
                 if not found and id(param) in by_param:
                     names = [tuple(by_param[id(param)])]
@@ -94,6 +90,13 @@ class Owners:
 
     def __iter__(self) -> Iterator[Owner]:
         return (owner for group in self.groups for owner in group)
+
+    def by_key(self, model: nn.Module, *, is_named: bool) -> dict[Any, Owner]:
+        """The parameters by their keys in a state dict of the optimizer: numbers, or names if it uses names."""
+        if not is_named:
+            return dict(enumerate(self))
+        names = {id(param): name for name, param in model.named_parameters()}
+        return {names.get(id(owner.param), owner.names[0][0]): owner for owner in self if owner.names}
 
     @cached_property
     def axis(self) -> Axis:

@@ -96,7 +96,9 @@ def save(
     """
     given = optim.state_dict() if given is None else given
     owners = Owners(model, groups_in(model, optim, None))
-    keys = _keys(model, owners, given)
+    in_groups = (key for each in given.get("param_groups", ()) for key in each["params"])
+    is_named = isinstance(next(chain(in_groups, given["state"]), None), str)
+    keys = owners.by_key(model, is_named=is_named)
     by_key = {key: keys[key] for key in given["state"] if key in keys}
     others = {}
     with together(owners.axis):
@@ -127,15 +129,6 @@ def save(
             for each in given["param_groups"]
         ]
     return made
-
-
-def _keys(model: nn.Module, owners: Owners, given: Mapping[str, Any]) -> dict[Any, Owner]:
-    """The keys of an optimizer's state dict: numbers, or names if the optimizer uses names."""
-    in_groups = (key for group in given.get("param_groups", ()) for key in group["params"])
-    if not isinstance(next(chain(in_groups, given["state"]), None), str):
-        return dict(enumerate(owners))
-    names = {id(param): name for name, param in model.named_parameters()}
-    return {names.get(id(owner.param), owner.names[0][0]): owner for owner in owners if owner.names}
 
 
 def _cut_states(owners: Owners, by_key: Mapping[Any, Owner], states: Mapping[Any, States]) -> list[Part]:
@@ -183,7 +176,10 @@ def _as_cut(entry: Entry, value: Any) -> Any:
 def _agreed(owners: Owners, cut: list[Part]) -> list[Part]:
     """Add to ``cut`` the states that other ranks have where this rank's shard is empty. Afterwards all ranks have the
     same states, or all of them raise."""
-    mine = [(name, entry.param.shard_shape, _kinds(states)) for _, entry, name, states in cut]
+    mine = [
+        (name, entry.param.shard_shape, {key: _kind(value) for key, value in sorted(states.items())})
+        for _, entry, name, states in cut
+    ]
     found: list[Any] = exchange(owners.axis, mine)
     kinds = [[(name, kind) for name, _, kind in each] for each in found]
     if all(each == kinds[0] for each in kinds):
@@ -229,14 +225,10 @@ def _agreed(owners: Owners, cut: list[Part]) -> list[Part]:
     return result
 
 
-def _kinds(states: States) -> dict[str, str]:
-    kinds = {}
-    for name, value in sorted(states.items()):
-        if isinstance(value, Cut):
-            kinds[name] = f"cut {value.local.dtype}"
-        else:
-            kinds[name] = "DTensor" if isinstance(value, DTensor) else "other"
-    return kinds
+def _kind(value: Any) -> str:
+    if isinstance(value, Cut):
+        return f"cut {value.local.dtype}"
+    return "DTensor" if isinstance(value, DTensor) else "other"
 
 
 def _plain(value: Any) -> Any:
@@ -312,18 +304,16 @@ def _sharded_state(owner: Owner, entry: Entry, value: Any, device: torch.device 
 
 
 def _in_order(part: Part) -> list[tuple[str, Any]]:
-    """The states of a parameter, in torch's order."""
-    return sorted(part.states.items(), key=lambda item: _order(item, is_flat=part.owner.is_flat))
+    """The states of a parameter in torch's order: sharded ones, other tensors, others. For original parameters, these
+    kinds come in the reverse order. States of one kind are sorted by name."""
+    direction = 1 if part.owner.is_flat else -1
 
+    def place(item: tuple[str, Any]) -> tuple[int, str]:
+        name, value = item
+        kind = 0 if isinstance(value, Cut) else 1 if isinstance(value, torch.Tensor) else 2
+        return direction * kind, name
 
-def _order(item: tuple[str, Any], *, is_flat: bool) -> tuple[int, str]:
-    """Torch's order of the states of a parameter."""
-    name, value = item
-    if isinstance(value, Cut):
-        return (0 if is_flat else 3), name
-    return (1 if isinstance(value, torch.Tensor) else 2) if is_flat else (
-        2 if isinstance(value, torch.Tensor) else 1
-    ), name
+    return sorted(part.states.items(), key=place)
 
 
 def _scalar_device(owner: Owner, value: Any, device: torch.device | None) -> torch.device | None:
