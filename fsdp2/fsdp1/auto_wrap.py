@@ -29,15 +29,8 @@ def chosen_by(
     ignored_params: Collection[nn.Parameter] = frozenset(),
 ) -> Overrides:
     """Return the modules inside ``model`` that ``policy`` chooses, inner ones first, each with the options that the
-    policy overrides. ``model`` itself is not among them.
-
-    Args:
-        policy: a ``ModuleWrapPolicy``, a ``CustomPolicy``, or a function ``(module, recurse, nonwrapped_numel)``.
-
-    Raises:
-        TypeError: ``policy`` is none of these.
-        ValueError: a ``CustomPolicy`` returns something other than a bool or a dict.
-    """
+    policy overrides. ``model`` itself is not among them. ``policy`` is a ``ModuleWrapPolicy``, a ``CustomPolicy``, or a
+    function ``(module, recurse, nonwrapped_numel)``."""
     found = run_policy(policy, model, set(ignored_modules))
     if found is None:
         if not callable(policy):
@@ -90,11 +83,7 @@ def inner_first(model: nn.Module) -> list[nn.Module]:
 
 
 def check_nothing_is_wrapped(model: nn.Module) -> None:
-    """Refuse to apply a policy to a model that is already partly sharded.
-
-    Raises:
-        ValueError: a module is sharded already; the message names the first one.
-    """
+    """Refuse to apply a policy to a model that is already partly sharded."""
     for name, module in plain_named_modules(model):
         if unit_of(module) is not None:
             raise ValueError(

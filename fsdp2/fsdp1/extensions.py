@@ -219,12 +219,8 @@ def flattened(
     module: nn.Module, ignored: Collection[nn.Parameter], *, keeps: bool = True
 ) -> Iterator[Extension | None]:
     """Inside the block, the current extension has made plain those parameters under ``module`` that belong to no unit
-    yet. With ``keeps`` they stay plain afterwards; if the block then raises, ``undone_on_error`` restores them.
-
-    Raises:
-        ExtensionError: the extension returns something of the wrong kind or shape. Nothing has changed then.
-        ValueError: a parameter is tied to one that an inner wrapper has transformed.
-    """
+    yet. With ``keeps`` they stay plain afterwards; if the block then raises, ``undone_on_error`` restores them. If the
+    extension returns something wrong, this raises before anything has changed."""
     if _current is None:
         yield None
         return

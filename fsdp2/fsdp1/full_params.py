@@ -43,7 +43,7 @@ Lent = Mapping[ParamGroup, Sequence[ShardedParam]]
 
 @entered_and_left
 @contextmanager
-def summoned(
+def summon_full_params(
     module: nn.Module,
     recurse: bool = True,
     writeback: bool = True,
@@ -51,7 +51,23 @@ def summoned(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Iterator[None]:
-    """See :meth:`FullyShardedDataParallel.summon_full_params`."""
+    """Inside the block, the parameters of the wrappers in ``module`` are whole and plain, and have their original
+    names even with ``use_orig_params=False``. All ranks enter and leave the block together. If the block raises,
+    nothing is written. See :func:`fsdp2.unsharded`.
+
+    Args:
+        module: any module; nothing happens if it contains no wrapper.
+        recurse: if False, only the parameters of ``module`` itself, without those of inner wrappers.
+        writeback: copy values into the shards when the block ends.
+        rank0_only: only the first rank has whole parameters.
+        offload_to_cpu: whole parameters are on the host.
+        with_grads: parameters also have their whole gradients, which ``writeback`` writes as well.
+
+    Raises:
+        NotImplementedError: ``rank0_only`` with ``writeback``; ``with_grads`` with ``offload_to_cpu`` or with
+            ``use_orig_params=False``.
+        ScheduleError: a forward or backward runs; another block holds the parameters.
+    """
     wrappers: list[Wrapper] = wrappers_in(module)
     if not recurse:
         wrappers = [wrapper for wrapper in wrappers if wrapper is module]

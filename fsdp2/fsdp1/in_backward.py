@@ -18,11 +18,7 @@ _KNOWN = "_fsdp2_steps_in_backward"  # attribute of a parameter whose optimizers
 
 
 def check_or_join(wrapper: Wrapper) -> None:
-    """At the first forward, refuse optimizers of a flat parameter, and let those of original parameters step.
-
-    Raises:
-        RuntimeError: an optimizer steps a flat parameter in backward.
-    """
+    """At the first forward, refuse optimizers of a flat parameter, and let those of original parameters step."""
     flat = wrapper._listed_flat_param
     if flat is not None:
         flat.close_to_optimizers_in_backward()

@@ -24,12 +24,7 @@ def own_states(module: nn.Module) -> list[Tensor]:
 
 
 def check_materialise(module: nn.Module, ignored: Ignored, param_init_fn: object) -> None:
-    """Check that :func:`materialise` can do its work.
-
-    Raises:
-        ValueError: ``param_init_fn`` cannot be called.
-        AttributeError: a module has no ``reset_parameters``.
-    """
+    """Check that :func:`materialise` can do its work."""
     if param_init_fn is not None and not callable(param_init_fn):
         raise ValueError(
             f"FullyShardedDataParallel: param_init_fn is a {type(param_init_fn).__name__}, expected a function of a "
@@ -54,11 +49,7 @@ def materialise(
     module: nn.Module, ignored: Ignored, param_init_fn: Callable[[nn.Module], None] | None, device: torch.device
 ) -> None:
     """Give values to parameters and buffers on the meta device, by calling ``param_init_fn`` for each module outside
-    other wrappers, or else ``reset_parameters`` of the modules that have any.
-
-    Raises:
-        RuntimeError: a parameter is still on the meta device.
-    """
+    other wrappers, or else ``reset_parameters`` of the modules that have any."""
     modules = _to_materialise(module, ignored)
     if param_init_fn is not None:
         for each in modules:
@@ -110,11 +101,7 @@ def _broadcast_leaf(leaf: Tensor, parallel: ParallelMesh) -> None:
 
 
 def check_flat(module: nn.Module, ignored: Ignored) -> None:
-    """Refuse parameters that cannot form one flat parameter.
-
-    Raises:
-        ValueError: parameters differ in dtype or in ``requires_grad``; one is a scalar or a tensor subclass.
-    """
+    """Refuse parameters that cannot form one flat parameter."""
     named = {
         param: f"{type(each).__name__}.{name}"
         for each in modules_outside_units(module, ignored.modules)

@@ -73,11 +73,7 @@ def to_load(
     is_collective: bool = True,
 ) -> dict[str, Any]:
     """Convert the state dict ``given``, whose keys are names, to what ``optim`` loads. With ``is_collective``, this
-    fails on all ranks or on none.
-
-    Raises:
-        ValueError: on some rank, ``given`` does not fit the model or the optimizer.
-    """
+    raises on all ranks or on none if ``given`` does not fit on some rank."""
     owners = Owners(model, groups_in(model, optim, optim_input))
     fetch: Fetch = _unchanged
     if rank0_only:
@@ -350,11 +346,7 @@ def _fetched(value: Any, fetch: Fetch) -> Any:
 def _param_groups(owners: Owners, groups: Sequence[Mapping[str, Any]], keys: Mapping[int, Any]) -> list[dict[str, Any]]:
     """For each group of the optimizer, in the optimizer's order, return the options that were saved for its parameters,
     as far as any were saved. Torch's class keeps the order of the saved groups, and ``Optimizer.load_state_dict`` then
-    mistakes one parameter's states for another's.
-
-    Raises:
-        ValueError: parameters of one group were in groups with different options.
-    """
+    mistakes one parameter's states for another's."""
     by_name = {name: group for group in groups for name in group["params"]}
     made = []
     for i, group in enumerate(owners.groups):

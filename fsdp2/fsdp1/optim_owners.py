@@ -108,11 +108,7 @@ class Owners:
 def groups_in(model: nn.Module, optim: torch.optim.Optimizer | None, given: OptimInput) -> list[list[nn.Parameter]]:
     """The parameters of an optimizer, group by group. An optimizer that has parameters from before wrapping switches to
     the shards. If ``optim`` itself is not known, ``given`` is what was passed to it; None means the parameters of
-    ``model``.
-
-    Raises:
-        TypeError, ValueError: ``given`` is not what an optimizer accepts.
-    """
+    ``model``."""
     if optim is not None:
         take_over(optim)
         return [list(group["params"]) for group in optim.param_groups]

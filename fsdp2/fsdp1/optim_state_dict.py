@@ -88,12 +88,7 @@ def save(
     offload: bool = True,
     group: Any = None,
 ) -> dict[str, Any]:
-    """Key the state dict ``given`` of ``optim``, by default its current one, by names. Collective.
-
-    Raises:
-        ValueError: the optimizer has parameters of another model.
-        RuntimeError: a rank lacks states of a shard that it has.
-    """
+    """Key the state dict ``given`` of ``optim``, by default its current one, by names. Collective."""
     given = optim.state_dict() if given is None else given
     owners = Owners(model, groups_in(model, optim, None))
     in_groups = (key for each in given.get("param_groups", ()) for key in each["params"])

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from torch import nn
-
-from fsdp2.core.runtime.unit import Unit
 from fsdp2.core.runtime.unit_tree import tree_of
 from fsdp2.extras.torch_view.handle import ExecutionOrder, Handle
+from fsdp2.fsdp1.has_params import HasParams
 from fsdp2.fsdp1.search import Wrapper, wrappers_in
 
 
-class HasPrivateNames(nn.Module):
+class HasPrivateNames(HasParams):
     """The private names that the wrapper provides."""
-
-    if TYPE_CHECKING:
-
-        @property
-        def _unit(self) -> Unit: ...
 
     _all_fsdp_states = property(wrappers_in)  # in torch, each wrapper is its own state
     _exec_order_data = property(lambda self: ExecutionOrder(_wrapper=self))

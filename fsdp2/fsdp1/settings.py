@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -25,6 +25,12 @@ from fsdp2.fsdp1.torch_names import HYBRID, KEEPS_PARAMETERS
 
 ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None
 DeviceId = int | str | torch.device | None
+_TYPES: dict[str, type] = {
+    "sharding_strategy": ShardingStrategy,
+    "cpu_offload": CPUOffload,
+    "backward_prefetch": BackwardPrefetch,
+    "mixed_precision": MixedPrecision,
+}
 
 
 @dataclass(frozen=True)
@@ -76,38 +82,16 @@ class Settings:
         return self.process_group
 
 
-def checked_settings(
-    module: nn.Module,
-    process_group: ProcessGroups,
-    sharding_strategy: ShardingStrategy | None,
-    cpu_offload: CPUOffload | None,
-    backward_prefetch: BackwardPrefetch | None,
-    mixed_precision: MixedPrecision | None,
-    device_id: DeviceId,
-    device_mesh: DeviceMesh | None,
-    *,
-    has_policy: bool,
-    use_orig_params: bool,
-) -> Settings:
-    """The settings of one wrapper.
-
-    Raises:
-        ValueError: arguments contradict each other, or do not determine the ranks to shard over; ``fully_shard`` was
-            called on ``module``.
-        TypeError: an argument is of the wrong type.
-    """
-    for name, value, cls in (
-        ("module", module, nn.Module),
-        ("sharding_strategy", sharding_strategy, ShardingStrategy),
-        ("cpu_offload", cpu_offload, CPUOffload),
-        ("backward_prefetch", backward_prefetch, BackwardPrefetch),
-        ("mixed_precision", mixed_precision, MixedPrecision),
-    ):
+def checked_settings(module: nn.Module, options: Mapping[str, Any], *, has_policy: bool) -> Settings:
+    """Check ``options``, the arguments of one wrapper of ``module``, and fill in defaults."""
+    for name, value, cls in (("module", module, nn.Module), *((name, options[name], _TYPES[name]) for name in _TYPES)):
         if not isinstance(value, cls) and (value is not None or name == "module"):
             expected = "an nn.Module" if name == "module" else f"a {cls.__name__} or None"
             raise TypeError(
                 f"FullyShardedDataParallel: {name} is a {type(value).__name__}, expected {expected}. Pass {expected}."
             )
+    process_group, device_mesh = options["process_group"], options["device_mesh"]
+    mixed_precision: MixedPrecision | None = options["mixed_precision"]
     if unit_of(module) is not None and isinstance(module, FSDPModule):
         raise ValueError(
             f"FullyShardedDataParallel: fully_shard was called on this {type(module).__name__.removeprefix('FSDP')}, "
@@ -116,8 +100,8 @@ def checked_settings(
     for name in ("param_dtype", "reduce_dtype") if mixed_precision is not None else ():
         dtype = getattr(mixed_precision, name)
         check_computes(f"FullyShardedDataParallel: mixed_precision.{name}", dtype, is_reduced=name == "reduce_dtype")
-    strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
-    device_id = _checked_device_id(device_id)
+    strategy = options["sharding_strategy"] or ShardingStrategy.FULL_SHARD
+    device_id = _checked_device_id(options["device_id"])
     if process_group is not None and device_mesh is not None:
         raise ValueError(
             "FullyShardedDataParallel: got process_group and device_mesh, expected one of them. Pass device_mesh only."
@@ -134,7 +118,7 @@ def checked_settings(
         strategy = ShardingStrategy.NO_SHARD  # one rank: all strategies do the same
     if strategy is ShardingStrategy.NO_SHARD:
         parallel = replicated(parallel)
-    if backward_prefetch is BackwardPrefetch.BACKWARD_POST:
+    if options["backward_prefetch"] is BackwardPrefetch.BACKWARD_POST:
         _warn_of_late_prefetch()
     return Settings(
         parallel=parallel,
@@ -142,8 +126,8 @@ def checked_settings(
         process_group=group,
         strategy=strategy,
         mixed_precision=mixed_precision or MixedPrecision(),
-        cpu_offload=cpu_offload or CPUOffload(),
-        use_orig_params=use_orig_params,
+        cpu_offload=options["cpu_offload"] or CPUOffload(),
+        use_orig_params=options["use_orig_params"],
         full_precision_in_eval=os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1" and mixed_precision is not None,
     )
 
@@ -336,13 +320,7 @@ def checked_ignored(
     ignored_modules: Iterable[nn.Module] | None,
     ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None,
 ) -> Ignored:
-    """What the user wants to leave unchanged in ``module``.
-
-    Raises:
-        ValueError: both arguments are given; ``ignored_states`` mixes parameters and modules; a wrapper is ignored;
-            ``ignored_modules`` contains something other than modules.
-        TypeError: an argument is not iterable, or an iterator yields something other than modules, as in torch.
-    """
+    """What the user wants to leave unchanged in ``module``."""
     if ignored_modules is not None and ignored_states is not None:
         raise ValueError(
             "FullyShardedDataParallel: got ignored_modules and ignored_states, expected one of them. Pass "

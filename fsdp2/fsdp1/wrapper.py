@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
@@ -18,14 +18,12 @@ from torch.distributed.tensor import DTensor
 from fsdp2.core import _torch
 from fsdp2.core.api.fully_shard import PreparedUnit, prepare_unit
 from fsdp2.core.api.module import UnshardHandle
-from fsdp2.core.group.param import Slot
 from fsdp2.core.plan.dtypes import cast_floating
-from fsdp2.core.runtime.unit import UNIT_ATTRIBUTE, Unit, unit_of, units_under
+from fsdp2.core.runtime.unit import UNIT_ATTRIBUTE, unit_of
 from fsdp2.core.runtime.unit_tree import tree_of
-from fsdp2.core.schedule.states import GroupState
 from fsdp2.extras.copying import copied_module
 from fsdp2.extras.lending import no_sync
-from fsdp2.extras.plain_names import IN_FSDP1, clean_name, inside_checkpoint, plain_name
+from fsdp2.extras.plain_names import IN_FSDP1, inside_checkpoint, plain_name
 from fsdp2.extras.refusals import check_not_flattened
 from fsdp2.fsdp1 import (
     comm_hooks,
@@ -43,7 +41,6 @@ from fsdp2.fsdp1.auto_wrap import (
     of_classes,
     replace_everywhere,
 )
-from fsdp2.fsdp1.flat_param import FlatParameter, flat_parameter
 from fsdp2.fsdp1.has_state_dicts import HasStateDicts
 from fsdp2.fsdp1.init_states import (
     broadcast,
@@ -127,19 +124,11 @@ class FullyShardedDataParallel(HasStateDicts, HasPrivateNames):
         ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
         device_mesh: DeviceMesh | None = None,
     ) -> None:
+        options = dict(locals())  # inner wrappers get them, too, except for these
+        for name in ("self", "__class__", "module", "auto_wrap_policy", "ignored_modules"):
+            del options[name]
         super().__init__()
-        settings = checked_settings(
-            module,
-            process_group,
-            sharding_strategy,
-            cpu_offload,
-            backward_prefetch,
-            mixed_precision,
-            device_id,
-            device_mesh,
-            has_policy=auto_wrap_policy is not None,
-            use_orig_params=use_orig_params,
-        )
+        settings = checked_settings(module, options, has_policy=auto_wrap_policy is not None)
         ignored = checked_ignored(module, ignored_modules, ignored_states)
         ignored = ignored.joined_with(inner._ignored for inner in wrappers_in(module))
         self._settings: Settings = settings
@@ -158,21 +147,8 @@ class FullyShardedDataParallel(HasStateDicts, HasPrivateNames):
             if param not in ignored.params and unit_of(module) is None:
                 check_not_flattened(plain_name(module, name), param)
         check_materialise(module, ignored, param_init_fn)
-        options = {
-            "process_group": None if device_mesh is not None else settings.groups,
-            "sharding_strategy": sharding_strategy,
-            "cpu_offload": cpu_offload,
-            "backward_prefetch": backward_prefetch,
-            "mixed_precision": mixed_precision,
-            "param_init_fn": param_init_fn,
-            "device_id": device_id,
-            "sync_module_states": sync_module_states,
-            "forward_prefetch": forward_prefetch,
-            "limit_all_gathers": limit_all_gathers,
-            "use_orig_params": use_orig_params,
-            "ignored_states": list(ignored.params),
-            "device_mesh": device_mesh,
-        }
+        options["process_group"] = None if device_mesh is not None else settings.groups
+        options["ignored_states"] = list(ignored.params)
         with undone_on_error(module):
             if auto_wrap_policy is not None:
                 self._wrap_inside(module, auto_wrap_policy, options)
@@ -326,7 +302,7 @@ class FullyShardedDataParallel(HasStateDicts, HasPrivateNames):
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
         """The wrappers in ``module``, ``module`` included, outer ones first; with ``root_only``, the roots only."""
-        wrappers = [each for each in module.modules() if isinstance(each, FullyShardedDataParallel)]
+        wrappers = wrappers_in(module)
         return [each for each in wrappers if each.check_is_root()] if root_only else wrappers
 
     # Training
@@ -411,124 +387,13 @@ class FullyShardedDataParallel(HasStateDicts, HasPrivateNames):
         handle.wait()
         return None
 
-    # Parameters and buffers
-
-    @staticmethod
-    def summon_full_params(
-        module: nn.Module,
-        recurse: bool = True,
-        writeback: bool = True,
-        rank0_only: bool = False,
-        offload_to_cpu: bool = False,
-        with_grads: bool = False,
-    ) -> AbstractContextManager[None]:
-        """Inside the block, the parameters of the wrappers in ``module`` are whole and plain, and have their original
-        names even with ``use_orig_params=False``. All ranks enter and leave the block together. If the block raises,
-        nothing is written. See :func:`fsdp2.unsharded`.
-
-        Args:
-            module: any module; nothing happens if it contains no wrapper.
-            recurse: if False, only the parameters of ``module`` itself, without those of inner wrappers.
-            writeback: copy values into the shards when the block ends.
-            rank0_only: only the first rank has whole parameters.
-            offload_to_cpu: whole parameters are on the host.
-            with_grads: parameters also have their whole gradients, which ``writeback`` writes as well.
-
-        Raises:
-            NotImplementedError: ``rank0_only`` with ``writeback``; ``with_grads`` with ``offload_to_cpu`` or with
-                ``use_orig_params=False``.
-            ScheduleError: a forward or backward runs; another block holds the parameters.
-        """
-        return full_params.summoned(module, recurse, writeback, rank0_only, offload_to_cpu, with_grads)
+    # What torch and Python call
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """Call ``fn`` on each module, inner ones first, while the parameters of its unit are whole. Changes by ``fn``
         are written to the shards. All ranks must call it."""
-        with full_params.summoned(self, recurse=False):
+        with full_params.summon_full_params(self, recurse=False):
             return super().apply(fn)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients, including those from ``no_sync`` that have not been reduced yet, which ``zero_grad`` of
-        an optimizer or of another module does not find."""
-        super().zero_grad(set_to_none)
-        for module in self.modules():
-            if isinstance(module, FullyShardedDataParallel):
-                for group in module._unit.groups:
-                    group.gradients.drop()
-
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Buffers with their names; inside ``summon_full_params``, without the names of wrappers."""
-        unit = unit_of(self)  # none yet, while the wrapper itself is made a unit
-        cleans = unit is not None and unit.is_whole is not None
-        for name, buffer in super().named_buffers(prefix, recurse, remove_duplicate):
-            yield clean_name(name) if cleans else name, buffer
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters with their names. With ``use_orig_params``, these are the original ones; otherwise one
-        ``_flat_param`` per wrapper stands for all parameters of its unit. Names contain those of wrappers, as names of
-        modules do. Inside ``summon_full_params``, the original parameters have their original names. Outside of it,
-        these are always the sharded parameters, which optimizers step."""
-        seen: set[nn.Parameter] = set()
-        for name, param in self._parameters_in(prefix, recurse):
-            if not remove_duplicate or param not in seen:
-                seen.add(param)
-                yield name, param
-
-    def _parameters_in(self, prefix: str, recurse: bool) -> Iterator[tuple[str, nn.Parameter]]:
-        cleans = self._unit.is_whole is not None
-        flats = {
-            Slot(each._flat_owner, FLAT): flat
-            for each in wrappers_in(self)
-            if each._unit.is_whole is None and (flat := each._listed_flat_param) is not None
-        }
-        hidden = {slot for flat in flats.values() for param in flat._group.params for slot in param.slots}
-        shards = {  # instead of what units that stay unsharded have bound
-            slot: param.sharded
-            for _, unit in units_under(self)
-            for group in unit.groups
-            if group.state not in (GroupState.SHARDED, GroupState.LENT)
-            for param in group.params
-            for slot in param.slots
-        }
-        shown: dict[Slot, nn.Parameter] = shards | flats
-        modules = list(self.named_modules(prefix=prefix, remove_duplicate=False)) if recurse else [(prefix, self)]
-        for path, module in modules:
-            name = path and f"{path}."
-            for short, own in module._parameters.items():
-                slot = Slot(module, short)
-                param = shown.get(slot, own)
-                if param is not None and slot not in hidden:
-                    yield clean_name(f"{name}{short}") if cleans else f"{name}{short}", param
-
-    @property
-    def _flat_param(self) -> FlatParameter | None:
-        """All parameters of the unit as one; None if there are none, or if they have several dtypes."""
-        groups = self._unit.groups
-        if not groups or len(groups[0].shards.flats) != 1:
-            return None
-        before: nn.Parameter | None = self.__dict__.get("_flat")  # a plain one after a deepcopy
-        if isinstance(before, FlatParameter) and before.is_away:
-            return before
-        if groups[0].is_stale and groups[0].state is GroupState.SHARDED:
-            groups[0].take_replaced()
-        flat = self.__dict__["_flat"] = flat_parameter(groups[0], before)
-        return flat
-
-    @property
-    def _listed_flat_param(self) -> FlatParameter | None:
-        """The flat parameter, if it stands for the original ones."""
-        return None if self._settings.use_orig_params else self._flat_param
-
-    @property
-    def _flat_owner(self) -> nn.Module:
-        """The module that owns the flat parameter. It holds the name only, since the shards are bound."""
-        return inside_checkpoint(self._unit.modules[0])
-
-    # What torch and Python call
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Apply ``to``, ``cuda`` and similar methods to the shards."""
@@ -563,14 +428,6 @@ class FullyShardedDataParallel(HasStateDicts, HasPrivateNames):
         if self._settings.use_orig_params:
             for group in self._unit.groups:
                 orig_params.answer_as_originals(group)
-
-    @property
-    def _unit(self) -> Unit:
-        """The unit of the module that was wrapped. Users may later wrap that module in another one, such as a
-        ``checkpoint_wrapper``."""
-        unit = unit_of(self)
-        assert unit is not None  # __init__ sets it
-        return unit
 
     def _cast_buffers(self) -> None:
         """Cast buffers to ``MixedPrecision.buffer_dtype``, once."""
