@@ -15,7 +15,7 @@ from fsdp2.core.plan.mesh import ParallelMesh
 from fsdp2.extras.plain_names import saved_name
 from fsdp2.fsdp1.auto_wrap import modules_outside_units
 from fsdp2.fsdp1.search import wrappers_in
-from fsdp2.fsdp1.settings import Ignored, Settings
+from fsdp2.fsdp1.settings import Ignored, Settings, wrong_type
 
 
 def own_states(module: nn.Module) -> list[Tensor]:
@@ -26,10 +26,7 @@ def own_states(module: nn.Module) -> list[Tensor]:
 def check_materialise(module: nn.Module, ignored: Ignored, param_init_fn: object) -> None:
     """Check that :func:`materialise` can do its work."""
     if param_init_fn is not None and not callable(param_init_fn):
-        raise ValueError(
-            f"FullyShardedDataParallel: param_init_fn is a {type(param_init_fn).__name__}, expected a function of a "
-            "module."
-        )
+        raise ValueError(wrong_type("param_init_fn", param_init_fn, "a function of a module", "Pass one, or None."))
     for each in _to_materialise(module, ignored) if param_init_fn is None else ():
         if own_states(each) and not callable(getattr(each, "reset_parameters", None)):
             raise AttributeError(

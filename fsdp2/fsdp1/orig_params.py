@@ -181,7 +181,7 @@ def _write(shard: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def _part_of(shard: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
-    """The part of ``value`` for this rank's ``shard``. ``value`` is the whole parameter or the shard, maybe flattened."""
+    """This rank's part of ``value``, which is the whole parameter or the ``shard``, maybe flattened."""
     assert isinstance(shard, DTensor)
     local = _torch.local_of(shard)
     if not isinstance(value, torch.Tensor):

@@ -87,9 +87,7 @@ def checked_settings(module: nn.Module, options: Mapping[str, Any], *, has_polic
     for name, value, cls in (("module", module, nn.Module), *((name, options[name], _TYPES[name]) for name in _TYPES)):
         if not isinstance(value, cls) and (value is not None or name == "module"):
             expected = "an nn.Module" if name == "module" else f"a {cls.__name__} or None"
-            raise TypeError(
-                f"FullyShardedDataParallel: {name} is a {type(value).__name__}, expected {expected}. Pass {expected}."
-            )
+            raise TypeError(wrong_type(name, value, expected, f"Pass {expected}."))
     process_group, device_mesh = options["process_group"], options["device_mesh"]
     mixed_precision: MixedPrecision | None = options["mixed_precision"]
     if unit_of(module) is not None and isinstance(module, FSDPModule):
@@ -132,6 +130,11 @@ def checked_settings(module: nn.Module, options: Mapping[str, Any], *, has_polic
     )
 
 
+def wrong_type(name: str, value: object, expected: str, remedy: str) -> str:
+    """The message of an error: the argument ``name`` has a ``value`` of the wrong type."""
+    return f"FullyShardedDataParallel: {name} is a {type(value).__name__}, expected {expected}. {remedy}"
+
+
 @cache
 def _warn_of_late_prefetch() -> None:
     warnings.warn(
@@ -145,8 +148,7 @@ def _mesh_to_use(mesh: DeviceMesh, strategy: ShardingStrategy) -> DeviceMesh:
     """The axes of ``mesh`` that ``strategy`` uses: two for hybrid strategies, else the first one, as in torch."""
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(
-            f"FullyShardedDataParallel: device_mesh is a {type(mesh).__name__}, expected a DeviceMesh. Build one with "
-            "init_device_mesh(device_type, shape)."
+            wrong_type("device_mesh", mesh, "a DeviceMesh", "Build one with init_device_mesh(device_type, shape).")
         )
     if strategy in HYBRID and mesh.ndim != 2:
         raise ValueError(
@@ -157,12 +159,7 @@ def _mesh_to_use(mesh: DeviceMesh, strategy: ShardingStrategy) -> DeviceMesh:
         return mesh
     if mesh.mesh_dim_names is not None:
         return mesh[mesh.mesh_dim_names[0]]
-    assert dist.group.WORLD is not None  # a mesh has process groups
-    group, made = mesh.get_group(0), _meshes.setdefault(dist.group.WORLD, {})
-    key = (mesh.device_type, group.group_name)
-    if key not in made:
-        made[key] = _mesh_of_groups((group,), mesh.device_type)
-    return made[key]
+    return _mesh_of_groups((mesh.get_group(0),), mesh.device_type)
 
 
 # Devices
@@ -174,10 +171,7 @@ def _checked_device_id(given: DeviceId) -> int | torch.device | None:
         return given
     remedy = 'Pass an index, or a device such as torch.device("cpu").'
     if not isinstance(given, str):
-        raise TypeError(
-            f"FullyShardedDataParallel: device_id is a {type(given).__name__}, expected an int, a str, a torch.device "
-            f"or None. {remedy}"
-        )
+        raise TypeError(wrong_type("device_id", given, "an int, a str, a torch.device or None", remedy))
     try:
         return torch.device(given)
     except RuntimeError as error:
@@ -231,8 +225,6 @@ def _mesh_of(
 ) -> DeviceMesh:
     if not dist.is_initialized():
         default_mesh()
-    assert dist.group.WORLD is not None
-    made = _meshes.setdefault(dist.group.WORLD, {})
     if process_group is None and strategy in HYBRID:
         if not has_policy:
             raise ValueError(
@@ -240,43 +232,41 @@ def _mesh_of(
                 "groups (shard, replicate), or device_mesh, so that all wrappers of a model use the same groups."
             )
         mesh = _mesh_of_nodes(strategy, device_type)
-        made[device_type, mesh.get_group(1).group_name, mesh.get_group(0).group_name] = mesh
+        _known_meshes()[device_type, mesh.get_group(1).group_name, mesh.get_group(0).group_name] = mesh
         return mesh
-    if process_group is None:
-        groups: tuple[dist.ProcessGroup, ...] = (dist.group.WORLD,)
-    elif strategy in HYBRID:
-        if not (isinstance(process_group, tuple) and _are_groups(process_group) and len(process_group) == 2):
-            raise ValueError(
-                f"FullyShardedDataParallel: process_group is a {type(process_group).__name__}, {strategy.name} expects "
-                "a tuple of two process groups: (shard, replicate)."
-            )
-        groups = process_group
-    elif _are_groups((process_group,)):
-        groups = (process_group,)  # type: ignore[assignment]
-    else:
+    groups: Any = dist.group.WORLD if process_group is None else process_group
+    expected = "a tuple of two process groups: (shard, replicate)" if strategy in HYBRID else "one process group"
+    if strategy not in HYBRID:
+        groups = (groups,)
+    is_complete = isinstance(groups, tuple) and len(groups) == (2 if strategy in HYBRID else 1)
+    if not is_complete or not all(isinstance(group, dist.ProcessGroup) for group in groups):
         raise ValueError(
-            f"FullyShardedDataParallel: process_group is a {type(process_group).__name__}, {strategy.name} expects one "
-            "process group."
+            f"FullyShardedDataParallel: process_group is a {type(process_group).__name__}, {strategy.name} expects "
+            f"{expected}."
         )
-    key = (device_type, *(group.group_name for group in groups))
-    if key not in made:
-        made[key] = _mesh_of_groups(groups, device_type)
-    return made[key]
+    return _mesh_of_groups(groups, device_type)
 
 
-def _are_groups(groups: Iterable[object]) -> bool:
-    return all(isinstance(group, dist.ProcessGroup) for group in groups)
+def _known_meshes() -> dict[tuple[str, ...], DeviceMesh]:
+    assert dist.group.WORLD is not None
+    return _meshes.setdefault(dist.group.WORLD, {})
 
 
 def _mesh_of_groups(groups: tuple[dist.ProcessGroup, ...], device_type: str) -> DeviceMesh:
+    """The mesh of one group, or of a pair (shard, replicate). Collective for a new pair."""
+    key = (device_type, *(group.group_name for group in groups))
+    if key in _known_meshes():
+        return _known_meshes()[key]
     if len(groups) == 1:
-        return DeviceMesh.from_group(groups[0], device_type, mesh_dim_names=("shard",))
-    shard, replicate = groups
-    mine = dist.get_process_group_ranks(shard)
-    rows: list[list[int]] = [[] for _ in range(replicate.size())]
-    dist.all_gather_object(rows, mine, group=replicate)
-    names = ("replicate", "shard")
-    return DeviceMesh.from_group([replicate, shard], device_type, torch.tensor(rows), mesh_dim_names=names)
+        mesh = DeviceMesh.from_group(groups[0], device_type, mesh_dim_names=("shard",))
+    else:
+        shard, replicate = groups
+        rows: list[list[int]] = [[] for _ in range(replicate.size())]
+        dist.all_gather_object(rows, dist.get_process_group_ranks(shard), group=replicate)
+        names = ("replicate", "shard")
+        mesh = DeviceMesh.from_group([replicate, shard], device_type, torch.tensor(rows), mesh_dim_names=names)
+    _known_meshes()[key] = mesh
+    return mesh
 
 
 def _mesh_of_nodes(strategy: ShardingStrategy, device_type: str) -> DeviceMesh:
@@ -363,7 +353,5 @@ def _listed(name: str, given: object) -> list[Any]:
     if given is None:
         return []
     if not isinstance(given, Iterable):
-        raise TypeError(
-            f"FullyShardedDataParallel: {name} is a {type(given).__name__}, expected an iterable. Pass a list."
-        )
+        raise TypeError(wrong_type(name, given, "an iterable", "Pass a list."))
     return list(given)
