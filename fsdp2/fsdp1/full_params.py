@@ -75,44 +75,44 @@ def summon_full_params(
     if not any(wrapper._unit.groups for wrapper in wrappers):
         yield
         return
-    with _lent(module, [wrapper._unit for wrapper in wrappers], recurse=recurse) as (params, units):
-        lent = {param for mine in params.values() for param in mine}
-        extended = {param: known for param, known in extended_in(wrappers_in(module)).items() if param in lent}
-        if with_grads and extended:
-            name = next(iter(extended)).full_name
-            raise NotImplementedError(
-                f"{_CALLER}: with_grads=True, but parameter '{name}' was transformed by FSDPExtensions. Read gradients "
-                "from .grad of the shards."
-            )
-        grads: dict[ShardedParam, torch.Tensor | None] = {}
-        ranks = {mesh: all_ranks(mesh) for mesh in dict.fromkeys(group.mesh for group in params)} if with_grads else {}
-        kept = {} if offload_to_cpu else _replicated(wrappers, lent)
-        with lent_whole(params, units, writeback, rank0_only, offload_to_cpu):
-            places = {param: _bound(param) for param in kept}
-            shown = {
-                param: _show_gradient(param, _torch.local_of(param.sharded.grad).clone())
-                for param, shows_gradient in kept.items()
-                if shows_gradient and param.sharded.grad is not None and _bound(param) is not param.sharded
-            }
-            if with_grads:
-                for group, mine in params.items():
-                    if all(param in kept for param in mine):
-                        continue
-                    axis = ranks[group.mesh]
-                    _bind_gradients(group, mine, axis, is_here=not rank0_only or axis.rank == 0)
-            bind_shown(extended)
-            for param in lent:
-                keep_attributes(vars(param.sharded), _bound(param))
-            yield
-            bind_plain(extended)
-            if not writeback:
-                _write_values(places)
-            for param, own in shown.items():
-                if param.sharded.grad is not None:
-                    _torch.local_of(param.sharded.grad).copy_(own)
-            if with_grads and writeback:
-                grads = {param: _bound(param).grad for mine in params.values() for param in mine}
-        _write_gradients(grads)
+    params, units = _lent(module, [wrapper._unit for wrapper in wrappers], recurse=recurse)
+    lent = {param for mine in params.values() for param in mine}
+    extended = {param: known for param, known in extended_in(wrappers_in(module)).items() if param in lent}
+    if with_grads and extended:
+        name = next(iter(extended)).full_name
+        raise NotImplementedError(
+            f"{_CALLER}: with_grads=True, but parameter '{name}' was transformed by FSDPExtensions. Read gradients "
+            "from .grad of the shards."
+        )
+    grads: dict[ShardedParam, torch.Tensor | None] = {}
+    ranks = {mesh: all_ranks(mesh) for mesh in dict.fromkeys(group.mesh for group in params)} if with_grads else {}
+    kept = {} if offload_to_cpu else _replicated(wrappers, lent)
+    with lent_whole(params, units, writeback, rank0_only, offload_to_cpu):
+        places = {param: _bound(param) for param in kept}
+        shown = {
+            param: _show_gradient(param, _torch.local_of(param.sharded.grad).clone())
+            for param, shows_gradient in kept.items()
+            if shows_gradient and param.sharded.grad is not None and _bound(param) is not param.sharded
+        }
+        if with_grads:
+            for group, mine in params.items():
+                if all(param in kept for param in mine):
+                    continue
+                axis = ranks[group.mesh]
+                _bind_gradients(group, mine, axis, is_here=not rank0_only or axis.rank == 0)
+        bind_shown(extended)
+        for param in lent:
+            keep_attributes(vars(param.sharded), _bound(param))
+        yield
+        bind_plain(extended)
+        if not writeback:
+            _write_values(places)
+        for param, own in shown.items():
+            if param.sharded.grad is not None:
+                _torch.local_of(param.sharded.grad).copy_(own)
+        if with_grads and writeback:
+            grads = {param: _bound(param).grad for mine in params.values() for param in mine}
+    _write_gradients(grads)
 
 
 def keep_attributes(before: Mapping[str, object], after: object) -> None:
@@ -123,16 +123,14 @@ def keep_attributes(before: Mapping[str, object], after: object) -> None:
             vars(after).setdefault(name, value)
 
 
-@contextmanager
-def _lent(module: nn.Module, own: Sequence[Unit], *, recurse: bool) -> Iterator[tuple[Lent, Sequence[Unit]]]:
+def _lent(module: nn.Module, own: Sequence[Unit], *, recurse: bool) -> tuple[Lent, Sequence[Unit]]:
     """The parameters to lend, and their units."""
     if recurse:
-        yield params_under(module, _CALLER), [unit for _, unit in units_under(module)]
-        return
+        return params_under(module, _CALLER), [unit for _, unit in units_under(module)]
     check_idle(module, _CALLER)
     groups = [group for unit in own for group in unit.groups]
     check_not_lent(groups, _CALLER)
-    yield {group: group.params for group in groups}, own
+    return {group: group.params for group in groups}, own
 
 
 def _check_arguments(

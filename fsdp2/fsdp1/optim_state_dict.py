@@ -171,24 +171,45 @@ def _as_cut(entry: Entry, value: Any) -> Any:
 def _agreed(owners: Owners, cut: list[Part]) -> list[Part]:
     """Add to ``cut`` the states that other ranks have where this rank's shard is empty. Afterwards all ranks have the
     same states, or all of them raise."""
-    mine = [
-        (name, entry.param.shard_shape, {key: _kind(value) for key, value in sorted(states.items())})
+    mine = {
+        name: (entry.param.shard_shape, {state: _kind(value) for state, value in states.items()})
         for _, entry, name, states in cut
-    ]
+    }
     found: list[Any] = exchange(owners.axis, mine)
-    kinds = [[(name, kind) for name, _, kind in each] for each in found]
+    kinds = [{name: kind for name, (_, kind) in each.items()} for each in found]
     if all(each == kinds[0] for each in kinds):
         return cut
-    lacking: dict[str, list[int]] = {}
     wanted: dict[str, dict[str, str]] = {}
-    for each in found:
-        for name, _, kind in each:
+    for each in kinds:
+        for name, kind in each.items():
             wanted.setdefault(name, {}).update(kind)
+    _check_complete(found, wanted)
+    plain = {
+        part.name: {state: _plain(value) for state, value in part.states.items() if not isinstance(value, Cut)}
+        for part in cut
+    }
+    values: list[dict[str, States]] = exchange(owners.axis, plain)
+    result = []
+    for owner, entry, name, states in cut:
+        merged = dict(states)
+        for state, kind in sorted(wanted[name].items()):
+            if state not in merged and kind.startswith("cut "):
+                dtype = getattr(torch, kind.removeprefix("cut torch."))
+                merged[state] = Cut(torch.empty(entry.param.shard_shape, dtype=dtype, device=entry.group.mesh.device))
+            elif state not in merged:
+                merged[state] = next(each[name][state] for each in values if state in each.get(name, {}))
+        result.append(Part(owner, entry, name, merged))
+    return result
+
+
+def _check_complete(found: Sequence[Mapping[str, Any]], wanted: Mapping[str, Mapping[str, str]]) -> None:
+    """Raise if a rank lacks ``wanted`` states of a shard that it has. ``found`` has the shape of each shard and the
+    kinds of its states, for each rank."""
+    lacking: dict[str, list[int]] = {}
     for rank, each in enumerate(found):
-        has = {name: (shape, kind) for name, shape, kind in each}
         for name, kind in wanted.items():
-            shape, mine = has.get(name, ((1,), {}))
-            lacks = {state for state in kind if state not in mine}
+            shape, has = each.get(name, ((1,), {}))
+            lacks = kind.keys() - has.keys()
             if lacks and (0 not in shape or any(kind[state] == "DTensor" for state in lacks)):
                 lacking.setdefault(name, []).append(rank)
     if lacking:
@@ -197,27 +218,6 @@ def _agreed(owners: Owners, cut: list[Part]) -> list[Part]:
             f"optim_state_dict: ranks lack optimizer states that other ranks have, of {ranks}. Step the optimizer on "
             "all ranks, with the same parameters."
         )
-    values: list[dict[str, States]] = exchange(
-        owners.axis,
-        {
-            name: {key: _plain(value) for key, value in states.items() if not isinstance(value, Cut)}
-            for _, _, name, states in cut
-        },
-    )
-    result = []
-    for owner, entry, name, states in cut:
-        merged = dict(states)
-        for state, kind in wanted[name].items():
-            if state in merged:
-                continue
-            if kind.startswith("cut "):
-                dtype = getattr(torch, kind.removeprefix("cut torch."))
-                local = torch.empty(entry.param.shard_shape, dtype=dtype, device=entry.group.mesh.device)
-                merged[state] = Cut(local)
-            else:
-                merged[state] = next(each[name][state] for each in values if state in each.get(name, {}))
-        result.append(Part(owner, entry, name, merged))
-    return result
 
 
 def _kind(value: Any) -> str:

@@ -31,7 +31,7 @@ from fsdp2.fsdp1.search import FLAT, Wrapper, is_wrapper, named_slots, params_of
 from fsdp2.fsdp1.state_dict_kinds import FULL, LOCAL, SHARDED, effective_kind
 from fsdp2.fsdp1.state_values import (
     CPU,
-    flat_problem,
+    check_flat_value,
     flat_value,
     full_values,
     local_value,
@@ -245,9 +245,7 @@ def _check_local(wrapper: Wrapper, state_dict: Mapping[str, Any]) -> None:
         if is_wrapper(module) and effective_kind(module)[0] is LOCAL:
             name = saved_name(joined_name(path, FLAT))
             for group in module._unit.groups:
-                problem = flat_problem(module, group, name, state_dict.get(name))
-                if problem is not None:
-                    raise RuntimeError(problem)
+                check_flat_value(module, group, name, state_dict.get(name))
 
 
 def _doubt(wrapper: Wrapper, state_dict: Mapping[str, Any], *, strict: bool) -> bool:
@@ -320,9 +318,7 @@ def load_into_wrapper(
             group.take_replaced()
         if kind is LOCAL:
             value = state_dict.pop(f"{prefix}{FLAT}", None)
-            problem = flat_problem(wrapper, group, saved_name(f"{prefix}{FLAT}"), value)
-            if problem is not None:
-                raise RuntimeError(problem)
+            check_flat_value(wrapper, group, saved_name(f"{prefix}{FLAT}"), value)
             from_flat |= locals_of_flat(wrapper, group, value)
     *_, errors = rest
     wrapper.__dict__["_loading"] = _Loading(errors, from_flat, _held_by_modules(wrapper))

@@ -208,12 +208,12 @@ def flat_value(
     )
 
 
-def flat_problem(wrapper: Wrapper, group: ParamGroup, name: str, value: object) -> str | None:
-    """Why ``value`` cannot be the flat parameter of ``group`` under ``name`` on these ranks; None if it can."""
+def check_flat_value(wrapper: Wrapper, group: ParamGroup, name: str, value: object) -> None:
+    """Raise RuntimeError if ``value``, loaded under ``name``, cannot be the flat parameter of ``group`` here."""
     layout = flat_layout(wrapper, group)
     start, stop = layout.interval(wrapper.rank)
     if value is None:
-        return (
+        raise RuntimeError(
             f"load_state_dict: '{name}' is missing. LOCAL_STATE_DICT is set, so the state dict must have the flat "
             "parameter of each wrapper. Set the kind of state dict that was saved."
         )
@@ -221,9 +221,9 @@ def flat_problem(wrapper: Wrapper, group: ParamGroup, name: str, value: object) 
     if is_sharded_tensor(value):
         mine = [local.numel() for local in torch_names.local_shards(value)]
         if shape == (layout.numel,) and len(mine) <= 1 and sum(mine) == stop - start:
-            return None
+            return
     found = f" of shape {tuple(shape)}" if shape is not None else ""
-    return (
+    raise RuntimeError(
         f"load_state_dict: '{name}' is a {type(value).__name__}{found} with {sum(mine)} elements on rank "
         f"{wrapper.rank}, expected a ShardedTensor of shape {(layout.numel,)} with {stop - start}. A local state dict "
         "fits only the model, the wrapping and the number of ranks that it was saved with. Use full or sharded ones to "
