@@ -17,8 +17,6 @@ from fsdp2.fsdp1.settings import HYBRID
 
 Hook = Callable[..., Any]
 
-_KEY = "_comm_hook"  # attribute of wrappers that have a hook
-
 
 def _compressing(dtype: torch.dtype) -> Hook:
     """Does the same as torch's hooks that compress to ``dtype``, which call ``record_stream`` and so do not run on the
@@ -88,7 +86,7 @@ def register(wrapper: Wrapper, state: object, hook: Hook) -> None:
                 f"register_comm_hook: the wrapper of a {inner} has {each.sharding_strategy}, which reduces in two "
                 "steps. Hooks work with FULL_SHARD, SHARD_GRAD_OP and NO_SHARD."
             )
-        if _KEY in each.__dict__:
+        if each._has_comm_hook:
             raise RuntimeError(
                 f"register_comm_hook: the wrapper of a {inner} has a hook already. Register one hook, once, that does "
                 "all that is needed."
@@ -97,7 +95,7 @@ def register(wrapper: Wrapper, state: object, hook: Hook) -> None:
     if dtype is not None and wrapper.compute_device.type == "cpu":
         hook = _compressing(dtype)
     for each in wrappers:
-        each.__dict__[_KEY] = hook
+        each._has_comm_hook = True
         for group in each._unit.groups:
             if group.mesh.shard.size > 1:
                 by = ReducesBy(HookedReduceScatter(state, hook))

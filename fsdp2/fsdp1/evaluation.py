@@ -21,8 +21,6 @@ from fsdp2.core.schedule.states import GroupState
 from fsdp2.fsdp1.init_states import set_buffer_dtypes
 from fsdp2.fsdp1.search import Wrapper, params_of, wrappers_in
 
-_POLICIES = "_policies_in_training"  # attribute of a wrapper in full precision; holds its parameters' policies
-
 
 class BindsShards(TreeChecks):
     """Reshards the units that stay unsharded after an evaluation, if the root is a wrapped module. Training steps are
@@ -63,10 +61,10 @@ def follow_training(root: Wrapper) -> None:
 def _switch(wrapper: Wrapper, *, is_full: bool) -> None:
     params = params_of(wrapper)
     if is_full:
-        before = wrapper.__dict__[_POLICIES] = [param.policy for param in params]
+        before = wrapper._policies_in_training = [param.policy for param in params]
         after = [replace(policy, param_dtype=None, reduce_dtype=None) for policy in before]
     else:
-        after = wrapper.__dict__.pop(_POLICIES)
+        after = wrapper._policies_in_training
     for param, policy in zip(params, after, strict=True):
         param.policy = policy
     for group in wrapper._unit.groups:  # the next use places shards and compiles plans again, as if a shard had moved

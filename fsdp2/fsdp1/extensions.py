@@ -32,7 +32,6 @@ from fsdp2.fsdp1.optim_values import whole_of_pieces
 from fsdp2.fsdp1.search import Wrapper, params_of
 
 _PLAIN = (torch.Tensor, nn.Parameter)
-_KEY = "_extended"  # attribute of wrappers that have an extension
 _TRANSFORMED = "_fsdp2_transformed_as"  # attribute of the original parameter; holds its name
 
 
@@ -272,7 +271,7 @@ def install(wrapper: Wrapper, extension: Extension | None) -> None:
     """Let the groups of ``wrapper`` show the parameters that ``extension`` makes."""
     if extension is None:
         return
-    wrapper.__dict__[_KEY] = extension
+    wrapper._extension = extension
     groups = [g for g in wrapper._unit.groups if any(extension.of(param) is not None for param in g.params)]
     shows = [_Shows(group, extension) for group in groups]
 
@@ -312,12 +311,6 @@ class _Shows:
 # For whole parameters and state dicts
 
 
-def extension_of(wrapper: Wrapper) -> Extension | None:
-    """The extension of ``wrapper``, if it was made with one."""
-    found: Extension | None = wrapper.__dict__.get(_KEY)
-    return found
-
-
 def extended_in(wrappers: Sequence[Wrapper]) -> Mapping[ShardedParam, Extended]:
     """The parameters of ``wrappers`` that extensions have made plain."""
     found = {param: _known(wrapper, param) for wrapper in wrappers for param in params_of(wrapper)}
@@ -325,7 +318,7 @@ def extended_in(wrappers: Sequence[Wrapper]) -> Mapping[ShardedParam, Extended]:
 
 
 def _known(wrapper: Wrapper, param: ShardedParam) -> Extended | None:
-    extension = extension_of(wrapper)
+    extension: Extension | None = wrapper._extension
     return None if extension is None else extension.of(param)
 
 
@@ -344,7 +337,7 @@ def shown_value(wrapper: Wrapper, param: ShardedParam, whole: torch.Tensor) -> t
 def chunked_value(wrapper: Wrapper, param: ShardedParam, whole: torch.Tensor) -> torch.Tensor:
     """Convert ``whole``, the value of ``param`` or of an optimizer state of it, to the form that sharded state dicts
     of a wrapper with an extension have."""
-    extension = extension_of(wrapper)
+    extension: Extension | None = wrapper._extension
     assert extension is not None
     shown = shown_value(wrapper, param, whole)
     return extension.chunk(param.full_name, shown, wrapper, {shown.shape, whole.shape})
@@ -352,7 +345,7 @@ def chunked_value(wrapper: Wrapper, param: ShardedParam, whole: torch.Tensor) ->
 
 def loaded_value(wrapper: Wrapper, param: ShardedParam, value: object) -> object:
     """Undo the extension in a loaded ``value`` of ``param``. Returns a whole plain value, or a ShardedTensor."""
-    extension = extension_of(wrapper)
+    extension: Extension | None = wrapper._extension
     if extension is None or not isinstance(value, torch.Tensor):
         return value
     shape = param.spec.sharded.shape if param.spec.unsharded is None else param.layout.shape
@@ -369,7 +362,7 @@ def loaded_value(wrapper: Wrapper, param: ShardedParam, value: object) -> object
 def loaded_state(wrapper: Wrapper, param: ShardedParam, value: object) -> object:
     """Make a loaded optimizer state of ``param`` whole and plain, however it is sharded. Collective if sharded.
     As in torch's class, sharded states are not passed to any method of an extension."""
-    extension = extension_of(wrapper)
+    extension: Extension | None = wrapper._extension
     if extension is None or not isinstance(value, torch.Tensor):
         return value
     if is_sharded_tensor(value):

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2.core import _torch
 from fsdp2.core.runtime import door
 from fsdp2.extras.exchange import exchange, together
-from fsdp2.fsdp1.extensions import chunked_value as extended_value, extension_of, shown_value
+from fsdp2.fsdp1.extensions import chunked_value as extended_value, shown_value
 from fsdp2.fsdp1.optim_owners import Owner, Owners, States, groups_in, listed
 from fsdp2.fsdp1.optim_values import chunked_value, copied
 from fsdp2.fsdp1.state_dict import Entry
@@ -283,7 +283,7 @@ def _is_extended(part: Part) -> bool:
     """Whether a user's extension shards the states of ``part``. As with torch's class, this includes states of flat
     parameters that are whole on each rank."""
     wrapper = part.entry.wrapper
-    return extension_of(wrapper) is not None and (part.owner.is_flat or not is_replicated(wrapper))
+    return wrapper._extension is not None and (part.owner.is_flat or not is_replicated(wrapper))
 
 
 def _sharded_state(owner: Owner, entry: Entry, value: Any, device: torch.device | None) -> Any:

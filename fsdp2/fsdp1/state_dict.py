@@ -154,7 +154,7 @@ def _sharded_values(
     use_dtensor: bool,
 ) -> dict[ShardedParam, Any]:
     values = {}
-    if extensions.extension_of(wrapper) is not None:
+    if wrapper._extension is not None:
         for param, whole in zip(params, _wholes(wrapper, group, params, None), strict=True):
             value = extensions.chunked_value(wrapper, param, whole)
             values[param] = value if device is None else value.to(device)
@@ -221,7 +221,7 @@ def load(
     except Exception:
         restore()
         for each in wrappers_in(wrapper):
-            each.__dict__.pop("_loading", None)
+            each._loading = None
         raise
 
 
@@ -321,7 +321,7 @@ def load_into_wrapper(
             check_flat_value(wrapper, group, saved_name(f"{prefix}{FLAT}"), value)
             from_flat |= locals_of_flat(wrapper, group, value)
     *_, errors = rest
-    wrapper.__dict__["_loading"] = _Loading(errors, from_flat, _held_by_modules(wrapper))
+    wrapper._loading = _Loading(errors, from_flat, _held_by_modules(wrapper))
     for name in [name for name in state_dict if name.startswith(prefix)]:
         state_dict[f"{prefix}{IN_FSDP1}.{name.removeprefix(prefix)}"] = state_dict.pop(name)
     call(state_dict, prefix, *rest)
@@ -329,7 +329,7 @@ def load_into_wrapper(
 
 def clean_up_load(wrapper: Wrapper, incompatible: Any) -> None:
     """A hook that runs after a wrapper has loaded: messages name keys as the user knows them."""
-    loading = wrapper.__dict__.pop("_loading")
+    loading, wrapper._loading = wrapper._loading, None
     for names in (incompatible.missing_keys, incompatible.unexpected_keys):
         names[:] = map(clean_name, names)
     loading.errors[:] = [error.replace(f"{IN_FSDP1}.", "") for error in loading.errors]
@@ -342,7 +342,7 @@ class CutLoaded:
         self._wrapper = wrapper
 
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        loading = self._wrapper.__dict__.get("_loading")
+        loading = self._wrapper._loading
         *_, errors = rest
         if loading is None or loading.errors is not errors:  # the module is loaded alone, or an earlier load raised
             loading = _Loading(errors, {}, _held_by_modules(self._wrapper))

@@ -31,6 +31,8 @@ FULL, SHARDED, LOCAL = (
     StateDictType.LOCAL_STATE_DICT,
 )
 
+FULL_SETTINGS = StateDictSettings(FULL, FullStateDictConfig(), FullOptimStateDictConfig())  # of new wrappers
+
 _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
     FULL: (FullStateDictConfig, FullOptimStateDictConfig),
     SHARDED: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
@@ -44,7 +46,7 @@ def settings_of(wrapper: Wrapper) -> StateDictSettings:
     Raises:
         RuntimeError: local state dicts, which cannot hold DTensors, are set on a wrapper with a device mesh.
     """
-    found = _set_on(wrapper)
+    found: StateDictSettings = wrapper._state_dict_settings
     if not uses_dtensor(wrapper):
         return found
     if found.state_dict_type is LOCAL and not is_replicated(wrapper):
@@ -101,7 +103,7 @@ def set_state_dict_type(
             )
     wrappers = wrappers_in(module)
     _check_alike(wrappers, "set_state_dict_type")
-    before = _set_on(wrappers[0]) if wrappers else None
+    before = wrappers[0]._state_dict_settings if wrappers else None
     for wrapper in wrappers:
         wrapper._state_dict_settings = made
     return before
@@ -117,7 +119,7 @@ def state_dict_type(
     """Set the kind of state dicts inside the block: see :meth:`set_state_dict_type`. The earlier settings are
     restored afterwards, even after an exception."""
     wrappers = wrappers_in(module)
-    before = [_set_on(wrapper) for wrapper in wrappers]
+    before = [wrapper._state_dict_settings for wrapper in wrappers]
     set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
     try:
         yield
@@ -126,14 +128,9 @@ def state_dict_type(
             wrapper._state_dict_settings = settings
 
 
-def _set_on(wrapper: Wrapper) -> StateDictSettings:
-    found: StateDictSettings | None = wrapper.__dict__.get("_state_dict_settings")
-    return found or StateDictSettings(FULL, FullStateDictConfig(), FullOptimStateDictConfig())
-
-
 def _check_alike(wrappers: Sequence[Wrapper], caller: str) -> None:
     for wrapper in wrappers[1:]:
-        first, found = _set_on(wrappers[0]), _set_on(wrapper)
+        first, found = wrappers[0]._state_dict_settings, wrapper._state_dict_settings
         if first != found:
             inner = type(wrapper._fsdp_wrapped_module).__name__
             raise RuntimeError(

@@ -53,6 +53,7 @@ from fsdp2.fsdp1.init_states import (
 from fsdp2.fsdp1.private_names import HasPrivateNames
 from fsdp2.fsdp1.search import FLAT, params_of, wrappers_in
 from fsdp2.fsdp1.settings import DeviceId, Ignored, ProcessGroups, Settings, checked_ignored, checked_settings
+from fsdp2.fsdp1.state_dict_kinds import FULL_SETTINGS
 from fsdp2.fsdp1.state_values import memory_order
 from fsdp2.fsdp1.torch_names import HYBRID
 from fsdp2.fsdp1.undo import undone_on_error
@@ -137,6 +138,10 @@ class FullyShardedDataParallel(HasStateDicts, HasPrivateNames):
         self._has_run = False
         self._is_full_precision = False  # in ``eval()``, if the user asked for it
         self._sends_states = sync_module_states
+        self._extension: extensions.Extension | None = None
+        self._has_comm_hook = False
+        self._state_dict_settings = FULL_SETTINGS
+        self._loading: object = None  # see ``state_dict``; what a load of this wrapper needs, while it runs
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             warnings.warn(
                 f"FullyShardedDataParallel: {type(module).__name__} has no forward, so its parameters are never "
@@ -420,7 +425,7 @@ class FullyShardedDataParallel(HasStateDicts, HasPrivateNames):
         made.__dict__[UNIT_ATTRIBUTE] = unit_of(copied)
         if "_flat" in state:
             made.__dict__["_flat"] = made._flat_param  # now, since a copied optimizer may have it
-        extensions.install(made, extensions.extension_of(made))
+        extensions.install(made, made._extension)
         made._answer_as_originals()
         return made
 
