@@ -85,14 +85,12 @@ def is_checkpoint_wrapper(module: nn.Module) -> bool:
 
 def inside_checkpoint(module: nn.Module) -> nn.Module:
     """The module inside a ``checkpoint_wrapper``; ``module`` itself if it is not one."""
-    inner = _children(module).get(IN_CHECKPOINT)
-    return module if inner is None else inner
+    return _children(module).get(IN_CHECKPOINT, module)
 
 
 def inside_compiled(module: nn.Module) -> nn.Module:
     """The module that ``torch.compile`` has wrapped; ``module`` itself if it is not compiled."""
-    inner = _children(module).get(IN_COMPILED)
-    return module if inner is None else inner
+    return _children(module).get(IN_COMPILED, module)
 
 
 def _inside_hidden(module: nn.Module | None) -> nn.Module | None:

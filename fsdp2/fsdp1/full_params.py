@@ -87,17 +87,9 @@ def summon_full_params(
     grads: dict[ShardedParam, torch.Tensor | None] = {}
     ranks = {mesh: all_ranks(mesh) for mesh in dict.fromkeys(group.mesh for group in params)} if with_grads else {}
     kept = {} if offload_to_cpu else _replicated(wrappers, lent)
-    with lent_whole(params, units, writeback, rank0_only, offload_to_cpu):
-        places = {param: _bound(param) for param in kept}
-        shown = {
-            param: _show_gradient(param, _torch.local_of(param.sharded.grad).clone())
-            for param, shows_gradient in kept.items()
-            if shows_gradient and param.sharded.grad is not None and _bound(param) is not param.sharded
-        }
-        if with_grads:
-            for group, mine in params.items():
-                if all(param in kept for param in mine):
-                    continue
+    with lent_whole(params, units, writeback, rank0_only, offload_to_cpu), _shown_in_place(kept, writeback=writeback):
+        for group, mine in params.items() if with_grads else ():
+            if not all(param in kept for param in mine):
                 axis = ranks[group.mesh]
                 _bind_gradients(group, mine, axis, is_here=not rank0_only or axis.rank == 0)
         bind_shown(extended)
@@ -105,11 +97,6 @@ def summon_full_params(
             keep_attributes(vars(param.sharded), _bound(param))
         yield
         bind_plain(extended)
-        if not writeback:
-            _write_values(places)
-        for param, own in shown.items():
-            if param.sharded.grad is not None:
-                _torch.local_of(param.sharded.grad).copy_(own)
         if with_grads and writeback:
             grads = {param: _bound(param).grad for mine in params.values() for param in mine}
     _write_gradients(grads)
@@ -177,12 +164,24 @@ def _replicated(wrappers: Sequence[Wrapper], lent: Collection[ShardedParam]) -> 
     }
 
 
-@torch.no_grad()
-def _write_values(places: Mapping[ShardedParam, torch.Tensor]) -> None:
-    """Copy in-place writes to the whole parameters into the shards."""
-    for param, whole in places.items():
-        if whole is not param.sharded:
-            _torch.local_of(param.sharded).copy_(param.shard_of(local_part(whole)))
+@contextmanager
+def _shown_in_place(kept: Mapping[ShardedParam, bool], *, writeback: bool) -> Iterator[None]:
+    """Inside the block, ``kept``, the result of ``_replicated``, have their gradients. Afterwards, in-place writes to
+    them and to their gradients are copied into the shards; with ``writeback``, ``lent_whole`` copies the parameters."""
+    places = {param: _bound(param) for param in kept}
+    shown = {
+        param: _show_gradient(param, _torch.local_of(param.sharded.grad).clone())
+        for param, shows_gradient in kept.items()
+        if shows_gradient and param.sharded.grad is not None and places[param] is not param.sharded
+    }
+    yield
+    with torch.no_grad():
+        for param, whole in places.items() if not writeback else ():
+            if whole is not param.sharded:
+                _torch.local_of(param.sharded).copy_(param.shard_of(local_part(whole)))
+        for param, own in shown.items():
+            if param.sharded.grad is not None:
+                _torch.local_of(param.sharded.grad).copy_(own)
 
 
 # Gradients
