@@ -166,15 +166,15 @@ class Extension:
     def chunk(self, name: str, whole: torch.Tensor, wrapper: Wrapper, shapes: Collection[torch.Size]) -> torch.Tensor:
         """``chunk_dtensor``, or ``chunk_tensor`` without a device mesh."""
         mesh, group = wrapper._settings.device_mesh, wrapper.process_group
+        cls: type[torch.Tensor]
         if mesh is not None:
-            method, made = "chunk_dtensor", self.user.chunk_dtensor(whole, group.rank(), mesh)
+            method, cls, kind = "chunk_dtensor", DTensor, "a DTensor"
+            made = self.user.chunk_dtensor(whole, group.rank(), mesh)
         else:
+            method, cls, kind = "chunk_tensor", torch.Tensor, "a ShardedTensor"
             per_node = max(torch.get_device_module(whole.device.type).device_count(), 1)
-            method = "chunk_tensor"
             made = self.user.chunk_tensor(whole, group.rank(), group.size(), per_node, group)
-        is_kind = isinstance(made, DTensor) if mesh is not None else isinstance(made, torch.Tensor)
-        if not is_kind or torch_names.shape_of(made) not in shapes:
-            kind = "a DTensor" if mesh is not None else "a ShardedTensor"
+        if not isinstance(made, cls) or torch_names.shape_of(made) not in shapes:
             _refuse(method, name, made, f"{kind} whose whole shape is {' or '.join(str(tuple(s)) for s in shapes)}")
         return made
 

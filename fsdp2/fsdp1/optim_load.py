@@ -237,7 +237,7 @@ def _check_flat_states(owner: Owner, found: Sequence[States | None]) -> None:
         )
     for state in present[0]:
         values = [None if each is None else each[state] for each in found]
-        if _has_dims(next((value for value in values if value is not None), None)):
+        if _shape(next((value for value in values if value is not None), None)):  # it has dims
             dtypes = {str(_dtype(value)) for value in values if value is not None}
             if len(dtypes) > 1:
                 raise ValueError(
@@ -250,10 +250,6 @@ def _check_flat_states(owner: Owner, found: Sequence[States | None]) -> None:
                 f"{listed(f'{name!r}: {value}' for name, value in zip(names, values, strict=True))}. Load it with "
                 "use_orig_params=True."
             )
-
-
-def _has_dims(value: Any) -> bool:
-    return bool(_shape(value))
 
 
 def _dtype(value: Any) -> torch.dtype | None:
@@ -299,7 +295,7 @@ def _states_of(owner: Owner, state: Mapping[str, States], fetch: Fetch) -> State
     for name in sorted(present):
         values = [None if each is None else each[name] for each in found]
         first = next((value for value in values if value is not None), None)
-        if not _has_dims(first):
+        if not _shape(first):
             made[name] = copied(first)
             continue
         flat = torch.zeros_like(owner.param, dtype=_dtype(first), requires_grad=False)

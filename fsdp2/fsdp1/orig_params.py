@@ -17,10 +17,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from fsdp2.core import _torch
-from fsdp2.core.group.group import ParamGroup
 from fsdp2.core.group.param import STANDS_FOR, ShardedParam
 from fsdp2.extras.kept_optimizers import take_over_all
 from fsdp2.extras.plain_params import modules_in_process, name_of
+from fsdp2.fsdp1.search import Wrapper, params_of
 
 _DATA: Any = torch.Tensor.data  # the descriptor
 
@@ -134,9 +134,9 @@ class KeptParameter(nn.Parameter):
 assert STANDS_FOR in vars(KeptParameter)  # the name of the property, by which the core finds shards
 
 
-def answer_as_originals(group: ParamGroup) -> None:
-    """Let the shards of ``group`` accept assignments to ``data``."""
-    for param in group.params:
+def answer_as_originals(wrapper: Wrapper) -> None:
+    """Let the shards of ``wrapper`` accept assignments to ``data``, with ``use_orig_params``."""
+    for param in params_of(wrapper) if wrapper._settings.use_orig_params else ():
         bound = param.bound()
         if type(bound) is DTensor and isinstance(bound, nn.Parameter):
             bound.__class__ = OriginalParameter  # type: ignore[assignment]
@@ -151,9 +151,9 @@ def keep(originals: Iterable[nn.Parameter], params: Iterable[ShardedParam]) -> N
             original.__class__ = KeptParameter
 
 
-def take_over_optimizers(groups: Iterable[ParamGroup]) -> None:
-    """Make optimizers that hold kept parameters of ``groups`` use the shards instead."""
-    origins = (param.origin() for group in groups for param in group.params)
+def take_over_optimizers(wrappers: Iterable[Wrapper]) -> None:
+    """Make optimizers that hold kept parameters of ``wrappers`` use the shards instead."""
+    origins = (param.origin() for wrapper in wrappers for param in params_of(wrapper))
     kept = [origin for origin in origins if isinstance(origin, KeptParameter)]
     if kept:
         take_over_all(kept)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -296,21 +296,15 @@ class Ignored:
     params: frozenset[nn.Parameter]
     modules: frozenset[nn.Module]
 
-    def joined_with(self, others: Iterable[Ignored]) -> Ignored:
-        """Merge this with ``others``. A parameter that is ignored in one place is also ignored where it is tied."""
-        all_of_them = [self, *others]
-        return Ignored(
-            frozenset().union(*(each.params for each in all_of_them)),
-            frozenset().union(*(each.modules for each in all_of_them)),
-        )
-
 
 def checked_ignored(
     module: nn.Module,
     ignored_modules: Iterable[nn.Module] | None,
     ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None,
+    inside: Sequence[Ignored],
 ) -> Ignored:
-    """What the user wants to leave unchanged in ``module``."""
+    """What to leave unchanged in ``module``: what the user says, and what wrappers ``inside`` ignore. A parameter that
+    is ignored in one place is also ignored where it is tied."""
     if ignored_modules is not None and ignored_states is not None:
         raise ValueError(
             "FullyShardedDataParallel: got ignored_modules and ignored_states, expected one of them. Pass "
@@ -346,7 +340,10 @@ def checked_ignored(
             "Ignore modules inside it.",
             stacklevel=4,
         )
-    return Ignored(frozenset(params) | {param for each in inner for param in each.parameters()}, inner)
+    all_params = {*params, *(param for each in inner for param in each.parameters())}
+    return Ignored(
+        frozenset(all_params.union(*(each.params for each in inside))), inner.union(*(each.modules for each in inside))
+    )
 
 
 def _listed(name: str, given: object) -> list[Any]:

@@ -8,7 +8,7 @@ before ``nn.Module`` copies them, so hooks may have renamed keys before that.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -241,11 +241,16 @@ def _with_metadata_of_wrappers(wrapper: Wrapper, state_dict: Mapping[str, Any]) 
 
 def _check_local(wrapper: Wrapper, state_dict: Mapping[str, Any]) -> None:
     """Raise RuntimeError if a local state dict does not fit. All ranks must know before its units communicate."""
-    for path, module in wrapper.named_modules():
-        if is_wrapper(module) and effective_kind(module)[0] is LOCAL:
-            name = saved_name(joined_name(path, FLAT))
-            for group in module._unit.groups:
-                check_flat_value(module, group, name, state_dict.get(name))
+    for name, inner in _local_flats(wrapper):
+        for group in inner._unit.groups:
+            check_flat_value(inner, group, name, state_dict.get(name))
+
+
+def _local_flats(wrapper: Wrapper) -> Iterator[tuple[str, Wrapper]]:
+    """The wrappers whose state dicts are local, with the names of their flat parameters there."""
+    for path, module in wrapper.named_modules(remove_duplicate=False):
+        if is_wrapper(module) and effective_kind(module)[0] is LOCAL and module._unit.groups:
+            yield saved_name(joined_name(path, FLAT)), module
 
 
 def _doubt(wrapper: Wrapper, state_dict: Mapping[str, Any], *, strict: bool) -> bool:
@@ -265,12 +270,10 @@ def _expected_shapes(wrapper: Wrapper) -> dict[str, torch.Size | None]:
     """The expected keys of a state dict, with tensor shapes; None if any shape may come, as for local values."""
     local: set[Slot] = set()
     expected: dict[str, torch.Size | None] = {}
-    modules = list(wrapper.named_modules(remove_duplicate=False))
-    for path, module in modules:
-        if is_wrapper(module) and effective_kind(module)[0] is LOCAL and module._unit.groups:
-            local |= {slot for param in params_of(module) for slot in param.slots}
-            expected[saved_name(joined_name(path, FLAT))] = None
-    for path, module in modules:
+    for name, inner in _local_flats(wrapper):
+        local |= {slot for param in params_of(inner) for slot in param.slots}
+        expected[name] = None
+    for path, module in wrapper.named_modules(remove_duplicate=False):
         tensors = {**_torch.parameters_dict(module), **torch_names.persistent_buffers(module)}
         for short, tensor in tensors.items():
             if tensor is not None and Slot(module, short) not in local:

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import (
 )
 
 from fsdp2.fsdp1.search import Wrapper, wrappers_in
-from fsdp2.fsdp1.state_values import is_replicated, uses_dtensor
+from fsdp2.fsdp1.state_values import is_replicated
 
 FULL, SHARDED, LOCAL = (
     StateDictType.FULL_STATE_DICT,
@@ -47,7 +47,7 @@ def settings_of(wrapper: Wrapper) -> StateDictSettings:
         RuntimeError: local state dicts, which cannot hold DTensors, are set on a wrapper with a device mesh.
     """
     found: StateDictSettings = wrapper._state_dict_settings
-    if not uses_dtensor(wrapper):
+    if wrapper._settings.device_mesh is None:
         return found
     if found.state_dict_type is LOCAL and not is_replicated(wrapper):
         raise RuntimeError(

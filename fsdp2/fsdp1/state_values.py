@@ -60,11 +60,6 @@ def _owned(value: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 # Sharded
 
 
-def uses_dtensor(wrapper: Wrapper) -> bool:
-    """Whether sharded values are DTensors, which is so if the user gave a device mesh."""
-    return wrapper._settings.device_mesh is not None
-
-
 def sharded_value(
     param: ShardedParam,
     local: torch.Tensor,
@@ -78,7 +73,7 @@ def sharded_value(
     own = torch.empty_like(local, device=device or param.mesh.device).copy_(local)
     if not param.layout.shape and param.spec.unsharded is None:
         return own  # every rank has the whole scalar
-    if uses_dtensor(wrapper) if use_dtensor is None else use_dtensor:
+    if use_dtensor or (use_dtensor is None and wrapper._settings.device_mesh is not None):
         return param.spec.sharded.dtensor(own)
     layout = param.layout
     intervals = [layout.interval(rank) for rank in range(layout.num_shards)]

@@ -130,8 +130,8 @@ class FullyShardedDataParallel(HasStateDicts, HasPrivateNames):
             del options[name]
         super().__init__()
         settings = checked_settings(module, options, has_policy=auto_wrap_policy is not None)
-        ignored = checked_ignored(module, ignored_modules, ignored_states)
-        ignored = ignored.joined_with(inner._ignored for inner in wrappers_in(module))
+        inside = [inner._ignored for inner in wrappers_in(module)]
+        ignored = checked_ignored(module, ignored_modules, ignored_states, inside)
         self._settings: Settings = settings
         self._ignored: Ignored = ignored
         self._orig_buffer_dtypes: dict[str, torch.dtype] = {}  # of buffers that were cast, by clean name
@@ -191,9 +191,9 @@ class FullyShardedDataParallel(HasStateDicts, HasPrivateNames):
                     full_params.keep_attributes(vars(original), param.sharded)
             if settings.use_orig_params:
                 orig_params.keep((original for _, original in named), group.params)
-                orig_params.answer_as_originals(group)
         self._fsdp_wrapped_module = module
         self.__dict__[UNIT_ATTRIBUTE] = unit  # tools may be given the wrapper
+        orig_params.answer_as_originals(self)
         if not settings.use_orig_params and unit.groups:
             _torch.parameters_dict(self._flat_owner)[FLAT] = None  # the name, for clients that look for it
         state_dicts.install(self)
@@ -329,7 +329,7 @@ class FullyShardedDataParallel(HasStateDicts, HasPrivateNames):
     def _begin_to_run(self) -> None:
         """Called when the first forward of the outermost wrapper begins."""
         wrappers = self.fsdp_modules(self)
-        orig_params.take_over_optimizers(group for each in wrappers for group in each._unit.groups)
+        orig_params.take_over_optimizers(wrappers)
         for wrapper in wrappers:
             in_backward.check_or_join(wrapper)
         for wrapper in wrappers:
@@ -408,7 +408,7 @@ class FullyShardedDataParallel(HasStateDicts, HasPrivateNames):
         result = super()._apply(*args, **kwargs)
         for param, before in zip(params, attributes, strict=True):
             full_params.keep_attributes(before, param.bound())
-        self._answer_as_originals()
+        orig_params.answer_as_originals(self)
         self._unit.mark_stale()
         return result
 
@@ -426,13 +426,8 @@ class FullyShardedDataParallel(HasStateDicts, HasPrivateNames):
         if "_flat" in state:
             made.__dict__["_flat"] = made._flat_param  # now, since a copied optimizer may have it
         extensions.install(made, made._extension)
-        made._answer_as_originals()
+        orig_params.answer_as_originals(made)
         return made
-
-    def _answer_as_originals(self) -> None:
-        if self._settings.use_orig_params:
-            for group in self._unit.groups:
-                orig_params.answer_as_originals(group)
 
     def _cast_buffers(self) -> None:
         """Cast buffers to ``MixedPrecision.buffer_dtype``, once."""
