@@ -164,7 +164,7 @@ _LISTED = {
     117: ("Passes.has_left_behind", "inner == unit", "self.root == unit"),
     118: ("GroupShards.refresh", "self._follow_locals()", "pass"),
     119: ("saved_name", "(IN_FSDP1, IN_CHECKPOINT)", "(IN_FSDP1,)"),
-    120: ("FullyShardedDataParallel._flat_owner", "inside_checkpoint(self._unit.modules[0])", "self._unit.modules[0]"),
+    120: ("HasParams._flat_owner", "inside_checkpoint(self._unit.modules[0])", "self._unit.modules[0]"),
     121: ("ShardedParam.keep_grad", "self._take_unsharded_grad(dtype)", "self._take_unsharded_grad()"),
     122: (
         "ModuleHooks._mark_output",
