@@ -161,7 +161,7 @@ class _Installation:
     def _show_our_wrappers(self) -> None:
         """Make our wrappers work with ``torch.distributed.checkpoint.state_dict``, which asks each wrapper for torch's
         own state, and with clients, which ask for its states and handles."""
-        from fsdp2.fsdp1.names import is_wrapper
+        from fsdp2.fsdp1.search import is_wrapper
 
         for place in _FSDP1_STATES:
             self._replace(place, lambda of_torch: lambda module: module if is_wrapper(module) else of_torch(module))
@@ -174,7 +174,7 @@ class _Installation:
     def _list_our_flat_parameters(self) -> None:
         """Add our flat parameters to the list of ``torch.distributed.checkpoint.state_dict``, which looks for them in
         the wrapped modules, although those keep the original parameters."""
-        from fsdp2.fsdp1.names import flat_params_in
+        from fsdp2.fsdp1.search import flat_params_in
 
         def with_ours(of_torch: Callable[..., Any]) -> Callable[..., Any]:
             return lambda model, *args, **kwargs: chain(of_torch(model, *args, **kwargs), flat_params_in(model))

@@ -47,8 +47,8 @@ _MADE_BY_FSDP2 = (
     fsdp2.UnshardHandle,
     fsdp2.GradientReductionHandle,
 )
-# Bases whose methods are listed with those of the class: it is written in two files.
-_PARTS = ("fsdp2.fsdp1.has_state_dicts.HasStateDicts",)
+# Bases whose methods are listed with those of the class: it is written in several files.
+_PARTS = ("fsdp2.fsdp1.has_params.HasParams", "fsdp2.fsdp1.has_state_dicts.HasStateDicts")
 # Private by its name, but part of torch's FSDPModule, which users call.
 _LISTED_METHODS = {"_set_unshard_async_op", "__call__"}
 

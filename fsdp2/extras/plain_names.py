@@ -23,6 +23,22 @@ def without(name: str, parts: tuple[str, ...] = WRAPPED) -> str:
     return ".".join(part for part in name.split(".") if part not in parts)
 
 
+def clean_name(name: str) -> str:
+    """``name`` without those of ``FullyShardedDataParallel``."""
+    return without(name, (IN_FSDP1,))
+
+
+def saved_name(name: str) -> str:
+    """The name that state dicts of ``FullyShardedDataParallel`` use, as with torch's class: ``name`` also without those
+    of ``checkpoint_wrapper``, but with that of ``torch.compile``."""
+    return without(name, (IN_FSDP1, IN_CHECKPOINT))
+
+
+def joined_name(path: str, name: str) -> str:
+    """The name of ``name`` in the module at ``path``, which is empty for the outermost module."""
+    return f"{path}.{name}" if path else name
+
+
 def is_left_out(module: object, child: str) -> bool:
     """Whether names leave out ``child``, the name of the module inside the wrapper ``module``."""
     return child in WRAPPED or (child == "module" and isinstance(module, DistributedDataParallel))
@@ -67,14 +83,12 @@ def is_checkpoint_wrapper(module: nn.Module) -> bool:
 
 def inside_checkpoint(module: nn.Module) -> nn.Module:
     """The module inside a ``checkpoint_wrapper``; ``module`` itself if it is not one."""
-    inner = _children(module).get(IN_CHECKPOINT)
-    return module if inner is None else inner
+    return _children(module).get(IN_CHECKPOINT, module)
 
 
 def inside_compiled(module: nn.Module) -> nn.Module:
     """The module that ``torch.compile`` has wrapped; ``module`` itself if it is not compiled."""
-    inner = _children(module).get(IN_COMPILED)
-    return module if inner is None else inner
+    return _children(module).get(IN_COMPILED, module)
 
 
 def _inside_hidden(module: nn.Module | None) -> nn.Module | None:

@@ -1,4 +1,5 @@
-"""Which modules a policy of ``torch.distributed.fsdp.wrap`` chooses, and how they are wrapped."""
+"""Which modules a policy of ``torch.distributed.fsdp.wrap`` chooses, and how they are wrapped, or sharded without
+wrappers."""
 
 from __future__ import annotations
 
@@ -9,10 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp2.core.plan.dtypes import cast_floating
-from fsdp2.core.runtime.unit import unit_of
+from fsdp2.core import FSDPModule, fully_shard, plans, unit_of
 from fsdp2.extras.plain_names import plain_named_modules
-from fsdp2.fsdp1.names import is_wrapper
+from fsdp2.fsdp1.search import is_wrapper
 from fsdp2.fsdp1.torch_names import run_policy
 
 Overrides = dict[nn.Module, dict[str, Any]]
@@ -25,15 +25,8 @@ def chosen_by(
     ignored_params: Collection[nn.Parameter] = frozenset(),
 ) -> Overrides:
     """Return the modules inside ``model`` that ``policy`` chooses, inner ones first, each with the options that the
-    policy overrides. ``model`` itself is not among them.
-
-    Args:
-        policy: a ``ModuleWrapPolicy``, a ``CustomPolicy``, or a function ``(module, recurse, nonwrapped_numel)``.
-
-    Raises:
-        TypeError: ``policy`` is none of these.
-        ValueError: a ``CustomPolicy`` returns something other than a bool or a dict.
-    """
+    policy overrides. ``model`` itself is not among them. ``policy`` is a ``ModuleWrapPolicy``, a ``CustomPolicy``, or a
+    function ``(module, recurse, nonwrapped_numel)``."""
     found = run_policy(policy, model, set(ignored_modules))
     if found is None:
         if not callable(policy):
@@ -86,11 +79,7 @@ def inner_first(model: nn.Module) -> list[nn.Module]:
 
 
 def check_nothing_is_wrapped(model: nn.Module) -> None:
-    """Refuse to apply a policy to a model that is already partly sharded.
-
-    Raises:
-        ValueError: a module is sharded already; the message names the first one.
-    """
+    """Refuse to apply a policy to a model that is already partly sharded."""
     for name, module in plain_named_modules(model):
         if unit_of(module) is not None:
             raise ValueError(
@@ -130,10 +119,10 @@ def compute_in_fp32(module: nn.Module) -> None:
     def cast_inputs(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         dtypes = [arg.dtype for arg in args if isinstance(arg, torch.Tensor) and arg.is_floating_point()]
         before.append(dtypes[0] if dtypes else torch.float32)
-        return cast_floating(args, torch.float32)
+        return plans.cast_floating(args, torch.float32)
 
     def cast_output(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        return cast_floating(output, before.pop())
+        return plans.cast_floating(output, before.pop())
 
     module.register_forward_pre_hook(cast_inputs, prepend=False)
     module.register_forward_hook(cast_output, prepend=False)
@@ -159,3 +148,19 @@ def modules_outside_units(model: nn.Module, ignored: Collection[nn.Module] = fro
             if child not in seen and not is_managed and child not in ignored:
                 seen.add(child)
                 waiting.append(child)
+
+
+def shard_by_policy(model: nn.Module, policy: Any, **options: Any) -> FSDPModule:
+    """Shard ``model`` as :func:`fsdp2.auto_shard` does when it is given a ``policy``."""
+    params = frozenset(options.get("ignored_params") or ())
+    chosen = chosen_by(policy, model, ignored_params=params)
+    if not chosen:
+        classes = ", ".join(sorted({type(module).__name__ for module in inner_first(model)} - {type(model).__name__}))
+        raise ValueError(
+            f"auto_shard: the policy chooses no module inside this {type(model).__name__}, which has modules of the "
+            f"classes {classes or 'none'}. Choose one of them, or call fully_shard(model) for a single unit."
+        )
+    options = {"mesh": plans.default_mesh(), **options}
+    for module, overrides in chosen.items():
+        fully_shard(module, **{**options, **overrides})
+    return fully_shard(model, **options)

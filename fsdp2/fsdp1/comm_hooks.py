@@ -3,39 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from fsdp2.core.comm.custom import AllReduceHook, ReducesBy, ReduceScatter
+from fsdp2.core import comms
 from fsdp2.fsdp1 import torch_names
-from fsdp2.fsdp1.names import Wrapper, wrappers_in
+from fsdp2.fsdp1.search import Wrapper, wrappers_in
 from fsdp2.fsdp1.settings import HYBRID
 
 Hook = Callable[..., Any]
 
-_KEY = "_comm_hook"  # attribute of wrappers that have a hook
+
+def _compressing(dtype: torch.dtype) -> Hook:
+    """Does the same as torch's hooks that compress to ``dtype``, which call ``record_stream`` and so do not run on the
+    CPU."""
+
+    def hook(state: Any, gradients: torch.Tensor, shard: torch.Tensor | None = None) -> None:
+        hooks, tensors = torch_names.default_comm_hooks(), [gradients] if shard is None else [gradients, shard]
+        for tensor in tensors:
+            tensor.data = tensor.data.to(dtype)
+        (hooks.allreduce_hook if shard is None else hooks.reduce_scatter_hook)(state, *tensors)
+        tensors[-1].data = tensors[-1].data.to(state.parameter_type)
+
+    return hook
 
 
-class Compress:
-    """Does the same as torch's compressing hooks, which call ``record_stream`` and so do not run on the CPU."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
-
-    def __call__(self, state: Any, gradients: torch.Tensor, shard: torch.Tensor | None = None) -> None:
-        gradients.data = gradients.data.to(self._dtype)
-        if shard is None:
-            torch_names.default_comm_hooks().allreduce_hook(state, gradients)
-            gradients.data = gradients.data.to(state.parameter_type)
-        else:
-            shard.data = shard.data.to(self._dtype)
-            torch_names.default_comm_hooks().reduce_scatter_hook(state, gradients, shard)
-            shard.data = shard.data.to(state.parameter_type)
-
-
-class HookedReduceScatter(ReduceScatter):
+class HookedReduceScatter(comms.ReduceScatter):
     """Runs ``hook(state, gradients, shard)`` as the reduce-scatter."""
 
     def __init__(self, state: object, hook: Hook) -> None:
@@ -52,22 +48,17 @@ class HookedReduceScatter(ReduceScatter):
         op: dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> dist.Work | None:
-        dtype = output_tensor.dtype
-        self._hook(self._state, input_tensor, output_tensor)
-        _restore_dtype(output_tensor, dtype)
+        _run(self._hook, self._state, input_tensor, output_tensor)
         return None
 
 
-class HookedAllReduce:
-    """Runs ``hook(state, gradients)`` as the all-reduce, in place."""
-
-    def __init__(self, state: object, hook: Hook) -> None:
-        self._state, self._hook = state, hook
-
-    def __call__(self, gradients: torch.Tensor) -> None:
-        dtype = gradients.dtype
-        self._hook(self._state, gradients)
-        _restore_dtype(gradients, dtype)
+def _run(hook: Hook, state: object, *tensors: torch.Tensor) -> None:
+    """Run ``hook``, which writes its result into the last one of ``tensors``, and cast that back to its dtype:
+    compressing hooks leave it in the dtype that their state names."""
+    result, dtype = tensors[-1], tensors[-1].dtype
+    hook(state, *tensors)
+    if result.dtype is not dtype:
+        result.data = result.data.to(dtype)
 
 
 def _compressed_dtype(hook: Hook) -> torch.dtype | None:
@@ -75,12 +66,6 @@ def _compressed_dtype(hook: Hook) -> torch.dtype | None:
     hooks = torch_names.default_comm_hooks()
     known = ((hooks.fp16_compress_hook, torch.float16), (hooks.bf16_compress_hook, torch.bfloat16))
     return next((dtype for each, dtype in known if hook is each), None)
-
-
-def _restore_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> None:
-    """Cast ``tensor`` back to ``dtype``: compressing hooks leave their results in the dtype that their state names."""
-    if tensor.dtype is not dtype:
-        tensor.data = tensor.data.to(dtype)
 
 
 def register(wrapper: Wrapper, state: object, hook: Hook) -> None:
@@ -100,20 +85,20 @@ def register(wrapper: Wrapper, state: object, hook: Hook) -> None:
                 f"register_comm_hook: the wrapper of a {inner} has {each.sharding_strategy}, which reduces in two "
                 "steps. Hooks work with FULL_SHARD, SHARD_GRAD_OP and NO_SHARD."
             )
-        if _KEY in each.__dict__:
+        if each._has_comm_hook:
             raise RuntimeError(
                 f"register_comm_hook: the wrapper of a {inner} has a hook already. Register one hook, once, that does "
                 "all that is needed."
             )
     dtype = _compressed_dtype(hook)
     if dtype is not None and wrapper.compute_device.type == "cpu":
-        hook = Compress(dtype)
+        hook = _compressing(dtype)
     for each in wrappers:
-        each.__dict__[_KEY] = hook
+        each._has_comm_hook = True
         for group in each._unit.groups:
             if group.mesh.shard.size > 1:
-                by = ReducesBy(HookedReduceScatter(state, hook))
+                by = comms.ReducesBy(HookedReduceScatter(state, hook))
                 group.configure(reduces_by=by, gradient_divide_factor=1.0)
             else:
-                run = AllReduceHook(HookedAllReduce(state, hook))
+                run = comms.AllReduceHook(partial(_run, hook, state))
                 group.configure(all_reduce_hook=run, hook_reduces=True, gradient_divide_factor=1.0)

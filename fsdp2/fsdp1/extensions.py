@@ -20,18 +20,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fsdp2.core import _torch
-from fsdp2.core.group.group import ParamGroup, groups_by_slot
-from fsdp2.core.group.param import ShardedParam, Slot
-from fsdp2.core.schedule.states import GroupState
-from fsdp2.core.types import ExtensionError
+from fsdp2.core import ExtensionError, GroupState, ParamGroup, ShardedParam, Slot, _torch, groups_by_slot
+from fsdp2.extras.plain_names import joined_name
 from fsdp2.extras.torch_names import is_sharded_tensor
 from fsdp2.fsdp1 import torch_names
-from fsdp2.fsdp1.names import Wrapper
 from fsdp2.fsdp1.optim_values import whole_of_pieces
+from fsdp2.fsdp1.search import Wrapper, params_of
 
 _PLAIN = (torch.Tensor, nn.Parameter)
-_KEY = "_extended"  # attribute of wrappers that have an extension
 _TRANSFORMED = "_fsdp2_transformed_as"  # attribute of the original parameter; holds its name
 
 
@@ -114,14 +110,36 @@ def set_fsdp_extensions(extensions: FSDPExtensions | None) -> None:
 
 @dataclass(frozen=True)
 class Extended:
-    """One parameter that an extension has made plain. ``shape`` is the shape of the tensor that compute reads."""
+    """One parameter that the user's extension has made plain.
+
+    Attributes:
+        param_extension: what ``pre_flatten_transform`` returned next to the plain tensor.
+        shape: the shape of the tensor that compute reads.
+    """
 
     name: str
-    extension: Any
+    user: FSDPExtensions
+    param_extension: Any
     shape: torch.Size
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Extended:
         return self
+
+    def show(self, plain: torch.Tensor) -> torch.Tensor:
+        """``post_unflatten_transform``."""
+        made = self.user.post_unflatten_transform(plain, self.param_extension)
+        if not isinstance(made, torch.Tensor) or made.shape != self.shape:
+            _refuse("post_unflatten_transform", self.name, made, f"a tensor of shape {tuple(self.shape)}")
+        return made
+
+    def plain(self, value: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+        """Convert ``value``, which the user has written or loaded, to the plain tensor of ``shape``."""
+        if type(value) in _PLAIN and tuple(value.shape) == tuple(shape):
+            return value.detach()
+        plain, extension = _flatten(self.user, self.name, value)
+        if extension is None or tuple(plain.shape) != tuple(shape):
+            _refuse("pre_flatten_transform", self.name, plain, f"a plain tensor of shape {tuple(shape)}")
+        return plain
 
 
 class Extension:
@@ -141,46 +159,18 @@ class Extension:
         """The record of ``param``; None if the extension has left it as it is."""
         return next((self.by_slot[slot] for slot in param.slots if slot in self.by_slot), None)
 
-    # The six methods, with checks
-
-    def flatten(self, name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, Any | None]:
-        """``pre_flatten_transform``."""
-        result = self.user.pre_flatten_transform(tensor)
-        if not isinstance(result, tuple) or len(result) != 2:
-            _refuse("pre_flatten_transform", name, result, "a tuple (tensor, param_extension)")
-        plain, extension = result
-        if extension is not None and type(plain) not in _PLAIN:
-            _refuse("pre_flatten_transform", name, plain, "a plain torch.Tensor in front of the param_extension")
-        return plain.detach() if extension is not None else tensor, extension
-
-    def show(self, known: Extended, plain: torch.Tensor) -> torch.Tensor:
-        """``post_unflatten_transform``."""
-        made = self.user.post_unflatten_transform(plain, known.extension)
-        if not isinstance(made, torch.Tensor) or made.shape != known.shape:
-            _refuse("post_unflatten_transform", known.name, made, f"a tensor of shape {tuple(known.shape)}")
-        return made
-
-    def plain(self, known: Extended, value: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-        """Convert ``value``, which the user has written or loaded, to the plain tensor of ``shape``."""
-        if type(value) in _PLAIN and tuple(value.shape) == tuple(shape):
-            return value.detach()
-        plain, extension = self.flatten(known.name, value)
-        if extension is None or tuple(plain.shape) != tuple(shape):
-            _refuse("pre_flatten_transform", known.name, plain, f"a plain tensor of shape {tuple(shape)}")
-        return plain
-
     def chunk(self, name: str, whole: torch.Tensor, wrapper: Wrapper, shapes: Collection[torch.Size]) -> torch.Tensor:
         """``chunk_dtensor``, or ``chunk_tensor`` without a device mesh."""
         mesh, group = wrapper._settings.device_mesh, wrapper.process_group
+        cls: type[torch.Tensor]
         if mesh is not None:
-            method, made = "chunk_dtensor", self.user.chunk_dtensor(whole, group.rank(), mesh)
+            method, cls, kind = "chunk_dtensor", DTensor, "a DTensor"
+            made = self.user.chunk_dtensor(whole, group.rank(), mesh)
         else:
+            method, cls, kind = "chunk_tensor", torch.Tensor, "a ShardedTensor"
             per_node = max(torch.get_device_module(whole.device.type).device_count(), 1)
-            method = "chunk_tensor"
             made = self.user.chunk_tensor(whole, group.rank(), group.size(), per_node, group)
-        is_kind = isinstance(made, DTensor) if mesh is not None else isinstance(made, torch.Tensor)
-        if not is_kind or torch_names.shape_of(made) not in shapes:
-            kind = "a DTensor" if mesh is not None else "a ShardedTensor"
+        if not isinstance(made, cls) or torch_names.shape_of(made) not in shapes:
             _refuse(method, name, made, f"{kind} whose whole shape is {' or '.join(str(tuple(s)) for s in shapes)}")
         return made
 
@@ -201,6 +191,17 @@ class Extension:
         return made.detach()
 
 
+def _flatten(user: FSDPExtensions, name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, Any | None]:
+    """``pre_flatten_transform``."""
+    result = user.pre_flatten_transform(tensor)
+    if not isinstance(result, tuple) or len(result) != 2:
+        _refuse("pre_flatten_transform", name, result, "a tuple (tensor, param_extension)")
+    plain, extension = result
+    if extension is not None and type(plain) not in _PLAIN:
+        _refuse("pre_flatten_transform", name, plain, "a plain torch.Tensor in front of the param_extension")
+    return plain.detach() if extension is not None else tensor, extension
+
+
 def _refuse(method: str, name: str, found: object, expected: str) -> NoReturn:
     text = f"a {type(found).__name__}"
     if isinstance(found, torch.Tensor):
@@ -213,12 +214,8 @@ def flattened(
     module: nn.Module, ignored: Collection[nn.Parameter], *, keeps: bool = True
 ) -> Iterator[Extension | None]:
     """Inside the block, the current extension has made plain those parameters under ``module`` that belong to no unit
-    yet. With ``keeps`` they stay plain afterwards, unless the block raises.
-
-    Raises:
-        ExtensionError: the extension returns something of the wrong kind or shape. Nothing has changed then.
-        ValueError: a parameter is tied to one that an inner wrapper has transformed.
-    """
+    yet. With ``keeps`` they stay plain afterwards; if the block then raises, ``undone_on_error`` restores them. If the
+    extension returns something wrong, this raises before anything has changed."""
     if _current is None:
         yield None
         return
@@ -234,10 +231,10 @@ def flattened(
                 "transformed in an inner wrapper. Put both into one wrapper."
             )
         with torch.no_grad():
-            plain, param_extension = extension.flatten(name, param)
+            plain, param_extension = _flatten(_current, name, param)
             if param_extension is not None:
-                known = Extended(name, param_extension, param.shape)
-                extension.show(known, plain)  # refuses wrong results before anything has changed
+                known = Extended(name, _current, param_extension, param.shape)
+                known.show(plain)  # refuses wrong results before anything has changed
                 made[param] = nn.Parameter(plain, requires_grad=param.requires_grad), known
     try:
         for param, (plain_param, known) in made.items():
@@ -246,9 +243,6 @@ def flattened(
                 _torch.parameters_dict(slot.module)[slot.name] = plain_param
                 extension.by_slot[slot] = known
         yield extension
-    except BaseException:
-        keeps = False
-        raise
     finally:
         if not keeps:
             for param in made:
@@ -265,7 +259,7 @@ def _own_slots(module: nn.Module, ignored: Collection[nn.Parameter]) -> dict[nn.
         for name, param in _torch.parameters_dict(child).items():
             slot = Slot(child, name)
             if param is not None and slot not in taken and param not in ignored:
-                found.setdefault(param, []).append((f"{path}.{name}" if path else name, slot))
+                found.setdefault(param, []).append((joined_name(path, name), slot))
     return found
 
 
@@ -273,19 +267,18 @@ def install(wrapper: Wrapper, extension: Extension | None) -> None:
     """Let the groups of ``wrapper`` show the parameters that ``extension`` makes."""
     if extension is None:
         return
-    wrapper.__dict__[_KEY] = extension
+    wrapper._extension = extension
     groups = [g for g in wrapper._unit.groups if any(extension.of(param) is not None for param in g.params)]
-    if not groups:
-        return
     shows = [_Shows(group, extension) for group in groups]
 
     def before_forward(*_: Any) -> None:
         for each in shows:
             each.before_forward()
 
-    for group, each in zip(groups, shows, strict=True):
-        group.shows = each
-    wrapper._fsdp_wrapped_module.register_forward_pre_hook(before_forward)
+    for each in shows:
+        each.group.shows = each
+    if shows:
+        wrapper._fsdp_wrapped_module.register_forward_pre_hook(before_forward)
 
 
 class _Shows:
@@ -293,63 +286,54 @@ class _Shows:
     further forward on parameters that were kept, since a backward frees what its forward recorded."""
 
     def __init__(self, group: ParamGroup, extension: Extension) -> None:
-        self._group, self.extension = group, extension
+        self.group, self._extension = group, extension
         self._is_new = False
 
     def __call__(self, parameters: Sequence[nn.Parameter]) -> list[Any]:
         self._is_new = True
         shown: list[Any] = []
         with torch.enable_grad():  # a forward is recomputed in backward, where gradients are disabled
-            for param, parameter in zip(self._group.params, parameters, strict=True):
-                known = self.extension.of(param)
-                shown.append(parameter if known is None else self.extension.show(known, parameter))
+            for param, parameter in zip(self.group.params, parameters, strict=True):
+                known = self._extension.of(param)
+                shown.append(parameter if known is None else known.show(parameter))
         return shown
 
     def before_forward(self) -> None:
-        if self._group.state is GroupState.UNSHARDED and not self._is_new:
-            self._group.show()
+        if self.group.state is GroupState.UNSHARDED and not self._is_new:
+            self.group.show()
         self._is_new = False
 
 
 # For whole parameters and state dicts
 
 
-def extension_of(wrapper: Wrapper) -> Extension | None:
-    """The extension of ``wrapper``, if it was made with one."""
-    found: Extension | None = wrapper.__dict__.get(_KEY)
-    return found
-
-
-def extended_in(wrappers: Sequence[Wrapper]) -> Mapping[ShardedParam, tuple[Extension, Extended]]:
+def extended_in(wrappers: Sequence[Wrapper]) -> Mapping[ShardedParam, Extended]:
     """The parameters of ``wrappers`` that extensions have made plain."""
-    return {
-        param: (extension, known)
-        for wrapper in wrappers
-        if (extension := extension_of(wrapper)) is not None
-        for group in wrapper._unit.groups
-        for param in group.params
-        if (known := extension.of(param)) is not None
-    }
+    found = {param: _known(wrapper, param) for wrapper in wrappers for param in params_of(wrapper)}
+    return {param: known for param, known in found.items() if known is not None}
+
+
+def _known(wrapper: Wrapper, param: ShardedParam) -> Extended | None:
+    extension: Extension | None = wrapper._extension
+    return None if extension is None else extension.of(param)
 
 
 def shown_shape(wrapper: Wrapper, param: ShardedParam) -> torch.Size:
     """The shape of ``param`` in a full state dict."""
-    extension = extension_of(wrapper)
-    known = None if extension is None else extension.of(param)
+    known = _known(wrapper, param)
     return torch.Size(param.spec.sharded.shape) if known is None else known.shape
 
 
 def shown_value(wrapper: Wrapper, param: ShardedParam, whole: torch.Tensor) -> torch.Tensor:
     """Convert ``whole``, the value of ``param`` or of an optimizer state of it, to the form of full state dicts."""
-    extension = extension_of(wrapper)
-    known = None if extension is None else extension.of(param)
-    return whole if extension is None or known is None else extension.show(known, whole).detach()
+    known = _known(wrapper, param)
+    return whole if known is None else known.show(whole).detach()
 
 
 def chunked_value(wrapper: Wrapper, param: ShardedParam, whole: torch.Tensor) -> torch.Tensor:
     """Convert ``whole``, the value of ``param`` or of an optimizer state of it, to the form that sharded state dicts
     of a wrapper with an extension have."""
-    extension = extension_of(wrapper)
+    extension: Extension | None = wrapper._extension
     assert extension is not None
     shown = shown_value(wrapper, param, whole)
     return extension.chunk(param.full_name, shown, wrapper, {shown.shape, whole.shape})
@@ -357,7 +341,7 @@ def chunked_value(wrapper: Wrapper, param: ShardedParam, whole: torch.Tensor) ->
 
 def loaded_value(wrapper: Wrapper, param: ShardedParam, value: object) -> object:
     """Undo the extension in a loaded ``value`` of ``param``. Returns a whole plain value, or a ShardedTensor."""
-    extension = extension_of(wrapper)
+    extension: Extension | None = wrapper._extension
     if extension is None or not isinstance(value, torch.Tensor):
         return value
     shape = param.spec.sharded.shape if param.spec.unsharded is None else param.layout.shape
@@ -368,13 +352,13 @@ def loaded_value(wrapper: Wrapper, param: ShardedParam, value: object) -> object
         if known is None and param.spec.unsharded is not None:
             return value
         return extension.gathered(param.full_name, value, wrapper._settings.device_mesh, shape)
-    return value if known is None else extension.plain(known, value, shape)
+    return value if known is None else known.plain(value, shape)
 
 
 def loaded_state(wrapper: Wrapper, param: ShardedParam, value: object) -> object:
     """Make a loaded optimizer state of ``param`` whole and plain, however it is sharded. Collective if sharded.
     As in torch's class, sharded states are not passed to any method of an extension."""
-    extension = extension_of(wrapper)
+    extension: Extension | None = wrapper._extension
     if extension is None or not isinstance(value, torch.Tensor):
         return value
     if is_sharded_tensor(value):
@@ -382,34 +366,32 @@ def loaded_state(wrapper: Wrapper, param: ShardedParam, value: object) -> object
     if isinstance(value, DTensor):
         return value if param.spec.unsharded is not None else value.full_tensor().detach()
     known = extension.of(param)
-    return value if known is None else extension.plain(known, value, param.layout.shape)
+    return value if known is None else known.plain(value, param.layout.shape)
 
 
-def plain_value(group: ParamGroup, param: ShardedParam, bound: torch.Tensor) -> torch.Tensor:
-    """Convert ``bound``, which stands in for ``param`` of ``group``, to what it would be without an extension."""
-    shows = group.shows
-    known = shows.extension.of(param) if isinstance(shows, _Shows) else None
-    return bound if known is None else shows.extension.plain(known, bound, param.layout.shape)  # type: ignore[union-attr]
+def plain_value(wrapper: Wrapper, param: ShardedParam, bound: torch.Tensor) -> torch.Tensor:
+    """Convert ``bound``, which stands in for ``param``, to what it would be without an extension."""
+    known = _known(wrapper, param)
+    return bound if known is None else known.plain(bound, param.layout.shape)
 
 
-def bind_shown(extended: Mapping[ShardedParam, tuple[Extension, Extended]]) -> None:
+@torch.no_grad()
+def bind_shown(extended: Mapping[ShardedParam, Extended]) -> None:
     """Replace the bound whole plain parameters by what the extensions make from them."""
-    for param, (extension, known) in extended.items():
+    for param, known in extended.items():
         module, name = param.slots[0]
         bound = getattr(module, name)
         if bound is not param.sharded:  # otherwise it is whole on another rank only
-            with torch.no_grad():
-                _bind(param, extension.show(known, bound.detach()), requires_grad=bound.requires_grad)
+            _bind(param, known.show(bound.detach()), requires_grad=bound.requires_grad)
 
 
-def bind_plain(extended: Mapping[ShardedParam, tuple[Extension, Extended]]) -> None:
+@torch.no_grad()
+def bind_plain(extended: Mapping[ShardedParam, Extended]) -> None:
     """Reverse :func:`bind_shown`: bind plain tensors made from the values that the user has left."""
-    for param, (extension, known) in extended.items():
+    for param, known in extended.items():
         bound = next((b for m, n in param.slots if (b := getattr(m, n, None)) is not None), None)
         if isinstance(bound, torch.Tensor) and bound is not param.sharded:
-            with torch.no_grad():
-                plain = extension.plain(known, bound.detach(), param.layout.shape)
-            _bind(param, plain, requires_grad=bound.requires_grad)
+            _bind(param, known.plain(bound.detach(), param.layout.shape), requires_grad=bound.requires_grad)
 
 
 def _bind(param: ShardedParam, value: torch.Tensor, *, requires_grad: bool) -> None:

@@ -12,12 +12,8 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import nn
 
-from fsdp2.core import _torch
-from fsdp2.core.comm.memory import alias
-from fsdp2.core.group.group import ParamGroup
-from fsdp2.core.group.param import ShardedParam
-from fsdp2.core.plan.layout import contiguous_stride
-from fsdp2.fsdp1.names import saved_name
+from fsdp2.core import ParamGroup, ShardedParam, _torch, comms, plans
+from fsdp2.extras.plain_names import saved_name
 from fsdp2.optim.clip import joined_neighbours
 
 _DATA: Any = torch.Tensor.data  # the descriptor
@@ -168,19 +164,22 @@ class FlatParameter(nn.Parameter):
         self._has_run = True
 
     def _refuse_optimizers(self) -> NoReturn:
-        names = ", ".join(f"'{saved_name(param.full_name)}'" for param in self._group.params)
         raise RuntimeError(
-            f"FullyShardedDataParallel: _apply_optimizer_in_backward was given the flat parameter of {names}, which "
+            f"FullyShardedDataParallel: _apply_optimizer_in_backward was given {self._named}, which "
             "takes no part in backward, so its optimizer would never step. An optimizer in backward is only supported "
             "with use_orig_params=True: pass that to FullyShardedDataParallel, or step after backward."
         )
 
     def _refuse_hook(self, method: str) -> NoReturn:
-        names = ", ".join(f"'{saved_name(param.full_name)}'" for param in self._group.params)
         raise NotImplementedError(
-            f"FlatParameter.{method}: the flat parameter of {names} takes no part in backward, so the hook would never "
-            "be called. Pass use_orig_params=True to FullyShardedDataParallel, and give hooks to its parameters."
+            f"FlatParameter.{method}: {self._named} takes no part in backward, so the hook would never be called. Pass "
+            "use_orig_params=True to FullyShardedDataParallel, and give hooks to its parameters."
         )
+
+    @property
+    def _named(self) -> str:
+        names = (f"'{saved_name(param.full_name)}'" for param in self._group.params)
+        return f"the flat parameter of {', '.join(names)}"
 
     @property
     def _fqns(self) -> tuple[str, ...]:
@@ -197,23 +196,26 @@ class FlatParameter(nn.Parameter):
     def parts(self, flat: torch.Tensor) -> list[tuple[ShardedParam, torch.Tensor]]:
         """Each parameter of the unit with its part of ``flat``, which has the layout of this parameter, such as its
         gradient or an optimizer state. A part has the shape of the shard, and shares the memory of ``flat``."""
-        start = int(flat.storage_offset())
-        return [(param, alias(flat, start + offset, *place)) for param, offset, place in self._places()]
+        start, made = int(flat.storage_offset()), []
+        for param, offset in zip(self._group.params, self._offsets(), strict=True):
+            made.append(
+                (
+                    param,
+                    comms.alias(flat, start + offset, param.shard_shape, plans.contiguous_stride(param.shard_shape)),
+                )
+            )
+        return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """Copy to a plain parameter with the same values, which the copy of the wrapper later turns into a flat one."""
         memo[id(self)] = made = nn.Parameter(self.detach().clone(), requires_grad=self.requires_grad)
         return made
 
-    def _places(self) -> list[tuple[ShardedParam, int, tuple[tuple[int, ...], tuple[int, ...]]]]:
-        """For each parameter, where its shard lies in this one: the offset, the shape and the strides."""
+    def _offsets(self) -> list[int]:
+        """Where the shard of each parameter begins in this one."""
         start, itemsize = self._flat.data_ptr(), self._flat.itemsize
-        places = []
-        for param in self._group.params:
-            local = _torch.local_of(param.sharded)
-            offset = (local.data_ptr() - start) // itemsize if local.numel() else 0
-            places.append((param, offset, (param.shard_shape, contiguous_stride(param.shard_shape))))
-        return places
+        locals_ = [_torch.local_of(param.sharded) for param in self._group.params]
+        return [(local.data_ptr() - start) // itemsize if local.numel() else 0 for local in locals_]
 
     def _join(self, grads: list[torch.Tensor | None]) -> None:
         """Make ``grads`` parts of one flat gradient. They stay in place if they are laid out as the shards are."""
@@ -235,10 +237,9 @@ class FlatParameter(nn.Parameter):
         if len(present) < len(grads) or len(joined) != 1 or joined[0].numel() != self._flat.numel():
             return None
         (flat,) = joined
-        places = zip(present, self._places(), strict=True)
         are_there = all(
             not local.numel() or local.data_ptr() - flat.data_ptr() == offset * local.itemsize
-            for local, (_, offset, _) in places
+            for local, offset in zip(present, self._offsets(), strict=True)
         )
         return flat.view(-1) if are_there and flat.is_contiguous() else None
 

@@ -14,13 +14,8 @@ from typing import cast
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from fsdp2.core import _torch
-from fsdp2.core.group.group import ParamGroup
-from fsdp2.core.group.param import ShardedParam, Slot
-from fsdp2.core.plan.mesh import Axis
-from fsdp2.core.runtime.unit import Unit, units_under
+from fsdp2.core import Axis, ParamGroup, ShardedParam, Slot, Unit, _torch, plans, units_under
 from fsdp2.extras.exchange import exchange
 from fsdp2.extras.lending import (
     all_ranks,
@@ -32,7 +27,7 @@ from fsdp2.extras.lending import (
     params_under,
 )
 from fsdp2.fsdp1.extensions import bind_plain, bind_shown, extended_in
-from fsdp2.fsdp1.names import Wrapper, wrappers_in
+from fsdp2.fsdp1.search import Wrapper, params_of, wrappers_in
 from fsdp2.fsdp1.state_values import is_replicated
 from fsdp2.optim.clip import clip_grad_norm_
 
@@ -43,7 +38,7 @@ Lent = Mapping[ParamGroup, Sequence[ShardedParam]]
 
 @entered_and_left
 @contextmanager
-def summoned(
+def summon_full_params(
     module: nn.Module,
     recurse: bool = True,
     writeback: bool = True,
@@ -51,7 +46,23 @@ def summoned(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Iterator[None]:
-    """See :meth:`FullyShardedDataParallel.summon_full_params`."""
+    """Inside the block, the parameters of the wrappers in ``module`` are whole and plain, and have their original
+    names even with ``use_orig_params=False``. All ranks enter and leave the block together. If the block raises,
+    nothing is written. See :func:`fsdp2.unsharded`.
+
+    Args:
+        module: any module; nothing happens if it contains no wrapper.
+        recurse: if False, only the parameters of ``module`` itself, without those of inner wrappers.
+        writeback: copy values into the shards when the block ends.
+        rank0_only: only the first rank has whole parameters.
+        offload_to_cpu: whole parameters are on the host.
+        with_grads: parameters also have their whole gradients, which ``writeback`` writes as well.
+
+    Raises:
+        NotImplementedError: ``rank0_only`` with ``writeback``; ``with_grads`` with ``offload_to_cpu`` or with
+            ``use_orig_params=False``.
+        ScheduleError: a forward or backward runs; another block holds the parameters.
+    """
     wrappers: list[Wrapper] = wrappers_in(module)
     if not recurse:
         wrappers = [wrapper for wrapper in wrappers if wrapper is module]
@@ -59,44 +70,31 @@ def summoned(
     if not any(wrapper._unit.groups for wrapper in wrappers):
         yield
         return
-    with _lent(module, [wrapper._unit for wrapper in wrappers], recurse=recurse) as (params, units):
-        lent = {param for mine in params.values() for param in mine}
-        extended = {param: known for param, known in extended_in(wrappers_in(module)).items() if param in lent}
-        if with_grads and extended:
-            name = next(iter(extended)).full_name
-            raise NotImplementedError(
-                f"{_CALLER}: with_grads=True, but parameter '{name}' was transformed by FSDPExtensions. Read gradients "
-                "from .grad of the shards."
-            )
-        grads: dict[ShardedParam, torch.Tensor | None] = {}
-        ranks = {mesh: all_ranks(mesh) for mesh in dict.fromkeys(group.mesh for group in params)} if with_grads else {}
-        kept = {} if offload_to_cpu else _replicated(wrappers, lent)
-        with lent_whole(params, units, writeback, rank0_only, offload_to_cpu):
-            places = {param: _bound(param) for param in kept}
-            shown = {
-                param: _show_gradient(param, _torch.local_of(param.sharded.grad).clone())
-                for param, shows_gradient in kept.items()
-                if shows_gradient and param.sharded.grad is not None and _bound(param) is not param.sharded
-            }
-            if with_grads:
-                for group, mine in params.items():
-                    if all(param in kept for param in mine):
-                        continue
-                    axis = ranks[group.mesh]
-                    _bind_gradients(group, mine, axis, is_here=not rank0_only or axis.rank == 0)
-            bind_shown(extended)
-            for param in lent:
-                keep_attributes(vars(param.sharded), _bound(param))
-            yield
-            bind_plain(extended)
-            if not writeback:
-                _write_values(places)
-            for param, own in shown.items():
-                if param.sharded.grad is not None:
-                    _torch.local_of(param.sharded.grad).copy_(own)
-            if with_grads and writeback:
-                grads = {param: _bound(param).grad for mine in params.values() for param in mine}
-        _write_gradients(grads)
+    params, units = _lent(module, [wrapper._unit for wrapper in wrappers], recurse=recurse)
+    lent = {param for mine in params.values() for param in mine}
+    extended = {param: known for param, known in extended_in(wrappers_in(module)).items() if param in lent}
+    if with_grads and extended:
+        name = next(iter(extended)).full_name
+        raise NotImplementedError(
+            f"{_CALLER}: with_grads=True, but parameter '{name}' was transformed by FSDPExtensions. Read gradients "
+            "from .grad of the shards."
+        )
+    grads: dict[ShardedParam, torch.Tensor | None] = {}
+    ranks = {mesh: all_ranks(mesh) for mesh in dict.fromkeys(group.mesh for group in params)} if with_grads else {}
+    kept = {} if offload_to_cpu else _replicated(wrappers, lent)
+    with lent_whole(params, units, writeback, rank0_only, offload_to_cpu), _shown_in_place(kept, writeback=writeback):
+        for group, mine in params.items() if with_grads else ():
+            if not all(param in kept for param in mine):
+                axis = ranks[group.mesh]
+                _bind_gradients(group, mine, axis, is_here=not rank0_only or axis.rank == 0)
+        bind_shown(extended)
+        for param in lent:
+            keep_attributes(vars(param.sharded), _bound(param))
+        yield
+        bind_plain(extended)
+        if with_grads and writeback:
+            grads = {param: _bound(param).grad for mine in params.values() for param in mine}
+    _write_gradients(grads)
 
 
 def keep_attributes(before: Mapping[str, object], after: object) -> None:
@@ -107,16 +105,14 @@ def keep_attributes(before: Mapping[str, object], after: object) -> None:
             vars(after).setdefault(name, value)
 
 
-@contextmanager
-def _lent(module: nn.Module, own: Sequence[Unit], *, recurse: bool) -> Iterator[tuple[Lent, Sequence[Unit]]]:
+def _lent(module: nn.Module, own: Sequence[Unit], *, recurse: bool) -> tuple[Lent, Sequence[Unit]]:
     """The parameters to lend, and their units."""
     if recurse:
-        yield params_under(module, _CALLER), [unit for _, unit in units_under(module)]
-        return
+        return params_under(module, _CALLER), [unit for _, unit in units_under(module)]
     check_idle(module, _CALLER)
     groups = [group for unit in own for group in unit.groups]
     check_not_lent(groups, _CALLER)
-    yield {group: group.params for group in groups}, own
+    return {group: group.params for group in groups}, own
 
 
 def _check_arguments(
@@ -158,27 +154,36 @@ def _replicated(wrappers: Sequence[Wrapper], lent: Collection[ShardedParam]) -> 
         param: wrapper._settings.use_orig_params
         for wrapper in wrappers
         if is_replicated(wrapper)
-        for group in wrapper._unit.groups
-        for param in group.params
+        for param in params_of(wrapper)
         if param in lent
     }
 
 
-@torch.no_grad()
-def _write_values(places: Mapping[ShardedParam, torch.Tensor]) -> None:
-    """Copy in-place writes to the whole parameters into the shards."""
-    for param, whole in places.items():
-        if whole is not param.sharded:
-            value = _torch.local_of(whole) if isinstance(whole, DTensor) else whole
-            _torch.local_of(param.sharded).copy_(param.shard_of(value))
+@contextmanager
+def _shown_in_place(kept: Mapping[ShardedParam, bool], *, writeback: bool) -> Iterator[None]:
+    """Inside the block, ``kept``, the result of ``_replicated``, have their gradients. Afterwards, in-place writes to
+    them and to their gradients are copied into the shards; with ``writeback``, ``lent_whole`` copies the parameters."""
+    places = {param: _bound(param) for param in kept}
+    shown = {
+        param: _show_gradient(param, _torch.local_of(param.sharded.grad).clone())
+        for param, shows_gradient in kept.items()
+        if shows_gradient and param.sharded.grad is not None and places[param] is not param.sharded
+    }
+    yield
+    with torch.no_grad():
+        for param, whole in places.items() if not writeback else ():
+            if whole is not param.sharded:
+                _torch.local_of(param.sharded).copy_(param.shard_of(plans.local_part(whole)))
+        for param, own in shown.items():
+            if param.sharded.grad is not None:
+                _torch.local_of(param.sharded.grad).copy_(own)
 
 
 # Gradients
 
 
 def _bound(param: ShardedParam) -> torch.Tensor:
-    module, name = param.slots[0]
-    return cast(torch.Tensor, getattr(module, name))
+    return cast(torch.Tensor, param.bound())
 
 
 def _bind_gradients(group: ParamGroup, params: Sequence[ShardedParam], axis: Axis, *, is_here: bool) -> None:

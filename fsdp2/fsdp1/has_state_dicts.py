@@ -3,67 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import (
-    OptimStateDictConfig,
-    OptimStateKeyType,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
-)
 
-from fsdp2.core.runtime import door
-from fsdp2.fsdp1 import optim_load, optim_state_dict as optim_saving, state_dict as state_dicts
+from fsdp2.core import door
+from fsdp2.fsdp1 import optim_load, optim_state_dict as optim_saving, state_dict as state_dicts, state_dict_kinds
 
 
 class HasStateDicts(nn.Module):
     """Saves and loads parameters and their optimizer states under the names that they had before wrapping."""
 
-    @staticmethod
-    def state_dict_type(
-        module: nn.Module,
-        state_dict_type: StateDictType,
-        state_dict_config: StateDictConfig | None = None,
-        optim_state_dict_config: OptimStateDictConfig | None = None,
-    ) -> AbstractContextManager[None]:
-        """Set the kind of state dicts inside the block: see :meth:`set_state_dict_type`. The earlier settings are
-        restored afterwards, even after an exception."""
-        return state_dicts.types_set(module, state_dict_type, state_dict_config, optim_state_dict_config)
-
-    @staticmethod
-    def set_state_dict_type(
-        module: nn.Module,
-        state_dict_type: StateDictType,
-        state_dict_config: StateDictConfig | None = None,
-        optim_state_dict_config: OptimStateDictConfig | None = None,
-    ) -> StateDictSettings | None:
-        """Set the kind of state dicts of all wrappers in ``module``.
-
-        Full state dicts, the default, have whole tensors. Sharded ones have this rank's shards: DTensors if the wrapper
-        was given a ``device_mesh``, else ShardedTensors. Local ones have one ``_flat_param`` per wrapper, laid out as
-        torch's class does; they load only with the same wrapping and number of ranks.
-
-        Returns:
-            What was set before; None if there are no wrappers.
-
-        Raises:
-            RuntimeError: a config is not of the kind ``state_dict_type``; wrappers have different settings.
-        """
-        return state_dicts.set_types(module, state_dict_type, state_dict_config, optim_state_dict_config)
-
-    @staticmethod
-    def get_state_dict_type(module: nn.Module) -> StateDictSettings | None:
-        """The settings of the wrappers in ``module``; None if there are none.
-
-        Raises:
-            RuntimeError: wrappers have different settings.
-        """
-        return state_dicts.get_types(module)
+    state_dict_type = staticmethod(state_dict_kinds.state_dict_type)
+    set_state_dict_type = staticmethod(state_dict_kinds.set_state_dict_type)
+    get_state_dict_type = staticmethod(state_dict_kinds.get_state_dict_type)
 
     @door.entry
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -95,52 +50,9 @@ class HasStateDicts(nn.Module):
 
     # State dicts of optimizers
 
-    @staticmethod
-    @door.entry
-    def optim_state_dict(
-        model: nn.Module,
-        optim: torch.optim.Optimizer,
-        optim_state_dict: dict[str, Any] | None = None,
-        group: dist.ProcessGroup | None = None,
-    ) -> dict[str, Any]:
-        """Return the state dict of ``optim``, keyed by clean parameter names, as the kind that
-        :meth:`set_state_dict_type` has set. Collective. Later steps of ``optim`` do not change the returned values.
-
-        Args:
-            model: the module whose parameters ``optim`` has; it may have wrappers inside.
-            optim_state_dict: what to convert; by default ``optim.state_dict()``.
-            group: with ``rank0_only``, its first rank gets the result; the other ranks get an empty dict.
-
-        Raises:
-            ValueError: ``optim`` has parameters of another model.
-            RuntimeError: a rank lacks states that other ranks have.
-        """
-        return optim_saving.saved(model, optim, optim_state_dict, group=group)
-
-    @staticmethod
-    @door.entry
-    def optim_state_dict_to_load(
-        model: nn.Module,
-        optim: torch.optim.Optimizer,
-        optim_state_dict: dict[str, Any],
-        is_named_optimizer: bool = False,
-        load_directly: bool = False,
-        group: dist.ProcessGroup | None = None,
-    ) -> dict[str, Any]:
-        """Convert ``optim_state_dict``, full or sharded and of any wrapping, so that ``optim`` can load it. Collective.
-
-        Args:
-            is_named_optimizer: the keys of the result are names, as TorchRec's optimizers have them.
-            load_directly: also load the result into ``optim``.
-            group: with ``rank0_only``, its first rank has ``optim_state_dict``; the others may pass anything.
-
-        Raises:
-            ValueError: on some rank, it does not fit the model and the optimizer. No rank has loaded anything.
-        """
-        made = optim_load.loadable(model, optim, optim_state_dict, is_named=is_named_optimizer, group=group)
-        if load_directly:
-            optim.load_state_dict(made)
-        return made
+    optim_state_dict = staticmethod(optim_saving.optim_state_dict)
+    optim_state_dict_to_load = staticmethod(optim_load.optim_state_dict_to_load)
+    rekey_optim_state_dict = staticmethod(optim_load.rekey_optim_state_dict)
 
     @staticmethod
     def full_optim_state_dict(
@@ -190,19 +102,3 @@ class HasStateDicts(nn.Module):
     ) -> dict[str, Any]:
         """Convert a sharded state dict so that the optimizer can load it. Collective."""
         return optim_load.to_load(model, optim, sharded_optim_state_dict)
-
-    @staticmethod
-    def rekey_optim_state_dict(
-        optim_state_dict: dict[str, Any],
-        optim_state_key_type: OptimStateKeyType,
-        model: nn.Module,
-        optim_input: optim_load.OptimInput = None,
-        optim: torch.optim.Optimizer | None = None,
-    ) -> dict[str, Any]:
-        """Change the keys of a full state dict to the parameter numbers that plain optimizers use, or to names.
-        ``model`` and ``optim``, without wrappers, define the mapping. A dict with the right keys is returned as it is.
-
-        Raises:
-            ValueError: the model or the optimizer lacks parameters of the state dict.
-        """
-        return optim_load.rekeyed(optim_state_dict, optim_state_key_type, model, optim_input, optim)

@@ -12,27 +12,22 @@ from typing import Any
 import torch
 
 from fsdp2.fsdp1.flat_param import IN_BACKWARD
-from fsdp2.fsdp1.names import Wrapper
+from fsdp2.fsdp1.search import Wrapper, params_of
 
 _KNOWN = "_fsdp2_steps_in_backward"  # attribute of a parameter whose optimizers step in backward
 
 
 def check_or_join(wrapper: Wrapper) -> None:
-    """At the first forward, refuse optimizers of a flat parameter, and let those of original parameters step.
-
-    Raises:
-        RuntimeError: an optimizer steps a flat parameter in backward.
-    """
+    """At the first forward, refuse optimizers of a flat parameter, and let those of original parameters step."""
     flat = wrapper._listed_flat_param
     if flat is not None:
         flat.close_to_optimizers_in_backward()
         return
-    for group in wrapper._unit.groups:
-        for param in group.params:
-            attributes = vars(param.sharded)
-            if IN_BACKWARD in attributes and _KNOWN not in attributes:
-                attributes[_KNOWN] = True
-                param.sharded.register_post_accumulate_grad_hook(_step)
+    for param in params_of(wrapper):
+        attributes = vars(param.sharded)
+        if IN_BACKWARD in attributes and _KNOWN not in attributes:
+            attributes[_KNOWN] = True
+            param.sharded.register_post_accumulate_grad_hook(_step)
 
 
 def _step(param: torch.Tensor) -> None:

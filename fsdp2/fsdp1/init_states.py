@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2.core import _torch
-from fsdp2.core.plan.mesh import ParallelMesh
+from fsdp2.core import ParallelMesh, _torch
+from fsdp2.extras.plain_names import saved_name
 from fsdp2.fsdp1.auto_wrap import modules_outside_units
-from fsdp2.fsdp1.names import saved_name, wrappers_in
-from fsdp2.fsdp1.settings import Ignored, Settings
+from fsdp2.fsdp1.search import wrappers_in
+from fsdp2.fsdp1.settings import Ignored, Settings, wrong_type
 
 
 def own_states(module: nn.Module) -> list[Tensor]:
@@ -22,18 +22,18 @@ def own_states(module: nn.Module) -> list[Tensor]:
     return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
 
 
-def check_materialise(module: nn.Module, ignored: Ignored, param_init_fn: object) -> None:
-    """Check that :func:`materialise` can do its work.
+def _own_params(module: nn.Module, ignored: Ignored) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    """The parameters that the wrapper of ``module`` manages, with their owners, and their names there."""
+    for each in modules_outside_units(module, ignored.modules):
+        for name, param in each.named_parameters(recurse=False):
+            if param not in ignored.params:
+                yield each, name, param
 
-    Raises:
-        ValueError: ``param_init_fn`` cannot be called.
-        AttributeError: a module has no ``reset_parameters``.
-    """
+
+def check_materialise(module: nn.Module, ignored: Ignored, param_init_fn: object) -> None:
+    """Check that :func:`materialise` can do its work."""
     if param_init_fn is not None and not callable(param_init_fn):
-        raise ValueError(
-            f"FullyShardedDataParallel: param_init_fn is a {type(param_init_fn).__name__}, expected a function of a "
-            "module."
-        )
+        raise ValueError(wrong_type("param_init_fn", param_init_fn, "a function of a module", "Pass one, or None."))
     for each in _to_materialise(module, ignored) if param_init_fn is None else ():
         if own_states(each) and not callable(getattr(each, "reset_parameters", None)):
             raise AttributeError(
@@ -53,11 +53,7 @@ def materialise(
     module: nn.Module, ignored: Ignored, param_init_fn: Callable[[nn.Module], None] | None, device: torch.device
 ) -> None:
     """Give values to parameters and buffers on the meta device, by calling ``param_init_fn`` for each module outside
-    other wrappers, or else ``reset_parameters`` of the modules that have any.
-
-    Raises:
-        RuntimeError: a parameter is still on the meta device.
-    """
+    other wrappers, or else ``reset_parameters`` of the modules that have any."""
     modules = _to_materialise(module, ignored)
     if param_init_fn is not None:
         for each in modules:
@@ -68,24 +64,21 @@ def materialise(
                 if own_states(each):
                     each.to_empty(device=device, recurse=False)
                     each.reset_parameters()  # type: ignore[operator]
-    for each in modules:
-        for name, param in each.named_parameters(recurse=False):
-            if param.is_meta and param not in ignored.params:
-                raise RuntimeError(
-                    f"FullyShardedDataParallel: parameter '{name}' of a {type(each).__name__} is still on the meta "
-                    "device after param_init_fn. param_init_fn must give values to the module's own parameters."
-                )
+    for owner, name, param in _own_params(module, ignored):
+        if param.is_meta:
+            raise RuntimeError(
+                f"FullyShardedDataParallel: parameter '{name}' of a {type(owner).__name__} is still on the meta "
+                "device after param_init_fn. param_init_fn must give values to the module's own parameters."
+            )
 
 
 def broadcast(module: nn.Module, ignored: Ignored, settings: Settings) -> None:
     """Copy the parameters that are sharded here, and all buffers, from the first rank to all ranks that shard or
     replicate them. Collective. As with torch's class, this includes buffers of ignored modules, and those of inner
     wrappers that have not broadcast them already."""
-    modules = modules_outside_units(module, ignored.modules)
-    params = chain.from_iterable(each.parameters(recurse=False) for each in modules)
     sent = {buffer for inner in wrappers_in(module) if inner._sends_states for buffer in inner.buffers()}
     states: Iterable[Tensor] = chain(
-        (param for param in params if param not in ignored.params),
+        (param for _, _, param in _own_params(module, ignored)),
         (buffer for buffer in module.buffers() if buffer not in sent),
     )
     parallel = settings.parallel
@@ -109,17 +102,8 @@ def _broadcast_leaf(leaf: Tensor, parallel: ParallelMesh) -> None:
 
 
 def check_flat(module: nn.Module, ignored: Ignored) -> None:
-    """Refuse parameters that cannot form one flat parameter.
-
-    Raises:
-        ValueError: parameters differ in dtype or in ``requires_grad``; one is a scalar or a tensor subclass.
-    """
-    named = {
-        param: f"{type(each).__name__}.{name}"
-        for each in modules_outside_units(module, ignored.modules)
-        for name, param in each.named_parameters(recurse=False)
-        if param not in ignored.params
-    }
+    """Refuse parameters that cannot form one flat parameter."""
+    named = {param: f"{type(owner).__name__}.{name}" for owner, name, param in _own_params(module, ignored)}
     for what, value_of in (("dtype", lambda p: p.dtype), ("requires_grad", lambda p: p.requires_grad)):
         first: dict[object, str] = {}
         for param, name in named.items():
@@ -141,10 +125,9 @@ def check_flat(module: nn.Module, ignored: Ignored) -> None:
 def keep_low_precision(module: nn.Module, ignored: Ignored) -> None:
     """Let gradients keep the reduce dtype (``keep_low_precision_grads``). Any dtype is allowed, so that users may
     upcast them before the optimizer's step."""
-    for each in modules_outside_units(module, ignored.modules):
-        for param in each.parameters(recurse=False):
-            if param.is_floating_point() and param not in ignored.params:
-                _torch.set_grad_dtype(param, None)
+    for _, _, param in _own_params(module, ignored):
+        if param.is_floating_point():
+            _torch.set_grad_dtype(param, None)
 
 
 def cast_buffers(module: nn.Module, ignored: Ignored, dtype: torch.dtype) -> dict[str, torch.dtype]:

@@ -10,42 +10,52 @@ from itertools import chain
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import OptimStateKeyType
 from torch.distributed.tensor import DTensor
 
-from fsdp2.core import _torch
-from fsdp2.core.plan.mesh import NO_AXIS
+from fsdp2.core import _torch, door, plans
 from fsdp2.extras.exchange import exchange, together
-from fsdp2.extras.plain_names import without
+from fsdp2.extras.plain_names import saved_name, without
 from fsdp2.extras.torch_names import is_sharded_tensor
 from fsdp2.fsdp1 import torch_names
 from fsdp2.fsdp1.extensions import loaded_state, shown_shape
-from fsdp2.fsdp1.names import saved_name
 from fsdp2.fsdp1.optim_owners import OptimInput, Owner, Owners, States, groups_in, listed
 from fsdp2.fsdp1.optim_values import Fetch, Remote, broadcast_structure, copied, whole_of_pieces
-from fsdp2.fsdp1.state_dict import FULL, Entry, get_types
+from fsdp2.fsdp1.state_dict import Entry
+from fsdp2.fsdp1.state_dict_kinds import FULL, get_state_dict_type
 from fsdp2.fsdp1.state_values import is_replicated, local_value
 
 _STEP = "step"  # a count, whatever the parameter's shape; Optimizer.load_state_dict treats this name specially, too
 
 
-def loadable(
+@door.entry
+def optim_state_dict_to_load(
     model: nn.Module,
     optim: torch.optim.Optimizer,
-    given: Mapping[str, Any],
-    *,
-    is_named: bool = False,
-    group: Any = None,
+    optim_state_dict: dict[str, Any],
+    is_named_optimizer: bool = False,
+    load_directly: bool = False,
+    group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """Implements ``optim_state_dict_to_load`` for the kind of state dict that is set."""
-    settings = get_types(model)
-    rank0_only = (
-        settings is not None
-        and settings.state_dict_type is FULL
-        and getattr(settings.optim_state_dict_config, "rank0_only", False)
-    )
-    return to_load(model, optim, given, rank0_only=rank0_only, is_named=is_named, group=group)
+    """Convert ``optim_state_dict``, full or sharded and of any wrapping, so that ``optim`` can load it. Collective.
+
+    Args:
+        is_named_optimizer: the keys of the result are names, as TorchRec's optimizers have them.
+        load_directly: also load the result into ``optim``.
+        group: with ``rank0_only``, its first rank has ``optim_state_dict``; the others may pass anything.
+
+    Raises:
+        ValueError: on some rank, it does not fit the model and the optimizer. No rank has loaded anything.
+    """
+    settings = get_state_dict_type(model)
+    is_full = settings is not None and settings.state_dict_type is FULL
+    rank0_only = is_full and getattr(settings.optim_state_dict_config, "rank0_only", False)  # type: ignore[union-attr]
+    made = to_load(model, optim, optim_state_dict, rank0_only=rank0_only, is_named=is_named_optimizer, group=group)
+    if load_directly:
+        optim.load_state_dict(made)
+    return made
 
 
 @torch.no_grad()
@@ -61,16 +71,12 @@ def to_load(
     is_collective: bool = True,
 ) -> dict[str, Any]:
     """Convert the state dict ``given``, whose keys are names, to what ``optim`` loads. With ``is_collective``, this
-    fails on all ranks or on none.
-
-    Raises:
-        ValueError: on some rank, ``given`` does not fit the model or the optimizer.
-    """
+    raises on all ranks or on none if ``given`` does not fit on some rank."""
     owners = Owners(model, groups_in(model, optim, optim_input))
-    fetch: Fetch = _itself
+    fetch: Fetch = _unchanged
     if rank0_only:
         given, fetch = broadcast_structure(given, group, owners.wrappers[0].compute_device)
-    axis = owners.axis if is_collective else NO_AXIS
+    axis = owners.axis if is_collective else plans.NO_AXIS
     with together(axis):
         given = _named_as_here(owners, given)
         check(owners, given)
@@ -82,7 +88,7 @@ def to_load(
                 f"{ways[0][0]!r} is sharded. Set SHARDED_STATE_DICT to load sharded states."
             )
     _check_alike(exchange(axis, ways))
-    keys = _keys_of(model, owners, is_named=is_named)
+    keys = {id(owner.param): key for key, owner in owners.by_key(model, is_named=is_named).items()}
     state: dict[Any, Any] = {}
     with together(axis):
         problem: Exception | None = None
@@ -93,7 +99,7 @@ def to_load(
                 found, problem = {}, problem or error
             if found:
                 state[keys[id(owner.param)]] = found
-        others = {key: _of_no_parameter(each, fetch) for key, each in given["state"].items() if key not in owners.known}
+        others = {key: _fetched(each, fetch) for key, each in given["state"].items() if key not in owners.known}
         if problem is not None:
             raise problem
     state |= others
@@ -103,7 +109,7 @@ def to_load(
     return made
 
 
-def _itself(value: Any) -> Any:
+def _unchanged(value: Any) -> Any:
     return value
 
 
@@ -229,7 +235,7 @@ def _check_flat_states(owner: Owner, found: Sequence[States | None]) -> None:
         )
     for state in present[0]:
         values = [None if each is None else each[state] for each in found]
-        if _has_dims(next((value for value in values if value is not None), None)):
+        if _shape(next((value for value in values if value is not None), None)):  # it has dims
             dtypes = {str(_dtype(value)) for value in values if value is not None}
             if len(dtypes) > 1:
                 raise ValueError(
@@ -242,10 +248,6 @@ def _check_flat_states(owner: Owner, found: Sequence[States | None]) -> None:
                 f"{listed(f'{name!r}: {value}' for name, value in zip(names, values, strict=True))}. Load it with "
                 "use_orig_params=True."
             )
-
-
-def _has_dims(value: Any) -> bool:
-    return bool(_shape(value))
 
 
 def _dtype(value: Any) -> torch.dtype | None:
@@ -282,17 +284,16 @@ def _states_of(owner: Owner, state: Mapping[str, States], fetch: Fetch) -> State
     found = _states_by_name(owner, state)
     if not any(found):
         return {}
-    if not owner.entries:
-        return {name: _loaded_whole(value, fetch) for name, value in sorted((found[0] or {}).items())}
-    if not owner.is_flat:
-        entry = owner.entries[0]
-        return {name: _loaded(entry, name, value, fetch) for name, value in sorted((found[0] or {}).items())}
     present = next(each for each in found if each is not None)
+    if not owner.entries:
+        return {name: _fetched(value, fetch) for name, value in sorted(present.items())}
+    if not owner.is_flat:
+        return {name: _loaded(owner.entries[0], name, value, fetch) for name, value in sorted(present.items())}
     made: States = {}
     for name in sorted(present):
         values = [None if each is None else each[name] for each in found]
         first = next((value for value in values if value is not None), None)
-        if not _has_dims(first):
+        if not _shape(first):
             made[name] = copied(first)
             continue
         flat = torch.zeros_like(owner.param, dtype=_dtype(first), requires_grad=False)
@@ -326,34 +327,20 @@ def _local(entry: Entry, value: Any, fetch: Fetch) -> torch.Tensor:
     return local
 
 
-def _loaded_whole(value: Any, fetch: Fetch) -> Any:
-    return copied(fetch(value))
-
-
-def _of_no_parameter(value: Any, fetch: Fetch) -> Any:
+def _fetched(value: Any, fetch: Fetch) -> Any:
+    """A copy of ``value``, the state of a parameter that no wrapper manages, or of none."""
     if isinstance(value, Mapping):
-        return {key: _of_no_parameter(each, fetch) for key, each in value.items()}
-    return _loaded_whole(value, fetch)
+        return {key: _fetched(each, fetch) for key, each in value.items()}
+    return copied(fetch(value))
 
 
 # Groups and keys
 
 
-def _keys_of(model: nn.Module, owners: Owners, *, is_named: bool) -> dict[int, Any]:
-    if not is_named:
-        return {id(owner.param): i for i, owner in enumerate(owners)}
-    names = {id(param): name for name, param in model.named_parameters()}
-    return {id(owner.param): names.get(id(owner.param), owner.names[0][0]) for owner in owners}
-
-
 def _param_groups(owners: Owners, groups: Sequence[Mapping[str, Any]], keys: Mapping[int, Any]) -> list[dict[str, Any]]:
     """For each group of the optimizer, in the optimizer's order, return the options that were saved for its parameters,
     as far as any were saved. Torch's class keeps the order of the saved groups, and ``Optimizer.load_state_dict`` then
-    mistakes one parameter's states for another's.
-
-    Raises:
-        ValueError: parameters of one group were in groups with different options.
-    """
+    mistakes one parameter's states for another's."""
     by_name = {name: group for group in groups for name in group["params"]}
     made = []
     for i, group in enumerate(owners.groups):
@@ -385,19 +372,20 @@ def _options_differ(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
 # Other keys
 
 
-def rekeyed(
-    given: dict[str, Any],
-    key_type: OptimStateKeyType,
+def rekey_optim_state_dict(
+    optim_state_dict: dict[str, Any],
+    optim_state_key_type: OptimStateKeyType,
     model: nn.Module,
     optim_input: OptimInput = None,
     optim: torch.optim.Optimizer | None = None,
 ) -> dict[str, Any]:
-    """Return ``given`` keyed by names, or by the numbers that parameters have in ``optim``. If the keys are of that
-    kind already, the same object is returned.
+    """Change the keys of a full state dict to the parameter numbers that plain optimizers use, or to names.
+    ``model`` and ``optim``, without wrappers, define the mapping. A dict with the right keys is returned as it is.
 
     Raises:
-        ValueError: the keys are of both kinds, or name parameters that the model or optimizer does not have.
+        ValueError: the keys are of both kinds, or the model or the optimizer lacks parameters of the state dict.
     """
+    given, key_type = optim_state_dict, optim_state_key_type
     if not isinstance(key_type, OptimStateKeyType):
         raise TypeError(f"rekey_optim_state_dict: expected an OptimStateKeyType, not {key_type!r}.")
     keys = [*given["state"], *(key for group in given["param_groups"] for key in group["params"])]

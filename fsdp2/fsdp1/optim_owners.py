@@ -10,12 +10,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from fsdp2.core import _torch
-from fsdp2.core.plan.mesh import Axis
+from fsdp2.core import Axis
 from fsdp2.extras.kept_optimizers import take_over
 from fsdp2.extras.lending import all_ranks
 from fsdp2.fsdp1.flat_param import FlatParameter
-from fsdp2.fsdp1.names import saved_name, wrappers_in
+from fsdp2.fsdp1.search import named_slots, wrappers_in
 from fsdp2.fsdp1.state_dict import Entry, entries_of
 
 OptimInput: TypeAlias = Sequence[dict[str, Any]] | Iterable[nn.Parameter] | None
@@ -54,12 +53,13 @@ class Owners:
                 f"optimizer state dict: there is no FullyShardedDataParallel in the {type(model).__name__}. Pass the "
                 "wrapped model."
             )
-        order = _names_in_order(model)
+        places = [(name, slot.module._parameters[slot.name]) for name, slot in named_slots(model)]
+        order = {name: param for name, param in places if param is not None}
         entries = [each for each in entries_of(model) if each.names]
-        managed = {id(each.param.sharded): each for each in entries}
-        flats: dict[int, list[Entry]] = {}
+        managed: dict[int, list[Entry]] = {}  # by what an optimizer may hold: a shard, or a flat parameter of a group
         for each in entries:
-            flats.setdefault(id(each.group), []).append(each)
+            managed[id(each.param.sharded)] = [each]
+            managed.setdefault(id(each.group), []).append(each)
         by_param: dict[int, list[str]] = {}
         for name, param in order.items():
             by_param.setdefault(id(param), []).append(name)
@@ -69,11 +69,7 @@ class Owners:
         for i, group in enumerate(groups):
             self.groups.append([])
             for j, param in enumerate(group):
-                found: Sequence[Entry] = ()
-                if isinstance(param, FlatParameter):
-                    found = flats.get(id(param._group), ())
-                elif id(param) in managed:
-                    found = [managed[id(param)]]
+                found = managed.get(id(param._group if isinstance(param, FlatParameter) else param), [])
                 names = [tuple(sorted(each.names, key=rank.__getitem__)) for each in found]
                 if not found and id(param) in by_param:
                     names = [tuple(by_param[id(param)])]
@@ -84,7 +80,7 @@ class Owners:
         self.in_model_order: list[Owner] = sorted(
             self, key=lambda owner: rank[owner.names[0][0]] if owner.names else -1
         )
-        self.known = {name for each in entries for name in each.names} | {saved_name(name) for name in order}
+        self.known = {name for each in entries for name in each.names} | order.keys()
         self.problem = None
         if unknown:
             self.problem = (
@@ -95,6 +91,13 @@ class Owners:
     def __iter__(self) -> Iterator[Owner]:
         return (owner for group in self.groups for owner in group)
 
+    def by_key(self, model: nn.Module, *, is_named: bool) -> dict[Any, Owner]:
+        """The parameters by their keys in a state dict of the optimizer: numbers, or names if it uses names."""
+        if not is_named:
+            return dict(enumerate(self))
+        names = {id(param): name for name, param in model.named_parameters()}
+        return {names.get(id(owner.param), owner.names[0][0]): owner for owner in self if owner.names}
+
     @cached_property
     def axis(self) -> Axis:
         """All ranks that have the model, which are those of the largest mesh. The first use is collective."""
@@ -102,24 +105,10 @@ class Owners:
         return max(map(all_ranks, meshes), key=lambda axis: axis.size)
 
 
-def _names_in_order(model: nn.Module) -> dict[str, nn.Parameter]:
-    """All parameters that are bound in ``model``, under all of their clean names."""
-    return {
-        saved_name(f"{path}.{short}" if path else short): param
-        for path, child in model.named_modules(remove_duplicate=False)
-        for short, param in _torch.parameters_dict(child).items()
-        if param is not None
-    }
-
-
 def groups_in(model: nn.Module, optim: torch.optim.Optimizer | None, given: OptimInput) -> list[list[nn.Parameter]]:
     """The parameters of an optimizer, group by group. An optimizer that has parameters from before wrapping switches to
     the shards. If ``optim`` itself is not known, ``given`` is what was passed to it; None means the parameters of
-    ``model``.
-
-    Raises:
-        TypeError, ValueError: ``given`` is not what an optimizer accepts.
-    """
+    ``model``."""
     if optim is not None:
         take_over(optim)
         return [list(group["params"]) for group in optim.param_groups]

@@ -18,12 +18,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2.core import _torch
+from fsdp2.core import _torch, door
 from fsdp2.extras.exchange import exchange, together
-from fsdp2.fsdp1.extensions import chunked_value as extended_value, extension_of, shown_value
+from fsdp2.fsdp1.extensions import chunked_value as extended_value, shown_value
 from fsdp2.fsdp1.optim_owners import Owner, Owners, States, groups_in, listed
 from fsdp2.fsdp1.optim_values import chunked_value, copied
-from fsdp2.fsdp1.state_dict import FULL, Entry, get_types
+from fsdp2.fsdp1.state_dict import Entry
+from fsdp2.fsdp1.state_dict_kinds import FULL, get_state_dict_type
 from fsdp2.fsdp1.state_values import CPU, full_values, is_replicated, sharded_value
 
 
@@ -43,20 +44,31 @@ class Cut:
     local: torch.Tensor
 
 
-def saved(
+@door.entry
+def optim_state_dict(
     model: nn.Module,
     optim: torch.optim.Optimizer,
-    given: Mapping[str, Any] | None = None,
-    *,
-    group: Any = None,
+    optim_state_dict: dict[str, Any] | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """Implements ``optim_state_dict`` for the kind of state dict that is set."""
-    settings = get_types(model)
+    """Return the state dict of ``optim``, keyed by clean parameter names, as the kind that
+    :meth:`set_state_dict_type` has set. Collective. Later steps of ``optim`` do not change the returned values.
+
+    Args:
+        model: the module whose parameters ``optim`` has; it may have wrappers inside.
+        optim_state_dict: what to convert; by default ``optim.state_dict()``.
+        group: with ``rank0_only``, its first rank gets the result; the other ranks get an empty dict.
+
+    Raises:
+        ValueError: ``optim`` has parameters of another model.
+        RuntimeError: a rank lacks states that other ranks have.
+    """
+    settings = get_state_dict_type(model)
     config = None if settings is None else settings.optim_state_dict_config
     return save(
         model,
         optim,
-        given,
+        optim_state_dict,
         is_full=settings is None or settings.state_dict_type is FULL,
         rank0_only=getattr(config, "rank0_only", False),
         offload=getattr(config, "offload_to_cpu", True),
@@ -75,15 +87,12 @@ def save(
     offload: bool = True,
     group: Any = None,
 ) -> dict[str, Any]:
-    """Key the state dict ``given`` of ``optim``, by default its current one, by names. Collective.
-
-    Raises:
-        ValueError: the optimizer has parameters of another model.
-        RuntimeError: a rank lacks states of a shard that it has.
-    """
+    """Key the state dict ``given`` of ``optim``, by default its current one, by names. Collective."""
     given = optim.state_dict() if given is None else given
     owners = Owners(model, groups_in(model, optim, None))
-    keys = _keys(model, owners, given)
+    in_groups = (key for each in given.get("param_groups", ()) for key in each["params"])
+    is_named = isinstance(next(chain(in_groups, given["state"]), None), str)
+    keys = owners.by_key(model, is_named=is_named)
     by_key = {key: keys[key] for key in given["state"] if key in keys}
     others = {}
     with together(owners.axis):
@@ -114,15 +123,6 @@ def save(
             for each in given["param_groups"]
         ]
     return made
-
-
-def _keys(model: nn.Module, owners: Owners, given: Mapping[str, Any]) -> dict[Any, Owner]:
-    """The keys of an optimizer's state dict: numbers, or names if the optimizer uses names."""
-    in_groups = (key for group in given.get("param_groups", ()) for key in group["params"])
-    if not isinstance(next(chain(in_groups, given["state"]), None), str):
-        return dict(enumerate(owners))
-    names = {id(param): name for name, param in model.named_parameters()}
-    return {names.get(id(owner.param), owner.names[0][0]): owner for owner in owners if owner.names}
 
 
 def _cut_states(owners: Owners, by_key: Mapping[Any, Owner], states: Mapping[Any, States]) -> list[Part]:
@@ -170,21 +170,45 @@ def _as_cut(entry: Entry, value: Any) -> Any:
 def _agreed(owners: Owners, cut: list[Part]) -> list[Part]:
     """Add to ``cut`` the states that other ranks have where this rank's shard is empty. Afterwards all ranks have the
     same states, or all of them raise."""
-    mine = [(name, entry.param.shard_shape, _kinds(states)) for _, entry, name, states in cut]
+    mine = {
+        name: (entry.param.shard_shape, {state: _kind(value) for state, value in states.items()})
+        for _, entry, name, states in cut
+    }
     found: list[Any] = exchange(owners.axis, mine)
-    kinds = [[(name, kind) for name, _, kind in each] for each in found]
+    kinds = [{name: kind for name, (_, kind) in each.items()} for each in found]
     if all(each == kinds[0] for each in kinds):
         return cut
-    lacking: dict[str, list[int]] = {}
     wanted: dict[str, dict[str, str]] = {}
-    for each in found:
-        for name, _, kind in each:
+    for each in kinds:
+        for name, kind in each.items():
             wanted.setdefault(name, {}).update(kind)
+    _check_complete(found, wanted)
+    plain = {
+        part.name: {state: _plain(value) for state, value in part.states.items() if not isinstance(value, Cut)}
+        for part in cut
+    }
+    values: list[dict[str, States]] = exchange(owners.axis, plain)
+    result = []
+    for owner, entry, name, states in cut:
+        merged = dict(states)
+        for state, kind in sorted(wanted[name].items()):
+            if state not in merged and kind.startswith("cut "):
+                dtype = getattr(torch, kind.removeprefix("cut torch."))
+                merged[state] = Cut(torch.empty(entry.param.shard_shape, dtype=dtype, device=entry.group.mesh.device))
+            elif state not in merged:
+                merged[state] = next(each[name][state] for each in values if state in each.get(name, {}))
+        result.append(Part(owner, entry, name, merged))
+    return result
+
+
+def _check_complete(found: Sequence[Mapping[str, Any]], wanted: Mapping[str, Mapping[str, str]]) -> None:
+    """Raise if a rank lacks ``wanted`` states of a shard that it has. ``found`` has the shape of each shard and the
+    kinds of its states, for each rank."""
+    lacking: dict[str, list[int]] = {}
     for rank, each in enumerate(found):
-        has = {name: (shape, kind) for name, shape, kind in each}
         for name, kind in wanted.items():
-            shape, mine = has.get(name, ((1,), {}))
-            lacks = {state for state in kind if state not in mine}
+            shape, has = each.get(name, ((1,), {}))
+            lacks = kind.keys() - has.keys()
             if lacks and (0 not in shape or any(kind[state] == "DTensor" for state in lacks)):
                 lacking.setdefault(name, []).append(rank)
     if lacking:
@@ -193,37 +217,12 @@ def _agreed(owners: Owners, cut: list[Part]) -> list[Part]:
             f"optim_state_dict: ranks lack optimizer states that other ranks have, of {ranks}. Step the optimizer on "
             "all ranks, with the same parameters."
         )
-    values: list[dict[str, States]] = exchange(
-        owners.axis,
-        {
-            name: {key: _plain(value) for key, value in states.items() if not isinstance(value, Cut)}
-            for _, _, name, states in cut
-        },
-    )
-    result = []
-    for owner, entry, name, states in cut:
-        merged = dict(states)
-        for state, kind in wanted[name].items():
-            if state in merged:
-                continue
-            if kind.startswith("cut "):
-                dtype = getattr(torch, kind.removeprefix("cut torch."))
-                local = torch.empty(entry.param.shard_shape, dtype=dtype, device=entry.group.mesh.device)
-                merged[state] = Cut(local)
-            else:
-                merged[state] = next(each[name][state] for each in values if state in each.get(name, {}))
-        result.append(Part(owner, entry, name, merged))
-    return result
 
 
-def _kinds(states: States) -> dict[str, str]:
-    kinds = {}
-    for name, value in sorted(states.items()):
-        if isinstance(value, Cut):
-            kinds[name] = f"cut {value.local.dtype}"
-        else:
-            kinds[name] = "DTensor" if isinstance(value, DTensor) else "other"
-    return kinds
+def _kind(value: Any) -> str:
+    if isinstance(value, Cut):
+        return f"cut {value.local.dtype}"
+    return "DTensor" if isinstance(value, DTensor) else "other"
 
 
 def _plain(value: Any) -> Any:
@@ -283,7 +282,7 @@ def _is_extended(part: Part) -> bool:
     """Whether a user's extension shards the states of ``part``. As with torch's class, this includes states of flat
     parameters that are whole on each rank."""
     wrapper = part.entry.wrapper
-    return extension_of(wrapper) is not None and (part.owner.is_flat or not is_replicated(wrapper))
+    return wrapper._extension is not None and (part.owner.is_flat or not is_replicated(wrapper))
 
 
 def _sharded_state(owner: Owner, entry: Entry, value: Any, device: torch.device | None) -> Any:
@@ -299,18 +298,16 @@ def _sharded_state(owner: Owner, entry: Entry, value: Any, device: torch.device 
 
 
 def _in_order(part: Part) -> list[tuple[str, Any]]:
-    """The states of a parameter, in torch's order."""
-    return sorted(part.states.items(), key=lambda item: _order(item, is_flat=part.owner.is_flat))
+    """The states of a parameter in torch's order: sharded ones, other tensors, others. For original parameters, these
+    kinds come in the reverse order. States of one kind are sorted by name."""
+    direction = 1 if part.owner.is_flat else -1
 
+    def place(item: tuple[str, Any]) -> tuple[int, str]:
+        name, value = item
+        kind = 0 if isinstance(value, Cut) else 1 if isinstance(value, torch.Tensor) else 2
+        return direction * kind, name
 
-def _order(item: tuple[str, Any], *, is_flat: bool) -> tuple[int, str]:
-    """Torch's order of the states of a parameter."""
-    name, value = item
-    if isinstance(value, Cut):
-        return (0 if is_flat else 3), name
-    return (1 if isinstance(value, torch.Tensor) else 2) if is_flat else (
-        2 if isinstance(value, torch.Tensor) else 1
-    ), name
+    return sorted(part.states.items(), key=place)
 
 
 def _scalar_device(owner: Owner, value: Any, device: torch.device | None) -> torch.device | None:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp2.extras.torch_names import is_sharded_tensor
 from fsdp2.fsdp1 import torch_names
-from fsdp2.fsdp1.names import Wrapper
+from fsdp2.fsdp1.search import Wrapper
 
 
 def copied(value: Any, device: torch.device | None = None) -> Any:

@@ -16,12 +16,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from fsdp2.core import _torch
-from fsdp2.core.group.group import ParamGroup
-from fsdp2.core.group.param import ShardedParam
-from fsdp2.core.marks import STANDS_FOR
+from fsdp2.core import ShardedParam, _torch, marks
 from fsdp2.extras.kept_optimizers import take_over_all
 from fsdp2.extras.plain_params import modules_in_process, name_of
+from fsdp2.fsdp1.search import Wrapper, params_of
 
 _DATA: Any = torch.Tensor.data  # the descriptor
 
@@ -132,12 +130,12 @@ class KeptParameter(nn.Parameter):
         return nn.Parameter(self.data, requires_grad=self.requires_grad).__reduce_ex__(protocol)
 
 
-assert STANDS_FOR in vars(KeptParameter)  # the name of the property, by which the core finds shards
+assert marks.STANDS_FOR in vars(KeptParameter)  # the name of the property, by which the core finds shards
 
 
-def answer_as_originals(group: ParamGroup) -> None:
-    """Let the shards of ``group`` accept assignments to ``data``."""
-    for param in group.params:
+def answer_as_originals(wrapper: Wrapper) -> None:
+    """Let the shards of ``wrapper`` accept assignments to ``data``, with ``use_orig_params``."""
+    for param in params_of(wrapper) if wrapper._settings.use_orig_params else ():
         bound = param.bound()
         if type(bound) is DTensor and isinstance(bound, nn.Parameter):
             bound.__class__ = OriginalParameter  # type: ignore[assignment]
@@ -152,9 +150,9 @@ def keep(originals: Iterable[nn.Parameter], params: Iterable[ShardedParam]) -> N
             original.__class__ = KeptParameter
 
 
-def take_over_optimizers(groups: Iterable[ParamGroup]) -> None:
-    """Make optimizers that hold kept parameters of ``groups`` use the shards instead."""
-    origins = (param.origin() for group in groups for param in group.params)
+def take_over_optimizers(wrappers: Iterable[Wrapper]) -> None:
+    """Make optimizers that hold kept parameters of ``wrappers`` use the shards instead."""
+    origins = (param.origin() for wrapper in wrappers for param in params_of(wrapper))
     kept = [origin for origin in origins if isinstance(origin, KeptParameter)]
     if kept:
         take_over_all(kept)
@@ -182,12 +180,7 @@ def _write(shard: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def _part_of(shard: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
-    """The part of ``value`` for this rank's ``shard``. ``value`` is the whole parameter or the shard, maybe flattened.
-
-    Raises:
-        TypeError: ``value`` is not a tensor.
-        ValueError: it has a different shape or is sharded differently.
-    """
+    """This rank's part of ``value``, which is the whole parameter or the ``shard``, maybe flattened."""
     assert isinstance(shard, DTensor)
     local = _torch.local_of(shard)
     if not isinstance(value, torch.Tensor):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -16,15 +16,18 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 
-from fsdp2.core.api.module import FSDPModule
-from fsdp2.core.plan.mesh import ParallelMesh, default_mesh, parallel_mesh, replicated
-from fsdp2.core.runtime.unit import unit_of
-from fsdp2.core.types import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from fsdp2.core import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, ParallelMesh, plans, unit_of
 from fsdp2.extras.refusals import check_computes
 from fsdp2.fsdp1.torch_names import HYBRID, KEEPS_PARAMETERS
 
 ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None
 DeviceId = int | str | torch.device | None
+_TYPES: dict[str, type] = {
+    "sharding_strategy": ShardingStrategy,
+    "cpu_offload": CPUOffload,
+    "backward_prefetch": BackwardPrefetch,
+    "mixed_precision": MixedPrecision,
+}
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class Settings:
         device_mesh: the axes in use of the mesh that the user gave, if any. It decides whether sharded state dicts
             have DTensors.
         process_group: the ranks that parameters are sharded over, or copied to (``NO_SHARD``).
-        full_precision_in_eval: see ``full_precision``.
+        full_precision_in_eval: see ``evaluation``.
     """
 
     parallel: ParallelMesh
@@ -76,38 +79,14 @@ class Settings:
         return self.process_group
 
 
-def checked_settings(
-    module: nn.Module,
-    process_group: ProcessGroups,
-    sharding_strategy: ShardingStrategy | None,
-    cpu_offload: CPUOffload | None,
-    backward_prefetch: BackwardPrefetch | None,
-    mixed_precision: MixedPrecision | None,
-    device_id: DeviceId,
-    device_mesh: DeviceMesh | None,
-    *,
-    has_policy: bool,
-    use_orig_params: bool,
-) -> Settings:
-    """The settings of one wrapper.
-
-    Raises:
-        ValueError: arguments contradict each other, or do not determine the ranks to shard over; ``fully_shard`` was
-            called on ``module``.
-        TypeError: an argument is of the wrong type.
-    """
-    for name, value, cls in (
-        ("module", module, nn.Module),
-        ("sharding_strategy", sharding_strategy, ShardingStrategy),
-        ("cpu_offload", cpu_offload, CPUOffload),
-        ("backward_prefetch", backward_prefetch, BackwardPrefetch),
-        ("mixed_precision", mixed_precision, MixedPrecision),
-    ):
+def checked_settings(module: nn.Module, options: Mapping[str, Any], *, has_policy: bool) -> Settings:
+    """Check ``options``, the arguments of one wrapper of ``module``, and fill in defaults."""
+    for name, value, cls in (("module", module, nn.Module), *((name, options[name], _TYPES[name]) for name in _TYPES)):
         if not isinstance(value, cls) and (value is not None or name == "module"):
             expected = "an nn.Module" if name == "module" else f"a {cls.__name__} or None"
-            raise TypeError(
-                f"FullyShardedDataParallel: {name} is a {type(value).__name__}, expected {expected}. Pass {expected}."
-            )
+            raise TypeError(wrong_type(name, value, expected, f"Pass {expected}."))
+    process_group, device_mesh = options["process_group"], options["device_mesh"]
+    mixed_precision: MixedPrecision | None = options["mixed_precision"]
     if unit_of(module) is not None and isinstance(module, FSDPModule):
         raise ValueError(
             f"FullyShardedDataParallel: fully_shard was called on this {type(module).__name__.removeprefix('FSDP')}, "
@@ -116,8 +95,8 @@ def checked_settings(
     for name in ("param_dtype", "reduce_dtype") if mixed_precision is not None else ():
         dtype = getattr(mixed_precision, name)
         check_computes(f"FullyShardedDataParallel: mixed_precision.{name}", dtype, is_reduced=name == "reduce_dtype")
-    strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
-    device_id = _checked_device_id(device_id)
+    strategy = options["sharding_strategy"] or ShardingStrategy.FULL_SHARD
+    device_id = _checked_device_id(options["device_id"])
     if process_group is not None and device_mesh is not None:
         raise ValueError(
             "FullyShardedDataParallel: got process_group and device_mesh, expected one of them. Pass device_mesh only."
@@ -127,14 +106,14 @@ def checked_settings(
     else:
         mesh = _mesh_of(process_group, strategy, _device_type(module, device_id), has_policy=has_policy)
     _check_device(device_id, mesh.device_type)
-    parallel = parallel_mesh(mesh)
+    parallel = plans.parallel_mesh(mesh)
     group = parallel.shard.group
     assert group is not None  # a mesh of one or two axes has one
     if strategy not in HYBRID and parallel.shard.size == 1:
         strategy = ShardingStrategy.NO_SHARD  # one rank: all strategies do the same
     if strategy is ShardingStrategy.NO_SHARD:
-        parallel = replicated(parallel)
-    if backward_prefetch is BackwardPrefetch.BACKWARD_POST:
+        parallel = plans.replicated(parallel)
+    if options["backward_prefetch"] is BackwardPrefetch.BACKWARD_POST:
         _warn_of_late_prefetch()
     return Settings(
         parallel=parallel,
@@ -142,10 +121,15 @@ def checked_settings(
         process_group=group,
         strategy=strategy,
         mixed_precision=mixed_precision or MixedPrecision(),
-        cpu_offload=cpu_offload or CPUOffload(),
-        use_orig_params=use_orig_params,
+        cpu_offload=options["cpu_offload"] or CPUOffload(),
+        use_orig_params=options["use_orig_params"],
         full_precision_in_eval=os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1" and mixed_precision is not None,
     )
+
+
+def wrong_type(name: str, value: object, expected: str, remedy: str) -> str:
+    """The message of an error: the argument ``name`` has a ``value`` of the wrong type."""
+    return f"FullyShardedDataParallel: {name} is a {type(value).__name__}, expected {expected}. {remedy}"
 
 
 @cache
@@ -161,8 +145,7 @@ def _mesh_to_use(mesh: DeviceMesh, strategy: ShardingStrategy) -> DeviceMesh:
     """The axes of ``mesh`` that ``strategy`` uses: two for hybrid strategies, else the first one, as in torch."""
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(
-            f"FullyShardedDataParallel: device_mesh is a {type(mesh).__name__}, expected a DeviceMesh. Build one with "
-            "init_device_mesh(device_type, shape)."
+            wrong_type("device_mesh", mesh, "a DeviceMesh", "Build one with init_device_mesh(device_type, shape).")
         )
     if strategy in HYBRID and mesh.ndim != 2:
         raise ValueError(
@@ -173,12 +156,7 @@ def _mesh_to_use(mesh: DeviceMesh, strategy: ShardingStrategy) -> DeviceMesh:
         return mesh
     if mesh.mesh_dim_names is not None:
         return mesh[mesh.mesh_dim_names[0]]
-    assert dist.group.WORLD is not None  # a mesh has process groups
-    group, made = mesh.get_group(0), _meshes.setdefault(dist.group.WORLD, {})
-    key = (mesh.device_type, group.group_name)
-    if key not in made:
-        made[key] = _mesh_of_groups((group,), mesh.device_type)
-    return made[key]
+    return _mesh_of_groups((mesh.get_group(0),), mesh.device_type)
 
 
 # Devices
@@ -190,10 +168,7 @@ def _checked_device_id(given: DeviceId) -> int | torch.device | None:
         return given
     remedy = 'Pass an index, or a device such as torch.device("cpu").'
     if not isinstance(given, str):
-        raise TypeError(
-            f"FullyShardedDataParallel: device_id is a {type(given).__name__}, expected an int, a str, a torch.device "
-            f"or None. {remedy}"
-        )
+        raise TypeError(wrong_type("device_id", given, "an int, a str, a torch.device or None", remedy))
     try:
         return torch.device(given)
     except RuntimeError as error:
@@ -246,9 +221,7 @@ def _mesh_of(
     process_group: ProcessGroups, strategy: ShardingStrategy, device_type: str, *, has_policy: bool
 ) -> DeviceMesh:
     if not dist.is_initialized():
-        default_mesh()
-    assert dist.group.WORLD is not None
-    made = _meshes.setdefault(dist.group.WORLD, {})
+        plans.default_mesh()
     if process_group is None and strategy in HYBRID:
         if not has_policy:
             raise ValueError(
@@ -256,43 +229,41 @@ def _mesh_of(
                 "groups (shard, replicate), or device_mesh, so that all wrappers of a model use the same groups."
             )
         mesh = _mesh_of_nodes(strategy, device_type)
-        made[device_type, mesh.get_group(1).group_name, mesh.get_group(0).group_name] = mesh
+        _known_meshes()[device_type, mesh.get_group(1).group_name, mesh.get_group(0).group_name] = mesh
         return mesh
-    if process_group is None:
-        groups: tuple[dist.ProcessGroup, ...] = (dist.group.WORLD,)
-    elif strategy in HYBRID:
-        if not (isinstance(process_group, tuple) and _are_groups(process_group) and len(process_group) == 2):
-            raise ValueError(
-                f"FullyShardedDataParallel: process_group is a {type(process_group).__name__}, {strategy.name} expects "
-                "a tuple of two process groups: (shard, replicate)."
-            )
-        groups = process_group
-    elif _are_groups((process_group,)):
-        groups = (process_group,)  # type: ignore[assignment]
-    else:
+    groups: Any = dist.group.WORLD if process_group is None else process_group
+    expected = "a tuple of two process groups: (shard, replicate)" if strategy in HYBRID else "one process group"
+    if strategy not in HYBRID:
+        groups = (groups,)
+    is_complete = isinstance(groups, tuple) and len(groups) == (2 if strategy in HYBRID else 1)
+    if not is_complete or not all(isinstance(group, dist.ProcessGroup) for group in groups):
         raise ValueError(
-            f"FullyShardedDataParallel: process_group is a {type(process_group).__name__}, {strategy.name} expects one "
-            "process group."
+            f"FullyShardedDataParallel: process_group is a {type(process_group).__name__}, {strategy.name} expects "
+            f"{expected}."
         )
-    key = (device_type, *(group.group_name for group in groups))
-    if key not in made:
-        made[key] = _mesh_of_groups(groups, device_type)
-    return made[key]
+    return _mesh_of_groups(groups, device_type)
 
 
-def _are_groups(groups: Iterable[object]) -> bool:
-    return all(isinstance(group, dist.ProcessGroup) for group in groups)
+def _known_meshes() -> dict[tuple[str, ...], DeviceMesh]:
+    assert dist.group.WORLD is not None
+    return _meshes.setdefault(dist.group.WORLD, {})
 
 
 def _mesh_of_groups(groups: tuple[dist.ProcessGroup, ...], device_type: str) -> DeviceMesh:
+    """The mesh of one group, or of a pair (shard, replicate). Collective for a new pair."""
+    key = (device_type, *(group.group_name for group in groups))
+    if key in _known_meshes():
+        return _known_meshes()[key]
     if len(groups) == 1:
-        return DeviceMesh.from_group(groups[0], device_type, mesh_dim_names=("shard",))
-    shard, replicate = groups
-    mine = dist.get_process_group_ranks(shard)
-    rows: list[list[int]] = [[] for _ in range(replicate.size())]
-    dist.all_gather_object(rows, mine, group=replicate)
-    names = ("replicate", "shard")
-    return DeviceMesh.from_group([replicate, shard], device_type, torch.tensor(rows), mesh_dim_names=names)
+        mesh = DeviceMesh.from_group(groups[0], device_type, mesh_dim_names=("shard",))
+    else:
+        shard, replicate = groups
+        rows: list[list[int]] = [[] for _ in range(replicate.size())]
+        dist.all_gather_object(rows, dist.get_process_group_ranks(shard), group=replicate)
+        names = ("replicate", "shard")
+        mesh = DeviceMesh.from_group([replicate, shard], device_type, torch.tensor(rows), mesh_dim_names=names)
+    _known_meshes()[key] = mesh
+    return mesh
 
 
 def _mesh_of_nodes(strategy: ShardingStrategy, device_type: str) -> DeviceMesh:
@@ -322,27 +293,15 @@ class Ignored:
     params: frozenset[nn.Parameter]
     modules: frozenset[nn.Module]
 
-    def joined_with(self, others: Iterable[Ignored]) -> Ignored:
-        """Merge this with ``others``. A parameter that is ignored in one place is also ignored where it is tied."""
-        all_of_them = [self, *others]
-        return Ignored(
-            frozenset().union(*(each.params for each in all_of_them)),
-            frozenset().union(*(each.modules for each in all_of_them)),
-        )
-
 
 def checked_ignored(
     module: nn.Module,
     ignored_modules: Iterable[nn.Module] | None,
     ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None,
+    inside: Sequence[Ignored],
 ) -> Ignored:
-    """What the user wants to leave unchanged in ``module``.
-
-    Raises:
-        ValueError: both arguments are given; ``ignored_states`` mixes parameters and modules; a wrapper is ignored;
-            ``ignored_modules`` contains something other than modules.
-        TypeError: an argument is not iterable, or an iterator yields something other than modules, as in torch.
-    """
+    """What to leave unchanged in ``module``: what the user says, and what wrappers ``inside`` ignore. A parameter that
+    is ignored in one place is also ignored where it is tied."""
     if ignored_modules is not None and ignored_states is not None:
         raise ValueError(
             "FullyShardedDataParallel: got ignored_modules and ignored_states, expected one of them. Pass "
@@ -378,14 +337,15 @@ def checked_ignored(
             "Ignore modules inside it.",
             stacklevel=4,
         )
-    return Ignored(frozenset(params) | {param for each in inner for param in each.parameters()}, inner)
+    all_params = {*params, *(param for each in inner for param in each.parameters())}
+    return Ignored(
+        frozenset(all_params.union(*(each.params for each in inside))), inner.union(*(each.modules for each in inside))
+    )
 
 
 def _listed(name: str, given: object) -> list[Any]:
     if given is None:
         return []
     if not isinstance(given, Iterable):
-        raise TypeError(
-            f"FullyShardedDataParallel: {name} is a {type(given).__name__}, expected an iterable. Pass a list."
-        )
+        raise TypeError(wrong_type(name, given, "an iterable", "Pass a list."))
     return list(given)

@@ -1,4 +1,4 @@
-"""State dicts of the model: the kind that each wrapper makes, saving, and loading.
+"""State dicts of the model: saving and loading.
 
 To save, ``nn.Module`` collects the shards; then each wrapper gives its parameters their clean names and replaces them
 by values of its kind, unit by unit. To load, each module that holds parameters turns loaded values into shards just
@@ -7,176 +7,32 @@ before ``nn.Module`` copies them, so hooks may have renamed keys before that.
 
 from __future__ import annotations
 
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import (
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
-    OptimStateDictConfig,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
-)
 from torch.distributed.tensor import DTensor
 
-from fsdp2.core import _torch
-from fsdp2.core.group.group import ParamGroup
-from fsdp2.core.group.param import ShardedParam, Slot
-from fsdp2.core.schedule.states import GroupState
-from fsdp2.core.types import ScheduleError
+from fsdp2.core import GroupState, ParamGroup, ScheduleError, ShardedParam, Slot, _torch, plans
 from fsdp2.extras.exchange import exchange, together
 from fsdp2.extras.lending import all_ranks, check_idle
-from fsdp2.extras.plain_names import collects_shards
+from fsdp2.extras.plain_names import IN_FSDP1, clean_name, collects_shards, joined_name, saved_name
 from fsdp2.extras.torch_names import buffers_dict, is_sharded_tensor
 from fsdp2.fsdp1 import extensions, torch_names
-from fsdp2.fsdp1.names import FLAT, WRAPPED, Wrapper, clean_name, is_wrapper, saved_name, wrappers_in
+from fsdp2.fsdp1.search import FLAT, Wrapper, is_wrapper, named_slots, params_of, wrappers_in
+from fsdp2.fsdp1.state_dict_kinds import FULL, LOCAL, SHARDED, effective_kind
 from fsdp2.fsdp1.state_values import (
     CPU,
-    flat_problem,
+    check_flat_value,
     flat_value,
     full_values,
-    is_replicated,
     local_value,
     locals_of_flat,
     sharded_value,
-    uses_dtensor,
 )
-
-FULL, SHARDED, LOCAL = (
-    StateDictType.FULL_STATE_DICT,
-    StateDictType.SHARDED_STATE_DICT,
-    StateDictType.LOCAL_STATE_DICT,
-)
-
-_CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
-    FULL: (FullStateDictConfig, FullOptimStateDictConfig),
-    SHARDED: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
-    LOCAL: (LocalStateDictConfig, LocalOptimStateDictConfig),
-}
-
-
-# Which kind
-
-
-def settings_of(wrapper: Wrapper) -> StateDictSettings:
-    """The kind of state dicts that ``wrapper`` makes. ``_use_dtensor`` says whether sharded values are DTensors.
-
-    Raises:
-        RuntimeError: local state dicts, which cannot hold DTensors, are set on a wrapper with a device mesh.
-    """
-    found = _set_on(wrapper)
-    if not uses_dtensor(wrapper):
-        return found
-    if found.state_dict_type is LOCAL and not is_replicated(wrapper):
-        raise RuntimeError(
-            "LOCAL_STATE_DICT is set on a FullyShardedDataParallel with a device_mesh. Local state dicts have "
-            "ShardedTensors, which know no mesh. Set SHARDED_STATE_DICT, or do not pass device_mesh."
-        )
-    configs: list[Any] = [found.state_dict_config, found.optim_state_dict_config]
-    model, optim = (replace(each, _use_dtensor=True) if hasattr(each, "_use_dtensor") else each for each in configs)
-    return StateDictSettings(found.state_dict_type, model, optim)
-
-
-def get_types(module: nn.Module) -> StateDictSettings | None:
-    """The settings of all wrappers in ``module``; None if there are no wrappers, as in torch.
-
-    Raises:
-        RuntimeError: their settings differ.
-    """
-    wrappers = wrappers_in(module)
-    _check_alike(wrappers, "get_state_dict_type")
-    return settings_of(wrappers[0]) if wrappers else None
-
-
-def set_types(
-    module: nn.Module,
-    kind: StateDictType,
-    config: StateDictConfig | None = None,
-    optim_config: OptimStateDictConfig | None = None,
-) -> StateDictSettings | None:
-    """Set the kind of state dicts of all wrappers in ``module``. Returns the former settings; None without wrappers.
-
-    Raises:
-        RuntimeError: a config is of another kind; the wrappers' settings differ. Nothing has changed in either case.
-    """
-    if kind not in _CONFIGS:
-        raise TypeError(f"set_state_dict_type: state_dict_type must be a StateDictType, not {kind!r}.")
-    expected, optim_expected = _CONFIGS[kind]
-    made = StateDictSettings(kind, config or expected(), optim_config or optim_expected())
-    for name, given, cls in (
-        ("state_dict_config", made.state_dict_config, expected),
-        ("optim_state_dict_config", made.optim_state_dict_config, optim_expected),
-    ):
-        if type(given) is not cls:
-            raise RuntimeError(
-                f"set_state_dict_type({kind.name}): {name} is a {type(given).__name__}, expected a {cls.__name__}."
-            )
-    wrappers = wrappers_in(module)
-    _check_alike(wrappers, "set_state_dict_type")
-    before = _set_on(wrappers[0]) if wrappers else None
-    for wrapper in wrappers:
-        wrapper.__dict__["_state_dict_settings"] = made
-    return before
-
-
-@contextmanager
-def types_set(
-    module: nn.Module,
-    kind: StateDictType,
-    config: StateDictConfig | None = None,
-    optim_config: OptimStateDictConfig | None = None,
-) -> Iterator[None]:
-    """Set the kind inside the block. After an exception, torch's class keeps it; this restores the former settings."""
-    wrappers = wrappers_in(module)
-    before = [_set_on(wrapper) for wrapper in wrappers]
-    set_types(module, kind, config, optim_config)
-    try:
-        yield
-    finally:
-        for wrapper, settings in zip(wrappers, before, strict=True):
-            wrapper.__dict__["_state_dict_settings"] = settings
-
-
-def _set_on(wrapper: Wrapper) -> StateDictSettings:
-    found: StateDictSettings | None = wrapper.__dict__.get("_state_dict_settings")
-    return found or StateDictSettings(FULL, FullStateDictConfig(), FullOptimStateDictConfig())
-
-
-def _check_alike(wrappers: Sequence[Wrapper], caller: str) -> None:
-    for wrapper in wrappers[1:]:
-        first, found = _set_on(wrappers[0]), _set_on(wrapper)
-        if first != found:
-            inner = type(wrapper._fsdp_wrapped_module).__name__
-            raise RuntimeError(
-                f"{caller}: the wrapper of a {inner} has {found}, but the outermost one has "
-                f"{first}. Call set_state_dict_type on the inner wrappers with the settings of the outermost one first."
-            )
-
-
-def _effective(wrapper: Wrapper) -> tuple[StateDictType, Any]:
-    """The kind and the config that apply. Parameters that are not sharded are always saved as they are."""
-    settings = settings_of(wrapper)
-    if not is_replicated(wrapper):
-        return settings.state_dict_type, settings.state_dict_config
-    if settings.state_dict_type is not FULL or settings.state_dict_config != FullStateDictConfig():
-        warnings.warn(
-            "FullyShardedDataParallel with NO_SHARD: parameters are whole on each rank, so state dicts are always full "
-            "and on all ranks, whatever set_state_dict_type says.",
-            stacklevel=4,
-        )
-    return FULL, FullStateDictConfig()
-
 
 # What is in a unit
 
@@ -194,9 +50,8 @@ class Entry:
 def entries_of(module: nn.Module) -> list[Entry]:
     """The parameters of all wrappers in ``module``, under their clean names in ``module``, outer wrappers first."""
     names: dict[Slot, list[str]] = {}
-    for path, child in module.named_modules(remove_duplicate=False):
-        for short in _torch.parameters_dict(child):
-            names.setdefault(Slot(child, short), []).append(saved_name(f"{path}.{short}" if path else short))
+    for name, slot in named_slots(module):
+        names.setdefault(slot, []).append(name)
     return [
         Entry(wrapper, group, param, tuple(name for slot in param.slots for name in names.get(slot, ())))
         for wrapper in wrappers_in(module)
@@ -213,7 +68,7 @@ def save(wrapper: Wrapper, call: Callable[..., Any], args: Sequence[Any], given:
     recognise them by identity even if hooks of the modules have renamed them."""
     given = {**dict(zip(("destination", "prefix", "keep_vars"), args, strict=False)), **given}
     check_idle(wrapper._fsdp_wrapped_module, "state_dict")
-    _effective(wrapper)  # may raise
+    effective_kind(wrapper)  # may raise
     for group in wrapper._unit.groups:
         if group.state is not GroupState.LENT:
             group.take_replaced()
@@ -233,57 +88,77 @@ def save(wrapper: Wrapper, call: Callable[..., Any], args: Sequence[Any], given:
 def replace_values(wrapper: Wrapper, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """A hook that runs after ``nn.Module.state_dict``: entries of ``state_dict`` get clean names, and the values that
     the wrapper's settings ask for."""
-    kind, config = _effective(wrapper)
+    kind, config = effective_kind(wrapper)
     names = [name for name in state_dict if name.startswith(prefix)]
-    found = {clean_name_in(name, prefix): state_dict.pop(name) for name in names}
+    found = {prefix + name.removeprefix(prefix).removeprefix(f"{IN_FSDP1}."): state_dict.pop(name) for name in names}
     if collects_shards.get():
         state_dict.update(found)
         return
     device = CPU if config.offload_to_cpu else None
-    is_left_out = kind is FULL and config.rank0_only and wrapper.rank != 0
-    buffers = {id(buffer) for buffer in wrapper._fsdp_wrapped_module.buffers()}
-    saved: dict[int, Any] = {}  # ties stay ties
-    for name, value in found.items():
-        if id(value) in buffers:
-            if id(value) not in saved:
-                short = name.removeprefix(prefix)
-                saved[id(value)] = _LEFT_OUT if is_left_out else _saved_buffer(wrapper, short, value, device)
-            found[name] = saved[id(value)]
+    is_saved = kind is not FULL or not config.rank0_only or wrapper.rank == 0
+    values = _buffer_values(wrapper, found, prefix, device if is_saved else None)
     for group in wrapper._unit.groups:
         bound = _bound_in(group, found)
         params = list(dict.fromkeys(bound.values()))
-        values: dict[ShardedParam, Any] = {}
-        if kind is SHARDED and extensions.extension_of(wrapper) is not None:
-            for param, whole in zip(params, _wholes(group, params, None), strict=True):
-                value = extensions.chunked_value(wrapper, param, whole)
-                values[param] = value if device is None else value.to(device)
+        if kind is FULL:
+            wholes = _wholes(wrapper, group, params, device if is_saved else None)  # all ranks take part
+            if is_saved:
+                wholes = [extensions.shown_value(wrapper, *each) for each in zip(params, wholes, strict=True)]
+            own: dict[ShardedParam, Any] = dict(zip(params, wholes, strict=True))
         elif kind is SHARDED:
-            values = {
-                param: sharded_value(
-                    param, _shard_of(group, param), wrapper, device=device, use_dtensor=config._use_dtensor
-                )
-                for param in params
-            }
-        elif kind is FULL:
-            for param, whole in zip(params, _wholes(group, params, device, is_left_out=is_left_out), strict=True):
-                values[param] = whole if whole is _LEFT_OUT else extensions.shown_value(wrapper, param, whole)
-        elif params:  # LOCAL
-            whole = _wholes(group, group.params, None)
-            found = {f"{prefix}{FLAT}": flat_value(wrapper, group, whole, device), **found}
-            values = dict.fromkeys(params, _LEFT_OUT)
-        for name, param in bound.items():
-            found[name] = values[param]
+            own = _sharded_values(wrapper, group, params, device, use_dtensor=config._use_dtensor)
+        else:
+            own = dict.fromkeys(params, _LEFT_OUT)
+            if params:
+                flat = flat_value(wrapper, group, _wholes(wrapper, group, group.params, None), device)
+                found = {f"{prefix}{FLAT}": flat, **found}
+        values |= {name: own[param] for name, param in bound.items()}
+    found |= values if is_saved else dict.fromkeys(values, _LEFT_OUT)
     state_dict.update((name, value) for name, value in found.items() if value is not _LEFT_OUT)
-    _add_clean_metadata(state_dict, prefix)
+    metadata = getattr(state_dict, "_metadata", {})  # with the versions of modules, by which plain models load, too
+    for name in [name for name in metadata if IN_FSDP1 in name and name.startswith(prefix[:-1])]:
+        metadata[saved_name(name)] = metadata[name]
 
 
 _LEFT_OUT = object()  # stands for a value that is not saved on this rank
 
 
-def clean_name_in(name: str, prefix: str) -> str:
-    """``name`` without the part that the wrapper at ``prefix`` has added."""
-    rest = name.removeprefix(prefix)
-    return prefix + rest.removeprefix(f"{WRAPPED}.")
+def _buffer_values(
+    wrapper: Wrapper, found: Mapping[str, Any], prefix: str, device: torch.device | None
+) -> dict[str, Any]:
+    """Copies of the buffers in ``found``, in the dtypes that they had before ``MixedPrecision(buffer_dtype)`` cast
+    them."""
+    buffers = {id(buffer) for buffer in wrapper._fsdp_wrapped_module.buffers()}
+    made: dict[int, torch.Tensor] = {}  # ties stay ties
+    values = {}
+    for name, buffer in found.items():
+        if id(buffer) in buffers:
+            if id(buffer) not in made:
+                dtype = wrapper._orig_buffer_dtypes.get(name.removeprefix(prefix), buffer.dtype)
+                made[id(buffer)] = buffer.to(device=device or buffer.device, dtype=dtype, copy=True)
+            values[name] = made[id(buffer)]
+    return values
+
+
+def _sharded_values(
+    wrapper: Wrapper,
+    group: ParamGroup,
+    params: Sequence[ShardedParam],
+    device: torch.device | None,
+    *,
+    use_dtensor: bool,
+) -> dict[ShardedParam, Any]:
+    values = {}
+    if wrapper._extension is not None:
+        for param, whole in zip(params, _wholes(wrapper, group, params, None), strict=True):
+            value = extensions.chunked_value(wrapper, param, whole)
+            values[param] = value if device is None else value.to(device)
+        return values
+    for param in params:
+        lent = _lent_value(wrapper, group, param)
+        local = _torch.local_of(param.sharded).detach() if lent is None else param.shard_of(lent)
+        values[param] = sharded_value(param, local, wrapper, device=device, use_dtensor=use_dtensor)
+    return values
 
 
 def _bound_in(group: ParamGroup, found: Mapping[str, Any]) -> dict[str, ShardedParam]:
@@ -295,47 +170,27 @@ def _bound_in(group: ParamGroup, found: Mapping[str, Any]) -> dict[str, ShardedP
     return {name: known[id(value)] for name, value in found.items() if id(value) in known}
 
 
-def _lent_value(group: ParamGroup, param: ShardedParam) -> torch.Tensor | None:
+def _wholes(
+    wrapper: Wrapper, group: ParamGroup, params: Sequence[ShardedParam], device: torch.device | None
+) -> list[torch.Tensor]:
+    """Copies of whole ``params``: of what ``summon_full_params`` has bound, or gathered. None means their device."""
+    lent = [value for param in params if (value := _lent_value(wrapper, group, param)) is not None]
+    if lent:
+        return [value.to(device or value.device, copy=True) for value in lent]
+    return full_values(group, params, [_torch.local_of(param.sharded).detach() for param in params], device)
+
+
+def _lent_value(wrapper: Wrapper, group: ParamGroup, param: ShardedParam) -> torch.Tensor | None:
     """The whole parameter, if ``summon_full_params`` has bound it here."""
     if group.state is not GroupState.LENT:
         return None
-    bound = getattr(param.slots[0].module, param.slots[0].name)
+    bound = param.bound()
     if bound is param.sharded:
         raise ScheduleError(
             f"state_dict: parameter '{param.full_name}' is whole only on the first rank, in "
             "summon_full_params(rank0_only=True). Call state_dict outside of the block."
         )
-    return extensions.plain_value(group, param, bound.detach())
-
-
-def _shard_of(group: ParamGroup, param: ShardedParam) -> torch.Tensor:
-    lent = _lent_value(group, param)
-    return _torch.local_of(param.sharded).detach() if lent is None else param.shard_of(lent)
-
-
-def _wholes(
-    group: ParamGroup, params: Sequence[ShardedParam], device: torch.device | None, *, is_left_out: bool = False
-) -> list[Any]:
-    lent = [_lent_value(group, param) for param in params]
-    if any(value is not None for value in lent):
-        return [_LEFT_OUT if is_left_out else value.to(device or value.device, copy=True) for value in lent]  # type: ignore[union-attr]
-    locals_ = [_torch.local_of(param.sharded).detach() for param in params]
-    wholes = full_values(group, params, locals_, None if is_left_out else device) if params else []
-    return [_LEFT_OUT] * len(params) if is_left_out else wholes
-
-
-def _saved_buffer(wrapper: Wrapper, name: str, buffer: torch.Tensor, device: torch.device | None) -> torch.Tensor:
-    """A copy of ``buffer`` in the dtype that it had before ``MixedPrecision(buffer_dtype)`` cast it."""
-    dtype = wrapper._orig_buffer_dtypes.get(name, buffer.dtype)
-    return buffer.to(device=device or buffer.device, dtype=dtype, copy=True)
-
-
-def _add_clean_metadata(state_dict: Any, prefix: str) -> None:
-    """Store the versions of modules under clean names, too, so that models without wrappers find them."""
-    metadata = getattr(state_dict, "_metadata", None)
-    if metadata is not None:
-        for name in [name for name in metadata if WRAPPED in name and name.startswith(prefix[:-1])]:
-            metadata[saved_name(name)] = metadata[name]
+    return extensions.plain_value(wrapper, param, cast(torch.Tensor, bound).detach())
 
 
 # Loading
@@ -354,15 +209,15 @@ def load(
         is_doubtful = _doubt(wrapper, given, strict=strict)
     if not any(exchange(axis, is_doubtful)):
         return call(given, strict=strict, assign=assign)
-    with _restoring(wrapper) as restore:
-        try:
-            with together(axis):
-                return call(given, strict=strict, assign=assign)
-        except Exception:
-            restore()
-            for each in wrappers_in(wrapper):
-                each.__dict__.pop("_loading", None)
-            raise
+    restore = _restorer(wrapper)
+    try:
+        with together(axis):
+            return call(given, strict=strict, assign=assign)
+    except Exception:
+        restore()
+        for each in wrappers_in(wrapper):
+            each._loading = None
+        raise
 
 
 def _with_metadata_of_wrappers(wrapper: Wrapper, state_dict: Mapping[str, Any]) -> OrderedDict[str, Any]:
@@ -381,13 +236,16 @@ def _with_metadata_of_wrappers(wrapper: Wrapper, state_dict: Mapping[str, Any]) 
 
 def _check_local(wrapper: Wrapper, state_dict: Mapping[str, Any]) -> None:
     """Raise RuntimeError if a local state dict does not fit. All ranks must know before its units communicate."""
-    for path, module in wrapper.named_modules():
-        if is_wrapper(module) and _effective(module)[0] is LOCAL:
-            name = saved_name(f"{path}.{FLAT}" if path else FLAT)
-            for group in module._unit.groups:
-                problem = flat_problem(module, group, name, state_dict.get(name))
-                if problem is not None:
-                    raise RuntimeError(problem)
+    for name, inner in _local_flats(wrapper):
+        for group in inner._unit.groups:
+            check_flat_value(inner, group, name, state_dict.get(name))
+
+
+def _local_flats(wrapper: Wrapper) -> Iterator[tuple[str, Wrapper]]:
+    """The wrappers whose state dicts are local, with the names of their flat parameters there."""
+    for path, module in wrapper.named_modules(remove_duplicate=False):
+        if is_wrapper(module) and effective_kind(module)[0] is LOCAL and module._unit.groups:
+            yield saved_name(joined_name(path, FLAT)), module
 
 
 def _doubt(wrapper: Wrapper, state_dict: Mapping[str, Any], *, strict: bool) -> bool:
@@ -407,47 +265,35 @@ def _expected_shapes(wrapper: Wrapper) -> dict[str, torch.Size | None]:
     """The expected keys of a state dict, with tensor shapes; None if any shape may come, as for local values."""
     local: set[Slot] = set()
     expected: dict[str, torch.Size | None] = {}
-    modules = list(wrapper.named_modules(remove_duplicate=False))
-    for path, module in modules:
-        if is_wrapper(module) and _effective(module)[0] is LOCAL and module._unit.groups:
-            groups = module._unit.groups
-            local |= {slot for group in groups for param in group.params for slot in param.slots}
-            expected[saved_name(f"{path}.{FLAT}" if path else FLAT)] = None
-    for path, module in modules:
+    for name, inner in _local_flats(wrapper):
+        local |= {slot for param in params_of(inner) for slot in param.slots}
+        expected[name] = None
+    for path, module in wrapper.named_modules(remove_duplicate=False):
         tensors = {**_torch.parameters_dict(module), **torch_names.persistent_buffers(module)}
         for short, tensor in tensors.items():
             if tensor is not None and Slot(module, short) not in local:
-                expected[saved_name(f"{path}.{short}" if path else short)] = tensor.shape
+                expected[saved_name(joined_name(path, short))] = tensor.shape
         if type(module).get_extra_state is not nn.Module.get_extra_state:
-            expected[saved_name(f"{path}._extra_state" if path else "_extra_state")] = None
+            expected[saved_name(joined_name(path, "_extra_state"))] = None
     return expected
 
 
-@contextmanager
-def _restoring(wrapper: Wrapper) -> Iterator[Callable[[], None]]:
-    """Yield a function that restores all parameters and buffers of ``wrapper`` with the values they have now."""
-    bound: list[tuple[dict[str, Any], dict[str, Any], dict[str, torch.Tensor]]] = [
-        (
-            cast(Any, place),
-            dict(place),
-            {key: _plain_part(value).clone() for key, value in place.items() if value is not None},
-        )
-        for module in wrapper.modules()
-        for place in (_torch.parameters_dict(module), buffers_dict(module))
+def _restorer(wrapper: Wrapper) -> Callable[[], None]:
+    """A function that restores all parameters and buffers of ``wrapper`` with the values they have now."""
+    places = [each for module in wrapper.modules() for each in (_torch.parameters_dict(module), buffers_dict(module))]
+    before: list[tuple[dict[str, Any], dict[str, Any]]] = [(cast(Any, place), dict(place)) for place in places]
+    copies = [
+        {key: plans.local_part(value).clone() for key, value in own.items() if value is not None} for _, own in before
     ]
 
     def restore() -> None:
         with torch.no_grad():
-            for place, objects, values in bound:
-                place.update(objects)
+            for (place, own), values in zip(before, copies, strict=True):
+                place.update(own)
                 for key, value in values.items():
-                    _plain_part(place[key]).copy_(value)
+                    plans.local_part(place[key]).copy_(value)
 
-    yield restore
-
-
-def _plain_part(tensor: Any) -> torch.Tensor:
-    return (_torch.local_of(tensor) if isinstance(tensor, DTensor) else tensor).detach()
+    return restore
 
 
 @dataclass(frozen=True)
@@ -465,30 +311,28 @@ def load_into_wrapper(
 ) -> None:
     """Run ``call``, a wrapper's ``nn.Module._load_from_state_dict``, with keys renamed to those inside the wrapper."""
     check_idle(wrapper._fsdp_wrapped_module, "load_state_dict")
-    kind, _ = _effective(wrapper)
+    kind, _ = effective_kind(wrapper)
     from_flat: dict[ShardedParam, torch.Tensor] = {}
     for group in wrapper._unit.groups:
         if group.state is not GroupState.LENT:
             group.take_replaced()
         if kind is LOCAL:
             value = state_dict.pop(f"{prefix}{FLAT}", None)
-            problem = flat_problem(wrapper, group, saved_name(f"{prefix}{FLAT}"), value)
-            if problem is not None:
-                raise RuntimeError(problem)
+            check_flat_value(wrapper, group, saved_name(f"{prefix}{FLAT}"), value)
             from_flat |= locals_of_flat(wrapper, group, value)
     *_, errors = rest
-    wrapper.__dict__["_loading"] = _Loading(errors, from_flat, _held_by_modules(wrapper))
+    wrapper._loading = _Loading(errors, from_flat, _held_by_modules(wrapper))
     for name in [name for name in state_dict if name.startswith(prefix)]:
-        state_dict[f"{prefix}{WRAPPED}.{name.removeprefix(prefix)}"] = state_dict.pop(name)
+        state_dict[f"{prefix}{IN_FSDP1}.{name.removeprefix(prefix)}"] = state_dict.pop(name)
     call(state_dict, prefix, *rest)
 
 
 def clean_up_load(wrapper: Wrapper, incompatible: Any) -> None:
     """A hook that runs after a wrapper has loaded: messages name keys as the user knows them."""
-    loading = wrapper.__dict__.pop("_loading")
+    loading, wrapper._loading = wrapper._loading, None
     for names in (incompatible.missing_keys, incompatible.unexpected_keys):
         names[:] = map(clean_name, names)
-    loading.errors[:] = [error.replace(f"{WRAPPED}.", "") for error in loading.errors]
+    loading.errors[:] = [error.replace(f"{IN_FSDP1}.", "") for error in loading.errors]
 
 
 class CutLoaded:
@@ -498,7 +342,7 @@ class CutLoaded:
         self._wrapper = wrapper
 
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        loading = self._wrapper.__dict__.get("_loading")
+        loading = self._wrapper._loading
         *_, errors = rest
         if loading is None or loading.errors is not errors:  # the module is loaded alone, or an earlier load raised
             loading = _Loading(errors, {}, _held_by_modules(self._wrapper))
@@ -516,10 +360,9 @@ class CutLoaded:
 
 def _held_by_modules(wrapper: Wrapper) -> dict[nn.Module, list[tuple[ShardedParam, str]]]:
     held: dict[nn.Module, list[tuple[ShardedParam, str]]] = {}
-    for group in wrapper._unit.groups:
-        for param in group.params:
-            for slot in param.slots:
-                held.setdefault(slot.module, []).append((param, slot.name))
+    for param in params_of(wrapper):
+        for slot in param.slots:
+            held.setdefault(slot.module, []).append((param, slot.name))
     return held
 
 
@@ -528,7 +371,7 @@ def names_for_checkpoints(wrapper: Wrapper) -> dict[str, str]:
     names that the wrapper itself has, such as ``module``."""
     inner = wrapper._fsdp_wrapped_module
     names = [*_torch.parameters_dict(inner), *buffers_dict(inner), *dict(inner.named_children())]
-    found = {"": WRAPPED, **dict.fromkeys(names, WRAPPED)}
+    found = {"": IN_FSDP1, **dict.fromkeys(names, IN_FSDP1)}
     return found if torch_names.takes_for_fsdp1(wrapper) else _WrappedNames(found)
 
 
@@ -537,7 +380,7 @@ class _WrappedNames(dict[str, str]):
     classes that they know, and would otherwise save it."""
 
     def get(self, name: str, default: Any = None) -> Any:
-        if name == WRAPPED:
+        if name == IN_FSDP1:
             raise RuntimeError(
                 "torch.distributed.checkpoint.state_dict does not know fsdp2's FullyShardedDataParallel. Call "
                 "fsdp2.install() first, or use FullyShardedDataParallel.optim_state_dict and "

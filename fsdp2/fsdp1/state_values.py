@@ -12,15 +12,11 @@ import torch
 from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from fsdp2.core import _torch
-from fsdp2.core.comm.streams import wait_for
-from fsdp2.core.group.group import ParamGroup
-from fsdp2.core.group.param import ShardedParam
-from fsdp2.core.marks import is_plain
+from fsdp2.core import ParamGroup, ShardedParam, _torch, comms, is_plain
 from fsdp2.extras.lending import gathered_together, whole_subclass
 from fsdp2.extras.torch_names import is_sharded_tensor
 from fsdp2.fsdp1 import torch_names
-from fsdp2.fsdp1.names import Wrapper
+from fsdp2.fsdp1.search import Wrapper
 
 CPU = torch.device("cpu")
 _ALIGNMENT_NBYTES = 16  # alignment of parameters in torch's flat parameter, with use_orig_params
@@ -60,11 +56,6 @@ def _owned(value: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 # Sharded
 
 
-def uses_dtensor(wrapper: Wrapper) -> bool:
-    """Whether sharded values are DTensors, which is so if the user gave a device mesh."""
-    return wrapper._settings.device_mesh is not None
-
-
 def sharded_value(
     param: ShardedParam,
     local: torch.Tensor,
@@ -78,7 +69,7 @@ def sharded_value(
     own = torch.empty_like(local, device=device or param.mesh.device).copy_(local)
     if not param.layout.shape and param.spec.unsharded is None:
         return own  # every rank has the whole scalar
-    if uses_dtensor(wrapper) if use_dtensor is None else use_dtensor:
+    if use_dtensor or (use_dtensor is None and wrapper._settings.device_mesh is not None):
         return param.spec.sharded.dtensor(own)
     layout = param.layout
     intervals = [layout.interval(rank) for rank in range(layout.num_shards)]
@@ -208,12 +199,12 @@ def flat_value(
     )
 
 
-def flat_problem(wrapper: Wrapper, group: ParamGroup, name: str, value: object) -> str | None:
-    """Why ``value`` cannot be the flat parameter of ``group`` under ``name`` on these ranks; None if it can."""
+def check_flat_value(wrapper: Wrapper, group: ParamGroup, name: str, value: object) -> None:
+    """Raise RuntimeError if ``value``, loaded under ``name``, cannot be the flat parameter of ``group`` here."""
     layout = flat_layout(wrapper, group)
     start, stop = layout.interval(wrapper.rank)
     if value is None:
-        return (
+        raise RuntimeError(
             f"load_state_dict: '{name}' is missing. LOCAL_STATE_DICT is set, so the state dict must have the flat "
             "parameter of each wrapper. Set the kind of state dict that was saved."
         )
@@ -221,9 +212,9 @@ def flat_problem(wrapper: Wrapper, group: ParamGroup, name: str, value: object) 
     if is_sharded_tensor(value):
         mine = [local.numel() for local in torch_names.local_shards(value)]
         if shape == (layout.numel,) and len(mine) <= 1 and sum(mine) == stop - start:
-            return None
+            return
     found = f" of shape {tuple(shape)}" if shape is not None else ""
-    return (
+    raise RuntimeError(
         f"load_state_dict: '{name}' is a {type(value).__name__}{found} with {sum(mine)} elements on rank "
         f"{wrapper.rank}, expected a ShardedTensor of shape {(layout.numel,)} with {stop - start}. A local state dict "
         "fits only the model, the wrapping and the number of ranks that it was saved with. Use full or sharded ones to "
@@ -243,7 +234,7 @@ def locals_of_flat(wrapper: Wrapper, group: ParamGroup, value: object) -> dict[S
     got = sent
     if wrapper.world_size > 1:
         got = sent.new_empty(layout.chunk_numel * wrapper.world_size)
-        wait_for(group.comm.all_gather([got.view(torch.uint8)], [sent.view(torch.uint8)])())
+        comms.wait_for(group.comm.all_gather([got.view(torch.uint8)], [sent.view(torch.uint8)])())
     found = {}
     for param, offset in zip(group.params, layout.offsets, strict=True):
         order = _order_in_flat(wrapper, param)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
@@ -15,25 +15,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from torch.distributed.tensor import DTensor
 
-from fsdp2.core import _torch
-from fsdp2.core.api.fully_shard import PreparedUnit, prepare_unit
-from fsdp2.core.api.module import UnshardHandle
-from fsdp2.core.group.param import Slot
-from fsdp2.core.marks import UNIT
-from fsdp2.core.plan.dtypes import cast_floating
-from fsdp2.core.runtime.unit import Unit, unit_of, units_under
-from fsdp2.core.runtime.unit_tree import tree_of
-from fsdp2.core.schedule.states import GroupState
+from fsdp2.core import PreparedUnit, UnshardHandle, _torch, marks, plans, prepare_unit, tree_of, unit_of
 from fsdp2.extras.copying import copied_module
 from fsdp2.extras.lending import no_sync
-from fsdp2.extras.plain_names import inside_checkpoint, plain_name
+from fsdp2.extras.plain_names import IN_FSDP1, inside_checkpoint, plain_name
 from fsdp2.extras.refusals import check_not_flattened
 from fsdp2.fsdp1 import (
     comm_hooks,
     evaluation,
     extensions,
     full_params,
-    full_precision,
     in_backward,
     orig_params,
     state_dict as state_dicts,
@@ -45,7 +36,6 @@ from fsdp2.fsdp1.auto_wrap import (
     of_classes,
     replace_everywhere,
 )
-from fsdp2.fsdp1.flat_param import FlatParameter, flat_parameter
 from fsdp2.fsdp1.has_state_dicts import HasStateDicts
 from fsdp2.fsdp1.init_states import (
     broadcast,
@@ -55,9 +45,10 @@ from fsdp2.fsdp1.init_states import (
     keep_low_precision,
     materialise,
 )
-from fsdp2.fsdp1.names import FLAT, WRAPPED, clean_name, wrappers_in
 from fsdp2.fsdp1.private_names import HasPrivateNames
+from fsdp2.fsdp1.search import FLAT, params_of, wrappers_in
 from fsdp2.fsdp1.settings import DeviceId, Ignored, ProcessGroups, Settings, checked_ignored, checked_settings
+from fsdp2.fsdp1.state_dict_kinds import FULL_SETTINGS
 from fsdp2.fsdp1.state_values import memory_order
 from fsdp2.fsdp1.torch_names import HYBRID
 from fsdp2.fsdp1.undo import undone_on_error
@@ -129,27 +120,23 @@ class FullyShardedDataParallel(HasStateDicts, HasPrivateNames):
         ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
         device_mesh: DeviceMesh | None = None,
     ) -> None:
+        options = dict(locals())  # inner wrappers get them, too, except for these
+        for name in ("self", "__class__", "module", "auto_wrap_policy", "ignored_modules"):
+            del options[name]
         super().__init__()
-        settings = checked_settings(
-            module,
-            process_group,
-            sharding_strategy,
-            cpu_offload,
-            backward_prefetch,
-            mixed_precision,
-            device_id,
-            device_mesh,
-            has_policy=auto_wrap_policy is not None,
-            use_orig_params=use_orig_params,
-        )
-        ignored = checked_ignored(module, ignored_modules, ignored_states)
-        ignored = ignored.joined_with(inner._ignored for inner in wrappers_in(module))
+        settings = checked_settings(module, options, has_policy=auto_wrap_policy is not None)
+        inside = [inner._ignored for inner in wrappers_in(module)]
+        ignored = checked_ignored(module, ignored_modules, ignored_states, inside)
         self._settings: Settings = settings
         self._ignored: Ignored = ignored
         self._orig_buffer_dtypes: dict[str, torch.dtype] = {}  # of buffers that were cast, by clean name
         self._has_run = False
         self._is_full_precision = False  # in ``eval()``, if the user asked for it
         self._sends_states = sync_module_states
+        self._extension: extensions.Extension | None = None
+        self._has_comm_hook = False
+        self._state_dict_settings = FULL_SETTINGS
+        self._loading: object = None  # see ``state_dict``; what a load of this wrapper needs, while it runs
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             warnings.warn(
                 f"FullyShardedDataParallel: {type(module).__name__} has no forward, so its parameters are never "
@@ -160,21 +147,8 @@ class FullyShardedDataParallel(HasStateDicts, HasPrivateNames):
             if param not in ignored.params and unit_of(module) is None:
                 check_not_flattened(plain_name(module, name), param)
         check_materialise(module, ignored, param_init_fn)
-        options = {
-            "process_group": None if device_mesh is not None else settings.groups,
-            "sharding_strategy": sharding_strategy,
-            "cpu_offload": cpu_offload,
-            "backward_prefetch": backward_prefetch,
-            "mixed_precision": mixed_precision,
-            "param_init_fn": param_init_fn,
-            "device_id": device_id,
-            "sync_module_states": sync_module_states,
-            "forward_prefetch": forward_prefetch,
-            "limit_all_gathers": limit_all_gathers,
-            "use_orig_params": use_orig_params,
-            "ignored_states": list(ignored.params),
-            "device_mesh": device_mesh,
-        }
+        options["process_group"] = None if device_mesh is not None else settings.groups
+        options["ignored_states"] = list(ignored.params)
         with undone_on_error(module):
             if auto_wrap_policy is not None:
                 self._wrap_inside(module, auto_wrap_policy, options)
@@ -212,9 +186,9 @@ class FullyShardedDataParallel(HasStateDicts, HasPrivateNames):
                     full_params.keep_attributes(vars(original), param.sharded)
             if settings.use_orig_params:
                 orig_params.keep((original for _, original in named), group.params)
-                orig_params.answer_as_originals(group)
         self._fsdp_wrapped_module = module
-        self.__dict__[UNIT] = unit  # tools may be given the wrapper
+        self.__dict__[marks.UNIT] = unit  # tools may be given the wrapper
+        orig_params.answer_as_originals(self)
         if not settings.use_orig_params and unit.groups:
             _torch.parameters_dict(self._flat_owner)[FLAT] = None  # the name, for clients that look for it
         state_dicts.install(self)
@@ -312,7 +286,7 @@ class FullyShardedDataParallel(HasStateDicts, HasPrivateNames):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == WRAPPED:
+            if name == IN_FSDP1:
                 raise
             return getattr(self._fsdp_wrapped_module, name)
 
@@ -328,7 +302,7 @@ class FullyShardedDataParallel(HasStateDicts, HasPrivateNames):
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
         """The wrappers in ``module``, ``module`` included, outer ones first; with ``root_only``, the roots only."""
-        wrappers = [each for each in module.modules() if isinstance(each, FullyShardedDataParallel)]
+        wrappers = wrappers_in(module)
         return [each for each in wrappers if each.check_is_root()] if root_only else wrappers
 
     # Training
@@ -340,17 +314,17 @@ class FullyShardedDataParallel(HasStateDicts, HasPrivateNames):
         if is_root and not self._has_run:
             self._begin_to_run()
         if is_root and self._settings.full_precision_in_eval:
-            full_precision.follow_training(self)
+            evaluation.follow_training(self)
         casts = (is_root and precision.cast_root_forward_inputs) or (unit.groups and precision.cast_forward_inputs)
         if casts and precision.param_dtype is not None and not self._is_full_precision:
-            args, kwargs = cast_floating((args, kwargs), precision.param_dtype)
-        return self._modules[WRAPPED](*args, **kwargs)  # type: ignore[misc]  # spares two calls of __getattr__
+            args, kwargs = plans.cast_floating((args, kwargs), precision.param_dtype)
+        return self._modules[IN_FSDP1](*args, **kwargs)  # type: ignore[misc]  # spares two calls of __getattr__
 
     @_torch.runs_between_graphs
     def _begin_to_run(self) -> None:
         """Called when the first forward of the outermost wrapper begins."""
         wrappers = self.fsdp_modules(self)
-        orig_params.take_over_optimizers(group for each in wrappers for group in each._unit.groups)
+        orig_params.take_over_optimizers(wrappers)
         for wrapper in wrappers:
             in_backward.check_or_join(wrapper)
         for wrapper in wrappers:
@@ -413,134 +387,23 @@ class FullyShardedDataParallel(HasStateDicts, HasPrivateNames):
         handle.wait()
         return None
 
-    # Parameters and buffers
-
-    @staticmethod
-    def summon_full_params(
-        module: nn.Module,
-        recurse: bool = True,
-        writeback: bool = True,
-        rank0_only: bool = False,
-        offload_to_cpu: bool = False,
-        with_grads: bool = False,
-    ) -> AbstractContextManager[None]:
-        """Inside the block, the parameters of the wrappers in ``module`` are whole and plain, and have their original
-        names even with ``use_orig_params=False``. All ranks enter and leave the block together. If the block raises,
-        nothing is written. See :func:`fsdp2.unsharded`.
-
-        Args:
-            module: any module; nothing happens if it contains no wrapper.
-            recurse: if False, only the parameters of ``module`` itself, without those of inner wrappers.
-            writeback: copy values into the shards when the block ends.
-            rank0_only: only the first rank has whole parameters.
-            offload_to_cpu: whole parameters are on the host.
-            with_grads: parameters also have their whole gradients, which ``writeback`` writes as well.
-
-        Raises:
-            NotImplementedError: ``rank0_only`` with ``writeback``; ``with_grads`` with ``offload_to_cpu`` or with
-                ``use_orig_params=False``.
-            ScheduleError: a forward or backward runs; another block holds the parameters.
-        """
-        return full_params.summoned(module, recurse, writeback, rank0_only, offload_to_cpu, with_grads)
+    # What torch and Python call
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """Call ``fn`` on each module, inner ones first, while the parameters of its unit are whole. Changes by ``fn``
         are written to the shards. All ranks must call it."""
-        with full_params.summoned(self, recurse=False):
+        with full_params.summon_full_params(self, recurse=False):
             return super().apply(fn)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients, including those from ``no_sync`` that have not been reduced yet, which ``zero_grad`` of
-        an optimizer or of another module does not find."""
-        super().zero_grad(set_to_none)
-        for module in self.modules():
-            if isinstance(module, FullyShardedDataParallel):
-                for group in module._unit.groups:
-                    group.gradients.drop()
-
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Buffers with their names; inside ``summon_full_params``, without the names of wrappers."""
-        unit = unit_of(self)  # none yet, while the wrapper itself is made a unit
-        cleans = unit is not None and unit.is_whole is not None
-        for name, buffer in super().named_buffers(prefix, recurse, remove_duplicate):
-            yield clean_name(name) if cleans else name, buffer
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters with their names. With ``use_orig_params``, these are the original ones; otherwise one
-        ``_flat_param`` per wrapper stands for all parameters of its unit. Names contain those of wrappers, as names of
-        modules do. Inside ``summon_full_params``, the original parameters have their original names. Outside of it,
-        these are always the sharded parameters, which optimizers step."""
-        seen: set[nn.Parameter] = set()
-        for name, param in self._parameters_in(prefix, recurse):
-            if not remove_duplicate or param not in seen:
-                seen.add(param)
-                yield name, param
-
-    def _parameters_in(self, prefix: str, recurse: bool) -> Iterator[tuple[str, nn.Parameter]]:
-        cleans = self._unit.is_whole is not None
-        flats = {
-            Slot(each._flat_owner, FLAT): flat
-            for each in wrappers_in(self)
-            if each._unit.is_whole is None and (flat := each._listed_flat_param) is not None
-        }
-        hidden = {slot for flat in flats.values() for param in flat._group.params for slot in param.slots}
-        shards = {  # instead of what units that stay unsharded have bound
-            slot: param.sharded
-            for _, unit in units_under(self)
-            for group in unit.groups
-            if group.state not in (GroupState.SHARDED, GroupState.LENT)
-            for param in group.params
-            for slot in param.slots
-        }
-        shown: dict[Slot, nn.Parameter] = shards | flats
-        modules = list(self.named_modules(prefix=prefix, remove_duplicate=False)) if recurse else [(prefix, self)]
-        for path, module in modules:
-            name = path and f"{path}."
-            for short, own in module._parameters.items():
-                slot = Slot(module, short)
-                param = shown.get(slot, own)
-                if param is not None and slot not in hidden:
-                    yield clean_name(f"{name}{short}") if cleans else f"{name}{short}", param
-
-    @property
-    def _flat_param(self) -> FlatParameter | None:
-        """All parameters of the unit as one; None if there are none, or if they have several dtypes."""
-        groups = self._unit.groups
-        if not groups or len(groups[0].shards.flats) != 1:
-            return None
-        before: nn.Parameter | None = self.__dict__.get("_flat")  # a plain one after a deepcopy
-        if isinstance(before, FlatParameter) and before.is_away:
-            return before
-        if groups[0].is_stale and groups[0].state is GroupState.SHARDED:
-            groups[0].take_replaced()
-        flat = self.__dict__["_flat"] = flat_parameter(groups[0], before)
-        return flat
-
-    @property
-    def _listed_flat_param(self) -> FlatParameter | None:
-        """The flat parameter, if it stands for the original ones."""
-        return None if self._settings.use_orig_params else self._flat_param
-
-    @property
-    def _flat_owner(self) -> nn.Module:
-        """The module that owns the flat parameter. It holds the name only, since the shards are bound."""
-        return inside_checkpoint(self._unit.modules[0])
-
-    # What torch and Python call
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Apply ``to``, ``cuda`` and similar methods to the shards."""
         self._unit.reshard()
-        params = [param for group in self._unit.groups for param in group.params]
+        params = params_of(self)
         attributes = [dict(vars(param.sharded)) for param in params]
         result = super()._apply(*args, **kwargs)
         for param, before in zip(params, attributes, strict=True):
             full_params.keep_attributes(before, param.bound())
-        self._answer_as_originals()
+        orig_params.answer_as_originals(self)
         self._unit.mark_stale()
         return result
 
@@ -552,27 +415,14 @@ class FullyShardedDataParallel(HasStateDicts, HasPrivateNames):
             return cast(FullyShardedDataParallel, copied_module(self, memo))
         memo[id(self)] = made = object.__new__(type(self))
         copied = copied_module(self._unit.modules[0], memo)
-        state = {name: value for name, value in vars(self).items() if name != UNIT}
+        state = {name: value for name, value in vars(self).items() if name != marks.UNIT}
         made.__dict__.update(copy.deepcopy(state, memo))
-        made.__dict__[UNIT] = unit_of(copied)
+        made.__dict__[marks.UNIT] = unit_of(copied)
         if "_flat" in state:
             made.__dict__["_flat"] = made._flat_param  # now, since a copied optimizer may have it
-        extensions.install(made, extensions.extension_of(made))
-        made._answer_as_originals()
+        extensions.install(made, made._extension)
+        orig_params.answer_as_originals(made)
         return made
-
-    def _answer_as_originals(self) -> None:
-        if self._settings.use_orig_params:
-            for group in self._unit.groups:
-                orig_params.answer_as_originals(group)
-
-    @property
-    def _unit(self) -> Unit:
-        """The unit of the module that was wrapped. Users may later wrap that module in another one, such as a
-        ``checkpoint_wrapper``."""
-        unit = unit_of(self)
-        assert unit is not None  # __init__ sets it
-        return unit
 
     def _cast_buffers(self) -> None:
         """Cast buffers to ``MixedPrecision.buffer_dtype``, once."""

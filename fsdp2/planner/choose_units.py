@@ -152,7 +152,7 @@ def auto_shard(
             "auto_shard: pass either policy or budget, such as auto_shard(model, budget='70GiB', workload=...)."
         )
     if budget is None:
-        from fsdp2.fsdp1.by_policy import shard_by_policy  # imports torch's FSDP1, which is slow
+        from fsdp2.fsdp1.auto_wrap import shard_by_policy  # imports torch's FSDP1, which is slow
 
         return shard_by_policy(model, policy, **options)
     if workload is None:

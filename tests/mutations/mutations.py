@@ -142,10 +142,10 @@ _LISTED = {
         "pass",
     ),
     101: ("BFloat16AllGatherTensor.fsdp_pre_all_gather", "padded[: self.size(0)].copy_(self._data)", "pass"),
-    102: ("rekeyed", "not kinds <= {str} and not kinds <= {int}", "False"),
+    102: ("rekey_optim_state_dict", "not kinds <= {str} and not kinds <= {int}", "False"),
     103: ("_check_alike", "theirs != ways[0]", "False"),
     104: ("to_load", "rank0_only and ways", "False"),
-    105: ("replace_values", "value if device is None else value.to(device)", "value"),
+    105: ("_sharded_values", "value if device is None else value.to(device)", "value"),
     106: ("_check_alike", "first != found", "False"),
     107: (
         "Gather.issue",
@@ -164,7 +164,7 @@ _LISTED = {
     117: ("Passes.has_left_behind", "inner == unit", "self.root == unit"),
     118: ("GroupShards.refresh", "self._follow_locals()", "pass"),
     119: ("saved_name", "(IN_FSDP1, IN_CHECKPOINT)", "(IN_FSDP1,)"),
-    120: ("FullyShardedDataParallel._flat_owner", "inside_checkpoint(self._unit.modules[0])", "self._unit.modules[0]"),
+    120: ("HasParams._flat_owner", "inside_checkpoint(self._unit.modules[0])", "self._unit.modules[0]"),
     121: ("ShardedParam.keep_grad", "self._take_unsharded_grad(dtype)", "self._take_unsharded_grad()"),
     122: (
         "ModuleHooks._mark_output",

@@ -6,7 +6,7 @@ groups on one mesh as one. Its methods act on the whole unit, like the methods o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -14,25 +14,32 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Shard
 
-from fsdp2.core import _torch
-from fsdp2.core.group.group import ParamGroup
-from fsdp2.core.group.param import ShardedParam
-from fsdp2.core.plan.mesh import AxisRole, ParallelMesh
-from fsdp2.core.runtime import door
-from fsdp2.core.runtime.unit import Unit
-from fsdp2.core.runtime.unit_tree import tree_of
-from fsdp2.core.schedule.schedule import AfterForward, Phase
-from fsdp2.core.schedule.states import GroupState
-from fsdp2.core.types import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, ScheduleError
+from fsdp2.core import (
+    AfterForward,
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    GroupState,
+    OffloadPolicy,
+    ParallelMesh,
+    ParamGroup,
+    ScheduleError,
+    ShardedParam,
+    Unit,
+    _torch,
+    door,
+    plans,
+    schedules,
+    tree_of,
+)
 from fsdp2.extras.torch_view import torch_names
-from fsdp2.extras.torch_view.view import View
+from fsdp2.extras.torch_view.view import REPLACE_PARAMETERS, View, setting_of_unit
 
 _OF_PHASE = {
-    Phase.IDLE: "IDLE",
-    Phase.FORWARD: "FORWARD",
-    Phase.RECOMPUTE: "FORWARD",
-    Phase.BACKWARD: "PRE_BACKWARD",
-    Phase.REDUCED: "POST_BACKWARD",
+    schedules.Phase.IDLE: "IDLE",
+    schedules.Phase.FORWARD: "FORWARD",
+    schedules.Phase.RECOMPUTE: "FORWARD",
+    schedules.Phase.BACKWARD: "PRE_BACKWARD",
+    schedules.Phase.REDUCED: "POST_BACKWARD",
 }
 _OF_GROUP = {
     GroupState.SHARDED: "SHARDED",
@@ -59,12 +66,22 @@ def mesh_info(mesh: ParallelMesh) -> Any:
         names = tuple(zip(mesh.spmd.mesh.mesh_dim_names or (), mesh.spmd.roles, strict=True))
         shard, replicate = (
             tuple(name for name, role in names if role is wanted) or None
-            for wanted in (AxisRole.SHARD, AxisRole.REPLICATE)
+            for wanted in (plans.AxisRole.SHARD, plans.AxisRole.REPLICATE)
         )
         options = {"dp_mesh_dims": DataParallelMeshDims(shard, replicate), "spmd_mesh": mesh.spmd.mesh}
     of_role = {role: index for index, role in enumerate(mesh.roles)}
-    axes = of_role.get(AxisRole.SHARD), of_role.get(AxisRole.REPLICATE)
+    axes = of_role.get(plans.AxisRole.SHARD), of_role.get(plans.AxisRole.REPLICATE)
     return torch_names.mesh_info(mesh.mesh, *axes, **options)
+
+
+def _option_of_groups(name: str, convert: Callable[[Any], Any] = bool) -> property:
+    """An option that all groups of the view have, which clients may set."""
+
+    def write(view: Any, value: Any) -> None:
+        for group in view._groups:
+            group.configure(**{name: convert(value)})
+
+    return property(lambda view: getattr(view._groups[0].options, name), write)
 
 
 @door.all_entries
@@ -82,7 +99,7 @@ class ParamGroupView(View):
         "unshard_async_op": "_set_unshard_async_op(enabled) of the module",
         "set_symm_mem": "set_symm_mem_for_comm() of the module",
         "set_allocate_memory_from_process_group": "set_allocate_memory_from_process_group_for_comm of the module",
-        "fsdp_params": "nn.Module's ways to replace parameters: the next forward takes over what is bound",
+        "fsdp_params": REPLACE_PARAMETERS,
         "pre_forward": "register_forward_pre_hook of the module",
         "post_forward": "register_forward_hook of the module",
         "pre_backward": "unshard() of the module",
@@ -98,40 +115,20 @@ class ParamGroupView(View):
         "_all_reduce_process_group": "is for a unit with a replicate axis (HSDP). Read mesh_info.",
     }
 
-    def __init__(self, unit: Unit, groups: Sequence[ParamGroup]) -> None:
-        params = [ParamView(self, group, param) for group in groups for param in group.params]
-        vars(self).update(_unit=unit, _groups=tuple(groups), _params=params)
-
     _unit: Unit
     _groups: tuple[ParamGroup, ...]
-    _params: list[ParamView]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ParamGroupView) and self._groups == other._groups
-
-    def __hash__(self) -> int:
-        return hash(self._groups)
+    _key = property(lambda view: view._groups)
 
     # Contents
 
+    modules = property(lambda view: view._unit.modules)
+    device = property(lambda view: view._mesh.device)
+    mp_policy = property(lambda view: view._unit.policy)
+
     @property
     def fsdp_params(self) -> list[ParamView]:
-        shown = [param._param for param in self._params]
-        if shown != [param for group in self._groups for param in group.params]:  # ties have moved since
-            vars(self)["_params"] = [ParamView(self, group, param) for group in self._groups for param in group.params]
-        return list(self._params)
-
-    @property
-    def modules(self) -> tuple[nn.Module, ...]:
-        return self._unit.modules
-
-    @property
-    def device(self) -> torch.device:
-        return self._mesh.device
-
-    @property
-    def mp_policy(self) -> MixedPrecisionPolicy:
-        return self._unit.policy
+        params = [(group, param) for group in self._groups for param in group.params]  # ties may have moved
+        return self._kept(params, lambda: [ParamView(_around=self, _group=g, _param=param) for g, param in params])
 
     @property
     def offload_policy(self) -> OffloadPolicy:
@@ -146,11 +143,11 @@ class ParamGroupView(View):
 
     @property
     def _mesh(self) -> ParallelMesh:
-        return next((g.mesh for g in self._groups if AxisRole.SHARD in g.mesh.roles), self._groups[0].mesh)
+        return next((g.mesh for g in self._groups if plans.AxisRole.SHARD in g.mesh.roles), self._groups[0].mesh)
 
     @property
     def _is_hsdp(self) -> bool:
-        return {AxisRole.SHARD, AxisRole.REPLICATE} <= set(self._mesh.roles)
+        return {plans.AxisRole.SHARD, plans.AxisRole.REPLICATE} <= set(self._mesh.roles)
 
     @property
     def _all_gather_process_group(self) -> dist.ProcessGroup:
@@ -176,6 +173,12 @@ class ParamGroupView(View):
 
     # State
 
+    _form = property(lambda view: _OF_GROUP[view._groups[0].state])
+    _sharded_state = property(lambda view: torch_names.sharded_state(view._form))
+    is_sharded = property(lambda view: view._form == "SHARDED")
+    is_sharded_post_forward = property(lambda view: view._form == "SHARDED_POST_FORWARD")
+    is_unsharded = property(lambda view: view._form == "UNSHARDED")
+
     @property
     def _training_state(self) -> Any:
         return training_state(self._unit, self._groups)
@@ -187,23 +190,16 @@ class ParamGroupView(View):
         if getattr(state, "name", None) != "IDLE":
             raise AttributeError(self._refusal("can set '_training_state' to IDLE only", "_training_state"))
 
-    @property
-    def _sharded_state(self) -> Any:
-        return torch_names.sharded_state(_OF_GROUP[self._groups[0].state])
-
-    @property
-    def is_sharded(self) -> bool:
-        return _OF_GROUP[self._groups[0].state] == "SHARDED"
-
-    @property
-    def is_sharded_post_forward(self) -> bool:
-        return _OF_GROUP[self._groups[0].state] == "SHARDED_POST_FORWARD"
-
-    @property
-    def is_unsharded(self) -> bool:
-        return _OF_GROUP[self._groups[0].state] == "UNSHARDED"
-
     # What the user has configured
+
+    unshard_in_backward = setting_of_unit("unshard_in_backward")
+    reduce_grads = setting_of_unit("reduces")
+    all_reduce_grads = _option_of_groups("requires_all_reduce")
+    gradient_divide_factor = _option_of_groups("gradient_divide_factor", lambda factor: factor)
+    reduce_scatter_unused_params = _option_of_groups("fills_gradients")
+    force_sum_reduction_for_comms = _option_of_groups("divides_behind_hook")
+    _reshard_after_forward = property(lambda view: view._after_forward is not AfterForward.KEEP)
+    _use_post_forward_mesh = property(lambda view: view._after_forward is AfterForward.RESHARD_TO_SMALLER_MESH)
 
     @property
     def _after_forward(self) -> AfterForward:
@@ -238,14 +234,6 @@ class ParamGroupView(View):
         self._unit.configure(after_forward=after, stays_as_root=False, post_forward_size=ranks)
 
     @property
-    def _reshard_after_forward(self) -> bool:
-        return self._after_forward is not AfterForward.KEEP
-
-    @property
-    def _use_post_forward_mesh(self) -> bool:
-        return self._after_forward is AfterForward.RESHARD_TO_SMALLER_MESH
-
-    @property
     def reshard_after_backward(self) -> bool | int:
         """The value that ``set_reshard_after_backward`` takes."""
         config = self._unit.config
@@ -255,58 +243,6 @@ class ParamGroupView(View):
     @reshard_after_backward.setter
     def reshard_after_backward(self, value: bool) -> None:
         self._unit.configure(reshard_after_backward=bool(value))
-
-    @property
-    def unshard_in_backward(self) -> bool:
-        return self._unit.config.unshard_in_backward
-
-    @unshard_in_backward.setter
-    def unshard_in_backward(self, value: bool) -> None:
-        self._unit.configure(unshard_in_backward=bool(value))
-
-    @property
-    def reduce_grads(self) -> bool:
-        return self._unit.config.reduces
-
-    @reduce_grads.setter
-    def reduce_grads(self, value: bool) -> None:
-        self._unit.configure(reduces=bool(value))
-
-    @property
-    def all_reduce_grads(self) -> bool:
-        return self._groups[0].options.requires_all_reduce
-
-    @all_reduce_grads.setter
-    def all_reduce_grads(self, value: bool) -> None:
-        self._configure(requires_all_reduce=bool(value))
-
-    @property
-    def gradient_divide_factor(self) -> float | None:
-        return self._groups[0].options.gradient_divide_factor
-
-    @gradient_divide_factor.setter
-    def gradient_divide_factor(self, value: float | None) -> None:
-        self._configure(gradient_divide_factor=value)
-
-    @property
-    def reduce_scatter_unused_params(self) -> bool:
-        return self._groups[0].options.fills_gradients
-
-    @reduce_scatter_unused_params.setter
-    def reduce_scatter_unused_params(self, value: bool) -> None:
-        self._configure(fills_gradients=bool(value))
-
-    @property
-    def force_sum_reduction_for_comms(self) -> bool:
-        return self._groups[0].options.divides_behind_hook
-
-    @force_sum_reduction_for_comms.setter
-    def force_sum_reduction_for_comms(self, value: bool) -> None:
-        self._configure(divides_behind_hook=bool(value))
-
-    def _configure(self, **changes: Any) -> None:
-        for group in self._groups:
-            group.configure(**changes)
 
     # Operations
 
@@ -354,8 +290,8 @@ class ParamView(View):
 
     shows = "FSDPParam"
     instead: ClassVar[Mapping[str, str]] = {
-        "sharded_param": "nn.Module's ways to replace parameters: the next forward takes over what is bound",
-        "reset_sharded_param": "nn.Module's ways to replace parameters: the next forward takes over what is bound",
+        "sharded_param": REPLACE_PARAMETERS,
+        "reset_sharded_param": REPLACE_PARAMETERS,
         "to_sharded": "reshard() of the module",
         "to_unsharded": "unshard() of the module",
         "all_gather_inputs": "set_custom_all_gather(comm) of the module, or all-gather hooks of a tensor subclass",
@@ -368,66 +304,55 @@ class ParamView(View):
         "_sharded_param_data": "has no padding here, so its size differs from torch's. Read sharded_param.to_local().",
     }
 
-    def __init__(self, around: ParamGroupView, group: ParamGroup, param: ShardedParam) -> None:
-        vars(self).update(_around=around, _group=group, _param=param)
-
     _around: ParamGroupView
     _group: ParamGroup
     _param: ShardedParam
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ParamView) and self._param is other._param
-
-    def __hash__(self) -> int:
-        return hash(self._param)
+    _key = property(lambda view: view._param)
 
     def __repr__(self) -> str:
         return f"ParamView(fqn={self._param_fqn}, orig_size={self._orig_size})"
 
-    @property
-    def sharded_param(self) -> nn.Parameter:
-        return self._param.sharded
+    # Of the parameter
 
-    _sharded_param = sharded_param
+    sharded_param = _sharded_param = property(lambda view: view._param.sharded)
+    sharded_size = property(lambda view: torch.Size(view._param.shard_shape))
+    unsharded_accumulated_grad = property(lambda view: view._param.accumulated)
+    orig_dtype = property(lambda view: view._param.dtypes.orig)
+    mp_policy = property(lambda view: view._param.policy)
+    mesh_info = property(lambda view: mesh_info(view._param.mesh))
+    is_dtensor = property(lambda view: view._param.spec.unsharded is not None)
+    fsdp_placement = property(lambda view: Shard(view._param.layout.dim))
+    _sharded_local_tensor = property(lambda view: _torch.local_of(view._param.sharded))
+    _sharding_spec = property(lambda view: view._param.spec.sharded)
+    _module_info = property(lambda view: torch_names.places_of(view._param.slots))
+    _orig_size = property(lambda view: torch.Size(view._param.layout.shape))
 
-    @property
-    def _sharded_local_tensor(self) -> torch.Tensor:
-        return _torch.local_of(self._param.sharded)
+    # Of its group
+
+    device = property(lambda view: view._around.device)
+    post_forward_mesh_info = property(lambda view: view._around.post_forward_mesh_info)
+    sharded_state = property(lambda view: torch_names.sharded_state(_OF_GROUP[view._group.state]))
+    offload_to_cpu = property(lambda view: view._group.home.is_staged)
+    pin_memory = property(lambda view: view._group.home.pin_memory)
 
     @property
     def _sharded_param_data(self) -> torch.Tensor:
-        local = self._sharded_local_tensor
+        local: torch.Tensor = self._sharded_local_tensor
         if local.numel() != self._param.layout.chunk_numel:
-            raise AttributeError
+            raise AttributeError  # the view adds the reason
         return local.view(-1)
 
     @property
     def unsharded_param(self) -> nn.Parameter:
         if self._param.unsharded is None:
-            raise AttributeError
+            raise AttributeError  # the view adds the reason
         return self._param.unsharded
 
     _unsharded_param = unsharded_param
 
     @property
-    def unsharded_accumulated_grad(self) -> torch.Tensor | None:
-        return self._param.accumulated
-
-    @property
     def _param_fqn(self) -> str | None:
         return None if self._around._module_fqn is None else self._param.full_name
-
-    @property
-    def _module_info(self) -> Any:
-        return torch_names.places_of(self._param.slots)
-
-    @property
-    def sharded_state(self) -> Any:
-        return torch_names.sharded_state(_OF_GROUP[self._group.state])
-
-    @property
-    def orig_dtype(self) -> torch.dtype:
-        return self._param.dtypes.orig
 
     @property
     def param_dtype(self) -> torch.dtype | None:
@@ -441,57 +366,11 @@ class ParamView(View):
         dtypes = self._param.dtypes
         return None if dtypes.reduce is dtypes.param else dtypes.reduce
 
-    @property
-    def mp_policy(self) -> MixedPrecisionPolicy:
-        return self._param.policy
-
-    @property
-    def device(self) -> torch.device:
-        return self._around.device
-
-    @property
-    def mesh_info(self) -> Any:
-        return mesh_info(self._param.mesh)
-
-    @property
-    def post_forward_mesh_info(self) -> Any:
-        return self._around.post_forward_mesh_info
-
-    @property
-    def offload_to_cpu(self) -> bool:
-        return self._group.home.is_staged
-
-    @property
-    def pin_memory(self) -> bool:
-        return self._group.home.pin_memory
-
-    @property
-    def is_dtensor(self) -> bool:
-        return self._param.spec.unsharded is not None
-
-    @property
-    def fsdp_placement(self) -> Shard:
-        return Shard(self._param.layout.dim)
-
-    @property
-    def _orig_size(self) -> torch.Size:
-        return torch.Size(self._param.layout.shape)
-
-    @property
-    def sharded_size(self) -> torch.Size:
-        return torch.Size(self._param.shard_shape)
-
-    @property
-    def _sharding_spec(self) -> Any:
-        return self._param.spec.sharded
-
     def accumulate_unsharded_grad_if_needed(self) -> None:
         """Add this backward's gradients to the kept ones, in the reduce dtype."""
         self._group.gradients.keep_unreduced()
 
-    def to_accumulated_grad_if_needed(self) -> None:
-        """Keep this backward's gradients in the reduce dtype."""
-        self._group.gradients.keep_unreduced()
+    to_accumulated_grad_if_needed = accumulate_unsharded_grad_if_needed
 
 
 def _group_or_refuse(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -505,4 +384,4 @@ def views_of(unit: Unit) -> list[ParamGroupView]:
     by_mesh: dict[Any, list[ParamGroup]] = {}
     for group in unit.groups:
         by_mesh.setdefault(group.mesh.mesh, []).append(group)
-    return [ParamGroupView(unit, groups) for groups in by_mesh.values()]
+    return [ParamGroupView(_unit=unit, _groups=tuple(groups)) for groups in by_mesh.values()]

@@ -7,13 +7,9 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from fsdp2.core.runtime import door
-from fsdp2.core.runtime.unit import Unit
-from fsdp2.core.runtime.unit_tree import tree_of
-from fsdp2.core.schedule.states import GroupState
+from fsdp2.core import GroupState, door, tree_of
 from fsdp2.extras.torch_view import torch_names
 from fsdp2.extras.torch_view.group import training_state
 from fsdp2.extras.torch_view.view import View
@@ -21,8 +17,18 @@ from fsdp2.extras.torch_view.view import View
 _OF_FSDP1 = {"PRE_BACKWARD": "BACKWARD_PRE", "POST_BACKWARD": "BACKWARD_POST"}
 
 
+class _OfWrapper(View):
+    """A view of a FullyShardedDataParallel. Importing that class would be circular."""
+
+    _wrapper: Any
+    _unit = _key = property(lambda view: view._wrapper._unit)
+    process_group = property(lambda view: view._wrapper.process_group)
+    rank = property(lambda view: view._wrapper.rank)
+    world_size = property(lambda view: view._wrapper.world_size)
+
+
 @door.all_entries
-class Handle(View):
+class Handle(_OfWrapper):
     """The operations of a module's wrapper on the parameters of its unit."""
 
     shows = "FlatParamHandle"
@@ -39,21 +45,24 @@ class Handle(View):
         "FullyShardedDataParallel.named_parameters()."
     }
 
-    def __init__(self, wrapper: Any) -> None:
-        vars(self).update(_wrapper=wrapper)
-
-    _wrapper: Any  # a FullyShardedDataParallel; importing the class would be circular
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Handle) and self._unit is other._unit
-
-    def __hash__(self) -> int:
-        return hash(self._unit)
+    device = property(lambda view: view._unit.mesh.device)
+    uses_sharded_strategy = property(lambda view: view._wrapper.sharding_strategy.name != "NO_SHARD")
+    _fully_sharded_module = property(lambda view: view._unit.modules[0])
+    _sharding_strategy = property(lambda view: torch_names.handle_strategy(view._wrapper.sharding_strategy.name))
+    _offload_params = property(lambda view: view._wrapper.cpu_offload.offload_params)
+    _use_orig_params = property(lambda view: view._wrapper._settings.use_orig_params)
+    _dtypes = property(lambda view: view._unit.groups[0].params[0].dtypes)
+    _fwd_bwd_param_dtype = property(lambda view: view._dtypes.param)
+    _reduce_dtype = property(lambda view: view._dtypes.reduce)
 
     @property
-    def _unit(self) -> Unit:
-        unit: Unit = self._wrapper._unit
-        return unit
+    def _orig_param_dtype(self) -> torch.dtype:
+        dtype: torch.dtype = self._dtypes.orig
+        return dtype
+
+    @_orig_param_dtype.setter
+    def _orig_param_dtype(self, dtype: torch.dtype) -> None:
+        """Ignored: clients set it after a cast of ``flat_param``, but the runtime reads the dtype of the shards."""
 
     @property
     def flat_param(self) -> nn.Parameter:
@@ -61,59 +70,6 @@ class Handle(View):
         if flat is None:
             raise AttributeError  # the view adds the reason
         return flat
-
-    @property
-    def _fully_sharded_module(self) -> nn.Module:
-        return self._unit.modules[0]
-
-    @property
-    def _sharding_strategy(self) -> Any:
-        return torch_names.handle_strategy(self._wrapper.sharding_strategy.name)
-
-    @property
-    def uses_sharded_strategy(self) -> bool:
-        return bool(self._wrapper.sharding_strategy.name != "NO_SHARD")
-
-    @property
-    def _offload_params(self) -> bool:
-        return bool(self._wrapper.cpu_offload.offload_params)
-
-    @property
-    def _use_orig_params(self) -> bool:
-        return bool(self._wrapper._settings.use_orig_params)
-
-    @property
-    def _orig_param_dtype(self) -> torch.dtype:
-        return self._unit.groups[0].params[0].dtypes.orig
-
-    @_orig_param_dtype.setter
-    def _orig_param_dtype(self, dtype: torch.dtype) -> None:
-        """Ignored: clients set it after a cast of ``flat_param``, but the runtime reads the dtype of the shards."""
-
-    @property
-    def _fwd_bwd_param_dtype(self) -> torch.dtype:
-        return self._unit.groups[0].params[0].dtypes.param
-
-    @property
-    def _reduce_dtype(self) -> torch.dtype:
-        return self._unit.groups[0].params[0].dtypes.reduce
-
-    @property
-    def device(self) -> torch.device:
-        return self._unit.mesh.device
-
-    @property
-    def process_group(self) -> dist.ProcessGroup:
-        group: dist.ProcessGroup = self._wrapper.process_group
-        return group
-
-    @property
-    def rank(self) -> int:
-        return self.process_group.rank()
-
-    @property
-    def world_size(self) -> int:
-        return self.process_group.size()
 
     @property
     def _training_state(self) -> Any:
@@ -126,7 +82,7 @@ class Handle(View):
 
     def is_sharded(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor``, which is ``flat_param``, is only a part on this rank. It is never unsharded here."""
-        return self.uses_sharded_strategy
+        return bool(self.uses_sharded_strategy)
 
     def unshard(self) -> None:
         """Gather the parameters of the unit, and bind them."""
@@ -147,7 +103,7 @@ class Handle(View):
             flat.data = moved
 
 
-class ExecutionOrder(View):
+class ExecutionOrder(_OfWrapper):
     """What torch's root knows about the order of its wrappers. The runtime records the order itself."""
 
     shows = "_ExecOrderData"
@@ -156,46 +112,17 @@ class ExecutionOrder(View):
         "_backward_prefetch_limit": "set_modules_to_backward_prefetch of modules of fsdp2.fully_shard",
     }
 
-    def __init__(self, wrapper: Any) -> None:
-        vars(self).update(_wrapper=wrapper)
+    all_handles = property(lambda view: view._wrapper._all_handles)
 
-    _wrapper: Any
+    @staticmethod
+    def _prefetch_limit(name: str) -> property:
+        """How many units are gathered ahead: always one."""
 
-    @property
-    def _forward_prefetch_limit(self) -> int:
-        """How many units are gathered ahead."""
-        return 1
+        def write(view: ExecutionOrder, value: int) -> None:
+            if value != 1:
+                raise AttributeError(view._refusal(f"cannot set '{name}' to {value}", name))
 
-    @_forward_prefetch_limit.setter
-    def _forward_prefetch_limit(self, value: int) -> None:
-        self._check_limit("_forward_prefetch_limit", value)
+        return property(lambda view: 1, write)
 
-    @property
-    def _backward_prefetch_limit(self) -> int:
-        return 1
-
-    @_backward_prefetch_limit.setter
-    def _backward_prefetch_limit(self, value: int) -> None:
-        self._check_limit("_backward_prefetch_limit", value)
-
-    def _check_limit(self, name: str, value: int) -> None:
-        if value != 1:
-            raise AttributeError(self._refusal(f"cannot set '{name}' to {value}", name))
-
-    @property
-    def all_handles(self) -> list[Handle]:
-        handles: list[Handle] = self._wrapper._all_handles
-        return handles
-
-    @property
-    def world_size(self) -> int:
-        return int(self._wrapper.world_size)
-
-    @property
-    def rank(self) -> int:
-        return int(self._wrapper.rank)
-
-    @property
-    def process_group(self) -> dist.ProcessGroup:
-        group: dist.ProcessGroup = self._wrapper.process_group
-        return group
+    _forward_prefetch_limit = _prefetch_limit("_forward_prefetch_limit")
+    _backward_prefetch_limit = _prefetch_limit("_backward_prefetch_limit")

@@ -11,12 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from fsdp2.core import seams
-from fsdp2.core.api.module import FSDPModule
-from fsdp2.core.runtime.hooks import ModuleHooks
-from fsdp2.core.runtime.unit import Unit, units_under
-from fsdp2.core.runtime.unit_tree import TreeChecks, UnitTree
-from fsdp2.core.types import DOCS
+from fsdp2.core import DOCS, FSDPModule, ModuleHooks, TreeChecks, Unit, UnitTree, seams, units_under
 from fsdp2.extras.torch_view import torch_names
 from fsdp2.extras.torch_view.state import FSDPState, of_unit
 
@@ -37,7 +32,7 @@ def show() -> Callable[[], None]:
         for module in tree.root.modules:
             for _, unit in units_under(module):  # some may be older than install
                 _register(unit)
-        return _Checks(patches)
+        return patches
 
     modules_of_hooks = [hook.__module__ for hook in _HOOKS]
 
@@ -64,8 +59,9 @@ def _register(unit: Unit) -> None:
             torch_names.states_by_module[module] = weakref.ref(of_unit(unit))
 
 
-class Patches:
-    """Looks for attributes of torch's classes that a client has replaced since this object was made.
+class Patches(TreeChecks):
+    """Looks for attributes of torch's classes that a client has replaced since this object was made. Clients may patch
+    classes temporarily, so it looks before every pass.
 
     Attributes:
         classes: the classes not yet warned about, with their original attributes, and the remedy in our runtime.
@@ -77,8 +73,8 @@ class Patches:
             cls: (dict(vars(cls)), remedy) for cls, remedy in found if cls is not None
         }
 
-    def check(self) -> None:
-        """Warn about each class once. Clients may patch classes temporarily, so this runs before every pass."""
+    def begin_pass(self) -> None:
+        """Warn about each class once."""
         for cls, (before, remedy) in list(self.classes.items()):
             now = vars(cls)
             if now == before:
@@ -92,13 +88,3 @@ class Patches:
                     f"{DOCS}/clients.md#private-names.",
                     stacklevel=2,
                 )
-
-
-class _Checks(TreeChecks):
-    """Looks for patches before every pass."""
-
-    def __init__(self, patches: Patches) -> None:
-        self._patches = patches
-
-    def begin_pass(self) -> None:
-        self._patches.check()
