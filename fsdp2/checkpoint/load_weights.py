@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2.checkpoint.mapping import MAX_LISTED, MappingLike, Shape, first_few, listed
+from fsdp2.checkpoint.mapping import MAX_LISTED, MappingLike, Shape, listed
 from fsdp2.checkpoint.open_checkpoint import OpenCheckpoint, open_together
 from fsdp2.checkpoint.pieces import Piece, Resolved, Run, reads, resolved_to_load, whole_piece
 from fsdp2.checkpoint.weights import (
@@ -30,6 +30,7 @@ from fsdp2.checkpoint.weights import (
     weights_of,
 )
 from fsdp2.core import is_plain
+from fsdp2.extras import output
 from fsdp2.extras.empty_buffers import empty_buffers
 from fsdp2.extras.exchange import axis_of, together
 from fsdp2.extras.output import progress
@@ -375,12 +376,15 @@ class _Checked:
 
     def problems(self, strict: bool) -> list[str]:
         """One line for each problem, with its remedy."""
-        found = _first_of(self._unreadable) + _first_of(self._others)
+        rest = "... and {} more like these."
+        found = output.first_lines(self._unreadable, MAX_LISTED, rest)
+        found += output.first_lines(self._others, MAX_LISTED, rest)
         missing = [f"'{name}'" + self._why(name) for name in self.missing]
         unexpected = [f"'{key}'" for key in self.unexpected]
         for what, keys in (("Missing in the files", missing), ("Not in the model", unexpected)):
             if keys and strict:
-                found.append(f"{what}: {first_few(keys)}. Pass rename=..., or strict=False to leave them out.")
+                names = output.listed(keys, MAX_LISTED)
+                found.append(f"{what}: {names}. Pass rename=..., or strict=False to leave them out.")
         return found
 
     def _why(self, name: str) -> str:
@@ -405,8 +409,3 @@ def _shares_memory(tensor: torch.Tensor) -> bool:
     """Whether elements of ``tensor`` lie at one address, so that ``copy_`` refuses to write them."""
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     return tensor.numel() > 0 and any(size > 1 and stride == 0 for size, stride in sizes)
-
-
-def _first_of(lines: Sequence[str]) -> list[str]:
-    more = len(lines) - MAX_LISTED
-    return [*lines[:MAX_LISTED], *([f"... and {more} more like these."] if more > 0 else [])]

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
+from fsdp2.extras import output
+
 if TYPE_CHECKING:
     import torch
 
@@ -222,10 +224,4 @@ def matcher(name: str) -> re.Pattern[str]:
 def listed(names: Sequence[str] | frozenset[str]) -> str:
     """The first few of ``names``, formatted for error messages."""
     ordered = sorted(names) if isinstance(names, frozenset) else names
-    return first_few([f"'{name}'" for name in ordered]) or "none"
-
-
-def first_few(texts: Sequence[str]) -> str:
-    """The first few of ``texts``, and how many more there are."""
-    more = f" and {len(texts) - MAX_LISTED} more" if len(texts) > MAX_LISTED else ""
-    return ", ".join(texts[:MAX_LISTED]) + more
+    return output.listed((f"'{name}'" for name in ordered), MAX_LISTED) or "none"

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 from fsdp2.core import DOCS
+from fsdp2.extras.output import first_lines
 
 # Either a flag for each name, or names in the order in which something happened to them.
 Claim = Mapping[str, bool] | Sequence[str]
@@ -71,11 +72,9 @@ def difference(claims: Mapping[int, Mapping[str, Claim]]) -> Difference | None:
     for name in sorted(names, key=lambda name: list(_KINDS).index(name.partition(" ")[0])):
         kind = _KINDS[name.partition(" ")[0]]
         found = {rank: claim[name] for rank, claim in claims.items() if name in claim}
-        lines = list(_differing(kind, found))
+        lines = [f"  {line}" for line in _differing(kind, found)]
         if lines:
-            more = len(lines) - _MAX_LINES
-            lines = lines[:_MAX_LINES] + ([f"and {more} more"] if more > 0 else [])
-            return Difference(kind.why, [kind.head, *(f"  {line}" for line in lines), kind.advice])
+            return Difference(kind.why, [kind.head, *first_lines(lines, _MAX_LINES, "  and {} more"), kind.advice])
     return None
 
 

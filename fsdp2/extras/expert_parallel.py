@@ -8,15 +8,15 @@ number of all ranks, not just of these. Rule: code that shards experts with ``Ex
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp2.core import ParamGroup, _torch, fully_shard, unit_of, units_under
+from fsdp2.core import _torch, fully_shard, unit_of, units_under
 from fsdp2.extras import torch_names
+from fsdp2.extras.output import listed
 
 _M = TypeVar("_M", bound=nn.Module)
 
@@ -73,7 +73,8 @@ class ExpertMeshes:
         for name, unit in units_under(model):
             for group in unit.groups:
                 ranks = _ranks_of(group.mesh.mesh)
-                where = f"unit '{name or '(root)'}', with {_described(group)}"
+                names = listed((f"'{param.name}'" for param in group.params), 3)
+                where = f"unit '{name or '(root)'}', with {names}"
                 if ranks not in (dense, shards):
                     raise ValueError(
                         f"ExpertMeshes.check: {where}, is sharded over the ranks {ranks}, expected {dense} (dense) or "
@@ -117,8 +118,3 @@ def expert_meshes(mesh: DeviceMesh, *, experts: str, shard: str, replicate: str 
 
 def _ranks_of(mesh: DeviceMesh) -> list[int]:
     return sorted(mesh.mesh.flatten().tolist())
-
-
-def _described(group: ParamGroup) -> str:
-    names: Sequence[str] = [f"'{param.name}'" for param in group.params]
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2.core import _torch
 from fsdp2.extras import torch_names
+from fsdp2.extras.output import listed
 from fsdp2.extras.torch_names import is_sharded_tensor
 
 _MAX_NAMES = 4
@@ -36,10 +37,9 @@ def check_loaded(module: nn.Module, state: Mapping[str, Any], prefix: str, is_as
     ]
     if not plain:
         return
-    names = ", ".join(f"'{key}'" for key in plain[:_MAX_NAMES])
-    more = f" and {len(plain) - _MAX_NAMES} more" if len(plain) > _MAX_NAMES else ""
+    names = listed((f"'{key}'" for key in plain), _MAX_NAMES)
     raise RuntimeError(
-        f"load_state_dict: found plain tensors for {names}{more}, expected DTensors that are sharded like these "
+        f"load_state_dict: found plain tensors for {names}, expected DTensors that are sharded like these "
         f"parameters. Nothing was loaded into this {type(module).__name__}. For a state dict of whole tensors, use "
         "torch.distributed.checkpoint.state_dict.set_model_state_dict(model, state_dict, "
         "options=StateDictOptions(full_state_dict=True)), after model.reshard(); for safetensors files, "

@@ -1,6 +1,7 @@
-"""Progress of long work: a bar on the first rank, on a terminal, if tqdm is installed; otherwise nothing.
+"""What users read: lists and tables in texts, bars that show the progress of long work, files that are written whole.
 
-``TQDM_DISABLE=1`` in the environment hides all bars: that is tqdm's own switch.
+A bar is shown by the first rank, on a terminal, if tqdm is installed. ``TQDM_DISABLE=1`` in the environment hides all
+bars: that is tqdm's own switch.
 """
 
 from __future__ import annotations
@@ -11,12 +12,36 @@ import os
 import sys
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+
+
+def listed(names: Iterable[object], limit: int = 10) -> str:
+    """``names`` in a sentence: the first ``limit`` of them, and how many more there are."""
+    found = list(names)
+    more = f" and {len(found) - limit} more" if len(found) > limit else ""
+    return ", ".join(map(str, found[:limit])) + more
+
+
+def first_lines(lines: Sequence[str], limit: int, rest: str) -> list[str]:
+    """The first ``limit`` of ``lines``. If there are more, ``rest`` follows, formatted with their number."""
+    more = len(lines) - limit
+    return [*lines[:limit], rest.format(more)] if more > 0 else list(lines)
+
+
+def aligned(rows: Sequence[Sequence[str]], num_left: int = 1) -> str:
+    """A table of ``rows``: the first ``num_left`` columns are aligned to the left, and the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        left, right = map(str.ljust, row[:num_left], widths), map(str.rjust, row[num_left:], widths[num_left:])
+        lines.append("  ".join([*left, *right]).rstrip())
+    return "\n".join(lines)
+
 
 DELAY_S = 1.0  # shorter work shows nothing
 

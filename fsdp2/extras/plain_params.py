@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp2.core import marks, unit_of
+from fsdp2.extras.output import listed
 from fsdp2.extras.plain_names import plain_name
 
 
@@ -60,7 +61,7 @@ def warn_of_plain(optimizer: torch.optim.Optimizer, plain: list[torch.Tensor], n
             stacklevel=5,
         )
     elif found:
-        names = name_of(found[0], modules) + (f" and {len(found) - 1} more" if len(found) > 1 else "")
+        names = listed([name_of(found[0], modules), *found[1:]], 1)
         warnings.warn(
             f"{kind}.step(): the optimizer has shards, but also plain parameters: {names}. "
             "Nothing reduces their gradients, so the ranks will differ. Call fully_shard on the outermost module, too, "

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 
 from fsdp2.core import DOCS
 from fsdp2.extras.claims import Claim, difference, named_ranks
+from fsdp2.extras.output import first_lines
 
 ALIKE = (
     "The ranks diverged at the first difference. If they are meant to use different units or parameters, call "
@@ -138,8 +139,7 @@ class View:
                     line += f"; it runs {standing.place}"
             ranks_of.setdefault(line, []).append(rank)
         lines = [f"  {named_ranks(ranks)}: {line}" for line, ranks in ranks_of.items()]
-        more = len(lines) - _MAX_LINES
-        return lines[:_MAX_LINES] + ([f"  and {more} more"] if more > 0 else [])
+        return first_lines(lines, _MAX_LINES, "  and {} more")
 
 
 def are_behind(standings: Mapping[int, Standing]) -> list[int]:

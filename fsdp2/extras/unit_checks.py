@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2.core import ScheduleError, Slot, TreeChecks, Unit, UnitTree, _torch, marks
+from fsdp2.extras.output import listed
 from fsdp2.extras.plain_names import plain_named_modules, plain_paths
 from fsdp2.extras.ties import ties_across
 
@@ -124,9 +125,7 @@ def _warn_of_unsharded(roots: Iterable[nn.Module], known: Collection[Slot]) -> l
         and (slot := Slot(module, name)) not in known
     }
     if found:
-        names = ", ".join(f"'{name}'" for name in list(found)[:_MAX_NAMES])
-        if len(found) > _MAX_NAMES:
-            names += f" and {len(found) - _MAX_NAMES} more"
+        names = listed((f"'{name}'" for name in found), _MAX_NAMES)
         warnings.warn(
             f"parameters were added to a sharded module after fully_shard: {names}. These parameters are not sharded, "
             "and their gradients are not reduced, so the ranks will differ. Call fully_shard on the new modules, then "

@@ -17,11 +17,12 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2.core import _torch, door, plans
 from fsdp2.extras.exchange import exchange, together
+from fsdp2.extras.output import listed
 from fsdp2.extras.plain_names import saved_name, without
 from fsdp2.extras.torch_names import is_sharded_tensor
 from fsdp2.fsdp1 import torch_names
 from fsdp2.fsdp1.extensions import loaded_state, shown_shape
-from fsdp2.fsdp1.optim_owners import OptimInput, Owner, Owners, States, groups_in, listed
+from fsdp2.fsdp1.optim_owners import OptimInput, Owner, Owners, States, groups_in
 from fsdp2.fsdp1.optim_values import Fetch, Remote, broadcast_structure, copied, whole_of_pieces
 from fsdp2.fsdp1.state_dict import Entry
 from fsdp2.fsdp1.state_dict_kinds import FULL, get_state_dict_type

@@ -13,6 +13,7 @@ from torch import nn
 from fsdp2.core import Axis
 from fsdp2.extras.kept_optimizers import take_over
 from fsdp2.extras.lending import all_ranks
+from fsdp2.extras.output import listed
 from fsdp2.fsdp1.flat_param import FlatParameter
 from fsdp2.fsdp1.search import named_slots, wrappers_in
 from fsdp2.fsdp1.state_dict import Entry, entries_of
@@ -125,9 +126,3 @@ def groups_in(model: nn.Module, optim: torch.optim.Optimizer | None, given: Opti
     if not all(isinstance(each, dict) and "params" in each for each in values):
         raise TypeError("optim_input: expected parameters, or dicts with 'params', and not both kinds.")
     return [list(each["params"]) for each in values]
-
-
-def listed(names: Iterable[object], limit: int = 10) -> str:
-    texts = [str(name) for name in names]
-    more = f" and {len(texts) - limit} more" if len(texts) > limit else ""
-    return ", ".join(texts[:limit]) + more

@@ -20,8 +20,9 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2.core import _torch, door
 from fsdp2.extras.exchange import exchange, together
+from fsdp2.extras.output import listed
 from fsdp2.fsdp1.extensions import chunked_value as extended_value, shown_value
-from fsdp2.fsdp1.optim_owners import Owner, Owners, States, groups_in, listed
+from fsdp2.fsdp1.optim_owners import Owner, Owners, States, groups_in
 from fsdp2.fsdp1.optim_values import chunked_value, copied
 from fsdp2.fsdp1.state_dict import Entry
 from fsdp2.fsdp1.state_dict_kinds import FULL, get_state_dict_type

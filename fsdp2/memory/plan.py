@@ -15,6 +15,7 @@ from dataclasses import astuple, dataclass, replace
 from torch import nn
 
 from fsdp2.core import ParamGroup, Unit, UnitTree, _torch, comms, plans, schedules, tree_of
+from fsdp2.extras.output import aligned
 from fsdp2.extras.skipped_units import nested
 from fsdp2.extras.units import sharded_unit
 
@@ -53,14 +54,6 @@ class MemoryPlan:
             figures = (unit.shards, sizes.unsharded, sizes.arriving, sizes.post_forward, sizes.gradients, sizes.copies)
             rows.append((unit.name, *map(str, figures)))
         return f"{aligned(rows)}\npeak of a step: {self.peak} bytes; smallest limit: {self.at_least} bytes"
-
-
-def aligned(rows: Sequence[Sequence[str]], num_left: int = 1) -> str:
-    """A table of ``rows``, with the first ``num_left`` columns aligned to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    left = [map(str.ljust, row[:num_left], widths) for row in rows]
-    right = [map(str.rjust, row[num_left:], widths[num_left:]) for row in rows]
-    return "\n".join("  ".join([*a, *b]) for a, b in zip(left, right, strict=True))
 
 
 def memory_plan(module: nn.Module) -> MemoryPlan:

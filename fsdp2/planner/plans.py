@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fsdp2.core import DOCS
+from fsdp2.extras.output import aligned
 from fsdp2.extras.sizes import text_of, unit_of
 from fsdp2.planner.blocks import Units
 from fsdp2.planner.code import code_for
@@ -284,8 +285,7 @@ def table(candidates: list[Candidate], recommended: Candidate | None, precision:
 
     cells = [row(each) for each in candidates]
     rows = [[*cells[0]], *([*each.values()] for each in cells)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join([*map(str.ljust, each[:5], widths), *map(str.rjust, each[5:], widths[5:])]) for each in rows]
+    return aligned(rows, num_left=5).splitlines()
 
 
 def _held(candidate: Candidate) -> dict[str, float]:

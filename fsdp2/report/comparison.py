@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp2.extras import sizes
+from fsdp2.extras.output import aligned, listed
 from fsdp2.report import files
 from fsdp2.report.call import Report
 from fsdp2.report.data import VERSION
@@ -51,7 +52,7 @@ class Comparison:
         names, units = self.data["names"], self.data["units"]
         columns = [*names, "difference", "ratio"]
         parts = [
-            _aligned([[table["title"], *columns], *([row["what"], *_texts(row)] for row in table["rows"])])
+            aligned([[table["title"], *columns], *([row["what"], *_texts(row)] for row in table["rows"])])
             for table in self.data["tables"]
         ]
         changed = sorted(units, key=lambda unit: -sum(abs(pair["difference"] or 0) for pair in unit["pairs"]))
@@ -61,9 +62,9 @@ class Comparison:
             for pair in unit["pairs"]
         ]
         title = "units" if len(units) <= _MAX_LISTED else f"units ({_MAX_LISTED} of {len(units)} that changed most)"
-        parts.append(_aligned([[title, *columns], *rows]))
+        parts.append(aligned([[title, *columns], *rows]))
         settings = [[each["what"], *map(str, each["values"])] for each in self.data["settings"]]
-        parts.append(_aligned([["settings that differ", *names], *settings]) if settings else "No settings differ.")
+        parts.append(aligned([["settings that differ", *names], *settings]) if settings else "No settings differ.")
         return "\n\n".join([*parts, *(f"{alone}." for alone in _alone(names, self.data["only"]))])
 
 
@@ -165,8 +166,8 @@ def _check_names(names: Sequence[str], units: Sequence[Units], *, only_matching:
         if matching:
             remedy = "Pass only_matching=True (on the command line: --only-matching) to compare those that match."
         raise ValueError(
-            f"{_CALLER}: the units have other names: {len(matching)} match ({_listed(matching) or 'none'}); "
-            f"{'; '.join(alone)}. {remedy}"
+            f"{_CALLER}: the units have other names: {len(matching)} match "
+            f"({listed(matching, _MAX_LISTED) or 'none'}); {'; '.join(alone)}. {remedy}"
         )
 
 
@@ -181,7 +182,7 @@ def _only(units: Sequence[Units]) -> list[list[str]]:
 
 
 def _alone(names: Sequence[str], only: Sequence[Sequence[str]]) -> list[str]:
-    return [f"{name} alone has {_listed(units)}" for name, units in zip(names, only, strict=True) if units]
+    return [f"{name} alone has {listed(units, _MAX_LISTED)}" for name, units in zip(names, only, strict=True) if units]
 
 
 def _compared(names: Sequence[str], reports: Sequence[dict[str, Any]], units: Sequence[Units]) -> dict[str, Any]:
@@ -253,8 +254,7 @@ def _settings(
         for name in matching:
             by_values[units[0][name][setting], units[1][name][setting]].append(name)
         for values, named in by_values.items():
-            more = f" and {len(named) - 1} more" if len(named) > 1 else ""
-            found.append({"what": f"{_label(setting)} of {named[0]}{more}", "units": named, "values": list(values)})
+            found.append({"what": f"{_label(setting)} of {listed(named, 1)}", "units": named, "values": list(values)})
     return [each for each in found if each["values"][0] != each["values"][1]]
 
 
@@ -281,17 +281,6 @@ def _text(field: str, value: float) -> str:
     if field.endswith("_nbytes"):
         return f"{'-' if value < 0 else ''}{sizes.text_of(abs(value))}"
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)
-    return "\n".join(map(str.rstrip, lines))
-
-
-def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:_MAX_LISTED])
-    return shown if len(names) <= _MAX_LISTED else f"{shown} and {len(names) - _MAX_LISTED} more"
 
 
 # The command

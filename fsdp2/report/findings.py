@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from fsdp2.extras.output import listed
 from fsdp2.report.lost import Cell, Lost
 
 MAX_CHANGES = 5
@@ -418,8 +419,7 @@ def _quoted(name: str) -> str:
 
 
 def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(map(_quoted, names[:3]))
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+    return listed(map(_quoted, names), 3)
 
 
 def _ms(value: float) -> str:

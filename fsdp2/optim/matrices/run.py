@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2.core import _torch
 from fsdp2.extras import torch_names
+from fsdp2.extras.output import listed
 from fsdp2.extras.sizes import nbytes_of
 from fsdp2.optim.matrices.circles import Circle, agreed, check_alike, circles_of, told
 from fsdp2.optim.matrices.domains import Copies, Domain, Subject, domains_of, subject_of
@@ -375,6 +376,4 @@ def _checked(result: object, shape: torch.Size) -> Tensor:
 
 
 def _names(matrices: Sequence[Matrix]) -> str:
-    names = ", ".join(f"'{matrix.name}'" for matrix in matrices[:_MOST_NAMES])
-    more = len(matrices) - _MOST_NAMES
-    return f"{names} and {more} more" if more > 0 else names
+    return listed((f"'{matrix.name}'" for matrix in matrices), _MOST_NAMES)
