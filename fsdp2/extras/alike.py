@@ -32,22 +32,17 @@ _next_number: defaultdict[int, int] = defaultdict(int)  # of a scope, by its ran
 
 
 class _Scope:
-    """The groups of a root on one mesh, and the ranks that must treat them in the same way.
-
-    Attributes:
-        everyone: the meeting of all ranks of the mesh, which reduce together.
-        gathering: the meeting of the ranks on this shard axis, which gather together.
-        used: for each group, which parameters had gradients in the last step.
-    """
+    """The groups of a root on one mesh, and the ranks that must treat them in the same way."""
 
     def __init__(self, mesh: ParallelMesh, groups: Sequence[ParamGroup], units: Sequence[Unit], identity: str) -> None:
         self.groups, self.is_replicated = groups, mesh.replicate.size > 1
         self._names = {index: unit.name for index, unit in enumerate(units) if any(g in groups for g in unit.groups)}
         everyone = tuple(rank for row in mesh.ranks for rank in row)
         row = next((tuple(row) for row in mesh.ranks if dist.get_rank() in row), ())
-        self.everyone = Meeting(mesh, identity, everyone)
+        self.everyone = Meeting(mesh, identity, everyone)  # of all ranks of the mesh, which reduce together
+        # Of the ranks on this shard axis, which gather together.
         self.gathering = self.everyone if row == everyone else Meeting(mesh, identity, row)
-        self.used: list[bytes] = []
+        self.used: list[bytes] = []  # for each group, which parameters had gradients in the last step
 
     def named(self, units: Iterable[int]) -> list[str]:
         """The names of those ``units`` that have groups here."""
@@ -60,14 +55,8 @@ class _Scope:
 
 
 class Alike(TreeChecks):
-    """The checks of one root.
-
-    Attributes:
-        identity: tells roots apart. It is the same on all ranks once they have compared their models.
-        num_backwards: how many backwards have begun.
-        timeout_s: after how many seconds the collectives of this root fail.
-        board: where the ranks of this root report their standing.
-    """
+    """The checks of one root, which is also ``Watched``. Its ``identity`` is the same on all ranks once they have
+    compared their models."""
 
     board: Board
     timeout_s: float
@@ -92,25 +81,22 @@ class Alike(TreeChecks):
     # What happens
 
     def begin_pass(self) -> None:
-        """If the units are new, compare them before ranks wait for each other.
-
-        Raises:
-            ScheduleError: the units differ between ranks.
-        """
+        """If the units are new, compare them before ranks wait for each other."""
         self._num_forwards += 1
         tree = self._tree
         units = [(unit, unit.groups) for unit in tree.units]  # a tie may have moved a parameter to another group
         if units == self._agreed:
             return
-        groups = [group for unit in tree.units for group in unit.groups if group.mesh.data_parallel_size > 1]
+        groups = [group for unit in tree.units for group in unit.groups]
+        shared = [group for group in groups if group.mesh.data_parallel_size > 1]
         self._is_comparing = True
         try:
             agree(tree, "the comparison of the models", partial(check_agreement, tree.class_name, tree.units))
-            self._scopes = [self._scope(mesh, its) for mesh, its in by_mesh(groups)]
+            self._scopes = [self._scope(mesh, its) for mesh, its in by_mesh(shared)]
         finally:
             self._is_comparing = False
         self._agreed = units
-        for group in [group for unit in tree.units for group in unit.groups]:
+        for group in groups:
             group.take_flags()
         self._has_new_flags, self._orders, self._expected = False, {}, ()
         self._claims = {_named(FLAGS, scope.everyone): scope.trainable() for scope in self._scopes}
@@ -129,11 +115,7 @@ class Alike(TreeChecks):
 
     def agree_on_flags(self) -> None:
         """If the flags are not those that the ranks have agreed on, wait until all ranks have set the same flags. A
-        forward without gradients between two changes needs no agreement.
-
-        Raises:
-            ScheduleError: another rank has set other flags.
-        """
+        forward without gradients between two changes needs no agreement."""
         if self._has_new_flags:
             for scope in self._scopes:
                 self._claim(scope.everyone, FLAGS, scope.trainable())
@@ -187,45 +169,37 @@ class Alike(TreeChecks):
             finally:
                 self._is_claiming = False
 
-    # What other threads ask for
+    # What other threads ask for: see ``Watched``
 
     @property
     def last_event(self) -> object:
-        """The last event of the root."""
         return self._tree.executor.last_event
 
     @property
     def is_running(self) -> bool:
-        """Whether a forward or backward of the root runs, or waits at its end for other ranks."""
         passes = self._tree.passes
         return self._is_comparing or self._is_claiming or (bool(passes.running) and not passes.root_raised)
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether the CPU runs ahead of the device."""
         return self._tree.executor.streams.runs_ahead
 
     def is_idle(self) -> bool:
-        """Whether the device is idle."""
         return self._tree.executor.streams.is_idle()
 
     def passes(self) -> RunCounts:
-        """How often this rank has run the root."""
         running = "forward" if self._is_comparing else self._tree.passes.running
         row = sorted({rank for scope in self._scopes for rank in scope.gathering.ranks}) or self.ranks()
         return RunCounts(self._tree.class_name, self._num_forwards, self.num_backwards, running, row)
 
     def story(self) -> str:
-        """The last events of the root."""
         return self._tree.executor.story()
 
     def ranks(self) -> list[int]:
-        """All ranks that hold a part of the model."""
         groups = [group for unit in self._tree.units for group in unit.groups]
         return sorted({rank for group in groups for row in group.mesh.ranks for rank in row})
 
     def claims(self) -> dict[str, Claim]:
-        """What this rank does now, for comparison with the other ranks."""
         schedule, claims = self._tree.schedule, dict(self._claims)
         for scope in self._scopes:
             claims[_named(FLAGS, scope.everyone)] = scope.trainable()

@@ -19,16 +19,11 @@ _ASKED = "asked"
 
 
 class Board:
-    """The board of all ranks that share ``store``.
-
-    Attributes:
-        rank: this process.
-        is_gone: whether the store is gone.
-    """
+    """The board of all ranks that share ``store``. This process is ``rank``."""
 
     def __init__(self, store: dist.Store, rank: int) -> None:
         self._store, self.rank = dist.PrefixStore("fsdp2/stalls", store), rank
-        self.is_gone = False
+        self.is_gone = False  # whether the store is
 
     def show(self, standing: Standing | None) -> None:
         """Let other ranks see ``standing`` from now on. None means that this rank makes progress again."""

@@ -60,10 +60,10 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Difference:
-    """How the claims of ranks differ. ``why`` is a short reason, and ``lines`` is the text of an error."""
+    """How the claims of ranks differ."""
 
-    why: str
-    lines: Sequence[str]
+    why: str  # a short reason
+    lines: Sequence[str]  # the text of an error
 
 
 def difference(claims: Mapping[int, Mapping[str, Claim]]) -> Difference | None:

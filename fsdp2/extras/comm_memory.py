@@ -50,7 +50,7 @@ class SymmetricMemory:
 
 
 class _InMemory(comms.Comm):
-    """A comm whose buffers come from the chosen ``memory``."""
+    """The backend's own collective, with buffers that come from the chosen ``memory``."""
 
     def __init__(self, memory: BackendMemory | SymmetricMemory) -> None:
         self.memory = memory
@@ -60,8 +60,6 @@ class _InMemory(comms.Comm):
 
 
 class BackendAllGather(_InMemory, comms.AllGather):
-    """The backend's all-gather in chosen ``memory``."""
-
     def __call__(
         self,
         output_tensor: torch.Tensor,
@@ -74,8 +72,6 @@ class BackendAllGather(_InMemory, comms.AllGather):
 
 
 class BackendReduceScatter(_InMemory, comms.ReduceScatter):
-    """The backend's reduce-scatter in chosen ``memory``."""
-
     def __call__(
         self,
         output_tensor: torch.Tensor,
@@ -107,21 +103,16 @@ def _is_in(comm: comms.Comm, kind: type) -> bool:
     return isinstance(getattr(comm, "memory", None), kind)
 
 
-def communicate_in_memory(caller: str, unit: Unit, kind: Any) -> None:
-    """Let ``unit`` communicate in the memory that the setter ``caller`` of its module asks for.
-
-    Raises:
-        TypeError, ValueError: as documented for the setter.
-    """
-    (_use_symmetric_memory if caller == "set_symm_mem_for_comm" else _use_backend_memory)(caller, unit, kind)
-
-
-def _use_backend_memory(caller: str, unit: Unit, enable: Any) -> None:
+def communicate_in_memory(caller: str, unit: Unit, asked: Any) -> None:
+    """Let ``unit`` communicate in the memory that the setter ``caller`` of its module asks for."""
+    if caller == "set_symm_mem_for_comm":
+        _use_symmetric_memory(caller, unit, asked)
+        return
     _check_no_other_comm(caller, unit, BackendMemory)
     for group in unit.groups:
         shard = group.mesh.shard.group
         none = {"gathers_by": None, "reduces_by": None}
-        group.configure(**(none if not enable or shard is None else in_memory(BackendMemory(shard))))
+        group.configure(**(none if not asked or shard is None else in_memory(BackendMemory(shard))))
 
 
 def _use_symmetric_memory(caller: str, unit: Unit, backend: Any) -> None:
@@ -137,9 +128,7 @@ def _use_symmetric_memory(caller: str, unit: Unit, backend: Any) -> None:
         shard = group.mesh.shard.group
         if shard is not None:
             options = in_memory(SymmetricMemory(shard, backend))
-            if not group.options.divides_behind_hook:
-                options["reduces_by"] = None
-            group.configure(**options)
+            group.configure(**(options if group.options.divides_behind_hook else options | {"reduces_by": None}))
 
 
 def _check_no_other_comm(caller: str, unit: Unit, kind: type) -> None:

@@ -26,11 +26,7 @@ _PENDING = "fsdp2 prefetch lists"
 
 @torch.inference_mode(False)  # as in the commit phase of fully_shard
 def copied_module(module: nn.Module, memo: Memo) -> nn.Module:
-    """Copy ``module``, on which ``fully_shard`` was called, and all modules of its unit.
-
-    Raises:
-        ScheduleError: a forward or backward is running, or the parameters are lent.
-    """
+    """Copy ``module``, on which ``fully_shard`` was called, and all modules of its unit."""
     unit = unit_of(module)
     assert unit is not None
     if id(unit) not in memo:

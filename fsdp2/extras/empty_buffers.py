@@ -14,7 +14,7 @@ from torch import nn
 
 from fsdp2.core import _torch
 from fsdp2.extras import torch_names
-from fsdp2.extras.plain_names import plain_name
+from fsdp2.extras.plain_names import joined_name, plain_name
 from fsdp2.extras.torch_names import buffers_dict
 
 _EMPTY = "_fsdp2_empty_at"  # attribute of a buffer: its version when it got its memory
@@ -33,7 +33,7 @@ class EmptyBuffer(NamedTuple):
 def empty_buffers(module: nn.Module) -> list[EmptyBuffer]:
     """The non-persistent buffers under ``module`` that have not been filled, whether on the meta device or not."""
     return [
-        EmptyBuffer(owner, name, plain_name(module, f"{prefix}.{name}" if prefix else name), prefix)
+        EmptyBuffer(owner, name, plain_name(module, joined_name(prefix, name)), prefix)
         for prefix, owner in module.named_modules()
         for name, buffer in torch_names.non_persistent_buffers(owner).items()
         if buffer is not None and (buffer.is_meta or vars(buffer).get(_EMPTY) == _torch.versions_of([buffer]))

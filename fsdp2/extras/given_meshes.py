@@ -15,12 +15,7 @@ from fsdp2.extras import torch_names
 
 def data_parallel_part(mesh: DeviceMesh, dims: DataParallelMeshDims) -> ParallelMesh:
     """The data-parallel axes of ``mesh``, by the names in ``dims``, as one shard and one replicate axis. ``dims`` may
-    be torch's class of the same name.
-
-    Raises:
-        TypeError: ``dims`` is something else.
-        ValueError: the mesh lacks a name, or this rank.
-    """
+    be torch's class of the same name."""
     remedy = 'Pass DataParallelMeshDims(shard="dp"), with the names of the data-parallel axes of the mesh.'
     is_alike = hasattr(dims, "shard") and hasattr(dims, "replicate")
     expect(is_alike, "fully_shard: dp_mesh_dims", dims, "an fsdp2.DataParallelMeshDims", remedy)
@@ -76,12 +71,7 @@ def _flat(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh:
 
 def read_placement(name: str, asked: Any, parallel: ParallelMesh) -> tuple[Shard | Replicate | None, ParallelMesh]:
     """The placement of the parameter ``name`` and its mesh, if ``shard_placement_fn`` has returned ``asked``: a
-    :class:`ParamPlacement`, or torch's ``ShardPlacementResult``.
-
-    Raises:
-        TypeError: ``asked`` is something else.
-        ValueError: its mesh lacks this rank, or is on another device.
-    """
+    :class:`ParamPlacement`, or torch's ``ShardPlacementResult``."""
     of_ranks = getattr(asked, "mesh_info", asked)  # torch's ShardPlacementResult has a mesh_info
     dims = getattr(of_ranks, "dp_mesh_dims", None)  # set if torch has read the mesh_info from a full mesh
     mesh = getattr(of_ranks, "mesh" if dims is None else "spmd_mesh", None)

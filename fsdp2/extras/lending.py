@@ -38,6 +38,8 @@ from fsdp2.core import (
 )
 from fsdp2.extras.exchange import exchange
 
+WHOLE = "fsdp2_whole"  # a method that a tensor subclass may have: see whole_subclass
+
 _P = ParamSpec("_P")
 
 
@@ -66,9 +68,6 @@ def entered_and_left(
         return _Block(make(*args, **kwargs))
 
     return door.entry(block)
-
-
-WHOLE = "fsdp2_whole"  # a method that a tensor subclass may have: see whole_subclass
 
 
 @entered_and_left
@@ -171,11 +170,7 @@ def _problem(axes: Iterable[Axis], mine: str | None) -> str | None:
 
 def params_under(module: nn.Module, caller: str = "unsharded") -> dict[ParamGroup, list[ShardedParam]]:
     """The sharded parameters under ``module``, by group, in the order of the module tree (the same on all ranks).
-
-    Raises:
-        ValueError: there are none.
-        ScheduleError: a forward or backward is running; some are lent already.
-    """
+    Refuses a module without any, and parameters that are in use."""
     check_idle(module, caller)
     by_slot = groups_by_slot()
     found: dict[ParamGroup, list[ShardedParam]] = {}
@@ -201,11 +196,7 @@ def params_under(module: nn.Module, caller: str = "unsharded") -> dict[ParamGrou
 
 
 def check_not_lent(groups: Iterable[ParamGroup], caller: str) -> None:
-    """Refuse parameters that another block holds.
-
-    Raises:
-        ScheduleError: a group of ``groups`` is lent.
-    """
+    """Refuse parameters that another block holds."""
     for group in groups:
         if group.state is GroupState.LENT:
             raise ScheduleError(
@@ -215,11 +206,7 @@ def check_not_lent(groups: Iterable[ParamGroup], caller: str) -> None:
 
 
 def check_idle(module: nn.Module, caller: str) -> None:
-    """Refuse a call that would read or write shards during a pass.
-
-    Raises:
-        ScheduleError: a forward or backward of ``module`` is running.
-    """
+    """Refuse a call that would read or write shards while a forward or backward of ``module`` runs."""
     _refuse_running({unit.running for _, unit in units_under(module)}, module, caller)
 
 
@@ -235,11 +222,10 @@ def _refuse_running(passes: Iterable[str], module: nn.Module, caller: str) -> No
 
 
 def _hand_out(group: ParamGroup, param: ShardedParam, *, is_here: bool, device: torch.device | None) -> nn.Parameter:
-    """Gather ``param``. If ``is_here``, bind it whole on ``device``; None means the device of the mesh. Returns the
-    bound parameter."""
+    """Gather ``param``. If ``is_here``, bind it whole on ``device``; None means the mesh's. Returns what is bound."""
     with torch.no_grad():
         local = _torch.local_of(param.sharded)
-        full = gathered(group, param, local) if is_plain(local) else _gathered_subclass(param)
+        full = gathered(group, param, local) if is_plain(local) else _gathered_subclass(param, local)
         if not is_here:
             return param.sharded
         own = torch.empty_like(full, device=device or full.device).copy_(full)
@@ -259,16 +245,19 @@ def gathered_together(
     group: ParamGroup, params: Sequence[ShardedParam], locals_: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
     """Gather ``params`` of ``group`` in one launch. Values are sent as bytes: backends do not support all dtypes."""
-    sent = [packed(param, local) for param, local in zip(params, locals_, strict=True)]
-    got = list(sent)
-    for i, param in enumerate(params):
+    found = []
+    inputs, outputs = [], []
+    for param, local in zip(params, locals_, strict=True):
+        whole = sent = packed(param, local)
         if param.layout.num_shards > 1:
-            got[i] = sent[i].new_empty(param.layout.padded_numel)
-    travelling = [i for i, param in enumerate(params) if param.layout.num_shards > 1 and sent[i].numel()]
-    outputs, inputs = ([each[i].view(torch.uint8) for i in travelling] for each in (got, sent))
-    if travelling:
+            whole = sent.new_empty(param.layout.padded_numel)
+            if sent.numel():
+                inputs.append(sent.view(torch.uint8))
+                outputs.append(whole.view(torch.uint8))
+        found.append((param, whole))
+    if inputs:
         comms.wait_for(group.comm.all_gather(outputs, inputs)())
-    return [joined(param, values) for param, values in zip(params, got, strict=True)]
+    return [joined(param, whole) for param, whole in found]
 
 
 def packed(param: ShardedParam, local: torch.Tensor) -> torch.Tensor:
@@ -291,14 +280,13 @@ def joined(param: ShardedParam, got: torch.Tensor) -> torch.Tensor:
     return torch.cat([piece[: math.prod(shape)].view(shape) for piece, shape in pieces], layout.dim)
 
 
-def _gathered_subclass(param: ShardedParam) -> torch.Tensor:
-    """The values of a parameter whose shard is a tensor subclass."""
+def _gathered_subclass(param: ShardedParam, local: torch.Tensor) -> torch.Tensor:
     if param.spec.unsharded is not None:
         raise ValueError(
-            f"unsharded: parameter '{param.full_name}' is a {type(_torch.local_of(param.sharded)).__name__} that is "
+            f"unsharded: parameter '{param.full_name}' is a {type(local).__name__} that is "
             "also sharded over model axes. Read this parameter with full_tensor()."
         )
-    return whole_subclass(param, _torch.local_of(param.sharded).detach())
+    return whole_subclass(param, local.detach())
 
 
 def whole_subclass(param: ShardedParam, local: torch.Tensor) -> torch.Tensor:
@@ -340,16 +328,15 @@ def _from_first_rank(value: torch.Tensor, param: ShardedParam, ranks: Axis) -> t
     device, local = param.mesh.device, _torch.local_of(param.sharded)
     if hasattr(local, WHOLE):
         value = value.to(device) if ranks.rank == 0 else local.new_zeros(param.layout.shape, device=device)
-        for leaf in _torch.leaves(value):
-            if ranks.size > 1 and leaf.numel():
-                dist.broadcast(leaf, group=ranks.group, group_src=0)
-        return value
-    if ranks.rank == 0:
-        value = value.to(device, param.dtypes.orig).contiguous()
+        sent = [leaf for leaf in _torch.leaves(value) if leaf.numel()]
     else:
-        value = torch.empty(param.layout.shape, dtype=param.dtypes.orig, device=device)
-    if ranks.size > 1:
-        dist.broadcast(value, group=ranks.group, group_src=0)
+        if ranks.rank == 0:
+            value = value.to(device, param.dtypes.orig).contiguous()
+        else:
+            value = torch.empty(param.layout.shape, dtype=param.dtypes.orig, device=device)
+        sent = [value]
+    for each in sent if ranks.size > 1 else ():
+        dist.broadcast(each, group=ranks.group, group_src=0)
     return value
 
 

@@ -23,11 +23,8 @@ _CHANGE_NOTHING = "fsdp2.core.runtime.hooks", "fsdp2.optim.host_adamw.optimizer"
 
 
 def check_loaded(module: nn.Module, state: Mapping[str, Any], prefix: str, is_assigned: bool) -> None:
-    """Check the values in ``state`` for the shards under ``module``, whose keys begin with ``prefix``.
-
-    Raises:
-        RuntimeError: values are plain tensors. ``load_state_dict`` raises the same type.
-    """
+    """Check the values in ``state`` for the shards under ``module``, whose keys begin with ``prefix``. Raises the same
+    type as ``load_state_dict``."""
     if not is_assigned and torch_names.replicates_plain_tensors():
         return
     plain = [

@@ -64,11 +64,7 @@ class Geometry:
 
 
 def geometry_of(name: str, tensor: torch.Tensor) -> Geometry | None:
-    """The geometry in the attributes of ``tensor``; None if one of the four is missing, which is torch's rule, too.
-
-    Raises:
-        ValueError: the attributes do not match each other or the tensor.
-    """
+    """The geometry in the attributes of ``tensor``; None if one of the four is missing, which is torch's rule, too."""
     written = tuple(getattr(tensor, each, None) for each in _FIELDS)
     if any(each is None for each in written):
         return None

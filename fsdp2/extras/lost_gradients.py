@@ -1,4 +1,4 @@
-"""Detects gradients that a step loses.
+"""Detects gradients that a step loses, and warns of gradient hooks that are lost.
 
 Late gradients: an optimizer steps without gradients that a backward has computed, and they would be part of the next
 step. torch's ``fully_shard`` says nothing. They are in flight if no backward has waited for them, or they lie on
@@ -8,10 +8,13 @@ depend only on what all ranks do in the same way, never on the state of one mess
 Backwards in two halves: zero-bubble pipeline schedules compute gradients of inputs first, and those of parameters
 later. Both halves ask the module for its parameters. If the module has been resharded by then, they get shards, which
 are in no graph. The gradients of its parameters are then left out without an error.
+
+Hooks: autograd computes gradients of the unsharded parameters only, which hooks on a shard never see.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 
 from fsdp2.core import (
@@ -25,6 +28,7 @@ from fsdp2.core import (
     UnitTree,
     _torch,
 )
+from fsdp2.extras import torch_names
 
 
 class LateGradients(TreeChecks):
@@ -55,11 +59,7 @@ class LateGradients(TreeChecks):
         self._num_steps = [(unit, group, group.shards.num_steps) for unit, group in self._tree.executor.in_flight]
 
     def _check_landed(self) -> None:
-        """Check that no optimizer has stepped without the gradients that the last backward left in flight.
-
-        Raises:
-            ScheduleError: one has stepped, and the gradients of a unit are still in flight.
-        """
+        """Check that no optimizer has stepped without the gradients that the last backward left in flight."""
         in_flight = [group for _, group in self._tree.executor.in_flight]
         for unit, group, num_steps in self._num_steps if in_flight else ():
             if group.shards.num_steps != num_steps and group in in_flight:
@@ -73,11 +73,7 @@ class LateGradients(TreeChecks):
 
 
 def _check_reduced(unit: Unit, group: ParamGroup) -> None:
-    """After a step of an optimizer, check that all gradients of ``group`` had been reduced.
-
-    Raises:
-        ScheduleError: the optimizer stepped without one of them.
-    """
+    """After a step of an optimizer, check that all gradients of ``group`` had been reduced."""
     for param in group.params:
         if param.unsharded_grad is not None:
             raise ScheduleError(
@@ -124,11 +120,7 @@ class SplitBackwards(TreeChecks):
 
     def finalize_backward(self) -> None:
         """Check the step before its reduction. If the user ends the step, one backward without gradients of parameters
-        is allowed: a pipeline may run it to infer shapes.
-
-        Raises:
-            ScheduleError: gradients are lost.
-        """
+        is allowed: a pipeline may run it to infer shapes."""
         losers, self._losers = self._losers, []
         if len(losers) > self._tree.schedule.finalizes_by_hand:
             raise ScheduleError(
@@ -151,3 +143,22 @@ class SplitBackwards(TreeChecks):
         both = [grad for param in self._params for grad in (param.unsharded_grad, param.accumulated)]
         found = [grad for grad in both if grad is not None]
         return list(zip(map(id, found), _torch.versions_of(found), strict=True))
+
+
+def warn_of_hooks(params: Sequence[ShardedParam], *, is_sharded: bool) -> None:
+    """Warn of hooks on ``params``. ``is_sharded``: they have been sharded, and their gather is about to be bound."""
+    for param in params:
+        way = torch_names.way_of_hooks(param.sharded)
+        if is_sharded and way == "register_hook":
+            warnings.warn(
+                f"parameter '{param.full_name}': hooks of register_hook are never called on a sharded parameter. "
+                "Call register_post_accumulate_grad_hook instead; its hooks get the shard, with the reduced gradient.",
+                stacklevel=2,
+            )
+        elif way is not None and not is_sharded:
+            warnings.warn(
+                f"fully_shard: parameter '{param.name}' has hooks of {way}, which are lost: a shard takes its "
+                "place. Call register_post_accumulate_grad_hook on the sharded parameter, after fully_shard; its hooks "
+                "get the shard, with the reduced gradient.",
+                stacklevel=6,
+            )

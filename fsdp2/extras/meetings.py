@@ -26,11 +26,8 @@ _MET = "/met"  # suffix of a key that exists once all ranks have claimed the sam
 
 
 class Meeting:
-    """A place in the store where ``ranks``, some of those of ``mesh``, wait for each other once per claim.
-
-    Attributes:
-        key: the same on all these ranks, and different from that of any other meeting.
-    """
+    """A place in the store where ``ranks``, some of those of ``mesh``, wait for each other once per claim. Its ``key``
+    is the same on all these ranks, and different from that of any other meeting."""
 
     def __init__(self, mesh: ParallelMesh, identity: str, ranks: Sequence[int]) -> None:
         self.mesh, self.ranks = mesh, ranks

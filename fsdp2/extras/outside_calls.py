@@ -46,11 +46,8 @@ def called_with(modules: tuple[nn.Module, ...], holders: Iterable[nn.Module]) ->
 
 
 def _explain_shards(unit: Unit, module: nn.Module, error: RuntimeError) -> None:
-    """Explain ``error``, which a call of ``module`` inside ``unit`` has raised because an operation got shards.
-
-    Raises:
-        ScheduleError: the cause is known.
-    """
+    """If the cause is known, explain ``error``, which a call of ``module`` inside ``unit`` has raised because an
+    operation got shards."""
     kind, name = type(module).__name__, _name_of(module, unit)
     if _is_sharded(unit):
         raise ScheduleError(

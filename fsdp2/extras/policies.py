@@ -15,11 +15,7 @@ _OURS: dict[str, type] = {cls.__name__: cls for cls in (MixedPrecisionPolicy, Of
 
 def as_ours(policy: Any) -> Any:
     """Our policy with the same settings, if ``policy`` is one of torch's or of a class derived from it; else
-    ``policy``.
-
-    Raises:
-        TypeError: it has a setting that fsdp2 does not know, perhaps from a newer torch.
-    """
+    ``policy``. Refuses settings that fsdp2 does not know, perhaps from a newer torch."""
     for cls in type(policy).__mro__:
         ours = _OURS.get(cls.__name__)
         if ours is not None and cls.__module__.split(".")[0] == "torch":

@@ -28,11 +28,8 @@ _T = TypeVar("_T")
 
 
 def check_agreement(root_class: str, units: Sequence[Unit]) -> None:
-    """Compare ``units``, and the software, with those of the other ranks. Collective on the meshes of their groups.
-
-    Raises:
-        ScheduleError: they differ; all ranks raise. Names the ranks, and the software or the unit and the parameter.
-    """
+    """Compare ``units``, and the software, with those of the other ranks. Collective on the meshes of their groups. If
+    they differ, all ranks raise an error that names the ranks, and the software or the unit and the parameter."""
     unit_of = {group: unit for unit in units for group in unit.groups}
     for mesh, groups in by_mesh(unit_of):
         lines = [software(), *(line for group in groups for line in _described(unit_of[group], group))]

@@ -23,7 +23,9 @@ from fsdp2.core import (
     ExtensionError,
     MixedPrecisionPolicy,
     OffloadPolicy,
+    ScheduleError,
     Slot,
+    Unit,
     _torch,
     expect,
     groups_by_slot,
@@ -33,18 +35,14 @@ from fsdp2.core import (
     unit_of,
 )
 from fsdp2.extras import torch_names
-from fsdp2.extras.plain_names import plain_name
+from fsdp2.extras.plain_names import joined_name, plain_name
 from fsdp2.extras.policies import as_ours
 
 
 def read_arguments(
     policy: Any, offload_policy: Any, placement_fn: object, ignored_params: object
 ) -> tuple[MixedPrecisionPolicy, OffloadPolicy]:
-    """Check arguments of ``fully_shard``. Returns the two policies; torch's policies are converted to ours.
-
-    Raises:
-        TypeError, ValueError: an argument is wrong.
-    """
+    """Check arguments of ``fully_shard``. Returns the two policies; torch's policies are converted to ours."""
     policy = as_ours(policy)
     offload_policy = OffloadPolicy() if offload_policy is None else as_ours(offload_policy)
     for name, value, cls in (
@@ -74,11 +72,8 @@ def read_arguments(
 
 
 def check_computes(what: str, dtype: torch.dtype | None, *, is_reduced: bool = False) -> None:
-    """Check the dtype named ``what``, which is used to compute, or to reduce gradients (``is_reduced``).
-
-    Raises:
-        ValueError: it is not a floating-point dtype, or torch cannot add in it.
-    """
+    """Refuse the dtype named ``what`` if it is not a floating-point dtype; or, if gradients are reduced in it
+    (``is_reduced``), if torch cannot add in it."""
     if dtype is None or ((dtype.is_complex or dtype.is_floating_point) and (dtype.itemsize > 1 or not is_reduced)):
         return
     size = " of at least 16 bits, since torch cannot add smaller ones" if is_reduced else ""
@@ -87,11 +82,7 @@ def check_computes(what: str, dtype: torch.dtype | None, *, is_reduced: bool = F
 
 
 def check_roots(roots: Sequence[nn.Module]) -> None:
-    """Check the modules that were given to one call of ``fully_shard``.
-
-    Raises:
-        ValueError: one was given to ``fully_shard`` before, or has no forward.
-    """
+    """Refuse modules that were given to ``fully_shard`` before, or that have no forward."""
     for item in roots:
         if unit_of(item) is not None:
             name = type(item).__name__.removeprefix("FSDP")
@@ -108,48 +99,25 @@ def check_roots(roots: Sequence[nn.Module]) -> None:
 
 def check_module(prefix: str, module: nn.Module) -> None:
     """Check a module that a unit will manage. From the first call on, also check what is wrapped around modules."""
-    _check_unsharded(prefix, module)
-    _check_attention(prefix, module)
-    _refuse_ddp()
-
-
-def _check_unsharded(prefix: str, module: nn.Module) -> None:
-    """Refuse a module that torch has sharded. ``module`` is not yet one of our units.
-
-    Raises:
-        ValueError: torch's ``fully_shard`` was applied to it.
-    """
-    if "fully_shard" in _torch.composable_apis(module):
+    if "fully_shard" in _torch.composable_apis(module):  # it is not one of our units yet
         where = f"module '{prefix[:-1]}', a {type(module).__name__}," if prefix else f"this {type(module).__name__}"
         raise ValueError(
             f"fsdp2.fully_shard: {where} was given to torch.distributed.fsdp.fully_shard before. One of the two can "
             "shard a model, not both. Import fully_shard from fsdp2 wherever you call it, or call fsdp2.install() "
             "first."
         )
-
-
-def _check_attention(prefix: str, module: nn.Module) -> None:
-    """Check torch's attention, which computes with the weight of ``out_proj``, but never calls that module.
-
-    Raises:
-        ValueError: ``out_proj`` is a unit of its own, so nothing would unshard it.
-    """
-    if not isinstance(module, nn.MultiheadAttention) or type(module).forward is not nn.MultiheadAttention.forward:
-        return
-    if unit_of(module.out_proj) is not None:
+    attention = nn.MultiheadAttention
+    if isinstance(module, attention) and type(module).forward is attention.forward and unit_of(module.out_proj):
         raise ValueError(
             f"fully_shard: '{prefix}out_proj' of a MultiheadAttention was given to fully_shard, but the attention "
             "reads its weight and never calls it, so nothing would unshard it. Call fully_shard on the "
             "MultiheadAttention or a module around it, and not on out_proj."
         )
+    _refuse_ddp()
 
 
 def check_not_flattened(name: str, param: nn.Parameter) -> None:
-    """Refuse a parameter that torch's ``FullyShardedDataParallel`` has sharded.
-
-    Raises:
-        ValueError: names the parameter.
-    """
+    """Refuse a parameter that torch's ``FullyShardedDataParallel`` has sharded."""
     if torch_names.is_flattened(param):
         raise ValueError(
             f"fsdp2: parameter '{name}' was sharded by torch.distributed.fsdp.FullyShardedDataParallel before. One of "
@@ -158,12 +126,25 @@ def check_not_flattened(name: str, param: nn.Parameter) -> None:
         )
 
 
-def check_param(item: seams.Found, device: torch.device) -> None:
-    """Check a parameter that will be sharded on ``device``. Hooks of subclasses are checked when it is cut.
+def check_handed_out(unit: Unit, memory: torch.Tensor) -> None:
+    """Refuse ``memory``, which the forward of ``unit`` returns, itself or as a view, if it is an unsharded parameter
+    that resharding frees. Reading it would read address 0 on the CPU: torch's ``fully_shard`` ends with a segmentation
+    fault."""
+    groups = [group for group in unit.groups if group.unsharded.versioned and not group.keeps_storage]
+    if any(memory is each for group in groups for each in group.unsharded.parameters):
+        assert unit.hooks is not None
+        unit.hooks.note_raised()
+        name = getattr(memory, marks.NAME_IN_PASS)
+        raise ScheduleError(
+            f"forward of unit '{unit.name}' returned parameter '{name}', or a view of it, but the unit is resharded "
+            "after its forward, which frees this memory. Return a copy, with clone(). Or pass "
+            "reshard_after_forward=False to fully_shard for this unit, or leave out that call, so that the unit around "
+            "it has the parameter."
+        )
 
-    Raises:
-        ValueError, ExtensionError: it cannot be sharded.
-    """
+
+def check_param(item: seams.Found, device: torch.device) -> None:
+    """Refuse a parameter that cannot be sharded on ``device``. Hooks of subclasses are checked when it is cut."""
     name, param = item.name, item.param
     check_not_flattened(name, param)
     is_own_class = nn.Parameter in type(param).__mro__[1:]
@@ -215,7 +196,7 @@ def _check_wrapped(around: nn.Module, _: str, module: object) -> None:
         plain_name(module, key)
         for prefix, owner in module.named_modules()
         for name in _torch.parameters_dict(owner)
-        if Slot(owner, name) in managed and (key := f"{prefix}.{name}" if prefix else name) not in ignored
+        if Slot(owner, name) in managed and (key := joined_name(prefix, name)) not in ignored
     ]
     if found:
         raise ValueError(

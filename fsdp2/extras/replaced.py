@@ -54,11 +54,7 @@ def _described_dtensor(shape: tuple[int, ...], placements: Sequence[Placement], 
 
 
 def check_device(name: str, found: torch.device, home: comms.Home) -> None:
-    """Refuse a shard that is neither where the shards of its group live nor on the meta device.
-
-    Raises:
-        ValueError: the shard is elsewhere. The error names the parameter and both devices.
-    """
+    """Refuse a shard that is neither where the shards of its group live nor on the meta device."""
     if found == home.device or found.type == "meta":
         return
     if home.is_staged:

@@ -23,6 +23,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import cache
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -54,35 +55,24 @@ _log = logging.getLogger("fsdp2")
 
 
 class Watched(Protocol):
-    """The part of a root's interface that other threads may use.
+    """The part of a root's interface that other threads may use."""
 
-    Attributes:
-        identity: tells roots apart, and is the same on all ranks.
-        last_event: a different object for each event; None before the first.
-        is_running: whether a forward or backward runs.
-        board: the board of the ranks of the process group. Only the root keeps it: a store that outlives the model
-            would interfere with the next process group.
-        timeout_s: after how many seconds the backend gives up.
-        runs_ahead: see ``Streams``. Ranks that wait for a busy device may all go on.
-    """
+    # Only the root keeps the board: a store that outlives the model would interfere with the next process group.
+    board: Board
+    identity: str  # tells roots apart, and is the same on all ranks
+    timeout_s: float  # after how many seconds the backend gives up
 
     @property
-    def identity(self) -> str: ...
+    def last_event(self) -> object: ...  # a different one for each event; None before the first
     @property
-    def last_event(self) -> object: ...
+    def is_running(self) -> bool: ...  # whether a forward or backward runs, or waits at its end for other ranks
     @property
-    def is_running(self) -> bool: ...
-    @property
-    def board(self) -> Board: ...
-    @property
-    def timeout_s(self) -> float: ...
-    @property
-    def runs_ahead(self) -> bool: ...
-    def is_idle(self) -> bool: ...
-    def story(self) -> str: ...
-    def claims(self) -> Mapping[str, Claim]: ...
+    def runs_ahead(self) -> bool: ...  # see ``Streams``; ranks that wait for a busy device may all go on
+    def is_idle(self) -> bool: ...  # whether the device is idle
+    def story(self) -> str: ...  # the last events
+    def claims(self) -> Mapping[str, Claim]: ...  # what this rank does now, for comparison with other ranks
     def passes(self) -> RunCounts: ...
-    def ranks(self) -> Sequence[int]: ...
+    def ranks(self) -> Sequence[int]: ...  # all ranks that hold a part of the model
 
 
 class Said(NamedTuple):
@@ -92,31 +82,23 @@ class Said(NamedTuple):
     text: str
 
 
+@dataclass
 class _Pause:
-    """The time from one event to the next.
+    """The time from one event to the next."""
 
-    Attributes:
-        number: tells pauses of this rank apart.
-        root: the root of the event, while it lives.
-        shown: the standing that this rank has shown.
-        first_seen: for each other rank, the number of its pause, and when this rank first saw that pause.
-        next_read: the earliest time at which this rank reads again what others show.
-        did: what the ranks did at the last read.
-        ended: the last standings of ranks that have ended.
-        differing: how ranks differ for certain, as the lines of an error.
-        explained: the explanation that was given for a failed collective.
-    """
-
-    def __init__(self, number: int, root: Callable[[], Watched | None], since: float) -> None:
-        self.number, self.root, self.since = number, root, since
-        self.shown: Standing | None = None
-        self.first_seen: dict[int, tuple[int, float]] = {}
-        self.did: dict[int, tuple[int, bool]] = {}
-        self.ended: dict[int, Standing] = {}
-        self.next_read = 0.0
-        self.has_warned = self.has_told = False
-        self.differing: Sequence[str] = ()
-        self.explained: str | None = None
+    number: int  # tells pauses of this rank apart
+    root: Callable[[], Watched | None]  # the root of the event, while it lives
+    since: float
+    shown: Standing | None = None  # what this rank has shown
+    # For each other rank, the number of its pause, and when this rank first saw that pause.
+    first_seen: dict[int, tuple[int, float]] = field(default_factory=dict)
+    did: dict[int, tuple[int, bool]] = field(default_factory=dict)  # what the ranks did at the last read
+    ended: dict[int, Standing] = field(default_factory=dict)  # the last standings of ranks that have ended
+    next_read: float = 0.0  # the earliest time at which this rank reads again what others show
+    has_warned: bool = False
+    has_told: bool = False
+    differing: Sequence[str] = ()  # how ranks differ for certain, as the lines of an error
+    explained: str | None = None  # the explanation that was given for a failed collective
 
 
 class StallWatch:
@@ -125,9 +107,8 @@ class StallWatch:
     On the CPU, a collective that times out raises where the runtime waits for it. On an accelerator, the runtime raises
     nothing: the CPU waits for the device elsewhere, until the watchdog of the backend (NCCL) ends the process.
 
-    Args:
-        lingers: whether this process hosts the store. Then it ends only after the other ranks, or after a while, since
-            they may still read from the store that all ranks agree, or what this rank's standing is.
+    If it ``lingers``, this process hosts the store, and ends only after the other ranks, or after a while: they may
+    still read from the store that all ranks agree, or what this rank's standing is.
     """
 
     def __init__(self, *, lingers: bool = False) -> None:
@@ -203,7 +184,6 @@ class StallWatch:
                 root.board.stop_asking()
 
     def _standing(self, root: Watched, quiet_s: float, place: str, *, waits: bool, has_ended: bool) -> Standing:
-        passes = {each.identity: each.passes() for each in [*self._alive(), root]}
         return Standing(
             pause=self._pause.number,
             waits=waits,
@@ -214,7 +194,7 @@ class StallWatch:
             ranks=root.ranks(),
             story=root.story(),
             claims=root.claims(),
-            passes=passes,
+            passes={each.identity: each.passes() for each in [*self._alive(), root]},
         )
 
     def _show(self, root: Watched, quiet_s: float) -> Standing:
@@ -253,29 +233,28 @@ class StallWatch:
     # The thread
 
     def run(self) -> None:
-        """Watch until there are no more roots, or until ``end`` is called."""
+        """Watch until there are no more roots, or until ``end`` is called: then Python ends."""
         try:
-            while self._goes_on() and self._serve():
-                pass
+            while self._goes_on():
+                try:
+                    pause_s = min([LOOK_S, *(root.timeout_s / 40 for root in self._alive())])
+                    question = self._questions.get(timeout=pause_s)
+                except queue.Empty:
+                    self._look_and_log()
+                    continue
+                if question is None:
+                    self._leave()
+                    break
+                question.set_result(self._explain())
         finally:
             with self._lock:
                 self._has_ended = True
 
-    def _serve(self) -> bool:
-        """Wait for a question, or look. Returns False if Python ends."""
-        try:
-            question = self._questions.get(timeout=min([LOOK_S, *(root.timeout_s / 40 for root in self._alive())]))
-        except queue.Empty:
-            with suppress(RuntimeError):  # the main thread runs meanwhile, and changes what is read here
-                said = self.look(time.monotonic())
-                if said is not None:
-                    _log.log(said.level, said.text)
-            return True
-        if question is None:
-            self._leave()
-            return False
-        question.set_result(self._explain())
-        return True
+    def _look_and_log(self) -> None:
+        with suppress(RuntimeError):  # the main thread runs meanwhile, and changes what is read here
+            said = self.look(time.monotonic())
+            if said is not None:
+                _log.log(said.level, said.text)
 
     def end(self) -> None:
         """Stop watching, since Python ends."""

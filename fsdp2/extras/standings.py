@@ -30,49 +30,29 @@ _MAX_LINES = 8
 
 @dataclass(frozen=True)
 class RunCounts:
-    """The passes of one root that a rank has run.
+    """The passes of one root that a rank has run."""
 
-    Attributes:
-        name: the name of the root's class.
-        forwards, backwards: how many have begun.
-        running: "forward", "backward", or "" if none runs.
-        row: the ranks that gather with this one, and therefore run the same number of forwards.
-    """
-
-    name: str
-    forwards: int
+    name: str  # of the root's class
+    forwards: int  # how many have begun
     backwards: int
-    running: str
-    row: Sequence[int]
+    running: str  # "forward", "backward", or "" if none runs
+    row: Sequence[int]  # the ranks that gather with this one, and therefore run the same number of forwards
 
 
 @dataclass(frozen=True)
 class Standing:
-    """What one rank is doing, and what it has done.
+    """What one rank is doing, and what it has done."""
 
-    Attributes:
-        pause: the number of this pause on that rank.
-        waits: whether the rank waits for others in a collective of fsdp2.
-        has_ended: whether its process has ended, or is about to.
-        quiet_s: how long the rank had been without an event when it first showed this pause.
-        place: the line that its main thread runs; or, if it has ended, the exception that ended it, if any.
-        root: the identity of the root with the last event.
-        ranks: all ranks that hold a part of that root.
-        story: the last events of that root.
-        claims: the rank's last claims about that root, to be compared with other ranks.
-        passes: the passes that the rank has run, by the identity of the root.
-    """
-
-    pause: int
-    waits: bool
-    has_ended: bool
-    quiet_s: float
-    place: str
-    root: str
-    ranks: Sequence[int]
-    story: str
-    claims: Mapping[str, Claim]
-    passes: Mapping[str, RunCounts]
+    pause: int  # the number of this pause on that rank
+    waits: bool  # for others, in a collective of fsdp2
+    has_ended: bool  # its process has ended, or is about to
+    quiet_s: float  # how long the rank had been without an event when it first showed this pause
+    place: str  # the line that its main thread runs; or, if it has ended, the exception that ended it, if any
+    root: str  # the identity of the root with the last event
+    ranks: Sequence[int]  # all ranks that hold a part of that root
+    story: str  # the last events of that root
+    claims: Mapping[str, Claim]  # the rank's last claims about that root, to be compared with other ranks
+    passes: Mapping[str, RunCounts]  # the passes that the rank has run, by the identity of the root
 
     def to_text(self) -> str:
         """The text that ``standing_from`` reads."""
@@ -88,16 +68,11 @@ def standing_from(text: str | bytes) -> Standing:
 
 @dataclass(frozen=True)
 class View:
-    """What one rank sees when it has had no event for some time.
+    """What one rank sees when it has had no event for some time."""
 
-    Attributes:
-        rank: the rank that looks.
-        quiet_s: how long each rank has been without an event; for other ranks, at least that long.
-        standings: of this rank, and of those that it waits for, directly or indirectly. None: the rank shows nothing.
-    """
-
-    rank: int
-    quiet_s: Mapping[int, float]
+    rank: int  # the rank that looks
+    quiet_s: Mapping[int, float]  # how long each rank has been without an event; for other ranks, at least that long
+    # Of this rank, and of those that it waits for, directly or indirectly. None: the rank shows nothing.
     standings: Mapping[int, Standing | None]
 
     @property
@@ -162,11 +137,10 @@ def are_behind(standings: Mapping[int, Standing]) -> list[int]:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What blocks ranks for certain. ``text`` is the message to log, and ``differing`` has the lines of an error if it
-    is known how the ranks differ."""
+    """What blocks ranks for certain."""
 
-    text: str
-    differing: Sequence[str] = ()
+    text: str  # the message to log
+    differing: Sequence[str] = ()  # the lines of an error if it is known how the ranks differ
 
 
 def verdict(view: View, *, is_same: bool, runs_ahead: bool) -> Verdict | None:

@@ -17,7 +17,7 @@ from functools import partial
 from torch import nn
 
 from fsdp2.core import GroupState, ParamGroup, ScheduleError, ShardedParam, Slot, Unit, marks, seams, units_under
-from fsdp2.extras.plain_names import plain_named_modules
+from fsdp2.extras.plain_names import joined_name, plain_named_modules
 
 # Tied before fully_shard
 
@@ -26,11 +26,7 @@ def divide_ties(
     found: Sequence[seams.Found], roots: Sequence[nn.Module]
 ) -> tuple[list[seams.Found], list[Slot], Callable[[], None]]:
     """The parameters that a call manages, the slots of tied parameters that it leaves to an outer call, and a function
-    that makes inner units give up the parameters that move to this call.
-
-    Raises:
-        ValueError: an inner unit cannot give up a parameter.
-    """
+    that makes inner units give up the parameters that move to this call."""
     inner = [unit for root in roots for _, unit in units_under(root)]
     items = {id(item.param): item for item in found}
     for unit in inner:
@@ -81,7 +77,7 @@ def _name_in(roots: Sequence[nn.Module], slot: Slot) -> str:
     for prefix, root in zip(prefixes, roots, strict=True):
         for path, module in plain_named_modules(root):
             if module is slot.module:
-                return f"{prefix}{path}.{slot.name}" if path else f"{prefix}{slot.name}"
+                return prefix + joined_name(path, slot.name)
     raise AssertionError("a unit has left out a slot that is not inside it")
 
 
@@ -120,11 +116,8 @@ def join_tie(members: Sequence[Member], unit: Unit, group: ParamGroup, name: str
 
 
 def ties_inside(group: ParamGroup) -> dict[ShardedParam, ShardedParam]:
-    """Maps each parameter of ``group`` that the user has replaced by another one of the group to that other one.
-
-    Raises:
-        ScheduleError: the group was used before, so autograd and optimizer states may know several parameters.
-    """
+    """Maps each parameter of ``group`` that the user has replaced by another one of the group to that other one. This
+    is refused if the group was used before, since autograd and optimizer states may know several parameters."""
     owners: dict[int, ShardedParam] = {}
     ties: dict[ShardedParam, ShardedParam] = {}
     for param in group.params:
@@ -141,19 +134,15 @@ def ties_inside(group: ParamGroup) -> dict[ShardedParam, ShardedParam]:
 
 
 def ties_across(units: Sequence[tuple[Unit, str]]) -> list[Callable[[], None]]:
-    """A function for each tie across ``units`` that joins it. Units are given with their names.
-
-    Raises:
-        ScheduleError: a tie cannot move.
-    """
+    """A function for each tie across ``units`` that joins it. Units are given with their names."""
     found: dict[int, list[Member]] = {}
     for unit, name in units:
         for group in unit.groups:
             for param in group.params if group.state is GroupState.SHARDED else ():
                 bound = param.bound()
                 if bound is not None:
-                    full_name = f"{name}.{param.name}" if name else param.name
-                    found.setdefault(id(bound), []).append(Member(unit, group, param, full_name))
+                    member = Member(unit, group, param, joined_name(name, param.name))
+                    found.setdefault(id(bound), []).append(member)
     # A tie inside a unit is handled by the group.
     return [_tie(members, units) for members in found.values() if len({member.unit for member in members}) > 1]
 

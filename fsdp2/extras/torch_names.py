@@ -95,12 +95,11 @@ def watch_calls(
     """
     is_traced = torch.compiler.is_dynamo_compiling
     call: Callable[..., Any] = module._compiled_call_impl or module._call_impl
-    owner = hook.owner
 
     def watched(*args: Any, **kwargs: Any) -> Any:
-        if is_traced():
-            return call(*args, **kwargs)
         output = call(*args, **kwargs)
+        if is_traced():
+            return output
         if type(output) is not torch.Tensor:
             for tensor in find_tensors(output, []):
                 if tensor.requires_grad:
@@ -108,11 +107,7 @@ def watch_calls(
         elif output.requires_grad and (_torch.running_backward() == -1 or not is_late()):
             if args and output is args[0]:  # it may be the unit's input, whose own hook must run last
                 output = output.view_as(output)
-            node = output.grad_fn
-            if node is None or output.output_nr:
-                hook.add_to(output)
-            else:  # the usual case: the same as add_to, but saves one call
-                node._register_hook_dict(owner)
+            hook.add_to(output)
         return output
 
     _torch.keep_out_of_graphs(watched)
@@ -129,9 +124,6 @@ def buffers_dict(module: nn.Module) -> dict[str, torch.Tensor | None]:
     return module._buffers
 
 
-_get_grad = attrgetter("grad")
-
-
 def is_sharded_tensor(value: object) -> bool:
     """Whether ``value`` is a ShardedTensor."""
     names = sys.modules.get("torch.distributed._shard.sharded_tensor")
@@ -141,7 +133,7 @@ def is_sharded_tensor(value: object) -> bool:
 def grads_of(params: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
     """The ``grad`` of each parameter."""
     with _torch.plain_access():
-        return list(map(_get_grad, params))
+        return list(map(attrgetter("grad"), params))
 
 
 def locals_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2.core import ScheduleError, Slot, TreeChecks, Unit, UnitTree, _torch, marks
 from fsdp2.extras.output import listed
-from fsdp2.extras.plain_names import plain_named_modules, plain_paths
+from fsdp2.extras.plain_names import joined_name, plain_named_modules, plain_paths
 from fsdp2.extras.ties import ties_across
 
 _MAX_NAMES = 4
@@ -28,11 +28,7 @@ class UnitChecks(TreeChecks):
         self._tree = tree
 
     def check_units(self, units: Sequence[tuple[Unit, str]]) -> None:
-        """Check ``units``, and move ties to the units where they belong.
-
-        Raises:
-            ScheduleError: a tie cannot move, units cannot work in one tree, or this rank is not in the root's mesh.
-        """
+        """Check ``units``, and move ties to the units where they belong."""
         _check_rank(self._tree.root)
         joins = ties_across(units)
         _check_tree(self._tree.class_name, units)
@@ -76,11 +72,8 @@ def finalizes_by_hand(unit: Unit) -> bool:
 
 
 def _check_tree(root_class: str, units: Sequence[tuple[Unit, str]]) -> None:
-    """Check that ``units`` with their names, the root first, can work in one tree, whose root is a ``root_class``.
-
-    Raises:
-        ScheduleError: a unit has settings that only a root may have, or leaves out a tied parameter.
-    """
+    """Check that ``units`` with their names, the root first, can work in one tree, whose root is a ``root_class``: they
+    neither have settings that only a root may have nor leave out tied parameters."""
     for unit, name in units[1:]:
         settings = (
             (finalizes_by_hand(unit), "set_manual_backward_finalization", "False"),
@@ -115,7 +108,7 @@ def _warn_of_unsharded(roots: Iterable[nn.Module], known: Collection[Slot]) -> l
     """Warn about trainable plain parameters under ``roots`` that are in none of the ``known`` slots: their gradients
     are not reduced, so ranks diverge. Returns the slots of these parameters."""
     found = {
-        f"{prefix}.{name}" if prefix else name: slot
+        joined_name(prefix, name): slot
         for root in roots
         for prefix, module in plain_named_modules(root)
         for name, param in _torch.parameters_dict(module).items()

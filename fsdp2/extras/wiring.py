@@ -15,10 +15,8 @@ from fsdp2.core import _torch, comms, fully_shard, seams
 from fsdp2.extras import (
     alike,
     empty_buffers,
-    handed_out,
     local_parts,
     lost_gradients,
-    lost_hooks,
     outside_calls,
     own_groups,
     peers,
@@ -37,7 +35,7 @@ LOADED: dict[str, Callable[..., Any]] = {
     "check_param": refusals.check_param,
     "divide_ties": ties.divide_ties,
     "ties_inside": ties.ties_inside,
-    "warn_of_hooks": lost_hooks.warn_of_hooks,
+    "warn_of_hooks": lost_gradients.warn_of_hooks,
     "post_forward_mesh": own_groups.post_forward_mesh,
     "separate_axis": own_groups.separate_axis,
     "own_axis": own_groups.own_axis,
@@ -45,7 +43,7 @@ LOADED: dict[str, Callable[..., Any]] = {
     "around_apply": empty_buffers.noting_replaced,
     "where_ranks_differ": ranks_may_differ.where_ranks_differ,
     "guards_of": outside_calls.guards_of,
-    "check_handed_out": handed_out.check_handed_out,
+    "check_handed_out": refusals.check_handed_out,
     "plain_name": plain_names.plain_name,
     "is_left_out": plain_names.is_left_out,
 }
