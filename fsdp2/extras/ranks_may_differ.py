@@ -22,11 +22,7 @@ from fsdp2.extras.skipped_units import Event, SkippedUnits
 
 class JoiningSchedule(schedules.Schedule):
     """The schedule of a root whose passes also cover the units that this rank skips. Where other ranks run such a unit,
-    this rank performs the same gathers and reductions without computing.
-
-    Attributes:
-        skipping: the units that this rank skips.
-    """
+    this rank performs the same gathers and reductions without computing."""
 
     def __init__(self, tree: UnitTree) -> None:
         self._tree, self.skipping = tree, SkippedUnits(tree.parents)

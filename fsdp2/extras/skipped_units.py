@@ -36,19 +36,18 @@ class Event(NamedTuple):
 
 
 class Used(NamedTuple):
-    """What one rank did in a forward: the events of the units that it used, without repetition; whether the events
-    followed the shared order; and the units that a backward may reach."""
+    """What one rank did in a forward."""
 
-    events: tuple[Event, ...]
-    is_following: bool
-    differentiable: tuple[int, ...]
+    events: tuple[Event, ...]  # of the units that it used, without repetition
+    is_following: bool  # whether the events followed the shared order
+    differentiable: tuple[int, ...]  # the units that a backward may reach
 
 
 class _Order(NamedTuple):
-    """What the ranks have agreed on: the events of a forward, and the units that a backward may reach."""
+    """What the ranks have agreed on."""
 
-    events: Sequence[Event]
-    differentiable: Collection[int]
+    events: Sequence[Event]  # of a forward
+    differentiable: Collection[int]  # the units that a backward may reach
 
 
 class Forward:
@@ -56,6 +55,7 @@ class Forward:
 
     def __init__(self, units: SkippedUnits, key: tuple[int, bool], expected: Sequence[Event]) -> None:
         self.key, self.expected = key, expected  # key: the root, and whether gradients are recorded
+        self.has_gradients = key[1]  # a backward may pass through it
         self.events: list[Event] = []  # past events, including those of skipped units; a backward reads this list
         self.leads_to: dict[int, schedules.Outcome] = {}  # outcomes of the units that were used; the last use counts
         self._with_gradients: set[int] = set()  # units with a use that leads to a backward
@@ -65,11 +65,6 @@ class Forward:
         self._by_hand, self._alike = units.by_hand, units.alike
         self._position = 0
         self._skipped: set[int] = set()
-
-    @property
-    def has_gradients(self) -> bool:
-        """Whether a backward may pass through it."""
-        return self.key[1]
 
     def begin(self, unit: int) -> Sequence[Event]:
         """``unit``'s forward begins. Returns the earlier events of units that this rank skips."""

@@ -22,14 +22,21 @@ _MAX_NAMES = 4
 
 
 class UnitChecks(TreeChecks):
-    """The checks of one tree."""
+    """The checks of the units of one tree."""
 
     def __init__(self, tree: UnitTree) -> None:
         self._tree = tree
 
     def check_units(self, units: Sequence[tuple[Unit, str]]) -> None:
         """Check ``units``, and move ties to the units where they belong."""
-        _check_rank(self._tree.root)
+        root = self._tree.root
+        if not root.mesh.has_this_rank:
+            raise ScheduleError(
+                f"rank {dist.get_rank()} is not in the mesh of unit '{root.name}', which has the ranks "
+                f"{sorted(root.mesh.mesh.mesh.flatten().tolist())}: its shards are empty. Run the model only on ranks "
+                "where fsdp2.checkpoint.reshard_to returned True, or bring this rank in: call it on all ranks with a "
+                "mesh that has it."
+            )
         joins = ties_across(units)
         _check_tree(self._tree.class_name, units)
         for join in joins:
@@ -44,26 +51,14 @@ class UnitChecks(TreeChecks):
         root.left_alone.update(warned)
         marks.leave_alone(getattr(slot.module, slot.name) for slot in warned)
 
-
-class ChecksWithoutRoot(UnitChecks):
-    """The checks of a tree whose root is one of several modules of one unit: no module around them ever ran."""
-
     def begin_pass(self) -> None:
-        names = ", ".join(type(module).__name__ for module in self._tree.root.modules)
-        raise ScheduleError(
-            f"fully_shard([{names}]) made one unit without a root, and one of these modules ran alone. "
-            "Call fully_shard also on the module that contains these modules, and run that module first."
-        )
-
-
-def _check_rank(root: Unit) -> None:
-    if not root.mesh.has_this_rank:
-        raise ScheduleError(
-            f"rank {dist.get_rank()} is not in the mesh of unit '{root.name}', which has the ranks "
-            f"{sorted(root.mesh.mesh.mesh.flatten().tolist())}: its shards are empty. Run the model only on ranks "
-            "where fsdp2.checkpoint.reshard_to returned True, or bring this rank in: call it on all ranks with a mesh "
-            "that has it."
-        )
+        modules = self._tree.root.modules
+        if len(modules) > 1:  # they are one unit, and no module around them ever ran
+            names = ", ".join(type(module).__name__ for module in modules)
+            raise ScheduleError(
+                f"fully_shard([{names}]) made one unit without a root, and one of these modules ran alone. "
+                "Call fully_shard also on the module that contains these modules, and run that module first."
+            )
 
 
 def finalizes_by_hand(unit: Unit) -> bool:
@@ -75,11 +70,10 @@ def _check_tree(root_class: str, units: Sequence[tuple[Unit, str]]) -> None:
     """Check that ``units`` with their names, the root first, can work in one tree, whose root is a ``root_class``: they
     neither have settings that only a root may have nor leave out tied parameters."""
     for unit, name in units[1:]:
-        settings = (
+        for is_set, method, default in (
             (finalizes_by_hand(unit), "set_manual_backward_finalization", "False"),
             (unit.config.memory_limit is not None, "set_temporary_memory_limit", "None"),
-        )
-        for is_set, method, default in settings:
+        ):
             if is_set:
                 raise ScheduleError(
                     f"{method} was called on unit '{name}', but the root is {root_class}. "
@@ -126,8 +120,3 @@ def _warn_of_unsharded(roots: Iterable[nn.Module], known: Collection[Slot]) -> l
             stacklevel=2,
         )
     return list(found.values())
-
-
-def checks_of_units(tree: UnitTree) -> TreeChecks:
-    """The checks of the units of ``tree``."""
-    return (ChecksWithoutRoot if len(tree.root.modules) > 1 else UnitChecks)(tree)

@@ -64,11 +64,11 @@ LOADED_WHEN_CALLED = {
     "communicate_in_memory": "extras.comm_memory:communicate_in_memory",
     "limit_memory": "memory.limit:MemoryLimit",
     "take_over_optimizer": "extras.kept_optimizers:take_over",
-    "warn_of_plain_step": "extras.plain_params:warn_of_plain",
+    "warn_of_plain_step": "extras.kept_optimizers:warn_of_plain",
 }
 
 # Each tree asks them in this order.
-TREE_CHECKS = (unit_checks.checks_of_units, lost_gradients.LateGradients, lost_gradients.SplitBackwards, alike.Alike)
+TREE_CHECKS = (unit_checks.UnitChecks, lost_gradients.LateGradients, lost_gradients.SplitBackwards, alike.Alike)
 
 ADAPTERS = {"bitsandbytes.nn.modules.Params4bit": "tensors.params4bit:adapt"}
 

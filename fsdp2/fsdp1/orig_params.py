@@ -17,8 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from fsdp2.core import ShardedParam, _torch, marks
-from fsdp2.extras.kept_optimizers import take_over_all
-from fsdp2.extras.plain_params import modules_in_process, name_of
+from fsdp2.extras.kept_optimizers import modules_in_process, name_of, take_over_all
 from fsdp2.fsdp1.search import Wrapper, params_of
 
 _DATA: Any = torch.Tensor.data  # the descriptor
