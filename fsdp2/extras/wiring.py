@@ -17,8 +17,8 @@ from fsdp2.extras import (
     empty_buffers,
     handed_out,
     local_parts,
-    lost_gradients,
     lost_hooks,
+    lost_updates,
     outside_calls,
     own_groups,
     peers,
@@ -70,7 +70,12 @@ LOADED_WHEN_CALLED = {
 }
 
 # Each tree asks them in this order.
-TREE_CHECKS = (unit_checks.checks_of_units, lost_gradients.LateGradients, lost_gradients.SplitBackwards, alike.Alike)
+TREE_CHECKS = (
+    unit_checks.checks_of_units,
+    lost_updates.LateGradients,
+    lost_updates.SplitBackwards,
+    alike.Alike,
+)
 
 ADAPTERS = {"bitsandbytes.nn.modules.Params4bit": "tensors.params4bit:adapt"}
 
