@@ -16,15 +16,15 @@ from functools import partial
 
 from torch import nn
 
-from fsdp2.core import GroupState, ParamGroup, ScheduleError, ShardedParam, Slot, Unit, marks, seams, units_under
+from fsdp2.core import Found, GroupState, ParamGroup, ScheduleError, ShardedParam, Slot, Unit, marks, units_under
 from fsdp2.extras.plain_names import joined_name, plain_named_modules
 
 # Tied before fully_shard
 
 
 def divide_ties(
-    found: Sequence[seams.Found], roots: Sequence[nn.Module]
-) -> tuple[list[seams.Found], list[Slot], Callable[[], None]]:
+    found: Sequence[Found], roots: Sequence[nn.Module]
+) -> tuple[list[Found], list[Slot], Callable[[], None]]:
     """The parameters that a call manages, the slots of tied parameters that it leaves to an outer call, and a function
     that makes inner units give up the parameters that move to this call."""
     inner = [unit for root in roots for _, unit in units_under(root)]
@@ -32,7 +32,7 @@ def divide_ties(
     for unit in inner:
         for slot in unit.left_out:  # slots that inner calls have left to an outer call
             param = getattr(slot.module, slot.name)
-            items.setdefault(id(param), seams.Found(_name_in(roots, slot), param)).add(slot)
+            items.setdefault(id(param), Found(_name_in(roots, slot), param)).add(slot)
     owners = {
         id(origin): (unit, group, param)
         for unit in inner
@@ -40,7 +40,7 @@ def divide_ties(
         for param in group.params
         if (origin := param.origin()) is not None
     }
-    managed: list[seams.Found] = []
+    managed: list[Found] = []
     left_out: list[Slot] = []
     given_up: list[tuple[Unit, ParamGroup, ShardedParam]] = []
     for item in items.values():

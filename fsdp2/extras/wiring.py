@@ -16,7 +16,7 @@ from fsdp2.extras import (
     alike,
     empty_buffers,
     local_parts,
-    lost_gradients,
+    lost_updates,
     outside_calls,
     own_groups,
     peers,
@@ -35,7 +35,7 @@ LOADED: dict[str, Callable[..., Any]] = {
     "check_param": refusals.check_param,
     "divide_ties": ties.divide_ties,
     "ties_inside": ties.ties_inside,
-    "warn_of_hooks": lost_gradients.warn_of_hooks,
+    "warn_of_hooks": lost_updates.warn_of_hooks,
     "post_forward_mesh": own_groups.post_forward_mesh,
     "separate_axis": own_groups.separate_axis,
     "own_axis": own_groups.own_axis,
@@ -68,7 +68,7 @@ LOADED_WHEN_CALLED = {
 }
 
 # Each tree asks them in this order.
-TREE_CHECKS = (unit_checks.UnitChecks, lost_gradients.LateGradients, lost_gradients.SplitBackwards, alike.Alike)
+TREE_CHECKS = (unit_checks.UnitChecks, lost_updates.LateGradients, lost_updates.SplitBackwards, alike.Alike)
 
 ADAPTERS = {"bitsandbytes.nn.modules.Params4bit": "tensors.params4bit:adapt"}
 

@@ -270,6 +270,43 @@ def test_model_is_sharded_moved_and_copied_in_inference_mode_and_trained_outside
     assert all(map(torch.equal, gradients[0] + gradients[1], gradients[2] * 2))
 
 
+# Assigned data
+
+
+def _warned_of(ctx: RankContext, value: Callable[[nn.Parameter], Tensor]) -> list[str]:
+    """What forwards warn of after ``param.data = value(param)``, which changes nothing."""
+    model = sharded(ctx)
+    for change in (lambda: None, lambda: model.load_state_dict(model.state_dict()), lambda: model.double().float()):
+        change()  # none of these is an assignment
+        step_and_zero(model)
+    param = model.blocks[0].linear.weight
+    with torch.no_grad():
+        param.data.mul_(2.0)
+        expected = model(batch())
+    param.data = value(param)
+    with warnings.catch_warnings(record=True) as caught, torch.no_grad():
+        warnings.simplefilter("always")
+        found = [model(batch()) for _ in range(2)]
+    assert all(torch.equal(each, expected) for each in found)
+    return [str(each.message) for each in caught]
+
+
+def _doubled(param: nn.Parameter) -> Tensor:
+    return param.detach() * 2
+
+
+def _plain(param: nn.Parameter) -> Tensor:
+    return torch.zeros(2, 2)
+
+
+@pytest.mark.parametrize("value", [_doubled, *long(_plain)])
+def test_an_assignment_to_data_is_said_at_the_next_forward(value: Callable[[nn.Parameter], Tensor]) -> None:
+    (said,) = same_on_all_ranks(_warned_of, value=value)
+    assert said.startswith(
+        "the data of parameter 'blocks.0.linear.weight' was assigned, which has no effect on a sharded "
+    )
+
+
 # Removed modules
 
 

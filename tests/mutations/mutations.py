@@ -109,7 +109,7 @@ _LISTED = {
     70: ("Executor._reduce", "group.note_writes()", "pass"),
     71: ("Executor.land", "self.drop()", "pass"),
     72: ("UnitTree.order_gathers", "streams.gather_after_compute()", "pass"),
-    73: ("reduce", "wait_for(launched(all_reduce, axis.group, values, op))", "pass"),
+    73: ("reduce", "comms.wait_for(comms.launched(comms.all_reduce, axis.group, values, op))", "pass"),
     74: ("SplitBackwards.finalize_backward", "len(losers) > self._tree.schedule.finalizes_by_hand", "False"),
     75: ("SplitBackwards.finalize_backward", "losers, self._losers = self._losers, []", "losers = self._losers"),
     76: ("join_tie", "unit.hooks.hold([slot.module for slot in moved])", "pass"),

@@ -19,7 +19,7 @@ from fsdp2.core.schedule.schedule import Schedule, UnitRules
 from fsdp2.core.trees import find_tensors
 from fsdp2.core.types import ScheduleError
 from fsdp2.extras import torch_names
-from fsdp2.extras.lost_gradients import SplitBackwards
+from fsdp2.extras.lost_updates import SplitBackwards
 
 
 def _log(reduction: mock.Mock) -> list[str]:

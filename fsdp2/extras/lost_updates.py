@@ -1,4 +1,4 @@
-"""Detects gradients that a step loses, and warns of gradient hooks that are lost.
+"""Detects what a step loses: gradients, hooks of gradients, and values that were assigned.
 
 Late gradients: an optimizer steps without gradients that a backward has computed, and they would be part of the next
 step. torch's ``fully_shard`` says nothing. They are in flight if no backward has waited for them, or they lie on
@@ -10,12 +10,18 @@ later. Both halves ask the module for its parameters. If the module has been res
 are in no graph. The gradients of its parameters are then left out without an error.
 
 Hooks: autograd computes gradients of the unsharded parameters only, which hooks on a shard never see.
+
+Assignments: ``param.data = value`` gives the DTensor another storage, which nothing reads, and leaves the shard as it
+is. Only the storage tells: neither the object nor its version changes.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from operator import is_
+
+from torch import nn
 
 from fsdp2.core import (
     AfterForward,
@@ -29,13 +35,17 @@ from fsdp2.core import (
     _torch,
 )
 from fsdp2.extras import torch_names
+from fsdp2.extras.torch_names import key_of_storage, storage_of
 
 
 class LateGradients(TreeChecks):
-    """Watches the steps of one root."""
+    """Watches the steps of one root, and assignments to its shards between passes."""
 
     def __init__(self, tree: UnitTree) -> None:
         self._tree = tree
+        self._storages: dict[
+            ParamGroup, tuple[list[nn.Parameter], list[int]]
+        ] = {}  # shards at the last pass, and theirs
         self._num_steps: list[tuple[Unit, ParamGroup, int]] = []  # for gradients that the last backward left in flight
 
     def begin_pass(self) -> None:
@@ -46,8 +56,14 @@ class LateGradients(TreeChecks):
             )
         self._check_landed()
         kept = self._tree.schedule.kept
+        before, self._storages = self._storages, {}
         for index, unit in enumerate(self._tree.units):
             for group in unit.groups:
+                shards = list(group.shards.sharded)
+                self._storages[group] = now = shards, list(map(key_of_storage, map(storage_of, shards)))
+                seen = before.get(group)
+                if seen is not None and seen[1] != now[1] and all(map(is_, seen[0], shards)):
+                    _warn_of_assigned(group, seen[1], now[1])
                 is_outdated = group.state is not GroupState.SHARDED and group.has_stepped
                 if is_outdated and unit.config.reduces and index not in kept:
                     _check_reduced(unit, group)
@@ -143,6 +159,17 @@ class SplitBackwards(TreeChecks):
         both = [grad for param in self._params for grad in (param.unsharded_grad, param.accumulated)]
         found = [grad for grad in both if grad is not None]
         return list(zip(map(id, found), _torch.versions_of(found), strict=True))
+
+
+def _warn_of_assigned(group: ParamGroup, before: list[int], now: list[int]) -> None:
+    for param, local, old, new in zip(group.params, group.shards.locals, before, now, strict=True):
+        if old != new and _torch.local_of(param.sharded) is local:  # else it was swapped or moved, as a whole
+            warnings.warn(
+                f"the data of parameter '{param.full_name}' was assigned, which has no effect on a sharded parameter, "
+                "as in torch's fully_shard: the shard keeps its values. Write into the parameter instead: "
+                "param.copy_(value) under torch.no_grad(), with a DTensor that is sharded like it.",
+                stacklevel=2,
+            )
 
 
 def warn_of_hooks(params: Sequence[ShardedParam], *, is_sharded: bool) -> None:
