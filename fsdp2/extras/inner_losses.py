@@ -64,29 +64,28 @@ def _watch(unit: Unit) -> None:
             torch_names.watch_calls(submodule, hook, find_tensors, has_begun)
     for group in unit.groups:
         if any(slot.module in unit.modules for param in group.params for slot in param.slots):
-            group.on_parameters = _OwnGradients(unit.modules, on_gradient)
+            group.on_parameters = _hooks_own_parameters(unit.modules, on_gradient)
             group.on_parameters(group)
 
 
-class _OwnGradients:
-    """Calls ``on_gradient`` for gradients of parameters that the unit's own ``modules`` hold directly."""
+def _hooks_own_parameters(
+    modules: tuple[nn.Module, ...], on_gradient: Callable[[torch.Tensor], None]
+) -> Callable[[ParamGroup], None]:
+    """A function that lets ``on_gradient`` be called for the parameters of a group that ``modules`` hold directly."""
+    handles: list[RemovableHandle] = []
 
-    def __init__(self, modules: tuple[nn.Module, ...], on_gradient: Callable[[torch.Tensor], None]) -> None:
-        self._modules, self._on_gradient = modules, on_gradient
-        self._handles: list[RemovableHandle] = []
-
-    def __call__(self, group: ParamGroup) -> None:
-        alive = weakref.ref(self._on_gradient)  # autograd keeps hooks where the garbage collector cannot see them
+    def add_hooks(group: ParamGroup) -> None:
+        alive = weakref.ref(on_gradient)  # autograd keeps hooks where the garbage collector cannot see them
 
         def tell(gradient: torch.Tensor) -> None:
-            if (on_gradient := alive()) is not None:
-                on_gradient(gradient)
+            if (function := alive()) is not None:
+                function(gradient)
 
-        for handle in self._handles:
-            handle.remove()
-        own = [param for param in group.params if any(slot.module in self._modules for slot in param.slots)]
-        self._handles = [
-            param.unsharded.register_post_accumulate_grad_hook(tell)
-            for param in own
-            if param.unsharded is not None and param.unsharded.requires_grad
-        ]
+        while handles:
+            handles.pop().remove()
+        for param in group.params:
+            unsharded, is_own = param.unsharded, any(slot.module in modules for slot in param.slots)
+            if is_own and unsharded is not None and unsharded.requires_grad:
+                handles.append(unsharded.register_post_accumulate_grad_hook(tell))
+
+    return add_hooks

@@ -33,9 +33,10 @@ def check_agreement(root_class: str, units: Sequence[Unit]) -> None:
     unit_of = {group: unit for unit in units for group in unit.groups}
     for mesh, groups in by_mesh(unit_of):
         lines = [software(), *(line for group in groups for line in _described(unit_of[group], group))]
-        if not _is_agreed(mesh, "\n".join(lines)):
+        found = compare_on(mesh, lines)
+        if len(found) > 1:
             match_channels(mesh.shard)  # so that models built later work
-            raise ScheduleError(_difference(root_class, mesh, lines))
+            raise ScheduleError(_difference(root_class, mesh, found))
 
 
 @cache
@@ -69,12 +70,7 @@ def compare_on(mesh: ParallelMesh, found: _T) -> list[_T]:
     """The values ``found`` on the ranks of ``mesh``, in rank order; one entry if all are equal."""
     if _is_agreed(mesh, repr(found)):
         return [found]
-    return _from_all(mesh, found)
-
-
-def _from_all(mesh: ParallelMesh, value: _T) -> list[_T]:
-    """``value`` of all ranks of ``mesh``, in rank order."""
-    return [each for row in exchange(mesh.replicate, exchange(mesh.shard, value)) for each in row]
+    return [each for row in exchange(mesh.replicate, exchange(mesh.shard, found)) for each in row]
 
 
 def reduce(mesh: ParallelMesh, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
@@ -106,19 +102,16 @@ def _described(unit: Unit, group: ParamGroup) -> list[str]:
     return lines
 
 
-def _difference(root_class: str, mesh: ParallelMesh, lines: list[str]) -> str:
-    """The first line that is not the same on all ranks of ``mesh``."""
-    rank = dist.get_rank()
-    found = _from_all(mesh, (rank, lines))
-    line_number, said = first_difference(found)
+def _difference(root_class: str, mesh: ParallelMesh, found: Sequence[Sequence[str]]) -> str:
+    """Names the first line that differs. ``found`` has the lines of each rank of ``mesh``."""
+    ranks = [rank for row in mesh.ranks for rank in row]
+    line_number, said = first_difference(list(zip(ranks, found, strict=True)))
     if line_number == 0:
         head = "the ranks do not run the same software:"
         advice = "Install the same torch and the same fsdp2 on all ranks."
     else:
-        head = (
-            f"{root_class} is not the same on all ranks. The ranks would hang, or add wrong gradients. First "
-            "difference:"
-        )
+        head = f"{root_class} is not the same on all ranks. The ranks would hang, or add wrong gradients."
+        head += " First difference:"
         advice = "Build the same model on all ranks, with the same calls of fully_shard and the same requires_grad."
     return "\n".join([head, *said, advice])
 

@@ -1,4 +1,4 @@
-"""Refuses arguments, modules and parameters that ``fully_shard`` cannot take, before they fail in another way.
+"""Refuses modules and parameters that ``fully_shard`` cannot take, before they fail in another way.
 
 ``MultiheadAttention`` never calls its ``out_proj``, which therefore cannot be a unit. ``DistributedDataParallel``
 around sharded parameters is refused when it is built, because its own error names only an operation of a process group.
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
 
 import torch
 from torch import nn
@@ -22,13 +21,10 @@ from fsdp2.core import (
     DOCS,
     ExtensionError,
     Found,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
     ScheduleError,
     Slot,
     Unit,
     _torch,
-    expect,
     groups_by_slot,
     marks,
     plans,
@@ -37,49 +33,6 @@ from fsdp2.core import (
 )
 from fsdp2.extras import torch_names
 from fsdp2.extras.plain_names import joined_name, plain_name
-from fsdp2.extras.policies import as_ours
-
-
-def read_arguments(
-    policy: Any, offload_policy: Any, placement_fn: object, ignored_params: object
-) -> tuple[MixedPrecisionPolicy, OffloadPolicy]:
-    """Check arguments of ``fully_shard``. Returns the two policies; torch's policies are converted to ours."""
-    policy = as_ours(policy)
-    offload_policy = OffloadPolicy() if offload_policy is None else as_ours(offload_policy)
-    for name, value, cls in (
-        ("mp_policy", policy, MixedPrecisionPolicy),
-        ("offload_policy", offload_policy, OffloadPolicy),
-    ):
-        expect(isinstance(value, cls), f"fully_shard: {name}", value, f"an fsdp2.{cls.__name__}")
-    for field in ("param_dtype", "reduce_dtype", "output_dtype"):
-        where, dtype = f"fully_shard: mp_policy.{field}", getattr(policy, field)
-        remedy = f"For example: MixedPrecisionPolicy({field}=torch.bfloat16)."
-        expect(isinstance(dtype, torch.dtype | None), where, dtype, "a torch.dtype or None", remedy)
-        check_computes(where, dtype, is_reduced=field == "reduce_dtype")
-    for name, function, of_parameter, remedy in (
-        ("mp_policy.param_dtype_override_fn", policy.param_dtype_override_fn, "a dtype or None", ""),
-        ("shard_placement_fn", placement_fn, "Shard(dim), a ParamPlacement or None", "lambda param: Shard(0)"),
-    ):
-        expected = f"a function from a parameter to {of_parameter}"
-        remedy = remedy and f"For example: {remedy}."
-        expect(function is None or callable(function), f"fully_shard: {name}", function, expected, remedy)
-    where, expected = "fully_shard: ignored_params", "a set of parameters"
-    remedy = "For example: set(model.head.parameters())."
-    is_set = isinstance(ignored_params, set | frozenset | list | tuple | None)
-    expect(is_set, where, ignored_params, expected, remedy)
-    for each in ignored_params or ():  # type: ignore[attr-defined]
-        expect(isinstance(each, torch.Tensor), f"{where}: an item", each, "a parameter", remedy)
-    return policy, offload_policy
-
-
-def check_computes(what: str, dtype: torch.dtype | None, *, is_reduced: bool = False) -> None:
-    """Refuse the dtype named ``what`` if it is not a floating-point dtype; or, if gradients are reduced in it
-    (``is_reduced``), if torch cannot add in it."""
-    if dtype is None or ((dtype.is_complex or dtype.is_floating_point) and (dtype.itemsize > 1 or not is_reduced)):
-        return
-    size = " of at least 16 bits, since torch cannot add smaller ones" if is_reduced else ""
-    remedy = " To gather parameters as int8, see fsdp2.tensors.wrap_parameters." if dtype is torch.int8 else ""
-    raise ValueError(f"{what} is {dtype}, expected a floating-point dtype{size}. For example: torch.bfloat16.{remedy}")
 
 
 def check_roots(roots: Sequence[nn.Module]) -> None:

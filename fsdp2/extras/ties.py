@@ -11,8 +11,9 @@ the first use. Ties that cannot move are refused.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 from torch import nn
 
@@ -73,19 +74,17 @@ def divide_ties(
 
 def _name_in(roots: Sequence[nn.Module], slot: Slot) -> str:
     """The name of the slot, in the form that ``fully_shard`` uses for parameters that it finds itself."""
-    prefixes = [""] if len(roots) == 1 else [f"[{index}]." for index in range(len(roots))]
-    for prefix, root in zip(prefixes, roots, strict=True):
+    for index, root in enumerate(roots):
         for path, module in plain_named_modules(root):
             if module is slot.module:
-                return prefix + joined_name(path, slot.name)
+                return ("" if len(roots) == 1 else f"[{index}].") + joined_name(path, slot.name)
     raise AssertionError("a unit has left out a slot that is not inside it")
 
 
 # Tied after fully_shard
 
 
-@dataclass(frozen=True)
-class Member:
+class Member(NamedTuple):
     """One of several parameters that are bound as one, with its unit, and its name relative to the root."""
 
     unit: Unit

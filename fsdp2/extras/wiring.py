@@ -14,6 +14,7 @@ from typing import Any
 from fsdp2.core import _torch, comms, fully_shard, seams
 from fsdp2.extras import (
     alike,
+    arguments,
     empty_buffers,
     local_parts,
     lost_updates,
@@ -29,7 +30,9 @@ from fsdp2.extras import (
 )
 
 LOADED: dict[str, Callable[..., Any]] = {
-    "read_arguments": refusals.read_arguments,
+    "read_arguments": arguments.read_arguments,
+    "data_parallel_part": arguments.data_parallel_part,
+    "read_placement": arguments.read_placement,
     "check_roots": refusals.check_roots,
     "check_module": refusals.check_module,
     "check_param": refusals.check_param,
@@ -49,8 +52,6 @@ LOADED: dict[str, Callable[..., Any]] = {
 }
 
 LOADED_WHEN_CALLED = {
-    "data_parallel_part": "extras.given_meshes:data_parallel_part",
-    "read_placement": "extras.given_meshes:read_placement",
     "nbytes_of": "extras.sizes:nbytes_of",
     "cut_subclass": "tensors.cut:pinned_shard",
     "pin_subclass": "tensors.cut:pinned",

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 
 from fsdp2.core import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, ParallelMesh, plans, unit_of
-from fsdp2.extras.refusals import check_computes
+from fsdp2.extras.arguments import check_computes
 from fsdp2.fsdp1.torch_names import HYBRID, KEEPS_PARAMETERS
 
 ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None

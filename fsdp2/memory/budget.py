@@ -33,9 +33,9 @@ from fsdp2.core import (
     tree_of,
 )
 from fsdp2.extras import torch_names
+from fsdp2.extras.arguments import as_ours
 from fsdp2.extras.lending import check_idle
 from fsdp2.extras.output import aligned
-from fsdp2.extras.policies import as_ours
 from fsdp2.extras.sizes import nbytes_of
 from fsdp2.extras.units import sharded_unit
 from fsdp2.memory.plan import peak_if_staged

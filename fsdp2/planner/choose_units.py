@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fsdp2.core import AfterForward, CPUOffloadPolicy, FSDPModule, fully_shard, plans
+from fsdp2.extras.arguments import as_ours
 from fsdp2.extras.output import progress
-from fsdp2.extras.policies import as_ours
 from fsdp2.extras.sizes import text_of
 from fsdp2.planner.blocks import Units
 from fsdp2.planner.candidates import checked_inputs, compare

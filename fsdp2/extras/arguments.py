@@ -1,16 +1,101 @@
-"""Reads what a user says about meshes: ``dp_mesh_dims``, and what ``shard_placement_fn`` returns for one parameter."""
+"""Reads what users pass to ``fully_shard``: policies, dtypes and functions, ``dp_mesh_dims``, and placements.
+
+Torch's classes are accepted in place of ours, so a program that changes one import may keep the others. Torch's
+policies are recognized by name, since its modules take long to import and may not have been imported.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
-from fsdp2.core import DataParallelMeshDims, ParallelMesh, _torch, expect, plans
+from fsdp2.core import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ParallelMesh,
+    _torch,
+    expect,
+    plans,
+)
 from fsdp2.extras import torch_names
+
+_OURS: dict[str, type] = {cls.__name__: cls for cls in (MixedPrecisionPolicy, OffloadPolicy, CPUOffloadPolicy)}
+
+
+def read_arguments(
+    policy: Any, offload_policy: Any, placement_fn: object, ignored_params: object
+) -> tuple[MixedPrecisionPolicy, OffloadPolicy]:
+    """Check arguments of ``fully_shard``. Returns the two policies; torch's policies are converted to ours."""
+    policy = as_ours(policy)
+    offload_policy = OffloadPolicy() if offload_policy is None else as_ours(offload_policy)
+    for name, value, cls in (
+        ("mp_policy", policy, MixedPrecisionPolicy),
+        ("offload_policy", offload_policy, OffloadPolicy),
+    ):
+        expect(isinstance(value, cls), f"fully_shard: {name}", value, f"an fsdp2.{cls.__name__}")
+    for field in ("param_dtype", "reduce_dtype", "output_dtype"):
+        where, dtype = f"fully_shard: mp_policy.{field}", getattr(policy, field)
+        remedy = f"For example: MixedPrecisionPolicy({field}=torch.bfloat16)."
+        expect(isinstance(dtype, torch.dtype | None), where, dtype, "a torch.dtype or None", remedy)
+        check_computes(where, dtype, is_reduced=field == "reduce_dtype")
+    for name, function, of_parameter, remedy in (
+        ("mp_policy.param_dtype_override_fn", policy.param_dtype_override_fn, "a dtype or None", ""),
+        ("shard_placement_fn", placement_fn, "Shard(dim), a ParamPlacement or None", "lambda param: Shard(0)"),
+    ):
+        expected = f"a function from a parameter to {of_parameter}"
+        remedy = remedy and f"For example: {remedy}."
+        expect(function is None or callable(function), f"fully_shard: {name}", function, expected, remedy)
+    where, expected = "fully_shard: ignored_params", "a set of parameters"
+    remedy = "For example: set(model.head.parameters())."
+    is_set = isinstance(ignored_params, set | frozenset | list | tuple | None)
+    expect(is_set, where, ignored_params, expected, remedy)
+    for each in ignored_params or ():  # type: ignore[attr-defined]
+        expect(isinstance(each, torch.Tensor), f"{where}: an item", each, "a parameter", remedy)
+    return policy, offload_policy
+
+
+def check_computes(what: str, dtype: torch.dtype | None, *, is_reduced: bool = False) -> None:
+    """Refuse the dtype named ``what`` if it is not a floating-point dtype; or, if gradients are reduced in it
+    (``is_reduced``), if torch cannot add in it."""
+    if dtype is None or ((dtype.is_complex or dtype.is_floating_point) and (dtype.itemsize > 1 or not is_reduced)):
+        return
+    size = " of at least 16 bits, since torch cannot add smaller ones" if is_reduced else ""
+    remedy = " To gather parameters as int8, see fsdp2.tensors.wrap_parameters." if dtype is torch.int8 else ""
+    raise ValueError(f"{what} is {dtype}, expected a floating-point dtype{size}. For example: torch.bfloat16.{remedy}")
+
+
+def as_ours(policy: Any) -> Any:
+    """Our policy with the same settings, if ``policy`` is one of torch's or of a class derived from it; else
+    ``policy``. Refuses settings that fsdp2 does not know, perhaps from a newer torch."""
+    for cls in type(policy).__mro__:
+        ours = _OURS.get(cls.__name__)
+        if ours is not None and cls.__module__.split(".")[0] == "torch":
+            return _converted(policy, cls, ours)
+    return policy
+
+
+def _converted(policy: Any, theirs: Any, ours: Any) -> Any:
+    known = {field.name for field in dataclasses.fields(ours)}
+    settings = {field.name: getattr(policy, field.name) for field in dataclasses.fields(theirs)}
+    defaults = {field.name: field.default for field in dataclasses.fields(theirs)}
+    unknown = [name for name in settings if name not in known and settings[name] != defaults[name]]
+    if unknown:
+        raise TypeError(
+            f"fully_shard: {theirs.__name__} of torch has {unknown[0]}={settings[unknown[0]]!r}, which fsdp2 does not "
+            f"know. Leave {unknown[0]} at its default, or pass an fsdp2.{ours.__name__}."
+        )
+    return ours(**{name: value for name, value in settings.items() if name in known})
+
+
+# Meshes
 
 
 def data_parallel_part(mesh: DeviceMesh, dims: DataParallelMeshDims) -> ParallelMesh:
