@@ -18,9 +18,10 @@ is. Only the storage tells: neither the object nor its version changes.
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Sequence
-from operator import is_
 
+import torch
 from torch import nn
 
 from fsdp2.core import (
@@ -37,15 +38,16 @@ from fsdp2.core import (
 from fsdp2.extras import torch_names
 from fsdp2.extras.torch_names import key_of_storage, storage_of
 
+# At a group's last pass: its shards, their storages, and its first local tensor, which keeps memory of the whole group.
+_Seen = tuple[list[nn.Parameter], list[int], weakref.ref[torch.Tensor]]
+
 
 class LateGradients(TreeChecks):
     """Watches the steps of one root, and assignments to its shards between passes."""
 
     def __init__(self, tree: UnitTree) -> None:
         self._tree = tree
-        self._storages: dict[
-            ParamGroup, tuple[list[nn.Parameter], list[int]]
-        ] = {}  # shards at the last pass, and theirs
+        self._seen: dict[ParamGroup, _Seen] = {}
         self._num_steps: list[tuple[Unit, ParamGroup, int]] = []  # for gradients that the last backward left in flight
 
     def begin_pass(self) -> None:
@@ -56,14 +58,15 @@ class LateGradients(TreeChecks):
             )
         self._check_landed()
         kept = self._tree.schedule.kept
-        before, self._storages = self._storages, {}
+        before, self._seen = self._seen, {}
         for index, unit in enumerate(self._tree.units):
             for group in unit.groups:
                 shards = list(group.shards.sharded)
-                self._storages[group] = now = shards, list(map(key_of_storage, map(storage_of, shards)))
+                storages = list(map(key_of_storage, map(storage_of, shards)))
                 seen = before.get(group)
-                if seen is not None and seen[1] != now[1] and all(map(is_, seen[0], shards)):
-                    _warn_of_assigned(group, seen[1], now[1])
+                self._seen[group] = shards, storages, weakref.ref(group.shards.locals[0])
+                if seen is not None and seen[1] != storages:
+                    _warn_of_assigned(group, seen, storages)
                 is_outdated = group.state is not GroupState.SHARDED and group.has_stepped
                 if is_outdated and unit.config.reduces and index not in kept:
                     _check_reduced(unit, group)
@@ -161,9 +164,12 @@ class SplitBackwards(TreeChecks):
         return list(zip(map(id, found), _torch.versions_of(found), strict=True))
 
 
-def _warn_of_assigned(group: ParamGroup, before: list[int], now: list[int]) -> None:
-    for param, local, old, new in zip(group.params, group.shards.locals, before, now, strict=True):
-        if old != new and _torch.local_of(param.sharded) is local:  # else it was swapped or moved, as a whole
+def _warn_of_assigned(group: ParamGroup, seen: _Seen, now: list[int]) -> None:
+    shards, storages, first_local = seen
+    if len(shards) != len(now) or first_local() is not group.shards.locals[0]:  # parameters were tied, or moved
+        return
+    for param, shard, local, old, new in zip(group.params, shards, group.shards.locals, storages, now, strict=True):
+        if old != new and param.sharded is shard and _torch.local_of(shard) is local:  # else it was swapped
             warnings.warn(
                 f"the data of parameter '{param.full_name}' was assigned, which has no effect on a sharded parameter, "
                 "as in torch's fully_shard: the shard keeps its values. Write into the parameter instead: "
