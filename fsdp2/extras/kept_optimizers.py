@@ -110,10 +110,8 @@ def _of_shard(value: object, before: torch.Tensor, shard: nn.Parameter) -> objec
 
 def warn_of_plain(optimizer: Optimizer, plain: list[torch.Tensor], num_ranks: int) -> None:
     """Warn once about each of the parameters ``plain`` that ``optimizer`` has stepped. ``num_ranks``: over how many
-    ranks the gradients of its shards are reduced; 0 if it has no shards.
-
-    Tied originals of shards are an error even on one rank, since the model then has the parameter twice.
-    """
+    ranks the gradients of its shards are reduced; 0 if it has no shards. Tied originals of shards are an error even on
+    one rank, since the model then has the parameter twice."""
     if num_ranks == 0:
         _warn_of_replaced(optimizer, plain)
         return

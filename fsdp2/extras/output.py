@@ -111,11 +111,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Raise now what :func:`write_whole` would raise after long work.
-
-    Raises:
-        OSError: ``path`` is a folder or a device, or no file can be created in its folder.
-    """
+    """Raise now what :func:`write_whole` would raise after long work."""
     if path.exists() and not path.is_file():
         raise OSError("it is no file")
     written = _new_name(path.resolve())

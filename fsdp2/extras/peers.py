@@ -43,11 +43,7 @@ _NOTHING = torch.zeros(1, dtype=torch.uint8, device="cpu")
 
 def check_connections(group: dist.ProcessGroup) -> None:
     """Find out, on the CPU, whether a rank of ``group`` is lost: gloo reports a closed connection when it tries to send
-    a message. The message sent here is never received.
-
-    Raises:
-        CommunicationError: a connection is closed.
-    """
+    a message. The message sent here is never received."""
     if _torch.backend_name(group, torch.device("cpu")) == "gloo":
         for target in range(group.size()):
             if target != group.rank():

@@ -16,11 +16,7 @@ _SHOWN = ("GiB", "MiB", "KiB")
 
 def nbytes_of(size: str | int | float, what: str, example: str) -> int:
     """The bytes of ``size``, a number of bytes, or text such as ``"70GiB"`` or ``"80 gb"``. For errors, ``what`` names
-    the thing with this size, and ``example`` is a valid text.
-
-    Raises:
-        ValueError: ``size`` is not a size, or is less than one byte.
-    """
+    the thing with this size, and ``example`` is a valid text."""
     found: object = size
     if isinstance(size, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", size.lower())

@@ -8,11 +8,7 @@ from fsdp2.core import Observer, Unit, units_under
 
 
 def sharded_unit(module: nn.Module, caller: str) -> Unit:
-    """The unit of ``module``, or of the module that the wrapper ``module`` contains.
-
-    Raises:
-        ValueError: ``module`` is not sharded.
-    """
+    """The unit of ``module``, or of the module that the wrapper ``module`` contains."""
     unit = next((unit for name, unit in units_under(module) if not name), None)
     if unit is None:
         raise ValueError(
