@@ -46,10 +46,11 @@ def divide_ties(
     given_up: list[tuple[Unit, ParamGroup, ShardedParam]] = []
     for item in items.values():
         if hasattr(item.param, marks.SHARDED_AS) and not marks.is_shard(item.param):  # another unit has it
-            if id(item.param) not in owners:
+            owner = owners.get(id(item.param))
+            if owner is None:
                 left_out += item.slots
                 continue
-            _, group, param = owners[id(item.param)]
+            _, group, param = owner
             if not group.may_give_up(param):
                 raise ValueError(
                     f"fully_shard: parameter '{item.name}' is tied to '{param.name}' of a unit that is already "
@@ -58,7 +59,7 @@ def divide_ties(
                     "fully_shard([a, b]) on the modules that share the parameter, to make one unit."
                 )
             item = replace(item, slots=list(dict.fromkeys([*item.slots, *param.slots])))
-            given_up.append(owners[id(item.param)])
+            given_up.append(owner)
         managed.append(item)
 
     def take_over() -> None:
