@@ -1,4 +1,4 @@
-"""Imports go down the list of folders only, and private torch stays behind one door."""
+"""Imports go down the list of folders only, private torch stays behind one door, and tests mirror the package."""
 
 from __future__ import annotations
 
@@ -162,3 +162,11 @@ def test_module_of_plain_values_knows_no_torch_and_plans_no_process_group(module
     known = _imported_names(_tree(module)) | _torch_chains(module)
     what = "torch" if module in KNOWS_NO_TORCH else "torch.distributed"
     assert {name for name in known if name == what or name.startswith(f"{what}.")} == set()
+
+
+def test_unit_tests_of_a_room_are_named_after_its_files() -> None:
+    """So that "what tests ``gradients.py``?" has one answer. Tests of the whole package are at the top."""
+    folder = Path(__file__).parent
+    files = {path.relative_to(PACKAGE).with_suffix("") for path in PACKAGE.rglob("*.*")}
+    tests = {path.relative_to(folder).with_suffix("") for path in folder.glob("*/**/test_*.py")}
+    assert {test for test in tests if test.with_name(test.name.removeprefix("test_")) not in files} == set()
