@@ -15,15 +15,11 @@ from typing import Any
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-import check
-import common
-import run as run_module
-from check import Verdict, compare
-from common import ROOT, Bars, Ratios, Table, publish
-from render import PARTS, Part, digest, markers, part, pictures, read_results, render, tables
-from run import benchmarks, run
-
+from benchmarks import check, common, run as run_module
+from benchmarks.check import Verdict, compare
+from benchmarks.common import ROOT, Bars, Ratios, Table, publish
+from benchmarks.render import PARTS, Part, digest, markers, part, pictures, read_results, render, tables
+from benchmarks.run import benchmarks, name_of, named, run
 from tests.harness.golden import texts_beside
 from tests.harness.selection import long
 
@@ -148,8 +144,8 @@ class TestRun:
         arguments, variable, written = case
         script = tmp_path / "example.py"
         script.write_text(
-            f"import sys; sys.path.insert(0, {str(ROOT / 'benchmarks')!r})\n"
-            "from common import Table, publish\n"
+            f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+            "from benchmarks.common import Table, publish\n"
             "publish('example', 'An example', [Table('main', 'Milliseconds', ['', 'ratio'], [['plain', 0.5]])])\n"
         )
         monkeypatch.setattr(sys, "argv", ["benchmarks/run.py", str(script), *arguments])
@@ -159,6 +155,17 @@ class TestRun:
             monkeypatch.setenv("FSDP2_BENCH_RESULTS", str(tmp_path / variable))
         assert run_module.main() == 0
         assert [path.parent.name for path in tmp_path.rglob("example.json")] == written
+
+    @pytest.mark.parametrize("text", ["benchmarks/memory/peak_memory.py", "memory/peak_memory", "peak_memory"])
+    def test_a_script_is_found_by_its_path_its_room_and_its_name(
+        self, text: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(ROOT)
+        assert named(text).resolve() == ROOT / "benchmarks" / "memory" / "peak_memory.py"
+
+    def test_a_name_means_one_script(self) -> None:
+        names = [script.stem for script in benchmarks()]
+        assert len(set(names)) == len(names)
 
 
 class TestPages:
@@ -175,9 +182,11 @@ class TestPages:
         assert {name.partition(".")[0] for name in names} == {*RESULTS, "summary"}
         assert names - {"summary"} <= set(tables(RESULTS))
         assert set(PARTS) <= names
-        assert set(RESULTS) - {"gpu_acceptance"} <= {path.stem for path in benchmarks()}  # `make gpu` runs that one
+        assert set(RESULTS) - {"gpu/acceptance"} <= set(map(name_of, benchmarks()))  # `make gpu` runs that one
         images = ROOT / "docs" / "images"
-        assert {path.name for path in images.glob("*.*.png")} == {f"{name}.png" for name in pictures()}
+        assert {path.relative_to(images).as_posix() for path in images.rglob("*.*.png")} == {
+            f"{name}.png" for name in pictures()
+        }
         for name in pictures():
             picture = (images / f"{name}.png").read_bytes()
             assert digest(tables(RESULTS)[name]).encode() in picture, f"{name}: run `python benchmarks/render.py`"
@@ -235,7 +244,7 @@ def _tables_of_this_commit(name: str, folder: Path) -> list[dict[str, Any]]:
     return json.loads((folder / f"{name}.json").read_text())["tables"]
 
 
-@pytest.mark.parametrize("script", sorted((ROOT / "benchmarks").glob("*.py")), ids=lambda script: script.stem)
+@pytest.mark.parametrize("script", sorted((ROOT / "benchmarks").rglob("*.py")), ids=name_of)
 def test_names_of_the_package_that_a_benchmark_imports_exist(script: Path) -> None:
     """Most are run by hand only."""
     imports = [each for each in ast.walk(ast.parse(script.read_text())) if isinstance(each, ast.ImportFrom)]
@@ -246,11 +255,11 @@ def test_names_of_the_package_that_a_benchmark_imports_exist(script: Path) -> No
 
 
 @pytest.mark.ci
-@_with("call_counts")
+@_with("step/call_counts")
 def test_the_table_of_python_calls_is_that_of_this_commit(tmp_path: Path) -> None:
     """It was two days old once, and twenty calls too low."""
-    found = _tables_of_this_commit("call_counts", tmp_path)
-    published = RESULTS["call_counts"]["tables"][: len(found)]  # without transformers, there is no Llama
+    found = _tables_of_this_commit("step/call_counts", tmp_path)
+    published = RESULTS["step/call_counts"]["tables"][: len(found)]  # without transformers, there is no Llama
     for table, expected in zip(found, published, strict=True):
         # a call more or less in a whole step changes the last digits of a ratio only
         counts, wanted = ({name: [*map(float, each)] for name, *each, _ in of["rows"]} for of in (table, expected))
@@ -260,10 +269,10 @@ def test_the_table_of_python_calls_is_that_of_this_commit(tmp_path: Path) -> Non
 @pytest.mark.long
 @pytest.mark.in_turns
 @pytest.mark.timeout(900)
-@_with("scale_model")
+@_with("scale/scale_model")
 def test_the_tables_of_the_scale_model_are_those_of_this_commit(tmp_path: Path) -> None:
     """All choices on 8 to many GPUs: times and memory. Rows that others have published are within a tenth of theirs."""
-    found, published = _tables_of_this_commit("scale_model", tmp_path), RESULTS["scale_model"]["tables"]
+    found, published = _tables_of_this_commit("scale/scale_model", tmp_path), RESULTS["scale/scale_model"]["tables"]
     assert {table["name"]: table["rows"] for table in found} == {table["name"]: table["rows"] for table in published}
     for table, num_rows, columns in zip(published, (10, 4), (["error", "error of GiB"], ["error"]), strict=False):
         assert len(table["rows"]) == num_rows
