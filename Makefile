@@ -59,7 +59,7 @@ bench-check: $(VENV)/.bench ## run them again; print what got worse or better th
 	$(BIN)/python benchmarks/check.py $(SCRIPTS)
 
 gpu: ## all that one GPU can say, in 8 minutes: with PYTHON as it is, without .venv and network
-	$(PYTHON) benchmarks/gpu_acceptance.py $(ARGS)
+	$(PYTHON) benchmarks/gpu/acceptance.py $(ARGS)
 
 docs: $(VENV)/.installed ## write the reference from the docstrings; check that examples run and links resolve
 	$(BIN)/python docs/reference/generate.py

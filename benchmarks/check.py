@@ -18,8 +18,9 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, machine, number, table
-from run import benchmarks, named, run
+sys.path.insert(0, str(Path(__file__).parents[1]))  # started by its path, a script sees only its own folder
+from benchmarks.common import RESULTS, machine, number, table
+from benchmarks.run import benchmarks, name_of, named, run
 
 Record = Mapping[str, Any]
 
@@ -119,11 +120,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         succeeded = run(scripts, results=Path(folder))
         for script in scripts:
-            before, after = (_read(path / f"{script.stem}.json") for path in (RESULTS, Path(folder)))
+            name = name_of(script)
+            before, after = (_read(path / f"{name}.json") for path in (RESULTS, Path(folder)))
             if after is None:
-                remarks.append(f"{script.stem}: it wrote no results here.")
+                remarks.append(f"{name}: it wrote no results here.")
                 continue
-            remarks += differences(before, after) if before else [f"{script.stem}: no committed results yet."]
+            remarks += differences(before, after) if before else [f"{name}: no committed results yet."]
             comparisons += compare(before or {"tables": []}, after)
     print("\n".join([report(comparisons), *remarks]))
     return 0 if succeeded else 1

@@ -1,10 +1,10 @@
 """What all benchmarks share: a model's block, peers that take turns, and the one way in which results are reported.
 
 A script makes one claim, which its first line states: ``Claim: ...``. It hands its tables to ``publish``, which prints
-them. Under ``run.py`` it also writes ``benchmarks/results/<script>.json``; ``render.py`` shows those files in the
-documentation, ``check.py`` compares a later run with them.
+them. Under ``run.py`` it also writes ``benchmarks/results/<room>/<script>.json``; ``render.py`` shows those files in
+the documentation, ``check.py`` compares a later run with them.
 
-    publish("gloo_step", "Forward and backward, 2 gloo ranks", [Table("main", "Median ms per step", columns, rows)])
+    publish("step/gloo_step", "Forward and backward, 2 gloo ranks", [Table("main", "Median ms", columns, rows)])
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Table:
 
 
 def publish(script: str, title: str, tables: Sequence[Table]) -> None:
-    """Print ``tables`` with what a reader needs to judge or repeat them.
+    """Print ``tables`` with what a reader needs to judge or repeat them. ``script``: its room and name.
 
     Where the environment variable ``FSDP2_BENCH_RESULTS`` names a folder, as ``run.py`` has it, write them there, too,
     to ``<script>.json``. So a run by hand leaves the committed results alone.
@@ -127,9 +127,12 @@ def publish(script: str, title: str, tables: Sequence[Table]) -> None:
     record = _record(script, title, tables)
     print(shown(record))
     if folder := os.environ.get(RESULTS_FOLDER_VARIABLE):
-        path = Path(folder) / f"{script}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(_as_json(record))
+        write(record, Path(folder) / f"{script}.json")
+
+
+def write(record: Mapping[str, Any], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(_as_json(record))
 
 
 def shown(record: Mapping[str, Any]) -> str:

@@ -14,9 +14,10 @@ import matplotlib
 matplotlib.use("agg")
 
 import matplotlib.pyplot as plt
-from common import cell, number
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+
+from benchmarks.common import cell, number
 
 OURS, THEIRS, LOSS, BASE = "#2f81f7", "#8c96a0", "#d9763a", "#c2a33a"
 INK = "#7d8590"  # text and lines: as far from white as from black

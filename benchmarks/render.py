@@ -1,10 +1,11 @@
-"""Puts the tables of ``benchmarks/results/*.json`` into the documentation, and draws their plots into ``docs/images``.
+"""Puts the tables of ``benchmarks/results`` into the documentation, and draws their plots into ``docs/images``.
 
 A page shows a table between ``<!-- table SCRIPT.TABLE -->`` and ``<!-- /table -->``, and what a script was run with
-between ``<!-- run SCRIPT -->`` and ``<!-- /run -->``. ``run machine`` is the machine of most runs; other runs name
-theirs. The table ``summary`` has the rows of ``SUMMARY``. Of a table in ``PARTS``, pages show only the rows and columns
-that a reader needs; the JSON has all. What is between markers is replaced, all else is left alone.
-``images/SCRIPT.TABLE.png``, where a page embeds it, is the plot of the whole table.
+between ``<!-- run SCRIPT -->`` and ``<!-- /run -->``. ``SCRIPT`` is its room and name, such as ``step/gloo_step``.
+``run machine`` is the machine of most runs; other runs name theirs. The table ``summary`` has the rows of ``SUMMARY``.
+Of a table in ``PARTS``, pages show only the rows and columns that a reader needs; the JSON has all. What is between
+markers is replaced, all else is left alone. ``images/SCRIPT.TABLE.png``, where a page embeds it, is the plot of the
+whole table.
 
     python benchmarks/render.py
 """
@@ -14,17 +15,19 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, ROOT, cell, machine
+sys.path.insert(0, str(Path(__file__).parents[1]))  # started by its path, a script sees only its own folder
+from benchmarks.common import RESULTS, ROOT, cell, machine
 
 IMAGES = ROOT / "docs" / "images"
-_PICTURE = re.compile(r"\]\(images/(\w+\.\w+)\.png\)")
-_BEGIN = re.compile(r"^<!-- (table|run) ([\w.]+) -->$", re.MULTILINE)
+_PICTURE = re.compile(r"\]\(images/([\w/]+\.\w+)\.png\)")
+_BEGIN = re.compile(r"^<!-- (table|run) ([\w./]+) -->$", re.MULTILINE)
 _MARKED = re.compile(rf"({_BEGIN.pattern}\n)(?:(?!<!-- ).)*(<!-- /\2 -->)$", re.MULTILINE | re.DOTALL)
 
 Results = Mapping[str, Mapping[str, Any]]
@@ -53,18 +56,20 @@ class Line:
 
 def _step(dtype: str, peer: str, column: str) -> Line:
     row, text = "2 ranks, width 1024", f"step on 2 gloo ranks of one host, width 1024, {dtype}"
-    return Line(text, peer, f"gloo_step.{dtype}", row, theirs=column, unit="ms")
+    return Line(text, peer, f"step/gloo_step.{dtype}", row, theirs=column, unit="ms")
 
 
 def _peak(text: str, peer: str, row: str, column: str) -> Line:
-    return Line(f"peak memory beyond the shards, {text}", peer, "peak_memory.main", row, theirs=column, unit="KiB")
+    return Line(
+        f"peak memory beyond the shards, {text}", peer, "memory/peak_memory.main", row, theirs=column, unit="KiB"
+    )
 
 
 SUMMARY = (
     Line(
         "step of six Llama 3 8B blocks on an H200, bf16, reduced in fp32; as one of 8 ranks, messages move nothing",
         "torch",
-        "gpu_acceptance.time",
+        "gpu/acceptance.time",
         "8B, 8 ranks, fp32 shards, reduced in fp32",
         theirs="torch",
         unit="ms",
@@ -72,7 +77,7 @@ SUMMARY = (
     Line(
         "the same",
         "no sharding",
-        "gpu_acceptance.time",
+        "gpu/acceptance.time",
         "8B, 8 ranks, fp32 shards, reduced in fp32",
         theirs="unsharded",
         unit="ms",
@@ -80,7 +85,7 @@ SUMMARY = (
     Line(
         "runtime per group and step, 8 ranks, width 16, fp32",
         "torch",
-        "runtime_overhead.ranks",
+        "step/runtime_overhead.ranks",
         "8 ranks, fp32",
         ours="fsdp2 ms",
         theirs="torch ms",
@@ -94,7 +99,7 @@ SUMMARY = (
     Line(
         "AdamW (foreach) over 1,500 small parameters, CPU time",
         "torch",
-        "optimizer_step.steady",
+        "optim/optimizer_step.steady",
         "AdamW, foreach, 1500 parameters",
         ours="fsdp2 flat ms",
         theirs="torch FSDP2 ms",
@@ -106,7 +111,7 @@ SUMMARY = (
     Line(
         "load safetensors files into 0.5 GB shards",
         "torch's DCP",
-        "weights.load",
+        "checkpoint/weights.load",
         "fsdp2.checkpoint.load_safetensors",
         ours="warm s",
         theirs="warm s",
@@ -117,7 +122,7 @@ SUMMARY = (
     Line(
         "move model and optimizer from 4 to 2 ranks, 1.5 GB",
         "torch's DCP, through a disk",
-        "reshard_to.main",
+        "checkpoint/reshard_to.main",
         "4 to 2: fsdp2.checkpoint.reshard_to",
         ours="s",
         theirs="s",
@@ -143,43 +148,47 @@ _SCALE = ("FSDP", "FSDP, own reduce group", "HSDP 64", "choose")
 _FLAT = ("AdamW, foreach, 1500 parameters", "AdamW, fused, 1500 parameters")
 
 PARTS = {
-    "runtime_overhead.ranks": Part(rows=("8 ranks, fp32", "4096 ranks, fp32")),
-    "call_counts.main": Part(rows=("all calls", "calls in the runtime")),
-    "runtime_instructions.main": Part(("unsharded", "fsdp2", "torch", "ratio", "fsdp2's class")),
-    "gpu_acceptance.time": Part(("unsharded", "fsdp2", "torch", "fsdp2 / unsharded", "ratio"), note=""),
-    "gpu_acceptance.memory": Part(
+    "step/runtime_overhead.ranks": Part(rows=("8 ranks, fp32", "4096 ranks, fp32")),
+    "step/call_counts.main": Part(rows=("all calls", "calls in the runtime")),
+    "step/runtime_instructions.main": Part(("unsharded", "fsdp2", "torch", "ratio", "fsdp2's class")),
+    "gpu/acceptance.time": Part(("unsharded", "fsdp2", "torch", "fsdp2 / unsharded", "ratio"), note=""),
+    "gpu/acceptance.memory": Part(
         ("fsdp2 allocated", "torch allocated", "fsdp2 reserved", "torch reserved", "ratio"), note="ratio: allocated."
     ),
-    "launches.mixed": Part(("fsdp2, a block", "torch, a block", "ratio"), ("copies", "collectives", "stream waits")),
-    "gloo_step.fp32": Part(
+    "step/launches.mixed": Part(
+        ("fsdp2, a block", "torch, a block", "ratio"), ("copies", "collectives", "stream waits")
+    ),
+    "step/gloo_step.fp32": Part(
         ("unsharded", "DDP", "FSDP1", "DeepSpeed", "torch FSDP2", "fsdp2", "fsdp2's class", "ratio"),
         _GLOO,
         note="unsharded: no communication. ratio: fsdp2 to torch FSDP2. class: fsdp2.FullyShardedDataParallel.",
     ),
-    "gloo_step.bf16": Part(
+    "step/gloo_step.bf16": Part(
         ("unsharded", "DDP", "FSDP1", "DeepSpeed", "torch FSDP2", "fsdp2", "fsdp2's class", "ratio"), _GLOO, note=""
     ),
-    "gloo_step.llama": Part(("unsharded", "DDP", "FSDP1", "torch FSDP2", "fsdp2", "fsdp2's class", "ratio"), note=""),
-    "optimizer_step.steady": Part(("fsdp2 flat ms", "torch FSDP2 ms", "ratio"), _FLAT),
-    "whole_matrices.plans": Part(
+    "step/gloo_step.llama": Part(
+        ("unsharded", "DDP", "FSDP1", "torch FSDP2", "fsdp2", "fsdp2's class", "ratio"), note=""
+    ),
+    "optim/optimizer_step.steady": Part(("fsdp2 flat ms", "torch FSDP2 ms", "ratio"), _FLAT),
+    "optim/whole_matrices.plans": Part(
         ("largest share", "best possible", "bytes", "most bytes", "MiB for a moment"),
         note="Shares: to the mean. Bytes that a rank sends: mean and most, to twice the bytes of its shards.",
     ),
-    "clip_grad_norm.main": Part(("fsdp2 ms", "torch FSDP2 ms", "ratio"), ("150 parameters",)),
-    "divergent_use.main": Part(
+    "optim/clip_grad_norm.main": Part(("fsdp2 ms", "torch FSDP2 ms", "ratio"), ("150 parameters",)),
+    "step/divergent_use.main": Part(
         ("fsdp2", "ranks may differ", "torch FSDP2", "DDP"),
         note="DDP: find_unused_parameters=True; it holds all parameters on every rank.",
     ),
-    "all_gather_bytes.main": Part(
+    "tensors/all_gather_bytes.main": Part(
         ("step MB", "step ms", "val. loss", "ratio"),
         ("fp32", "bf16, by policy", "fp8, scale per row", "int8, blocks of 256", "nf4 base, LoRA"),
         note="nf4: trains adapters only, 40 steps from the final weights of the first row.",
     ),
-    "qlora.main": Part(
+    "tensors/qlora.main": Part(
         ("base KiB", "ms", "fsdp2 / peer KiB", "fsdp2 / peer ms", "gradients"),
         note="Base: what a rank keeps between steps. gradients: those of the adapters, beside fsdp2's.",
     ),
-    "peak_memory.main": Part(
+    "memory/peak_memory.main": Part(
         ("limit", "fsdp2", "torch FSDP2", "FSDP1", "ratio"),
         (
             "plain",
@@ -189,7 +198,7 @@ PARTS = {
         ),
         note="ratio: fsdp2 to the smaller of torch's two.",
     ),
-    "reserved_memory.main": Part(
+    "memory/reserved_memory.main": Part(
         ("fsdp2", "torch FSDP2", "ratio", "FSDP1 in step", "FSDP1 late", "class"),
         (
             "plain",
@@ -199,38 +208,38 @@ PARTS = {
         ),
         note="ratio: fsdp2 to torch FSDP2. class: fsdp2.FullyShardedDataParallel.",
     ),
-    "weights.load": Part(
+    "checkpoint/weights.load": Part(
         ("warm s", "rank 0 MB", "fsdp2 / peer"),
         note="Medians of 4 rounds. Warm: the files are in the page cache.",
     ),
-    "weights.save": Part(
+    "checkpoint/weights.save": Part(
         ("s", "rank 0 MB", "fsdp2 / peer"),
         note="fsdp2 and DCP wait until the disk has the data; `save_file` does not. Memory: on top of the shards.",
     ),
-    "fused_weights.load": Part(
+    "checkpoint/fused_weights.load": Part(
         ("min s", "rank 0 MB", "rank 1 MB", "fsdp2 / peer"),
         note="The fastest of 4 rounds, from files in the page cache; with the model's construction.",
     ),
-    "fused_weights.save": Part(
+    "checkpoint/fused_weights.save": Part(
         ("min s", "rank 0 MB", "rank 1 MB", "fsdp2 / peer"),
         note="fsdp2 waits until the disk has the data; `save_pretrained` does not. Memory: on top of the shards.",
     ),
-    "reshard_to.main": Part(
+    "checkpoint/reshard_to.main": Part(
         ("s", "CPU s", "MB", "fsdp2 / peer"),
         ("4 to 2: fsdp2.checkpoint.reshard_to", "4 to 2: DCP, tmpfs", "4 to 2: DCP, disk"),
         note="Medians of 2 rounds. CPU s: of all ranks. MB: the most that a rank allocates. DCP waits for the disk.",
     ),
-    "scale_model.efficiency_8b": Part(_SCALE, ("8", "512", "1024", "2048", "4096", "16384")),
-    "scale_model.published": Part(
+    "scale/scale_model.efficiency_8b": Part(_SCALE, ("8", "512", "1024", "2048", "4096", "16384")),
+    "scale/scale_model.published": Part(
         ("model tokens/s", "page", "error", "paper", "error of the paper's", "error of GiB"),
     ),
 }
 
 
 def read_results(folder: Path = RESULTS) -> dict[str, dict[str, Any]]:
-    """By script."""
-    paths = sorted([*folder.glob("*.json"), *folder.glob("gpu/gpu_acceptance.json")])
-    return {path.stem: json.loads(path.read_text()) for path in paths}
+    """By script; those that have tables."""
+    found = {path.relative_to(folder): json.loads(path.read_text()) for path in sorted(folder.rglob("*.json"))}
+    return {path.with_suffix("").as_posix(): record for path, record in found.items() if record["tables"]}
 
 
 def tables(results: Results) -> dict[str, dict[str, Any]]:
@@ -344,11 +353,11 @@ def main() -> None:
         if rendered != text:
             path.write_text(rendered)
             print(f"rendered {path.relative_to(ROOT)}")
-    from plots import draw  # which needs matplotlib
+    from benchmarks.plots import draw  # which needs matplotlib
 
     plotted = {name: tables(results)[name] for name in sorted(pictures())}
-    for path in IMAGES.glob("*.*.png"):
-        if path.stem not in plotted:
+    for path in IMAGES.rglob("*.*.png"):
+        if path.relative_to(IMAGES).with_suffix("").as_posix() not in plotted:
             path.unlink()
     for name, table in plotted.items():
         draw(table, IMAGES / f"{name}.png", digest(table))

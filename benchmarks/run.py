@@ -1,9 +1,11 @@
 """Runs benchmarks one after the other, and says how long each took. One that fails does not stop the others.
 
-They write what the documentation shows, ``benchmarks/results/<script>.json``. With arguments, which measure something
-else, they only print.
+They write what the documentation shows, ``benchmarks/results/<room>/<script>.json``. With arguments, which measure
+something else, they only print.
 
     python benchmarks/run.py [SCRIPT ...] [-- ARGUMENTS OF EACH SCRIPT]
+
+A script is named by its path, its room and name, or its name: ``memory/peak_memory`` or ``peak_memory``.
 """
 
 from __future__ import annotations
@@ -15,20 +17,28 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from common import RESULTS, RESULTS_FOLDER_VARIABLE, table
+sys.path.insert(0, str(Path(__file__).parents[1]))  # started by its path, a script sees only its own folder
+from benchmarks.common import RESULTS, RESULTS_FOLDER_VARIABLE, table
 
+FOLDER = Path(__file__).resolve().parent
 CLAIM = '"""Claim: '  # begins a benchmark; whatever else is in the folder helps them
 
 
 def benchmarks() -> list[Path]:
-    return [path for path in sorted(Path(__file__).parent.glob("*.py")) if path.read_text().startswith(CLAIM)]
+    return [path for path in sorted(FOLDER.rglob("*.py")) if path.read_text().startswith(CLAIM)]
+
+
+def name_of(script: Path) -> str:
+    """Its room and name, which its results have, too."""
+    path = script.resolve().with_suffix("")
+    return path.relative_to(FOLDER).as_posix() if path.is_relative_to(FOLDER) else path.name
 
 
 def named(text: str) -> Path:
     """The benchmark at the path ``text``, or of that name."""
-    known = {path.stem: path for path in benchmarks()}
-    path = known.get(text, Path(text))
-    if not path.exists():
+    known = {name_of(path): path for path in benchmarks()}
+    path = known.get(text) or next((path for path in known.values() if path.stem == text), Path(text))
+    if not path.is_file():
         sys.exit(f"There is no benchmark '{text}'. There are: {', '.join(known)}.")
     return path
 
@@ -40,7 +50,7 @@ def run(scripts: Sequence[Path], arguments: Sequence[str] = (), results: Path | 
     for script in scripts:
         start = time.perf_counter()
         status = subprocess.run([sys.executable, str(script), *arguments], env=environment).returncode
-        rows.append([script.name, f"{time.perf_counter() - start:.0f}", f"failed: {status}" if status else ""])
+        rows.append([name_of(script), f"{time.perf_counter() - start:.0f}", f"failed: {status}" if status else ""])
     seconds = sum(int(str(row[1])) for row in rows)
     print(table(["", "seconds", ""], [*rows, ["all", seconds, ""]]), flush=True)
     return not any(row[2] for row in rows)

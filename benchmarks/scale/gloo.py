@@ -21,11 +21,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from common import Block
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fsdp2
+from benchmarks.common import Block
 from fsdp2.core.comm.streams import Waitable
 from fsdp2.core.plan.dtypes import ParamDtypes
 from fsdp2.core.plan.layout import shard_layout

@@ -63,12 +63,13 @@ class PeerComm(comms.AxisComm):
     lies.
 
     Sends come first: a ``send`` whose receive is already known writes all its data on the calling thread, while gloo's
-    own thread spins. Receives first made a step 3 to 13% longer (2 ranks, widths 256 to 1024; benchmarks/gloo_step.py).
+    own thread spins. Receives first made a step 3 to 13% longer (2 ranks, widths 256 to 1024;
+    benchmarks/step/gloo_step.py).
     """
 
     # For smaller shards, a message costs more than the bucket's copy: with shards of 128 KiB a step took 87 ms direct
     # and 70 ms in buckets. With shards of 2 MiB both take the same time, and direct saves the bucket's memory
-    # (benchmarks/gloo_step.py --direct-min-nbytes).
+    # (benchmarks/step/gloo_step.py --direct-min-nbytes).
     routing = plans.Routing(direct_min_nbytes=512 * 1024)
 
     def __init__(self, group: dist.ProcessGroup) -> None:

@@ -1,4 +1,4 @@
-"""``benchmarks/gpu_acceptance.py`` before a GPU runs it: on the simulated accelerator, and where parts go wrong."""
+"""``benchmarks/gpu/acceptance.py`` before a GPU runs it: on the simulated accelerator, and where parts go wrong."""
 
 from __future__ import annotations
 
@@ -13,12 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.gpu import acceptance as gpu_acceptance, direct as gpu_direct
+from benchmarks.gpu.acceptance import FAIL, MARGIN_S, NOT_RUN, PASS, Part, Verdict, run_all, run_part
 from fsdp2.core.comm.backends import CollectiveComm
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-import gpu_acceptance
-import gpu_direct
-from gpu_acceptance import FAIL, MARGIN_S, NOT_RUN, PASS, Part, Verdict, run_all, run_part
 
 pytestmark = pytest.mark.long
 
@@ -29,7 +26,7 @@ def script(out: Path, *arguments: str, timeout_s: float = 280) -> tuple[int, lis
     """The exit status, and the verdicts that were left."""
     command = [sys.executable, str(SCRIPT), *arguments, "--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
-    verdicts = json.loads((out / "acceptance.json").read_text())["verdicts"]
+    verdicts = json.loads((out / "verdicts.json").read_text())["verdicts"]
     for each in verdicts:
         assert f"{each['status']} {each['part']}: {each['detail']}" in done.stdout
     return done.returncode, verdicts
@@ -109,9 +106,9 @@ def test_exit_status_tells_of_a_failure(
 ) -> None:
     monkeypatch.setattr(gpu_acceptance, "PARTS", [Part(1, "a part", "nonsense", 1, 60, ("cpu",))])
     monkeypatch.setattr("signal.signal", lambda *_: None)
-    monkeypatch.setattr(sys, "argv", ["gpu_acceptance.py", "--device", device, "--out", str(tmp_path)])
+    monkeypatch.setattr(sys, "argv", ["acceptance.py", "--device", device, "--out", str(tmp_path)])
     assert gpu_acceptance.main() == status
-    (verdict,) = json.loads((tmp_path / "acceptance.json").read_text())["verdicts"]
+    (verdict,) = json.loads((tmp_path / "verdicts.json").read_text())["verdicts"]
     assert verdict["status"] == (FAIL if status else NOT_RUN)
     assert ("KeyError: 'nonsense'" in verdict["detail"]) == bool(status)
 
@@ -179,7 +176,7 @@ def test_figures_become_tables_and_plots(tmp_path: Path, monkeypatch: pytest.Mon
     figures += [{"costs": {num_ranks: dict.fromkeys(gpu_direct.THRESHOLDS, cost)}} for num_ranks in ("8", "64")]
     verdicts = [{"figures": each} for each in figures]
     problems = gpu_acceptance.write_results(tmp_path, "cpu", verdicts, 1.0)
-    tables = {each["name"]: each for each in json.loads((tmp_path / "gpu_acceptance.json").read_text())["tables"]}
+    tables = {each["name"]: each for each in json.loads((tmp_path / "acceptance.json").read_text())["tables"]}
     assert tables["time"]["rows"][0][:5] == ["8B, a case", 1.0, 1.01, 1.2, 1.01]
     assert [row[0] for row in tables["thresholds"]["rows"]] == list(gpu_direct.THRESHOLDS)
     assert tables["thresholds"]["rows"][0][1:] == [7, 2.0, 3.0, 1.0] * 2

@@ -104,7 +104,7 @@ UNSEEN_OF_4 = [  # what would be read too late is thrown away
 ]
 _REPORTED = "accelerator/test_report.py::test_steps_that_are_reported_do_not_wait_for_the_device"
 _MEASURED = "distributed/test_auto_shard.py::test_collectives_are_measured_by_size_alone_and_beside_products"
-_ON_STREAMS = "unit/test_streams.py::test_collectives_on_a_stream_leave_nothing_to_the_cpu"
+_ON_STREAMS = "unit/core/comm/test_backends.py::test_collectives_on_a_stream_leave_nothing_to_the_cpu"
 _PENDING = "distributed/test_model_parallel_state.py::test_gradient_whose_collective_is_pending_is_waited_for"
 _TIED = "parity/fsdp1/test_state_dicts.py::test_a_parameter_tied_across_wrappers_is_saved_under_both_names"
 _IN_ONE_MEMORY = "distributed/test_custom_comm.py::test_messages_in_flight_may_lie_in_the_same_memory"

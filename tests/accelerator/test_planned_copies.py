@@ -1,28 +1,24 @@
-"""What ``benchmarks/gpu_step.py`` allows on the compute stream is what the simulated accelerator is asked for there."""
+"""What ``benchmarks/gpu/step.py`` allows on the compute stream is what the simulated accelerator is asked for there."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 import fsdp2
+from benchmarks.gpu.step import planned_copies
+from benchmarks.gpu.subjects import BF16, CASES, Block, Shape
+from benchmarks.step.launches import COPIES, FOLDERS, lines_of
 from fsdp2.core.comm.backends import CollectiveComm
 from fsdp2.core.plan.dtypes import GRADIENTS_FOLLOW_SHARDS
 from tests.accelerator import device
 from tests.accelerator.support import on_device
 from tests.harness.distributed import RankContext
 from tests.harness.selection import long
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from gpu_step import planned_copies
-from gpu_subjects import BF16, CASES, Block, Shape
-from launches import COPIES, FOLDERS, lines_of
 
 SHAPE = Shape(64, 2, 1, 128)
 

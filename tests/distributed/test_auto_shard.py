@@ -37,7 +37,7 @@ from tests.harness.models import MLP, Block
 from tests.harness.runtimes import subject
 from tests.harness.terminal import on_a_terminal
 from tests.harness.training import Step, one_backward, shard_units_and_root
-from tests.unit.planner_models import LanguageModel
+from tests.unit.planner.models import LanguageModel
 
 TEXTS = texts_beside(__file__)
 

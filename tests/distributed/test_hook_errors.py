@@ -22,7 +22,7 @@ from tests.harness.extensions import Travelling
 from tests.harness.golden import Check, golden_on_ranks
 from tests.harness.messages import error_of, wrapped
 from tests.harness.pool import shared_pool
-from tests.unit.test_check_all_gather_extension import BROKEN, Subclass
+from tests.unit.testing.test_check import BROKEN, Subclass
 
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 LATER_PRE, LATER_POST = "later_pre", "later_post"

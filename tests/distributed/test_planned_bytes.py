@@ -1,5 +1,5 @@
 """What a plan says of parameters, gradients and optimizer states is what ranks hold, and what ``memory_plan`` says,
-however often the forward calls each unit. The models are those of ``tests/unit/planner_models.py``."""
+however often the forward calls each unit. The models are those of ``tests/unit/planner/models.py``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fsdp2.report import trace
 from tests.distributed.support import seeded, shard_each
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.selection import long
-from tests.unit.planner_models import MODELS, inputs_of, square
+from tests.unit.planner.models import MODELS, inputs_of, square
 
 
 def _sharded_as_planned(

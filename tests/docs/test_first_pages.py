@@ -11,9 +11,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-import gpu_acceptance
-
+from benchmarks.gpu import acceptance as gpu_acceptance
 from tests.docs.launch import TIMEOUT_S, free_port, settings, torchrun
 from tests.docs.markdown import ROOT, read
 from tests.harness.patience import patient

@@ -62,7 +62,7 @@ def test_on_an_index_links_and_pictures_of_the_readme_lead_to_the_repository(bui
 
 def test_an_sdist_has_what_the_commands_of_the_readme_run(built: tuple[Message, set[str]]) -> None:
     needed = {"Makefile", "constraints-dev.txt", "pyproject.toml", ".ci/run", "docs/examples/train_lm.py"}
-    needed |= {"tests/conftest.py", "benchmarks/gpu_acceptance.py", "LICENSE", "CONTRIBUTING.md", "docs/SECURITY.md"}
+    needed |= {"tests/conftest.py", "benchmarks/gpu/acceptance.py", "LICENSE", "CONTRIBUTING.md", "docs/SECURITY.md"}
     assert needed <= built[1]
     code = {str(path.relative_to(ROOT)) for folder in ("fsdp2", "tests") for path in (ROOT / folder).rglob("*.py")}
     assert code <= built[1]

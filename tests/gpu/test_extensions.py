@@ -22,7 +22,7 @@ from fsdp2.tensors import (
 )
 from tests.gpu.support import Stack, batch, on_gpus
 from tests.harness.distributed import RankContext
-from tests.unit.test_check_all_gather_extension import float8_rows, int8
+from tests.unit.testing.test_check import float8_rows, int8
 
 # The classes, and what a dense model holds in their place.
 FORMATS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {

@@ -1,21 +1,16 @@
-"""What ``benchmarks/gpu_step.py`` aims at, where it does not depend on the clock: copies, waits and memory.
+"""What ``benchmarks/gpu/step.py`` aims at, where it does not depend on the clock: copies, waits and memory.
 
 This process is rank 0 of 8, whose collectives move nothing.
 """
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 
+from benchmarks.gpu.step import Measured, measure
+from benchmarks.gpu.subjects import CASES, Case, Run, Shape
+from benchmarks.gpu.traces import Planned
 from tests.gpu.support import NUM_GPUS
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from gpu_step import Measured, measure
-from gpu_subjects import CASES, Case, Run, Shape
-from gpu_trace import Planned
 
 pytestmark = [
     pytest.mark.skipif(NUM_GPUS == 0, reason="needs a CUDA device"),

@@ -9,7 +9,6 @@ import logging
 import os
 import re
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,23 +16,21 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 
 import fsdp2
 from fsdp2.__main__ import main
-from fsdp2.planner import measure
 from fsdp2.planner.machines import H100, fields_of
 from fsdp2.planner.workload import Workload
 from tests.harness.golden import texts_beside
 from tests.harness.messages import wrapped
-from tests.unit.planner_models import LanguageModel
+from tests.unit.planner.models import LanguageModel
 
 WORKLOAD = Workload(batch=2, sequence=128)
 MODULE = """
 from torch import nn
 
 def build_model():
-    from tests.unit.planner_models import LanguageModel
+    from tests.unit.planner.models import LanguageModel
     return LanguageModel()
 
 def on_a_gpu():
@@ -192,19 +189,6 @@ def test_measure_checks_its_arguments_first(arguments: str, tmp_path: Path, comm
     sizes = f"--sizes is '{arguments.split()[-1]}', expected at least two sizes in MiB, ascending"
     assert said.startswith(f"python -m fsdp2 measure: error: {sizes if '--sizes' in arguments else ''}")
     assert not list(tmp_path.iterdir())
-
-
-def test_load_that_comes_and_goes_is_not_taken_for_a_cost_of_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 0.0
-
-    def work(seconds: float) -> None:
-        nonlocal now
-        now += seconds * (1 if now < 8 else 10)  # another process starts then
-
-    monkeypatch.setattr(time, "perf_counter", lambda: now)
-    monkeypatch.setattr("torch.distributed.barrier", lambda: None)
-    extra = measure._extra_seconds(lambda: work(1.5), lambda: work(1), torch.device("cpu"))
-    assert extra == pytest.approx(0.5)
 
 
 def test_a_full_disk_leaves_old_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command) -> None:

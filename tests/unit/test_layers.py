@@ -1,4 +1,4 @@
-"""Imports go down the list of folders only, and private torch stays behind one door."""
+"""Imports go down the list of folders only, private torch stays behind one door, and tests mirror the package."""
 
 from __future__ import annotations
 
@@ -189,3 +189,11 @@ def test_the_face_of_the_core_is_small_and_has_a_page() -> None:
 @pytest.mark.parametrize("module", [each for each in MODULES if not _folder(each).startswith("core")])
 def test_rooms_use_the_face_of_the_core_only(module: str) -> None:
     assert _past_the_face(module) == set()
+
+
+def test_unit_tests_of_a_room_are_named_after_its_files() -> None:
+    """So that "what tests ``gradients.py``?" has one answer. Tests of the whole package are at the top."""
+    folder = Path(__file__).parent
+    files = {path.relative_to(PACKAGE).with_suffix("") for path in PACKAGE.rglob("*.*")}
+    tests = {path.relative_to(folder).with_suffix("") for path in folder.glob("*/**/test_*.py")}
+    assert {test for test in tests if test.with_name(test.name.removeprefix("test_")) not in files} == set()

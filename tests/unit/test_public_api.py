@@ -113,17 +113,6 @@ def test_policy_prints_its_override(golden: Check) -> None:
     assert policy != fsdp2.MixedPrecisionPolicy(torch.bfloat16)
 
 
-def test_trace_lays_actions_out_under_their_event(golden: Check) -> None:
-    trace = fsdp2.report.trace.Trace()
-    trace.on_event("pre_forward", "blocks.0")
-    trace.on_action("unshard", "blocks.0", 4096)
-    trace.on_action("reduce", "blocks.0", 0)
-    golden(str(trace))
-    assert trace.actions() == ["unshard blocks.0", "reduce blocks.0"]
-    trace.clear()
-    assert str(trace) == ""
-
-
 def test_without_a_process_group_torchrun_is_named(golden: Check, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)

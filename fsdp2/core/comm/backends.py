@@ -66,7 +66,7 @@ class CollectiveComm(AxisComm):
 
     # NCCL groups few large tensors well, and many small ones badly (NVIDIA/nccl#725, pytorch/pytorch#153673). The
     # transfers themselves were not measured, since that needs several GPUs. On one H200, launches and copies took 0.8
-    # to 1.0 of the time that buckets take (benchmarks/gpu_direct.py).
+    # to 1.0 of the time that buckets take (benchmarks/gpu/direct.py).
     routing = Routing(direct_min_nbytes=1024 * 1024, reduces_uneven=False)
 
     def __init__(self, group: dist.ProcessGroup, *, on_stream: bool) -> None:

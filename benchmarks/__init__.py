@@ -1,0 +1,1 @@
+"""Scripts that measure, in rooms by subject; what they share is here."""

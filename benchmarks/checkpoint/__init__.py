@@ -1,0 +1,1 @@
+"""Files in and out, streams to engines, and moves to other ranks."""

@@ -1,0 +1,1 @@
+"""What one GPU says: values, step time, memory and copies."""

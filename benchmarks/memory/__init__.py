@@ -1,0 +1,1 @@
+"""What a step holds and reserves."""

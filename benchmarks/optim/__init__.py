@@ -1,0 +1,1 @@
+"""Optimizers for shards, and clipping."""

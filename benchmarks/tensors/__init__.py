@@ -1,0 +1,1 @@
+"""Formats of parameters, and of what all-gathers send."""

@@ -1,0 +1,75 @@
+"""A plan as text: its table, and why nothing fits."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+import fsdp2
+from fsdp2.planner.candidates import Workload
+from fsdp2.planner.machines import H100
+from fsdp2.planner.plans import table
+from fsdp2.planner.simulate import StepTime
+from tests.unit.planner.models import LanguageModel
+from tests.unit.planner.plans import LARGE, WORKLOAD, choice_named, plan_of
+
+
+@pytest.mark.ci
+def test_a_model_that_cannot_fit_says_by_how_much_and_what_would() -> None:
+    found = plan_of(budget="1MiB")
+    assert found.recommended is None
+    too_much = found.smallest.result.reserved_nbytes / 2**20 - 1
+    assert too_much > 0
+    with pytest.raises(ValueError, match=rf"nothing fits into 1\.0 MiB: .* {too_much:.1f} MiB too much\. .* Use "):
+        _ = found.code
+    assert found.smallest.choice.offloads
+    said = "of the host's memory of a node, of which 1769.5 GiB may be used. Use "
+    assert said in found.why_nothing_fits()
+    assert found.why_nothing_fits().endswith(
+        " Tensor, pipeline and context parallelism cut more than FSDP does, and are not planned: see "
+        "https://github.com/fsdp2/fsdp2/blob/main/docs/guide/meshes.md#tensor-parallelism."
+    )
+
+
+REMEDIES: dict[str, tuple[Workload, str]] = {
+    r"Use sequences of (?P<sequence>\d{4}) tokens": (Workload(batch=1, sequence=2**20), "100MiB"),
+    r"Use a batch of (?P<batch>\d+) per GPU": (Workload(batch=64, sequence=128), "20MiB"),
+    r"Use sequences of (?P<sequence>\d+) tokens": (Workload(batch=1, sequence=8192), "20MiB"),
+    r"Use a batch of (?P<batch>1) per GPU and sequences of (?P<sequence>\d+) tokens": (Workload(4, 2048), "16MiB"),
+    r"Use FSDP over (?P<num_gpus>\d+) GPUs\.": (Workload(batch=1, sequence=8), "2MiB"),
+}
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("pattern", REMEDIES)
+def test_what_is_said_to_fit_fits(pattern: str) -> None:
+    workload, budget = REMEDIES[pattern]
+    machine = replace(H100, host_bandwidth=None) if "GPUs" in pattern else H100  # else offloading fits
+    why = fsdp2.planner.plan(LanguageModel, machine, workload, num_gpus=2, budget=budget).why_nothing_fits()
+    said = re.search(pattern, why)
+    assert said is not None, why
+    changes = {name: int(value) for name, value in said.groupdict().items()}
+    num_gpus = changes.pop("num_gpus", 2)
+    better = fsdp2.planner.plan(LanguageModel, machine, replace(workload, **changes), num_gpus=num_gpus, budget=budget)
+    assert better.recommended is not None
+
+
+def test_the_table_marks_the_recommended_choice_and_its_units_are_those_of_the_model() -> None:
+    found = plan_of(budget="6 MiB")
+    first, *lines = str(found).splitlines()
+    (marked,) = (line for line in lines if line.startswith("*"))
+    assert found.recommended is not None
+    assert f"{1000 * found.recommended.result.time.step:.3f}" in marked
+    assert lines[-1] == f"recommended: {found.recommended.choice.name}"
+    units = "units: 4 blocks in layers, embedding, head; all else with the model"
+    assert first == f"LanguageModel: 328000 parameters; {units}"
+    small, large = str(plan_of(num_gpus=8)), str(fsdp2.planner.plan(LARGE, "H100", WORKLOAD, num_gpus=8))
+    assert "below: MiB of one GPU" in small
+    assert "step ms  exposed ms" in small
+    assert "0.000" not in small
+    assert "LanguageModel: 1.88B parameters" in large
+    assert "below: GiB of one GPU" in large
+    slow = replace(choice_named(plan_of(), "FSDP, keep").result, time=StepTime(2.0, 1.5))
+    assert "step s  exposed s" in table([replace(plan_of().choices[0], result=slow)], None, "bf16")[0]

@@ -1,0 +1,132 @@
+"""Two reports side by side: text, data, page, command, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fsdp2
+from fsdp2.__main__ import main
+from fsdp2.report import Report, compare_reports, files
+from fsdp2.report.data import VERSION, report_data
+from fsdp2.report.figures import Work
+from tests.harness.golden import texts_beside
+from tests.unit.report.support import ROOT, info, record, simple_step
+
+TEXTS = texts_beside(__file__)
+
+
+def _data(units: list[str], *, late: float, keeps: bool = False) -> dict[str, Any]:
+    work = Work(tokens=1000)
+    records = [replace(record(simple_step(units, late=late), units, rank), work=work) for rank in range(2)]
+    infos = [replace(info(name, 2**20), keeps_after_forward=keeps) for name in (ROOT, *units)]
+    return report_data("Model", "cpu (gloo)", infos, records)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    units = ["blocks.0", "blocks.1"]
+    for name, data in {
+        "before": _data(units, late=0.004),
+        "after": _data(units, late=0.001, keeps=True),
+        "other": _data(["blocks.0", "head"], late=0.001),
+        "foreign": _data(["x"], late=0.001) | {"units": [{**_data(["x"], late=0.0)["units"][0], "name": "x"}]},
+        "old": _data(units, late=0.001) | {"version": VERSION - 1},
+    }.items():
+        for suffix in (".json", ".html", ".trace.json"):
+            files.write(tmp_path / f"{name}{suffix}", data)
+    (tmp_path / "broken.json").write_text("{")
+    (tmp_path / "list.json").write_text("[]")
+    (tmp_path / "page.html").write_text("<html></html>")
+    (tmp_path / "bytes.json").write_bytes(b"\xff\xfe")
+    return tmp_path
+
+
+def test_text_of_two_reports(folder: Path) -> None:
+    TEXTS.check("two reports", str(compare_reports(folder / "before.json", folder / "after.html")))
+
+
+def test_differences_are_those_of_the_second_from_the_first(folder: Path) -> None:
+    data = fsdp2.report.compare_reports(folder / "before.html", folder / "after.json", folder / "both.json").data
+    assert json.loads((folder / "both.json").read_text()) == data
+    rows = {row["field"]: row for table in data["tables"] for row in table["rows"]}
+    before, after = (json.loads((folder / f"{name}.json").read_text()) for name in ("before", "after"))
+    first, second = (each["steps_ms"][each["step"]] for each in (before, after))
+    assert rows["step_ms"]["values"] == [first, second]
+    assert rows["step_ms"]["difference"] == pytest.approx(second - first)
+    assert rows["step_ms"]["ratio"] == pytest.approx(second / first, abs=1e-4)
+    assert rows["waits for gathers_ms"]["difference"] == pytest.approx(-6)  # 3 ms less for each of two units
+    assert rows["tokens_per_s"]["ratio"] == pytest.approx(first / second, abs=1e-4)
+    assert "allocated_nbytes" not in rows  # neither device says
+    assert [each["what"] for each in data["settings"]] == ["keeps after forward of (root) and 2 more"]
+    assert data["only"] == [[], []]
+
+
+def test_page_holds_both_reports_and_asks_no_network(folder: Path) -> None:
+    done = compare_reports(folder / "before.json", folder / "after.json", folder / "both.html")
+    page = (folder / "both.html").read_text()
+    names = ("before", "after")
+    reports = [json.loads((folder / f"{name}.json").read_text()) for name in names]
+    assert files.data_of(page) == {"comparison": done.data, "reports": reports}
+    assert "{{" not in page
+    assert "https://" not in page.replace("http://www.w3.org/2000/svg", "")
+
+
+def test_a_report_is_compared_with_itself_also_before_it_is_written(folder: Path) -> None:
+    report = Report()
+    with pytest.raises(ValueError, match=r"a report has no data\. Only rank 0 has it, after the block"):
+        compare_reports(report, folder / "before.json")
+    report.data = json.loads((folder / "before.json").read_text())
+    data = compare_reports(report, folder / "before.json").data
+    assert {row["difference"] for table in data["tables"] for row in table["rows"]} <= {0, None}
+    assert (data["settings"], data["names"]) == ([], ["the first", "before.json"])
+    nested = folder / "run"
+    nested.mkdir()
+    files.write(nested / "before.json", report.data)
+    names = compare_reports(folder / "before.json", nested / "before.json").data["names"]
+    assert names == [str(folder / "before.json"), str(nested / "before.json")]
+
+
+def test_units_that_one_report_alone_has_are_named(folder: Path) -> None:
+    with pytest.raises(ValueError, match="only_matching") as error:
+        compare_reports(folder / "before.json", folder / "other.json")
+    TEXTS.check("other units", str(error.value))
+    done = compare_reports(folder / "before.json", folder / "other.json", only_matching=True)
+    assert [unit["name"] for unit in done.data["units"]] == [ROOT, "blocks.0"]
+    assert str(done).endswith("before.json alone has blocks.1.\n\nother.json alone has head.")
+
+
+UNREADABLE = ("broken.json", "list.json", "page.html", "bytes.json", "before.trace.json", "old.json", "missing.json")
+REFUSED: dict[str, tuple[Any, Any]] = {  # the second report, and where to write
+    **{f"refusal of {name}": (name, "both.html") for name in (*UNREADABLE, "foreign.json")},
+    "a picture": ("after.json", "both.png"),
+    "a folder that is not there": ("after.json", "none/both.html"),
+    "a report that is a number": (3, "both.html"),
+    "a path that is a number": ("after.json", 3),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals(folder: Path, case: str) -> None:
+    after, page = (folder / each if isinstance(each, str) else each for each in REFUSED[case])
+    with pytest.raises((ValueError, TypeError)) as error:
+        compare_reports(folder / "before.json", after, page, only_matching=True)
+    said = str(error.value).replace(str(folder), "folder")
+    TEXTS.check(case, said, among=[*REFUSED, "two reports", "other units"])
+    assert not (folder / "both.html").exists()
+
+
+def test_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before, after, page = (str(folder / name) for name in ("before.json", "after.json", "both.html"))
+    main(["compare", before, after, page])
+    assert capsys.readouterr().out == f"{compare_reports(before, after)}\n"
+    assert Path(page).stat().st_size > 0
+    with pytest.raises(SystemExit) as stop:
+        main(["compare", before, str(folder / "page.html")])
+    assert stop.value.code == 2
+    expected = f"python -m fsdp2 compare: error: '{folder / 'page.html'}' is no report. Pass a .json or .html that"
+    assert capsys.readouterr().err.startswith(expected)
