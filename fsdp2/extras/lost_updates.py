@@ -17,9 +17,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from operator import is_
-
-from torch import nn
 
 from fsdp2.core import (
     AfterForward,
@@ -32,7 +29,6 @@ from fsdp2.core import (
     UnitTree,
     _torch,
 )
-from fsdp2.extras.torch_names import key_of_storage, storage_of
 
 
 class LateGradients(TreeChecks):
@@ -40,9 +36,6 @@ class LateGradients(TreeChecks):
 
     def __init__(self, tree: UnitTree) -> None:
         self._tree = tree
-        self._storages: dict[
-            ParamGroup, tuple[list[nn.Parameter], list[int]]
-        ] = {}  # shards at the last pass, and theirs
         self._num_steps: list[tuple[Unit, ParamGroup, int]] = []  # for gradients that the last backward left in flight
 
     def begin_pass(self) -> None:
@@ -53,14 +46,11 @@ class LateGradients(TreeChecks):
             )
         self._check_landed()
         kept = self._tree.schedule.kept
-        before, self._storages = self._storages, {}
         for index, unit in enumerate(self._tree.units):
             for group in unit.groups:
-                shards = list(group.shards.sharded)
-                self._storages[group] = now = shards, list(map(key_of_storage, map(storage_of, shards)))
-                seen = before.get(group)
-                if seen is not None and seen[1] != now[1] and all(map(is_, seen[0], shards)):
-                    _warn_of_assigned(group, seen[1], now[1])
+                storages = list(map(_torch.key_of_storage, map(_torch.storage_of, group.shards.sharded)))
+                if storages != group.shards.storages:
+                    _warn_of_assigned(group)
                 is_outdated = group.state is not GroupState.SHARDED and group.has_stepped
                 if is_outdated and unit.config.reduces and index not in kept:
                     _check_reduced(unit, group)
@@ -170,8 +160,10 @@ class SplitBackwards(TreeChecks):
         return list(zip(map(id, found), _torch.versions_of(found), strict=True))
 
 
-def _warn_of_assigned(group: ParamGroup, before: list[int], now: list[int]) -> None:
-    for param, local, old, new in zip(group.params, group.shards.locals, before, now, strict=True):
+def _warn_of_assigned(group: ParamGroup) -> None:
+    shards = group.shards
+    before, shards.storages = shards.storages, list(map(_torch.key_of_storage, map(_torch.storage_of, shards.sharded)))
+    for param, local, old, new in zip(group.params, shards.locals, before, shards.storages, strict=True):
         if old != new and _torch.local_of(param.sharded) is local:  # else it was swapped or moved, as a whole
             warnings.warn(
                 f"the data of parameter '{param.full_name}' was assigned, which has no effect on a sharded parameter, "

@@ -36,7 +36,7 @@ def divide_ties(
     for unit in inner:
         for slot in unit.left_out:  # slots that inner calls have left to an outer call
             param = getattr(slot.module, slot.name)
-            items.setdefault(id(param), seams.Found(_name_in(roots, slot), param)).add(slot)
+            items.setdefault(id(param), seams.Found(_name_in(roots, slot), param)).slots[slot] = None
     owners = {
         id(origin): (unit, group, param)
         for unit in inner
@@ -60,7 +60,7 @@ def divide_ties(
                     "has not run and none of its parameters was written or replaced. Otherwise, call "
                     "fully_shard([a, b]) on the modules that share the parameter, to make one unit."
                 )
-            item = replace(item, slots=list(dict.fromkeys([*item.slots, *param.slots])))
+            item = replace(item, slots=item.slots | dict.fromkeys(param.slots))
             given_up.append(owners[id(item.param)])
         managed.append(item)
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from operator import attrgetter, methodcaller
+from operator import attrgetter
 from typing import Any, TypeVar, cast
 
 import torch
@@ -130,8 +130,6 @@ def buffers_dict(module: nn.Module) -> dict[str, torch.Tensor | None]:
 
 
 _get_grad = attrgetter("grad")
-# ``storage_key`` in two steps, for many tensors without a call for each.
-storage_of, key_of_storage = methodcaller("untyped_storage"), attrgetter("_cdata")
 
 
 def is_sharded_tensor(value: object) -> bool:
