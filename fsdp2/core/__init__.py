@@ -11,7 +11,6 @@ from fsdp2.core import _torch, comms, marks, plans, schedules, seams
 from fsdp2.core.api.arguments import expect
 from fsdp2.core.api.fully_shard import PreparedUnit, fully_shard, prepare_unit
 from fsdp2.core.api.module import FSDPModule, GradientReductionHandle, UnshardHandle, share_comm_ctx
-from fsdp2.core.api.resolve import Found
 from fsdp2.core.group.group import ParamGroup, groups_by_slot
 from fsdp2.core.group.param import ShardedParam, Slot
 from fsdp2.core.marks import is_plain
@@ -46,7 +45,6 @@ __all__ = [
     "DataParallelMeshDims",
     "ExtensionError",
     "FSDPModule",
-    "Found",
     "GradientReductionHandle",
     "GroupState",
     "MemoryLimitError",

@@ -257,6 +257,10 @@ _get_grad = attrgetter("grad")
 _get_hooks, _get_version = attrgetter("_post_accumulate_grad_hooks"), attrgetter("_version")
 
 
+# The storage of a tensor, and the key that it keeps as long as it lives, although its memory is freed and allocated.
+storage_of, key_of_storage = torch.Tensor.untyped_storage, attrgetter("_cdata")
+
+
 def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
     """How often each tensor was written in place."""
     with plain_access():

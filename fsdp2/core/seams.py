@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Replicate, Shard
 
-    from fsdp2.core.api.resolve import Found, ResolvedGroup
+    from fsdp2.core.api.resolve import ResolvedGroup
     from fsdp2.core.comm.offload import Home
     from fsdp2.core.group.group import ParamGroup
     from fsdp2.core.group.param import ShardedParam, Slot
@@ -31,6 +32,15 @@ if TYPE_CHECKING:
     from fsdp2.core.runtime.unit_tree import TreeChecks, UnitTree
     from fsdp2.core.schedule.schedule import Schedule
     from fsdp2.core.types import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+
+
+@dataclass(frozen=True)
+class Found:
+    """A parameter in the tree: its first name, and every slot that binds it."""
+
+    name: str
+    param: nn.Parameter
+    slots: dict[Slot, None] = field(default_factory=dict)  # in the order in which they were found
 
 
 class Codec(Protocol):

@@ -18,11 +18,7 @@ is. Only the storage tells: neither the object nor its version changes.
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Sequence
-
-import torch
-from torch import nn
 
 from fsdp2.core import (
     AfterForward,
@@ -36,10 +32,6 @@ from fsdp2.core import (
     _torch,
 )
 from fsdp2.extras import torch_names
-from fsdp2.extras.torch_names import key_of_storage, storage_of
-
-# At a group's last pass: its shards, their storages, and its first local tensor, which keeps memory of the whole group.
-_Seen = tuple[list[nn.Parameter], list[int], weakref.ref[torch.Tensor]]
 
 
 class LateGradients(TreeChecks):
@@ -47,7 +39,6 @@ class LateGradients(TreeChecks):
 
     def __init__(self, tree: UnitTree) -> None:
         self._tree = tree
-        self._seen: dict[ParamGroup, _Seen] = {}
         self._num_steps: list[tuple[Unit, ParamGroup, int]] = []  # for gradients that the last backward left in flight
 
     def begin_pass(self) -> None:
@@ -58,15 +49,11 @@ class LateGradients(TreeChecks):
             )
         self._check_landed()
         kept = self._tree.schedule.kept
-        before, self._seen = self._seen, {}
         for index, unit in enumerate(self._tree.units):
             for group in unit.groups:
-                shards = list(group.shards.sharded)
-                storages = list(map(key_of_storage, map(storage_of, shards)))
-                seen = before.get(group)
-                self._seen[group] = shards, storages, weakref.ref(group.shards.locals[0])
-                if seen is not None and seen[1] != storages:
-                    _warn_of_assigned(group, seen, storages)
+                storages = list(map(_torch.key_of_storage, map(_torch.storage_of, group.shards.sharded)))
+                if storages != group.shards.storages:
+                    _warn_of_assigned(group)
                 is_outdated = group.state is not GroupState.SHARDED and group.has_stepped
                 if is_outdated and unit.config.reduces and index not in kept:
                     _check_reduced(unit, group)
@@ -164,12 +151,11 @@ class SplitBackwards(TreeChecks):
         return list(zip(map(id, found), _torch.versions_of(found), strict=True))
 
 
-def _warn_of_assigned(group: ParamGroup, seen: _Seen, now: list[int]) -> None:
-    shards, storages, first_local = seen
-    if len(shards) != len(now) or first_local() is not group.shards.locals[0]:  # parameters were tied, or moved
-        return
-    for param, shard, local, old, new in zip(group.params, shards, group.shards.locals, storages, now, strict=True):
-        if old != new and param.sharded is shard and _torch.local_of(shard) is local:  # else it was swapped
+def _warn_of_assigned(group: ParamGroup) -> None:
+    shards = group.shards
+    before, shards.storages = shards.storages, list(map(_torch.key_of_storage, map(_torch.storage_of, shards.sharded)))
+    for param, local, old, new in zip(group.params, shards.locals, before, shards.storages, strict=True):
+        if old != new and _torch.local_of(param.sharded) is local:  # else it was swapped or moved, as a whole
             warnings.warn(
                 f"the data of parameter '{param.full_name}' was assigned, which has no effect on a sharded parameter, "
                 "as in torch's fully_shard: the shard keeps its values. Write into the parameter instead: "

@@ -20,7 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 from fsdp2.core import (
     DOCS,
     ExtensionError,
-    Found,
     ScheduleError,
     Slot,
     Unit,
@@ -97,7 +96,7 @@ def check_handed_out(unit: Unit, memory: torch.Tensor) -> None:
         )
 
 
-def check_param(item: Found, device: torch.device) -> None:
+def check_param(item: seams.Found, device: torch.device) -> None:
     """Refuse a parameter that cannot be sharded on ``device``. Hooks of subclasses are checked when it is cut."""
     name, param = item.name, item.param
     check_not_flattened(name, param)

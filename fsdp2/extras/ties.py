@@ -17,15 +17,15 @@ from typing import NamedTuple
 
 from torch import nn
 
-from fsdp2.core import Found, GroupState, ParamGroup, ScheduleError, ShardedParam, Slot, Unit, marks, units_under
+from fsdp2.core import GroupState, ParamGroup, ScheduleError, ShardedParam, Slot, Unit, marks, seams, units_under
 from fsdp2.extras.plain_names import joined_name, plain_named_modules
 
 # Tied before fully_shard
 
 
 def divide_ties(
-    found: Sequence[Found], roots: Sequence[nn.Module]
-) -> tuple[list[Found], list[Slot], Callable[[], None]]:
+    found: Sequence[seams.Found], roots: Sequence[nn.Module]
+) -> tuple[list[seams.Found], list[Slot], Callable[[], None]]:
     """The parameters that a call manages, the slots of tied parameters that it leaves to an outer call, and a function
     that makes inner units give up the parameters that move to this call."""
     inner = [unit for root in roots for _, unit in units_under(root)]
@@ -33,7 +33,7 @@ def divide_ties(
     for unit in inner:
         for slot in unit.left_out:  # slots that inner calls have left to an outer call
             param = getattr(slot.module, slot.name)
-            items.setdefault(id(param), Found(_name_in(roots, slot), param)).add(slot)
+            items.setdefault(id(param), seams.Found(_name_in(roots, slot), param)).slots[slot] = None
     owners = {
         id(origin): (unit, group, param)
         for unit in inner
@@ -41,7 +41,7 @@ def divide_ties(
         for param in group.params
         if (origin := param.origin()) is not None
     }
-    managed: list[Found] = []
+    managed: list[seams.Found] = []
     left_out: list[Slot] = []
     given_up: list[tuple[Unit, ParamGroup, ShardedParam]] = []
     for item in items.values():
@@ -58,7 +58,7 @@ def divide_ties(
                     "has not run and none of its parameters was written or replaced. Otherwise, call "
                     "fully_shard([a, b]) on the modules that share the parameter, to make one unit."
                 )
-            item = replace(item, slots=list(dict.fromkeys([*item.slots, *param.slots])))
+            item = replace(item, slots=item.slots | dict.fromkeys(param.slots))
             given_up.append(owner)
         managed.append(item)
 

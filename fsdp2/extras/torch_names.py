@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from operator import attrgetter, methodcaller
+from operator import attrgetter
 from typing import Any, TypeVar, cast
 
 import torch
@@ -122,10 +122,6 @@ def non_persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
 def buffers_dict(module: nn.Module) -> dict[str, torch.Tensor | None]:
     """The dict that holds a module's own buffers."""
     return module._buffers
-
-
-# ``storage_key`` in two steps, for many tensors without a call for each.
-storage_of, key_of_storage = methodcaller("untyped_storage"), attrgetter("_cdata")
 
 
 def is_sharded_tensor(value: object) -> bool:

@@ -7,6 +7,7 @@ import inspect
 import operator
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,6 +64,19 @@ def test_importing_the_package_imports_no_fsdp1_of_torch() -> None:
     """It takes longer to import than all of fsdp2."""
     code = "import sys, fsdp2; assert 'torch.distributed.fsdp' not in sys.modules; fsdp2.FullyShardedDataParallel"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.ci
+def test_rooms_are_there_after_the_import_and_are_loaded_when_they_are_used() -> None:
+    code = (
+        "import sys, fsdp2; rooms = fsdp2._ROOMS; "
+        "assert not {f'fsdp2.{room}' for room in rooms} & sys.modules.keys(); "
+        "assert all(hasattr(getattr(fsdp2, room), name) for room in rooms for name in getattr(fsdp2, room).__all__); "
+        "assert len(fsdp2.__all__) <= 30 and fsdp2.__all__ == sorted(fsdp2.__all__)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    folders = {path.parent.name for path in Path(fsdp2.__file__).parent.glob("*/__init__.py")}
+    assert folders == {*fsdp2._ROOMS, "core", "extras"}
 
 
 @on_the_checked_torch

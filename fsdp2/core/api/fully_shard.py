@@ -15,7 +15,6 @@ from fsdp2.core import _torch, seams
 from fsdp2.core.api.arguments import expect
 from fsdp2.core.api.module import FSDPModule
 from fsdp2.core.api.resolve import (
-    Found,
     ResolvedGroup,
     ShardPlacementFn,
     read_reshard_after_forward,
@@ -125,10 +124,12 @@ def _root_modules(module: object) -> tuple[nn.Module, ...]:
     return roots
 
 
-def _collect(roots: Sequence[nn.Module], ignored: Set[nn.Parameter]) -> tuple[list[Found], list[nn.Module], list[Slot]]:
+def _collect(
+    roots: Sequence[nn.Module], ignored: Set[nn.Parameter]
+) -> tuple[list[seams.Found], list[nn.Module], list[Slot]]:
     """The parameters to manage with all their slots, the modules outside other units (whose buffers move to the mesh's
     device), and the slots of ignored parameters."""
-    found: dict[nn.Parameter, Found] = {}
+    found: dict[nn.Parameter, seams.Found] = {}
     managed: dict[nn.Module, None] = {}
     left_alone: list[Slot] = []
     for i, root in enumerate(roots):
@@ -144,7 +145,7 @@ def _collect(roots: Sequence[nn.Module], ignored: Set[nn.Parameter]) -> tuple[li
                 if param in ignored:
                     left_alone.append(Slot(module, name))
                     continue
-                found.setdefault(param, Found(f"{prefix}{name}", param)).add(Slot(module, name))
+                found.setdefault(param, seams.Found(f"{prefix}{name}", param)).slots[Slot(module, name)] = None
     return list(found.values()), list(managed), left_alone
 
 

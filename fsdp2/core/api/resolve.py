@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -13,30 +13,17 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from fsdp2.core import _torch, seams
 from fsdp2.core.api.arguments import expect
 from fsdp2.core.comm.offload import Home
-from fsdp2.core.group.param import ShardedParam, Slot
+from fsdp2.core.group.param import ShardedParam
 from fsdp2.core.marks import is_plain
 from fsdp2.core.plan.dtypes import check_grad_dtype, own_policy, param_dtypes
 from fsdp2.core.plan.layout import Layout, shard_layout
 from fsdp2.core.plan.mesh import ParallelMesh, replicated
-from fsdp2.core.plan.placements import ParamSpec, local_part, param_spec
+from fsdp2.core.plan.placements import local_part, param_spec
 from fsdp2.core.runtime.unit import UnitConfig
 from fsdp2.core.schedule.schedule import AfterForward
 from fsdp2.core.types import MixedPrecisionPolicy, ParamPlacement
 
 ShardPlacementFn = Callable[[nn.Parameter], Shard | Replicate | ParamPlacement | None]
-
-
-@dataclass(frozen=True)
-class Found:
-    """A parameter in the tree: its first name, and every slot that binds it."""
-
-    name: str
-    param: nn.Parameter
-    slots: list[Slot] = field(default_factory=list)
-
-    def add(self, slot: Slot) -> None:
-        if slot not in self.slots:
-            self.slots.append(slot)
 
 
 @dataclass(frozen=True)
@@ -51,7 +38,7 @@ class ResolvedGroup:
 
 
 def resolve_groups(
-    found: Sequence[Found],
+    found: Sequence[seams.Found],
     parallel: ParallelMesh,
     placement_fn: ShardPlacementFn | None,
     policy: MixedPrecisionPolicy,
@@ -89,7 +76,7 @@ def resolve_groups(
 
 
 def _asked_placement(
-    item: Found, parallel: ParallelMesh, placement_fn: ShardPlacementFn | None
+    item: seams.Found, parallel: ParallelMesh, placement_fn: ShardPlacementFn | None
 ) -> tuple[Shard | Replicate | None, ParallelMesh]:
     asked = None if placement_fn is None else placement_fn(item.param)
     if asked is None or isinstance(asked, (Shard, Replicate)):
@@ -98,16 +85,17 @@ def _asked_placement(
 
 
 def _resolve(
-    item: Found, parallel: ParallelMesh, placement: Shard | None, policy: MixedPrecisionPolicy, home: Home
+    item: seams.Found, parallel: ParallelMesh, placement: Shard | None, policy: MixedPrecisionPolicy, home: Home
 ) -> tuple[ShardedParam, Callable[[], None] | None]:
     """The parameter, not sharded yet, and a function for other changes to make when it is, or None."""
     name, param = item.name, item.param
     adapter = seams.adapter_of(param)
-    adapted = None if adapter is None else adapter(name, param, item.slots)
+    adapted = None if adapter is None else adapter(name, param, tuple(item.slots))
     form = param if adapted is None else nn.Parameter(adapted.tensor, requires_grad=False)
     dim = _resolve_dim(name, form, placement)
     full = local_part(form)
     layout = shard_layout(tuple(full.shape), dim, parallel.shard.size)
+    written = (read(name, form, dim, parallel) for read in seams.spec_readers)
     own, grad_dtype = own_policy(name, param, policy), _torch.own_grad_dtype(param)
     check_grad_dtype(name, grad_dtype, own)
     resolved = ShardedParam(
@@ -116,19 +104,13 @@ def _resolve(
         slots=tuple(item.slots),
         mesh=parallel,
         layout=layout,
-        spec=_written_spec(name, form, dim, parallel) or param_spec(name, form, dim, parallel),
+        spec=next(filter(None, written), None) or param_spec(name, form, dim, parallel),
         dtypes=param_dtypes(form.dtype, own, grad_dtype),
         policy=own,
         local=_subclass_shard(name, form, full, layout, parallel.shard.rank, home),
         grad_dtype=grad_dtype,
     )
     return resolved, None if adapted is None else adapted.commit
-
-
-def _written_spec(name: str, param: torch.Tensor, dim: int, parallel: ParallelMesh) -> ParamSpec | None:
-    """The spec from the first reader that knows ``param``, or None."""
-    answers = (read(name, param, dim, parallel) for read in seams.spec_readers)
-    return next((spec for spec in answers if spec is not None), None)
 
 
 def _subclass_shard(

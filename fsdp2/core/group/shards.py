@@ -82,6 +82,7 @@ class GroupShards:
         flats: the flat buffers of the plain shards.
         plain: indices of the parameters whose shards lie in ``flats``.
         sharded, locals: the parameters that are bound between passes, and their local tensors.
+        storages: keys of the storages of ``sharded``, which tell whether the user has assigned to ``data``.
     """
 
     def __init__(
@@ -232,6 +233,7 @@ class GroupShards:
         self.sharded: list[nn.Parameter] = [param.sharded for param in self._params]
         for sharded, local in zip(self.sharded, self.locals, strict=True):
             _torch.set_local(sharded, local)  # nn.Parameter has detached it
+        self.storages = list(map(_torch.key_of_storage, map(_torch.storage_of, self.sharded)))
         count_steps(self.sharded, self._steps)
         self._versioned = [tensor for param in self._params for tensor in param.versioned()] + self._sharing
         self._placed_versions = _torch.versions_of(self._versioned)
