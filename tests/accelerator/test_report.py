@@ -146,7 +146,7 @@ def test_memory_of_a_device_is_what_its_allocator_says_and_no_step_waits(ctx: Ra
 @pytest.mark.long
 def test_the_benchmark_of_what_a_report_costs_runs() -> None:
     """It runs on ranks that are not there, whose group overrides a private method of this device's."""
-    script = Path(__file__).parents[2] / "benchmarks" / "report_cost.py"
+    script = Path(__file__).parents[2] / "benchmarks" / "step" / "report_cost.py"
     done = subprocess.run([sys.executable, str(script), "--rounds", "1"], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert "Per block and step" in done.stdout
