@@ -240,6 +240,11 @@ RULES = (
         {"micro.evaluates": (True,), "micro.between": (("reference",), ("evaluate",))},
         "autocast remembers what is cast without gradients, and models then get none",
     ),
+    *_each(
+        {"mesh": ("one rank",)},
+        {"second step": ("save and load",), "third step": ("save and load",)},
+        "each rank trains a model of its own, and a checkpoint holds one",
+    ),
     Rule({"block.compiled": (True,), "micro.between": _not_default("micro.between")}, "a graph is for fixed flags"),
     *_each(
         {"program.ignored": (True,)},

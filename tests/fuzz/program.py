@@ -183,6 +183,8 @@ def draw(seed: int, world_size: int) -> Program:
                 )
             )
         before = tuple(pick.sample(BEFORE, pick.choice([1, 1, 2]))) if index and rarely(0.35) else ()
+        if mesh == "one rank":  # each rank trains a model of its own, and a checkpoint holds one
+            before = tuple(each for each in before if each != "save and load")
         steps.append(Step(before, tuple(micros)))
     ignored = rarely(0.1) and precision.param is None and not ranks_differ  # it keeps its dtype
     clips = mesh not in ("tp", "experts") and not ignored  # torch clips on one mesh only

@@ -247,7 +247,7 @@ def _model(program: Program) -> str:
         lines.append("        self.gain = nn.Parameter(torch.tensor(1.25))")
     lines += ["", "    def batch(self, generator):", f"        return (torch.randn(6, {dim}, generator=generator),)"]
     lines += ["", "    def forward(self, x, skipped=(), left_out=(), uses_side=True):"]
-    if not program.precision.casts_inputs:
+    if program.precision.param and not program.precision.casts_inputs:
         lines += ['        if hasattr(self, "unshard"):', f"            x = x.to(torch.{program.precision.param})"]
     lines.append("        x = self.entry(x)")
     for index, block in enumerate(program.blocks):
