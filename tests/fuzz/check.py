@@ -82,7 +82,7 @@ def verdict(program: Program, ctx: RankContext, *, with_torch: bool = True) -> V
         return Verdict(Outcome.OVER_LIMIT, answer.text) if is_over and program.memory == "tight limit" else answer
     finally:
         linecache.cache.pop(name, None)
-        for each in [each for each in found if not each.startswith("__builtins_dict__")]:  # dynamo deletes those
+        for each in [each for each in found if not each.startswith("__")]:  # dynamo deletes its own
             del found[each]  # runtimes remember the classes of modules, and so what their methods see
 
 
