@@ -32,7 +32,7 @@ class Outcome(Enum):
     EQUAL = "equal"
     TORCH_REFUSES = "torch refuses it; fsdp2 is as the unsharded model"
     TORCH_HANGS = "torch hangs, or refuses it on one rank only; fsdp2 is as the unsharded model"
-    ALONE = "torch refuses it, and there is nothing else to compare with"
+    ALONE = "nothing to compare with: torch refuses it or is known to differ, and so does the unsharded model"
     OVER_LIMIT = "it needs more memory than the limit that it sets, and fsdp2 says so"
     BOTH_REFUSE = "both refuse it"
     KNOWN = "known difference"
@@ -114,7 +114,7 @@ def compared(case: Case, mesh: DeviceMesh, known: str | None = None, *, with_tor
     except AssertionError as error:
         return Verdict(Outcome.DIFFERS, str(error))
     if differs and known:
-        return Verdict(Outcome.KNOWN, known)
+        return Verdict(Outcome.KNOWN if has_unsharded else Outcome.ALONE, known)
     if expected is None and not has_unsharded:
         return Verdict(Outcome.ALONE, refused or "")
     if not with_torch:

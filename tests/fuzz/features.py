@@ -142,7 +142,8 @@ LOW = tuple(each for each in PRECISIONS if "bfloat16" in (each.param, each.reduc
 CASTS = tuple(each for each in PRECISIONS if each.param)
 LEFT_OUT = {"block.left_out": _not_default("block.left_out")}
 HOOKS = {"block.wire": WIRES}
-# Torch refuses these, or hangs, so they get rows of their own: all others are compared with torch bit for bit.
+# Torch refuses these, hangs, or is known to differ, so they get rows of their own: all others are compared with torch
+# bit for bit.
 BEYOND_TORCH: tuple[dict[str, tuple[Any, ...]], ...] = (
     LEFT_OUT,
     {"program.scalar": (True,)},
@@ -151,6 +152,11 @@ BEYOND_TORCH: tuple[dict[str, tuple[Any, ...]], ...] = (
     {"block.wire": ("bf16",), "program.placement_dim": (1,)},
     {"block.kind": ("odd",), "program.placement_dim": (1,)},  # a dim that is cut unevenly
     {"program.listed": (True,), "block.detached": (True,)},  # freed too early
+    {"program.reduces_unused": (True,), "block.skipped": _not_default("block.skipped")},  # from here on: see known.py
+    {"program.autocast": ("step",), "micros": (2,)},
+    {"micro.between": (("freeze",),)},
+    {"block.checkpoint": ("reentrant",), "block.uses": (2,)},
+    {"block.checkpoint": ("reentrant",), "micro.forwards": (2,)},
     {"program.divide_factor": (1.0,), "program.force_sum": (False,)},  # gloo multiplies in no reduction
 )
 # The unsharded model computes something else, or rounds too differently: see source.has_reference.
@@ -244,6 +250,11 @@ RULES = (
         {"mesh": ("one rank",)},
         {"second step": ("save and load",), "third step": ("save and load",)},
         "each rank trains a model of its own, and a checkpoint holds one",
+    ),
+    Rule(
+        {"program.memory": ("tight limit",), "micro.keep": (True,)},
+        "the limit is what a step needs that reshards after backward",
+        error="MemoryLimitError",
     ),
     Rule({"block.compiled": (True,), "micro.between": _not_default("micro.between")}, "a graph is for fixed flags"),
     *_each(

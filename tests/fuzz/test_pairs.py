@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.fuzz.check import Outcome, Verdict, check
+from tests.fuzz.check import Outcome, check
 from tests.fuzz.features import (
     NOT_FEATURES,
     PARTS,
@@ -17,10 +17,8 @@ from tests.fuzz.features import (
     features,
     fields_without_feature,
     is_allowed,
-    is_for_torch,
     program_of,
 )
-from tests.fuzz.known import known_difference
 from tests.fuzz.pairs import array, packed, pairs_of
 from tests.fuzz.program import Program, Step
 from tests.fuzz.runner import Runner
@@ -108,7 +106,9 @@ def test_refused_combinations_raise_the_error_of_their_rule(ctx: RankContext) ->
     for rule in (rule for rule in RULES if rule.error):
         program = program_of({name: values[0] for name, values in rule.combination.items()})
         found = check(ctx, [program])[0]
-        assert found.outcome in (Outcome.RAISES, Outcome.BOTH_REFUSE), f"{rule.combination}: {found.outcome}"
+        assert found.outcome in (Outcome.RAISES, Outcome.BOTH_REFUSE, Outcome.OVER_LIMIT), (
+            f"{rule.combination}: {found.outcome}"
+        )
         assert rule.error in found.text.splitlines()[-1], found.text
 
 
@@ -122,18 +122,9 @@ def test_programs_of_the_array(share: int) -> None:
             assert not found.outcome.is_failure, f"{found.outcome.value}: {found.text}\n{source(program)}"
 
 
-def _first_failure(runner: Runner) -> Verdict | None:
-    for row in filter(is_for_torch, array(2)):
-        program = program_of(row)
-        if known_difference(program) is None and (found := runner.verdict(program)).outcome.is_failure:
-            return found
-    return None
-
-
 @pytest.mark.long
 @pytest.mark.in_turns
 def test_a_defect_is_noticed_in_the_array() -> None:
     with closing(Runner(2, body=_check_with_lost_partial_sums)) as runner:
-        found = _first_failure(runner)
-    assert found is not None
-    assert found.outcome is Outcome.DIFFERS
+        rows = (row for row in array(2) if (row["mesh"], row["micro.sync"]) == ("hsdp", "no all-reduce"))
+        assert any(runner.verdict(program_of(row)).outcome is Outcome.DIFFERS for row in rows)
