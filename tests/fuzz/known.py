@@ -14,6 +14,10 @@ def known_difference(program: Program) -> str | None:
         return "torch does not follow requires_grad that changes between a forward and its backward"
     if program.autocast == "step" and any(len(step.micros) > 1 for step in program.steps):
         return "torch drops gradients that come late, through casts that autocast keeps from an earlier micro-batch"
+    if program.autocast and program.tied and any(block.checkpoint == "reentrant" for block in program.blocks):
+        return (
+            "fsdp2 clears autocast's cache after a forward without gradients: a tied weight is cast, and rounded, twice"
+        )
     for step in program.steps:
         two_forwards = any(micro.forwards == 2 for micro in step.micros)
         if any(block.checkpoint == "reentrant" and (two_forwards or block.uses == 2) for block in program.blocks):

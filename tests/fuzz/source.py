@@ -414,7 +414,9 @@ def _step(number: int, step: Step, program: Program) -> Iterator[str]:
         if micro.backwards == 2:
             yield f"{loss}.backward(retain_graph=True)"
         if micro.in_thread:
-            yield f"with ThreadPoolExecutor(1) as other:\n    other.submit({loss}.backward).result()"
+            # As many threads for an operation as elsewhere: else sums are rounded in another order.
+            yield "with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as other:"
+            yield f"    other.submit({loss}.backward).result()"
         else:
             yield f"{loss}.backward()"
     if program.scaled:
