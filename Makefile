@@ -18,7 +18,7 @@ PYTEST := $(BIN)/pytest -n 3 --timeout 300
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-ci test-exhaustive fuzz mutations clients lint bench bench-check gpu docs clean
+.PHONY: help train test test-ci test-exhaustive fuzz pairs mutations clients lint bench bench-check gpu docs clean
 .NOTPARALLEL: # two pips must not write to one .venv
 
 help: ## show this list
@@ -39,6 +39,9 @@ test-exhaustive: $(VENV)/.installed ## run all tests: before a release
 
 fuzz: $(VENV)/.installed ## compare runtimes on random programs: make fuzz SEEDS=1000 ARGS="--first 5000 --ranks 4"
 	$(BIN)/python -m tests.fuzz --seeds $(SEEDS) $(ARGS)
+
+pairs: $(VENV)/.installed ## compare them on programs with every pair of features: make pairs ARGS="--ranks 4"
+	$(BIN)/python -m tests.fuzz pairs $(ARGS)
 
 mutations: $(VENV)/.installed ## put each of some 100 defects into a copy of the package; say which test notices it
 	$(BIN)/python -m tests.mutations $(ARGS)

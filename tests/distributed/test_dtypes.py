@@ -3,6 +3,7 @@ copy, cast and summed by hand; and those of casts that torch.autocast keeps unti
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard
 from tests.distributed.changes import assert_step_is_that_of
@@ -220,18 +221,23 @@ def test_parameter_of_a_tensor_parallel_module(ctx: RankContext) -> None:
 
 
 class _Casting(Stack):
-    """Blocks of two layers. ``checkpoints``: they run again in backward. ``recycles``: each runs ahead, too."""
+    """Blocks of two layers. ``checkpoints``: they run again in backward; ``saves_casts``: but for their casts, which
+    must then be as many as in forward. ``recycles``: each runs ahead, too."""
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Sequential(StackBlock(), StackBlock()) for _ in range(3))
-        self.checkpoints = self.recycles = False
+        self.checkpoints = self.recycles = self.saves_casts = False
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.entry(x)
+        saving = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten._to_copy.default])
         for block in self.blocks:
             x = x + block(x).detach() if self.recycles else x
-            x = checkpoint(block, x, use_reentrant=True) if self.checkpoints else block(x)
+            if self.saves_casts:
+                x = checkpoint(block, x, use_reentrant=False, context_fn=saving)
+            else:
+                x = checkpoint(block, x, use_reentrant=True) if self.checkpoints else block(x)
         return self.exit(x)
 
 
@@ -239,20 +245,31 @@ def _backward_under_autocast(model: Any, kind: str) -> None:
     """``evaluation first``: as models that condition on their own output, or recycle it. ``target first``: gradients
     are recorded for nothing."""
     model.checkpoints, model.recycles = kind == "checkpointed", kind == "recycled"
+    model.saves_casts = kind == "evaluation before backward"
     has_earlier = kind in ("evaluation first", "target first")
     with torch.autocast("cpu", torch.bfloat16):
         with torch.set_grad_enabled(kind == "target first"):
             earlier = model(batch(1)).detach() if has_earlier else 0.0
         for seed in range(2 if kind == "two micro-batches" else 1):
             loss = model(batch(seed)).float().square().mean()
+            if model.saves_casts:  # of this forward, no cast of a parameter is saved
+                loss = loss + model(batch(seed)).float().square().mean()
+                with torch.no_grad():
+                    model(batch(1))
             if has_earlier:
                 loss = loss + (model(batch(2)) - earlier).float().square().mean()
             loss.backward()
-    model.checkpoints = model.recycles = False
+    model.checkpoints = model.recycles = model.saves_casts = False
 
 
 @pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize("kind", ["evaluation first", "target first", "two micro-batches", "checkpointed", "recycled"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("evaluation first", "target first", "two micro-batches", "checkpointed", "recycled"),
+        "evaluation before backward",
+    ],
+)
 @distributed(2)
 def test_no_gradient_is_lost_in_one_autocast_region(ctx: RankContext, kind: str, reshard: bool) -> None:
     """As torch's loses some, through a cast that autocast keeps until its region ends."""

@@ -1,8 +1,10 @@
-"""Compare runtimes on programs drawn from seeds.
+"""Compare runtimes on programs drawn from seeds, or on programs in which each pair of features occurs.
 
     python -m tests.fuzz --seeds 1000                 # on 2 ranks
     python -m tests.fuzz --seeds 200 --first 1000 --ranks 4
     python -m tests.fuzz --seeds 1 --first 17 --show  # print program 17
+    python -m tests.fuzz pairs                        # the programs of pairs.py
+    python -m tests.fuzz pairs --first 20 --num 10    # rows 20 to 29 of the array
 
 Each program runs under torch's ``fully_shard``, under fsdp2's, and unsharded. A program on which they differ is shrunk,
 and printed as Python. The exit code is 1 if there is one.
@@ -13,58 +15,111 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
+from collections.abc import Iterable
+from contextlib import closing
 
 from tqdm import tqdm
 
-from tests.accelerator import device
 from tests.fuzz import passes
-from tests.fuzz.check import Outcome
-from tests.fuzz.program import draw
+from tests.fuzz.check import Outcome, Verdict
+from tests.fuzz.features import Row, program_of
+from tests.fuzz.pairs import Pair, allowed_pairs, array, packed, pairs_of
+from tests.fuzz.program import Program, draw
 from tests.fuzz.runner import Runner, shrunk
 from tests.fuzz.source import source
-from tests.harness.cpp import build
 from tests.harness.pool import WorkerPool
+
+MOST_VALUES = (12, 6, 2)  # that are no defaults, in programs for pairs that the array's programs leave out
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", default="seeds", choices=("seeds", "pairs"))
     parser.add_argument("--seeds", type=int, default=100, help="how many programs")
-    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--first", type=int, default=0, help="the first seed, or the first row of the array")
+    parser.add_argument("--num", type=int, help="how many rows of the array; without it, all that follow")
     parser.add_argument("--ranks", type=int, default=2, choices=(2, 4))
     parser.add_argument("--device", default="cpu", choices=("cpu", "sim"), help="sim: the simulated accelerator")
     parser.add_argument("--passes", action="store_true", help="programs of passes.py, on 2 ranks")
     parser.add_argument("--show", action="store_true", help="print the programs; run nothing")
     options = parser.parse_args()
     seeds = range(options.first, options.first + options.seeds)
-    if options.show:
-        for seed in seeds:
-            print(f"# seed {seed} on {options.ranks} ranks\n{source(draw(seed, options.ranks))}")
-        return
     if options.passes:
         sys.exit(_run_passes(seeds))
-    if options.device == "sim":
-        build(device.NAME, device.SOURCE)  # takes longer than a program may
-    outcomes: Counter[str] = Counter()
-    failures = []
-    runner = Runner(options.ranks, options.device)
-    with tqdm(total=len(seeds), disable=None, desc="programs") as bar:
-        for seed in seeds:
-            verdict = runner.verdict(draw(seed, options.ranks))
-            said = f": {verdict.text}" if verdict.outcome is Outcome.KNOWN else ""
-            outcomes[f"{verdict.outcome.value}{said}"] += 1
+    if options.what == "pairs":
+        stop = None if options.num is None else options.first + options.num
+        sys.exit(_run_pairs(options.ranks, options.device, slice(options.first, stop), options.show))
+    programs = {f"seed {seed}": draw(seed, options.ranks) for seed in seeds}
+    if options.show:
+        sys.exit(_show(programs, options.ranks))
+    with closing(Runner(options.ranks, options.device)) as runner:
+        verdicts = _run(programs, runner)
+        print(f"{len(seeds)} programs from seed {seeds.start} on {options.ranks} ranks ({options.device}):")
+        sys.exit(_report(programs, verdicts, runner))
+
+
+def _show(programs: dict[str, Program], num_ranks: int) -> None:
+    for name, program in programs.items():
+        print(f"# {name} on {num_ranks} ranks\n{source(program)}")
+
+
+def _run_pairs(num_ranks: int, device_type: str, share: slice, shows: bool) -> bool | None:
+    """Whether one differs. A pair is counted in a program whose values could be compared. Pairs that are in none after
+    the whole array has run, since some other pair in their rows is refused, run in simpler and simpler programs."""
+    rows = dict(list(enumerate(array(num_ranks)))[share])
+    programs = {f"row {index}": program_of(row) for index, row in rows.items()}
+    if shows:
+        return _show(programs, num_ranks)
+    with closing(Runner(num_ranks, device_type)) as runner:
+        verdicts = _run(programs, runner)
+        missing = allowed_pairs(num_ranks)
+        num_pairs = len(missing)
+        missing -= _compared(rows.values(), verdicts.values())
+        for most in MOST_VALUES if len(rows) == len(array(num_ranks)) else ():
+            more = list(packed(missing, num_ranks, most))
+            named = {f"{len(programs) + index}, {most} values": program_of(row) for index, row in enumerate(more)}
+            found = _run(named, runner)
+            missing -= _compared(more, found.values())
+            programs, verdicts = programs | named, verdicts | found
+        for pair in sorted(" and ".join(sorted(f"{name}={value!r}" for name, value in pair)) for pair in missing):
+            print(f"not compared: {pair}")
+        has_failed = _report(programs, verdicts, runner)
+    num_failed = sum(verdict.outcome.is_failure for verdict in verdicts.values())
+    print(f"{len(programs)} programs, {num_pairs - len(missing)} pairs of {num_pairs}, {num_failed} differ")
+    return has_failed
+
+
+def _compared(rows: Iterable[Row], verdicts: Iterable[Verdict]) -> set[Pair]:
+    """The pairs in the programs whose values were found to be right."""
+    held = (pairs_of(row) for row, verdict in zip(rows, verdicts, strict=True) if verdict.outcome.is_compared)
+    return set[Pair]().union(*held)
+
+
+def _run(programs: dict[str, Program], runner: Runner) -> dict[str, Verdict]:
+    verdicts = {}
+    with tqdm(total=len(programs), disable=None, desc="programs") as bar:
+        for name, program in programs.items():
+            verdicts[name] = verdict = runner.verdict(program)
             if verdict.outcome.is_failure:
-                failures.append(seed)
-                bar.write(f"seed {seed}: {verdict.outcome.value}: {verdict.text}", file=sys.stderr)
+                bar.write(f"{name}: {verdict.outcome.value}: {verdict.text}", file=sys.stderr)
             bar.update()
-    print(f"{len(seeds)} programs from seed {seeds.start} on {options.ranks} ranks ({options.device}):")
+    return verdicts
+
+
+def _report(programs: dict[str, Program], verdicts: dict[str, Verdict], runner: Runner) -> bool:
+    """Whether one fails. The first three that do are shrunk, and printed."""
+    outcomes = Counter(
+        f"{verdict.outcome.value}{f': {verdict.text}' if verdict.outcome is Outcome.KNOWN else ''}"
+        for verdict in verdicts.values()
+    )
     for said, count in outcomes.most_common():
         print(f"{count:6d}  {said}")
-    for seed in failures[:3]:
-        program, verdict = shrunk(draw(seed, options.ranks), runner)
-        print(f"\n# seed {seed} on {options.ranks} ranks, shrunk. {verdict.outcome.value}: {verdict.text}")
+    failed = [name for name, verdict in verdicts.items() if verdict.outcome.is_failure]
+    for name in failed[:3]:
+        program, verdict = shrunk(programs[name], runner)
+        print(f"\n# {name}, shrunk. {verdict.outcome.value}: {verdict.text}")
         print(source(program))
-    runner.close()
-    sys.exit(bool(failures))
+    return bool(failed)
 
 
 def _run_passes(seeds: range) -> bool:

@@ -32,6 +32,8 @@ class Outcome(Enum):
     EQUAL = "equal"
     TORCH_REFUSES = "torch refuses it; fsdp2 is as the unsharded model"
     TORCH_HANGS = "torch hangs, or refuses it on one rank only; fsdp2 is as the unsharded model"
+    ALONE = "nothing to compare with: torch refuses it or is known to differ, and so does the unsharded model"
+    OVER_LIMIT = "it needs more memory than the limit that it sets, and fsdp2 says so"
     BOTH_REFUSE = "both refuse it"
     KNOWN = "known difference"
     DIFFERS = "DIFFERS"
@@ -40,6 +42,11 @@ class Outcome(Enum):
     @property
     def is_failure(self) -> bool:
         return self in (Outcome.DIFFERS, Outcome.RAISES)
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether the values of fsdp2 were found to be right."""
+        return self in (Outcome.EQUAL, Outcome.TORCH_REFUSES, Outcome.TORCH_HANGS, Outcome.KNOWN)
 
 
 class OneSidedRefusalError(Exception):
@@ -60,6 +67,7 @@ def verdict(program: Program, ctx: RankContext, *, with_torch: bool = True) -> V
     torch._dynamo.reset()
     # dynamo asks inputs of compiled blocks for .grad; in a pool of ranks, warnings are errors
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf Tensor", UserWarning)
+    warnings.filterwarnings("ignore", "Mismatch dtype between input and weight", UserWarning)  # of norms
     text = source(program)
     name = f"<program {hash(text)}>"
     linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)  # so that tracebacks have lines
@@ -68,10 +76,14 @@ def verdict(program: Program, ctx: RankContext, *, with_torch: bool = True) -> V
     case = _case(found, **settings(program))
     try:
         mesh = _mesh(program.mesh, ctx)
-        return compared(case, mesh, known_difference(program), with_torch=with_torch and not program.ranks_differ)
+        with_torch = with_torch and not program.ranks_differ
+        answer = compared(case, mesh, known_difference(program), with_torch=with_torch)
+        is_over = answer.outcome is Outcome.RAISES and "MemoryLimitError" in answer.text
+        return Verdict(Outcome.OVER_LIMIT, answer.text) if is_over and program.memory == "tight limit" else answer
     finally:
         linecache.cache.pop(name, None)
-        found.clear()  # runtimes remember the classes of modules, and so what their methods see
+        for each in [each for each in found if not each.startswith("__")]:  # dynamo deletes its own
+            del found[each]  # runtimes remember the classes of modules, and so what their methods see
 
 
 def compared(case: Case, mesh: DeviceMesh, known: str | None = None, *, with_torch: bool = True) -> Verdict:
@@ -95,13 +107,16 @@ def compared(case: Case, mesh: DeviceMesh, known: str | None = None, *, with_tor
         if known is None:
             return Verdict(Outcome.DIFFERS, str(error))
         differs = True
+    has_unsharded = case.unsharded is not None and mesh.device_type == "cpu"
     try:
-        if case.unsharded is not None and mesh.device_type == "cpu":
+        if has_unsharded:
             compare_with_unsharded(case, mesh, actual)
     except AssertionError as error:
         return Verdict(Outcome.DIFFERS, str(error))
     if differs and known:
-        return Verdict(Outcome.KNOWN, known)
+        return Verdict(Outcome.KNOWN if has_unsharded else Outcome.ALONE, known)
+    if expected is None and not has_unsharded:
+        return Verdict(Outcome.ALONE, refused or "")
     if not with_torch:
         return Verdict(Outcome.TORCH_HANGS)
     return Verdict(Outcome.TORCH_REFUSES, refused) if refused else Verdict(Outcome.EQUAL)

@@ -12,6 +12,8 @@ def known_difference(program: Program) -> str | None:
         return "with set_reduce_scatter_unused_params, a unit that all ranks skip gets gradients of zero, in torch None"
     if any({"reference", "freeze", "thaw"} & set(micro.between) for step in program.steps for micro in step.micros):
         return "torch does not follow requires_grad that changes between a forward and its backward"
+    if program.autocast == "step" and any(len(step.micros) > 1 for step in program.steps):
+        return "torch drops gradients that come late, through casts that autocast keeps from an earlier micro-batch"
     for step in program.steps:
         two_forwards = any(micro.forwards == 2 for micro in step.micros)
         if any(block.checkpoint == "reentrant" and (two_forwards or block.uses == 2) for block in program.blocks):

@@ -16,7 +16,7 @@ class Block:
 
     kind: str = "mlp"  # what it computes: see source._BLOCKS
     uses: int = 1  # how often a forward calls it
-    checkpoint: str = ""  # or how its activations are checkpointed: "reentrant", "not reentrant"
+    checkpoint: str = ""  # or how its activations are checkpointed: one of CHECKPOINTS
     alone: bool = True  # it is a unit of its own; else a part of the next unit around it
     inner: bool = False  # its first submodule is a unit, too
     reshard: bool | int | None = None  # reshard_after_forward
@@ -53,6 +53,7 @@ class Micro:
     marks_last: bool = False  # set_is_last_backward says whether more micro-batches follow
     uses_side: bool = True  # blocks of kind "side" use all their parameters
     between: tuple[str, ...] = ()  # what happens between the forwards and the backwards, of BETWEEN
+    in_thread: bool = False  # the backward runs in another thread
 
 
 @dataclass(frozen=True)
@@ -65,9 +66,10 @@ class Step:
 
 BEFORE = (
     *("load state dict", "load full state dict", "load optimizer state", "copy the model", "freeze", "thaw"),
-    *("reshard after forward", "keep after forward", "reset"),
+    *("reshard after forward", "keep after forward", "reset", "write whole parameters", "save and load"),
 )
-BETWEEN = ("reference", "freeze", "thaw", "evaluate")  # tests/fuzz/passes.py has more of this kind, and other ways
+# tests/fuzz/passes.py has more of this kind, and other ways.
+BETWEEN = ("reference", "freeze", "thaw", "evaluate", "state dict")
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,11 @@ class Program:
     optimizer: str = "SGD"
     clip_norm: float | None = None
     set_to_none: bool = True
+    way: str = "fully_shard"  # or "install": fsdp2 by torch's names
+    autocast: str = ""  # or what runs under autocast to bfloat16: "forward", "step"
+    saved_tensors: str = ""  # or the saved-tensor hooks around forwards: one of SAVED_TENSORS
+    scaled: bool = False  # GradScaler scales the losses, and divides the gradients at the end of the step
+    memory: str = ""  # or how fsdp2 keeps memory small: one of MEMORY
     steps: tuple[Step, ...] = (Step(),)
 
     @property
@@ -102,6 +109,9 @@ class Program:
         return any(block.left_out for block in self.blocks)
 
 
+CHECKPOINTS = ("reentrant", "not reentrant", "selective")
+SAVED_TENSORS = ("kept", "copied")
+MEMORY = ("large limit", "tight limit", "budget")
 OPTIMIZERS = ("SGD", "momentum", "AdamW", "AdamW foreach", "AdamW fused", "AdamW one by one")
 
 
@@ -134,7 +144,7 @@ def draw(seed: int, world_size: int) -> Program:
             # No rank may use a unit more often than others, nor a unit inside of one that calls itself.
             kind="mlp" if mesh == "tp" else pick.choice(KINDS[:-1] if leaves_out else KINDS),
             uses=2 if rarely(0.12) and not leaves_out else 1,
-            checkpoint=pick.choice(["reentrant", "not reentrant"]) if rarely(0.2) else "",
+            checkpoint=pick.choice(CHECKPOINTS) if rarely(0.2) else "",
             alone=not rarely(0.2),
             inner=rarely(0.1) and mesh != "tp",
             reshard=pick.choice(reshards),
@@ -173,6 +183,8 @@ def draw(seed: int, world_size: int) -> Program:
                 )
             )
         before = tuple(pick.sample(BEFORE, pick.choice([1, 1, 2]))) if index and rarely(0.35) else ()
+        if mesh == "one rank":  # each rank trains a model of its own, and a checkpoint holds one
+            before = tuple(each for each in before if each != "save and load")
         steps.append(Step(before, tuple(micros)))
     ignored = rarely(0.1) and precision.param is None and not ranks_differ  # it keeps its dtype
     clips = mesh not in ("tp", "experts") and not ignored  # torch clips on one mesh only
@@ -202,4 +214,27 @@ def draw(seed: int, world_size: int) -> Program:
         steps=tuple(steps),
     )
     may_cover = not (program.tied or program.ignored or program.scalar)
-    return replace(program, covered=may_cover and rarely(0.3))
+    program = replace(program, covered=may_cover and rarely(0.3))
+    return _with_surroundings(program, pick)
+
+
+def _with_surroundings(program: Program, pick: random.Random) -> Program:
+    """What is around the step, now and then. A tight limit would refuse what holds more than a step must."""
+    if pick.random() < 0.8:
+        return program
+    micros = [micro for step in program.steps for micro in step.micros]
+    remembers = any(micro.evaluates or {"reference", "evaluate"} & set(micro.between) for micro in micros)
+    may_cast = program.optimizer in ("SGD", "momentum") and not any(block.double for block in program.blocks)
+    return replace(
+        program,
+        way=pick.choice(["fully_shard", "install"]),
+        autocast=pick.choice(["", "forward", "forward" if remembers else "step"]) if may_cast else "",
+        saved_tensors=pick.choice(["", *SAVED_TENSORS]),
+        scaled=pick.random() < 0.3 and not program.ignored,
+        memory=pick.choice(["", "large limit", "budget"]),
+        steps=tuple(_in_threads(step, pick) for step in program.steps),
+    )
+
+
+def _in_threads(step: Step, pick: random.Random) -> Step:
+    return replace(step, micros=tuple(replace(micro, in_thread=pick.random() < 0.3) for micro in step.micros))

@@ -108,8 +108,9 @@ def simpler(program: Program) -> Iterator[Program]:
 
 def _simpler_steps(step: Step) -> Iterator[Step]:
     for index in reversed(range(len(step.micros))):
-        if len(step.micros) > 1:
-            yield replace(step, micros=_without(step.micros, index))
+        fewer_micros = _without(step.micros, index)
+        if fewer_micros and fewer_micros[-1].sync == "all":  # the last backward of a step reduces
+            yield replace(step, micros=fewer_micros)
     for index in range(len(step.before)):
         yield replace(step, before=_without(step.before, index))
     for index, micro in enumerate(step.micros):

@@ -28,10 +28,16 @@ _OPTIMIZERS = {
     "AdamW one by one": "torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3, weight_decay=0.1, foreach=False)",
 }
 _IMPORTS = """
+import contextlib
 import copy
+import functools
+import shutil
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -39,12 +45,14 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+import fsdp2
 from fsdp2.tensors import BFloat16AllGatherTensor, wrap_parameters
 from tests.harness import extensions
 from tests.harness.models import ParityModel
 from tests.harness.offload import offload_policy
+from tests.harness.runtimes import installed
 """
 _BEFORE = {
     "load state dict": """
@@ -78,6 +86,28 @@ if step.runtime is not None and step.runtime.name == "fsdp2":  # torch cannot co
 if step.runtime is not None and step.runtime.name == "fsdp2":
     model.reset_iter_state()
 """,
+    "write whole parameters": """
+is_ours = step.runtime is not None and step.runtime.name == "fsdp2"
+with fsdp2.unsharded(model) if is_ours else contextlib.nullcontext(), torch.no_grad():
+    for param in model.parameters():
+        param.mul_(0.5)
+""",
+    "save and load": """
+if step.runtime is not None:
+    folders = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folders)
+    saved = get_model_state_dict(model)
+    dcp.save({"model": saved}, checkpoint_id=folders[0])
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    loaded = {"model": get_model_state_dict(model)}
+    dcp.load(loaded, checkpoint_id=folders[0])
+    set_model_state_dict(model, loaded["model"])
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folders[0])
+""",
 }
 _WIRES = {
     "bf16": "wrap_parameters(model.block{index}, BFloat16AllGatherTensor)",
@@ -101,15 +131,48 @@ _BETWEEN = {
     "freeze": "model.entry.weight.requires_grad_(False)",
     "thaw": "model.entry.weight.requires_grad_(True)",
     "evaluate": "with torch.no_grad():\n    losses.insert(0, step.loss(model, 8{given}))",
+    "state dict": """
+if step.runtime is not None:
+    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    step.note(f"state dict {index}", {name: value.clone() for name, value in whole.items()})
+""",
 }
 _CHECKPOINTED = """\
-def checkpointed(block, x, uses_side, use_reentrant):
+def keeps_products(ctx, op, *args, **kwargs):
+    is_product = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+SELECTIVELY = functools.partial(create_selective_checkpoint_contexts, keeps_products)
+
+
+def checkpointed(block, x, uses_side, **how):
     if not torch.is_grad_enabled():  # torch would warn
         return block(x, uses_side)
-    return checkpoint(block, x, uses_side, use_reentrant=use_reentrant)
+    return checkpoint(block, x, uses_side, **how)
 
 
 """
+_CHECKPOINTS = {
+    "reentrant": "use_reentrant=True",
+    "not reentrant": "use_reentrant=False",
+    "selective": "use_reentrant=False, context_fn=SELECTIVELY",
+}
+_SAVED_TENSORS = {
+    "kept": "torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda kept: kept)",
+    "copied": "torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.clone(), lambda kept: kept)",
+}
+_MEMORY = {
+    "large limit": "model.set_temporary_memory_limit('1GiB')",
+    "tight limit": "model.set_temporary_memory_limit(fsdp2.memory.memory_plan(model).peak)",
+    "budget": """
+plan = fsdp2.memory.memory_plan(model)
+nbytes = torch.tensor(plan.peak + 2 * sum(unit.shards for unit in plan.units))  # a step takes 4 times its shards
+dist.all_reduce(nbytes, dist.ReduceOp.MAX)
+fsdp2.memory.offload_by_budget(model, int(nbytes), offload_policy=offload_policy(runtime))
+""",
+}
+_AUTOCAST = "torch.autocast('cpu', torch.bfloat16)"
 _FAILS = """
 if step.runtime is not None and step.runtime.name == "fsdp2":  # torch has no call to recover by
     def raises(*args):
@@ -147,7 +210,8 @@ def settings(program: Program) -> dict[str, Any]:
 def is_low(program: Program) -> bool:
     """Whether something is computed in less than fp32."""
     precision = program.precision
-    return "bfloat16" in (precision.param, precision.reduce, precision.output) or any(b.wire for b in program.blocks)
+    named = (precision.param, precision.reduce, precision.output)
+    return bool(program.autocast) or "bfloat16" in named or any(block.wire for block in program.blocks)
 
 
 def has_reference(program: Program) -> bool:
@@ -157,8 +221,7 @@ def has_reference(program: Program) -> bool:
         or program.mesh == "experts"
         or program.ignored
         or program.reduces_unused
-        or any(block.wire for block in program.blocks)
-        or (is_low(program) and program.clip_norm is not None)
+        or (is_low(program) and (program.clip_norm is not None or program.optimizer.startswith("AdamW")))
     )
 
 
@@ -183,7 +246,10 @@ def _model(program: Program) -> str:
     if program.scalar:
         lines.append("        self.gain = nn.Parameter(torch.tensor(1.25))")
     lines += ["", "    def batch(self, generator):", f"        return (torch.randn(6, {dim}, generator=generator),)"]
-    lines += ["", "    def forward(self, x, skipped=(), left_out=(), uses_side=True):", "        x = self.entry(x)"]
+    lines += ["", "    def forward(self, x, skipped=(), left_out=(), uses_side=True):"]
+    if program.precision.param and not program.precision.casts_inputs:
+        lines += ['        if hasattr(self, "unshard"):', f"            x = x.to(torch.{program.precision.param})"]
+    lines.append("        x = self.entry(x)")
     for index, block in enumerate(program.blocks):
         lines += _indented("\n".join(_calls(index, block)), 8)
     lines.append("        x = self.exit(x) * self.gain" if program.scalar else "        x = self.exit(x)")
@@ -204,8 +270,7 @@ def _calls(index: int, block: Block) -> Iterator[str]:
     given = f"x.to(next(self.block{index}.parameters()).dtype)" if block.double else "x"
     value = f"self.block{index}({given}, uses_side)"
     if block.checkpoint:
-        is_reentrant = block.checkpoint == "reentrant"
-        value = f"checkpointed(self.block{index}, {given}, uses_side, use_reentrant={is_reentrant})"
+        value = f"checkpointed(self.block{index}, {given}, uses_side, {_CHECKPOINTS[block.checkpoint]})"
     if block.double:
         value += ".to(x.dtype)"
     call = f"x = {value}"
@@ -281,6 +346,11 @@ def _shard(program: Program) -> str:
     if program.ranks_differ:
         lines.append("    model.set_ranks_may_differ(True)")
     lines += [f"    model.block{i}.compile(backend='aot_eager')" for i, b in enumerate(program.blocks) if b.compiled]
+    if program.memory:
+        lines.append('    if runtime.name == "fsdp2":  # torch has no such limit')
+        lines += _indented(_MEMORY[program.memory], 8)
+    if program.way == "install":
+        lines = [*lines[:1], "    with installed(runtime) as runtime:", *(f"    {line}" for line in lines[1:])]
     return "\n".join(lines)
 
 
@@ -295,12 +365,16 @@ def _run(program: Program) -> str:
     for index, step in enumerate(program.steps):
         if len(program.steps) > 1:
             lines.append(f"    if step.index == {index}:")
-        body = "\n".join(_step(index, step, program.blocks))
+        contexts = [_AUTOCAST] if program.autocast == "step" else []
+        body = "\n".join(_under(contexts, "\n".join(_step(index, step, program))))
         lines += _indented(body, 8 if len(program.steps) > 1 else 4)
     return "\n".join([*lines, "    return losses"])
 
 
-def _step(number: int, step: Step, all_blocks: tuple[Block, ...]) -> Iterator[str]:
+def _step(number: int, step: Step, program: Program) -> Iterator[str]:
+    all_blocks = program.blocks
+    if program.scaled:
+        yield "scaler = torch.amp.GradScaler('cpu', init_scale=1024.0)"
     for each in step.before:
         yield _BEFORE[each].strip("\n")
     skipped = tuple(index for index, block in enumerate(all_blocks) if number in block.skipped)
@@ -331,9 +405,24 @@ def _step(number: int, step: Step, all_blocks: tuple[Block, ...]) -> Iterator[st
             if micro.by_hand == "unshard async":
                 yield "handle.wait()"
         more = f" + step.loss(model, 2{given})" if micro.forwards == 2 else ""
-        yield f"losses.append(step.loss(model, {given}){more})"
+        contexts = [_AUTOCAST] if program.autocast == "forward" else []
+        contexts += [_SAVED_TENSORS[program.saved_tensors]] if program.saved_tensors else []
+        yield from _under(contexts, f"losses.append(step.loss(model, {given}){more})")
         for each in micro.between:
-            yield _BETWEEN[each].replace("{given}", given)
+            yield _BETWEEN[each].strip("\n").replace("{given}", given).replace("{index}", str(index))
+        loss = "scaler.scale(losses[-1])" if program.scaled else "losses[-1]"
         if micro.backwards == 2:
-            yield "losses[-1].backward(retain_graph=True)"
-        yield "losses[-1].backward()"
+            yield f"{loss}.backward(retain_graph=True)"
+        if micro.in_thread:
+            # As many threads for an operation as elsewhere: else sums are rounded in another order.
+            yield "with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as other:"
+            yield f"    other.submit({loss}.backward).result()"
+        else:
+            yield f"{loss}.backward()"
+    if program.scaled:
+        yield "scaler.unscale_(optimizers[0])"
+
+
+def _under(contexts: list[str], text: str) -> Iterator[str]:
+    """``text``, executed under ``contexts``."""
+    yield f"with {', '.join(contexts)}:\n" + "\n".join(_indented(text)) if contexts else text

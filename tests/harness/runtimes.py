@@ -13,7 +13,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -74,3 +74,13 @@ def quietly_installed() -> Iterator[None]:
         yield
     finally:
         fsdp2.uninstall()
+
+
+@contextmanager
+def installed(runtime: Runtime) -> Iterator[Runtime]:
+    """``runtime`` by torch's names; if it is fsdp2, it is installed as them meanwhile."""
+    if runtime.name != "fsdp2":
+        yield runtime
+        return
+    with quietly_installed():
+        yield replace(_runtime("torch.distributed.fsdp"), name="fsdp2")

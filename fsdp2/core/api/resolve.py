@@ -133,9 +133,6 @@ def _resolve_dim(name: str, param: nn.Parameter, placement: Shard | None) -> int
     return placement.dim % param.dim()
 
 
-# After forward
-
-
 def read_reshard_after_forward(value: bool | int | None, parallel: ParallelMesh) -> UnitConfig:
     """The configuration of a unit with ``reshard_after_forward=value``.
 

@@ -74,7 +74,7 @@ class ModuleHooks:
         self._input_dtype = unit.policy.param_dtype if unit.policy.cast_forward_inputs else None
         self._output_dtype = unit.policy.output_dtype
         self._moves_inputs = unit.mesh.device.type != "cpu"
-        self.runs_method = self.is_resumed = False
+        self.runs_method = self.is_resumed = self._enables_cache = False
         self._marked: weakref.ref[torch.Tensor] | None = None  # the input of the last forward that has a hook
         self._marked_version = 0  # its version then
         self._handled_at_entry = [0]  # of each running call, innermost last: the id of the exception then
@@ -134,6 +134,9 @@ class ModuleHooks:
             return self.resume(args, kwargs)
         if unit.is_whole is not None and self.runs_plainly():
             return args, kwargs
+        if not torch.is_grad_enabled() and torch.is_autocast_cache_enabled():
+            self._enables_cache = True  # a cast that is cached without a node loses gradients of a later forward
+            torch.set_autocast_cache_enabled(False)
         tree = unit.tree or tree_of(unit)
         phase, is_first = tree.pre_forward(unit, grad_enabled=torch.is_grad_enabled())
         if self._moves_inputs and tree.passes.root == unit.index:
@@ -154,6 +157,9 @@ class ModuleHooks:
         if is_nested:  # the unit or its method has called the unit: part of the outer forward
             self._handled_at_entry.pop()
             return None if has_raised else self.hand_out(output)
+        if self._enables_cache:
+            self._enables_cache = False
+            torch.set_autocast_cache_enabled(True)
         if has_raised:
             self.note_raised()
             return None
@@ -245,9 +251,6 @@ class ModuleHooks:
             unit.leads_to = Outcome.UNKNOWN
             for tensor in find_tensors(output, []) if is_freed else ():
                 seams.check_handed_out(unit, tensor if tensor._base is None else tensor._base)
-            # autocast caches casts of parameters together with their nodes. If a later forward used these old nodes,
-            # autograd would reach them last, after the unit has been reduced.
-            torch.clear_autocast_cache()
         return output
 
     @_torch.runs_between_graphs

@@ -314,7 +314,7 @@ class UnitTree:
 
     def _end_backward(self) -> None:
         self.executor.do((), "end_backward", self.root)
-        torch.clear_autocast_cache()  # as after a forward without gradients: see ModuleHooks
+        torch.clear_autocast_cache()  # a later forward would reach old nodes of casts after the unit has been reduced
         for unit in self.units:
             unit.missing_modules.clear()
         late = [u.index for u in self.units if u.config.reduces for g in u.groups if g.gradients.has_late()]

@@ -1,0 +1,130 @@
+"""The arrays have every feature, and every pair of values that the rules allow; their programs notice defects."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from contextlib import closing
+from typing import Any
+
+import pytest
+
+from tests.fuzz.check import Outcome, check
+from tests.fuzz.features import (
+    NOT_FEATURES,
+    PARTS,
+    RULES,
+    features,
+    fields_without_feature,
+    is_allowed,
+    program_of,
+)
+from tests.fuzz.pairs import array, packed, pairs_of
+from tests.fuzz.program import Program, Step
+from tests.fuzz.runner import Runner
+from tests.fuzz.source import source
+from tests.fuzz.test_fuzz import _check_with_lost_partial_sums
+from tests.harness.distributed import RankContext, distributed
+from tests.harness.selection import SHARES
+
+
+def test_each_field_of_a_program_is_a_feature_or_says_why_not() -> None:
+    assert fields_without_feature() == set()
+    for name in NOT_FEATURES:
+        part, _, field = name.partition(".")
+        assert field in PARTS[part].__dataclass_fields__, f"{name} is gone"
+
+
+def test_a_row_of_defaults_is_the_simplest_program_in_three_steps() -> None:
+    assert program_of({}) == Program(steps=(Step(), Step(), Step()))
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_each_value_makes_another_program_that_is_python(world_size: int) -> None:
+    values = features(world_size)
+    base = {"micros": 2, "place": "middle"}  # without which some values mean nothing
+    for name, (default, *others) in values.items():
+        for value in others:
+            texts = [source(program_of({**base, name: each})) for each in (default, value)]
+            assert texts[0] != texts[1] or value is base.get(name), f"{name}={value!r} changes nothing"
+            compile(texts[1], name, "exec")
+
+
+def test_values_are_told_apart_from_equal_ones() -> None:
+    for name, values in features(4).items():
+        assert len(set(values)) == len(values), name
+
+
+@pytest.mark.long
+@pytest.mark.ci
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_the_array_has_each_pair_that_the_rules_allow(world_size: int) -> None:
+    values = features(world_size)
+    held = set().union(*map(pairs_of, array(world_size)))
+    assert all(map(is_allowed, array(world_size)))
+    named = [(name, value) for name in values for value in values[name]]
+    for first, second in itertools.combinations(named, 2):
+        if first[0] != second[0] and frozenset((first, second)) not in held:
+            assert not _completes(dict((first, second)), values), f"no program has {first} and {second}"
+
+
+def _completes(row: dict[str, Any], values: Mapping[str, tuple[Any, ...]]) -> bool:
+    """Whether some values of the other features go with those of ``row``: tries all of them, in the order in which
+    rules speak of them together with what is chosen."""
+    if not is_allowed(row):
+        return False
+    missing = [name for name in values if name not in row and any(name in rule.combination for rule in RULES)]
+    if not missing:
+        return True
+
+    def num_rules(name: str) -> int:
+        others = (rule.combination.keys() - {name} for rule in RULES if name in rule.combination)
+        return sum(
+            all(other in row and row[other] in rule.combination[other] for other in rule.combination if other != name)
+            for rule in RULES
+            if name in rule.combination
+        ) + sum(bool(each) and each <= row.keys() for each in others)
+
+    name = max(missing, key=num_rules)
+    return any(_completes({**row, name: value}, values) for value in values[name])
+
+
+def test_rows_for_missing_pairs_are_as_simple_as_asked() -> None:
+    wanted = {
+        frozenset({("block.uses", 2), ("program.offload", True)}),
+        frozenset({("micro.keep", True), ("mesh", "hsdp")}),
+    }
+    rows = list(packed(wanted, 2, 2))
+    assert wanted <= set().union(*map(pairs_of, rows))
+    assert [row["program.offload"] for row in rows].count(True) == 1
+    assert len(rows) == 2
+    assert len(list(packed(wanted, 2, 5))) == 1
+
+
+@distributed(2)
+def test_refused_combinations_raise_the_error_of_their_rule(ctx: RankContext) -> None:
+    for rule in (rule for rule in RULES if rule.error):
+        program = program_of({name: values[0] for name, values in rule.combination.items()})
+        found = check(ctx, [program])[0]
+        assert found.outcome in (Outcome.RAISES, Outcome.BOTH_REFUSE, Outcome.OVER_LIMIT), (
+            f"{rule.combination}: {found.outcome}"
+        )
+        assert rule.error in found.text.splitlines()[-1], found.text
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("share", range(SHARES))
+def test_programs_of_the_array(share: int) -> None:
+    with closing(Runner(2)) as runner:
+        for row in array(2)[share::SHARES]:
+            program = program_of(row)
+            found = runner.verdict(program)
+            assert not found.outcome.is_failure, f"{found.outcome.value}: {found.text}\n{source(program)}"
+
+
+@pytest.mark.long
+@pytest.mark.in_turns
+def test_a_defect_is_noticed_in_the_array() -> None:
+    with closing(Runner(2, body=_check_with_lost_partial_sums)) as runner:
+        rows = (row for row in array(2) if (row["mesh"], row["micro.sync"]) == ("hsdp", "no all-reduce"))
+        assert any(runner.verdict(program_of(row)).outcome is Outcome.DIFFERS for row in rows)
