@@ -1,5 +1,5 @@
 """Claim: with a core for the host's thread, a step with ``fsdp2.optim.HostAdamW`` takes at most 0.9 of the time of a
-step with ``CPUOffloadPolicy`` and ``torch.optim.AdamW(fused=True)`` behind backward; it takes no device memory for
+step with ``CPUOffloadPolicy`` and ``torch.optim.AdamW(fused=True)`` after backward; it takes no device memory for
 states.
 
 All on the CPU, over gloo: there are no copies to hide, only AdamW. The peers take turns in the same processes, with one

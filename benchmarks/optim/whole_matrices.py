@@ -1,5 +1,5 @@
 """Claim: a step of ``fsdp2.optim.Muon`` takes at most 0.55 of the time of gathering every matrix on every rank on 2
-gloo ranks, and 0.4 on 4; and its planner gives ranks alike shares, within 5% of the best possible.
+gloo ranks, and 0.4 on 4; and its planner divides the work among ranks within 5% of the best possible.
 
 The first table: optimizer steps alone, over sharded parameters with gradients, one thread per rank; all peers take
 turns in the same processes. Gathering everywhere is what people write by hand: momentum on the shards,
