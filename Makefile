@@ -38,10 +38,10 @@ test-exhaustive: $(VENV)/.installed ## run all tests: before a release
 	$(PYTEST) -n 2 --timeout 900 -m "" $(ARGS)
 
 fuzz: $(VENV)/.installed ## compare runtimes on random programs: make fuzz SEEDS=1000 ARGS="--first 5000 --ranks 4"
-	$(BIN)/python -m tests.fuzz --seeds $(SEEDS) $(ARGS)
+	$(BIN)/python -m tests.programs --seeds $(SEEDS) $(ARGS)
 
 pairs: $(VENV)/.installed ## compare them on programs with every pair of features: make pairs ARGS="--ranks 4"
-	$(BIN)/python -m tests.fuzz pairs $(ARGS)
+	$(BIN)/python -m tests.programs pairs $(ARGS)
 
 mutations: $(VENV)/.installed ## put each of some 100 defects into a copy of the package; say which test notices it
 	$(BIN)/python -m tests.mutations $(ARGS)

@@ -28,11 +28,11 @@ from tests.distributed.changes import (
     step_and_zero,
 )
 from tests.distributed.support import DIM, Stack, batch, same_on_all_ranks, seeded, shard, shard_each, sharded, step
-from tests.fuzz import passes
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.golden import Check, golden_on_ranks
 from tests.harness.messages import error_of, wrapped
 from tests.harness.selection import in_ci, long
+from tests.programs import passes
 
 # Replaced by parameters that are sharded alike
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from tests.fuzz import passes
-from tests.fuzz.check import check
-from tests.fuzz.program import draw
 from tests.harness.runtimes import SUBJECT_IS_TORCH
 from tests.harness.worker import RankContext
+from tests.programs import passes
+from tests.programs.check import check
+from tests.programs.program import draw
 
 
 def run_programs(ctx: RankContext, seeds: list[int]) -> None:

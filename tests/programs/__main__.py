@@ -1,10 +1,10 @@
 """Compare runtimes on programs drawn from seeds, or on programs in which each pair of features occurs.
 
-    python -m tests.fuzz --seeds 1000                 # on 2 ranks
-    python -m tests.fuzz --seeds 200 --first 1000 --ranks 4
-    python -m tests.fuzz --seeds 1 --first 17 --show  # print program 17
-    python -m tests.fuzz pairs                        # the programs of pairs.py
-    python -m tests.fuzz pairs --first 20 --num 10    # rows 20 to 29 of the array
+    python -m tests.programs --seeds 1000                 # on 2 ranks
+    python -m tests.programs --seeds 200 --first 1000 --ranks 4
+    python -m tests.programs --seeds 1 --first 17 --show  # print program 17
+    python -m tests.programs pairs                        # the programs of pairs.py
+    python -m tests.programs pairs --first 20 --num 10    # rows 20 to 29 of the array
 
 Each program runs under torch's ``fully_shard``, under fsdp2's, and unsharded. A program on which they differ is shrunk,
 and printed as Python. The exit code is 1 if there is one.
@@ -20,14 +20,14 @@ from contextlib import closing
 
 from tqdm import tqdm
 
-from tests.fuzz import passes
-from tests.fuzz.check import Outcome, Verdict
-from tests.fuzz.features import Row, program_of
-from tests.fuzz.pairs import Pair, allowed_pairs, array, packed, pairs_of
-from tests.fuzz.program import Program, draw
-from tests.fuzz.runner import Runner, shrunk
-from tests.fuzz.source import source
 from tests.harness.pool import WorkerPool
+from tests.programs import passes
+from tests.programs.check import Outcome, Verdict
+from tests.programs.features import Row, program_of
+from tests.programs.pairs import Pair, allowed_pairs, array, packed, pairs_of
+from tests.programs.program import Program, draw
+from tests.programs.runner import Runner, shrunk
+from tests.programs.source import source
 
 MOST_VALUES = (12, 6, 2)  # that are no defaults, in programs for pairs that the array's programs leave out
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.fuzz.program import Program
+from tests.programs.program import Program
 
 
 def known_difference(program: Program) -> str | None:

@@ -15,21 +15,21 @@ from typing import Any
 
 import pytest
 
-import tests.fuzz.check as check_module
+import tests.programs.check as check_module
 from fsdp2.core.group import gradients
 from fsdp2.core.group.param import ShardedParam
 from fsdp2.core.plan import plan
 from fsdp2.core.plan.dtypes import DivideFactors
 from tests.accelerator import device
-from tests.fuzz.check import Outcome, Verdict, check
-from tests.fuzz.known import known_difference
-from tests.fuzz.program import BEFORE, BETWEEN, KINDS, OPTIMIZERS, WIRES, Block, Micro, Program, Step, draw
-from tests.fuzz.runner import Runner, shrunk, simpler
-from tests.fuzz.source import source
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import ParityModel
 from tests.harness.selection import long
 from tests.harness.training import Case
+from tests.programs.check import Outcome, Verdict, check
+from tests.programs.known import known_difference
+from tests.programs.program import BEFORE, BETWEEN, KINDS, OPTIMIZERS, WIRES, Block, Micro, Program, Step, draw
+from tests.programs.runner import Runner, shrunk, simpler
+from tests.programs.source import source
 
 
 def _assert_no_failure(programs: list[Program], verdicts: list[Verdict]) -> None:
@@ -192,8 +192,8 @@ def test_program_shrunk_from_a_defect_is_small_and_fails_alone(tmp_path: Path) -
     assert verdict.outcome is Outcome.DIFFERS
     assert found == Program(mesh="hsdp", steps=(Step(micros=(Micro("no all-reduce"), Micro())),), blocks=(Block(),))
     defect = """import pytest
-from tests.fuzz import test_fuzz
-test_fuzz._lost_partial_sums(pytest.MonkeyPatch())
+from tests.programs import test_random
+test_random._lost_partial_sums(pytest.MonkeyPatch())
 """
     ended = _run_alone(defect + source(found), tmp_path)
     assert "rank 0: DIFFERS" in ended.stdout, ended.stdout + ended.stderr

@@ -7,12 +7,12 @@ from dataclasses import fields, replace
 from typing import Any
 
 from tests.accelerator import device as accelerator
-from tests.fuzz.check import OneSidedRefusalError, Outcome, Verdict, check
-from tests.fuzz.program import Block, Micro, Program, Step
 from tests.harness.compare import oracle_records
 from tests.harness.cpp import build
 from tests.harness.distributed import RankContext
 from tests.harness.pool import WorkerError, WorkerPool
+from tests.programs.check import OneSidedRefusalError, Outcome, Verdict, check
+from tests.programs.program import Block, Micro, Program, Step
 
 # Longer than that, ranks hang; on a busy machine, too. A program takes a third of a second, and compiling some more.
 SECONDS, SECONDS_TO_COMPILE = 8.0, 24.0

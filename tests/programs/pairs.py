@@ -1,4 +1,4 @@
-"""Arrays of programs in which each pair of values occurs, and how they are run: ``python -m tests.fuzz pairs``.
+"""Arrays of programs in which each pair of values occurs, and how they are run: ``python -m tests.programs pairs``.
 
 ``allpairspy`` makes the rows. It stops when its next row would add nothing, which can be before the last pair that the
 rules allow: programs into which the missing ones are packed follow.
@@ -13,7 +13,7 @@ from typing import Any
 
 from allpairspy import AllPairs
 
-from tests.fuzz.features import RULES, Row, features, is_allowed, is_for_torch
+from tests.programs.features import RULES, Row, features, is_allowed, is_for_torch
 
 Pair = frozenset[tuple[str, Any]]
 Values = Mapping[str, tuple[Any, ...]]

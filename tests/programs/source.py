@@ -7,8 +7,8 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from tests.fuzz import blocks
-from tests.fuzz.program import Block, Precision, Program, Step
+from tests.programs import blocks
+from tests.programs.program import Block, Precision, Program, Step
 
 _BLOCKS: dict[str, type] = {
     "mlp": blocks.Mlp,
@@ -187,7 +187,7 @@ if step.runtime is not None and step.runtime.name == "fsdp2":  # torch has no ca
 """
 _MAIN = """
 if __name__ == "__main__":
-    from tests.fuzz.check import main
+    from tests.programs.check import main
     main({mesh!r}, with_torch={with_torch}, **{settings})
 """
 

@@ -1,7 +1,7 @@
 """Programs of passes, with changes between a forward and its backward: the sharded model beside the plain one.
 
-``python -m tests.fuzz --passes`` runs them. Losses and ``requires_grad`` are compared after each operation, gradients
-at each step. Torch's runtime does not follow most of these changes.
+``python -m tests.programs --passes`` runs them. Losses and ``requires_grad`` are compared after each operation,
+gradients at each step. Torch's runtime does not follow most of these changes.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ BEFORE = (
     *("load state dict", "load full state dict", "load optimizer state", "copy the model", "freeze", "thaw"),
     *("reshard after forward", "keep after forward", "reset", "write whole parameters", "save and load"),
 )
-# tests/fuzz/passes.py has more of this kind, and other ways.
+# tests/programs/passes.py has more of this kind, and other ways.
 BETWEEN = ("reference", "freeze", "thaw", "evaluate", "state dict")
 
 

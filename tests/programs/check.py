@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from tests.fuzz.known import known_difference
-from tests.fuzz.program import Program
-from tests.fuzz.source import settings, source
 from tests.harness.compare import compare_with_oracle, compare_with_unsharded, oracle_records, subject_records
 from tests.harness.distributed import RankContext
 from tests.harness.training import Case, Tolerance
+from tests.programs.known import known_difference
+from tests.programs.program import Program
+from tests.programs.source import settings, source
 
 IN_FP32 = Tolerance(rtol=1e-4, atol=1e-5)
 IN_LESS = Tolerance(rtol=5e-2, atol=5e-2, of_largest=7e-2)  # bf16 rounds by up to 4e-3; norms used twice, by more

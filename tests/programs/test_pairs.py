@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
-from tests.fuzz.check import Outcome, check
-from tests.fuzz.features import (
+from tests.harness.distributed import RankContext, distributed
+from tests.harness.selection import SHARES
+from tests.programs.check import Outcome, check
+from tests.programs.features import (
     NOT_FEATURES,
     PARTS,
     RULES,
@@ -19,13 +21,11 @@ from tests.fuzz.features import (
     is_allowed,
     program_of,
 )
-from tests.fuzz.pairs import array, packed, pairs_of
-from tests.fuzz.program import Program, Step
-from tests.fuzz.runner import Runner
-from tests.fuzz.source import source
-from tests.fuzz.test_fuzz import _check_with_lost_partial_sums
-from tests.harness.distributed import RankContext, distributed
-from tests.harness.selection import SHARES
+from tests.programs.pairs import array, packed, pairs_of
+from tests.programs.program import Program, Step
+from tests.programs.runner import Runner
+from tests.programs.source import source
+from tests.programs.test_random import _check_with_lost_partial_sums
 
 
 def test_each_field_of_a_program_is_a_feature_or_says_why_not() -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from tests.fuzz.program import (
+from tests.programs.program import (
     BEFORE,
     BETWEEN,
     CHECKPOINTS,
