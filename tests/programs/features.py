@@ -22,6 +22,7 @@ from tests.programs.program import (
     MEMORY,
     OPTIMIZERS,
     SAVED_TENSORS,
+    WAYS,
     WIRES,
     Block,
     Micro,
@@ -31,6 +32,7 @@ from tests.programs.program import (
 )
 
 Row = Mapping[str, Any]
+Combination = Mapping[str, tuple[Any, ...]]
 PARTS = {"program": Program, "block": Block, "micro": Micro, "step": Step}
 PLAIN, BF16 = Precision(), Precision("bfloat16")
 AS_GIVEN = Precision("bfloat16", casts_inputs=False)
@@ -88,7 +90,7 @@ _FEATURES: dict[str, tuple[Any, ...]] = {
     "program.optimizer": OPTIMIZERS,
     "program.clip_norm": (None, 0.05),
     "program.set_to_none": (True, False),
-    "program.way": ("fully_shard", "install"),
+    "program.way": WAYS,
     "program.autocast": ("", "forward", "step"),
     "program.saved_tensors": ("", *SAVED_TENSORS),
     "program.scaled": (False, True),
@@ -110,7 +112,7 @@ NOT_FEATURES = {
 class Rule:
     """A combination that no program has. ``error``: what fsdp2 refuses it with; if empty, ``why`` says why not."""
 
-    combination: Mapping[str, tuple[Any, ...]]
+    combination: Combination
     why: str
     error: str = ""
 
@@ -119,7 +121,7 @@ class Rule:
         return _is_in(row, self.combination)
 
 
-def _is_in(row: Row, combination: Mapping[str, tuple[Any, ...]]) -> bool:
+def _is_in(row: Row, combination: Combination) -> bool:
     return all(name in row and row[name] in values for name, values in combination.items())
 
 
@@ -132,16 +134,24 @@ def _not_default(name: str) -> tuple[Any, ...]:
     return _others(name, _FEATURES[name][0])
 
 
-def _each(first: Mapping[str, tuple[Any, ...]], others: Mapping[str, tuple[Any, ...]], why: str) -> Iterator[Rule]:
+def _joined(first: Combination, others: Combination) -> Iterator[Combination]:
     """``first`` with each of ``others``."""
     for name, values in others.items():
-        yield Rule({**first, name: values}, why)
+        yield {**first, name: values}
+
+
+def _each(first: Combination, others: Combination, why: str) -> Iterator[Rule]:
+    for combination in _joined(first, others):
+        yield Rule(combination, why)
 
 
 LOW = tuple(each for each in PRECISIONS if "bfloat16" in (each.param, each.reduce, each.output))
 CASTS = tuple(each for each in PRECISIONS if each.param)
 LEFT_OUT = {"block.left_out": _not_default("block.left_out")}
 HOOKS = {"block.wire": WIRES}
+# Of BEFORE, methods of units.
+OF_UNITS = ("reshard after forward", "keep after forward", "reset")
+WRAPPED = {"program.way": ("FSDP1",)}
 # Torch refuses these, hangs, or is known to differ, so they get rows of their own: all others are compared with torch
 # bit for bit.
 BEYOND_TORCH: tuple[dict[str, tuple[Any, ...]], ...] = (
@@ -158,6 +168,17 @@ BEYOND_TORCH: tuple[dict[str, tuple[Any, ...]], ...] = (
     {"block.checkpoint": ("reentrant",), "block.uses": (2,)},
     {"block.checkpoint": ("reentrant",), "micro.forwards": (2,)},
     {"program.divide_factor": (1.0,), "program.force_sum": (False,)},  # gloo multiplies in no reduction
+    # Torch's class takes no second backward, hangs, and moves to an accelerator what it offloads.
+    *_joined(WRAPPED, {"micro.backwards": (2,), "micro.between": (("state dict",),), "program.offload": (True,)}),
+    # It gives frozen parameters zeros, and adds up norms and, in less than fp32, micro-batches in another order.
+    *_joined(WRAPPED, {"block.frozen": (True,), "second step": ("freeze",), "third step": ("freeze",)}),
+    *_joined(WRAPPED, {"program.clip_norm": (0.05,), "program.optimizer": ("AdamW fused",), "program.tied": (True,)}),
+    *(
+        {**WRAPPED, **low, **several}
+        for low in ({"program.precision": LOW}, {"program.autocast": ("forward", "step")})
+        for several in ({"micros": (2,)}, {"micro.forwards": (2,)}, {"block.uses": (2,)})
+    ),
+    {**WRAPPED, "mesh": ("hsdp", "one rank")},  # where one rank has all shards, it does not shard at all
 )
 # The unsharded model computes something else, or rounds too differently: see source.has_reference.
 NO_REFERENCE: tuple[dict[str, tuple[Any, ...]], ...] = (
@@ -165,6 +186,9 @@ NO_REFERENCE: tuple[dict[str, tuple[Any, ...]], ...] = (
     {"mesh": ("experts",)},
     {"program.ignored": (True,)},
     {"program.reduces_unused": (True,)},
+    # A wrapper has gradients for all of its parameters, or for none.
+    *_joined(WRAPPED, {"block.skipped": _not_default("block.skipped"), "block.detached": (True,)}),
+    {**WRAPPED, "block.kind": ("side",), "micro.uses_side": (False,)},
     *(
         {**low, **rounded}
         for low in ({"program.precision": LOW}, {"program.autocast": _not_default("program.autocast")}, HOOKS)
@@ -176,7 +200,7 @@ NO_REFERENCE: tuple[dict[str, tuple[Any, ...]], ...] = (
 )
 
 
-def _both(first: Mapping[str, tuple[Any, ...]], second: Mapping[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
+def _both(first: Combination, second: Combination) -> dict[str, tuple[Any, ...]]:
     """The combination of two combinations."""
     joined = {**first, **second}
     for name in first.keys() & second.keys():
@@ -196,6 +220,31 @@ RULES = (
         },
         "the plan of tensor parallelism is that of a block of kind mlp in float32, cut evenly",
     ),
+    *_each(
+        WRAPPED,
+        {
+            "mesh": ("tp", "experts"),
+            "block.left_out": _not_default("block.left_out"),
+            "block.wire": WIRES,
+            "micro.sync": ("no all-reduce",),
+            "micro.keep": (True,),
+            "micro.by_hand": _not_default("micro.by_hand"),
+            "micro.fails": (True,),
+            "micro.marks_last": (True,),
+            "second step": OF_UNITS,
+            "third step": OF_UNITS,
+            "program.listed": (True,),
+            "program.force_sum": (True,),
+            "program.reduces_unused": (True,),
+            "program.placement_dim": (1,),
+            "program.precision": tuple(each for each in PRECISIONS if each.output or not each.casts_inputs),
+            "program.prefetch": (True,),
+            "program.divide_factor": (1.0,),
+            "program.memory": MEMORY,
+        },
+        "FSDP1's class has no such option, or no such method",
+    ),
+    Rule({**WRAPPED, "program.ignored": (True,)}, "torch's class lists what it ignores before other parameters"),
     *_each({"mesh": ("tp", "experts")}, {"program.clip_norm": (0.05,)}, "torch clips on one mesh only"),
     *_each({"mesh": ("tp", "experts", "one rank")}, LEFT_OUT, "all ranks of a layer run it"),
     Rule({"mesh": ("experts",), "program.listed": (True,)}, "modules of one unit are on one mesh"),

@@ -14,6 +14,18 @@ def known_difference(program: Program) -> str | None:
         return "torch does not follow requires_grad that changes between a forward and its backward"
     if program.autocast == "step" and any(len(step.micros) > 1 for step in program.steps):
         return "torch drops gradients that come late, through casts that autocast keeps from an earlier micro-batch"
+    if program.way == "FSDP1":
+        if any(block.frozen for block in program.blocks) or any("freeze" in step.before for step in program.steps):
+            return "torch's class gives frozen parameters gradients of zero"
+        if program.clip_norm is not None or program.optimizer == "AdamW fused":
+            return (
+                "torch's class has its parameters in other memory: norms and fused steps are rounded in another order"
+            )
+        if program.mesh in ("hsdp", "one rank"):
+            return "where one rank has all shards, torch's class neither averages nor reduces each micro-batch once"
+        several = program.tied or uses_twice or any(len(step.micros) > 1 for step in program.steps)
+        if several or any(micro.forwards == 2 for step in program.steps for micro in step.micros):
+            return "torch's class adds up gradients in another order, and in the dtype of the parameters"
     for step in program.steps:
         two_forwards = any(micro.forwards == 2 for micro in step.micros)
         if any(block.checkpoint == "reentrant" and (two_forwards or block.uses == 2) for block in program.blocks):

@@ -96,7 +96,7 @@ class Program:
     optimizer: str = "SGD"
     clip_norm: float | None = None
     set_to_none: bool = True
-    way: str = "fully_shard"  # or "install": fsdp2 by torch's names
+    way: str = "fully_shard"  # or another of WAYS
     autocast: str = ""  # or what runs under autocast to bfloat16: "forward", "step"
     saved_tensors: str = ""  # or the saved-tensor hooks around forwards: one of SAVED_TENSORS
     scaled: bool = False  # GradScaler scales the losses, and divides the gradients at the end of the step
@@ -109,6 +109,7 @@ class Program:
         return any(block.left_out for block in self.blocks)
 
 
+WAYS = ("fully_shard", "install", "FSDP1")  # the second: fsdp2 by torch's names; the third: wrappers of FSDP1's class
 CHECKPOINTS = ("reentrant", "not reentrant", "selective")
 SAVED_TENSORS = ("kept", "copied")
 MEMORY = ("large limit", "tight limit", "budget")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tests.programs import blocks
-from tests.programs.program import Block, Precision, Program, Step
+from tests.programs.program import Block, Micro, Precision, Program, Step
 
 _BLOCKS: dict[str, type] = {
     "mlp": blocks.Mlp,
@@ -43,6 +43,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions, get_model_state_dict, get_optimizer_state_dict, set_model_state_dict, set_optimizer_state_dict
 )
+from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -66,10 +67,14 @@ values = {name: value * 0.5 if value.is_floating_point() else value
 set_model_state_dict(model, values, options=full)
 """,
     "load optimizer state": """
-not_strict = StateDictOptions(strict=False)  # parameters without gradients so far have no states
-set_optimizer_state_dict(
-    model, optimizers[0], get_optimizer_state_dict(model, optimizers[0]), options=not_strict
-)
+if step.runtime is not None and isinstance(model, step.runtime.FullyShardedDataParallel):
+    states = type(model).optim_state_dict(model, optimizers[0])
+    optimizers[0].load_state_dict(type(model).optim_state_dict_to_load(model, optimizers[0], states))
+else:
+    not_strict = StateDictOptions(strict=False)  # parameters without gradients so far have no states
+    set_optimizer_state_dict(
+        model, optimizers[0], get_optimizer_state_dict(model, optimizers[0]), options=not_strict
+    )
 """,
     "copy the model": """
 if step.runtime is not None and step.runtime.name == "fsdp2":  # torch cannot copy
@@ -87,8 +92,13 @@ if step.runtime is not None and step.runtime.name == "fsdp2":
     model.reset_iter_state()
 """,
     "write whole parameters": """
+wrapper = step.runtime is not None and step.runtime.FullyShardedDataParallel
 is_ours = step.runtime is not None and step.runtime.name == "fsdp2"
-with fsdp2.unsharded(model) if is_ours else contextlib.nullcontext(), torch.no_grad():
+if step.runtime is not None and isinstance(model, wrapper):
+    whole = wrapper.summon_full_params(model)
+else:
+    whole = fsdp2.unsharded(model) if is_ours else contextlib.nullcontext()
+with whole, torch.no_grad():
     for param in model.parameters():
         param.mul_(0.5)
 """,
@@ -204,6 +214,7 @@ def source(program: Program) -> str:
 def settings(program: Program) -> dict[str, Any]:
     """What a case has besides its functions; ``is_low`` and ``has_reference`` say how it is compared."""
     own = {"clip_norm": program.clip_norm, "set_to_none": program.set_to_none, "num_steps": len(program.steps)}
+    own["is_wrapped"] = program.way == "FSDP1"
     return {**own, "is_low": is_low(program), "has_reference": has_reference(program)}
 
 
@@ -221,8 +232,15 @@ def has_reference(program: Program) -> bool:
         or program.mesh == "experts"
         or program.ignored
         or program.reduces_unused
+        or (program.way == "FSDP1" and _leaves_out(program))
         or (is_low(program) and (program.clip_norm is not None or program.optimizer.startswith("AdamW")))
     )
+
+
+def _leaves_out(program: Program) -> bool:
+    """Whether some parameters get no gradient in a step: a wrapper has gradients for all of its own, or for none."""
+    uses_side = all(micro.uses_side for step in program.steps for micro in step.micros)
+    return any(block.skipped or block.detached or (block.kind == "side" and not uses_side) for block in program.blocks)
 
 
 def _indented(text: str, by: int = 4) -> Iterator[str]:
@@ -349,9 +367,47 @@ def _shard(program: Program) -> str:
     if program.memory:
         lines.append('    if runtime.name == "fsdp2":  # torch has no such limit')
         lines += _indented(_MEMORY[program.memory], 8)
+    if program.way == "FSDP1":
+        return _wrap(program)
     if program.way == "install":
         lines = [*lines[:1], "    with installed(runtime) as runtime:", *(f"    {line}" for line in lines[1:])]
     return "\n".join(lines)
+
+
+def _wrap(program: Program) -> str:
+    """The model under FSDP1's class."""
+    lines = [
+        "def shard(runtime, model, mesh):",
+        "    wrapped = functools.partial(",
+        "        runtime.FullyShardedDataParallel,",
+    ]
+    lines.append("        device_mesh=mesh, device_id=torch.device(mesh.device_type), use_orig_params=True,")
+    if program.precision != Precision():
+        own = _policy(program.precision, is_root=False).partition("(")[2]
+        own = own.replace("cast_forward_inputs=False", "cast_root_forward_inputs=False")
+        lines.append(f"        mixed_precision=MixedPrecision({own},")
+    if program.offload:
+        lines.append("        cpu_offload=CPUOffload(offload_params=True),")
+    if program.ignored:
+        lines.append("        ignored_states=[model.exit.bias],")
+    lines.append("    )")
+    for index, block in enumerate(program.blocks):
+        if block.inner:
+            lines.append(f"    name, inner = next(model.block{index}.named_children())")
+            lines.append(f"    setattr(model.block{index}, name, wrapped(inner{_strategy(program, block.reshard)}))")
+        if block.alone:
+            lines.append(f"    model.block{index} = wrapped(model.block{index}{_strategy(program, block.reshard)})")
+    if program.covered:
+        lines += [f"    model.{end} = wrapped(model.{end}{_strategy(program, None)})" for end in ("entry", "exit")]
+    lines += [f"    model.block{i}.compile(backend='aot_eager')" for i, b in enumerate(program.blocks) if b.compiled]
+    return "\n".join([*lines, f"    return wrapped(model{_strategy(program, program.root_reshard)})"])
+
+
+def _strategy(program: Program, reshard: Any) -> str:
+    keeps = reshard is False
+    if program.mesh in ("hsdp", "one replica"):
+        return f", sharding_strategy=ShardingStrategy.{'_HYBRID_SHARD_ZERO2' if keeps else 'HYBRID_SHARD'}"
+    return f", sharding_strategy=ShardingStrategy.{'SHARD_GRAD_OP' if keeps else 'FULL_SHARD'}"
 
 
 def _reshard(value: Any) -> str:
@@ -359,7 +415,8 @@ def _reshard(value: Any) -> str:
 
 
 def _run(program: Program) -> str:
-    lines = ["def run(step, model):", "    losses, control = [], step.control(model)"]
+    control = "None" if program.way == "FSDP1" else "step.control(model)"
+    lines = ["def run(step, model):", f"    losses, control = [], {control}"]
     if program.mesh == "tp":
         lines.append("    step.rank = dist.get_rank() // 2  # ranks that share a layer take the same batch")
     for index, step in enumerate(program.steps):
@@ -382,6 +439,11 @@ def _step(number: int, step: Step, program: Program) -> Iterator[str]:
     num_micros = len(step.micros)
     syncs = {micro.sync for micro in step.micros}
     for index, micro in enumerate(step.micros):
+        if program.way == "FSDP1":
+            whole = "model.no_sync() if step.runtime is not None else contextlib.nullcontext()"
+            text = "\n".join(_micro(index, micro, program, skipped, left_out))
+            yield from _under([whole] if micro.sync == "no reduction" else [], text)
+            continue
         if "no reduction" in syncs:
             yield f"control.set_requires_gradient_sync({micro.sync != 'no reduction'})"
         if "no all-reduce" in syncs:
@@ -390,37 +452,44 @@ def _step(number: int, step: Step, program: Program) -> Iterator[str]:
             yield f"control.set_reshard_after_backward({not micro.keep})"
         if any(each.marks_last for each in step.micros):
             yield f"control.set_is_last_backward({index == num_micros - 1})"
-        given = f"{index}"
-        given += f", skipped={skipped}" if skipped else ""
-        given += f", left_out={left_out} if step.rank % 2 else ()" if left_out else ""
-        given += "" if micro.uses_side else ", uses_side=False"
-        if micro.fails:
-            yield _FAILS.strip("\n").replace("{index}", given)
-        if micro.evaluates:
-            yield f"with torch.no_grad():\n    losses.append(step.loss(model, 5{given}))"
-        if micro.by_hand == "reshard":
-            yield "control.reshard()"
-        elif micro.by_hand:
-            yield f"handle = control.unshard(async_op={micro.by_hand == 'unshard async'})"
-            if micro.by_hand == "unshard async":
-                yield "handle.wait()"
-        more = f" + step.loss(model, 2{given})" if micro.forwards == 2 else ""
-        contexts = [_AUTOCAST] if program.autocast == "forward" else []
-        contexts += [_SAVED_TENSORS[program.saved_tensors]] if program.saved_tensors else []
-        yield from _under(contexts, f"losses.append(step.loss(model, {given}){more})")
-        for each in micro.between:
-            yield _BETWEEN[each].strip("\n").replace("{given}", given).replace("{index}", str(index))
-        loss = "scaler.scale(losses[-1])" if program.scaled else "losses[-1]"
-        if micro.backwards == 2:
-            yield f"{loss}.backward(retain_graph=True)"
-        if micro.in_thread:
-            # As many threads for an operation as elsewhere: else sums are rounded in another order.
-            yield "with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as other:"
-            yield f"    other.submit({loss}.backward).result()"
-        else:
-            yield f"{loss}.backward()"
+        yield from _micro(index, micro, program, skipped, left_out)
     if program.scaled:
         yield "scaler.unscale_(optimizers[0])"
+
+
+def _micro(
+    index: int, micro: Micro, program: Program, skipped: tuple[int, ...], left_out: tuple[int, ...]
+) -> Iterator[str]:
+    """The forwards and backwards of a micro-batch."""
+    given = f"{index}"
+    given += f", skipped={skipped}" if skipped else ""
+    given += f", left_out={left_out} if step.rank % 2 else ()" if left_out else ""
+    given += "" if micro.uses_side else ", uses_side=False"
+    if micro.fails:
+        yield _FAILS.strip("\n").replace("{index}", given)
+    if micro.evaluates:
+        yield f"with torch.no_grad():\n    losses.append(step.loss(model, 5{given}))"
+    if micro.by_hand == "reshard":
+        yield "control.reshard()"
+    elif micro.by_hand:
+        yield f"handle = control.unshard(async_op={micro.by_hand == 'unshard async'})"
+        if micro.by_hand == "unshard async":
+            yield "handle.wait()"
+    more = f" + step.loss(model, 2{given})" if micro.forwards == 2 else ""
+    contexts = [_AUTOCAST] if program.autocast == "forward" else []
+    contexts += [_SAVED_TENSORS[program.saved_tensors]] if program.saved_tensors else []
+    yield from _under(contexts, f"losses.append(step.loss(model, {given}){more})")
+    for each in micro.between:
+        yield _BETWEEN[each].strip("\n").replace("{given}", given).replace("{index}", str(index))
+    loss = "scaler.scale(losses[-1])" if program.scaled else "losses[-1]"
+    if micro.backwards == 2:
+        yield f"{loss}.backward(retain_graph=True)"
+    if micro.in_thread:
+        # As many threads for an operation as elsewhere: else sums are rounded in another order.
+        yield "with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as other:"
+        yield f"    other.submit({loss}.backward).result()"
+    else:
+        yield f"{loss}.backward()"
 
 
 def _under(contexts: list[str], text: str) -> Iterator[str]:
