@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field, replace
 
+from tests.programs import operations
+
 KINDS = ("mlp", "attention", "norms", "side", "odd", "itself")
 DTYPES = ("bfloat16", "float32")
-WIRES = ("bf16", "halved", "scaled")
+WIRES = tuple(operations.WIRES)
 
 
 @dataclass(frozen=True)
@@ -64,12 +66,7 @@ class Step:
     micros: tuple[Micro, ...] = (Micro(),)
 
 
-BEFORE = (
-    *("load state dict", "load full state dict", "load optimizer state", "copy the model", "freeze", "thaw"),
-    *("reshard after forward", "keep after forward", "reset", "write whole parameters", "save and load"),
-)
-# tests/programs/passes.py has more of this kind, and other ways.
-BETWEEN = ("reference", "freeze", "thaw", "evaluate", "state dict")
+BEFORE, BETWEEN = tuple(operations.BEFORE), tuple(operations.BETWEEN)
 
 
 @dataclass(frozen=True)
@@ -110,10 +107,8 @@ class Program:
 
 
 WAYS = ("fully_shard", "install", "FSDP1")  # the second: fsdp2 by torch's names; the third: wrappers of FSDP1's class
-CHECKPOINTS = ("reentrant", "not reentrant", "selective")
-SAVED_TENSORS = ("kept", "copied")
-MEMORY = ("large limit", "tight limit", "budget")
-OPTIMIZERS = ("SGD", "momentum", "AdamW", "AdamW foreach", "AdamW fused", "AdamW one by one")
+CHECKPOINTS, SAVED_TENSORS = tuple(operations.CHECKPOINTS), tuple(operations.SAVED_TENSORS)
+MEMORY, OPTIMIZERS = tuple(operations.MEMORY), tuple(operations.OPTIMIZERS)
 
 
 def draw(seed: int, world_size: int) -> Program:

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from tests.programs import blocks
+from tests.programs import blocks, operations
 from tests.programs.program import Block, Micro, Precision, Program, Step
 
 _BLOCKS: dict[str, type] = {
@@ -17,15 +17,6 @@ _BLOCKS: dict[str, type] = {
     "side": blocks.Side,
     "odd": blocks.Odd,
     "itself": blocks.Itself,
-}
-_OPTIMIZERS = {
-    "SGD": "torch.optim.SGD(parameters, lr=0.02, foreach=False)",
-    "momentum": "torch.optim.SGD(parameters, lr=0.02, momentum=0.9, weight_decay=0.01, foreach=False)",
-    # eps is well above the rounding noise of a gradient, so that noise stays noise in the update
-    "AdamW": "torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3, weight_decay=0.1)",
-    "AdamW foreach": "torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3, weight_decay=0.1, foreach=True)",
-    "AdamW fused": "torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3, weight_decay=0.1, fused=True)",
-    "AdamW one by one": "torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3, weight_decay=0.1, foreach=False)",
 }
 _IMPORTS = """
 import contextlib
@@ -54,146 +45,6 @@ from tests.harness import extensions
 from tests.harness.models import ParityModel
 from tests.harness.offload import offload_policy
 from tests.harness.runtimes import installed
-"""
-_BEFORE = {
-    "load state dict": """
-values = model.state_dict()
-model.load_state_dict({name: value * 0.5 if value.is_floating_point() else value for name, value in values.items()})
-""",
-    "load full state dict": """
-full = StateDictOptions(full_state_dict=True)
-values = {name: value * 0.5 if value.is_floating_point() else value
-          for name, value in get_model_state_dict(model, options=full).items()}
-set_model_state_dict(model, values, options=full)
-""",
-    "load optimizer state": """
-if step.runtime is not None and isinstance(model, step.runtime.FullyShardedDataParallel):
-    states = type(model).optim_state_dict(model, optimizers[0])
-    optimizers[0].load_state_dict(type(model).optim_state_dict_to_load(model, optimizers[0], states))
-else:
-    not_strict = StateDictOptions(strict=False)  # parameters without gradients so far have no states
-    set_optimizer_state_dict(
-        model, optimizers[0], get_optimizer_state_dict(model, optimizers[0]), options=not_strict
-    )
-""",
-    "copy the model": """
-if step.runtime is not None and step.runtime.name == "fsdp2":  # torch cannot copy
-    copied = copy.deepcopy(model)
-    for mine, given in zip(copied.parameters(), model.parameters()):
-        assert torch.equal(getattr(mine, "_local_tensor", mine), getattr(given, "_local_tensor", given))
-    step.loss(copied).backward()
-""",
-    "freeze": "model.entry.weight.requires_grad_(False)",
-    "thaw": "model.entry.weight.requires_grad_(True)",
-    "reshard after forward": "control.set_reshard_after_forward(True)",
-    "keep after forward": "control.set_reshard_after_forward(False)",
-    "reset": """
-if step.runtime is not None and step.runtime.name == "fsdp2":
-    model.reset_iter_state()
-""",
-    "write whole parameters": """
-wrapper = step.runtime is not None and step.runtime.FullyShardedDataParallel
-is_ours = step.runtime is not None and step.runtime.name == "fsdp2"
-if step.runtime is not None and isinstance(model, wrapper):
-    whole = wrapper.summon_full_params(model)
-else:
-    whole = fsdp2.unsharded(model) if is_ours else contextlib.nullcontext()
-with whole, torch.no_grad():
-    for param in model.parameters():
-        param.mul_(0.5)
-""",
-    "save and load": """
-if step.runtime is not None:
-    folders = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(folders)
-    saved = get_model_state_dict(model)
-    dcp.save({"model": saved}, checkpoint_id=folders[0])
-    with torch.no_grad():
-        for param in model.parameters():
-            param.zero_()
-    loaded = {"model": get_model_state_dict(model)}
-    dcp.load(loaded, checkpoint_id=folders[0])
-    set_model_state_dict(model, loaded["model"])
-    dist.barrier()
-    if dist.get_rank() == 0:
-        shutil.rmtree(folders[0])
-""",
-}
-_WIRES = {
-    "bf16": "wrap_parameters(model.block{index}, BFloat16AllGatherTensor)",
-    "halved": "extensions.wrap(model.block{index}, extensions.Halved)",
-    "scaled": "extensions.wrap(model.block{index}, extensions.Scaled)",
-}
-_REFERENCE = """\
-def reference(step, model, block, *given, **more):
-    flags = {name: param.requires_grad for name, param in block.named_parameters()}
-    block.requires_grad_(False)
-    with torch.no_grad():
-        loss = step.loss(model, *given, **more)
-    for name, param in block.named_parameters():
-        param.requires_grad_(flags[name])
-    return loss
-
-
-"""
-_BETWEEN = {
-    "reference": "losses.insert(0, reference(step, model, model.block0, 7{given}))",
-    "freeze": "model.entry.weight.requires_grad_(False)",
-    "thaw": "model.entry.weight.requires_grad_(True)",
-    "evaluate": "with torch.no_grad():\n    losses.insert(0, step.loss(model, 8{given}))",
-    "state dict": """
-if step.runtime is not None:
-    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    step.note(f"state dict {index}", {name: value.clone() for name, value in whole.items()})
-""",
-}
-_CHECKPOINTED = """\
-def keeps_products(ctx, op, *args, **kwargs):
-    is_product = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-    return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-SELECTIVELY = functools.partial(create_selective_checkpoint_contexts, keeps_products)
-
-
-def checkpointed(block, x, uses_side, **how):
-    if not torch.is_grad_enabled():  # torch would warn
-        return block(x, uses_side)
-    return checkpoint(block, x, uses_side, **how)
-
-
-"""
-_CHECKPOINTS = {
-    "reentrant": "use_reentrant=True",
-    "not reentrant": "use_reentrant=False",
-    "selective": "use_reentrant=False, context_fn=SELECTIVELY",
-}
-_SAVED_TENSORS = {
-    "kept": "torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda kept: kept)",
-    "copied": "torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.clone(), lambda kept: kept)",
-}
-_MEMORY = {
-    "large limit": "model.set_temporary_memory_limit('1GiB')",
-    "tight limit": "model.set_temporary_memory_limit(fsdp2.memory.memory_plan(model).peak)",
-    "budget": """
-plan = fsdp2.memory.memory_plan(model)
-nbytes = torch.tensor(plan.peak + 2 * sum(unit.shards for unit in plan.units))  # a step takes 4 times its shards
-dist.all_reduce(nbytes, dist.ReduceOp.MAX)
-fsdp2.memory.offload_by_budget(model, int(nbytes), offload_policy=offload_policy(runtime))
-""",
-}
-_AUTOCAST = "torch.autocast('cpu', torch.bfloat16)"
-_FAILS = """
-if step.runtime is not None and step.runtime.name == "fsdp2":  # torch has no call to recover by
-    def raises(*args):
-        raise InterruptedError
-    handle = model.exit.register_forward_pre_hook(raises)
-    try:
-        step.loss(model, {index})
-    except InterruptedError:
-        pass
-    handle.remove()
-    model.reset_iter_state(keep_unreduced=True)
 """
 _MAIN = """
 if __name__ == "__main__":
@@ -275,11 +126,11 @@ def _model(program: Program) -> str:
         lines.append("        self.calls += 1")
     lines += ["        return x", "", ""]
     if any(block.checkpoint for block in program.blocks):
-        lines += _CHECKPOINTED.splitlines()
+        lines += operations.CHECKPOINTED.splitlines()
     if any("reference" in micro.between for step in program.steps for micro in step.micros):
-        lines += _REFERENCE.splitlines()
+        lines += operations.REFERENCE.splitlines()
     lines += ["def build():", "    return Model()", "", "", "optimizers = []", "", ""]
-    lines += ["def optimizer(parameters):", f"    optimizers[:] = [{_OPTIMIZERS[program.optimizer]}]"]
+    lines += ["def optimizer(parameters):", f"    optimizers[:] = [{operations.OPTIMIZERS[program.optimizer]}]"]
     return "\n".join([*lines, "    return optimizers[0]"])
 
 
@@ -288,7 +139,7 @@ def _calls(index: int, block: Block) -> Iterator[str]:
     given = f"x.to(next(self.block{index}.parameters()).dtype)" if block.double else "x"
     value = f"self.block{index}({given}, uses_side)"
     if block.checkpoint:
-        value = f"checkpointed(self.block{index}, {given}, uses_side, {_CHECKPOINTS[block.checkpoint]})"
+        value = f"checkpointed(self.block{index}, {given}, uses_side, {operations.CHECKPOINTS[block.checkpoint]})"
     if block.double:
         value += ".to(x.dtype)"
     call = f"x = {value}"
@@ -323,7 +174,7 @@ def _shard(program: Program) -> str:
             plan = '{"up": ColwiseParallel(), "down": RowwiseParallel()}'
             lines.append(f'    parallelize_module(model.block{index}, mesh["tp"], {plan})')
         if block.wire:
-            lines.append("    " + _WIRES[block.wire].format(index=index))
+            lines.append("    " + operations.WIRES[block.wire].format(index=index))
     lines.append('    kwargs = {"mesh": mesh["dp"]}' if program.mesh == "tp" else '    kwargs = {"mesh": mesh}')
     if program.precision != Precision():
         lines.append(f'    kwargs["mp_policy"] = {_policy(program.precision, is_root=False)}')
@@ -366,7 +217,7 @@ def _shard(program: Program) -> str:
     lines += [f"    model.block{i}.compile(backend='aot_eager')" for i, b in enumerate(program.blocks) if b.compiled]
     if program.memory:
         lines.append('    if runtime.name == "fsdp2":  # torch has no such limit')
-        lines += _indented(_MEMORY[program.memory], 8)
+        lines += _indented(operations.MEMORY[program.memory], 8)
     if program.way == "FSDP1":
         return _wrap(program)
     if program.way == "install":
@@ -422,7 +273,7 @@ def _run(program: Program) -> str:
     for index, step in enumerate(program.steps):
         if len(program.steps) > 1:
             lines.append(f"    if step.index == {index}:")
-        contexts = [_AUTOCAST] if program.autocast == "step" else []
+        contexts = [operations.AUTOCAST] if program.autocast == "step" else []
         body = "\n".join(_under(contexts, "\n".join(_step(index, step, program))))
         lines += _indented(body, 8 if len(program.steps) > 1 else 4)
     return "\n".join([*lines, "    return losses"])
@@ -433,7 +284,7 @@ def _step(number: int, step: Step, program: Program) -> Iterator[str]:
     if program.scaled:
         yield "scaler = torch.amp.GradScaler('cpu', init_scale=1024.0)"
     for each in step.before:
-        yield _BEFORE[each].strip("\n")
+        yield operations.BEFORE[each].strip("\n")
     skipped = tuple(index for index, block in enumerate(all_blocks) if number in block.skipped)
     left_out = tuple(i for i, block in enumerate(all_blocks) if number in block.left_out and i not in skipped)
     num_micros = len(step.micros)
@@ -466,7 +317,7 @@ def _micro(
     given += f", left_out={left_out} if step.rank % 2 else ()" if left_out else ""
     given += "" if micro.uses_side else ", uses_side=False"
     if micro.fails:
-        yield _FAILS.strip("\n").replace("{index}", given)
+        yield operations.FAILS.strip("\n").replace("{index}", given)
     if micro.evaluates:
         yield f"with torch.no_grad():\n    losses.append(step.loss(model, 5{given}))"
     if micro.by_hand == "reshard":
@@ -476,11 +327,11 @@ def _micro(
         if micro.by_hand == "unshard async":
             yield "handle.wait()"
     more = f" + step.loss(model, 2{given})" if micro.forwards == 2 else ""
-    contexts = [_AUTOCAST] if program.autocast == "forward" else []
-    contexts += [_SAVED_TENSORS[program.saved_tensors]] if program.saved_tensors else []
+    contexts = [operations.AUTOCAST] if program.autocast == "forward" else []
+    contexts += [operations.SAVED_TENSORS[program.saved_tensors]] if program.saved_tensors else []
     yield from _under(contexts, f"losses.append(step.loss(model, {given}){more})")
     for each in micro.between:
-        yield _BETWEEN[each].strip("\n").replace("{given}", given).replace("{index}", str(index))
+        yield operations.BETWEEN[each].strip("\n").replace("{given}", given).replace("{index}", str(index))
     loss = "scaler.scale(losses[-1])" if program.scaled else "losses[-1]"
     if micro.backwards == 2:
         yield f"{loss}.backward(retain_graph=True)"
