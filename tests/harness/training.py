@@ -229,10 +229,12 @@ class Case:
     num_steps: int = 2
     set_to_none: bool = True
     clip_norm: float | None = None
+    clip: Callable[[Iterable[Tensor], float], Tensor] = nn.utils.clip_grad_norm_
     gather_full: bool = False  # full_tensor() of the last parameters too; on 4 ranks that is most of a run's time
     reduce_dtype: torch.dtype = torch.float32
     unsharded: Tolerance | None = Tolerance(rtol=1e-4, atol=1e-5)
     longest_axis: int | None = None  # ranks that one reduction sums over, where that is no axis of the mesh
+    not_recorded: tuple[str, ...] = ()  # "gradients", "parameters": an optimizer still has them, or has taken them
     is_wrapped: bool = False  # ``shard`` returns FSDP1's class around the model: whole parameters are compared
 
 
@@ -327,15 +329,16 @@ def train(case: Case, mesh: DeviceMesh, runtime: Runtime | None, seed: int = 0) 
             _average_gradients(model, mesh)
         if case.clip_norm is not None:
             params, most = model.parameters(), case.clip_norm
-            norm = wrapper.clip_grad_norm_(most) if wrapper else nn.utils.clip_grad_norm_(params, most)
+            norm = wrapper.clip_grad_norm_(most) if wrapper else case.clip(params, most)
             losses.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         with _whole(wrapper, with_grads=True):
-            gradients = gradients_of(model)
+            gradients = {} if "gradients" in case.not_recorded else gradients_of(model)
         optimizer.step()
         optimizer.zero_grad(set_to_none=case.set_to_none)
         full = case.gather_full and index == case.num_steps - 1
         with _whole(wrapper):
-            parameters = {name: snapshot(parameter, with_full=full) for name, parameter in named_parameters(model)}
+            named = () if "parameters" in case.not_recorded else named_parameters(model)
+            parameters = {name: snapshot(parameter, with_full=full) for name, parameter in named}
             buffers = {name.replace(WRAPPED, ""): buffer.clone() for name, buffer in model.named_buffers()}
         records.append(StepRecord(losses, step.notes, gradients, parameters, buffers))
     return records

@@ -6,7 +6,7 @@ from tests.harness.runtimes import SUBJECT_IS_TORCH
 from tests.harness.worker import RankContext
 from tests.programs import passes
 from tests.programs.check import check
-from tests.programs.program import draw
+from tests.programs.drawn import draw
 
 
 def run_programs(ctx: RankContext, seeds: list[int]) -> None:

@@ -23,9 +23,10 @@ from tqdm import tqdm
 from tests.harness.pool import WorkerPool
 from tests.programs import passes
 from tests.programs.check import Outcome, Verdict
+from tests.programs.drawn import draw
 from tests.programs.features import Row, program_of
 from tests.programs.pairs import Pair, allowed_pairs, array, packed, pairs_of
-from tests.programs.program import Program, draw
+from tests.programs.program import Program
 from tests.programs.runner import Runner, shrunk
 from tests.programs.source import source
 

@@ -136,6 +136,7 @@ def _of_all_ranks(value: bool) -> list[str]:
 def _case(found: dict[str, Any], *, is_low: bool, has_reference: bool, **own: Any) -> Case:
     unsharded = (IN_LESS if is_low else IN_FP32) if has_reference else None
     own |= {"reduce_dtype": torch.bfloat16 if is_low else torch.float32, "unsharded": unsharded}
+    own |= {"clip": found.get("clip", torch.nn.utils.clip_grad_norm_)}
     return Case(found["build"], found["shard"], found["run"], found["optimizer"], **own)
 
 

@@ -14,14 +14,20 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from tests.programs.operations import REFUSED
 from tests.programs.program import (
     BEFORE,
     BETWEEN,
+    CALLED,
     CHECKPOINTS,
+    FAILS,
     KINDS,
     MEMORY,
+    ON_HOST,
     OPTIMIZERS,
     SAVED_TENSORS,
+    SETTINGS,
+    STEP_IN_BACKWARD,
     WAYS,
     WIRES,
     Block,
@@ -39,6 +45,12 @@ AS_GIVEN = Precision("bfloat16", casts_inputs=False)
 PRECISIONS = (
     *(PLAIN, BF16, Precision("bfloat16", "float32", "float32"), AS_GIVEN),
     *(Precision(None, "bfloat16"), Precision(None, None, "bfloat16")),
+)
+
+# Of BEFORE, what may come after another one.
+AGAIN = (
+    *("load state dict", "load optimizer state", "copy the model", "thaw", "reset", "write whole parameters"),
+    *("save and load", "pickle", "to one rank and back", "outer root"),
 )
 
 # By part and field, the default first.
@@ -59,11 +71,13 @@ _FEATURES: dict[str, tuple[Any, ...]] = {
     "block.frozen": (False, True),
     "block.wire": ("", *WIRES),
     "block.compiled": (False, True),
-    "micro.sync": ("all", "no all-reduce", "no reduction"),
+    "micro.sync": ("all", "no all-reduce", "no reduction", "no_sync"),
     "micro.keep": (False, True),
     "micro.by_hand": ("", "unshard", "unshard async", "reshard"),
     "micro.evaluates": (False, True),
-    "micro.fails": (False, True),
+    "micro.fails": ("", *FAILS),
+    "micro.refused": ("", *REFUSED),
+    "micro.called": CALLED,
     "micro.forwards": (1, 2),
     "micro.backwards": (1, 2),
     "micro.marks_last": (False, True),
@@ -71,7 +85,7 @@ _FEATURES: dict[str, tuple[Any, ...]] = {
     "micro.between": ((), *((each,) for each in BETWEEN)),
     "micro.in_thread": (False, True),
     "second step": ("", *BEFORE),  # Step.before
-    "third step": ("", *BEFORE),
+    "third step": ("", *AGAIN),
     "program.dim": (8, 10),
     "program.tied": (False, True),
     "program.listed": (False, True),
@@ -89,9 +103,13 @@ _FEATURES: dict[str, tuple[Any, ...]] = {
     "program.root_reshard": (None, True, False),
     "program.optimizer": OPTIMIZERS,
     "program.clip_norm": (None, 0.05),
+    "program.clips_by": ("torch", "fsdp2"),
     "program.set_to_none": (True, False),
     "program.way": WAYS,
     "program.autocast": ("", "forward", "step"),
+    "program.watched": ("", "forward", "step"),
+    "program.compiled": (False, True),
+    "program.setting": ("", *SETTINGS),
     "program.saved_tensors": ("", *SAVED_TENSORS),
     "program.scaled": (False, True),
     "program.memory": ("", *MEMORY),
@@ -117,11 +135,11 @@ class Rule:
     error: str = ""
 
     def forbids(self, row: Row) -> bool:
-        """Whether ``row``, which may have values for some of the features only, has the combination."""
-        return _is_in(row, self.combination)
+        return is_in(row, self.combination)
 
 
-def _is_in(row: Row, combination: Combination) -> bool:
+def is_in(row: Row, combination: Combination) -> bool:
+    """Whether ``row``, which may have values for some of the features only, has the combination."""
     return all(name in row and row[name] in values for name, values in combination.items())
 
 
@@ -150,7 +168,14 @@ CASTS = tuple(each for each in PRECISIONS if each.param)
 LEFT_OUT = {"block.left_out": _not_default("block.left_out")}
 HOOKS = {"block.wire": WIRES}
 # Of BEFORE, methods of units.
-OF_UNITS = ("reshard after forward", "keep after forward", "reset")
+OF_UNITS = (
+    "to one rank and back",
+    "outer root",
+    "another root",
+    "reshard after forward",
+    "keep after forward",
+    "reset",
+)
 WRAPPED = {"program.way": ("FSDP1",)}
 # Torch refuses these, hangs, or is known to differ, so they get rows of their own: all others are compared with torch
 # bit for bit.
@@ -159,7 +184,7 @@ BEYOND_TORCH: tuple[dict[str, tuple[Any, ...]], ...] = (
     {"program.scalar": (True,)},
     {"block.double": (True,), "block.alone": (False,)},  # two dtypes in one unit
     {"block.wire": ("halved", "scaled")},
-    {"block.wire": ("bf16",), "program.placement_dim": (1,)},
+    {"block.wire": ("bf16", "float8"), "program.placement_dim": (1,)},
     {"block.kind": ("odd",), "program.placement_dim": (1,)},  # a dim that is cut unevenly
     {"program.listed": (True,), "block.detached": (True,)},  # freed too early
     {"program.reduces_unused": (True,), "block.skipped": _not_default("block.skipped")},  # from here on: see known.py
@@ -168,11 +193,23 @@ BEYOND_TORCH: tuple[dict[str, tuple[Any, ...]], ...] = (
     {"block.checkpoint": ("reentrant",), "block.uses": (2,)},
     {"block.checkpoint": ("reentrant",), "micro.forwards": (2,)},
     {"program.divide_factor": (1.0,), "program.force_sum": (False,)},  # gloo multiplies in no reduction
+    {"program.clips_by": ("fsdp2",)},  # adds up squares in another order
     # Torch's class takes no second backward, hangs, and moves to an accelerator what it offloads.
     *_joined(WRAPPED, {"micro.backwards": (2,), "micro.between": (("state dict",),), "program.offload": (True,)}),
     # It gives frozen parameters zeros, and adds up norms and, in less than fp32, micro-batches in another order.
-    *_joined(WRAPPED, {"block.frozen": (True,), "second step": ("freeze",), "third step": ("freeze",)}),
+    *_joined(
+        WRAPPED,
+        {"block.frozen": (True,), "block.kind": ("adapters",), "second step": ("freeze",)},
+    ),
     *_joined(WRAPPED, {"program.clip_norm": (0.05,), "program.optimizer": ("AdamW fused",), "program.tied": (True,)}),
+    *_joined(WRAPPED, {"program.optimizer": ("Muon",)}),
+    *(
+        {name: values}
+        for name, values in {
+            "second step": ("another root", "evaluate an average"),
+            "program.optimizer": ON_HOST,
+        }.items()
+    ),
     *(
         {**WRAPPED, **low, **several}
         for low in ({"program.precision": LOW}, {"program.autocast": ("forward", "step")})
@@ -185,6 +222,7 @@ NO_REFERENCE: tuple[dict[str, tuple[Any, ...]], ...] = (
     {"program.divide_factor": (1.0,)},
     {"mesh": ("experts",)},
     {"program.ignored": (True,)},
+    {"block.wire": ("nf4",)},
     {"program.reduces_unused": (True,)},
     # A wrapper has gradients for all of its parameters, or for none.
     *_joined(WRAPPED, {"block.skipped": _not_default("block.skipped"), "block.detached": (True,)}),
@@ -226,10 +264,10 @@ RULES = (
             "mesh": ("tp", "experts"),
             "block.left_out": _not_default("block.left_out"),
             "block.wire": WIRES,
-            "micro.sync": ("no all-reduce",),
+            "micro.sync": ("no all-reduce", "no_sync"),
             "micro.keep": (True,),
             "micro.by_hand": _not_default("micro.by_hand"),
-            "micro.fails": (True,),
+            "micro.fails": FAILS,
             "micro.marks_last": (True,),
             "second step": OF_UNITS,
             "third step": OF_UNITS,
@@ -241,11 +279,58 @@ RULES = (
             "program.prefetch": (True,),
             "program.divide_factor": (1.0,),
             "program.memory": MEMORY,
+            "program.optimizer": STEP_IN_BACKWARD,
+            "program.setting": SETTINGS,
+            "program.compiled": (True,),
+            "micro.called": ("method",),
+            "micro.refused": REFUSED,
+            "program.clips_by": ("fsdp2",),
         },
         "FSDP1's class has no such option, or no such method",
     ),
     Rule({**WRAPPED, "program.ignored": (True,)}, "torch's class lists what it ignores before other parameters"),
+    *(
+        Rule(
+            {name: ("switch adapters", "merge adapters"), "block.kind": _others("block.kind", "adapters")},
+            "no adapters",
+        )
+        for name in ("second step", "third step")
+    ),
+    Rule(
+        {"second step": ("another root",), "block.alone": (False,)},
+        "a root around a part of a unit",
+        error="is already sharded, by a call on a module around this one",
+    ),
+    *_each(
+        {"program.setting": ("report",)},
+        dict.fromkeys(("second step", "third step"), ("outer root",)),
+        "a report is about the units of one root",
+    ),
+    *_each(
+        {"micro.refused": tuple(name for name, (place, _, _) in REFUSED.items() if place)},
+        {"block.compiled": (True,), "program.compiled": (True,)},
+        "the hook that tries it would be compiled, too",
+    ),
+    Rule(
+        {"program.optimizer": ON_HOST, "program.set_to_none": (False,)},
+        "it takes gradients, so none are left to be zero",
+    ),
+    Rule({"second step": ("float8 scales",), "block.wire": _others("block.wire", "float8")}, "no float8"),
+    Rule(
+        {"program.setting": ("entry is not gathered in backward",), "program.covered": (False,)}, "no unit of its own"
+    ),
+    Rule({"program.clips_by": ("fsdp2",), "program.clip_norm": (None,)}, "nothing is clipped"),
+    *_each(
+        {"program.optimizer": STEP_IN_BACKWARD},
+        {"program.clip_norm": (0.05,), "program.scaled": (True,), "micro.marks_last": (True,)},
+        "the step begins in backward, before anything that comes after it",
+    ),
     *_each({"mesh": ("tp", "experts")}, {"program.clip_norm": (0.05,)}, "torch clips on one mesh only"),
+    *_each(
+        {"mesh": ("tp", "experts", "one rank")},
+        dict.fromkeys(("second step", "third step"), ("to one rank and back",)),
+        "a model moves from one mesh of all ranks to another",
+    ),
     *_each({"mesh": ("tp", "experts", "one rank")}, LEFT_OUT, "all ranks of a layer run it"),
     Rule({"mesh": ("experts",), "program.listed": (True,)}, "modules of one unit are on one mesh"),
     Rule({"place": ("alone",), "program.listed": (True,)}, "one block"),
@@ -264,7 +349,7 @@ RULES = (
         {
             "block.kind": ("itself",),
             "block.uses": (2,),
-            "micro.fails": (True,),
+            "micro.fails": FAILS,
             "micro.forwards": (2,),
             "program.listed": (True,),
         },
@@ -275,6 +360,19 @@ RULES = (
     Rule({**LEFT_OUT, "block.compiled": (True,), "micro.backwards": (2,)}, "refused on the ranks that use the block"),
     Rule({**HOOKS, "block.double": (True,)}, "the tests' hooks are for float32"),
     Rule({"block.wire": ("scaled",), "program.placement_dim": (1,)}, "the scales are of rows"),
+    Rule(
+        {"block.wire": ("int8", "nf4"), "program.placement_dim": (1,)},
+        "blocks of values that share a scale are in rows",
+        error="was cut into shards of shape",
+    ),
+    *(
+        Rule(
+            {"block.wire": ("nf4",), name: ("evaluate an average", "write whole parameters")},
+            "weights of 4 bits are frozen",
+            error="NF4Tensor",
+        )
+        for name in ("second step", "third step")
+    ),
     Rule(
         {"program.precision": (AS_GIVEN,), "block.double": (True,)},
         "the input of a block in float64 is not cast",
@@ -335,14 +433,18 @@ def features(world_size: int) -> dict[str, tuple[Any, ...]]:
     return {name: (*values, *more.get(name, ())) for name, values in _FEATURES.items()}
 
 
-def is_allowed(row: Row) -> bool:
-    """Whether no rule forbids the values of ``row``, which may be those of some features only."""
-    return not any(rule.forbids(row) for rule in RULES)
+def is_allowed(row: Row, name: str | None = None) -> bool:
+    """Whether no rule forbids the values of ``row``, which may be those of some features only. ``name``: the only
+    feature whose value has not been asked about before."""
+    return not any(rule.forbids(row) for rule in (RULES if name is None else _ABOUT[name]))
+
+
+_ABOUT = {name: [rule for rule in RULES if name in rule.combination] for name in _FEATURES}
 
 
 def is_for_torch(row: Row) -> bool:
     """Whether torch runs the values of ``row``, which may be those of some features only."""
-    return not any(_is_in(row, combination) for combination in BEYOND_TORCH)
+    return not any(is_in(row, combination) for combination in BEYOND_TORCH)
 
 
 def program_of(row: Row) -> Program:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from allpairspy import AllPairs
 
-from tests.programs.features import RULES, Row, features, is_allowed, is_for_torch
+from tests.programs.features import BEYOND_TORCH, RULES, Combination, Row, features, is_in
 
 Pair = frozenset[tuple[str, Any]]
 Values = Mapping[str, tuple[Any, ...]]
@@ -40,18 +40,20 @@ def allowed_pairs(world_size: int) -> set[Pair]:
 def array(world_size: int) -> tuple[dict[str, Any], ...]:
     """Rows with every pair that is allowed: first those that torch runs, then those with what it refuses."""
     values = features(world_size)
-    rows = list(_rows(values, lambda row: is_allowed(row) and is_for_torch(row)))
+    rows = list(_rows(values, [*(rule.combination for rule in RULES), *BEYOND_TORCH]))
     rows += packed(allowed_pairs(world_size).difference(*map(pairs_of, rows)), world_size, len(values))
     return tuple(rows)
 
 
-def _rows(values: Values, may_be: Callable[[Row], bool]) -> Iterator[dict[str, Any]]:
-    """Rows with all pairs of values, as far as ``allpairspy`` gets. ``may_be``: asked about their first values, too."""
+def _rows(values: Values, excluded: Sequence[Combination]) -> Iterator[dict[str, Any]]:
+    """Rows with all pairs of values, as far as ``allpairspy`` gets, and without ``excluded``."""
     names = sorted(values, key=lambda name: -len(values[name]))  # then rows fill best
 
     def may_begin(row: list[Any]) -> bool:
-        return may_be(dict(zip(names, row, strict=False)))
+        found = dict(zip(names, row, strict=False))  # all but its last value has passed already
+        return not any(is_in(found, each) for each in by_last[names[len(row) - 1]])
 
+    by_last = {name: [each for each in excluded if name in each] for name in names}
     for row in AllPairs([values[name] for name in names], filter_func=may_begin):
         found = dict(zip(names, row, strict=True))
         yield {name: found[name] for name in values}

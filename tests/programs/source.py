@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tests.programs import blocks, operations
-from tests.programs.program import Block, Micro, Precision, Program, Step
+from tests.programs.program import ON_HOST, Block, Micro, Precision, Program, Step
 
 _BLOCKS: dict[str, type] = {
     "mlp": blocks.Mlp,
@@ -17,13 +17,13 @@ _BLOCKS: dict[str, type] = {
     "side": blocks.Side,
     "odd": blocks.Odd,
     "itself": blocks.Itself,
+    "adapters": blocks.Adapters,
 }
 _IMPORTS = """
 import contextlib
 import copy
 import functools
-import shutil
-import tempfile
+import io
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -34,17 +34,28 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions, get_model_state_dict, get_optimizer_state_dict, set_model_state_dict, set_optimizer_state_dict
 )
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import fsdp2
-from fsdp2.tensors import BFloat16AllGatherTensor, wrap_parameters
-from tests.harness import extensions
+from fsdp2.checkpoint import (
+    from_checkpointable, load_safetensors, reshard_to, save_safetensors, stream_full_params, to_checkpointable
+)
+from fsdp2 import tensors
+from tests.harness import comms, extensions
 from tests.harness.models import ParityModel
 from tests.harness.offload import offload_policy
 from tests.harness.runtimes import installed
+from tests.programs import parts
+
+optimizers, runtimes, meshes = [], [], []
+
+
+def is_ours():
+    return bool(runtimes) and runtimes[0].name == "fsdp2"
 """
 _MAIN = """
 if __name__ == "__main__":
@@ -66,6 +77,8 @@ def settings(program: Program) -> dict[str, Any]:
     """What a case has besides its functions; ``is_low`` and ``has_reference`` say how it is compared."""
     own = {"clip_norm": program.clip_norm, "set_to_none": program.set_to_none, "num_steps": len(program.steps)}
     own["is_wrapped"] = program.way == "FSDP1"
+    taken = ("gradients", "parameters") if "overlapped" in program.optimizer else ("gradients",)
+    own["not_recorded"] = taken if program.optimizer in ON_HOST else ()
     return {**own, "is_low": is_low(program), "has_reference": has_reference(program)}
 
 
@@ -82,6 +95,7 @@ def has_reference(program: Program) -> bool:
         program.divide_factor is not None
         or program.mesh == "experts"
         or program.ignored
+        or any(block.wire == "nf4" for block in program.blocks)
         or program.reduces_unused
         or (program.way == "FSDP1" and _leaves_out(program))
         or (is_low(program) and (program.clip_norm is not None or program.optimizer.startswith("AdamW")))
@@ -124,14 +138,23 @@ def _model(program: Program) -> str:
     lines.append("        x = self.exit(x) * self.gain" if program.scalar else "        x = self.exit(x)")
     if program.buffer:
         lines.append("        self.calls += 1")
-    lines += ["        return x", "", ""]
+    lines.append("        return x")
+    if any(micro.called == "method" for step in program.steps for micro in step.micros):
+        lines += ["", "    def also(self, *inputs, **options):", "        return self.forward(*inputs, **options)"]
+    lines += ["", ""]
     if any(block.checkpoint for block in program.blocks):
         lines += operations.CHECKPOINTED.splitlines()
     if any("reference" in micro.between for step in program.steps for micro in step.micros):
         lines += operations.REFERENCE.splitlines()
-    lines += ["def build():", "    return Model()", "", "", "optimizers = []", "", ""]
-    lines += ["def optimizer(parameters):", f"    optimizers[:] = [{operations.OPTIMIZERS[program.optimizer]}]"]
-    return "\n".join([*lines, "    return optimizers[0]"])
+    lines += ["def build():", "    runtimes.clear()", "    return Model()", "", ""]
+    made = operations.OPTIMIZERS[program.optimizer].strip("\n")
+    lines += ["def optimizer(parameters):", f"    optimizers[:] = [{made}]"]
+    lines.append("    return optimizers[0]")
+    if program.clips_by == "fsdp2":
+        lines += ["", "", "def clip(parameters, most):"]
+        lines.append("    clips = fsdp2.clip_grad_norm_ if is_ours() else nn.utils.clip_grad_norm_")
+        lines.append("    return clips(parameters, most)")
+    return "\n".join(lines)
 
 
 def _calls(index: int, block: Block) -> Iterator[str]:
@@ -168,13 +191,14 @@ def _policy(precision: Precision, *, is_root: bool) -> str:
 
 
 def _shard(program: Program) -> str:
-    lines = ["def shard(runtime, model, mesh):"]
+    own = 'mesh["dp"]' if program.mesh == "tp" else "mesh"
+    lines = ["def shard(runtime, model, mesh):", f"    runtimes[:], meshes[:] = [runtime], [{own}]"]
     for index, block in enumerate(program.blocks):
         if program.mesh == "tp":
             plan = '{"up": ColwiseParallel(), "down": RowwiseParallel()}'
             lines.append(f'    parallelize_module(model.block{index}, mesh["tp"], {plan})')
         if block.wire:
-            lines.append("    " + operations.WIRES[block.wire].format(index=index))
+            lines += _indented(operations.WIRES[block.wire].format(index=index))
     lines.append('    kwargs = {"mesh": mesh["dp"]}' if program.mesh == "tp" else '    kwargs = {"mesh": mesh}')
     if program.precision != Precision():
         lines.append(f'    kwargs["mp_policy"] = {_policy(program.precision, is_root=False)}')
@@ -215,6 +239,14 @@ def _shard(program: Program) -> str:
     if program.ranks_differ:
         lines.append("    model.set_ranks_may_differ(True)")
     lines += [f"    model.block{i}.compile(backend='aot_eager')" for i, b in enumerate(program.blocks) if b.compiled]
+    if program.compiled:
+        lines.append("    model.compile(backend='aot_eager')")
+    if any(micro.called == "method" for step in program.steps for micro in step.micros):
+        lines.append("    runtime.register_fsdp_forward_method(model, 'also')")
+    if operations.SETTINGS.get(program.setting):
+        lines += ['    if runtime.name == "fsdp2":', f"        {operations.SETTINGS[program.setting]}"]
+    if program.optimizer in ON_HOST:
+        lines.append("    model.set_is_last_backward(False)")
     if program.memory:
         lines.append('    if runtime.name == "fsdp2":  # torch has no such limit')
         lines += _indented(operations.MEMORY[program.memory], 8)
@@ -229,6 +261,7 @@ def _wrap(program: Program) -> str:
     """The model under FSDP1's class."""
     lines = [
         "def shard(runtime, model, mesh):",
+        "    runtimes[:], meshes[:] = [runtime], [mesh]",
         "    wrapped = functools.partial(",
         "        runtime.FullyShardedDataParallel,",
     ]
@@ -267,13 +300,18 @@ def _reshard(value: Any) -> str:
 
 def _run(program: Program) -> str:
     control = "None" if program.way == "FSDP1" else "step.control(model)"
-    lines = ["def run(step, model):", f"    losses, control = [], {control}"]
+    lines = ["def run(step, model):", f"    losses, control = [], {control}", "    sharded = step.runtime is not None"]
+    lines.append('    ours = sharded and step.runtime.name == "fsdp2"')
+    lines.append("    wraps = sharded and isinstance(model, step.runtime.FullyShardedDataParallel)")
     if program.mesh == "tp":
         lines.append("    step.rank = dist.get_rank() // 2  # ranks that share a layer take the same batch")
     for index, step in enumerate(program.steps):
         if len(program.steps) > 1:
             lines.append(f"    if step.index == {index}:")
         contexts = [operations.AUTOCAST] if program.autocast == "step" else []
+        contexts += ["parts.Watching()"] if program.watched == "step" else []
+        if program.setting in operations.CONTEXTS:
+            contexts.append(f"{operations.CONTEXTS[program.setting]} if ours else contextlib.nullcontext()")
         body = "\n".join(_under(contexts, "\n".join(_step(index, step, program))))
         lines += _indented(body, 8 if len(program.steps) > 1 else 4)
     return "\n".join([*lines, "    return losses"])
@@ -290,11 +328,13 @@ def _step(number: int, step: Step, program: Program) -> Iterator[str]:
     num_micros = len(step.micros)
     syncs = {micro.sync for micro in step.micros}
     for index, micro in enumerate(step.micros):
+        text = "\n".join(_micro(index, micro, program, skipped, left_out, is_last=index == num_micros - 1))
         if program.way == "FSDP1":
-            whole = "model.no_sync() if step.runtime is not None else contextlib.nullcontext()"
-            text = "\n".join(_micro(index, micro, program, skipped, left_out))
+            whole = "model.no_sync() if sharded else contextlib.nullcontext()"
             yield from _under([whole] if micro.sync == "no reduction" else [], text)
             continue
+        if "no_sync" in syncs:
+            yield f"if not ours:\n    control.set_requires_gradient_sync({micro.sync != 'no_sync'})"
         if "no reduction" in syncs:
             yield f"control.set_requires_gradient_sync({micro.sync != 'no reduction'})"
         if "no all-reduce" in syncs:
@@ -303,13 +343,14 @@ def _step(number: int, step: Step, program: Program) -> Iterator[str]:
             yield f"control.set_reshard_after_backward({not micro.keep})"
         if any(each.marks_last for each in step.micros):
             yield f"control.set_is_last_backward({index == num_micros - 1})"
-        yield from _micro(index, micro, program, skipped, left_out)
+        whole = "fsdp2.no_sync(model) if ours else contextlib.nullcontext()"
+        yield from _under([whole] if micro.sync == "no_sync" else [], text)
     if program.scaled:
         yield "scaler.unscale_(optimizers[0])"
 
 
 def _micro(
-    index: int, micro: Micro, program: Program, skipped: tuple[int, ...], left_out: tuple[int, ...]
+    index: int, micro: Micro, program: Program, skipped: tuple[int, ...], left_out: tuple[int, ...], *, is_last: bool
 ) -> Iterator[str]:
     """The forwards and backwards of a micro-batch."""
     given = f"{index}"
@@ -317,7 +358,9 @@ def _micro(
     given += f", left_out={left_out} if step.rank % 2 else ()" if left_out else ""
     given += "" if micro.uses_side else ", uses_side=False"
     if micro.fails:
-        yield operations.FAILS.strip("\n").replace("{index}", given)
+        failing = f"{operations.FAILS[micro.fails]}, model, lambda: step.loss(model, {given})"
+        failing += f", in_backward={micro.fails.startswith('backward')}"
+        yield f"if ours:\n    parts.fail({failing})"
     if micro.evaluates:
         yield f"with torch.no_grad():\n    losses.append(step.loss(model, 5{given}))"
     if micro.by_hand == "reshard":
@@ -326,15 +369,40 @@ def _micro(
         yield f"handle = control.unshard(async_op={micro.by_hand == 'unshard async'})"
         if micro.by_hand == "unshard async":
             yield "handle.wait()"
-    more = f" + step.loss(model, 2{given})" if micro.forwards == 2 else ""
+    place, call, error = operations.REFUSED.get(micro.refused, ("", "", ""))
+    tried = f'parts.refused(lambda: {call}, "{error}")'
+    if call and not place:
+        yield f"if ours:\n    {tried}"
+    elif call:
+        hook = {"forward": "register_forward_hook", "backward": "register_full_backward_pre_hook"}[place]
+        yield f"handles = [model.block0.{hook}(lambda *_: {tried})] if ours else []"
+    called = operations.CALLED[micro.called]
+    more = f" + step.loss({called}, 2{given})" if micro.forwards == 2 else ""
     contexts = [operations.AUTOCAST] if program.autocast == "forward" else []
+    contexts += ["parts.Watching()"] if program.watched == "forward" else []
     contexts += [operations.SAVED_TENSORS[program.saved_tensors]] if program.saved_tensors else []
-    yield from _under(contexts, f"losses.append(step.loss(model, {given}){more})")
+    yield from _under(contexts, f"losses.append(step.loss({called}, {given}){more})")
     for each in micro.between:
         yield operations.BETWEEN[each].strip("\n").replace("{given}", given).replace("{index}", str(index))
     loss = "scaler.scale(losses[-1])" if program.scaled else "losses[-1]"
     if micro.backwards == 2:
         yield f"{loss}.backward(retain_graph=True)"
+    if is_last and program.optimizer in ON_HOST:
+        yield "control.set_is_last_backward(True)"
+    if is_last and program.optimizer == "Muon in backward":
+        text = "\n".join(_backward(micro, loss))
+        yield from _under(["optimizers[0].overlap_backward() if ours else contextlib.nullcontext()"], text)
+    else:
+        yield from _backward(micro, loss)
+    if is_last and program.optimizer in ON_HOST:
+        yield "control.set_is_last_backward(False)"
+    if place:
+        yield "for handle in handles:\n    handle.remove()"
+    if program.setting == "finalized by hand":
+        yield "if ours:\n    model.finalize_backward()"
+
+
+def _backward(micro: Micro, loss: str) -> Iterator[str]:
     if micro.in_thread:
         # As many threads for an operation as elsewhere: else sums are rounded in another order.
         yield "with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as other:"
