@@ -114,6 +114,11 @@ _FEATURES: dict[str, tuple[Any, ...]] = {
     "program.scaled": (False, True),
     "program.memory": ("", *MEMORY),
 }
+# Most faults were between these.
+RISKIEST = (
+    *("mesh", "block.uses", "block.checkpoint", "block.reshard", "micro.sync", "micro.by_hand", "micro.fails"),
+    *("micro.forwards", "micro.between", "program.autocast"),
+)
 # Values that are possible on 4 ranks only.
 _ON_FOUR_RANKS = {"mesh": ("experts",), "block.reshard": (2,), "program.root_reshard": (2,)}
 # Fields that are no feature by themselves.
@@ -193,6 +198,7 @@ BEYOND_TORCH: tuple[dict[str, tuple[Any, ...]], ...] = (
     {"block.checkpoint": ("reentrant",), "block.uses": (2,)},
     {"block.checkpoint": ("reentrant",), "micro.forwards": (2,)},
     {"program.divide_factor": (1.0,), "program.force_sum": (False,)},  # gloo multiplies in no reduction
+    {"block.wire": ("int8", "nf4"), "mesh": ("hsdp", "one rank")},  # two tensors from one rank
     {"program.clips_by": ("fsdp2",)},  # adds up squares in another order
     # Torch's class takes no second backward, hangs, and moves to an accelerator what it offloads.
     *_joined(WRAPPED, {"micro.backwards": (2,), "micro.between": (("state dict",),), "program.offload": (True,)}),
@@ -300,6 +306,18 @@ RULES = (
         {"second step": ("another root",), "block.alone": (False,)},
         "a root around a part of a unit",
         error="is already sharded, by a call on a module around this one",
+    ),
+    *(
+        Rule(
+            {name: values, step: ("outer root",)},
+            "what is set on a root must be taken from it before another root surrounds it",
+            error="but the root is",
+        )
+        for name, values in {
+            "program.memory": ("large limit", "tight limit"),
+            "program.setting": ("finalized by hand",),
+        }.items()
+        for step in ("second step", "third step")
     ),
     *_each(
         {"program.setting": ("report",)},

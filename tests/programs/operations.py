@@ -68,7 +68,8 @@ if sharded:
         dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=folder)
         with torch.no_grad():
             for param in model.parameters():
-                param.zero_()
+                if param.requires_grad:
+                    param.zero_()
         loaded = {"model": get_model_state_dict(model)}
         dcp.load(loaded, checkpoint_id=folder)
         set_model_state_dict(model, loaded["model"])
@@ -79,7 +80,8 @@ if ours:
         save_safetensors(model, folder)
         with torch.no_grad():
             for param in model.parameters():
-                param.zero_()
+                if param.requires_grad:
+                    param.zero_()
         load_safetensors(model, folder)
 """,
     "pickle": """

@@ -13,7 +13,7 @@ from typing import Any
 
 from allpairspy import AllPairs
 
-from tests.programs.features import BEYOND_TORCH, RULES, Combination, Row, features, is_in
+from tests.programs.features import BEYOND_TORCH, RISKIEST, RULES, Combination, Row, features, is_allowed, is_in
 
 Pair = frozenset[tuple[str, Any]]
 Values = Mapping[str, tuple[Any, ...]]
@@ -22,6 +22,36 @@ Values = Mapping[str, tuple[Any, ...]]
 def pairs_of(row: Mapping[str, Any]) -> set[Pair]:
     """The pairs of values in ``row``."""
     return {frozenset(pair) for pair in itertools.combinations(row.items(), 2)}
+
+
+def triples(world_size: int) -> list[dict[str, Any]]:
+    """Rows with every triple of values of the riskiest features that the rules allow; others have defaults, and a step
+    has two micro-batches. ``allpairspy`` would stop long before the last one."""
+    values = features(world_size)
+    base = {"micros": 2}
+    named = [[(name, value) for value in values[name]] for name in RISKIEST]
+    waiting = dict.fromkeys(
+        frozenset(found)
+        for three in itertools.combinations(named, 3)
+        for found in itertools.product(*three)
+        if is_allowed(base | dict(found))
+    )
+    rows = []
+    while waiting:
+        row, first = dict(base), next(iter(waiting))
+        row |= dict(first)
+        for name in (name for name in RISKIEST if name not in row):
+            allowed = [value for value in values[name] if is_allowed({**row, name: value}, name)]
+            row[name] = max(allowed, key=lambda value: sum(each in waiting for each in _triples({**row, name: value})))
+        for each in (first, *_triples(row)):
+            waiting.pop(each, None)
+        rows.append({name: row.get(name, default) for name, (default, *_) in values.items()})
+    return rows
+
+
+def _triples(row: Row) -> Iterator[frozenset[tuple[str, Any]]]:
+    risky = [(name, row[name]) for name in RISKIEST if name in row]
+    return map(frozenset, itertools.combinations(risky, 3))
 
 
 def allowed_pairs(world_size: int) -> set[Pair]:

@@ -132,7 +132,7 @@ def refused(call: Callable[[], Any], error: str) -> None:
 def fail(handle: Any, model: Any, loss: Callable[[], Tensor], *, in_backward: bool) -> None:
     """Run a pass that the hook of ``handle`` stops, and recover: nothing of it is left."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    had = [param.grad is not None for param in model.parameters()]
+    gradients = [None if param.grad is None else param.grad.clone() for param in model.parameters()]
     try:
         value = loss()
         if in_backward:
@@ -143,6 +143,6 @@ def fail(handle: Any, model: Any, loss: Callable[[], Tensor], *, in_backward: bo
     for buffer, before in buffers:
         buffer.copy_(before)
     model.reset_iter_state(keep_unreduced=not in_backward)
-    for param, has in zip(model.parameters(), had, strict=True):
+    for param, gradient in zip(model.parameters(), gradients, strict=True):
         if in_backward:
-            param.grad = torch.zeros_like(param) if has else None
+            param.grad = gradient
