@@ -23,10 +23,9 @@ from contextlib import closing
 
 from tqdm import tqdm
 
-from tests.harness.pool import WorkerPool
-from tests.programs import matrix, passes
+from tests.programs import matrix
 from tests.programs.check import Outcome, Verdict
-from tests.programs.drawn import draw
+from tests.programs.drawn import CHANGES, draw
 from tests.programs.features import Row, features, program_of
 from tests.programs.pairs import Pair, allowed_pairs, array, packed, pairs_of, triples
 from tests.programs.program import Program
@@ -45,14 +44,12 @@ def main() -> None:
     parser.add_argument("--num", type=int, help="how many rows of the array; without it, all that follow")
     parser.add_argument("--ranks", type=int, default=2, choices=(2, 4))
     parser.add_argument("--device", default="cpu", choices=("cpu", "sim"), help="sim: the simulated accelerator")
+    parser.add_argument("--changes", action="store_true", help="programs from seeds change more between passes")
     parser.add_argument("--matrix", action="store_true", help="write what came of pairs into docs/programs.md")
     parser.add_argument("--triples", action="store_true", help="triples of the riskiest features, in place of pairs")
-    parser.add_argument("--passes", action="store_true", help="programs of passes.py, on 2 ranks")
     parser.add_argument("--show", action="store_true", help="print the programs; run nothing")
     options = parser.parse_args()
     seeds = range(options.first, options.first + options.seeds)
-    if options.passes:
-        sys.exit(_run_passes(seeds))
     if options.what == "pairs":
         stop = None if options.num is None else options.first + options.num
         share = slice(options.first, stop)
@@ -62,7 +59,8 @@ def main() -> None:
     elif options.what == "regressions":
         programs = REGRESSIONS
     else:
-        programs = {f"seed {seed}": draw(seed, options.ranks) for seed in seeds}
+        often = CHANGES if options.changes else ()
+        programs = {f"seed {seed}": draw(seed, options.ranks, often) for seed in seeds}
     if options.show:
         sys.exit(_show(programs, options.ranks))
     with closing(Runner(options.ranks, options.device)) as runner:
@@ -137,19 +135,6 @@ def _report(programs: dict[str, Program], verdicts: dict[str, Verdict], runner: 
         program, verdict = shrunk(programs[name], runner)
         print(f"\n# {name}, shrunk. {verdict.outcome.value}: {verdict.text}")
         print(source(program))
-    return bool(failed)
-
-
-def _run_passes(seeds: range) -> bool:
-    """Whether one differs."""
-    pool, failed = WorkerPool(2), dict[int, str]()
-    for first in seeds[::50]:
-        for found in pool.run(passes.check, 120.0, seeds=range(first, min(first + 50, seeds.stop))):
-            failed |= found
-    pool.close()
-    for seed, what in sorted(failed.items()):
-        print(f"seed {seed}: {what}")
-    print(f"{len(seeds)} programs from seed {seeds.start}: {len(failed)} differ")
     return bool(failed)
 
 

@@ -9,28 +9,41 @@ from dataclasses import replace
 from tests.programs.features import Row, features, is_allowed, program_of
 from tests.programs.program import Program
 
-SHARE = 0.12  # of values that are no defaults
+SHARE, OFTEN = 0.12, 0.6  # of values that are no defaults
+CHANGES = ("block.kind", "micro.between", "micro.apart", "micro.sync")
 
 
-def draw(seed: int, world_size: int) -> Program:
-    """A program that makes sense; whether torch takes it is another matter."""
+def draw(seed: int, world_size: int, often: tuple[str, ...] = ()) -> Program:
+    """A program that makes sense; whether torch takes it is another matter. ``often``: features that are no defaults
+    most of the time."""
     pick = random.Random(1_000_003 * world_size + seed)
-    row = drawn_row(pick, world_size, {})
+    row = drawn_row(pick, world_size, {}, often)
     of_blocks = [name for name in row if name.startswith("block.")]
     of_micros = [name for name in row if name.startswith("micro.")]
-    rows = [row, *(drawn_row(pick, world_size, _without(row, of_blocks)) for _ in range(pick.choice([0, 0, 1, 2])))]
+    rows = [
+        row,
+        *(drawn_row(pick, world_size, _without(row, of_blocks), often) for _ in range(pick.choice([0, 0, 1, 2]))),
+    ]
     program = program_of(row)
     steps = list(program.steps)
     for index in range(len(steps)):
-        micros = drawn_row(pick, world_size, _without(row, of_micros))
+        micros = drawn_row(pick, world_size, _without(row, of_micros), often)
         if all(is_allowed({**each, **{name: micros[name] for name in of_micros}}) for each in rows):
-            steps[index] = replace(program_of(micros).steps[index])
+            steps[index] = program_of(micros).steps[index]
+        change = pick.choice(features(world_size)["micro.between"])
+        is_changed = pick.random() < (OFTEN if "micro.between" in often else SHARE)
+        if is_changed and all(is_allowed({**each, "micro.between": change}) for each in rows):
+            first, *others = steps[index].micros
+            # Flags of shards that were listed, and of what is bound, would contradict each other.
+            if "freeze listed" not in (*first.between, *change):
+                first = replace(first, between=(*first.between, *change))
+            steps[index] = replace(steps[index], micros=(first, *others))
     more = tuple(program_of({**each, "place": "alone"}).blocks[0] for each in rows[1:])
     blocks = (*more, *program.blocks) if pick.random() < 0.5 and not program.listed else program.blocks
     return replace(program, blocks=blocks, steps=tuple(steps))
 
 
-def drawn_row(pick: random.Random, world_size: int, fixed: Row) -> dict[str, object]:
+def drawn_row(pick: random.Random, world_size: int, fixed: Row, often: tuple[str, ...] = ()) -> dict[str, object]:
     """A row with the values ``fixed`` that the rules allow, most others being defaults."""
     values = features(world_size)
     names = [name for name in values if name not in fixed]
@@ -38,7 +51,9 @@ def drawn_row(pick: random.Random, world_size: int, fixed: Row) -> dict[str, obj
         pick.shuffle(names)
         row = dict(fixed)
         for name in names:
-            wanted = pick.choice(values[name]) if pick.random() < SHARE else values[name][0]
+            wanted = (
+                pick.choice(values[name]) if pick.random() < (OFTEN if name in often else SHARE) else values[name][0]
+            )
             for value in (wanted, *values[name]):
                 row[name] = value
                 if is_allowed(row, name):

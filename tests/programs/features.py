@@ -79,6 +79,7 @@ _FEATURES: dict[str, tuple[Any, ...]] = {
     "micro.refused": ("", *REFUSED),
     "micro.called": CALLED,
     "micro.forwards": (1, 2),
+    "micro.apart": (False, True),
     "micro.backwards": (1, 2),
     "micro.marks_last": (False, True),
     "micro.uses_side": (True, False),
@@ -194,7 +195,7 @@ BEYOND_TORCH: tuple[dict[str, tuple[Any, ...]], ...] = (
     {"program.listed": (True,), "block.detached": (True,)},  # freed too early
     {"program.reduces_unused": (True,), "block.skipped": _not_default("block.skipped")},  # from here on: see known.py
     {"program.autocast": ("step",), "micros": (2,)},
-    {"micro.between": (("freeze",),)},
+    {"micro.between": tuple((each,) for each in ("freeze", "freeze listed", "another root"))},
     {"block.checkpoint": ("reentrant",), "block.uses": (2,)},
     {"block.checkpoint": ("reentrant",), "micro.forwards": (2,)},
     {"program.divide_factor": (1.0,), "program.force_sum": (False,)},  # gloo multiplies in no reduction
@@ -324,6 +325,39 @@ RULES = (
         dict.fromkeys(("second step", "third step"), ("outer root",)),
         "a report is about the units of one root",
     ),
+    Rule({"micro.apart": (True,), "micro.forwards": (2,)}, "two forwards already"),
+    Rule({"micro.between": (("another adapter",),), "block.kind": _others("block.kind", "adapters")}, "no adapters"),
+    Rule(
+        {"micro.between": (("thaw all",), ("freeze and restore",)), "block.wire": ("nf4",)},
+        "weights of 4 bits have no gradients",
+    ),
+    *_each(
+        {"micro.between": (("another root",),)},
+        {"block.alone": (False,), "program.way": ("FSDP1",), "block.left_out": _not_default("block.left_out")},
+        "a root around a part of a unit, or of what only some ranks use",
+    ),
+    *_each(WRAPPED, {"micro.between": (("reshard",), ("unshard",))}, "FSDP1's class has no such method"),
+    *_each(
+        WRAPPED,
+        {"micro.between": (("freeze a block",), ("freeze listed",), ("thaw all",), ("another adapter",))},
+        "a wrapper has gradients for all of its parameters, or for none",
+    ),
+    *_each(
+        {"block.checkpoint": CHECKPOINTS},
+        {"micro.between": (("freeze a block",), ("freeze listed",), ("thaw all",), ("another adapter",))},
+        "what is computed again must be what was computed before",
+    ),
+    *_each(
+        {"program.optimizer": STEP_IN_BACKWARD},
+        {"micro.between": (("another root",),), **dict.fromkeys(("second step",), ("another root", "outer root"))},
+        "a step in backward begins in that of the first root",
+    ),
+    Rule({"program.optimizer": STEP_IN_BACKWARD, "third step": ("outer root",)}, "as in the second step"),
+    Rule(
+        {"second step": ("outer root",), "third step": ("to one rank and back",)},
+        "the model is a part of another one by then",
+        error="Pass that root",
+    ),
     *_each(
         {"micro.refused": tuple(name for name, (place, _, _) in REFUSED.items() if place)},
         {"block.compiled": (True,), "program.compiled": (True,)},
@@ -369,6 +403,7 @@ RULES = (
             "block.uses": (2,),
             "micro.fails": FAILS,
             "micro.forwards": (2,),
+            "micro.apart": (True,),
             "program.listed": (True,),
         },
         "docs/advanced/ranks.md: ranks run the same forwards, and use a unit at most once more than others",

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 from tests.programs.program import Program
 
+FLAGS = {
+    "reference",
+    "freeze",
+    "thaw",
+    "freeze a block",
+    "thaw all",
+    "freeze and restore",
+    "freeze listed",
+    "another adapter",
+}
+
 
 def known_difference(program: Program) -> str | None:
     """Why the runtimes may differ on ``program``; None if they must not."""
     uses_twice = any(block.uses == 2 for block in program.blocks)
     if program.reduces_unused and any(block.skipped for block in program.blocks):
         return "with set_reduce_scatter_unused_params, a unit that all ranks skip gets gradients of zero, in torch None"
-    if any({"reference", "freeze", "thaw"} & set(micro.between) for step in program.steps for micro in step.micros):
+    if any(FLAGS & set(micro.between) for step in program.steps for micro in step.micros):
         return "torch does not follow requires_grad that changes between a forward and its backward"
     if program.autocast == "step" and any(len(step.micros) > 1 for step in program.steps):
         return "torch drops gradients that come late, through casts that autocast keeps from an earlier micro-batch"

@@ -183,6 +183,42 @@ BETWEEN = {
     "reference": "losses.insert(0, reference(step, model, model.block0, 7{given}))",
     "freeze": "model.entry.weight.requires_grad_(False)",
     "thaw": "model.entry.weight.requires_grad_(True)",
+    "freeze a block": "model.block0.requires_grad_(False)",
+    "thaw all": "model.requires_grad_(True)",
+    "freeze and restore": """
+flags = [param.requires_grad for param in model.parameters()]
+model.requires_grad_(False)
+for param, flag in zip(model.parameters(), flags, strict=True):
+    param.requires_grad_(flag)
+""",
+    "freeze listed": """
+for param in shards[1:3]:
+    param.requires_grad_(False)
+""",
+    "forward in vain": "losses.insert(0, step.loss(model, 8{given}).detach())",
+    "infer": """
+with torch.inference_mode():
+    value = step.loss(model, 8{given}).item()
+losses.insert(0, torch.tensor(value))
+""",
+    "reshard": "control.reshard()",
+    "unshard": "control.unshard()",
+    "another adapter": """
+for each in model.modules():
+    if isinstance(each, Adapters):
+        each.switch(1 - each.active)
+""",
+    "another root": """
+head = parts.Around(model.block0)
+if ours:
+    fsdp2.fully_shard(head, mesh=meshes[0])
+elif sharded:
+    raise NotImplementedError("torch's units have one root")
+x = step.batch(model, 6)[0].to(next(model.block0.parameters()).dtype)
+losses.insert(0, head(x).float().square().mean())
+if losses[0].requires_grad:
+    losses[0].backward()
+""",
     "evaluate": "with torch.no_grad():\n    losses.insert(0, step.loss(model, 8{given}))",
     "state dict": """
 if sharded:

@@ -52,6 +52,7 @@ class Micro:
     refused: str = ""  # or what is tried, and refused with an error: one of REFUSED
     called: str = ""  # or how forwards call the model: one of CALLED
     forwards: int = 1  # whose losses are one sum
+    apart: bool = False  # two forwards, of which each has its own backward, the last one first
     backwards: int = 1  # of one graph
     marks_last: bool = False  # set_is_last_backward says whether more micro-batches follow
     uses_side: bool = True  # blocks of kind "side" use all their parameters

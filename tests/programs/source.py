@@ -301,6 +301,7 @@ def _reshard(value: Any) -> str:
 def _run(program: Program) -> str:
     control = "None" if program.way == "FSDP1" else "step.control(model)"
     lines = ["def run(step, model):", f"    losses, control = [], {control}", "    sharded = step.runtime is not None"]
+    lines.append("    shards = list(model.parameters())  # before any forward of the step")
     lines.append('    ours = sharded and step.runtime.name == "fsdp2"')
     lines.append("    wraps = sharded and isinstance(model, step.runtime.FullyShardedDataParallel)")
     if program.mesh == "tp":
@@ -376,30 +377,43 @@ def _micro(
     elif call:
         hook = {"forward": "register_forward_hook", "backward": "register_full_backward_pre_hook"}[place]
         yield f"handles = [model.block0.{hook}(lambda *_: {tried})] if ours else []"
-    called = operations.CALLED[micro.called]
-    more = f" + step.loss({called}, 2{given})" if micro.forwards == 2 else ""
-    contexts = [operations.AUTOCAST] if program.autocast == "forward" else []
-    contexts += ["parts.Watching()"] if program.watched == "forward" else []
-    contexts += [operations.SAVED_TENSORS[program.saved_tensors]] if program.saved_tensors else []
-    yield from _under(contexts, f"losses.append(step.loss({called}, {given}){more})")
-    for each in micro.between:
-        yield operations.BETWEEN[each].strip("\n").replace("{given}", given).replace("{index}", str(index))
-    loss = "scaler.scale(losses[-1])" if program.scaled else "losses[-1]"
-    if micro.backwards == 2:
-        yield f"{loss}.backward(retain_graph=True)"
-    if is_last and program.optimizer in ON_HOST:
-        yield "control.set_is_last_backward(True)"
-    if is_last and program.optimizer == "Muon in backward":
-        text = "\n".join(_backward(micro, loss))
-        yield from _under(["optimizers[0].overlap_backward() if ours else contextlib.nullcontext()"], text)
-    else:
-        yield from _backward(micro, loss)
-    if is_last and program.optimizer in ON_HOST:
-        yield "control.set_is_last_backward(False)"
+    yield from _forwards(index, micro, program, given)
+    yield from _backwards(micro, program, is_last=is_last)
     if place:
         yield "for handle in handles:\n    handle.remove()"
     if program.setting == "finalized by hand":
         yield "if ours:\n    model.finalize_backward()"
+
+
+def _forwards(index: int, micro: Micro, program: Program, given: str) -> Iterator[str]:
+    """The forwards, and what happens between them and the backwards."""
+    called = operations.CALLED[micro.called]
+    contexts = [operations.AUTOCAST] if program.autocast == "forward" else []
+    contexts += ["parts.Watching()"] if program.watched == "forward" else []
+    contexts += [operations.SAVED_TENSORS[program.saved_tensors]] if program.saved_tensors else []
+    between = [operations.BETWEEN[each].strip("\n").replace("{index}", str(index)) for each in micro.between]
+    between = [each.replace("{given}", given) for each in between]
+    more = f" + step.loss({called}, 2{given})" if micro.forwards == 2 and not micro.apart else ""
+    yield from _under(contexts, f"losses.append(step.loss({called}, {given}){more})")
+    yield from between
+    if micro.apart:
+        yield from _under(contexts, f"losses.append(step.loss({called}, 2{given}))")
+
+
+def _backwards(micro: Micro, program: Program, *, is_last: bool) -> Iterator[str]:
+    losses = ["losses[-1]", "losses[-2]"] if micro.apart else ["losses[-1]"]
+    losses = [f"scaler.scale({each})" for each in losses] if program.scaled else losses
+    for loss in losses:
+        ends = is_last and loss is losses[-1]
+        if micro.backwards == 2:
+            yield f"{loss}.backward(retain_graph=True)"
+        if ends and program.optimizer in ON_HOST:
+            yield "control.set_is_last_backward(True)"
+        begins = ends and program.optimizer == "Muon in backward"
+        whole = ["optimizers[0].overlap_backward() if ours else contextlib.nullcontext()"] if begins else []
+        yield from _under(whole, "\n".join(_backward(micro, loss)))
+        if ends and program.optimizer in ON_HOST:
+            yield "control.set_is_last_backward(False)"
 
 
 def _backward(micro: Micro, loss: str) -> Iterator[str]:
