@@ -53,6 +53,9 @@ REGRESSIONS: dict[str, Program] = {
     "the first root kept the gradients of what another root had used on their rank": Program(
         blocks=(Block(), Block()), steps=_steps(_KEPT, _LAST, before=("another root",))
     ),
+    "a model that a report watches could not be copied": Program(
+        setting="report", steps=_steps(_LAST, before=("copy the model",))
+    ),
     "Muon did not step after a copy and after a freeze": Program(
         optimizer="Muon", steps=(*_steps(_LAST, before=("copy the model",)), Step(("freeze",)), Step(("thaw",)))
     ),
