@@ -86,7 +86,8 @@ def watched(tree: UnitTree, on_module: OnModule, on_optimizer: OnOptimizer) -> I
             hook.remove()
 
 
-def _before(tell: Callable[[str], None], _: nn.Module, args: Any, kwargs: Any) -> None:
+def _before(tell: Callable[[str], None], _: nn.Module, args: Any, kwargs: Any = None) -> None:
+    """``kwargs`` are missing if another hook of this call has ended the report, and so removed this one."""
     if torch.compiler.is_compiling():
         return
     _on_gradients((args, kwargs), partial(tell, "backward_end"))

@@ -353,6 +353,14 @@ RULES = (
         "a step in backward begins in that of the first root",
     ),
     Rule({"program.optimizer": STEP_IN_BACKWARD, "third step": ("outer root",)}, "as in the second step"),
+    *(
+        Rule({**combination, name: ("to one rank and back",)}, "reshard_to refuses it, as its page says", error=error)
+        for combination, error in (
+            ({"program.optimizer": ON_HOST}, "a HostAdamW steps this model"),
+            (WRAPPED, "was made by FullyShardedDataParallel"),
+        )
+        for name in ("second step", "third step")
+    ),
     Rule(
         {"second step": ("outer root",), "third step": ("to one rank and back",)},
         "the model is a part of another one by then",

@@ -72,8 +72,11 @@ class Both(torch.optim.Optimizer):
     """Two optimizers as one."""
 
     def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
-        super().__init__([param for each in optimizers for group in each.param_groups for param in group["params"]], {})
-        self.optimizers = optimizers
+        groups = [group for each in optimizers for group in each.param_groups]
+        super().__init__([param for group in groups for param in group["params"]], {})
+        self.optimizers, self.param_groups = optimizers, groups
+        for each in optimizers:  # each has states of its own parameters only
+            each.state = self.state
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         with mock.patch.object(Tensor, "bfloat16", Tensor.float):  # torch's Muon rounds what fsdp2's need not

@@ -56,6 +56,12 @@ REGRESSIONS: dict[str, Program] = {
     "a model that a report watches could not be copied": Program(
         setting="report", steps=_steps(_LAST, before=("copy the model",))
     ),
+    "a report that ended when a module of a unit of several was computed again called a hook that it had removed": Program(
+        blocks=(Block(), Block(checkpoint="not reentrant"), Block()),
+        listed=True,
+        setting="report",
+        steps=_steps(Micro(backwards=2), _LAST, num=3),
+    ),
     "Muon did not step after a copy and after a freeze": Program(
         optimizer="Muon", steps=(*_steps(_LAST, before=("copy the model",)), Step(("freeze",)), Step(("thaw",)))
     ),
