@@ -56,7 +56,7 @@ REGRESSIONS: dict[str, Program] = {
     "a model that a report watches could not be copied": Program(
         setting="report", steps=_steps(_LAST, before=("copy the model",))
     ),
-    "a report that ended when a module of a unit of several was computed again called a hook that it had removed": Program(
+    "a report that ended as a module was computed again called a hook that it had removed": Program(
         blocks=(Block(), Block(checkpoint="not reentrant"), Block()),
         listed=True,
         setting="report",
