@@ -13,7 +13,17 @@ from typing import Any
 
 from allpairspy import AllPairs
 
-from tests.programs.features import BEYOND_TORCH, RISKIEST, RULES, Combination, Row, features, is_allowed, is_in
+from tests.programs.features import (
+    BEYOND_TORCH,
+    RISKIEST,
+    RULES,
+    Combination,
+    Row,
+    broken_rule,
+    features,
+    is_allowed,
+    is_in,
+)
 
 Pair = frozenset[tuple[str, Any]]
 Values = Mapping[str, tuple[Any, ...]]
@@ -93,7 +103,7 @@ def _simplest(fixed: Mapping[str, Any], values: Values) -> dict[str, Any] | None
     """A row with the values ``fixed``, and as few others that are no defaults as the rules allow; None if there is
     none."""
     row = {name: fixed.get(name, values[name][0]) for name in values}
-    broken = next((rule for rule in RULES if rule.forbids(row)), None)
+    broken = broken_rule(row, fixed)
     if broken is None:
         return row
     for name in (name for name in broken.combination if name not in fixed):
@@ -112,8 +122,8 @@ def packed(missing: set[Pair], world_size: int, most: int) -> Iterator[dict[str,
     while waiting:
         row, fixed = dict[str, Any](), dict[str, Any]()
         for pair in waiting:
-            wanted = {**fixed, **dict(pair)}
-            if all(wanted[name] == value for name, value in fixed.items()):
+            if all(fixed.get(name, value) == value for name, value in pair):
+                wanted = {**fixed, **dict(pair)}
                 found = _simplest(wanted, values)
                 if found is not None and (not row or _num_others(found, values) <= most):
                     row, fixed = found, wanted
