@@ -67,6 +67,7 @@ def verdict(program: Program, ctx: RankContext, *, with_torch: bool = True) -> V
     torch._dynamo.reset()
     # dynamo asks inputs of compiled blocks for .grad; in a pool of ranks, warnings are errors
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf Tensor", UserWarning)
+    warnings.filterwarnings("ignore", "Full backward hook is firing", UserWarning)  # of a first block
     warnings.filterwarnings("ignore", "FSDP is switching to use `NO_SHARD`", UserWarning)
     warnings.filterwarnings("ignore", "Mismatch dtype between input and weight", UserWarning)  # of norms
     text = source(program)

@@ -455,8 +455,13 @@ RULES = (
     ),
     *_each(
         {"program.autocast": ("step",)},
-        {"micro.evaluates": (True,), "micro.between": (("reference",), ("evaluate",))},
-        "autocast remembers what is cast without gradients, and models then get none",
+        {
+            "micro.evaluates": (True,),
+            "micro.between": (("reference",), ("evaluate",), ("infer",), ("forward in vain",), ("another root",)),
+            "second step": ("evaluate an average", "outer root", "another root"),
+            "third step": ("outer root",),
+        },
+        "autocast remembers what is cast, also without gradients, and later forwards read that",
     ),
     *_each(
         {"mesh": ("one rank",)},
