@@ -63,8 +63,8 @@ def check_replicas(model: nn.Module) -> None:
         more = f" and {len(named) - _MAX_NAMES} more" if len(named) > _MAX_NAMES else ""
         raise RuntimeError(
             f"check_replicas: replicas differ in {', '.join(named[:_MAX_NAMES])}{more}. The ranks are those that "
-            "differ from the first replica. Expected the same bits everywhere. Call fsdp2.broadcast_from(model), or build the "
-            "model from the same seed on all ranks."
+            "differ from the first replica. Expected the same bits everywhere. Call fsdp2.broadcast_from(model), or "
+            "build the model from the same seed on all ranks."
         )
 
 

@@ -16,7 +16,8 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
-from fsdp2.core import Axis, Unit, UnitTree, comms, expect, plans, schedules, seams, tree_of
+from fsdp2.core import Axis, Unit, UnitTree, comms, expect, schedules, seams, tree_of
+from fsdp2.extras.lending import all_ranks
 from fsdp2.extras.units import sharded_unit
 
 T = TypeVar("T")
@@ -63,7 +64,7 @@ def joined(
 
 
 def _iterate(batches: Iterable[T], unit: Unit, loop: _Loop, example: T) -> Iterator[tuple[T, bool]]:
-    tree, axis, device = tree_of(unit), _axis_of(unit), unit.mesh.device
+    tree, axis, device = tree_of(unit), all_ranks(unit.mesh), unit.mesh.device
     length = len(batches) if isinstance(batches, Sized) else _UNKNOWN
     batches_left = iter(batches)
     batch = following = next(batches_left, _NOTHING)
@@ -74,29 +75,30 @@ def _iterate(batches: Iterable[T], unit: Unit, loop: _Loop, example: T) -> Itera
     without = [rank for rank, (_, has_batch) in enumerate(rows) if not has_batch]
     if without:
         raise ValueError(
-            f"joined: the ranks {without} of {axis.size} have no batch, so they cannot take part. Pass example=, a batch "
-            "of the usual shapes, on every rank."
+            f"joined: the ranks {without} of {axis.size} have no batch, so they cannot take part. On every rank, pass "
+            "example=, a batch of the usual shapes."
         )
     lengths = [length for length, _ in rows]
-    known = lengths if _UNKNOWN not in lengths else None
+    are_known = _UNKNOWN not in lengths
     outer = _running.get(tree)
-    message = None if known else _Message(axis, device, [has_any])
+    message = None if are_known else _Message(axis, device, [has_any])
     number = 0
     try:
         while True:
-            has_batch = [number < length for length in known] if known else [bool(row[0]) for row in message.read()]
-            message = None
+            has_batch = [number < each for each in lengths]
+            if message is not None:
+                has_batch, message = [bool(has) for (has,) in message.read()], None
             if not any(has_batch):
                 return
             is_real = has_batch[axis.rank]
             if is_real:
                 if following is _NOTHING:
                     raise RuntimeError(
-                        f"joined: batches ended after {number} of the {length} that len() announced, so the other ranks "
-                        "wait for this one. Correct __len__, or pass iter(batches), whose length is not asked."
+                        f"joined: batches ended after {number} of the {length} that len() announced, so the other "
+                        "ranks wait for this one. Correct __len__, or pass iter(batches), which has no length."
                     )
                 batch, following = following, next(batches_left, _NOTHING)
-            if known is None:
+            if not are_known:
                 message = _Message(axis, device, [following is not _NOTHING])
             loop.begin(has_batch, axis.rank)
             _running[tree] = loop
@@ -109,14 +111,6 @@ def _iterate(batches: Iterable[T], unit: Unit, loop: _Loop, example: T) -> Itera
             _running[tree] = outer
         if message is not None:  # all ranks leave the loop early
             message.read()
-
-
-def _axis_of(unit: Unit) -> Axis:
-    """The ranks that average the gradients of ``unit``'s tree, as one axis."""
-    mesh = unit.mesh
-    return next((axis for axis in (mesh.shard, mesh.replicate) if axis.size == mesh.data_parallel_size), None) or (
-        plans.replicated(mesh).replicate
-    )
 
 
 class _Message:
