@@ -85,8 +85,8 @@ Guard = tuple[dict[str, Any], Callable[..., Any]]
 
 # In a call of fully_shard, before it changes anything.
 
-# Checks policies, a placement function and ignored parameters; returns policies of our classes.
-read_arguments: Callable[[object, object, object, object], tuple[MixedPrecisionPolicy, OffloadPolicy]]
+# Checks a mesh, dp_mesh_dims, policies, a placement function and ignored parameters; returns policies of our classes.
+read_arguments: Callable[..., tuple[MixedPrecisionPolicy, OffloadPolicy]]
 # Reads a mesh with all axes of a model, of which the arguments name the data-parallel ones.
 data_parallel_part: Callable[[DeviceMesh, DataParallelMeshDims], ParallelMesh]
 # Refuses modules that cannot be roots of a unit.
