@@ -93,3 +93,22 @@ def test_other_layouts_are_refused_and_nothing_changes(ctx: RankContext) -> None
 
         assert text in one_line(error_of(enter))
     assert torch.equal(model(x), mine)
+
+
+@distributed(2)
+def test_a_write_into_an_unsharded_root_is_refused_at_the_next_forward(ctx: RankContext) -> None:
+    model, _, x = model_and_others()
+    model(x)
+    mine = model(x)  # reads parameters that the first forward has left unsharded
+    with torch.no_grad():
+        model.entry.weight.mul_(2)
+    found = one_line(error_of(lambda: model(x)))
+    assert found.startswith("ScheduleError: parameter 'entry.weight' was written since the last forward")
+    assert "its unit '(root)' binds whole parameters" in found
+    assert one_line(error_of(lambda: model(x))) == found
+    model.reshard()
+    assert torch.equal(model(x), mine)
+    model.reshard()
+    with torch.no_grad():
+        model.entry.weight.mul_(2)
+    assert not torch.equal(model(x), mine)
