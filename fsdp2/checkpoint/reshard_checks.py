@@ -56,29 +56,23 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class Cut:
-    """A tensor that is cut like its parameter: a plain one of ``dtype``, or None for the class of the parameter."""
+class Empty:
+    """A tensor that the move fills: a plain one of ``dtype``, or, if that is None, one of the parameter's class. If the
+    parameter is sharded, the tensor is cut like it; else it has ``shape``."""
 
     dtype: torch.dtype | None
-
-
-@dataclass(frozen=True)
-class Whole:
-    """A tensor of a parameter that is not sharded."""
-
-    dtype: torch.dtype
     shape: tuple[int, ...]
 
 
-# A parameter's gradient, and its states by the optimizer's position and their names.
-Belongings: TypeAlias = dict[tuple[int, Any], Kept | Cut | Whole]
+Key: TypeAlias = tuple[int, Any]  # of a parameter's state: the position of its optimizer, and its name there
+Belongings: TypeAlias = dict[Key, Kept | Empty]
 GRAD = (-1, "grad")  # the key of the gradient
 
 
 @dataclass(frozen=True)
 class Known:
-    """What ranks of the old mesh tell joining ranks: the belongings of each parameter, and the options of each param
-    group of each optimizer."""
+    """What ranks of the old mesh tell others: the belongings of each parameter, and the options of each param group of
+    each optimizer."""
 
     belongings: list[Belongings]
     options: list[list[dict[str, Kept]]]
@@ -96,6 +90,23 @@ def restored(entry: Kept, device: torch.device) -> Any:
     if isinstance(entry.value, torch.Tensor):
         return entry.value.to(device if entry.is_on_device else "cpu", copy=True)
     return entry.value
+
+
+def described(tensor: torch.Tensor) -> Empty:
+    """What another rank needs to know of ``tensor`` to make one like it."""
+    return Empty(tensor.dtype if is_plain(tensor) else None, tuple(tensor.shape))
+
+
+def made(entry: Empty, param: torch.Tensor) -> torch.Tensor:
+    """The tensor that ``entry`` describes, for ``param`` as this rank has it."""
+    if not isinstance(param, DTensor):
+        return torch.empty(entry.shape, dtype=entry.dtype, device=param.device)
+    local = _torch.local_of(param)
+    if entry.dtype is None:
+        new = local.new_zeros(local.shape)
+    else:
+        new = torch.empty(local.shape, dtype=entry.dtype, device=local.device)
+    return _torch.dtensors_like([param], [new])[0]
 
 
 # What one rank finds
@@ -148,9 +159,10 @@ class Survey:
     def is_joining(self) -> bool:
         return self.new.has_this_rank and not self.old.has_this_rank
 
-    def plain_params(self) -> list[tuple[str, nn.Parameter]]:
-        """The parameters that are not sharded, with their names."""
-        return [(name, each) for name, each in self.plain.items() if isinstance(each, nn.Parameter)]
+    def all_params(self) -> list[tuple[str, nn.Parameter, ShardedParam | None]]:
+        """All parameters with their names, in the same order on all ranks; None for those that are not sharded."""
+        sharded = [(name, param.sharded, param) for name, _, param in self.params]
+        return sharded + [(name, each, None) for name, each in self.plain.items() if isinstance(each, nn.Parameter)]
 
     def _check_unit(self, name: str, unit: Unit) -> None:
         if not all(isinstance(module, FSDPModule) for module in unit.modules):
@@ -243,13 +255,11 @@ class Survey:
                     )
 
     def _known(self) -> Known:
-        sharded = [self._belongings_of(name, param.sharded, param) for name, _, param in self.params]
-        plain = [self._belongings_of(name, param, None) for name, param in self.plain_params()]
         options = [
             [{key: kept(value) for key, value in group.items() if key != "params"} for group in each.param_groups]
             for each in self.optimizers
         ]
-        return Known([*sharded, *plain], options)
+        return Known([self._belongings_of(*each) for each in self.all_params()], options)
 
     def _belongings_of(self, name: str, key: nn.Parameter, param: ShardedParam | None) -> Belongings:
         """What belongs to ``key``; ``param`` is given if ``key`` is a sharded parameter."""
@@ -282,8 +292,7 @@ class Survey:
                 yield f"param group {index} of {type(optimizer).__name__}: {names}"
 
     def _own_lines(self, known: Known) -> Iterator[str]:
-        names = [name for name, _, _ in self.params] + [name for name, _ in self.plain_params()]
-        for name, each in zip(names, known.belongings, strict=True):
+        for (name, *_), each in zip(self.all_params(), known.belongings, strict=True):
             has = ["a gradient" if key == GRAD else f"'{key[1]}' {_kind(value)}" for key, value in each.items()]
             yield f"parameter '{name}' has {', '.join(has) or 'neither gradient nor states'}"
 
@@ -367,24 +376,22 @@ def _check_param(name: str, group: ParamGroup, param: ShardedParam) -> None:
         )
 
 
-def _kind(entry: Kept | Cut | Whole) -> str:
+def _kind(entry: Kept | Empty) -> str:
     return "(one value)" if isinstance(entry, Kept) else f"({entry.dtype or 'as the parameter'})"
 
 
-def _described(name: str, what: str, value: Any, param: ShardedParam | None) -> Kept | Cut | Whole:
+def _described(name: str, what: str, value: Any, param: ShardedParam | None) -> Kept | Empty:
     """Describe ``value``, which belongs to the parameter ``name`` and was found as ``what``."""
     if param is not None and isinstance(value, DTensor) and value.shape == param.sharded.shape:
         spec, local = param.spec.sharded, _torch.local_of(value)
         is_placed_alike = value.device_mesh == spec.mesh and value.placements == spec.placements
-        if is_placed_alike and is_plain(local):
-            return Cut(local.dtype)
-        if is_placed_alike and type(local) is type(_torch.local_of(param.sharded)):
-            return Cut(None)
+        if is_placed_alike and (is_plain(local) or type(local) is type(_torch.local_of(param.sharded))):
+            return described(local)
     elif isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
         if value.numel() == 1:
             return kept(value)
         if param is None and is_plain(value):
-            return Whole(value.dtype, tuple(value.shape))
+            return described(value)
     elif not find_tensors(value, []):
         return kept(value)
     shape = f" of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
