@@ -9,7 +9,6 @@ import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -190,60 +189,6 @@ class WeightInFiles(Weight):
     def whole_on(self, rank: int, dtype: torch.dtype | None = None) -> torch.Tensor | None:
         whole = self.whole(dtype)
         return whole if dist.get_rank() == rank else None
-
-    def is_dense_in(self, opened: Any, key: str) -> bool:
-        """Whether the file has the weight itself, not quantised."""
-        header, dense = opened.get_slice(key), self.piece.dense
-        dtype = DTYPES.get(header.get_dtype())
-        is_number = dtype is not None and dtype.is_floating_point
-        return dense is not None and is_number and tuple(header.get_shape()) == dense.shape
-
-    def problem_of(self, opened: Any, key: str, file: Path) -> str:
-        piece, header = self.piece, opened.get_slice(key)
-        if piece.check is not None:
-            problem = piece.check(opened.get_tensor(key))
-            advice = "Make the model with the options of the files"
-            return f"'{key}' in {file.name} does not fit: {problem}. {advice}." if problem else ""
-        found = tuple(header.get_shape()), DTYPES.get(header.get_dtype())
-        if found == (piece.shape, piece.dtype) or self.is_dense_in(opened, key):
-            return ""
-        dense = f", or floating-point numbers of shape {piece.dense.shape}" if piece.dense else ""
-        return (
-            f"'{key}' has shape {found[0]} and dtype {header.get_dtype()} in {file.name}, expected {piece.shape} and "
-            f"{piece.dtype}{dense}."
-        )
-
-    def load(self, opened: Any, key: str) -> torch.Tensor | None:
-        """Load this rank's part of ``key``. If it has to be quantised, returns what the ranks then need from each
-        other."""
-        piece, (start, stop) = self.piece, self._rows
-        if piece.dense is not None and self.is_dense_in(opened, key):
-            numel, width = math.prod(piece.dense.shape), math.prod(piece.dense.shape[1:])
-            start, stop = (min(row * piece.dense.row_numel, numel) for row in (start, stop))
-            first = start // width
-            rows = opened.get_slice(key)[first : -(-stop // width)] if stop > start else torch.empty(0)
-            return piece.dense.quantise(rows.reshape(-1)[start - first * width : stop - first * width])
-        if piece.write is not None:
-            piece.write(opened.get_tensor(key))
-        elif piece.is_cut:
-            mine, itemsize = piece.tensor.view(-1).view(torch.uint8), piece.dtype.itemsize
-            first = start * (mine.numel() // max(stop - start, 1)) // itemsize
-            values = opened.get_slice(key)[first : first + mine.numel() // itemsize]
-            mine[: values.nbytes].copy_(values.contiguous().view(-1).view(torch.uint8))
-        else:
-            piece.tensor.copy_(opened.get_tensor(key))
-        return None
-
-    def finish_dense(self, mine: torch.Tensor) -> None:
-        """Exchange the results ``mine`` of ``load``. Collective."""
-        dense = self.piece.dense
-        if dense is not None and dense.finish is not None and isinstance(self.tensor, DTensor):
-            dense.finish(joined_along_dim_0(self.tensor, mine), self._rows[0])
-
-    @property
-    def _rows(self) -> tuple[int, int]:
-        _, param = self.managed
-        return param.layout.interval(param.mesh.shard.rank)
 
 
 def weights_of(model: nn.Module, caller: str) -> list[Weight]:
