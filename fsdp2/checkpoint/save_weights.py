@@ -38,10 +38,13 @@ from fsdp2.checkpoint.weights import (
     Weight,
     check_dtype,
     check_ready,
+    plain_values,
+    send_to,
     weights_of,
 )
-from fsdp2.core import Axis
+from fsdp2.core import Axis, comms
 from fsdp2.extras.exchange import axis_of, exchange, together
+from fsdp2.extras.lending import joined, packed
 from fsdp2.extras.output import progress
 from fsdp2.extras.plain_names import bound_state
 from fsdp2.extras.sizes import nbytes_of
@@ -289,15 +292,31 @@ def _gathered(
     weight: Weight, dtype: torch.dtype, owner: int, axis: Axis, device: torch.device | None
 ) -> torch.Tensor | None:
     """The whole tensor in the dtype of the file, on the rank ``owner`` of ``axis``. A plain tensor is taken from the
-    first rank, and is sent by way of ``device``."""
-    if axis.group is None:
-        return weight.whole(dtype)
-    if isinstance(weight.tensor, DTensor):
-        return weight.whole_on(dist.get_global_rank(axis.group, owner), dtype)
-    values = weight.whole(dtype)
-    sent = values.to(device, copy=True, memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
-    dist.broadcast(sent, group=axis.group, group_src=0)
-    return sent.view(dtype).reshape(values.shape) if owner == axis.rank else None
+    first rank, and is sent by way of ``device``. Shards are sent only to the owner, and other replicas do nothing; on
+    accelerators, and if model axes cut the tensor, all ranks gather it."""
+    # Backends differ in how messages are ordered with streams, and an all-gather is fast on accelerators.
+    if axis.group is not None and weight.is_cut_once and weight.managed[1].mesh.device.type == "cpu":
+        return _sent_to(dist.get_global_rank(axis.group, owner), weight, dtype)
+    whole = weight.whole(dtype)
+    if axis.group is not None and not isinstance(weight.tensor, DTensor):
+        sent = whole.to(device, copy=True, memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+        dist.broadcast(sent, group=axis.group, group_src=0)
+        whole = sent.view(dtype).reshape(whole.shape)
+    return whole if owner == axis.rank else None
+
+
+@torch.no_grad()
+def _sent_to(rank: int, weight: Weight, dtype: torch.dtype) -> torch.Tensor | None:
+    """The whole tensor on the global ``rank``, from the shards of its replica."""
+    _, param = weight.managed
+    layout, group, is_mine = param.layout, param.mesh.shard.group, dist.get_rank() == rank
+    assert group is not None
+    if rank not in dist.get_process_group_ranks(group):
+        return None
+    sent = packed(param, plain_values(weight.local, dtype))
+    got = sent.new_empty(layout.padded_numel if is_mine else 0)
+    comms.wait_for(send_to(rank, group, [sent.view(torch.uint8)], [got.view(torch.uint8)]))
+    return joined(param, got) if is_mine else None
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

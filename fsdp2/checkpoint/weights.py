@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
 from fsdp2.checkpoint.pieces import Run, runs
-from fsdp2.core import ParamGroup, ShardedParam, Slot, _torch, comms, groups_by_slot, is_plain, plans
+from fsdp2.core import ParamGroup, ShardedParam, Slot, _torch, groups_by_slot, is_plain, plans
 from fsdp2.extras import torch_names
-from fsdp2.extras.lending import WHOLE, check_idle, gathered, joined, joined_along_dim_0, packed, whole_subclass
+from fsdp2.extras.lending import WHOLE, check_idle, gathered, joined_along_dim_0, whole_subclass
 from fsdp2.extras.plain_names import bound_state
 from fsdp2.tensors.in_files import FileTensor
 
@@ -50,6 +50,9 @@ DTYPES = {
     "F64": torch.float64,
     "C64": torch.complex64,
 }
+
+
+_TAG = 7090  # of messages; differs from 0, which user code on the same group is likely to use, and from our channels
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,14 @@ class Weight:
     def is_packed(self) -> bool:
         """Whether compute reads other values than those in the shards; ``whole`` returns these values."""
         return self.param is not None and hasattr(self.local, WHOLE)
+
+    @property
+    def is_cut_once(self) -> bool:
+        """Whether the whole tensor is made of the values in the shards of one axis alone."""
+        param = self.param
+        if param is None or param.spec.unsharded is not None or self.is_packed:
+            return False
+        return param.layout.num_shards > 1 and param.layout.numel > 0
 
     @property
     def whole_like(self) -> tuple[tuple[int, ...], torch.dtype]:
@@ -140,31 +151,6 @@ class Weight:
                 return local
             return _torch.dtensors_like([self.tensor], [local])[0].full_tensor()
 
-    def whole_on(self, rank: int, dtype: torch.dtype | None = None) -> torch.Tensor | None:
-        """The result of ``whole``, but only on the global ``rank``; None elsewhere. Shards are sent only to that rank,
-        and other replicas do nothing. On accelerators, and if model axes cut the tensor, all ranks gather it."""
-        mine, param = dist.get_rank() == rank, self.param
-        is_simple = param is not None and param.spec.unsharded is None and param.layout.num_shards > 1
-        # Backends differ in how messages are ordered with streams, and an all-gather is fast on accelerators.
-        if param is None or not is_simple or param.mesh.device.type != "cpu":
-            whole = self.whole(dtype)
-            return whole if mine else None
-        layout, group = param.layout, param.mesh.shard.group
-        ranks = dist.get_process_group_ranks(group)
-        if rank not in ranks or layout.padded_numel == 0:
-            return self.local.new_empty(self.tensor.shape) if mine else None
-        with torch.no_grad():
-            sent = packed(param, plain_values(self.local, dtype))
-            if not mine:
-                messages = [dist.P2POp(dist.isend, sent.view(torch.uint8), rank, group)]
-            else:
-                got = sent.new_empty(layout.num_shards, layout.chunk_numel)
-                got[param.mesh.shard.rank] = sent
-                rows = zip(ranks, got.view(torch.uint8), strict=True)
-                messages = [dist.P2POp(dist.irecv, row, peer, group) for peer, row in rows if peer != rank]
-            comms.wait_for(dist.batch_isend_irecv(messages))
-            return joined(param, got.view(-1)) if mine else None
-
 
 @dataclass(frozen=True)
 class WeightInFiles(Weight):
@@ -185,10 +171,6 @@ class WeightInFiles(Weight):
             whole = joined_along_dim_0(self.tensor, whole)
         nbytes = math.prod(piece.shape) * piece.dtype.itemsize
         return whole.contiguous().view(-1).view(torch.uint8)[:nbytes].view(piece.dtype).view(piece.shape)
-
-    def whole_on(self, rank: int, dtype: torch.dtype | None = None) -> torch.Tensor | None:
-        whole = self.whole(dtype)
-        return whole if dist.get_rank() == rank else None
 
 
 def weights_of(model: nn.Module, caller: str) -> list[Weight]:
@@ -262,6 +244,23 @@ def _cut(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
         numbers = torch.arange(size, device=plans.mesh_device(mesh))
         along.append(distribute_tensor(numbers, mesh, of_dim, src_data_rank=None).to_local().tolist())
     return along
+
+
+def send_to(
+    rank: int, group: dist.ProcessGroup, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+) -> list[dist.Work]:
+    """Start sending the ``inputs`` of all ranks of ``group`` to the global ``rank``. Its ``outputs`` have room for them
+    in rank order."""
+    if dist.get_rank() != rank:
+        return dist.batch_isend_irecv([dist.P2POp(dist.isend, each, rank, group, _TAG) for each in inputs])
+    messages = []
+    for output, mine in zip(outputs, inputs, strict=True):
+        for source, row in zip(dist.get_process_group_ranks(group), output.split(mine.numel()), strict=True):
+            if source == rank:
+                row.copy_(mine)
+            else:
+                messages.append(dist.P2POp(dist.irecv, row, source, group, _TAG))
+    return dist.batch_isend_irecv(messages)
 
 
 def renamed(key: str, rename: Rename | None) -> str | None:
