@@ -95,9 +95,9 @@ def reshard_to(model: nn.Module, optimizer: optim.Optimizer | Sequence[optim.Opt
     with together(axis):
         optimizers = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
         survey = Survey(model, optimizers, new_mesh)
-    known = agreed(axis, survey) or survey.known
+    move = _Move(survey, agreed(axis, survey))
     roots = {id(unit.tree): unit.tree for _, unit in survey.units if unit.tree is not None}
-    _Move(survey, known).run()
+    move.run()
     for tree in roots.values():
         restore_settings(tree)
     return survey.new.has_this_rank
@@ -180,8 +180,7 @@ class _Move:
         self._survey, self._rank = survey, dist.get_rank()
         self._optimizers, self._old, self._new = survey.optimizers, survey.old, survey.new
         if not self._old.has_this_rank:
-            for _, param, _ in survey.all_params():
-                self._forget_states(param)
+            self._forget_all_states()
             if known is not None:
                 self._admit(known)
 
@@ -192,7 +191,7 @@ class _Move:
             for key, entry in belongings.items():
                 value = made(entry, param) if isinstance(entry, Empty) else restored(entry, self._new.device)
                 self._set(param, key, value)
-        if self._survey.is_joining:
+        if self._rank in self._survey.joining:
             self._materialise_buffers()
             for optimizer, groups in zip(self._optimizers, known.options, strict=True):
                 for group, options in zip(optimizer.param_groups, groups, strict=True):
@@ -204,8 +203,7 @@ class _Move:
             self._move_unit(unit)
         self._send_plain()
         if not self._new.has_this_rank:
-            for _, param, _ in self._survey.all_params():
-                self._forget_states(param)
+            self._forget_all_states()
 
     def _move_unit(self, unit: Unit) -> None:
         size = unit.config.post_forward_size
@@ -278,6 +276,10 @@ class _Move:
             index, name = key
             self._optimizers[index].state[param][name] = value
 
+    def _forget_all_states(self) -> None:
+        for _, param, _ in self._survey.all_params():
+            self._forget_states(param)
+
     def _forget_states(self, param: torch.Tensor) -> None:
         for optimizer in self._optimizers:
             optimizer.state.pop(param, None)
@@ -305,10 +307,8 @@ class _Move:
     def _send_plain(self) -> None:
         """Send what is not sharded from the first rank of the old mesh to joining ranks, one tensor after another:
         parameters with their states, and buffers."""
-        first, *others = (rank for row in self._old.ranks for rank in row)
-        joining = [rank for row in self._new.ranks for rank in row if rank != first and rank not in others]
-        whole = [Transfer(first, rank, 0, 1) for rank in joining]  # of a tensor with one row
-        for tensor in self._plain_tensors() if joining else ():
+        whole = [Transfer(self._survey.first, rank, 0, 1) for rank in self._survey.joining]  # of a tensor with one row
+        for tensor in self._plain_tensors() if whole else ():
             row = tensor.unsqueeze(0)
             moving = _Moving(row, 0, 0, 0, whole)
             moving.fill(row, self._rank, self._exchanged([moving]))

@@ -118,6 +118,7 @@ class Survey:
     Attributes:
         units: the units with their names.
         old, new: the meshes.
+        first, joining: the first rank of the old mesh, and the ranks that are only in the new one.
         params: the sharded parameters with their names, unit by unit.
         plain: what is not sharded, by name: ignored parameters, and buffers.
         known: set on ranks of the old mesh only.
@@ -133,8 +134,9 @@ class Survey:
         first = sharded_unit(model, CALLER)
         check_idle(model, CALLER)
         self.units = [(name, unit) for name, unit in units_under(model)]
-        self.old, self.optimizers = first.mesh, optimizers
-        self.new = _new_mesh(new_mesh, first.mesh)
+        self.old, self.new, self.optimizers = first.mesh, _new_mesh(new_mesh, first.mesh), optimizers
+        old, new = ([rank for row in mesh.ranks for rank in row] for mesh in (self.old, self.new))
+        self.first, self.joining = old[0], [rank for rank in new if rank not in old]
         for name, unit in self.units:
             self._check_unit(name or "(root)", unit)
         paths = plain_paths([model])
@@ -154,10 +156,6 @@ class Survey:
         self.lines = list(self._shared_lines())
         self.known = self._known() if self.old.has_this_rank else None
         self.own_lines = [] if self.known is None else list(self._own_lines(self.known))
-
-    @property
-    def is_joining(self) -> bool:
-        return self.new.has_this_rank and not self.old.has_this_rank
 
     def all_params(self) -> list[tuple[str, nn.Parameter, ShardedParam | None]]:
         """All parameters with their names, in the same order on all ranks; None for those that are not sharded."""
@@ -224,7 +222,7 @@ class Survey:
         for name, tensor in plain.items():
             if isinstance(tensor, DTensor):
                 raise _unmovable(f"'{name}' is a DTensor that fully_shard does not manage, so {CALLER} cannot move it.")
-            if tensor.is_meta and (isinstance(tensor, nn.Parameter) or not self.is_joining):
+            if tensor.is_meta and (isinstance(tensor, nn.Parameter) or dist.get_rank() not in self.joining):
                 raise RuntimeError(
                     f"{CALLER}: '{name}' is on the meta device. It is not sharded, so it needs memory on every rank "
                     "before the call. Build it on a real device, or give it memory with to_empty(device=...) before "
@@ -405,13 +403,14 @@ def _described(name: str, what: str, value: Any, param: ShardedParam | None) -> 
 
 
 def agreed(axis: Axis, survey: Survey) -> Known | None:
-    """Compare the surveys of all ranks. Returns what joining ranks need to know; None if no rank joins.
+    """Compare the surveys of all ranks. Returns what the first rank of the old mesh knows; None if no rank joins.
 
     Raises:
         ValueError: surveys differ. All ranks raise it; it names the ranks and the first difference.
     """
     has_own = survey.known is not None
-    found = exchange(axis, (_digest(survey.lines), _digest(survey.own_lines) if has_own else None, survey.is_joining))
+    told = survey.known if survey.joining and dist.get_rank() == survey.first else None
+    found = exchange(axis, (_digest(survey.lines), _digest(survey.own_lines) if has_own else None, told))
     problem = None
     if len({shared for shared, _, _ in found}) > 1:
         problem = exchange(axis, survey.lines)
@@ -422,11 +421,7 @@ def agreed(axis: Axis, survey: Survey) -> Known | None:
     if problem is not None:
         _, said = first_difference([(rank, lines) for rank, lines in enumerate(problem) if lines is not None])
         raise ValueError("\n".join([f"{CALLER}: ranks differ. Nothing has moved.", *said, remedy]))
-    if not any(is_joining for _, _, is_joining in found):
-        return None
-    told: list[Known | None] = [survey.known]
-    dist.broadcast_object_list(told, src=survey.old.ranks[0][0])
-    return told[0]
+    return next((known for _, _, known in found if known is not None), None)
 
 
 def _digest(lines: Sequence[str]) -> str:
