@@ -12,13 +12,13 @@ The board uses no collective, so this works while collectives are stuck. It is n
 
 from __future__ import annotations
 
-import linecache
 import logging
 import os
 import queue
 import sys
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -70,10 +70,9 @@ class _Pause:
     root: Callable[[], Alike | None]  # the root of the event, while it lives
     since: float
     shown: Standing | None = None  # what this rank has shown
-    # For each other rank, the number of its pause, and when this rank first saw that pause.
-    first_seen: dict[int, tuple[int, float]] = field(default_factory=dict)
+    # For each other rank, its last standing, and when this rank first saw the pause of that standing.
+    seen: dict[int, tuple[Standing, float]] = field(default_factory=dict)
     did: dict[int, tuple[int, bool]] = field(default_factory=dict)  # what the ranks did at the last read
-    ended: dict[int, Standing] = field(default_factory=dict)  # the last standings of ranks that have ended
     next_read: float = 0.0  # the earliest time at which this rank reads again what others show
     has_warned: bool = False
     has_told: bool = False
@@ -198,14 +197,14 @@ class StallWatch:
         for rank in awaited:
             if rank in found:
                 continue
-            its = found[rank] = pause.ended.get(rank) or board.of(rank)
+            before, since = pause.seen.get(rank, (None, now))
+            its = found[rank] = before if before is not None and before.has_ended else board.of(rank)
             if its is None:
                 continue
-            if pause.first_seen.get(rank, (None, now))[0] != its.pause:
-                pause.first_seen[rank] = its.pause, now
-            quiet_s[rank] = its.quiet_s + now - pause.first_seen[rank][1]  # at least: clocks of ranks differ
-            if its.has_ended:
-                pause.ended[rank] = its
+            if before is None or before.pause != its.pause:
+                since = now
+            pause.seen[rank] = its, since
+            quiet_s[rank] = its.quiet_s + now - since  # at least: clocks of ranks differ
             if its.waits:
                 awaited += its.ranks
         return View(board.rank, quiet_s, dict(sorted(found.items())))
@@ -350,13 +349,11 @@ def _described(error: BaseException | None) -> str:
 def _place() -> str:
     """The line of the user's program or of another library that the main thread is running."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame is not None and _is_internal(frame.f_code.co_filename):
-        frame = frame.f_back
-    if frame is None:
-        return ""
-    path, number = frame.f_code.co_filename, frame.f_lineno
-    line = linecache.getline(path, number).strip()
-    return f"{line or 'a line'} in {frame.f_code.co_name} ({os.path.basename(path)}:{number})"
+    stack = traceback.StackSummary.extract(traceback.walk_stack(frame), lookup_lines=False)
+    for its in stack:
+        if not _is_internal(its.filename):
+            return f"{its.line or 'a line'} in {its.name} ({os.path.basename(its.filename)}:{its.lineno})"
+    return ""
 
 
 def _is_internal(path: str) -> bool:

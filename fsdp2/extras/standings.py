@@ -12,7 +12,7 @@ import pickle
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ParamSpec, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 
@@ -34,9 +34,6 @@ _SLOW = (
     "of functions that gather state dicts."
 )
 _MAX_LINES = 8
-
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -75,7 +72,7 @@ class Board:
 
     def show(self, standing: Standing | None) -> None:
         """Let other ranks see ``standing`` from now on. None means that this rank makes progress again."""
-        self._do(self._store.set, str(self.rank), pickle.dumps(standing))  # type: ignore[arg-type]  # it also takes bytes
+        self._do(self._store.set, str(self.rank), pickle.dumps(standing))
 
     def of(self, rank: int) -> Standing | None:
         """The standing of ``rank``, if that rank has shown one."""
@@ -104,11 +101,11 @@ class Board:
         """Whether all ``ranks`` have left. True also if the store is gone, so that this is not known."""
         return self._do(self._store.check, [f"{rank} has left" for rank in ranks]) is not False
 
-    def _do(self, call: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T | None:
+    def _do(self, call: Callable[..., Any], *args: object) -> Any:
         if self.is_gone:  # torch logs each call that fails
             return None
         try:
-            return call(*args, **kwargs)
+            return call(*args)
         except RuntimeError:
             self.is_gone = True
             return None
