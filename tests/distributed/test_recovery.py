@@ -18,7 +18,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
-from fsdp2.extras.board import Board
+from fsdp2.extras.standings import Board
 from fsdp2.report import trace
 from tests.distributed.changes import assert_gradients, assert_step_is_that_of, assert_trains_as_stack, step_and_zero
 from tests.distributed.support import (
