@@ -111,7 +111,8 @@ def test_equal_numbers_of_batches_change_no_bit(ctx: RankContext) -> None:
 def test_an_evaluation_runs_every_batch_once(ctx: RankContext) -> None:
     model, mine = sharded(init_device_mesh("cpu", (ctx.world_size,))), batches_of(ctx.rank, ctx.world_size)
     with torch.no_grad():
-        losses = [loss_of(model, batch) for batch, is_real in fsdp2.joined(mine, model, example=EXAMPLE) if is_real]
+        found = [(loss_of(model, batch), is_real) for batch, is_real in fsdp2.joined(mine, model, example=EXAMPLE)]
+        losses = [loss for loss, is_real in found if is_real]
         plain = network()
         assert torch.equal(torch.tensor(losses), torch.tensor([loss_of(plain, batch) for batch in mine]))
 
