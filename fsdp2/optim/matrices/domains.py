@@ -68,14 +68,12 @@ class Domain:
 
     Attributes:
         ranks: the global ranks, by member.
-        positions: the indices of its tensors among all tensors.
         dtype: the dtype in which they are sent.
         device: the device of messages and whole matrices.
     """
 
     axis: Axis
     ranks: tuple[int, ...]
-    positions: tuple[int, ...]
     plan: GroupPlan
     dtype: torch.dtype
     device: torch.device
@@ -153,15 +151,16 @@ def _planned(
     domains = []
     for key in sorted(found, key=lambda key: (-len(key.ranks), found[key][1][0][0].position)):
         axis, members = found[key]
-        tensors = [PlannedTensor(each.name, placed, key.dtype.itemsize, each.rule) for each, placed in members]
+        tensors = {
+            each.position: PlannedTensor(each.name, placed, key.dtype.itemsize, each.rule) for each, placed in members
+        }
         # All ranks of this group know only the loads of groups that they are all in.
         known = [each for each in loads if each.keys() >= {*key.ranks}]
         before = [sum(each[rank] for each in known) for rank in key.ranks]
         made = plan(tensors, len(key.ranks), before=before)
         own = [load - earlier for load, earlier in zip(made.loads, before, strict=True)]
         loads.append(dict(zip(key.ranks, own, strict=True)))
-        positions = tuple(each.position for each, _ in members)
-        domains.append(Domain(axis, key.ranks, positions, made, key.dtype, key.device))
+        domains.append(Domain(axis, key.ranks, made, key.dtype, key.device))
     return domains
 
 

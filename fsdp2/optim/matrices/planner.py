@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import zip_longest
@@ -46,7 +46,7 @@ class Matrix:
 
     Attributes:
         name: the name of its tensor, with an index if the tensor has several matrices.
-        tensor: the position of its tensor.
+        tensor: the position of its tensor among those that were given to ``whole_matrices``.
         box: its entries in the tensor.
         cost: the cost of the function, in any unit.
     """
@@ -96,11 +96,12 @@ class GroupPlan:
     """Owners and buckets of the matrices on one process group of ``num_members``.
 
     Attributes:
+        tensors: by position among all tensors, of which other groups have others.
         owners: by matrix, a member.
         before: the cost that each member has from plans of larger groups.
     """
 
-    tensors: tuple[PlannedTensor, ...]
+    tensors: Mapping[int, PlannedTensor]
     matrices: tuple[Matrix, ...]
     owners: tuple[int, ...]
     buckets: tuple[Bucket, ...]
@@ -192,7 +193,7 @@ class GroupPlan:
 
 
 def plan_matrices(
-    tensors: Sequence[PlannedTensor],
+    tensors: Mapping[int, PlannedTensor],
     num_members: int,
     *,
     cost: Cost = newton_schulz_cost,
@@ -222,18 +223,18 @@ def plan_matrices(
     share_nbytes = bucket_nbytes * 2 // 5  # it exists as sent, received, stack, result and returned
     while True:
         buckets = _buckets(tensors, matrices, owners, num_members, share_nbytes, last_first)
-        plan = GroupPlan(tuple(tensors), matrices, tuple(owners), buckets, num_members, before)
+        plan = GroupPlan(tensors, matrices, tuple(owners), buckets, num_members, before)
         are_single = all(len(share) <= 1 for bucket in buckets for share in bucket.of_owner)
         if are_single or plan.temporary_nbytes <= 2 * bucket_nbytes:
             return plan
         share_nbytes = share_nbytes * 2 // 3
 
 
-def matrices_of(tensors: Sequence[PlannedTensor], cost: Cost) -> tuple[Matrix, ...]:
+def matrices_of(tensors: Mapping[int, PlannedTensor], cost: Cost) -> tuple[Matrix, ...]:
     """The matrices of all ``tensors``, in order, without empty ones."""
     return tuple(
-        Matrix(f"{tensor.name}{each.label}", index, each.box, each.rows, each.columns, cost(each.rows, each.columns))
-        for index, tensor in enumerate(tensors)
+        Matrix(f"{tensor.name}{each.label}", position, each.box, each.rows, each.columns, cost(each.rows, each.columns))
+        for position, tensor in tensors.items()
         for each in tensor.rule.boxes(tensor.placed.shape)
         if each.rows * each.columns > 0
     )
@@ -272,7 +273,7 @@ def _least_members(numbers: Counter[float], load: float) -> int:
 
 
 def _owners(
-    tensors: Sequence[PlannedTensor], matrices: Sequence[Matrix], before: Sequence[float], bound: float
+    tensors: Mapping[int, PlannedTensor], matrices: Sequence[Matrix], before: Sequence[float], bound: float
 ) -> list[int]:
     owners = [0] * len(matrices)
     load_of = list(before)
@@ -340,7 +341,7 @@ def _relieve(busiest: int, matrices: Sequence[Matrix], owners: list[int], loads:
 
 
 def _buckets(
-    tensors: Sequence[PlannedTensor],
+    tensors: Mapping[int, PlannedTensor],
     matrices: Sequence[Matrix],
     owners: Sequence[int],
     num_members: int,

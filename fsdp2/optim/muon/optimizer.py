@@ -97,7 +97,6 @@ class Muon(optim.Optimizer):
     def _forget_plan(self) -> None:
         self._plan: WholeMatrices | None = None
         self._planned: list[object] = []  # parameters and their placements
-        self._position_of: dict[int, int] = {}  # position of a matrix's parameter, by id of the matrix
         self._early: EarlyRun | None = None  # a run that began during backward
         self._parts: list[list[Part]] = []  # by position
         self._adamw: optim.AdamW | None = None
@@ -149,11 +148,6 @@ class Muon(optim.Optimizer):
             }
             self._plan = whole_matrices(names, rule=self._rule_of, **self._settings)
             self._planned = keys
-            self._position_of = {
-                id(matrix): domain.positions[matrix.tensor]
-                for domain in self._plan.domains
-                for matrix in domain.plan.matrices
-            }
             self._parts = parts_of(self._plan, len(params))
         return self._plan
 
@@ -201,15 +195,17 @@ class Muon(optim.Optimizer):
                 early.check(entries)
         except ValueError as error:  # perhaps on this rank only
             run.fail(error)
-        outcome = run.finish([entry.grad is not None for entry in entries] or [False] * self.plan.num_tensors)
-        for position, (entry, is_stepped) in enumerate(zip(entries, outcome.flags, strict=True)):
+        results, have_grads = run.finish(
+            [entry.grad is not None for entry in entries] or [False] * self.plan.num_tensors
+        )
+        for entry, result, parts, is_stepped in zip(entries, results, self._parts, have_grads, strict=True):
             if is_stepped:
-                entry.write(outcome.results[position], self._parts[position])
+                entry.write(result, parts)
                 entry.keep_momentum()
 
     def _orthogonalised(self, batch: Tensor, matrices: Sequence[Matrix]) -> Tensor:
         params = self._params()
-        groups = [params[self._position_of[id(matrix)]][1] for matrix in matrices]
+        groups = [params[matrix.tensor][1] for matrix in matrices]
         options = [(each["ns_coefficients"], each["ns_steps"], each["eps"]) for each in groups]
         if all(each == options[0] for each in options):
             return newton_schulz(batch, *options[0])
