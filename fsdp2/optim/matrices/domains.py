@@ -82,6 +82,10 @@ class Domain:
     def me(self) -> int:
         return self.axis.rank
 
+    def empty(self, *shape: int) -> Tensor:
+        """Memory for messages or results."""
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
 
 def subject_of(position: int, name: str, tensor: Tensor, rule: MatrixRule | None) -> Subject:
     """Check ``tensor`` and describe it.

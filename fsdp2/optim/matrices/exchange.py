@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fsdp2.core import Axis, CommunicationError, comms
+from fsdp2.optim.matrices.domains import Domain
 from fsdp2.optim.matrices.messages import BucketMessages, MessageLayout, Slices, Slot
+from fsdp2.optim.matrices.planner import Bucket
 
 Source = Callable[[int, Slices], Tensor]  # entries of this rank's shard of a tensor, by its position
 
@@ -80,21 +83,43 @@ def _naming_ranks(axis: Axis) -> Iterator[None]:
         raise comms.lost("whole_matrices", error, story, [axis.group]) from error.__cause__
 
 
-def send_shards(axis: Axis, messages: BucketMessages, source: Source, like: Tensor) -> Message:
-    """Start sending this rank's shards to owners. ``like`` is an empty tensor of the messages' dtype and device."""
-    message = Message(axis, like.new_empty(sum(messages.given.sizes)), messages.given, messages.arriving)
+@dataclass(frozen=True)
+class Step:
+    """The two messages of one bucket in its domain."""
 
-    def fill(memory: Tensor) -> None:
-        for slot in messages.given.slots:
-            _place(memory, slot).copy_(source(slot.of, slot.slices), non_blocking=True)
+    domain: Domain
+    bucket: Bucket
+    messages: BucketMessages
 
-    message.start(fill)
-    return message
+    def send_shards(self, source: Source) -> Message:
+        """Start sending this rank's shards to owners."""
+        given = self.messages.given
+        message = Message(self.domain.axis, self.domain.empty(sum(given.sizes)), given, self.messages.arriving)
+
+        def fill(memory: Tensor) -> None:
+            for slot in given.slots:
+                _place(memory, slot).copy_(source(slot.of, slot.slices), non_blocking=True)
+
+        message.start(fill)
+        return message
+
+    def send_results(self, stacks: Sequence[Tensor]) -> Message:
+        """Start sending the results of each stack to all ranks that hold shards of it."""
+        returned, domain = self.messages.returned, self.domain
+        sent = None
+        if returned.is_one_tensor and domain.axis.group is not None and stacks[0].is_contiguous():
+            sent = stacks[0].view(-1)
+        if sent is None or (sent.dtype, sent.device) != (domain.dtype, domain.device):
+            sent = domain.empty(sum(returned.sizes))
+            fill_results(self.messages, stacks, sent)
+        message = Message(domain.axis, sent, returned, self.messages.results)
+        message.start(lambda _: None)
+        return message
 
 
 def stacked(messages: BucketMessages, arrived: Tensor) -> list[Tensor]:
     """The whole matrices of each stack, ``[n, rows, columns]``, from what ``arrived``; in its memory, if possible."""
-    shapes = [(len(each.matrices), each.rows, each.columns) for each in messages.stacks]
+    shapes = [(len(matrices), matrices[0].rows, matrices[0].columns) for matrices in messages.stacks]
     slots = messages.arriving.slots
     if all(slot.is_all for slot in slots):
         places = {slot.of: _place(arrived, slot) for slot in slots}
@@ -103,24 +128,6 @@ def stacked(messages: BucketMessages, arrived: Tensor) -> list[Tensor]:
     for slot in slots:
         stacks[slot.of].view(slot.whole)[slot.slices].copy_(_place(arrived, slot))
     return stacks
-
-
-def send_results(axis: Axis, messages: BucketMessages, stacks: Sequence[Tensor], like: Tensor) -> Message:
-    """Start sending the results of each stack to all ranks that hold shards of it."""
-    sent = _as_message(stacks, like) if messages.returned.is_one_tensor and axis.group is not None else None
-    if sent is None:
-        sent = like.new_empty(sum(messages.returned.sizes))
-        fill_results(messages, stacks, sent)
-    message = Message(axis, sent, messages.returned, messages.results)
-    message.start(lambda _: None)
-    return message
-
-
-def _as_message(stacks: Sequence[Tensor], like: Tensor) -> Tensor | None:
-    """The memory of the stack, if there is only one and it has the message's dtype and device; otherwise None."""
-    if len(stacks) != 1 or not stacks[0].is_contiguous():
-        return None
-    return stacks[0].view(-1) if (stacks[0].dtype, stacks[0].device) == (like.dtype, like.device) else None
 
 
 def fill_results(messages: BucketMessages, stacks: Sequence[Tensor], memory: Tensor) -> None:

@@ -9,13 +9,12 @@ neighbouring slots on its own, which changes no byte of a message.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 
-from fsdp2.optim.matrices.planner import Bucket, GroupPlan
-from fsdp2.optim.matrices.regions import Piece
+from fsdp2.optim.matrices.planner import Bucket, GroupPlan, Matrix
 from fsdp2.optim.matrices.rules import Box
 
 Slices = tuple[slice, ...]
@@ -73,20 +72,12 @@ class MessageLayout:
 
 
 @dataclass(frozen=True)
-class Stack:
-    """Matrices of equal shape that this member owns. ``matrices`` are their positions in the plan."""
-
-    rows: int
-    columns: int
-    matrices: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class BucketMessages:
     """The messages of one bucket, as one member sees them: the shards that it gives to owners, the shards that arrive
-    for its ``stacks``, the results of these that are returned, and the results for its shards."""
+    for its ``stacks``, the results of these that are returned, and the results for its shards. A stack has all matrices
+    of one shape that the member owns."""
 
-    stacks: tuple[Stack, ...]
+    stacks: tuple[tuple[Matrix, ...], ...]
     given: MessageLayout
     arriving: MessageLayout
     returned: MessageLayout
@@ -96,11 +87,8 @@ class BucketMessages:
 def messages_of(plan: GroupPlan, bucket: Bucket, me: int) -> BucketMessages:
     """The messages of ``bucket`` for the member ``me``."""
     members = range(plan.num_members)
-    owned = bucket.of_owner[me]
-    stacks = tuple(
-        Stack(rows, columns, tuple(group))
-        for (rows, columns), group in groupby(owned, key=lambda i: (plan.matrices[i].rows, plan.matrices[i].columns))
-    )
+    owned = [plan.matrices[index] for index in bucket.of_owner[me]]
+    stacks = tuple(tuple(group) for _, group in groupby(owned, key=lambda matrix: (matrix.rows, matrix.columns)))
 
     def of_shards(*, of_all_copies: bool) -> MessageLayout:
         return _in_a_row(_shard_slots(plan, bucket, me, owner, of_all_copies) for owner in members)
@@ -139,29 +127,24 @@ def _in_a_row(parts: Iterable[Iterable[Slot]]) -> MessageLayout:
 def _shard_slots(plan: GroupPlan, bucket: Bucket, me: int, owner: int, of_all_copies: bool) -> Iterator[Slot]:
     """What ``me`` sends to ``owner``; with ``of_all_copies``, what ``owner`` sends back. Offsets are not known yet."""
     for index in bucket.of_owner[owner]:
-        tensor = plan.matrices[index].tensor
-        placed = plan.tensors[tensor].placed
+        matrix = plan.matrices[index]
+        placed = plan.tensors[matrix.tensor].placed
         if of_all_copies or placed.copy_of(me) == placed.copy_of(owner):
-            for piece in local_pieces(plan, me, index):
-                yield Slot(tensor, placed.local_shape(me), slices_of(piece.local))
+            for piece in placed.pieces(me, matrix.box):
+                yield Slot(matrix.tensor, placed.local_shape(me), slices_of(piece.local))
 
 
-def _stack_slots(plan: GroupPlan, stacks: Iterable[Stack], me: int, member: int, of_all_copies: bool) -> Iterator[Slot]:
+def _stack_slots(
+    plan: GroupPlan, stacks: Iterable[Sequence[Matrix]], me: int, member: int, of_all_copies: bool
+) -> Iterator[Slot]:
     """What ``me``, the owner, receives from ``member``; with ``of_all_copies``, what ``me`` returns to it."""
     for number, stack in enumerate(stacks):
-        for position, index in enumerate(stack.matrices):
-            matrix = plan.matrices[index]
+        for index, matrix in enumerate(stack):
             placed = plan.tensors[matrix.tensor].placed
             if of_all_copies or placed.copy_of(me) == placed.copy_of(member):
-                whole = (len(stack.matrices), *(stop - start for start, stop in matrix.box))
-                for piece in local_pieces(plan, member, index):
-                    yield Slot(number, whole, (slice(position, position + 1), *slices_of(piece.inside)))
-
-
-def local_pieces(plan: GroupPlan, me: int, index: int) -> tuple[Piece, ...]:
-    """What ``me`` has of the matrix ``index``."""
-    matrix = plan.matrices[index]
-    return plan.tensors[matrix.tensor].placed.pieces(me, matrix.box)
+                whole = (len(stack), *(stop - start for start, stop in matrix.box))
+                for piece in placed.pieces(member, matrix.box):
+                    yield Slot(number, whole, (slice(index, index + 1), *slices_of(piece.inside)))
 
 
 def slices_of(box: Box) -> Slices:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -22,9 +21,9 @@ from fsdp2.extras.output import listed
 from fsdp2.extras.sizes import nbytes_of
 from fsdp2.optim.matrices.circles import Circle, agreed, check_alike, circles_of, told
 from fsdp2.optim.matrices.domains import Copies, Domain, Subject, domains_of, subject_of
-from fsdp2.optim.matrices.exchange import Message, Source, send_results, send_shards, stacked, take_results
+from fsdp2.optim.matrices.exchange import Message, Source, Step, stacked, take_results
 from fsdp2.optim.matrices.messages import BucketMessages, Slices, messages_of
-from fsdp2.optim.matrices.planner import Bucket, Cost, Matrix, newton_schulz_cost
+from fsdp2.optim.matrices.planner import Cost, Matrix, newton_schulz_cost
 from fsdp2.optim.matrices.rules import MatrixRule
 
 DEFAULT_BUCKET_NBYTES = 128 * 1024 * 1024
@@ -101,7 +100,7 @@ class WholeMatrices:
         self.domains = tuple(domains)
         self._subjects, self._circles = subjects, circles
         self.steps = [
-            _Step(domain, bucket, messages_of(domain.plan, bucket, domain.me))
+            Step(domain, bucket, messages_of(domain.plan, bucket, domain.me))
             for domain in domains
             for bucket in domain.plan.buckets
         ]
@@ -227,7 +226,7 @@ class Run:
     def send(self) -> None:
         """Send the shards of the next bucket. Two buckets may be in flight at a time."""
         source = _zeros if self._failures else self._source
-        self._in_flight.append(self._plan.steps[self.num_sent].send(source))
+        self._in_flight.append(self._plan.steps[self.num_sent].send_shards(source))
         self.num_sent += 1
 
     def fail(self, error: Exception) -> None:
@@ -258,10 +257,10 @@ class Run:
             while self.num_sent < min(number + MOST_IN_FLIGHT, len(plan.steps)):
                 self.send()
             stacks = stacked(step.messages, self._in_flight.popleft().wait())
-            done = step.computed(self._fn, stacks, self._max_batch, self._failures)
+            done = [self._result(step, stacks.pop(0), matrices) for matrices in step.messages.stacks]
             if back is not None:
                 take_results(back[0], back[1].wait(), results)
-            back = step.messages, step.send_back(done)
+            back = step.messages, step.send_results(done)
             del done
         if back is not None:
             take_results(back[0], back[1].wait(), results)
@@ -274,62 +273,30 @@ class Run:
         for domain in plan.domains:  # shards without entries
             for position, tensor in domain.plan.tensors.items():
                 if results[position] is None:
-                    shape = tensor.placed.local_shape(domain.me)
-                    results[position] = torch.empty(shape, dtype=domain.dtype, device=domain.device)
+                    results[position] = domain.empty(*tensor.placed.local_shape(domain.me))
         return [each for each in results if each is not None], any_flags
 
-
-def _zeros(position: int, slices: Slices) -> Tensor:
-    return torch.zeros((), device="cpu")
-
-
-@dataclass
-class _Step:
-    """One bucket of one domain."""
-
-    domain: Domain
-    bucket: Bucket
-    messages: BucketMessages
-
-    @cached_property
-    def _like(self) -> Tensor:
-        return torch.empty(0, dtype=self.domain.dtype, device=self.domain.device)
-
-    @cached_property
-    def _matrices(self) -> list[list[Matrix]]:
-        return [[self.domain.plan.matrices[index] for index in stack.matrices] for stack in self.messages.stacks]
-
-    def send(self, source: Source) -> Message:
-        return send_shards(self.domain.axis, self.messages, source, self._like)
-
-    def computed(self, fn: OnBatch, stacks: list[Tensor], max_batch: int | None, failures: list[str]) -> list[Tensor]:
-        """The result of each stack; zeros where ``fn`` has failed. Empties ``stacks``, to free each at once."""
-        results: list[Tensor] = []
-        while stacks:
-            results.append(self._result(fn, stacks.pop(0), self._matrices[len(results)], max_batch, failures))
-        return results
-
-    def _result(
-        self, fn: OnBatch, stack: Tensor, matrices: Sequence[Matrix], max_batch: int | None, failures: list[str]
-    ) -> Tensor:
-        length = max_batch or len(matrices)
+    def _result(self, step: Step, stack: Tensor, matrices: Sequence[Matrix]) -> Tensor:
+        """The result of a stack of ``matrices``; zeros if ``fn`` fails."""
+        length = self._max_batch or len(matrices)
         parts: list[Tensor] = []
         for start in range(0, len(matrices), length):
             batch, mine = stack[start : start + length], matrices[start : start + length]
             try:
-                parts.append(_checked(fn(batch, mine), batch.shape))
+                parts.append(_checked(self._fn(batch, mine), batch.shape))
             except Exception as error:
                 names = listed((f"'{matrix.name}'" for matrix in mine), _MOST_NAMES)
-                failures.append(
+                self._failures.append(
                     f"whole_matrices: the function failed on {names}, whose owner is rank "
-                    f"{self.domain.ranks[self.domain.me]}: {type(error).__name__}: {error}\n"
+                    f"{step.domain.ranks[step.domain.me]}: {type(error).__name__}: {error}\n"
                     "No result was written on any rank."
                 )
-                return self._like.new_zeros(stack.shape)
+                return torch.zeros_like(stack)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def send_back(self, stacks: Sequence[Tensor]) -> Message:
-        return send_results(self.domain.axis, self.messages, stacks, self._like)
+
+def _zeros(position: int, slices: Slices) -> Tensor:
+    return torch.zeros((), device="cpu")
 
 
 def _checked(result: object, shape: torch.Size) -> Tensor:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2.core import _torch
 from fsdp2.extras import torch_names
 from fsdp2.optim.matrices import WholeMatrices
-from fsdp2.optim.matrices.messages import Slices, local_pieces, slices_of
+from fsdp2.optim.matrices.messages import Slices, slices_of
 from fsdp2.optim.matrices.run import MOST_IN_FLIGHT, OnBatch, Run
 
 Coefficients = tuple[float, float, float]
@@ -38,8 +38,9 @@ def parts_of(plan: WholeMatrices, num_params: int) -> list[list[Part]]:
     """The parts of matrices that this rank has, by position of their parameter."""
     found: list[list[Part]] = [[] for _ in range(num_params)]
     for domain in plan.domains:
-        for index, matrix in enumerate(domain.plan.matrices):
-            for piece in local_pieces(domain.plan, domain.me, index):
+        for matrix in domain.plan.matrices:
+            placed = domain.plan.tensors[matrix.tensor].placed
+            for piece in placed.pieces(domain.me, matrix.box):
                 found[matrix.tensor].append(Part(slices_of(piece.local), matrix.rows, matrix.columns))
     return [[Part(None, *parts[0][1:])] if len({part[1:] for part in parts}) == 1 else parts for parts in found]
 

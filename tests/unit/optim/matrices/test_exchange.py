@@ -37,8 +37,7 @@ def test_messages_bring_whole_matrices_and_results_as_shards(seed: int) -> None:
         for member, each in zip(members, messages, strict=True):
             stacks = stacked(each, torch.cat([parts[member] for parts in sent]))
             for stack, found in zip(each.stacks, stacks, strict=True):
-                for index, whole in zip(stack.matrices, found, strict=True):
-                    matrix = plan.matrices[index]
+                for matrix, whole in zip(stack, found, strict=True):
                     inside = values[matrix.tensor][tuple(slice(*interval) for interval in matrix.box)]
                     assert torch.equal(whole, inside.reshape(whole.shape))
             memory = torch.empty(sum(each.returned.sizes), dtype=torch.int64)
