@@ -189,7 +189,7 @@ _LISTED = {
     138: ("Entry.update", "grad.lerp(buffer, momentum) if nesterov else buffer", "buffer"),
     139: ("EarlyRun.check", "found is not grad or (grad is not None and grad._version != version)", "False"),
     140: ("WholeMatrices.agree", "bool(failures)", "False"),
-    141: ("_owners", "2 * most < matrix.numel or load_of[owner] + matrix.cost > bound", "False"),
+    141: ("_owners", "2 * most < matrix.numel or loads[owner] + matrix.cost > bound", "False"),
     142: ("runs", "entry != entries[at - 1] + 1", "False"),
     143: ("_Checked._add_rule", "len(absent) == len(rule.keys)", "bool(absent)"),
     144: ("_Gathering._part", "self._kept[0] is not weight", "False"),

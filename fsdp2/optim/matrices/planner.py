@@ -7,7 +7,6 @@ shares of each bucket.
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -276,29 +275,18 @@ def _owners(
     tensors: Mapping[int, PlannedTensor], matrices: Sequence[Matrix], before: Sequence[float], bound: float
 ) -> list[int]:
     owners = [0] * len(matrices)
-    load_of = list(before)
-    idle: dict[float, set[int]] = {}  # members by load
-    for member, load in enumerate(before):
-        idle.setdefault(load, set()).add(member)
-    loads = sorted(idle)
+    loads = list(before)
     for index in sorted(range(len(matrices)), key=lambda index: (-matrices[index].cost, index)):
         matrix = matrices[index]
         holders = tensors[matrix.tensor].placed.holders(matrix.box)
         most, owner = max((numel, -member) for member, numel in holders)
         owner = -owner
-        if 2 * most < matrix.numel or load_of[owner] + matrix.cost > bound:
-            idlest = idle[loads[0]]
-            near = [(numel, -member) for member, numel in holders if member in idlest]
-            owner = -max(near)[1] if near else min(idlest)
+        if 2 * most < matrix.numel or loads[owner] + matrix.cost > bound:
+            least = min(loads)
+            near = [(numel, -member) for member, numel in holders if loads[member] == least]
+            owner = -max(near)[1] if near else loads.index(least)
         owners[index] = owner
-        load = load_of[owner]
-        load_of[owner] += matrix.cost
-        idle[load].remove(owner)
-        if load_of[owner] not in idle:
-            heapq.heappush(loads, load_of[owner])
-        idle.setdefault(load_of[owner], set()).add(owner)
-        while not idle[loads[0]]:
-            del idle[heapq.heappop(loads)]
+        loads[owner] += matrix.cost
     return owners
 
 
