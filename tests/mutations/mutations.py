@@ -187,7 +187,7 @@ _LISTED = {
     136: ("UnitTree.order_gathers", "self.executor.land_down_to(0)\nself.executor.wait_for_landed()", "pass"),
     137: ("Executor.wait_for_landed", "self.streams.compute_after_reduce()", "pass"),
     138: ("Entry.update", "grad.lerp(buffer, momentum) if nesterov else buffer", "buffer"),
-    139: ("EarlyRun.check", "found is not grad or (grad is not None and grad._version != version)", "False"),
+    139: ("Entry.check", "found is not self.grad or (found is not None and found._version != self._version)", "False"),
     140: ("WholeMatrices.agree", "bool(failures)", "False"),
     141: ("_owners", "2 * most < matrix.numel or loads[owner] + matrix.cost > bound", "False"),
     142: ("runs", "entry != entries[at - 1] + 1", "False"),
