@@ -104,11 +104,10 @@ class NF4Tensor(DequantisedTensor, PackedTensor):
     def _plain(self) -> torch.Tensor:
         return self.dequantise()
 
-    def _before_write(self, func: Any) -> None:
-        raise TypeError(
-            f"{func} would write an NF4Tensor, which is frozen. "
-            "Pass only parameters that require gradients to the optimizer, or call dequantise() first."
-        )
+    def _viewed(self, size: Sequence[int]) -> torch.Tensor:
+        """The same rows, since runtimes flatten shards. The view can be read, but not cut."""
+        shape = torch.empty(self.shape, device="meta").view(size).shape
+        return self._like(*self._inner, shape=tuple(shape))
 
     def _can_have(self, dtype: torch.dtype, size: Sequence[int] | None = None) -> bool:
         has_rows = size is None or (len(size) > 1 and math.prod(size[1:]) == self._row_numel)
@@ -142,15 +141,6 @@ class NF4Tensor(DequantisedTensor, PackedTensor):
 torch.serialization.add_safe_globals([NF4Tensor])  # for torch.load(weights_only=True), which checkpoints use
 
 
-# Further operations that do not dequantise
-
-
-def _view(weight: NF4Tensor, size: list[int]) -> torch.Tensor:
-    """Another shape on the same rows, since runtimes flatten shards. The view can be read, but not cut."""
-    shape = torch.empty(weight.shape, device="meta").view(size).shape
-    return weight._like(*weight._inner, shape=tuple(shape))
-
-
 def _as_strided(weight: NF4Tensor, size: Any, stride: Any, storage_offset: int | None = None) -> torch.Tensor:
     if tuple(size) == tuple(weight.shape) and tuple(stride) == weight.stride() and not storage_offset:
         return weight._like(*weight._inner)
@@ -160,11 +150,7 @@ def _as_strided(weight: NF4Tensor, size: Any, stride: Any, storage_offset: int |
     )
 
 
-NF4Tensor._OPS = PackedTensor._OPS | {
-    aten.view.default: _view,
-    aten._unsafe_view.default: _view,
-    aten.as_strided.default: _as_strided,
-}
+NF4Tensor._OPS = PackedTensor._OPS | {aten.as_strided.default: _as_strided}
 
 
 def _described(tensor: torch.Tensor) -> str:
