@@ -86,15 +86,14 @@ class BucketMessages:
 
 def messages_of(plan: GroupPlan, bucket: Bucket, me: int) -> BucketMessages:
     """The messages of ``bucket`` for the member ``me``."""
-    members = range(plan.num_members)
-    owned = [plan.matrices[index] for index in bucket.of_owner[me]]
-    stacks = tuple(tuple(group) for _, group in groupby(owned, key=lambda matrix: (matrix.rows, matrix.columns)))
+    owned_by = [[plan.matrices[index] for index in owned] for owned in bucket.of_owner]
+    stacks = tuple(tuple(each) for _, each in groupby(owned_by[me], key=lambda matrix: (matrix.rows, matrix.columns)))
 
     def of_shards(*, of_all_copies: bool) -> MessageLayout:
-        return _in_a_row(_shard_slots(plan, bucket, me, owner, of_all_copies) for owner in members)
+        return _in_a_row(_shard_slots(owned, me, owner, of_all_copies) for owner, owned in enumerate(owned_by))
 
     def of_stacks(*, of_all_copies: bool) -> MessageLayout:
-        return _in_a_row(_stack_slots(plan, stacks, me, member, of_all_copies) for member in members)
+        return _in_a_row(_stack_slots(stacks, me, member, of_all_copies) for member in range(plan.num_members))
 
     return BucketMessages(
         stacks,
@@ -124,23 +123,20 @@ def _in_a_row(parts: Iterable[Iterable[Slot]]) -> MessageLayout:
     return MessageLayout(tuple(slots), sizes)
 
 
-def _shard_slots(plan: GroupPlan, bucket: Bucket, me: int, owner: int, of_all_copies: bool) -> Iterator[Slot]:
+def _shard_slots(owned: Iterable[Matrix], me: int, owner: int, of_all_copies: bool) -> Iterator[Slot]:
     """What ``me`` sends to ``owner``; with ``of_all_copies``, what ``owner`` sends back. Offsets are not known yet."""
-    for index in bucket.of_owner[owner]:
-        matrix = plan.matrices[index]
-        placed = plan.tensors[matrix.tensor].placed
+    for matrix in owned:
+        placed = matrix.placed
         if of_all_copies or placed.copy_of(me) == placed.copy_of(owner):
             for piece in placed.pieces(me, matrix.box):
                 yield Slot(matrix.tensor, placed.local_shape(me), slices_of(piece.local))
 
 
-def _stack_slots(
-    plan: GroupPlan, stacks: Iterable[Sequence[Matrix]], me: int, member: int, of_all_copies: bool
-) -> Iterator[Slot]:
+def _stack_slots(stacks: Iterable[Sequence[Matrix]], me: int, member: int, of_all_copies: bool) -> Iterator[Slot]:
     """What ``me``, the owner, receives from ``member``; with ``of_all_copies``, what ``me`` returns to it."""
     for number, stack in enumerate(stacks):
         for index, matrix in enumerate(stack):
-            placed = plan.tensors[matrix.tensor].placed
+            placed = matrix.placed
             if of_all_copies or placed.copy_of(me) == placed.copy_of(member):
                 whole = (len(stack), *(stop - start for start, stop in matrix.box))
                 for piece in placed.pieces(member, matrix.box):

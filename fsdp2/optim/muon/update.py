@@ -39,8 +39,7 @@ def parts_of(plan: WholeMatrices, num_params: int) -> list[list[Part]]:
     found: list[list[Part]] = [[] for _ in range(num_params)]
     for domain in plan.domains:
         for matrix in domain.plan.matrices:
-            placed = domain.plan.tensors[matrix.tensor].placed
-            for piece in placed.pieces(domain.me, matrix.box):
+            for piece in matrix.placed.pieces(domain.me, matrix.box):
                 found[matrix.tensor].append(Part(slices_of(piece.local), matrix.rows, matrix.columns))
     return [[Part(None, *parts[0][1:])] if len({part[1:] for part in parts}) == 1 else parts for parts in found]
 
