@@ -1,4 +1,4 @@
-"""NF4: the codebook and its errors, cuts by rows, what stays packed, and what dequantises. Refusals: ``golden/nf4.txt``."""
+"""NF4: its values and errors, cuts by rows, what stays packed, and what dequantises. Refusals: ``golden/nf4.txt``."""
 
 from __future__ import annotations
 
