@@ -280,8 +280,8 @@ class Run:
         """The result of a stack of ``matrices``; zeros if ``fn`` fails."""
         length = self._max_batch or len(matrices)
         parts: list[Tensor] = []
-        for start in range(0, len(matrices), length):
-            batch, mine = stack[start : start + length], matrices[start : start + length]
+        for batch, start in zip(stack.split(length), range(0, len(matrices), length), strict=True):
+            mine = matrices[start : start + length]
             try:
                 parts.append(_checked(self._fn(batch, mine), batch.shape))
             except Exception as error:

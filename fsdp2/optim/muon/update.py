@@ -152,16 +152,17 @@ class MatrixStep(Run):
         """Send what has not been sent, and compute all matrices. Then write parameters and momentum."""
         have_grads = [False] * len(self._params)
         try:
-            for position in range(len(self._params)):
-                self._entry(position).check()
-                have_grads[position] = self._entry(position).grad is not None
+            for entry in self._entries.values():  # whose gradients may be on their way
+                entry.check()
+            have_grads = [self._entry(position).grad is not None for position in range(len(self._params))]
         except ValueError as error:  # perhaps on this rank only
             self.fail(error)
         results, are_stepped = self.finish(have_grads)
         for position, is_stepped in enumerate(are_stepped):
             if is_stepped:
-                self._entry(position).write(results[position], self._parts[position])
-                self._entry(position).keep_momentum()
+                entry = self._entries[position]
+                entry.write(results[position], self._parts[position])
+                entry.keep_momentum()
 
 
 def newton_schulz(batch: Tensor, coefficients: Coefficients, steps: int, eps: float) -> Tensor:
