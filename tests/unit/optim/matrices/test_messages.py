@@ -46,6 +46,13 @@ def test_experts_that_follow_each_other_are_one_slot() -> None:
         assert [(slot.shape, slot.is_all) for slot in layout.slots] == [(shape, True)]
 
 
+def test_rows_of_stacked_matrices_from_one_member_are_one_slot() -> None:
+    plan = plan_matrices(planned([fsdp((9, 6), 2)] * 4), 2, bucket_nbytes=MIB)
+    messages = messages_of(plan, plan.buckets[0], 0)
+    assert [slot.shape for slot in messages.arriving.slots] == [(2, 5, 6), (2, 4, 6)]
+    assert [slot.slices[1] for slot in messages.arriving.slots] == [slice(0, 5), slice(5, 9)]
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_each_matrix_has_one_owner_and_one_bucket_and_what_one_rank_sends_another_expects(seed: int) -> None:
     plan = _random_plan(random.Random(seed))
