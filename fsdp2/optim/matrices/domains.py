@@ -176,12 +176,9 @@ class _Key(NamedTuple):
 
 def cuts_of(tensor: DTensor) -> tuple[AxisCut, ...]:
     """What each axis of the mesh of ``tensor`` does to it."""
-    placements = tensor.placements
     return tuple(
-        AxisCut(size, dim, torch_names.split_factor_of(placement)) if dim is not None else AxisCut(size, None)
-        for placement, size, dim in zip(
-            placements, tensor.device_mesh.shape, map(torch_names.sharded_dim, placements), strict=True
-        )
+        AxisCut(size, torch_names.sharded_dim(placement), torch_names.split_factor_of(placement))
+        for placement, size in zip(tensor.placements, tensor.device_mesh.shape, strict=True)
     )
 
 
