@@ -15,8 +15,9 @@ import math
 from dataclasses import dataclass, replace
 
 from fsdp2.core.schedule.schedule import AfterForward
+from fsdp2.memory.plan import Held
 from fsdp2.planner.scenario import Result, Scenario, simulate
-from fsdp2.planner.simulate import Held, StepTime
+from fsdp2.planner.simulate import StepTime
 
 GRAD_NBYTES = 4
 

@@ -19,11 +19,11 @@ from benchmarks.common import Lines, Table, publish
 from benchmarks.scale import published
 from benchmarks.scale.workload import LLAMA_8B, LLAMA_70B, LLAMA_405B, Batch, Checkpointing, Llama, scenario
 from fsdp2.core.schedule.schedule import AfterForward
+from fsdp2.memory.plan import Held
 from fsdp2.planner.groups import Wire
 from fsdp2.planner.machine import Algorithm, Contention, Link, Machine
 from fsdp2.planner.machines import H100, H200
 from fsdp2.planner.scenario import Choice, Result, simulate
-from fsdp2.planner.simulate import Held
 
 NUM_GPUS = (8, 32, 128, 512, 1024, 2048, 4096, 8192, 16384)
 FSDP = Choice()

@@ -12,12 +12,12 @@ import torch
 from fsdp2.core import DOCS
 from fsdp2.extras.output import aligned
 from fsdp2.extras.sizes import text_of, unit_of
+from fsdp2.memory.plan import Held
 from fsdp2.planner.blocks import Units
 from fsdp2.planner.code import code_for
 from fsdp2.planner.groups import shard_dim
 from fsdp2.planner.machine import Machine
 from fsdp2.planner.scenario import Choice, Precision, Result
-from fsdp2.planner.simulate import Held
 from fsdp2.planner.workload import Workload
 
 _NUM_BEST = 10  # rows of the table, besides the recommended one and the smallest

@@ -33,14 +33,13 @@ from fsdp2.core import (
 )
 from fsdp2.extras.exchange import exchange
 from fsdp2.extras.units import sharded_unit
-from fsdp2.memory.plan import trainable_of, unit_bytes
+from fsdp2.memory.plan import Held, trainable_of, unit_bytes
 from fsdp2.optim.host_adamw.jobs import observe_host_steps
 from fsdp2.planner.choose_units import AutoShard
 from fsdp2.planner.machine import Machine
 from fsdp2.planner.machines import MACHINES
 from fsdp2.planner.measure import device_name
 from fsdp2.planner.plans import Plan
-from fsdp2.planner.simulate import Held
 from fsdp2.report import files
 from fsdp2.report.data import RankRecord, RankStep, report_data
 from fsdp2.report.figures import Prediction, StepFigures, Work

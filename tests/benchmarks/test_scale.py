@@ -21,11 +21,12 @@ from benchmarks.scale.workload import (
     observed,
     scenario,
 )
+from fsdp2.memory.plan import Held
 from fsdp2.planner.groups import Flight
 from fsdp2.planner.machine import Contention, Link, Ranks, Resource, Transfer
 from fsdp2.planner.machines import H100
 from fsdp2.planner.scenario import Choice, simulate
-from fsdp2.planner.simulate import Held, steady_step
+from fsdp2.planner.simulate import steady_step
 from fsdp2.planner.work import UnitWork, Work
 from tests.unit.planner.round_figures import FSDP, PLAIN, device_of, group_of
 

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 import fsdp2
 from fsdp2.extras.sizes import text_of
+from fsdp2.memory.plan import Held
 from fsdp2.planner.candidates import Plan, Workload
-from fsdp2.planner.simulate import Held
 from fsdp2.planner.work import Checkpointing
 from tests.harness.golden import texts_beside
 from tests.harness.messages import error_of
