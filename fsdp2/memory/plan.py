@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from enum import Enum
 from typing import Any, TypeVar
@@ -92,7 +92,7 @@ def _peak(tree: UnitTree, sizes: Sequence[UnitBytes], *, overlaps: bool) -> int:
     uses = {unit: Use(unit, hands_on=unit != order[0]) for unit in order}  # the whole backward ends that of the root
     events = [(uses[unit], begins) for unit, begins in nested(order, tree.parents)]
     for _ in range(2):  # the first step records the order
-        ledger = Ledger(sizes)
+        ledger = Ledger(dict(enumerate(sizes)))
         for moment, use, actions in replay(schedule, events, events[::-1]):
             if moment is Moment.BACKWARD:
                 if not overlaps:
@@ -219,46 +219,23 @@ def reduce_bytes(reduces: Sequence[plans.ReducePlan], buffer_nbytes: Callable[[i
 # How much each unit holds
 
 
-class Held(Enum):
-    """The purpose for which bytes are held besides shards and optimizer states."""
+class Held(str, Enum):
+    """The purpose for which bytes are held."""
 
-    __hash__ = object.__hash__
+    __hash__ = str.__hash__
 
-    GROUPS = "groups"
-    GRADIENTS = "gradients in flight"
-    REDUCED = "gradients"
-    ACTIVATIONS = "activations"
+    SHARDS = "shards of parameters"
+    OPTIMIZER_STATES = "optimizer states"
+    SHARD_GRADIENTS = "gradients of shards"
+    PARAMETERS = "unsharded parameters"
+    GRADIENTS = "gradients and their copies"
+    REDUCTION = "gradients in flight"
+    SAVED = "saved by forward for backward"
+    OTHER = "activations, gradients before reduction, and other"  # what an allocator does not tell apart
 
 
-class Account:
-    """Bytes by owner and purpose: a unit's number or name, and a :class:`Held` or the name of a purpose.
-
-    Attributes:
-        totals: the bytes held now, by purpose.
-        held: all of them.
-        peak: the most that was held, and ``at_peak`` for what.
-    """
-
-    def __init__(self) -> None:
-        self.by_owner: dict[tuple[Any, Any], int] = {}
-        self.totals: dict[Any, int] = {}
-        self.at_peak: dict[Any, int] = {}
-        self.held = self.peak = 0
-
-    def of(self, owner: Any, purpose: Any) -> int:
-        return self.by_owner.get((owner, purpose), 0)
-
-    def set(self, owner: Any, purpose: Any, nbytes: int) -> None:
-        """From now on, ``owner`` holds ``nbytes`` for ``purpose``."""
-        self.add(owner, purpose, nbytes - self.of(owner, purpose))
-
-    def add(self, owner: Any, purpose: Any, nbytes: int) -> None:
-        """``owner`` holds ``nbytes`` more for ``purpose``; negative ones are freed."""
-        self.by_owner[owner, purpose] = self.of(owner, purpose) + nbytes
-        self.totals[purpose] = self.totals.get(purpose, 0) + nbytes
-        self.held += nbytes
-        if self.held > self.peak:
-            self.peak, self.at_peak = self.held, dict(self.totals)
+TEMPORARY = (Held.PARAMETERS, Held.GRADIENTS, Held.REDUCTION)  # what plans know
+UnitKey = Any  # the number of a unit, or its name
 
 
 @dataclass(frozen=True)
@@ -266,25 +243,47 @@ class Room:
     """How to make room: land the oldest ``landings`` reductions, then drop the gathers of the units ``dropped``."""
 
     landings: int = 0
-    dropped: tuple[int, ...] = ()
+    dropped: tuple[UnitKey, ...] = ()
 
 
-_SENT = "reductions in flight"  # their owner
+class Ledger:
+    """Counts the bytes that units hold, by purpose and under ``limit``. Questions are asked before an action, and
+    events record it. Others may count bytes here, too, which may belong to no unit.
 
+    Attributes:
+        sizes: the plans' figures of each unit; the owner of the ledger replaces them when plans are new.
+        by_owner, totals: the bytes held now, by unit and purpose, and by purpose alone.
+        held: all of them.
+        peak: the most that was held, and ``at_peak`` for what.
+    """
 
-class Ledger(Account):
-    """Counts the bytes that units hold, under ``limit``. Questions are asked before an action, and events record it.
-    ``sizes`` has one entry per unit; the owner replaces it when plans are new."""
-
-    def __init__(self, sizes: Sequence[UnitBytes], limit: float = math.inf) -> None:
-        super().__init__()
-        self.sizes = list(sizes)
+    def __init__(self, sizes: Mapping[UnitKey, UnitBytes], limit: float = math.inf) -> None:
+        self.sizes = dict(sizes)
         self.limit = limit
-        for unit, each in enumerate(self.sizes):
-            self.set(unit, Held.GROUPS, each.kept)
-        self._unsharded: set[int] = set()  # or being unsharded
-        self._arriving: dict[int, None] = {}  # oldest first
-        self._reductions: deque[int] = deque()
+        self.by_owner: dict[tuple[UnitKey, Held], int] = {}
+        self.totals: dict[Held, int] = {}
+        self.at_peak: dict[Held, int] = {}
+        self.held = self.peak = 0
+        self._unsharded: set[UnitKey] = set()  # or being unsharded
+        self._arriving: dict[UnitKey, None] = {}  # oldest first
+        self._reductions: deque[tuple[UnitKey, int]] = deque()  # with their bytes, oldest first
+        for unit, each in self.sizes.items():
+            self.set(unit, Held.PARAMETERS, each.kept)
+
+    def of(self, unit: UnitKey, purpose: Held) -> int:
+        return self.by_owner.get((unit, purpose), 0)
+
+    def set(self, unit: UnitKey, purpose: Held, nbytes: int) -> None:
+        """From now on, ``unit`` holds ``nbytes`` for ``purpose``."""
+        self.add(unit, purpose, nbytes - self.of(unit, purpose))
+
+    def add(self, unit: UnitKey, purpose: Held, nbytes: int) -> None:
+        """``unit`` holds ``nbytes`` more for ``purpose``; negative ones are freed."""
+        self.by_owner[unit, purpose] = self.of(unit, purpose) + nbytes
+        self.totals[purpose] = self.totals.get(purpose, 0) + nbytes
+        self.held += nbytes
+        if self.held > self.peak:
+            self.peak, self.at_peak = self.held, dict(self.totals)
 
     @property
     def num_reductions(self) -> int:
@@ -293,15 +292,15 @@ class Ledger(Account):
 
     # Questions
 
-    def to_unshard(self, unit: int) -> int:
+    def to_unshard(self, unit: UnitKey) -> int:
         """What gathering ``unit`` adds."""
         if unit in self._unsharded:
             return 0
-        return self.sizes[unit].gather - min(self.sizes[unit].kept, self.of(unit, Held.GROUPS))
+        return self.sizes[unit].gather - min(self.sizes[unit].kept, self.of(unit, Held.PARAMETERS))
 
-    def to_run_backward(self, unit: int, *, gathers: bool, reshards: bool) -> int:
+    def to_run_backward(self, unit: UnitKey, *, gathers: bool, reshards: bool) -> int:
         """What the backward of ``unit`` adds: its parameters, if backward ``gathers`` them, and its gradients."""
-        sizes, now = self.sizes[unit], self.of(unit, Held.GROUPS)
+        sizes, now = self.sizes[unit], self.of(unit, Held.PARAMETERS)
         params = sizes.unsharded if gathers or unit in self._unsharded else now
         at_most = max(now + self.to_unshard(unit) * gathers, params + sizes.backward(reshards=reshards))
         return max(at_most - now - self.of(unit, Held.GRADIENTS), 0)
@@ -309,72 +308,73 @@ class Ledger(Account):
     def fits(self, nbytes: int) -> bool:
         return self.held + nbytes <= self.limit
 
-    def stays(self, unit: int) -> dict[int, int]:
+    def stays(self, unit: UnitKey) -> dict[UnitKey, int]:
         """The bytes by unit that cannot be freed to make room for ``unit``."""
         found = {}
-        for other, sizes in enumerate(self.sizes):
+        for other, sizes in self.sizes.items():
             is_dropped = other in self._arriving and other != unit
-            params = sizes.kept if is_dropped else self.of(other, Held.GROUPS)
+            params = sizes.kept if is_dropped else self.of(other, Held.PARAMETERS)
             found[other] = params + self.of(other, Held.GRADIENTS)
         return {other: nbytes for other, nbytes in found.items() if nbytes}
 
-    def room_for(self, nbytes: int, unit: int) -> Room | None:
+    def room_for(self, nbytes: int, unit: UnitKey) -> Room | None:
         """What to free so that ``unit`` can take ``nbytes`` more; None if freeing everything possible is not enough."""
         missing = self.held + nbytes - self.limit
         landings = 0
         while missing > 0 and landings < len(self._reductions):
-            missing -= self._reductions[landings]
+            missing -= self._reductions[landings][1]
             landings += 1
         dropped = []
         for other in reversed(self._arriving):  # latest first: that unit is expected to be needed last
             if missing > 0 and other != unit:
-                missing -= self.of(other, Held.GROUPS) - self.sizes[other].kept
+                missing -= self.of(other, Held.PARAMETERS) - self.sizes[other].kept
                 dropped.append(other)
         return None if missing > 0 else Room(landings, tuple(dropped))
 
     # Events
 
-    def unshard(self, unit: int) -> None:
-        self.add(unit, Held.GROUPS, self.to_unshard(unit))
+    def unshard(self, unit: UnitKey) -> None:
+        self.add(unit, Held.PARAMETERS, self.to_unshard(unit))
         if unit not in self._unsharded:
             self._arriving[unit] = None
             self._unsharded.add(unit)
 
-    def wait(self, unit: int) -> None:
+    def wait(self, unit: UnitKey) -> None:
         self._arriving.pop(unit, None)
         self._unsharded.add(unit)
-        self.set(unit, Held.GROUPS, self.sizes[unit].unsharded)
+        self.set(unit, Held.PARAMETERS, self.sizes[unit].unsharded)
 
-    def reshard(self, unit: int, *, post_forward: bool = False) -> None:
+    def reshard(self, unit: UnitKey, *, post_forward: bool = False) -> None:
         """``unit`` is resharded; with ``post_forward``, to its smaller mesh."""
         self._arriving.pop(unit, None)
         self._unsharded.discard(unit)
-        self.set(unit, Held.GROUPS, self.sizes[unit].kept + self.sizes[unit].post_forward * post_forward)
+        self.set(unit, Held.PARAMETERS, self.sizes[unit].kept + self.sizes[unit].post_forward * post_forward)
 
-    def run_backward(self, unit: int, *, gathers: bool, reshards: bool) -> None:
+    def run_backward(self, unit: UnitKey, *, gathers: bool, reshards: bool) -> None:
         if gathers or unit in self._unsharded:
             self.unshard(unit)
             self.wait(unit)
         self.set(unit, Held.GRADIENTS, self.sizes[unit].backward(reshards=reshards))
 
-    def keep(self, unit: int) -> None:
+    def keep(self, unit: UnitKey) -> None:
         """The gradients of ``unit`` stay unreduced, as the user requested, so they are no longer counted."""
         self.set(unit, Held.GRADIENTS, 0)
 
-    def reduce(self, unit: int, max_in_flight: int) -> None:
+    def reduce(self, unit: UnitKey, max_in_flight: float) -> None:
         """The reduction of ``unit`` starts. If too many are in flight, the oldest ones land first."""
         while len(self._reductions) >= max_in_flight:
             self.land(1)
         self.set(unit, Held.GRADIENTS, 0)
-        self._reductions.append(self.sizes[unit].sent)
-        self.add(_SENT, Held.GRADIENTS, self.sizes[unit].sent)
+        self._reductions.append((unit, self.sizes[unit].sent))
+        self.add(unit, Held.REDUCTION, self.sizes[unit].sent)
 
     def land(self, count: int | None = None) -> None:
         """The oldest ``count`` reductions land; None means all."""
         for _ in range(len(self._reductions) if count is None else count):
-            self.add(_SENT, Held.GRADIENTS, -self._reductions.popleft())
+            unit, sent = self._reductions.popleft()
+            self.add(unit, Held.REDUCTION, -sent)
 
-    def count(self, action: schedules.Action, unit: int, max_in_flight: int = 1) -> None:
+    def count(self, action: schedules.Action, unit: UnitKey, max_in_flight: float = 1) -> None:
         """``action`` is performed on ``unit``."""
         if action in (schedules.Action.UNSHARD, schedules.Action.PREFETCH):
             self.unshard(unit)

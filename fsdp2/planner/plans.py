@@ -186,7 +186,7 @@ class Plan:
     def why_nothing_fits(self) -> str:
         """How much the smallest choice is too large, and what would fit."""
         smallest, workload = self.smallest, self.workload
-        activations = smallest.result.memory[Held.ACTIVATIONS]
+        activations = smallest.result.memory[Held.SAVED]
         remedies = []
         if self.enough is not None and self.enough.sequence == workload.sequence:
             remedies.append(f"a batch of {self.enough.batch} per GPU")
@@ -294,10 +294,10 @@ def _held(candidate: Candidate) -> dict[str, float]:
     return {
         "params": result.params_nbytes,
         "buffers": result.buffers_nbytes,
-        "grads": result.grads_nbytes + result.memory[Held.GRADIENTS],
+        "grads": result.grads_nbytes + result.memory[Held.GRADIENTS] + result.memory[Held.REDUCTION],
         "optimizer": result.optimizer_nbytes,
-        "activations": result.memory[Held.ACTIVATIONS],
-        "unsharded": result.memory[Held.GROUPS],
+        "activations": result.memory[Held.SAVED],
+        "unsharded": result.memory[Held.PARAMETERS],
         "reserved": result.reserved_nbytes,
     }
 

@@ -9,7 +9,7 @@ from enum import Enum
 import torch
 
 from fsdp2.core import AfterForward, MixedPrecisionPolicy, schedules
-from fsdp2.memory.plan import Held
+from fsdp2.memory.plan import TEMPORARY, Held
 from fsdp2.planner.groups import Axes, GroupCost, Wire, group_cost
 from fsdp2.planner.machine import Machine, all_reduce, ranks_of
 from fsdp2.planner.simulate import Accelerator, CallCost, StepTime, steady_step
@@ -188,7 +188,7 @@ class Result:
     @property
     def reserved_nbytes(self) -> float:
         """The memory that the caching allocator takes: more than is held, with room for gradients at any time."""
-        return ALLOCATOR_SHARE * (self.peak_nbytes + self.grads_nbytes - self.memory[Held.REDUCED])
+        return ALLOCATOR_SHARE * (self.peak_nbytes + self.grads_nbytes - self.memory[Held.SHARD_GRADIENTS])
 
 
 def simulate(scenario: Scenario) -> Result:
@@ -207,7 +207,7 @@ def simulate(scenario: Scenario) -> Result:
         sum(param.nbytes for param in scenario.ignored) + (0 if choice.offloads else params),
         updated * optimizer.num_states,
         updated,
-        {held: device.memory.at_peak.get(held, 0) for held in Held},
+        {held: device.memory.at_peak.get(held, 0) for held in (*TEMPORARY, Held.SHARD_GRADIENTS, Held.SAVED)},
         buffers_nbytes=scenario.buffers_nbytes,
         host_nbytes=on_host * min(machine.node_size, scenario.num_gpus),
     )

@@ -56,7 +56,7 @@ class Accelerator:
         self.schedule = schedules.Schedule(rules)
         self.shares_communicator = shares_communicator
         self.queues = Queues()
-        self.memory = Ledger([UnitBytes() if group is None else group.nbytes for group in groups])
+        self.memory = Ledger({i: UnitBytes() if group is None else group.nbytes for i, group in enumerate(groups)})
         self.performed: list[tuple[schedules.Action, int]] = []
         self._forward, self._backward = _events(calls)
         self._left_nbytes = sum(call.left_nbytes for call in calls)
@@ -83,18 +83,18 @@ class Accelerator:
         for moment, call, actions in replay(self.schedule, self._forward, self._backward):
             if moment is Moment.BACKWARD_ENDED:
                 self._compute_backward(call)
-                memory.add(_STEP, Held.ACTIVATIONS, call.working_nbytes)
-                memory.add(_STEP, Held.ACTIVATIONS, -call.working_nbytes - call.saved_nbytes)
+                memory.add(_STEP, Held.SAVED, call.working_nbytes)
+                memory.add(_STEP, Held.SAVED, -call.working_nbytes - call.saved_nbytes)
             if moment in (Moment.BACKWARD_ENDED, Moment.END):
                 self._leave_grads(call.unit)
             self._do(actions)
             if moment is Moment.FORWARD:
                 label = f"forward {call.unit}"
                 self.queues.enqueue(Stream.COMPUTE, label, fixed=call.forward_fixed, work=call.forward)
-                memory.add(_STEP, Held.ACTIVATIONS, call.saved_nbytes + call.left_nbytes)
+                memory.add(_STEP, Held.SAVED, call.saved_nbytes + call.left_nbytes)
         self.queues.enqueue(Stream.COMPUTE, "optimizer", work=self._optimizer)
-        memory.set(_STEP, Held.REDUCED, 0)
-        memory.add(_STEP, Held.ACTIVATIONS, -self._left_nbytes)
+        memory.set(_STEP, Held.SHARD_GRADIENTS, 0)
+        memory.add(_STEP, Held.SAVED, -self._left_nbytes)
 
     def _do(self, actions: schedules.Actions) -> None:
         for action, unit in schedules.in_parts(actions):
@@ -187,7 +187,7 @@ class Accelerator:
     def _finish(self, group: GroupCost) -> None:
         """Called when compute has waited for a reduction."""
         self.memory.land(1)
-        self.memory.add(_STEP, Held.REDUCED, group.reduced_nbytes)
+        self.memory.add(_STEP, Held.SHARD_GRADIENTS, group.reduced_nbytes)
 
     def _launch(self, stream: Stream, label: str, flight: Flight, *, own_communicator: bool = False) -> Op:
         """Enqueue a launch. Backends run the collectives of one communicator in launch order."""

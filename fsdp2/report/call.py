@@ -33,7 +33,7 @@ from fsdp2.core import (
 )
 from fsdp2.extras.exchange import exchange
 from fsdp2.extras.units import sharded_unit
-from fsdp2.memory.plan import Held, trainable_of, unit_bytes
+from fsdp2.memory.plan import TEMPORARY, trainable_of, unit_bytes
 from fsdp2.optim.host_adamw.jobs import observe_host_steps
 from fsdp2.planner.choose_units import AutoShard
 from fsdp2.planner.machine import Machine
@@ -248,7 +248,7 @@ def _prediction(plan: Plan, mesh: ParallelMesh) -> Prediction:
         step_ms=1e3 * result.time.step,
         compute_ms=1e3 * result.time.compute,
         exposed_ms=1e3 * result.time.exposed,
-        temporary_nbytes=int(result.memory[Held.GROUPS] + result.memory[Held.GRADIENTS]),
+        temporary_nbytes=int(sum(result.memory[held] for held in TEMPORARY)),
         allocated_nbytes=int(result.peak_nbytes),
         reserved_nbytes=int(result.reserved_nbytes),
     )

@@ -17,7 +17,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from fsdp2.core import ShardedParam, Unit, UnitTree, _torch, find_tensors
 from fsdp2.extras import torch_names
-from fsdp2.report.memory import ALLOCATED, OPTIMIZER_STATES, SAVED, SHARD_GRADIENTS, SHARDS, Bytes
+from fsdp2.memory.plan import Held
+from fsdp2.report.memory import ALLOCATED, Bytes
 from fsdp2.report.timeline import ROOT
 
 # The events at which activations are read: between them, none begin or end that last.
@@ -47,14 +48,14 @@ class HeldBytes:
         """The bytes held when a step begins."""
         found: Bytes = {}
         for name, unit in self._units.items():
-            found[name, SHARDS] = self._nbytes(_torch.local_of(param.sharded) for param in _params(unit))
+            found[name, Held.SHARDS] = self._nbytes(_torch.local_of(param.sharded) for param in _params(unit))
             found |= self.landed(name)
         return found | self._activations()
 
     def landed(self, unit: str) -> Bytes:
         """The bytes after the gradients of ``unit`` may have changed."""
         grads = (grad for param in _params(self._units[unit]) if (grad := param.sharded.grad) is not None)
-        return {(unit, SHARD_GRADIENTS): self._nbytes(map(_torch.local_of, grads))}
+        return {(unit, Held.SHARD_GRADIENTS): self._nbytes(map(_torch.local_of, grads))}
 
     def at(self, event: str, unit: str) -> Bytes:
         """The bytes that have changed when ``event`` happens to ``unit``."""
@@ -74,7 +75,7 @@ class HeldBytes:
     def _states(self, optimizer: torch.optim.Optimizer) -> Bytes:
         self._optimizers[optimizer] = len(optimizer.state)
         states = [tensor for each in self._optimizers for tensor in find_tensors(dict(each.state), [])]
-        return {("", OPTIMIZER_STATES): self._nbytes(states)}
+        return {("", Held.OPTIMIZER_STATES): self._nbytes(states)}
 
     def _activations(self) -> Bytes:
         if self._allocated is not None:
@@ -148,7 +149,7 @@ class SavedTensors:
         """The bytes of the units for which they have changed since the last call."""
         found = {unit: nbytes for unit, nbytes in self._held.items() if self._told.get(unit) != nbytes}
         self._told |= found
-        return {(unit, SAVED): nbytes for unit, nbytes in found.items()}
+        return {(unit, Held.SAVED): nbytes for unit, nbytes in found.items()}
 
     def _note_parameters(self, unit: str) -> None:
         whole = (param.unsharded for param in _params(self._units[unit]) if param.unsharded is not None)

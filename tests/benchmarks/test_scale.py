@@ -112,7 +112,7 @@ def test_a_pipeline_is_filled_and_emptied_and_its_first_gpu_holds_activations_of
     assert found.time.step == pytest.approx(seconds)
     assert found.tokens_per_second == pytest.approx(pipeline.num_microbatches * 8 / 4 / 4 / seconds)
     if in_flight is not None:
-        assert found.memory[Held.ACTIVATIONS] == 5.0 * in_flight
+        assert found.memory[Held.SAVED] == 5.0 * in_flight
 
 
 def test_a_model_is_divided_into_stages_of_as_many_blocks_as_the_longest() -> None:

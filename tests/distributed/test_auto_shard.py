@@ -150,7 +150,7 @@ def test_ignored_parameters_are_planned_whole_and_groups_in_the_dtype_of_the_pol
     assert found.params_nbytes - plain.params_nbytes == found.grads_nbytes - plain.grads_nbytes == whole / 2
     assert found.optimizer_nbytes - plain.optimizer_nbytes == whole
     in_bf16 = planned(ctx, mp_policy=fsdp2.MixedPrecisionPolicy(torch.bfloat16)).applied.result
-    assert 2 * in_bf16.memory[Held.GROUPS] == plain.memory[Held.GROUPS]
+    assert 2 * in_bf16.memory[Held.PARAMETERS] == plain.memory[Held.PARAMETERS]
     assert trains_alike(model)
 
 

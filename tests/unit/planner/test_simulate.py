@@ -45,8 +45,9 @@ def test_two_groups_are_in_flight_and_nothing_is_held_when_a_step_has_ended() ->
     """At the end of the fifth backward of six, four units rest: the fourth has been prefetched and has not arrived."""
     device = device_of(6, group_of(1, 2, regather=0.25), after_forward=SMALLER)
     device.step()
-    assert device.memory.at_peak[Held.GROUPS] == 2 * 100 + 4 * 25
-    assert device.memory.at_peak[Held.GRADIENTS] == 210 + (100 + 110)  # the older one as it is sent
+    assert device.memory.at_peak[Held.PARAMETERS] == 2 * 100 + 4 * 25
+    assert device.memory.at_peak[Held.REDUCTION] == 210
+    assert device.memory.at_peak[Held.GRADIENTS] == 100 + 110  # with copies that take more than the unit frees
     assert device.memory.held == 0
 
 
