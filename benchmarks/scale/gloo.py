@@ -16,7 +16,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,7 @@ from fsdp2.core.plan.plan import PlanInput, Route, compile_gather, compile_reduc
 from fsdp2.core.schedule.schedule import AfterForward, UnitRules
 from fsdp2.extras.peers import PeerComm
 from fsdp2.memory.plan import UnitBytes
-from fsdp2.planner.groups import Flight, GroupCost
+from fsdp2.planner.groups import GroupCost
 from fsdp2.planner.machine import Contention, Resource, Transfer
 from fsdp2.planner.queues import Op, Stream
 from fsdp2.planner.simulate import Accelerator, CallCost, StepTime, steady_step
@@ -56,11 +56,13 @@ class Cpu(Accelerator):
 
     def _finish(self, group: GroupCost) -> None:
         super()._finish(group)
-        self._program("land", sum(flight.behind for flight in group.reduce))
+        self._program("land", sum(transfer.behind for transfer in group.reduce))
 
-    def _launch(self, stream: Stream, label: str, flight: Flight, *, own_communicator: bool = False) -> Op:
-        self.queues.wait(stream, self._program(f"launch {label}", flight.before))
-        return super()._launch(stream, label, Flight(flight.transfer), own_communicator=own_communicator)
+    def _launch(self, stream: Stream, label: str, transfer: Transfer, *, own_communicator: bool = False) -> Op:
+        self.queues.wait(stream, self._program(f"launch {label}", transfer.before))
+        return super()._launch(
+            stream, label, replace(transfer, before=0.0, behind=0.0), own_communicator=own_communicator
+        )
 
     def _release(self) -> None:
         """The program frees memory itself."""
@@ -125,9 +127,9 @@ def contention(measured: Measured) -> Contention:
 
 def predict(case: Case, measured: Measured) -> StepTime:
     group = GroupCost(
-        gather=Flight(_travel(measured.gather_travel), measured.gather_launch, measured.gather_finish),
+        gather=_transfer(measured.gather_travel, measured.gather_launch, measured.gather_finish),
         regather=None,
-        reduce=(Flight(_travel(measured.reduce_travel), measured.reduce_launch, measured.reduce_finish),),
+        reduce=(_transfer(measured.reduce_travel, measured.reduce_launch, measured.reduce_finish),),
         nbytes=UnitBytes(),
         reduced_nbytes=0,
         shards_nbytes=0,
@@ -142,8 +144,8 @@ def predict(case: Case, measured: Measured) -> StepTime:
     return StepTime(time.step + measured.settle, time.compute)
 
 
-def _travel(seconds: float) -> Transfer:
-    return Transfer(0.0, max(seconds, 0.0), Resource.NETWORK)
+def _transfer(travel: float, launch: float, finish: float) -> Transfer:
+    return Transfer(0.0, max(travel, 0.0), Resource.NETWORK, before=launch, behind=finish)
 
 
 def measure(case: Case) -> Measured:

@@ -41,15 +41,6 @@ class Wire(Enum):
 
 
 @dataclass(frozen=True)
-class Flight:
-    """One launch, and the seconds that copies before and after it take."""
-
-    transfer: Transfer
-    before: float = 0.0
-    behind: float = 0.0
-
-
-@dataclass(frozen=True)
 class GroupCost:
     """What one group's actions cost in seconds and bytes.
 
@@ -62,9 +53,9 @@ class GroupCost:
         rest: seconds to cut the resting shards.
     """
 
-    gather: Flight
-    regather: Flight | None
-    reduce: tuple[Flight, ...]
+    gather: Transfer
+    regather: Transfer | None
+    reduce: tuple[Transfer, ...]
     nbytes: UnitBytes
     reduced_nbytes: int
     shards_nbytes: int
@@ -103,13 +94,13 @@ def group_cost(
     reduces = plans.compile_reduces(trained, routing, num_shards * axes.replicate.size)
     shards_nbytes = _shards_nbytes(inputs)
     reduced_nbytes = sum(plan.flat_numel * plan.dtypes.grad.itemsize for plan in reduces)
-    gather, reduce = _gather_flight(machine, axes.shard, whole), _reduce_flights(machine, axes, reduces)
+    gather, reduce = _gather(machine, axes.shard, whole), _reduces(machine, axes, reduces)
     regather, num_resting = None, None
     if axes.resting is not None:
         num_resting = axes.resting.size
         cut = {step.index: plans.cut_after_forward(step, num_resting) for step in whole.steps}
         again = plans.compile_gather(cut, routing, back_into=whole)
-        regather = _gather_flight(machine, axes.resting, again)
+        regather = _gather(machine, axes.resting, again)
     if offloads:  # shards come from the host before each gather, and gradients go there after each reduction
         gather = replace(gather, before=gather.before + shards_nbytes / machine.to_host())
     if offloads and reduce:
@@ -149,7 +140,7 @@ def _in_float8(param: plans.PlanInput, num_shards: int) -> plans.PlanInput:
     )
 
 
-def _gather_flight(machine: Machine, ranks: Ranks, plan: plans.GatherPlan) -> Flight:
+def _gather(machine: Machine, ranks: Ranks, plan: plans.GatherPlan) -> Transfer:
     """Casts to the sent dtype, the launch, and copies out of the buckets."""
     cast = sum(
         step.layout.chunk_numel * (step.source.itemsize + step.dtype.itemsize)
@@ -159,10 +150,10 @@ def _gather_flight(machine: Machine, ranks: Ranks, plan: plans.GatherPlan) -> Fl
     unpacked = sum(2 * step.padded_nbytes for bucket in plan.buckets for step in bucket.steps)
     num_tensors = len(plan.on_route(plans.Route.DIRECT)) + len(plan.buckets)
     transfer = gather(machine, ranks, sum(step.padded_nbytes for step in plan.steps), num_tensors)
-    return Flight(transfer, cast / machine.copy_bandwidth, unpacked / machine.copy_bandwidth)
+    return replace(transfer, before=cast / machine.copy_bandwidth, behind=unpacked / machine.copy_bandwidth)
 
 
-def _reduce_flights(machine: Machine, axes: Axes, plans: tuple[plans.ReducePlan, ...]) -> tuple[Flight, ...]:
+def _reduces(machine: Machine, axes: Axes, plans: tuple[plans.ReducePlan, ...]) -> tuple[Transfer, ...]:
     """Copies into send buffers, the reduce-scatter, with HSDP the all-reduce, and the division by the number of ranks.
     Empty if nothing is trained."""
     if not plans:
@@ -172,10 +163,10 @@ def _reduce_flights(machine: Machine, axes: Axes, plans: tuple[plans.ReducePlan,
     read = sum(step.layout.numel * plan.dtypes.param.itemsize for plan in plans for step in _copied(plan))
     copies = (read + sum(map(_sent_nbytes, plans))) / machine.copy_bandwidth
     average = 2 * reduced_nbytes / machine.copy_bandwidth
-    scatter = Flight(gather(machine, axes.shard, nbytes, sum(len(plan.calls) for plan in plans)), copies)
+    scatter = replace(gather(machine, axes.shard, nbytes, sum(len(plan.calls) for plan in plans)), before=copies)
     if axes.replicate.size == 1:
         return (replace(scatter, behind=average),)
-    return scatter, Flight(all_reduce(machine, axes.replicate, reduced_nbytes), behind=average)
+    return scatter, replace(all_reduce(machine, axes.replicate, reduced_nbytes), behind=average)
 
 
 def _sent_nbytes(plan: plans.ReducePlan) -> int:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 from fsdp2.core import GroupState, schedules
 from fsdp2.memory.plan import Held, Ledger, Moment, UnitBytes, Use, replay
-from fsdp2.planner.groups import Flight, GroupCost
-from fsdp2.planner.machine import Contention
+from fsdp2.planner.groups import GroupCost
+from fsdp2.planner.machine import Contention, Transfer
 from fsdp2.planner.queues import Op, Queues, Stream, run
 
 _STEP = "step"  # the owner of bytes that belong to no unit
@@ -171,9 +171,9 @@ class Accelerator:
         self._have_grads.remove(unit)
         self._land(unit)  # at most one reduction is in flight
         self.queues.wait(Stream.REDUCE, self.queues.last(Stream.COMPUTE))
-        for index, flight in enumerate(group.reduce):
+        for index, transfer in enumerate(group.reduce):
             label = f"{'all-reduce' if index else 'reduce'} {unit}"
-            done = self._launch(Stream.REDUCE, label, flight, own_communicator=index > 0)
+            done = self._launch(Stream.REDUCE, label, transfer, own_communicator=index > 0)
         self._reductions.append((group, done))
         return True
 
@@ -189,12 +189,11 @@ class Accelerator:
         self.memory.land(1)
         self.memory.add(_STEP, Held.SHARD_GRADIENTS, group.reduced_nbytes)
 
-    def _launch(self, stream: Stream, label: str, flight: Flight, *, own_communicator: bool = False) -> Op:
+    def _launch(self, stream: Stream, label: str, transfer: Transfer, *, own_communicator: bool = False) -> Op:
         """Enqueue a launch. Backends run the collectives of one communicator in launch order."""
         if self.shares_communicator and not own_communicator:
             self.queues.wait(stream, self._communicator)
-        transfer = flight.transfer
-        fixed = flight.before + transfer.latency + flight.behind
+        fixed = transfer.before + transfer.latency + transfer.behind
         op = self.queues.enqueue(stream, label, fixed=fixed, work=transfer.seconds, resource=transfer.resource)
         if not own_communicator:
             self._communicator = op

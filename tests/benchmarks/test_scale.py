@@ -22,7 +22,6 @@ from benchmarks.scale.workload import (
     scenario,
 )
 from fsdp2.memory.plan import Held
-from fsdp2.planner.groups import Flight
 from fsdp2.planner.machine import Contention, Link, Ranks, Resource, Transfer
 from fsdp2.planner.machines import H100
 from fsdp2.planner.scenario import Choice, simulate
@@ -33,10 +32,8 @@ from tests.unit.planner.round_figures import FSDP, PLAIN, device_of, group_of
 
 def test_on_the_cpu_the_program_launches_and_finishes() -> None:
     """Copies and sums hold up compute there, and half of the next backward is what a reduction may take."""
-    travel = Flight(Transfer(0.0, 1, Resource.NETWORK), before=0.5, behind=0.25)
-    group = replace(
-        group_of(1, 2), gather=travel, reduce=(replace(travel, transfer=replace(travel.transfer, seconds=5)),)
-    )
+    travel = Transfer(0.0, 1, Resource.NETWORK, before=0.5, behind=0.25)
+    group = replace(group_of(1, 2), gather=travel, reduce=(replace(travel, seconds=5),))
     time = steady_step(device_of(2, group, kind=gloo.Cpu), Contention())
     # Gathers: launch and unpack each of four, and wait for the first of either pass. Reductions: launch and land both;
     # while the first travels, a gather is unpacked and half of a backward runs; nothing runs beside the second.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fsdp2.core.schedule.schedule import AfterForward, UnitRules
 from fsdp2.memory.plan import UnitBytes
-from fsdp2.planner.groups import Flight, GroupCost
+from fsdp2.planner.groups import GroupCost
 from fsdp2.planner.machine import Link, Machine, Resource, Transfer
 from fsdp2.planner.scenario import Choice
 from fsdp2.planner.simulate import Accelerator, CallCost
@@ -31,7 +31,7 @@ FSDP = Choice()
 def group_of(gather_seconds: float, reduce_seconds: float, *, regather: float | None = None) -> GroupCost:
     """A hundred bytes unsharded, a hundred of gradients, which are cast to two hundred."""
     gather, again, reduce = (
-        Flight(Transfer(0.0, each or 0.0, Resource.NETWORK)) for each in (gather_seconds, regather, reduce_seconds)
+        Transfer(0.0, each or 0.0, Resource.NETWORK) for each in (gather_seconds, regather, reduce_seconds)
     )
     return GroupCost(
         gather=gather,

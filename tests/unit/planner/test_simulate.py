@@ -10,7 +10,7 @@ from torch import nn
 import fsdp2
 from fsdp2.core.schedule.schedule import AfterForward
 from fsdp2.memory.plan import Held, UnitBytes
-from fsdp2.planner.groups import Flight, GroupCost
+from fsdp2.planner.groups import GroupCost
 from fsdp2.planner.machine import Contention, Resource, Transfer
 from fsdp2.planner.simulate import StepTime, steady_step
 from fsdp2.report import trace
@@ -52,9 +52,9 @@ def test_two_groups_are_in_flight_and_nothing_is_held_when_a_step_has_ended() ->
 
 
 def _actions(after_forward: AfterForward) -> list[str]:
-    flight = Flight(Transfer(0.0, 1.0, Resource.NETWORK))
+    transfer = Transfer(0.0, 1.0, Resource.NETWORK)
     device = device_of(
-        3, GroupCost(flight, flight, (flight,), UnitBytes(1, gradients=1), 1, 1, 1), after_forward=after_forward
+        3, GroupCost(transfer, transfer, (transfer,), UnitBytes(1, gradients=1), 1, 1, 1), after_forward=after_forward
     )
     device.step()
     first = len(device.performed)
