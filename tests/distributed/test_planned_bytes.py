@@ -14,9 +14,10 @@ from torch.distributed.tensor import DTensor
 import fsdp2
 from fsdp2.planner.blocks import find_units
 from fsdp2.planner.machines import H100
+from fsdp2.planner.observe import observe
 from fsdp2.planner.scenario import Choice, Precision, Scenario, accelerator, simulate
 from fsdp2.planner.work import Checkpointing
-from fsdp2.planner.workload import Workload, observed
+from fsdp2.planner.workload import Workload
 from fsdp2.report import trace
 from tests.distributed.support import seeded, shard_each
 from tests.harness.distributed import RankContext, distributed
@@ -31,7 +32,7 @@ def _sharded_as_planned(
     model = seeded(MODELS[name])
     ignored = {param for key, param in model.named_parameters() if ignores and ignores in key}
     units, workload = find_units(model), Workload(2, 32, precision=precision, inputs=inputs_of(name), loss=square)
-    work = observed(model, units, workload, ignored)
+    work = observe(model, units, workload, ignored)
     scenario = Scenario(
         H100,
         work.units(Checkpointing.NONE),
