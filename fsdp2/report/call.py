@@ -127,9 +127,11 @@ def report(
         raise ScheduleError(f"{_CALLER}: torch.profiler runs already. End it before the block, or leave profile out.")
     operations = Operations(on_device=on_device) if profile else None
     targets = [Path(path) for path in paths]
-    problem = next(filter(None, _exchange(mesh, _problem(targets) if dist.get_rank() == 0 else None)), None)
+    written = targets if dist.get_rank() == 0 else []
+    problems = (files.problem(each, files.PAGE, files.JSON, files.CHROME_TRACE) for each in written)
+    problem = next(filter(None, _exchange(mesh, next(filter(None, problems), None))), None)
     if problem is not None:
-        raise ValueError(problem)
+        raise ValueError(f"{_CALLER}: {problem}")
     synced, is_first_use, found = time.perf_counter(), not tree.schedule.tape.expected, Report()
     held = HeldBytes(tree, saves=activations)
     recorder = Recorder(DeviceClock(mesh.device, tree.units) if on_device else HostClock(), steps, held)
@@ -209,18 +211,6 @@ def _check_arguments(model: object, paths: Sequence[object], steps: object, toke
             raise TypeError(f"{_CALLER}: {name} is {value!r}, expected a number.")
         if not 1 <= value < math.inf:
             raise ValueError(f"{_CALLER}: {name} is {value}, expected 1 or more.")
-
-
-def _problem(targets: Sequence[Path]) -> str | None:
-    """Why rank 0 cannot write to one of ``targets``."""
-    for target in targets:
-        folder = target.absolute().parent
-        found = files.problem(target, files.PAGE, files.JSON, files.CHROME_TRACE)
-        if files.kind_of(target) is not None and not folder.is_dir():
-            found = f"cannot write '{target}': there is no folder '{folder}'. Create it, or use another path."
-        if found is not None:
-            return f"{_CALLER}: {found}"
-    return None
 
 
 def _checked_plan(plan: object) -> Plan:
