@@ -360,7 +360,7 @@ class Ledger:
         """The gradients of ``unit`` stay unreduced, as the user requested, so they are no longer counted."""
         self.set(unit, Held.GRADIENTS, 0)
 
-    def reduce(self, unit: UnitKey, max_in_flight: float) -> None:
+    def reduce(self, unit: UnitKey, max_in_flight: int) -> None:
         """The reduction of ``unit`` starts. If too many are in flight, the oldest ones land first."""
         while len(self._reductions) >= max_in_flight:
             self.land(1)
@@ -374,7 +374,7 @@ class Ledger:
             unit, sent = self._reductions.popleft()
             self.add(unit, Held.REDUCTION, -sent)
 
-    def count(self, action: schedules.Action, unit: UnitKey, max_in_flight: float = 1) -> None:
+    def count(self, action: schedules.Action, unit: UnitKey, max_in_flight: int = 1) -> None:
         """``action`` is performed on ``unit``."""
         if action in (schedules.Action.UNSHARD, schedules.Action.PREFETCH):
             self.unshard(unit)

@@ -9,16 +9,15 @@ gradients that are not reduced yet are part of the allocated memory that nothing
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from fsdp2.core import schedules
 from fsdp2.memory.plan import TEMPORARY, Held, Ledger, UnitBytes
-from fsdp2.report.timeline import BACKWARDS, BLOCKED, GATHERS, Edge, Mark
+from fsdp2.report.timeline import BACKWARDS, BLOCKED, GATHERS, RESHARDS, Edge, Mark
 
 ALLOCATED = "allocated"  # by the device's allocator; not a purpose, but ``Held.OTHER`` is computed from it
-_ACTIONS = {action.value: action for action in schedules.Action}
+_OF_PARAMETERS = (*GATHERS, "wait", *RESHARDS)  # actions
 
 Bytes = dict[tuple[str, str], int]  # by unit and purpose
 
@@ -110,9 +109,12 @@ def _count(ledger: Ledger, mark: Mark) -> bool:
     elif edge is Edge.EVENT and name in BACKWARDS:
         ledger.run_backward(unit, gathers=False, reshards=True)
     elif edge is Edge.STOP and name == "reduce_land":
-        ledger.land(min(ledger.num_reductions, 1))
-    elif edge is Edge.ACTION and name in _ACTIONS:
-        ledger.count(_ACTIONS[name], unit, max_in_flight=math.inf)  # marks tell what lands
+        ledger.set(unit, Held.REDUCTION, 0)
+    elif edge is Edge.ACTION and name == "reduce":  # each group of the unit says so
+        ledger.keep(unit)
+        ledger.set(unit, Held.REDUCTION, ledger.sizes[unit].sent)
+    elif edge is Edge.ACTION and name in _OF_PARAMETERS:
+        ledger.count(schedules.Action(name), unit)
     else:
         return False
     return True

@@ -119,6 +119,12 @@ def gradients_count_once_their_unit_has_been_gathered_and_its_buckets_are_free()
     return Tape().event("pre_backward", "a").do("unshard", "a").do("wait", "a", blocked=1).do("prefetch", "b")
 
 
+def a_unit_of_two_groups_has_the_bytes_of_one_reduction() -> Tape:
+    tape = Tape().event("pre_backward", "a").compute(1).do("reduce_launch", "a", inside="reduce").compute(1)
+    tape.do("reduce_launch", "a", inside="reduce").compute(1)
+    return tape.do("reduce_land", "a", inside="land").do("reduce_land", "a", inside="land")
+
+
 def memory_goes_forward_in_time_although_streams_run_beside_each_other() -> Tape:
     gathered = Mark(Edge.ACTION, "prefetch", "a", None, 3.0), Mark(Edge.EVENT, "pre_backward", "b", 1.0)
     return Tape.of([*gathered, Mark(Edge.ACTION, "wait", "a", 4.0)], 5.0, on_device=True)
