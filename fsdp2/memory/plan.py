@@ -194,10 +194,19 @@ def gather_bytes(plan: plans.GatherPlan, *, staged_nbytes: int = 0, num_resting:
     )
 
 
-def reduce_bytes(reduces: Sequence[plans.ReducePlan], buffer_nbytes: Callable[[int], int] = lambda _: 0) -> UnitBytes:
+def reduce_bytes(
+    reduces: Sequence[plans.ReducePlan],
+    buffer_nbytes: Callable[[int], int] = lambda _: 0,
+    *,
+    packs_at_once: bool = False,
+) -> UnitBytes:
     """What reductions take: buckets, casts, memory of the comm, and the sums until they land as gradients. Gradients
-    that are sent without a copy are held while the reduction is in flight. ``buffer_nbytes``: what the comm allocates
-    for so many bytes."""
+    that are sent without a copy are held while the reduction is in flight.
+
+    Args:
+        buffer_nbytes: what the comm allocates for so many bytes.
+        packs_at_once: whether one kernel pads and casts what goes into a bucket, as on CUDA.
+    """
     gradients = copies = sent_as_they_are = packing = 0
     for plan in reduces:
         param, reduce = plan.dtypes.param, plan.dtypes.reduce
@@ -209,7 +218,9 @@ def reduce_bytes(reduces: Sequence[plans.ReducePlan], buffer_nbytes: Callable[[i
         copies += (bucketed + cast + plan.flat_numel) * reduce.itemsize + buffer_nbytes(travelling)
         sent_as_they_are += (direct - cast) * param.itemsize
         for step in plan.steps:
-            if step.route is plans.Route.ROWS:  # on the CPU, ``pack_rows`` pads and casts one after the other
+            if (
+                step.route is plans.Route.ROWS and not packs_at_once
+            ):  # on the CPU, ``pack_rows`` pads and casts one after the other
                 padded = 0 if step.layout.is_even else step.layout.padded_numel * param.itemsize
                 row = 0 if param is reduce else step.layout.chunk_numel * reduce.itemsize
                 packing = max(packing, padded + row)

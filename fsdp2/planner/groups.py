@@ -107,7 +107,8 @@ def group_cost(
         behind = reduce[-1].behind + reduced_nbytes / machine.to_host()
         reduce = (*reduce[:-1], replace(reduce[-1], behind=behind))
     staged_nbytes = shards_nbytes if offloads else 0
-    nbytes = gather_bytes(whole, staged_nbytes=staged_nbytes, num_resting=num_resting) + reduce_bytes(reduces)
+    nbytes = gather_bytes(whole, staged_nbytes=staged_nbytes, num_resting=num_resting)
+    nbytes += reduce_bytes(reduces, packs_at_once=True)
     return GroupCost(
         gather,
         regather,
