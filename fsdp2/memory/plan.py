@@ -3,6 +3,9 @@
 The sizes come from plans only: nothing runs or is allocated, and no allocator is queried. All ranks compute the same
 sizes, so ``memory_limit`` decides the same on all ranks. Shards and their gradients, activations, and gradients that
 the user keeps unreduced are not counted.
+
+``Ledger`` counts the bytes of actions, for limits, reports and the planner. ``replay`` walks through a step for
+``memory_plan`` and the planner, which add what they know of each moment.
 """
 
 from __future__ import annotations
