@@ -20,7 +20,6 @@ from tests.harness.extensions import (
     Halved,
     Packed4,
     Scaled,
-    Silent,
     Travelling,
     count,
     recorded,
@@ -210,19 +209,6 @@ def test_payload_is_made_for_every_gather(ctx: RankContext) -> None:
     assert count(calls, "pre") == num_gathers
     assert count(calls, "post") == 5  # one for each weight
     assert count(calls, "fill") == num_gathers - 5
-
-
-@distributed(2)
-def test_metadata_is_that_of_the_payload_that_was_gathered(ctx: RankContext) -> None:
-    for make in (Halved, Silent):
-        model = linear(make)
-        fully_shard(model, mesh=ctx.mesh_1d())
-        for _ in range(3):
-            with recorded() as calls:
-                model.unshard()
-                model.reshard()
-            (made,) = (call.given["metadata"] for call in calls if call.hook == "pre")
-            assert all(call.given["metadata"] is made for call in calls if call.hook != "pre")
 
 
 @pytest.mark.parametrize("options", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
