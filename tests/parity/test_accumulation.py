@@ -7,7 +7,6 @@ another raise an ``IndexError``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -26,7 +25,7 @@ from tests.harness.compare import (
     trains_alike,
 )
 from tests.harness.distributed import RankContext, distributed
-from tests.harness.models import MLP, Branches, ParityModel, SharedModules, Transformer, Uneven
+from tests.harness.models import MLP, Branches, ParityModel, Transformer, Uneven
 from tests.harness.runtimes import Runtime, beyond_torch, oracle, subject
 from tests.harness.training import (
     Case,
@@ -114,17 +113,6 @@ def test_without_gradient_sync_accumulates_in_reduce_dtype() -> Cases:
     return {name: low(sharded(policy=policy)) for name, policy in POLICIES.items()}
 
 
-TORCH_ADDS_OTHERWISE = ("bf16 reduced in fp32", "bf16") if torch.__version__ >= "2.15.0.dev0" else ()
-
-
-@each_compared(2, ci=[*POLICIES])
-def test_without_gradient_sync_of_a_block_that_is_used_twice() -> Cases:
-    """torch 2.15 adds up the uses of a block in fp32 where nothing is reduced, and in bf16 otherwise."""
-    policies = {"fp32": {}, **{name: POLICIES[name] for name in POLICIES if name not in TORCH_ADDS_OTHERWISE}}
-    twice = partial(Case, SharedModules, step=_no_sync, optimizer=sgd, unsharded=None)
-    return {name: twice(sharded(policy=policy)) for name, policy in policies.items()}
-
-
 def _frozen_meanwhile(step: Step, model: MLP) -> list[Tensor]:
     def freeze(micro: int) -> None:
         for part in (model.blocks[0], model.blocks[1].up):
@@ -204,10 +192,6 @@ ONE_F_ONE_B: tuple[tuple[int, str, int], ...] = (
     *((1, "B", 1), (0, "B", 1), (1, "F", 2), (0, "F", 3)),
     *((1, "B", 2), (0, "B", 2), (1, "F", 3), (1, "B", 3), (0, "B", 3)),
 )
-GPIPE: tuple[tuple[int, str, int], ...] = (
-    *((stage, "F", micro) for micro in range(NUM_MICRO) for stage in (0, 1)),
-    *((stage, "B", micro) for micro in reversed(range(NUM_MICRO)) for stage in (1, 0)),
-)
 
 
 def _shard_stages(runtime: Runtime, model: Any, mesh: DeviceMesh, **kwargs: Any) -> None:
@@ -245,8 +229,8 @@ class _Run:
         if gradient is not None:
             self._gradients[stage - 1, micro] = gradient
 
-    def follow(self, order: Sequence[tuple[int, str, int]], before_backward: Any = lambda stage: None) -> None:
-        for stage, kind, micro in order:
+    def follow(self, before_backward: Any = lambda stage: None) -> None:
+        for stage, kind, micro in ONE_F_ONE_B:
             if kind == "F":
                 self.forward(stage, micro)
             else:
@@ -254,7 +238,7 @@ class _Run:
                 self.backward(stage, micro)
 
 
-def _actions(step: Step, model: _Pipeline, order: Sequence[tuple[int, str, int]]) -> list[Tensor]:
+def _actions(step: Step, model: _Pipeline) -> list[Tensor]:
     """Unshard all, no communication but in the last backward of each stage, then reshard."""
     run, num_backwards = _Run(step, model), [0, 0]
     modules = [step.control(module) for stage in model.stages for module in (stage, *stage.blocks)]  # type: ignore[misc]
@@ -268,30 +252,20 @@ def _actions(step: Step, model: _Pipeline, order: Sequence[tuple[int, str, int]]
         control.set_reshard_after_backward(is_last)
         control.set_requires_gradient_sync(is_last)
 
-    run.follow(order, configure)
+    run.follow(configure)
     for module in modules:
         module.reshard()
     return run.losses
 
 
-@pytest.mark.parametrize("order", [ONE_F_ONE_B, GPIPE], ids=["1f1b", "gpipe"])
 @pytest.mark.parametrize("reshard", [False, None])
 @distributed(2, 4)
-def test_stages_that_reduce_in_their_last_backward(ctx: RankContext, order, reshard: bool | None) -> None:
+def test_stages_that_reduce_in_their_last_backward(ctx: RankContext, reshard: bool | None) -> None:
     shard = partial(_shard_stages, reshard_after_forward=reshard)
-    compare(Case(_Pipeline, shard, partial(_actions, order=order)), ctx.mesh_1d())
+    compare(Case(_Pipeline, shard, _actions), ctx.mesh_1d())
 
 
-@trains_alike(2, model=_Pipeline, shard=_shard_stages)
-def test_stages_that_reduce_in_every_backward(step: Step, model: _Pipeline) -> list[Tensor]:
-    run = _Run(step, model)
-    run.follow(ONE_F_ONE_B)
-    return run.losses
-
-
-def _finalized(
-    step: Step, model: _Pipeline, *, async_op: bool = True, sync: bool = False, order: Any = ONE_F_ONE_B
-) -> list[Tensor]:
+def _finalized(step: Step, model: _Pipeline, *, async_op: bool = True, sync: bool = False) -> list[Tensor]:
     """Reducing is an action of its own, after all backwards of a stage."""
     run = _Run(step, model)
     controls = [step.control(stage) for stage in model.stages]
@@ -299,7 +273,7 @@ def _finalized(
         control.set_manual_backward_finalization(True)
         control.set_reshard_after_backward(False)
         control.set_requires_gradient_sync(sync)
-    run.follow(order)
+    run.follow()
     handles = []
     for control in controls:
         control.set_reshard_after_backward(True)
@@ -317,7 +291,7 @@ def _partly_reduced(step: Step, model: _Pipeline) -> list[Tensor]:
         control.set_requires_all_reduce(False)
         control.set_manual_backward_finalization(True)
     run = _Run(step, model)
-    run.follow(ONE_F_ONE_B)
+    run.follow()
     for control in controls:
         control.set_requires_all_reduce(True)
         control.finalize_backward()
@@ -325,12 +299,11 @@ def _partly_reduced(step: Step, model: _Pipeline) -> list[Tensor]:
 
 
 @beyond_torch("manual finalization came with torch 2.15")
-@pytest.mark.parametrize("order", [ONE_F_ONE_B, GPIPE], ids=["1f1b", "gpipe"])
 @pytest.mark.parametrize("async_op", [False, True])
 @pytest.mark.parametrize("sync", [False, True])
 @distributed(2)
-def test_stages_whose_backwards_are_finalized(ctx: RankContext, order, async_op: bool, sync: bool) -> None:
-    step = partial(_finalized, async_op=async_op, sync=sync, order=order)
+def test_stages_whose_backwards_are_finalized(ctx: RankContext, async_op: bool, sync: bool) -> None:
+    step = partial(_finalized, async_op=async_op, sync=sync)
     compare_losses_with_unsharded(Case(_Pipeline, _shard_stages, step), ctx.mesh_1d())
 
 
@@ -338,9 +311,8 @@ def test_stages_whose_backwards_are_finalized(ctx: RankContext, order, async_op:
 @distributed(2)
 def test_finalized_backwards_are_those_that_reduce_in_the_last_one(ctx: RankContext) -> None:
     """Bit for bit what automatic finalization gives, which is torch's by the tests above."""
-    automatic = partial(_actions, order=ONE_F_ONE_B)
     case = Case(_Pipeline, _shard_stages, _finalized, unsharded=None)
-    compare(case, ctx.mesh_1d(), Case(_Pipeline, _shard_stages, automatic))
+    compare(case, ctx.mesh_1d(), Case(_Pipeline, _shard_stages, _actions))
 
 
 @beyond_torch("manual finalization came with torch 2.15")
