@@ -55,27 +55,6 @@ def test_forward_after_the_shards_were_written_uses_them(
     assert torch.allclose(model(batch()), _reference()(batch()), atol=1e-5)
 
 
-@pytest.mark.every_case
-@pytest.mark.parametrize("name", list(GATHERS))
-@distributed(2)
-def test_step_after_parameters_were_frozen_that_are_unsharded_gives_them_no_gradient(
-    ctx: RankContext, name: str
-) -> None:
-    model = sharded(ctx, reshard_after_forward=False)
-    shards = dict(model.named_parameters())
-    step(model)
-    GATHERS[name](model)
-    for parameter in shards.values():
-        parameter.grad = None
-    shards["entry.weight"].requires_grad_(False)
-    shards["blocks.1.linear.bias"].requires_grad_(False)
-    frozen = []
-    model.exit.register_forward_pre_hook(lambda *_: frozen.append(not model.entry.weight.requires_grad))
-    step(model)
-    assert frozen == [True]
-    assert [name for name, shard in shards.items() if shard.grad is None] == ["entry.weight", "blocks.1.linear.bias"]
-
-
 @pytest.mark.parametrize("kind", ["", "foreach", "fused", "flat"])
 @pytest.mark.parametrize("kept", [None, False, 2])
 @distributed(4)
