@@ -42,18 +42,6 @@ from tests.harness.selection import in_ci, long
 from tests.parity.setups import load_states, states_of
 
 
-class _Blocks(Net):
-    """Runs ``used`` of its blocks."""
-
-    used: tuple[int, ...] = (0, 1, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.entry(x)
-        for index in self.used:
-            x = self.blocks[index](x)
-        return x
-
-
 class _Tied(Net):
     """One weight in two places of a block, and one in two blocks of the root's own."""
 
@@ -156,21 +144,6 @@ SHORT = list(SCENARIOS)[:3]
 def test_hooks_compute_what_is_computed_by_hand(ctx: RankContext, name: str, scenario: str) -> None:
     run, options = SCENARIOS[scenario]
     run(twins_of(ctx, name, **options))
-
-
-@pytest.mark.parametrize("name", ["scaled", *long("aliasing")])
-@distributed(2)
-def test_prefetch_in_vain_is_dropped(ctx: RankContext, name: str) -> None:
-    """The second block runs in every other forward only."""
-    twins = twins_of(ctx, name, model=lambda dim: _Blocks(dim, num_blocks=3))
-    local = twins.model.blocks[1].up.weight._local_tensor
-    for index in range(4):
-        twins.model.used = twins.reference.model.used = (0, 1, 2) if index % 2 == 0 else (0, 2)
-        with recorded() as calls:
-            twins.backward()
-        twins.step()
-        if index == 1:
-            assert [call.hook for call in calls if call.on is local] == ["pre"]
 
 
 @pytest.mark.ci
@@ -422,17 +395,3 @@ def _assign(linear: nn.Linear, make: Any) -> None:
     shape, stride = old.shape, old.stride()
     made = DTensor.from_local(local, old.device_mesh, old.placements, run_check=False, shape=shape, stride=stride)
     linear.weight = nn.Parameter(made)
-
-
-@some
-@distributed(2, 4)
-def test_gradients_are_clipped_by_their_global_norm(ctx: RankContext, name: str) -> None:
-    twins = twins_of(ctx, name)
-    twins.backward()
-    squares = torch.stack([value.grad.double().square().sum() for value in twins.reference.shards.values()]).sum()
-    torch.distributed.all_reduce(squares)
-    found = nn.utils.clip_grad_norm_(twins.model.parameters(), 0.01)
-    assert torch.allclose(found.full_tensor().double(), squares.sqrt(), rtol=1e-5)
-    for key, parameter in twins.parameters.items():
-        expected = twins.reference.shards[key].grad * (0.01 / squares.sqrt().float())
-        assert torch.allclose(plain(parameter.grad), expected, rtol=1e-4, atol=1e-8)

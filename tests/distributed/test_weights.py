@@ -574,18 +574,6 @@ def test_folders_that_ranks_do_not_share_take_only_what_rank_0_writes(
 
 
 @distributed(2)
-def test_files_of_all_ranks_have_the_permissions_of_the_old_ones(ctx: RankContext, tmp_path: Path) -> None:
-    """The umask of this process leaves more."""
-    for _ in range(2):
-        fsdp2.checkpoint.save_safetensors(_make(ctx, "1d"), tmp_path, max_shard_size=3000)
-        dist.barrier()
-        if ctx.rank == 0:
-            (tmp_path / INDEX).chmod(0o600)
-        dist.barrier()
-    assert {oct(file.stat().st_mode & 0o777) for file in tmp_path.iterdir()} == {"0o600"}
-
-
-@distributed(2)
 def test_of_two_saves_in_one_folder_one_raises_on_all_its_ranks(ctx: RankContext, tmp_path: Path) -> None:
     """Each rank saves alone, then both together while another job has the folder locked."""
     alone = [dist.new_group([rank]) for rank in range(2)][ctx.rank]

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -26,7 +25,7 @@ from tests.harness.compare import (
 )
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import MLP, Branches, ParityModel, Transformer, Uneven
-from tests.harness.runtimes import Runtime, beyond_torch, oracle, subject
+from tests.harness.runtimes import Runtime, beyond_torch, oracle
 from tests.harness.training import (
     Case,
     Step,
@@ -37,7 +36,6 @@ from tests.harness.training import (
     shard_units_and_root,
     sharded,
     snapshot,
-    train,
 )
 from tests.parity.test_mixed_precision import BF16, BFLOAT16_ARITHMETIC, FP32
 
@@ -126,28 +124,6 @@ def test_what_is_frozen_before_its_gradient_is_reduced() -> Cases:
     """The gradient of the first micro-batch is reduced, and nothing of it is left for later steps."""
     in_bf16 = Case(MLP, sharded(policy={"param_dtype": BF16}), _frozen_meanwhile, unsharded=None)
     return {"fp32 and bf16": (Case(MLP, step=_frozen_meanwhile), in_bf16)}
-
-
-@distributed(2)
-def test_what_is_unfrozen_while_it_is_unsharded(ctx: RankContext) -> None:
-    """After an evaluation, the root is unsharded: the user meets the parameters that compute reads. In torch, the
-    shards keep their flags."""
-
-    def step(step: Step, model: MLP) -> list[Tensor]:
-        for part in (model.exit, model.entry):
-            part.requires_grad_(step.index == 0)
-            with torch.no_grad():
-                step.loss(model)
-            part.requires_grad_(part is model.exit)
-        return one_backward(step, model)
-
-    case, mesh = Case(MLP, step=step), ctx.mesh_1d()
-    for mine, theirs in zip(train(case, mesh, subject()), train(case, mesh, oracle()), strict=True):
-        for name, expected in theirs.gradients.items():
-            found = mine.gradients[name]
-            assert (found is None) is (expected is None), name
-            assert found is None or expected is None or torch.equal(found.local, expected.local), name
-        assert mine.gradients["exit.weight"] is not None
 
 
 def _replicas(ctx: RankContext) -> list[DeviceMesh]:

@@ -11,16 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.tensor import DTensor
 
-from tests.harness.compare import Cases, compare, compare_values, each_compared, trains_alike
+from tests.harness.compare import Cases, compare, each_compared, trains_alike
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import MLP, ParityModel, Transformer, Uneven
 from tests.harness.offload import offload_policy, shard_offloaded
 from tests.harness.runtimes import Runtime, beyond_torch, oracle, subject
-from tests.harness.training import BY_TURNS, Case, Step, dtensor_adamw, one_backward, shard_units_and_root, sharded
-from tests.parity.setups import Setup, train_steps
+from tests.harness.training import BY_TURNS, Case, Step, one_backward, shard_units_and_root, sharded
 
 tied = partial(Transformer, tied=True)
 Offloaded = partial(Case, shard=shard_offloaded)
@@ -73,18 +71,6 @@ def test_optimizer_in_hooks_on_gradients(step: Step, model: ParityModel) -> list
     for handle in handles:
         handle.remove()
     return losses
-
-
-@distributed(2)
-def test_full_state_dict_is_that_of_a_model_that_is_not_offloaded(ctx: RankContext) -> None:
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    states = []
-    for shard in (shard_offloaded, shard_units_and_root):
-        model = Setup(Transformer, shard=shard).sharded(subject(), ctx)
-        optimizer = dtensor_adamw(model.parameters())
-        train_steps(ctx, model, optimizer, range(2))
-        states.append(get_state_dict(model, optimizer, options=options))
-    compare_values("state", *states)
 
 
 # On a CPU mesh, as users ask for it

@@ -256,23 +256,6 @@ def test_asynchronous_save_writes_what_was_there_when_it_was_called(setup: str, 
     _check(saved[0], shared_pool(2).run(_load, setup=setup, path=tmp_path))
 
 
-@setups("uneven", "tied")
-@distributed(2)
-def test_shards_of_each_rank_are_saved_and_loaded_by_torch_save(ctx: RankContext, setup: str, tmp_path: Path) -> None:
-    model, optimizer = _trained(ctx, setup)
-    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    file = tmp_path / f"rank{ctx.rank}.pt"
-    torch.save(saved, file)
-    other = SETUPS[setup].sharded(subject(), ctx, seed=1)
-    other_optimizer = dtensor_adamw(other.parameters())
-    loaded = torch.load(file, weights_only=False)
-    other.load_state_dict(loaded["model"])
-    other_optimizer.load_state_dict(loaded["optimizer"])
-    compare_values("model", whole(other.state_dict()), whole(model.state_dict()))
-    expected, found = (train_steps(ctx, m, o, range(2, 4)) for m, o in ((model, optimizer), (other, other_optimizer)))
-    compare_values("losses", found, expected)
-
-
 FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 GETTERS = {
     "shards": StateDictOptions(),

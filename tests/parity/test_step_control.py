@@ -126,27 +126,6 @@ def test_parameters_can_be_changed_while_unsharded_only_for_one_use(step: Step, 
     return _step_with_notes(step, model)
 
 
-def _prefetching(model: Transformer, distance: int) -> None:
-    blocks: list[Any] = list(model.blocks)
-    for index, block in enumerate(blocks):
-        block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + distance])
-        block.set_modules_to_backward_prefetch(blocks[max(0, index - distance) : index][::-1])
-    model.set_modules_to_forward_prefetch(blocks[:distance])  # type: ignore[operator]
-
-
-def _prefetching_in_vain(model: Any) -> None:
-    """In an order that does not come."""
-    model.blocks[0].set_modules_to_forward_prefetch([model.blocks[2]])
-    model.blocks[2].set_modules_to_backward_prefetch([model.blocks[0]])
-
-
-@each_compared(2, 4, ci=("2",))
-def test_explicit_forward_and_backward_prefetch() -> Cases:
-    deep = partial(Transformer, num_blocks=3)
-    rows = {str(distance): Case(deep, sharded(then=partial(_prefetching, distance=distance))) for distance in (1, 2)}
-    return {**rows, "in vain": Case(MLP, sharded(then=_prefetching_in_vain), _step_with_notes)}
-
-
 # unshard_in_backward
 
 

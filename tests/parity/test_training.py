@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.harness.comms import direct_from
-from tests.harness.compare import Cases, compare, each_compared, hsdp, trains_alike
+from tests.harness.compare import Cases, compare, each_compared, trains_alike
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import MLP, Buffers, ParityModel, SharedModules, Transformer, Uneven, frozen
 from tests.harness.training import BY_TURNS, Case, Step, dtensor_adamw, one_backward, sharded
@@ -92,14 +92,6 @@ def test_frozen_and_unused_parameters_get_no_gradient() -> Cases:
         "adapters on a frozen transformer": Case(frozen(Transformer, *adapters)),
         **{name: make() for name, make in BY_TURNS.items()},
         "units whose output is not in the loss": Case(_model_that_keeps_an_output, step=_loss_of_an_inner_output),
-    }
-
-
-@each_compared(4, mesh=hsdp)
-def test_on_hsdp() -> Cases:
-    return {
-        "frozen": Case(frozen(MLP, *FROZEN["some of each group"], "blocks.2")),
-        "other parameters": BY_TURNS["other parameters"](),
     }
 
 

@@ -21,7 +21,10 @@ OFFLOADED = (Block("odd", frozen=True), Block("side", skipped=(1,)), Block())
 
 REGRESSIONS: tuple[tuple[Program, str], ...] = (
     *(
-        (Program(WIRED, precision=precision, prefetch=True, steps=WIRED_STEPS), "an old payload, or one for nobody")
+        (
+            Program(WIRED, precision=precision, prefetch=True, clip_norm=0.05, steps=WIRED_STEPS),
+            "an old payload, or one for nobody",
+        )
         for precision in (Precision(), LOW)
     ),
     (Program((*WIRED[:1], *WIRED[2:], *WIRED[2:]), listed=True, steps=WIRED_STEPS), "two modules with hooks as a unit"),
