@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from tests.harness.compare import (
     Cases,
     compare,
-    compare_losses_with_unsharded,
     each_compared,
     hsdp,
     one_replica,
@@ -25,7 +24,7 @@ from tests.harness.compare import (
 )
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import MLP, Branches, ParityModel, Transformer, Uneven
-from tests.harness.runtimes import Runtime, beyond_torch, oracle
+from tests.harness.runtimes import Runtime, oracle
 from tests.harness.training import (
     Case,
     Step,
@@ -239,60 +238,3 @@ def _actions(step: Step, model: _Pipeline) -> list[Tensor]:
 def test_stages_that_reduce_in_their_last_backward(ctx: RankContext, reshard: bool | None) -> None:
     shard = partial(_shard_stages, reshard_after_forward=reshard)
     compare(Case(_Pipeline, shard, _actions), ctx.mesh_1d())
-
-
-def _finalized(step: Step, model: _Pipeline, *, async_op: bool = True, sync: bool = False) -> list[Tensor]:
-    """Reducing is an action of its own, after all backwards of a stage."""
-    run = _Run(step, model)
-    controls = [step.control(stage) for stage in model.stages]
-    for control in controls:
-        control.set_manual_backward_finalization(True)
-        control.set_reshard_after_backward(False)
-        control.set_requires_gradient_sync(sync)
-    run.follow()
-    handles = []
-    for control in controls:
-        control.set_reshard_after_backward(True)
-        control.set_requires_gradient_sync(True)
-        handles.append(control.finalize_backward(async_op=async_op))
-    if async_op and step.runtime is not None:
-        for handle in handles:
-            handle.wait()
-    return run.losses
-
-
-def _partly_reduced(step: Step, model: _Pipeline) -> list[Tensor]:
-    controls = [step.control(stage) for stage in model.stages]
-    for control in controls:
-        control.set_requires_all_reduce(False)
-        control.set_manual_backward_finalization(True)
-    run = _Run(step, model)
-    run.follow()
-    for control in controls:
-        control.set_requires_all_reduce(True)
-        control.finalize_backward()
-    return run.losses
-
-
-@beyond_torch("manual finalization came with torch 2.15")
-@pytest.mark.parametrize("async_op", [False, True])
-@pytest.mark.parametrize("sync", [False, True])
-@distributed(2)
-def test_stages_whose_backwards_are_finalized(ctx: RankContext, async_op: bool, sync: bool) -> None:
-    step = partial(_finalized, async_op=async_op, sync=sync)
-    compare_losses_with_unsharded(Case(_Pipeline, _shard_stages, step), ctx.mesh_1d())
-
-
-@beyond_torch("manual finalization came with torch 2.15")
-@distributed(2)
-def test_finalized_backwards_are_those_that_reduce_in_the_last_one(ctx: RankContext) -> None:
-    """Bit for bit what automatic finalization gives, which is torch's by the tests above."""
-    case = Case(_Pipeline, _shard_stages, _finalized, unsharded=None)
-    compare(case, ctx.mesh_1d(), Case(_Pipeline, _shard_stages, _actions))
-
-
-@beyond_torch("manual finalization came with torch 2.15")
-@distributed(4)
-def test_stages_on_hsdp_whose_backwards_are_finalized(ctx: RankContext) -> None:
-    for step in (_partly_reduced, _finalized):
-        compare_losses_with_unsharded(Case(_Pipeline, _shard_stages, step), ctx.mesh_2d(2, 2))
