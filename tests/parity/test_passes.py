@@ -31,7 +31,7 @@ from tests.harness.models import (
     frozen,
 )
 from tests.harness.runtimes import Runtime, beyond_torch
-from tests.harness.training import Case, Step, one_backward, shard_units_and_root, sharded
+from tests.harness.training import Case, Step, evaluate_before_step, one_backward, shard_units_and_root, sharded
 
 KEPT = sharded(reshard_after_forward=False)
 
@@ -136,30 +136,17 @@ def _train_then_evaluate(step: Step, model: ParityModel) -> list[Tensor]:
         return [*losses, step.loss(model, micro=7)]
 
 
-def _train_then_evaluate_and_reshard(step: Step, model: ParityModel) -> list[Tensor]:
-    losses = _train_then_evaluate(step, model)
-    step.control(model).reshard()
-    return losses
-
-
 _infer_then_train = partial(_evaluate_then_train, guard=torch.inference_mode)
-INFERENCE = ("inference, MLP", "no_grad, Transformer", "inference, Transformer", "first, kept")
 
 
-@each_compared(2, 4, ci=INFERENCE)
+@each_compared(2, 4, ci=("Transformer",))
 def test_evaluation_between_training_steps() -> Cases:
-    steps = {"no_grad": _evaluate_then_train, "inference": _infer_then_train}
-    later = {
-        f"{name}, {model.__name__}": Case(model, step=partial(step, first_step=1))
-        for model in (MLP, Transformer)
-        for name, step in steps.items()
-    }
+    """In inference mode; programs evaluate without."""
+    later = partial(_infer_then_train, first_step=1)
     return {
-        **later,
+        **{model.__name__: Case(model, step=later) for model in (MLP, Transformer)},
         "running buffers": Case(Buffers, step=partial(_evaluate_then_train, first_step=1)),
-        "first": Case(MLP, sharded(reshard_after_forward=True), _evaluate_then_train),
-        "first, kept": Case(MLP, KEPT, _evaluate_then_train),
-        "before the optimizer's step, resharded by hand": Case(MLP, step=_train_then_evaluate_and_reshard),
+        "before the optimizer's step, resharded by hand": Case(MLP, step=evaluate_before_step),
     }
 
 

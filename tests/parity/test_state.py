@@ -44,7 +44,6 @@ from tests.parity.setups import (
     evaluate,
     load_states,
     recorded,
-    setups,
     states_of,
     train_steps,
     whole,
@@ -450,21 +449,3 @@ def test_state_of_a_submodule_alone(ctx: RankContext, runtime: Runtime, keep_pre
         state = get_model_state_dict(model, submodules={model.blocks[1]}, options=options)
     assert next(iter(state)).startswith("blocks.1." if keep_prefixes else "scale")
     return recorded(state)
-
-
-@setups("uneven", "kept")
-@distributed(2)
-def test_helpers_find_the_shards_after_an_evaluation_and_reshard(ctx: RankContext, setup: str) -> None:
-    """A forward without backward leaves the root unsharded, and the helpers list parameters before anything else."""
-    model, optimizer = _trained_here(SETUPS[setup], subject(), ctx)
-    expected = recorded(get_state_dict(model, optimizer))
-    full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-    for _ in range(2):
-        evaluate(ctx, model)
-        for unit in model.modules():
-            if isinstance(unit, subject().FSDPModule):
-                unit.reshard()
-        compare_values("optimizer", recorded(get_optimizer_state_dict(model, optimizer)), expected[1])
-        _load_from_rank_0(ctx, (full,), model)
-        compare_values("model", recorded(get_model_state_dict(model)), expected[0])
-    dist.barrier()

@@ -52,7 +52,12 @@ REGRESSIONS: tuple[tuple[Program, str], ...] = (
         for precision in (Precision(), Precision(None, "bfloat16"))
     ),
     *(
-        (Program((Block(), Block(reshard=False)), steps=(Step(micros=(Micro(by_hand=by_hand),)),) * 2), why)
+        (
+            Program(
+                (Block(), Block(reshard=False)), steps=(Step(micros=(Micro(by_hand=by_hand, evaluates=True),)),) * 2
+            ),
+            why,
+        )
         for by_hand, why in (
             ("unshard", "parameters that were unsharded by hand are gathered again, or are old"),
             ("unshard async", "a handle leaves parameters that were not waited for"),
@@ -76,6 +81,10 @@ REGRESSIONS: tuple[tuple[Program, str], ...] = (
             why,
         )
         for no, why in ((True, "a root alone"), (False, "gradients that were zeroed in place are lost"))
+    ),
+    *(
+        (Program((Block("odd"), Block()), mesh="hsdp", optimizer=f"AdamW {form}", set_to_none=False), "zeroed in place")
+        for form in ("foreach", "fused", "one by one")
     ),
     (Program((Block(), Block("odd")), covered=True, optimizer="momentum"), "a root without parameters of its own"),
     (Program((Block(), Block()), steps=(PLAIN, Step(("reset",)), Step(("reset",), LATER))), "a reset drops too much"),
