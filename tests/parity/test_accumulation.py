@@ -20,7 +20,6 @@ from tests.harness.compare import (
     each_compared,
     hsdp,
     one_replica,
-    trains_alike,
 )
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import MLP, Branches, ParityModel, Transformer, Uneven
@@ -30,7 +29,6 @@ from tests.harness.training import (
     Step,
     accumulate,
     gradients_of,
-    one_backward,
     sgd,
     shard_units_and_root,
     sharded,
@@ -71,15 +69,6 @@ def _other_units(step: Step, model: Branches) -> list[Tensor]:
     return losses
 
 
-def _pipeline(step: Step, model: ParityModel) -> list[Tensor]:
-    losses = [step.loss(model, micro) for micro in range(3)]
-    for micro, loss in enumerate(losses):
-        for switch in (LAST, KEEP, SYNC):
-            getattr(step.control(model), switch)(micro == 2)
-        loss.backward()
-    return losses
-
-
 IN_CI = ("uneven", "transformer", "without reshard_after_forward", "gradients zeroed in place", "kept without sync")
 
 
@@ -98,7 +87,6 @@ def test_without_gradient_sync_until_the_last_micro_batch() -> Cases:
         "one unit only": Case(MLP, step=_in_one_unit),
         "the last has no gradient": Case(Branches, step=_other_units),
         "is_last_backward defers the end of backward": Case(MLP, step=partial(noted, switch=LAST)),
-        "as in a pipeline schedule": Case(MLP, sharded(reshard_after_forward=False), _pipeline),
         "parameters kept": Case(MLP, step=partial(noted, switch=KEEP)),
         "kept without sync": Case(MLP, step=partial(noted, switch=(KEEP, SYNC))),
     }
@@ -137,12 +125,6 @@ def test_hsdp_without_all_reduce_until_the_last_micro_batch() -> Cases:
 @each_compared(2, 4, mesh=_replicas)
 def test_hsdp_without_gradient_sync_until_the_last_micro_batch() -> Cases:
     return {"MLP": Case(MLP, step=_no_sync)}
-
-
-@trains_alike(2, model=MLP, unsharded=None)
-def test_an_unsynced_backward_alone_leaves_no_gradient_on_the_shards(step: Step, model: ParityModel) -> list[Tensor]:
-    step.control(model).set_requires_gradient_sync(step.index == 2)
-    return one_backward(step, model)
 
 
 NUM_MICRO = 4
