@@ -316,7 +316,7 @@ class Quantised(nn.Module):
 
 
 @distributed(2)
-def test_subclasses_take_and_give_plainlocals_of(ctx: RankContext, tmp_path: Path) -> None:
+def test_subclasses_take_and_give_plain_values(ctx: RankContext, tmp_path: Path) -> None:
     """A quantised weight is quantised at load; to the same codes, since its file holds dequantised values."""
 
     def make(seed: int) -> nn.Module:
@@ -510,6 +510,9 @@ def test_a_problem_of_one_rank_is_an_error_on_all(ctx: RankContext, tmp_path: Pa
         ),
     ):
         assert re.match(said, " ".join(error_of(call).split())), said
+    failing = mock.patch("safetensors.safe_open", side_effect=RuntimeError("unable to open file"))
+    with failing if ctx.rank else nullcontext():  # torch opens the file once more, and has errors of its own
+        assert re.search(r"(?s)On rank 1: .* RuntimeError: unable to", error_of(lambda: load(tmp_path / "0")))
     _same(locals_of(model), before)
     assert not new.exists() or not list(new.iterdir())
 
@@ -651,21 +654,6 @@ def test_ranks_load_one_checkpoint_though_a_save_comes_between_them(
     open_checkpoint.OpenCheckpoint = opened  # type: ignore[assignment, misc]
     fsdp2.checkpoint.load_safetensors(model, tmp_path)
     _same(locals_of(model), locals_of(_make(ctx, "1d", seed=1)))
-
-
-@distributed(2)
-def test_whatever_one_rank_meets_when_it_opens_files_is_an_error_on_all(ctx: RankContext, tmp_path: Path) -> None:
-    """torch opens the file once more, and has errors of its own."""
-    import safetensors as library
-
-    model = _make(ctx, "1d")
-    fsdp2.checkpoint.save_safetensors(model, tmp_path)
-    failing = mock.patch.object(library, "safe_open", side_effect=RuntimeError("unable to open file"))
-    with (
-        failing if ctx.rank else nullcontext(),
-        pytest.raises(ValueError, match=r"(?s)On rank 1: .* RuntimeError: unable to"),
-    ):
-        fsdp2.checkpoint.load_safetensors(model, tmp_path)
 
 
 def _save_and_die(ctx: RankContext, folder: str, after: int, killed: int) -> None:
