@@ -22,7 +22,7 @@ from fsdp2.extras.lending import all_ranks, check_idle
 from fsdp2.extras.plain_names import IN_FSDP1, clean_name, collects_shards, joined_name, saved_name
 from fsdp2.extras.torch_names import buffers_dict, is_sharded_tensor
 from fsdp2.fsdp1 import extensions, torch_names
-from fsdp2.fsdp1.search import FLAT, Wrapper, is_wrapper, named_slots, params_of, wrappers_in
+from fsdp2.fsdp1.search import FLAT, Wrapper, is_wrapper, params_of, wrappers_in
 from fsdp2.fsdp1.state_dict_kinds import FULL, LOCAL, SHARDED, effective_kind
 from fsdp2.fsdp1.state_values import (
     CPU,
@@ -33,32 +33,6 @@ from fsdp2.fsdp1.state_values import (
     locals_of_flat,
     sharded_value,
 )
-
-# What is in a unit
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One parameter of a wrapper's unit. ``names`` are its clean names; a tied parameter has several."""
-
-    wrapper: Wrapper
-    group: ParamGroup
-    param: ShardedParam
-    names: tuple[str, ...]
-
-
-def entries_of(module: nn.Module) -> list[Entry]:
-    """The parameters of all wrappers in ``module``, under their clean names in ``module``, outer wrappers first."""
-    names: dict[Slot, list[str]] = {}
-    for name, slot in named_slots(module):
-        names.setdefault(slot, []).append(name)
-    return [
-        Entry(wrapper, group, param, tuple(name for slot in param.slots for name in names.get(slot, ())))
-        for wrapper in wrappers_in(module)
-        for group in wrapper._unit.groups
-        for param in group.params
-    ]
-
 
 # Saving
 
