@@ -96,7 +96,7 @@ def checked_settings(module: nn.Module, options: Mapping[str, Any], *, has_polic
         dtype = getattr(mixed_precision, name)
         check_computes(f"FullyShardedDataParallel: mixed_precision.{name}", dtype, is_reduced=name == "reduce_dtype")
     strategy = options["sharding_strategy"] or ShardingStrategy.FULL_SHARD
-    device_id = _checked_device_id(options["device_id"])
+    device = _checked_device(options["device_id"])
     if process_group is not None and device_mesh is not None:
         raise ValueError(
             "FullyShardedDataParallel: got process_group and device_mesh, expected one of them. Pass device_mesh only."
@@ -104,8 +104,8 @@ def checked_settings(module: nn.Module, options: Mapping[str, Any], *, has_polic
     if device_mesh is not None:
         mesh = device_mesh = _mesh_to_use(device_mesh, strategy)
     else:
-        mesh = _mesh_of(process_group, strategy, _device_type(module, device_id), has_policy=has_policy)
-    _check_device(device_id, mesh.device_type)
+        mesh = _mesh_of(process_group, strategy, _device_type(module, device), has_policy=has_policy)
+    _check_device(device, mesh.device_type)
     parallel = plans.parallel_mesh(mesh)
     group = parallel.shard.group
     assert group is not None  # a mesh of one or two axes has one
@@ -162,31 +162,29 @@ def _mesh_to_use(mesh: DeviceMesh, strategy: ShardingStrategy) -> DeviceMesh:
 # Devices
 
 
-def _checked_device_id(given: DeviceId) -> int | torch.device | None:
-    """Return ``device_id``, with a string converted to a device."""
-    if given is None or isinstance(given, (int, torch.device)):
-        return given
+def _checked_device(given: DeviceId) -> torch.device | None:
+    """``device_id`` as a device."""
     remedy = 'Pass an index, or a device such as torch.device("cpu").'
-    if not isinstance(given, str):
+    if given is None:
+        return None
+    if not isinstance(given, (int, str, torch.device)):
         raise TypeError(wrong_type("device_id", given, "an int, a str, a torch.device or None", remedy))
     try:
         return torch.device(given)
     except RuntimeError as error:
+        if isinstance(given, int):
+            raise ValueError(
+                f"FullyShardedDataParallel: device_id={given}, but torch finds no accelerator. Pass "
+                'device_id=torch.device("cpu"), or no device_id.'
+            ) from error
         raise RuntimeError(f"FullyShardedDataParallel: device_id={given!r} is no device. {remedy}") from error
 
 
-def _device_type(module: nn.Module, device_id: int | torch.device | None) -> str:
-    """The device type of parameters: that of ``device_id``, else the module's, else the accelerator's, if any."""
+def _device_type(module: nn.Module, device: torch.device | None) -> str:
+    """The device type of parameters: that of ``device``, else the module's, else the accelerator's, if any."""
+    if device is not None:
+        return device.type
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if isinstance(device_id, torch.device):
-        return device_id.type
-    if device_id is not None:
-        if accelerator is None:
-            raise ValueError(
-                f"FullyShardedDataParallel: device_id={device_id}, but torch finds no accelerator. Pass "
-                'device_id=torch.device("cpu"), or no device_id.'
-            )
-        return accelerator.type
     found = {param.device.type for param in module.parameters()} - {"cpu", "meta"}
     if len(found) > 1:
         raise RuntimeError(
@@ -196,11 +194,10 @@ def _device_type(module: nn.Module, device_id: int | torch.device | None) -> str
     return found.pop() if found else accelerator.type if accelerator else "cpu"
 
 
-def _check_device(device_id: int | torch.device | None, device_type: str) -> None:
-    """Check that ``device_id`` is the device that the mesh stands for, which is this process's current one."""
-    if device_id is None:
+def _check_device(device: torch.device | None, device_type: str) -> None:
+    """Check that ``device`` is the device that the mesh stands for, which is this process's current one."""
+    if device is None:
         return
-    device = device_id if isinstance(device_id, torch.device) else torch.device(device_type, device_id)
     current = None if device_type == "cpu" else torch.get_device_module(device_type).current_device()
     if device.type != device_type or (current is not None and device.index not in (None, current)):
         found = device_type if current is None else f"{device_type}:{current}"
