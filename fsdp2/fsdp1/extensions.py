@@ -1,4 +1,5 @@
-"""``FSDPExtensions``: six methods that define how a user's tensor type is sharded, shown, saved and loaded.
+"""``FSDPExtensions``, a class of torch: six methods that define how a user's tensor type is sharded, shown, saved and
+loaded. docs/advanced/fsdp1_extensions.md says when each of them is called.
 
 A wrapper keeps the extension that was set when it was made. Without one, nothing here runs: the runtime itself handles
 DTensors of tensor parallelism and the all-gather hooks of tensor subclasses. Rule: each result of a user's method is
@@ -8,14 +9,12 @@ checked here, and an error names the method and the parameter.
 from __future__ import annotations
 
 import inspect
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -26,62 +25,10 @@ from fsdp2.extras.torch_names import is_sharded_tensor
 from fsdp2.fsdp1 import torch_names
 from fsdp2.fsdp1.optim_values import whole_of_pieces
 from fsdp2.fsdp1.search import Wrapper, params_of
+from fsdp2.fsdp1.torch_names import FSDPExtensions
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 _TRANSFORMED = "_fsdp2_transformed_as"  # attribute of the original parameter; holds its name
-
-
-class FSDPExtensions(ABC):
-    """Defines how ``FullyShardedDataParallel`` handles parameters of a user's tensor type. Subclass it and pass an
-    instance to :func:`set_fsdp_extensions`. All ranks must set the same extension.
-
-    Source: the private class of the same name in PyTorch.
-    """
-
-    @abstractmethod
-    def pre_flatten_transform(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any | None]:
-        """Called with each parameter when its wrapper is made, and with each whole value that is written or loaded.
-
-        Returns:
-            The plain tensor to shard, and what ``post_unflatten_transform`` needs to rebuild the parameter from it.
-            ``(tensor, None)`` leaves the parameter as it is.
-        """
-
-    @abstractmethod
-    def post_unflatten_transform(self, tensor: torch.Tensor, param_extension: Any) -> torch.Tensor:
-        """Make the tensor that compute reads, in the shape of the original parameter, by differentiable operations.
-        Called before each forward, before each backward whose parameters were resharded, in ``summon_full_params``, and
-        for values in state dicts.
-
-        Args:
-            tensor: the whole plain tensor. Its memory is valid until the parameters are resharded.
-            param_extension: what ``pre_flatten_transform`` returned.
-        """
-
-    @abstractmethod
-    def chunk_tensor(
-        self,
-        tensor: torch.Tensor,
-        rank: int,
-        world_size: int,
-        num_devices_per_node: int,
-        pg: dist.ProcessGroup,
-        device: torch.device | None = None,
-    ) -> torch.Tensor:
-        """Return this rank's part of the whole ``tensor`` for a sharded state dict, as a ``ShardedTensor``. Called for
-        wrappers without a device mesh."""
-
-    @abstractmethod
-    def chunk_dtensor(self, tensor: torch.Tensor, rank: int, device_mesh: DeviceMesh) -> torch.Tensor:
-        """Like ``chunk_tensor``, but return a ``DTensor``. Called for wrappers with a device mesh."""
-
-    @abstractmethod
-    def pre_load_state_dict_transform(self, tensor: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
-        """Take a loaded ``ShardedTensor``. Return a ``ShardedTensor`` of the plain tensor, and its local shards."""
-
-    @abstractmethod
-    def all_gather_dtensor(self, tensor: DTensor, parent_mesh: DeviceMesh | None) -> torch.Tensor:
-        """Take a loaded ``DTensor``. Return the whole plain tensor."""
 
 
 _METHODS = tuple(sorted(FSDPExtensions.__abstractmethods__))

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.fsdp._fsdp_extensions import FSDPExtensions as FSDPExtensions
 from torch.distributed.fsdp.wrap import (
     _module_wrap_policy,
     _or_policy,
@@ -34,11 +35,6 @@ PRIVATE_POLICIES: dict[str, Any] = {
     "_recursive_wrap": _recursive_wrap,
     "_wrap_module_cls_individually": _wrap_module_cls_individually,
 }
-
-
-def run_policy(policy: Any, model: nn.Module, ignored: set[nn.Module]) -> dict[nn.Module, dict[str, Any]] | None:
-    """The modules that a policy object chooses, with their overrides; None if ``policy`` is not a policy object."""
-    return policy._run_policy(model, ignored, {}) if isinstance(policy, _Policy) else None
 
 
 # ShardedTensors, which FSDP1 puts into sharded state dicts. Their module is private and slow to import.
