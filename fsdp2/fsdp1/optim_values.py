@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from fsdp2.core import map_tensors
+from fsdp2.core import map_tensors, plans
 from fsdp2.extras.torch_names import is_sharded_tensor
 from fsdp2.fsdp1 import torch_names
 from fsdp2.fsdp1.search import Wrapper
@@ -27,16 +27,14 @@ def copied(value: Any, device: torch.device | None = None) -> Any:
 def chunked_value(whole: torch.Tensor, wrapper: Wrapper, device: torch.device | None) -> torch.Tensor:
     """This rank's part of ``whole``, which all ranks of ``wrapper`` have. It is a DTensor if there is a device mesh,
     else a ShardedTensor. Not collective."""
-    num_ranks, size = wrapper.world_size, whole.shape[0]
-    step = -(-size // num_ranks)
-    intervals = [(min(rank * step, size), min((rank + 1) * step, size)) for rank in range(num_ranks)]
-    start, stop = intervals[wrapper.rank]
+    layout = plans.shard_layout(tuple(whole.shape), 0, wrapper.world_size)
+    start, stop = layout.interval(wrapper.rank)
     own = whole[start:stop].detach().to(device or whole.device, copy=True)
     mesh = wrapper._settings.device_mesh
     if mesh is not None:
         placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
         return DTensor.from_local(own, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
-    return torch_names.sharded_tensor(own, intervals, whole.shape, wrapper.process_group)
+    return torch_names.sharded_tensor(own, layout, wrapper.process_group)
 
 
 def whole_of_pieces(value: Any, wrapper: Wrapper) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -19,6 +18,7 @@ from torch.distributed.fsdp.wrap import (
     _wrap_module_cls_individually,
 )
 
+from fsdp2.core import plans
 from fsdp2.extras.torch_names import is_sharded_tensor
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
@@ -41,23 +41,18 @@ PRIVATE_POLICIES: dict[str, Any] = {
 
 
 def sharded_tensor(
-    local: torch.Tensor,
-    intervals: Sequence[tuple[int, int]],
-    shape: Sequence[int],
-    group: dist.ProcessGroup,
-    *,
-    requires_grad: bool = False,
+    local: torch.Tensor, layout: plans.Layout, group: dist.ProcessGroup, *, requires_grad: bool = False
 ) -> torch.Tensor:
-    """Make a ShardedTensor from ``local``, this rank's part. ``intervals`` has the part of each rank of ``group`` along
-    dim 0. A rank with an empty part may pass any tensor of the right dtype and device."""
+    """Make a ShardedTensor from ``local``, the part of this rank of ``group``. ``layout`` is along dim 0. A rank with
+    an empty part may pass any tensor of the right dtype and device."""
     from torch.distributed._shard import sharded_tensor as names
     from torch.distributed._shard.metadata import ShardMetadata
 
     kind = local.device.type
     num_devices = 1 if kind == "cpu" else torch.get_device_module(kind).device_count()
-    rest = list(shape[1:])
+    rest = list(layout.shape[1:])
     metadata, locals_ = [], []
-    for index, (start, stop) in enumerate(intervals):
+    for index, (start, stop) in enumerate(map(layout.interval, range(layout.num_shards))):
         if start == stop and index:  # the first part exists even if it is empty
             continue
         rank = dist.get_global_rank(group, index)
@@ -68,7 +63,7 @@ def sharded_tensor(
     properties = names.TensorProperties(
         dtype=local.dtype, requires_grad=requires_grad, memory_format=torch.contiguous_format
     )
-    described = names.ShardedTensorMetadata(metadata, torch.Size(shape), properties)
+    described = names.ShardedTensorMetadata(metadata, torch.Size(layout.shape), properties)
     make = names.ShardedTensor._init_from_local_shards_and_global_metadata
     return make(locals_, sharded_tensor_metadata=described, process_group=group)
 
