@@ -16,7 +16,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp2.core import ExtensionError, GroupState, ParamGroup, ShardedParam, Slot, _torch, groups_by_slot
@@ -24,13 +23,12 @@ from fsdp2.extras.plain_names import joined_name
 from fsdp2.extras.torch_names import is_sharded_tensor
 from fsdp2.fsdp1 import torch_names
 from fsdp2.fsdp1.optim_values import whole_of_pieces
-from fsdp2.fsdp1.search import Wrapper, params_of
+from fsdp2.fsdp1.search import Wrapper
 from fsdp2.fsdp1.torch_names import FSDPExtensions
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 _TRANSFORMED = "_fsdp2_transformed_as"  # attribute of the original parameter; holds its name
-
-
+_EXTENDED = "_fsdp2_extended"  # attribute of a module; has an Extended for the name of each parameter made plain
 _METHODS = tuple(sorted(FSDPExtensions.__abstractmethods__))
 _current: FSDPExtensions | None = None
 
@@ -89,55 +87,6 @@ class Extended:
         return plain
 
 
-class Extension:
-    """The extension of one wrapper, and the parameters of the wrapper's unit that it has made plain. Copies of the
-    wrapper share the user's object."""
-
-    def __init__(self, user: FSDPExtensions) -> None:
-        self.user = user
-        self.by_slot: dict[Slot, Extended] = {}
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Extension:
-        made = Extension(self.user)
-        made.by_slot = {Slot(memo.get(id(slot.module), slot.module), slot.name): e for slot, e in self.by_slot.items()}
-        return made
-
-    def of(self, param: ShardedParam) -> Extended | None:
-        """The record of ``param``; None if the extension has left it as it is."""
-        return next((self.by_slot[slot] for slot in param.slots if slot in self.by_slot), None)
-
-    def chunk(self, name: str, whole: torch.Tensor, wrapper: Wrapper, shapes: Collection[torch.Size]) -> torch.Tensor:
-        """``chunk_dtensor``, or ``chunk_tensor`` without a device mesh."""
-        mesh, group = wrapper._settings.device_mesh, wrapper.process_group
-        cls: type[torch.Tensor]
-        if mesh is not None:
-            method, cls, kind = "chunk_dtensor", DTensor, "a DTensor"
-            made = self.user.chunk_dtensor(whole, group.rank(), mesh)
-        else:
-            method, cls, kind = "chunk_tensor", torch.Tensor, "a ShardedTensor"
-            per_node = max(torch.get_device_module(whole.device.type).device_count(), 1)
-            made = self.user.chunk_tensor(whole, group.rank(), group.size(), per_node, group)
-        if not isinstance(made, cls) or torch_names.shape_of(made) not in shapes:
-            _refuse(method, name, made, f"{kind} whose whole shape is {' or '.join(str(tuple(s)) for s in shapes)}")
-        return made
-
-    def loaded_shards(self, name: str, tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-        """``pre_load_state_dict_transform``. Returns the ShardedTensor of the plain tensor."""
-        result = self.user.pre_load_state_dict_transform(tensor)
-        if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], list):
-            _refuse("pre_load_state_dict_transform", name, result, "a tuple (tensor, list of its local shards)")
-        if not isinstance(result[0], torch.Tensor) or torch_names.shape_of(result[0]) != torch.Size(shape):
-            _refuse("pre_load_state_dict_transform", name, result[0], f"a ShardedTensor of shape {tuple(shape)}")
-        return result[0]
-
-    def gathered(self, name: str, tensor: DTensor, mesh: DeviceMesh | None, shape: Sequence[int]) -> torch.Tensor:
-        """``all_gather_dtensor``."""
-        made = self.user.all_gather_dtensor(tensor, mesh)
-        if type(made) not in _PLAIN or tuple(made.shape) != tuple(shape):
-            _refuse("all_gather_dtensor", name, made, f"a plain tensor of shape {tuple(shape)}")
-        return made.detach()
-
-
 def _flatten(user: FSDPExtensions, name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, Any | None]:
     """``pre_flatten_transform``."""
     result = user.pre_flatten_transform(tensor)
@@ -159,14 +108,13 @@ def _refuse(method: str, name: str, found: object, expected: str) -> NoReturn:
 @contextmanager
 def flattened(
     module: nn.Module, ignored: Collection[nn.Parameter], *, keeps: bool = True
-) -> Iterator[Extension | None]:
-    """Inside the block, the current extension has made plain those parameters under ``module`` that belong to no unit
-    yet. With ``keeps`` they stay plain afterwards; if the block then raises, ``undone_on_error`` restores them. If the
-    extension returns something wrong, this raises before anything has changed."""
+) -> Iterator[FSDPExtensions | None]:
+    """Inside the block, the current extension, which is returned, has made plain those parameters under ``module``
+    that belong to no unit yet. With ``keeps`` they stay plain afterwards; if the block then raises, ``undone_on_error``
+    restores them. If the extension returns something wrong, this raises before anything has changed."""
     if _current is None:
         yield None
         return
-    extension = Extension(_current)
     found = _own_slots(module, ignored)
     made: dict[nn.Parameter, tuple[nn.Parameter, Extended]] = {}
     for param, slots in found.items():
@@ -188,14 +136,15 @@ def flattened(
             setattr(param, _TRANSFORMED, known.name)
             for _, slot in found[param]:
                 _torch.parameters_dict(slot.module)[slot.name] = plain_param
-                extension.by_slot[slot] = known
-        yield extension
+                vars(slot.module).setdefault(_EXTENDED, {})[slot.name] = known
+        yield _current
     finally:
         if not keeps:
             for param in made:
                 delattr(param, _TRANSFORMED)
                 for _, slot in found[param]:
                     _torch.parameters_dict(slot.module)[slot.name] = param
+                    del vars(slot.module)[_EXTENDED][slot.name]
 
 
 def _own_slots(module: nn.Module, ignored: Collection[nn.Parameter]) -> dict[nn.Parameter, list[tuple[str, Slot]]]:
@@ -210,13 +159,11 @@ def _own_slots(module: nn.Module, ignored: Collection[nn.Parameter]) -> dict[nn.
     return found
 
 
-def install(wrapper: Wrapper, extension: Extension | None) -> None:
-    """Let the groups of ``wrapper`` show the parameters that ``extension`` makes."""
-    if extension is None:
-        return
-    wrapper._extension = extension
-    groups = [g for g in wrapper._unit.groups if any(extension.of(param) is not None for param in g.params)]
-    shows = [_Shows(group, extension) for group in groups]
+def install(wrapper: Wrapper, user: FSDPExtensions | None) -> None:
+    """Let ``wrapper`` use the extension, and its groups show the parameters that it makes."""
+    wrapper._extension = user
+    groups = [group for group in wrapper._unit.groups if any(map(extended, group.params))]
+    shows = [_Shows(group) for group in groups]
 
     def before_forward(*_: Any) -> None:
         for each in shows:
@@ -228,20 +175,25 @@ def install(wrapper: Wrapper, extension: Extension | None) -> None:
         wrapper._fsdp_wrapped_module.register_forward_pre_hook(before_forward)
 
 
+def extended(param: ShardedParam) -> Extended | None:
+    """The record of ``param``; None if no extension has made it plain."""
+    found = (vars(module).get(_EXTENDED, {}).get(name) for module, name in param.slots)
+    return next((each for each in found if each is not None), None)
+
+
 class _Shows:
     """Makes the tensors that compute reads from one group's unsharded parameters: once per gather, and again for each
     further forward on parameters that were kept, since a backward frees what its forward recorded."""
 
-    def __init__(self, group: ParamGroup, extension: Extension) -> None:
-        self.group, self._extension = group, extension
-        self._is_new = False
+    def __init__(self, group: ParamGroup) -> None:
+        self.group, self._is_new = group, False
 
     def __call__(self, parameters: Sequence[nn.Parameter]) -> list[Any]:
         self._is_new = True
         shown: list[Any] = []
         with torch.enable_grad():  # a forward is recomputed in backward, where gradients are disabled
             for param, parameter in zip(self.group.params, parameters, strict=True):
-                known = self._extension.of(param)
+                known = extended(param)
                 shown.append(parameter if known is None else known.show(parameter))
         return shown
 
@@ -254,78 +206,83 @@ class _Shows:
 # For whole parameters and state dicts
 
 
-def extended_in(wrappers: Sequence[Wrapper]) -> Mapping[ShardedParam, Extended]:
-    """The parameters of ``wrappers`` that extensions have made plain."""
-    found = {param: _known(wrapper, param) for wrapper in wrappers for param in params_of(wrapper)}
-    return {param: known for param, known in found.items() if known is not None}
-
-
-def _known(wrapper: Wrapper, param: ShardedParam) -> Extended | None:
-    extension: Extension | None = wrapper._extension
-    return None if extension is None else extension.of(param)
-
-
-def shown_shape(wrapper: Wrapper, param: ShardedParam) -> torch.Size:
+def shown_shape(param: ShardedParam) -> torch.Size:
     """The shape of ``param`` in a full state dict."""
-    known = _known(wrapper, param)
+    known = extended(param)
     return torch.Size(param.spec.sharded.shape) if known is None else known.shape
 
 
-def shown_value(wrapper: Wrapper, param: ShardedParam, whole: torch.Tensor) -> torch.Tensor:
+def shown_value(param: ShardedParam, whole: torch.Tensor) -> torch.Tensor:
     """Convert ``whole``, the value of ``param`` or of an optimizer state of it, to the form of full state dicts."""
-    known = _known(wrapper, param)
+    known = extended(param)
     return whole if known is None else known.show(whole).detach()
+
+
+def plain_value(param: ShardedParam, value: torch.Tensor) -> torch.Tensor:
+    """Convert ``value``, which was bound or loaded for ``param``, to what it would be without an extension."""
+    known = extended(param)
+    return value if known is None else known.plain(value, param.layout.shape)
 
 
 def chunked_value(wrapper: Wrapper, param: ShardedParam, whole: torch.Tensor) -> torch.Tensor:
     """Convert ``whole``, the value of ``param`` or of an optimizer state of it, to the form that sharded state dicts
-    of a wrapper with an extension have."""
-    extension: Extension | None = wrapper._extension
-    assert extension is not None
-    shown = shown_value(wrapper, param, whole)
-    return extension.chunk(param.full_name, shown, wrapper, {shown.shape, whole.shape})
+    of a wrapper with an extension have: by ``chunk_dtensor``, or ``chunk_tensor`` without a device mesh."""
+    user: FSDPExtensions = wrapper._extension
+    shown, mesh, group = shown_value(param, whole), wrapper._settings.device_mesh, wrapper.process_group
+    cls: type[torch.Tensor]
+    if mesh is not None:
+        method, cls, kind = "chunk_dtensor", DTensor, "a DTensor"
+        made = user.chunk_dtensor(shown, group.rank(), mesh)
+    else:
+        method, cls, kind = "chunk_tensor", torch.Tensor, "a ShardedTensor"
+        per_node = max(torch.get_device_module(shown.device.type).device_count(), 1)
+        made = user.chunk_tensor(shown, group.rank(), group.size(), per_node, group)
+    shapes = {shown.shape, whole.shape}
+    if not isinstance(made, cls) or torch_names.shape_of(made) not in shapes:
+        whole_shapes = " or ".join(str(tuple(shape)) for shape in shapes)
+        _refuse(method, param.full_name, made, f"{kind} whose whole shape is {whole_shapes}")
+    return made
 
 
 def loaded_value(wrapper: Wrapper, param: ShardedParam, value: object) -> object:
     """Undo the extension in a loaded ``value`` of ``param``. Returns a whole plain value, or a ShardedTensor."""
-    extension: Extension | None = wrapper._extension
-    if extension is None or not isinstance(value, torch.Tensor):
+    user: FSDPExtensions | None = wrapper._extension
+    if user is None or not isinstance(value, torch.Tensor):
         return value
-    shape = param.spec.sharded.shape if param.spec.unsharded is None else param.layout.shape
+    name, shape = param.full_name, torch.Size(param.layout.shape)
     if is_sharded_tensor(value):
-        return extension.loaded_shards(param.full_name, value, shape)
-    known = extension.of(param)
-    if isinstance(value, DTensor):
-        if known is None and param.spec.unsharded is not None:
-            return value
-        return extension.gathered(param.full_name, value, wrapper._settings.device_mesh, shape)
-    return value if known is None else known.plain(value, shape)
+        result = user.pre_load_state_dict_transform(value)
+        if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], list):
+            _refuse("pre_load_state_dict_transform", name, result, "a tuple (tensor, list of its local shards)")
+        if torch_names.shape_of(result[0]) != shape:
+            _refuse("pre_load_state_dict_transform", name, result[0], f"a ShardedTensor of shape {tuple(shape)}")
+        return result[0]
+    if not isinstance(value, DTensor):
+        return plain_value(param, value)
+    if extended(param) is None and param.spec.unsharded is not None:
+        return value
+    made = user.all_gather_dtensor(value, wrapper._settings.device_mesh)
+    if type(made) not in _PLAIN or made.shape != shape:
+        _refuse("all_gather_dtensor", name, made, f"a plain tensor of shape {tuple(shape)}")
+    return made.detach()
 
 
 def loaded_state(wrapper: Wrapper, param: ShardedParam, value: object) -> object:
     """Make a loaded optimizer state of ``param`` whole and plain, however it is sharded. Collective if sharded.
     As in torch's class, sharded states are not passed to any method of an extension."""
-    extension: Extension | None = wrapper._extension
-    if extension is None or not isinstance(value, torch.Tensor):
+    if wrapper._extension is None or not isinstance(value, torch.Tensor):
         return value
     if is_sharded_tensor(value):
         return whole_of_pieces(value, wrapper)
     if isinstance(value, DTensor):
         return value if param.spec.unsharded is not None else value.full_tensor().detach()
-    known = extension.of(param)
-    return value if known is None else known.plain(value, param.layout.shape)
-
-
-def plain_value(wrapper: Wrapper, param: ShardedParam, bound: torch.Tensor) -> torch.Tensor:
-    """Convert ``bound``, which stands in for ``param``, to what it would be without an extension."""
-    known = _known(wrapper, param)
-    return bound if known is None else known.plain(bound, param.layout.shape)
+    return plain_value(param, value)
 
 
 @torch.no_grad()
-def bind_shown(extended: Mapping[ShardedParam, Extended]) -> None:
+def bind_shown(params: Mapping[ShardedParam, Extended]) -> None:
     """Replace the bound whole plain parameters by what the extensions make from them."""
-    for param, known in extended.items():
+    for param, known in params.items():
         module, name = param.slots[0]
         bound = getattr(module, name)
         if bound is not param.sharded:  # otherwise it is whole on another rank only
@@ -333,9 +290,9 @@ def bind_shown(extended: Mapping[ShardedParam, Extended]) -> None:
 
 
 @torch.no_grad()
-def bind_plain(extended: Mapping[ShardedParam, Extended]) -> None:
+def bind_plain(params: Mapping[ShardedParam, Extended]) -> None:
     """Reverse :func:`bind_shown`: bind plain tensors made from the values that the user has left."""
-    for param, known in extended.items():
+    for param, known in params.items():
         bound = next((b for m, n in param.slots if (b := getattr(m, n, None)) is not None), None)
         if isinstance(bound, torch.Tensor) and bound is not param.sharded:
             _bind(param, known.plain(bound.detach(), param.layout.shape), requires_grad=bound.requires_grad)

@@ -26,7 +26,7 @@ from fsdp2.extras.lending import (
     lent_whole,
     params_under,
 )
-from fsdp2.fsdp1.extensions import bind_plain, bind_shown, extended_in
+from fsdp2.fsdp1 import extensions
 from fsdp2.fsdp1.search import Wrapper, params_of, wrappers_in
 from fsdp2.fsdp1.state_values import is_replicated
 from fsdp2.optim.clip import clip_grad_norm_
@@ -72,7 +72,7 @@ def summon_full_params(
         return
     params, units = _lent(module, [wrapper._unit for wrapper in wrappers], recurse=recurse)
     lent = {param for mine in params.values() for param in mine}
-    extended = {param: known for param, known in extended_in(wrappers_in(module)).items() if param in lent}
+    extended = {param: known for param in lent if (known := extensions.extended(param)) is not None}
     if with_grads and extended:
         name = next(iter(extended)).full_name
         raise NotImplementedError(
@@ -87,11 +87,11 @@ def summon_full_params(
             if not all(param in kept for param in mine):
                 axis = ranks[group.mesh]
                 _bind_gradients(group, mine, axis, is_here=not rank0_only or axis.rank == 0)
-        bind_shown(extended)
+        extensions.bind_shown(extended)
         for param in lent:
             keep_attributes(vars(param.sharded), _bound(param))
         yield
-        bind_plain(extended)
+        extensions.bind_plain(extended)
         if with_grads and writeback:
             grads = {param: _bound(param).grad for mine in params.values() for param in mine}
     _write_gradients(grads)

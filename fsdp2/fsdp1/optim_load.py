@@ -206,7 +206,7 @@ def _check_states(owners: Owners, saved: Mapping[Entry, States]) -> None:
 
 def _shapes(entry: Entry) -> set[torch.Size]:
     """The shapes that states of a parameter may have: its own, and that of the tensor that an extension shows."""
-    return {torch.Size(entry.param.spec.sharded.shape), shown_shape(entry.wrapper, entry.param)}
+    return {torch.Size(entry.param.spec.sharded.shape), shown_shape(entry.param)}
 
 
 def _check_flat_states(found: Mapping[str, States]) -> None:

@@ -224,7 +224,7 @@ def _results(parts: Sequence[Part], device: torch.device | None, *, is_full: boo
         wholes = full_values(each[0].entry.group, params, locals_, device if is_full and is_saved else None)
         for (_, entry, _), whole in zip(each, wholes, strict=True) if is_saved else ():
             if is_full:
-                results[entry.name][state] = shown_value(entry.wrapper, entry.param, whole)
+                results[entry.name][state] = shown_value(entry.param, whole)
             else:
                 chunked = extended_value(entry.wrapper, entry.param, whole)
                 results[entry.name][state] = chunked if device is None else chunked.to(device)

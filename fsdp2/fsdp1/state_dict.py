@@ -77,7 +77,7 @@ def replace_values(wrapper: Wrapper, state_dict: dict[str, Any], prefix: str, *_
         if kind is FULL:
             wholes = _wholes(wrapper, group, params, device if is_saved else None)  # all ranks take part
             if is_saved:
-                wholes = [extensions.shown_value(wrapper, *each) for each in zip(params, wholes, strict=True)]
+                wholes = list(map(extensions.shown_value, params, wholes))
             own: dict[ShardedParam, Any] = dict(zip(params, wholes, strict=True))
         elif kind is SHARDED:
             own = _sharded_values(wrapper, group, params, device, use_dtensor=config._use_dtensor)
@@ -164,7 +164,7 @@ def _lent_value(wrapper: Wrapper, group: ParamGroup, param: ShardedParam) -> tor
             f"state_dict: parameter '{param.full_name}' is whole only on the first rank, in "
             "summon_full_params(rank0_only=True). Call state_dict outside of the block."
         )
-    return extensions.plain_value(wrapper, param, cast(torch.Tensor, bound).detach())
+    return extensions.plain_value(param, cast(torch.Tensor, bound).detach())
 
 
 # Loading

@@ -50,7 +50,7 @@ from fsdp2.fsdp1.search import FLAT, params_of, wrappers_in
 from fsdp2.fsdp1.settings import DeviceId, Ignored, ProcessGroups, Settings, checked_ignored, checked_settings
 from fsdp2.fsdp1.state_dict_kinds import FULL_SETTINGS
 from fsdp2.fsdp1.state_values import memory_order
-from fsdp2.fsdp1.torch_names import HYBRID
+from fsdp2.fsdp1.torch_names import HYBRID, FSDPExtensions
 from fsdp2.fsdp1.undo import undone_on_error
 
 evaluation.register()
@@ -133,7 +133,7 @@ class FullyShardedDataParallel(HasStateDicts, HasPrivateNames):
         self._has_run = False
         self._is_full_precision = False  # in ``eval()``, if the user asked for it
         self._sends_states = sync_module_states
-        self._extension: extensions.Extension | None = None
+        self._extension: FSDPExtensions | None = None
         self._has_comm_hook = False
         self._state_dict_settings = FULL_SETTINGS
         self._loading: object = None  # see ``state_dict``; what a load of this wrapper needs, while it runs
@@ -411,6 +411,7 @@ class FullyShardedDataParallel(HasStateDicts, HasPrivateNames):
         """A sharded copy with the same values and settings, but no gradients. All ranks must copy."""
         memo[id(self._settings)] = self._settings
         memo[id(self._ignored)] = self._ignored
+        memo[id(self._extension)] = self._extension
         if self._unit.modules[0] is self:
             return cast(FullyShardedDataParallel, copied_module(self, memo))
         memo[id(self)] = made = object.__new__(type(self))
