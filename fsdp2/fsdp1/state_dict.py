@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -22,7 +23,7 @@ from fsdp2.extras.lending import all_ranks, check_idle
 from fsdp2.extras.plain_names import IN_FSDP1, clean_name, collects_shards, joined_name, saved_name
 from fsdp2.extras.torch_names import buffers_dict, is_sharded_tensor
 from fsdp2.fsdp1 import extensions, torch_names
-from fsdp2.fsdp1.search import FLAT, Wrapper, is_wrapper, params_of, wrappers_in
+from fsdp2.fsdp1.search import FLAT, Wrapper, is_wrapper, params_of
 from fsdp2.fsdp1.state_dict_kinds import FULL, LOCAL, SHARDED, effective_kind
 from fsdp2.fsdp1.state_values import (
     CPU,
@@ -33,6 +34,7 @@ from fsdp2.fsdp1.state_values import (
     locals_of_flat,
     sharded_value,
 )
+from fsdp2.fsdp1.undo import undone_on_error
 
 # Saving
 
@@ -183,14 +185,22 @@ def load(
         is_doubtful = _doubt(wrapper, given, strict=strict)
     if not any(exchange(axis, is_doubtful)):
         return call(given, strict=strict, assign=assign)
-    restore = _restorer(wrapper)
+    with _values_kept_on_error(wrapper), undone_on_error(wrapper), together(axis):
+        return call(given, strict=strict, assign=assign)
+
+
+@contextmanager
+def _values_kept_on_error(wrapper: Wrapper) -> Iterator[None]:
+    """If the block raises, restore the values of the parameters and buffers of ``wrapper``."""
+    places = [each for module in wrapper.modules() for each in (_torch.parameters_dict(module), buffers_dict(module))]
+    tensors: list[torch.Tensor] = [each for place in places for each in place.values() if each is not None]
+    kept = [(part, part.clone()) for part in map(plans.local_part, tensors)]
     try:
-        with together(axis):
-            return call(given, strict=strict, assign=assign)
+        yield
     except Exception:
-        restore()
-        for each in wrappers_in(wrapper):
-            each._loading = None
+        with torch.no_grad():
+            for part, before in kept:
+                part.copy_(before)
         raise
 
 
@@ -250,24 +260,6 @@ def _expected_shapes(wrapper: Wrapper) -> dict[str, torch.Size | None]:
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             expected[saved_name(joined_name(path, "_extra_state"))] = None
     return expected
-
-
-def _restorer(wrapper: Wrapper) -> Callable[[], None]:
-    """A function that restores all parameters and buffers of ``wrapper`` with the values they have now."""
-    places = [each for module in wrapper.modules() for each in (_torch.parameters_dict(module), buffers_dict(module))]
-    before: list[tuple[dict[str, Any], dict[str, Any]]] = [(cast(Any, place), dict(place)) for place in places]
-    copies = [
-        {key: plans.local_part(value).clone() for key, value in own.items() if value is not None} for _, own in before
-    ]
-
-    def restore() -> None:
-        with torch.no_grad():
-            for (place, own), values in zip(before, copies, strict=True):
-                place.update(own)
-                for key, value in values.items():
-                    plans.local_part(place[key]).copy_(value)
-
-    return restore
 
 
 @dataclass(frozen=True)
