@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -23,7 +22,7 @@ from fsdp2.extras.lending import all_ranks, check_idle
 from fsdp2.extras.plain_names import IN_FSDP1, clean_name, collects_shards, joined_name, saved_name
 from fsdp2.extras.torch_names import buffers_dict, is_sharded_tensor
 from fsdp2.fsdp1 import extensions, torch_names
-from fsdp2.fsdp1.search import FLAT, Wrapper, is_wrapper, params_of
+from fsdp2.fsdp1.search import FLAT, Wrapper, is_wrapper, named_slots, params_of
 from fsdp2.fsdp1.state_dict_kinds import FULL, LOCAL, SHARDED, effective_kind
 from fsdp2.fsdp1.state_values import (
     CPU,
@@ -31,8 +30,8 @@ from fsdp2.fsdp1.state_values import (
     flat_value,
     full_values,
     local_value,
-    locals_of_flat,
     sharded_value,
+    wholes_of_flat,
 )
 from fsdp2.fsdp1.undo import undone_on_error
 
@@ -262,32 +261,23 @@ def _expected_shapes(wrapper: Wrapper) -> dict[str, torch.Size | None]:
     return expected
 
 
-@dataclass(frozen=True)
-class _Loading:
-    """One load of a wrapper. ``errors`` is the load's error list, by which modules that hold parameters recognise it.
-    ``from_flat`` has shards from a local state dict, and ``held`` the parameters of each module that holds some."""
-
-    errors: list[str]
-    from_flat: dict[ShardedParam, torch.Tensor]
-    held: dict[nn.Module, list[tuple[ShardedParam, str]]]
-
-
 def load_into_wrapper(
     wrapper: Wrapper, call: Callable[..., None], state_dict: dict[str, Any], prefix: str, *rest: Any
 ) -> None:
-    """Run ``call``, a wrapper's ``nn.Module._load_from_state_dict``, with keys renamed to those inside the wrapper."""
+    """Run ``call``, a wrapper's ``nn.Module._load_from_state_dict``, with keys renamed to those inside the wrapper. The
+    flat parameter of a local state dict is replaced by the whole parameters in it."""
     check_idle(wrapper._fsdp_wrapped_module, "load_state_dict")
     kind, _ = effective_kind(wrapper)
-    from_flat: dict[ShardedParam, torch.Tensor] = {}
     for group in wrapper._unit.groups:
         if group.state is not GroupState.LENT:
             group.take_replaced()
         if kind is LOCAL:
             value = state_dict.pop(f"{prefix}{FLAT}", None)
             check_flat_value(wrapper, group, saved_name(f"{prefix}{FLAT}"), value)
-            from_flat |= locals_of_flat(wrapper, group, value)
-    *_, errors = rest
-    wrapper._loading = _Loading(errors, from_flat, _held_by_modules(wrapper))
+            wholes = wholes_of_flat(wrapper, group, value)
+            of_slot = {slot: whole for param, whole in wholes.items() for slot in param.slots}
+            state_dict |= {f"{prefix}{name}": of_slot[slot] for name, slot in named_slots(wrapper) if slot in of_slot}
+    *_, wrapper._load_errors = rest
     for name in [name for name in state_dict if name.startswith(prefix)]:
         state_dict[f"{prefix}{IN_FSDP1}.{name.removeprefix(prefix)}"] = state_dict.pop(name)
     call(state_dict, prefix, *rest)
@@ -295,10 +285,9 @@ def load_into_wrapper(
 
 def clean_up_load(wrapper: Wrapper, incompatible: Any) -> None:
     """A hook that runs after a wrapper has loaded: messages name keys as the user knows them."""
-    loading, wrapper._loading = wrapper._loading, None
     for names in (incompatible.missing_keys, incompatible.unexpected_keys):
         names[:] = map(clean_name, names)
-    loading.errors[:] = [error.replace(f"{IN_FSDP1}.", "") for error in loading.errors]
+    wrapper._load_errors[:] = [error.replace(f"{IN_FSDP1}.", "") for error in wrapper._load_errors]
 
 
 class CutLoaded:
@@ -307,29 +296,16 @@ class CutLoaded:
     def __init__(self, wrapper: Wrapper) -> None:
         self._wrapper = wrapper
 
-    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        loading = self._wrapper._loading
-        *_, errors = rest
-        if loading is None or loading.errors is not errors:  # the module is loaded alone, or an earlier load raised
-            loading = _Loading(errors, {}, _held_by_modules(self._wrapper))
-        for param, name in loading.held.get(module, ()):
+    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        slots = ((param, slot) for param in params_of(self._wrapper) for slot in param.slots)
+        for param, name in [(param, slot.name) for param, slot in slots if slot.module is module]:
             key = f"{prefix}{name}"
             bound: object = _torch.parameters_dict(module).get(name)
-            if not isinstance(bound, DTensor):  # a whole parameter of summon_full_params, or one that the user removed
-                continue
-            local = loading.from_flat.get(param)
-            if local is None and key in state_dict:
+            # Otherwise it is a whole parameter of summon_full_params, or one that the user removed.
+            if isinstance(bound, DTensor) and key in state_dict:
                 local = local_value(param, extensions.loaded_value(self._wrapper, param, state_dict[key]))
-            if local is not None:  # otherwise nn.Module reports what is wrong
-                state_dict[key] = param.spec.sharded.dtensor(local.to(_torch.local_of(bound).device))
-
-
-def _held_by_modules(wrapper: Wrapper) -> dict[nn.Module, list[tuple[ShardedParam, str]]]:
-    held: dict[nn.Module, list[tuple[ShardedParam, str]]] = {}
-    for param in params_of(wrapper):
-        for slot in param.slots:
-            held.setdefault(slot.module, []).append((param, slot.name))
-    return held
+                if local is not None:  # otherwise nn.Module reports what is wrong
+                    state_dict[key] = param.spec.sharded.dtensor(local.to(_torch.local_of(bound).device))
 
 
 def names_for_checkpoints(wrapper: Wrapper) -> dict[str, str]:
@@ -360,5 +336,5 @@ def install(wrapper: Wrapper) -> None:
     wrapper.register_state_dict_post_hook(replace_values)
     wrapper.register_load_state_dict_post_hook(clean_up_load)
     hook = CutLoaded(wrapper)
-    for module in _held_by_modules(wrapper):
+    for module in dict.fromkeys(slot.module for param in params_of(wrapper) for slot in param.slots):
         module.register_load_state_dict_pre_hook(hook)

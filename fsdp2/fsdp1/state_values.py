@@ -203,8 +203,8 @@ def check_flat_value(wrapper: Wrapper, group: ParamGroup, name: str, value: obje
     )
 
 
-def locals_of_flat(wrapper: Wrapper, group: ParamGroup, value: object) -> dict[ShardedParam, torch.Tensor]:
-    """Extract this rank's shards of the parameters of ``group`` from the flat parameter ``value``. Collective."""
+def wholes_of_flat(wrapper: Wrapper, group: ParamGroup, value: object) -> dict[ShardedParam, torch.Tensor]:
+    """Extract the whole parameters of ``group`` from the flat parameter ``value``. Collective."""
     offsets, layout = flat_layout(wrapper, group)
     locals_ = torch_names.local_shards(value)
     sent = torch.zeros(layout.chunk_numel, dtype=group.params[0].dtypes.orig, device=group.mesh.device)
@@ -217,7 +217,7 @@ def locals_of_flat(wrapper: Wrapper, group: ParamGroup, value: object) -> dict[S
         order = _order_in_flat(wrapper, param)
         whole = got[offset : offset + param.layout.numel].view([param.layout.shape[dim] for dim in order])
         back = sorted(range(len(order)), key=order.__getitem__)
-        found[param] = param.shard_of(whole.permute(back).contiguous())
+        found[param] = param.spec.unsharded_tensor(whole.permute(back).contiguous())
     return found
 
 

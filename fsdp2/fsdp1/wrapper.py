@@ -136,7 +136,7 @@ class FullyShardedDataParallel(HasStateDicts, HasPrivateNames):
         self._extension: FSDPExtensions | None = None
         self._has_comm_hook = False
         self._state_dict_settings = FULL_SETTINGS
-        self._loading: object = None  # see ``state_dict``; what a load of this wrapper needs, while it runs
+        self._load_errors: list[str] = []  # of the last load
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             warnings.warn(
                 f"FullyShardedDataParallel: {type(module).__name__} has no forward, so its parameters are never "
