@@ -304,23 +304,19 @@ def checked_ignored(
             "FullyShardedDataParallel: got ignored_modules and ignored_states, expected one of them. Pass "
             "ignored_states only."
         )
-    states = _listed("ignored_states", ignored_states)
-    modules = _listed("ignored_modules", ignored_modules)
-    types = sorted({type(state).__name__ for state in states})
-    if not all(isinstance(each, nn.Module) for each in modules):
-        wrong = sorted({type(each).__name__ for each in modules if not isinstance(each, nn.Module)})
-        raise (ValueError if isinstance(ignored_modules, (list, tuple, set)) else TypeError)(
-            f"FullyShardedDataParallel: ignored_modules has a {wrong[0]}, expected modules only. Pass parameters as "
-            "ignored_states."
+    takes_params = ignored_modules is None
+    name, given = ("ignored_states", ignored_states) if takes_params else ("ignored_modules", ignored_modules)
+    if given is not None and not isinstance(given, Iterable):
+        raise TypeError(wrong_type(name, given, "an iterable", "Pass a list."))
+    states: list[Any] = list(given or ())
+    modules = [state for state in states if isinstance(state, nn.Module)]
+    params = [state for state in states if isinstance(state, nn.Parameter) and takes_params]
+    if len(states) not in (len(modules), len(params)):
+        types = sorted({type(state).__name__ for state in states})
+        raise (ValueError if takes_params or isinstance(given, (list, tuple, set)) else TypeError)(
+            f"FullyShardedDataParallel: {name} has {' and '.join(types)}, expected modules only"
+            + (", or parameters only." if takes_params else ". Pass parameters as ignored_states.")
         )
-    params = [state for state in states if isinstance(state, nn.Parameter)]
-    others = [state for state in states if isinstance(state, nn.Module)]
-    if len(states) not in (len(params), len(others)):
-        raise ValueError(
-            f"FullyShardedDataParallel: ignored_states has {' and '.join(types)}, expected parameters only or modules "
-            "only."
-        )
-    modules += others
     for each in modules:
         if unit_of(each) is not None or getattr(each, "_fsdp_wrapped_module", None) is not None:
             raise ValueError(
@@ -338,11 +334,3 @@ def checked_ignored(
     return Ignored(
         frozenset(all_params.union(*(each.params for each in inside))), inner.union(*(each.modules for each in inside))
     )
-
-
-def _listed(name: str, given: object) -> list[Any]:
-    if given is None:
-        return []
-    if not isinstance(given, Iterable):
-        raise TypeError(wrong_type(name, given, "an iterable", "Pass a list."))
-    return list(given)
