@@ -80,20 +80,21 @@ _LISTED_STATE = ("torch.distributed.checkpoint.state_dict", "_iterate_valid_mode
 # The method by which torch's pipelining, since 2.15, and clients ask a sharded module for its state.
 _STATE_OF_MODULE = "_get_fsdp_state"
 
-# The names that homes have in this version of torch, and those added since. A name that is not here stays torch's.
+# The names in this version of torch, and those added since. A name that is not here stays torch's.
 _NAMES: dict[str, Any] = {
+    "AllGather": comms.AllGather,  # this one and ReduceScatter are in sources only
     "CPUOffloadPolicy": CPUOffloadPolicy,
     "DataParallelMeshDims": DataParallelMeshDims,
     "FSDPModule": FSDPModule,
     "GradientReductionHandle": GradientReductionHandle,  # since torch 2.15
     "MixedPrecisionPolicy": MixedPrecisionPolicy,
     "OffloadPolicy": OffloadPolicy,
+    "ReduceScatter": comms.ReduceScatter,
     "UnshardHandle": UnshardHandle,
     "fully_shard": fully_shard,
     "register_fsdp_forward_method": register_fsdp_forward_method,
     "share_comm_ctx": share_comm_ctx,
 }
-_NAMES_OF_SOURCES: dict[str, Any] = {**_NAMES, "AllGather": comms.AllGather, "ReduceScatter": comms.ReduceScatter}
 _NAMES_OF_FSDP1 = ("FlatParameter", "FullyShardedDataParallel", "ShardedGradScaler")
 
 _logger = logging.getLogger("fsdp2")
@@ -104,7 +105,7 @@ class _Source(ModuleType):
 
     def __getattribute__(self, name: str) -> Any:
         found = super().__getattribute__(name)
-        return _NAMES_OF_SOURCES.get(name, found)
+        return _NAMES.get(name, found)
 
 
 class _Installation:
@@ -117,16 +118,14 @@ class _Installation:
     def replace(self) -> None:
         from fsdp2 import fsdp1  # imports torch's FSDP1, so import it only here
 
-        for name in _NAMES_OF_FSDP1:
-            _NAMES[name] = _NAMES_OF_SOURCES[name] = getattr(fsdp1, name)
+        _NAMES.update({name: getattr(fsdp1, name) for name in _NAMES_OF_FSDP1})
         for name in _INTERNALS[1:]:  # they must import torch's own names, so load them before the names are replaced
             _imported(name)
         homes = [module for name in _HOMES if (module := _imported(name)) is not None]
         sources = [module for name in _SOURCES if (module := _imported(name)) is not None]
         for module in (*sources, *homes):
-            for name in _NAMES_OF_SOURCES if module in sources else _NAMES:
-                if name in vars(module):
-                    self.theirs.setdefault(name, vars(module)[name])
+            for name in _NAMES.keys() & vars(module).keys():
+                self.theirs.setdefault(name, vars(module)[name])
         try:
             for place in _CHECKS:
                 self._replace(place, _refusing_our_modules)
@@ -134,7 +133,7 @@ class _Installation:
                 self._undo.append(partial(setattr, module, "__class__", type(module)))
                 module.__class__ = _Source
             self._answer_for_our_modules()
-            self._swap([(found, _NAMES_OF_SOURCES[name]) for name, found in self.theirs.items()], in_runtime=False)
+            self._swap([(found, _NAMES[name]) for name, found in self.theirs.items()], in_runtime=False)
         except BaseException:
             self.restore()
             raise
@@ -283,10 +282,9 @@ def _report(installation: _Installation) -> None:
     """On rank 0, log what was replaced, and warn about what was not."""
     if _rank() != 0:
         return
-    replaced = sorted(name for name in installation.theirs if name in _NAMES)
     _logger.warning(
         "fsdp2.install: in torch.distributed.fsdp, these names are fsdp2's now: %s. Tried with torch %s; this is %s.",
-        ", ".join(replaced),
+        ", ".join(sorted(installation.theirs)),
         TRIED_IN,
         torch.__version__,
     )
