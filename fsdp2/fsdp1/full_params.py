@@ -22,13 +22,12 @@ from fsdp2.extras.lending import (
     check_idle,
     check_not_lent,
     entered_and_left,
-    gathered_together,
     lent_whole,
     params_under,
 )
 from fsdp2.fsdp1 import extensions
 from fsdp2.fsdp1.search import Wrapper, wrappers_in
-from fsdp2.fsdp1.state_values import is_replicated
+from fsdp2.fsdp1.state_values import full_values, is_replicated
 from fsdp2.optim.clip import clip_grad_norm_
 
 _CALLER = "summon_full_params"
@@ -177,15 +176,12 @@ def _bind_gradients(group: ParamGroup, params: Sequence[ShardedParam], axis: Axi
     dtypes = [next((dtype for dtype in found if dtype is not None), None) for found in for_each]
     there = [i for i, dtype in enumerate(dtypes) if dtype is not None]
     locals_ = [_local_gradient(params[i], cast(torch.dtype, dtypes[i])) for i in there]
-    wholes = gathered_together(group, [params[i] for i in there], locals_) if there else []
-    if not is_here:
-        return
-    for i, whole, local in zip(there, wholes, locals_, strict=True):
-        own = whole.clone() if whole.untyped_storage().data_ptr() == local.untyped_storage().data_ptr() else whole
-        bound, grad = _bound(params[i]), params[i].spec.unsharded_tensor(own)
-        if grad.dtype is not bound.dtype:
-            _torch.set_grad_dtype(bound, grad.dtype)
-        bound.grad = grad
+    for i, whole in zip(there, full_values(group, [params[i] for i in there], locals_), strict=True):
+        bound = _bound(params[i])
+        if is_here and whole.dtype is not bound.dtype:
+            _torch.set_grad_dtype(bound, whole.dtype)
+        if is_here:
+            bound.grad = whole
 
 
 def _local_gradient(param: ShardedParam, dtype: torch.dtype) -> torch.Tensor:
@@ -196,17 +192,13 @@ def _local_gradient(param: ShardedParam, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _write_gradients(grads: Mapping[ShardedParam, torch.Tensor | None]) -> None:
-    """Write the whole ``grads`` into the gradients of the shards. None removes the gradient."""
+    """Make the shards of the whole ``grads`` the gradients of the shards. None removes the gradient."""
     for param, whole in grads.items():
         if whole is None:
             param.sharded.grad = None
-            continue
-        local = whole if param.spec.unsharded is None else param.spec.local_gradient(whole)
-        shard = param.shard_of(local)
-        if param.sharded.grad is not None:
-            _torch.local_of(param.sharded.grad).copy_(shard)
         else:
-            own = shard.clone().to(_torch.local_of(param.sharded).device)
+            local = whole if param.spec.unsharded is None else param.spec.local_gradient(whole)
+            own = param.shard_of(local).to(_torch.local_of(param.sharded).device, copy=True)
             _torch.set_grads([param.sharded], [own])
 
 
