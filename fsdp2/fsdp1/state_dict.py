@@ -20,7 +20,7 @@ from fsdp2.core import GroupState, ParamGroup, ScheduleError, ShardedParam, Slot
 from fsdp2.extras.exchange import exchange, together
 from fsdp2.extras.lending import all_ranks, check_idle
 from fsdp2.extras.plain_names import IN_FSDP1, clean_name, collects_shards, joined_name, saved_name
-from fsdp2.extras.torch_names import buffers_dict, is_sharded_tensor
+from fsdp2.extras.torch_names import buffers_dict, is_sharded_tensor, non_persistent_buffers
 from fsdp2.fsdp1 import extensions, torch_names
 from fsdp2.fsdp1.search import FLAT, Wrapper, is_wrapper, named_slots, params_of
 from fsdp2.fsdp1.state_dict_kinds import FULL, LOCAL, SHARDED, effective_kind
@@ -252,9 +252,9 @@ def _expected_shapes(wrapper: Wrapper) -> dict[str, torch.Size | None]:
         local |= {slot for param in params_of(inner) for slot in param.slots}
         expected[name] = None
     for path, module in wrapper.named_modules(remove_duplicate=False):
-        tensors = {**_torch.parameters_dict(module), **torch_names.persistent_buffers(module)}
+        tensors, left_out = {**_torch.parameters_dict(module), **buffers_dict(module)}, non_persistent_buffers(module)
         for short, tensor in tensors.items():
-            if tensor is not None and Slot(module, short) not in local:
+            if tensor is not None and short not in left_out and Slot(module, short) not in local:
                 expected[saved_name(joined_name(path, short))] = tensor.shape
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             expected[saved_name(joined_name(path, "_extra_state"))] = None
