@@ -13,7 +13,7 @@ from torch import nn
 from fsdp2.core import FSDPModule, fully_shard, plans, unit_of
 from fsdp2.extras.plain_names import plain_named_modules
 from fsdp2.fsdp1.search import is_wrapper
-from fsdp2.fsdp1.torch_names import PRIVATE_POLICIES
+from fsdp2.fsdp1.torch_names import PRIVATE_POLICIES, post_order_apply
 
 Overrides = dict[nn.Module, dict[str, Any]]
 
@@ -48,18 +48,9 @@ def chosen_by(
 
 def inner_first(model: nn.Module) -> list[nn.Module]:
     """All modules of ``model``, each listed once, after the modules inside it."""
-    seen: dict[nn.Module, None] = {}
-    entered: set[nn.Module] = set()
-
-    def visit(module: nn.Module) -> None:
-        if module not in entered:
-            entered.add(module)
-            for child in module.children():
-                visit(child)
-            seen[module] = None
-
-    visit(model)
-    return list(seen)
+    found: list[nn.Module] = []
+    post_order_apply(model, found.append)
+    return found
 
 
 def check_nothing_is_wrapped(model: nn.Module) -> None:

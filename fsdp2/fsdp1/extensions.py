@@ -9,8 +9,7 @@ checked here, and an error names the method and the parameter.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -19,11 +18,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2.core import ExtensionError, GroupState, ParamGroup, ShardedParam, Slot, _torch, groups_by_slot
-from fsdp2.extras.plain_names import joined_name
 from fsdp2.extras.torch_names import is_sharded_tensor
 from fsdp2.fsdp1 import torch_names
 from fsdp2.fsdp1.optim_values import whole_of_pieces
-from fsdp2.fsdp1.search import Wrapper
+from fsdp2.fsdp1.search import Wrapper, named_slots
 from fsdp2.fsdp1.torch_names import FSDPExtensions
 
 _PLAIN = (torch.Tensor, nn.Parameter)
@@ -105,20 +103,20 @@ def _refuse(method: str, name: str, found: object, expected: str) -> NoReturn:
     raise ExtensionError(f"FSDPExtensions.{method} returned {text} for parameter '{name}', expected {expected}.")
 
 
-@contextmanager
-def flattened(
-    module: nn.Module, ignored: Collection[nn.Parameter], *, keeps: bool = True
-) -> Iterator[FSDPExtensions | None]:
-    """Inside the block, the current extension, which is returned, has made plain those parameters under ``module``
-    that belong to no unit yet. With ``keeps`` they stay plain afterwards; if the block then raises, ``undone_on_error``
-    restores them. If the extension returns something wrong, this raises before anything has changed."""
+def flatten(module: nn.Module, ignored: Collection[nn.Parameter]) -> FSDPExtensions | None:
+    """Let the current extension, which is returned, make plain those parameters under ``module`` that belong to no unit
+    yet. If it returns something wrong, this raises before anything has changed."""
     if _current is None:
-        yield None
-        return
-    found = _own_slots(module, ignored)
+        return None
+    found: dict[nn.Parameter, dict[Slot, str]] = {}
+    taken = groups_by_slot()
+    for name, slot in named_slots(module):
+        param = slot.module._parameters[slot.name]
+        if param is not None and slot not in taken and param not in ignored:
+            found.setdefault(param, {}).setdefault(slot, name)
     made: dict[nn.Parameter, tuple[nn.Parameter, Extended]] = {}
     for param, slots in found.items():
-        name = slots[0][0]
+        name = next(iter(slots.values()))
         earlier = getattr(param, _TRANSFORMED, None)
         if earlier is not None:
             raise ValueError(
@@ -131,32 +129,12 @@ def flattened(
                 known = Extended(name, _current, param_extension, param.shape)
                 known.show(plain)  # refuses wrong results before anything has changed
                 made[param] = nn.Parameter(plain, requires_grad=param.requires_grad), known
-    try:
-        for param, (plain_param, known) in made.items():
-            setattr(param, _TRANSFORMED, known.name)
-            for _, slot in found[param]:
-                _torch.parameters_dict(slot.module)[slot.name] = plain_param
-                vars(slot.module).setdefault(_EXTENDED, {})[slot.name] = known
-        yield _current
-    finally:
-        if not keeps:
-            for param in made:
-                delattr(param, _TRANSFORMED)
-                for _, slot in found[param]:
-                    _torch.parameters_dict(slot.module)[slot.name] = param
-                    del vars(slot.module)[_EXTENDED][slot.name]
-
-
-def _own_slots(module: nn.Module, ignored: Collection[nn.Parameter]) -> dict[nn.Parameter, list[tuple[str, Slot]]]:
-    """The parameters that the wrapper around ``module`` will manage, with their names and slots."""
-    taken, ignored = groups_by_slot(), set(ignored)
-    found: dict[nn.Parameter, list[tuple[str, Slot]]] = {}
-    for path, child in module.named_modules():
-        for name, param in _torch.parameters_dict(child).items():
-            slot = Slot(child, name)
-            if param is not None and slot not in taken and param not in ignored:
-                found.setdefault(param, []).append((joined_name(path, name), slot))
-    return found
+    for param, (plain_param, known) in made.items():
+        setattr(param, _TRANSFORMED, known.name)
+        for slot in found[param]:
+            _torch.parameters_dict(slot.module)[slot.name] = plain_param
+            vars(slot.module).setdefault(_EXTENDED, {})[slot.name] = known
+    return _current
 
 
 def install(wrapper: Wrapper, user: FSDPExtensions | None) -> None:

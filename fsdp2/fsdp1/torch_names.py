@@ -28,6 +28,7 @@ PRIVATE_POLICIES: dict[str, Any] = {
     name: getattr(wrap, name)
     for name in ("_Policy", "_module_wrap_policy", "_or_policy", "_recursive_wrap", "_wrap_module_cls_individually")
 }
+post_order_apply = wrap._post_order_apply  # calls a function with each module, after the modules inside it
 
 
 # ShardedTensors, which FSDP1 puts into sharded state dicts.

@@ -51,7 +51,7 @@ from fsdp2.fsdp1.settings import DeviceId, Ignored, ProcessGroups, Settings, che
 from fsdp2.fsdp1.state_dict_kinds import FULL_SETTINGS
 from fsdp2.fsdp1.state_values import memory_order
 from fsdp2.fsdp1.torch_names import HYBRID, FSDPExtensions
-from fsdp2.fsdp1.undo import undone_on_error
+from fsdp2.fsdp1.undo import restorer, undone_on_error
 
 evaluation.register()
 
@@ -173,8 +173,8 @@ class FullyShardedDataParallel(HasStateDicts, HasPrivateNames):
         precision = settings.mixed_precision
         if precision.keep_low_precision_grads and precision.param_dtype is not None:
             keep_low_precision(module, ignored)
-        with extensions.flattened(module, ignored.params) as extension:
-            prepared = self._prepared(module)
+        extension = extensions.flatten(module, ignored.params)
+        prepared = self._prepared(module)
         originals = [[(param.name, param.sharded) for param in resolved.params] for resolved in prepared.resolved]
         orders = {name: memory_order(original) for group in originals for name, original in group}
         self._memory_orders = {name: order for name, order in orders.items() if order is not None}
@@ -218,8 +218,10 @@ class FullyShardedDataParallel(HasStateDicts, HasPrivateNames):
     def _wrap_inside(self, module: nn.Module, policy: Any, options: dict[str, Any]) -> None:
         """Wrap the modules inside ``module`` that ``policy`` chooses, inner ones first, with ``options``."""
         check_nothing_is_wrapped(module)
-        with extensions.flattened(module, self._ignored.params, keeps=False):
-            self._prepared(module)  # refuses parameters that cannot be sharded, before anything is wrapped
+        restore = restorer(module)
+        extensions.flatten(module, self._ignored.params)
+        self._prepared(module)  # refuses parameters that cannot be sharded, before anything is wrapped
+        restore()
         ignored, precision = self._ignored, options["mixed_precision"]
         chosen = chosen_by(policy, module, ignored.modules, ignored.params)
         own = chosen if precision is None else {**chosen, **of_classes(module, precision._module_classes_to_ignore)}
