@@ -66,7 +66,8 @@ def check_nothing_is_wrapped(model: nn.Module) -> None:
 def add_full_precision(model: nn.Module, classes: Collection[type[nn.Module]], chosen: Overrides) -> Overrides:
     """Add all modules of ``classes`` to ``chosen``, without mixed precision, so that they compute in fp32. Their inputs
     are cast to fp32, and their outputs back to the dtype of the inputs."""
-    found = of_classes(model, classes)
+    kept = tuple(classes)
+    found = [module for module in model.modules() if isinstance(module, kept) and module is not model]
     if not found:
         return chosen
     names = ", ".join(sorted({type(module).__name__ for module in found}))
@@ -79,12 +80,6 @@ def add_full_precision(model: nn.Module, classes: Collection[type[nn.Module]], c
         compute_in_fp32(module)
     added = {**chosen, **{module: {**chosen.get(module, {}), "mixed_precision": None} for module in found}}
     return {module: added[module] for module in inner_first(model) if module in added}
-
-
-def of_classes(model: nn.Module, classes: Collection[type[nn.Module]]) -> Overrides:
-    """The modules inside ``model`` that are instances of ``classes``."""
-    kept = tuple(classes)
-    return {module: {} for module in model.modules() if isinstance(module, kept) and module is not model}
 
 
 def compute_in_fp32(module: nn.Module) -> None:

@@ -33,7 +33,6 @@ from fsdp2.fsdp1.auto_wrap import (
     add_full_precision,
     check_nothing_is_wrapped,
     chosen_by,
-    of_classes,
     replace_everywhere,
 )
 from fsdp2.fsdp1.has_state_dicts import HasStateDicts
@@ -224,12 +223,10 @@ class FullyShardedDataParallel(HasStateDicts, HasPrivateNames):
         restore()
         ignored, precision = self._ignored, options["mixed_precision"]
         chosen = chosen_by(policy, module, ignored.modules, ignored.params)
-        own = chosen if precision is None else {**chosen, **of_classes(module, precision._module_classes_to_ignore)}
-        if not self._settings.use_orig_params:
-            for each in (module, *own):
-                check_flat(each, Ignored(ignored.params, ignored.modules | (own.keys() - {each})))
         if precision is not None:
             chosen = add_full_precision(module, precision._module_classes_to_ignore, chosen)
+        for each in () if self._settings.use_orig_params else (module, *chosen):
+            check_flat(each, Ignored(ignored.params, ignored.modules | (chosen.keys() - {each})))
         wrapped = {
             each: FullyShardedDataParallel(each, **{**options, **overrides}) for each, overrides in chosen.items()
         }
