@@ -9,8 +9,9 @@ checked here, and an error names the method and the parameter.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -202,9 +203,12 @@ def plain_value(param: ShardedParam, value: torch.Tensor) -> torch.Tensor:
     return value if known is None else known.plain(value, param.layout.shape)
 
 
-def chunked_value(wrapper: Wrapper, param: ShardedParam, whole: torch.Tensor) -> torch.Tensor:
+def chunked_value(
+    wrapper: Wrapper, param: ShardedParam, whole: torch.Tensor, device: torch.device | None
+) -> torch.Tensor:
     """Convert ``whole``, the value of ``param`` or of an optimizer state of it, to the form that sharded state dicts
-    of a wrapper with an extension have: by ``chunk_dtensor``, or ``chunk_tensor`` without a device mesh."""
+    of a wrapper with an extension have: by ``chunk_dtensor``, or ``chunk_tensor`` without a device mesh. If ``device``
+    is given, the result is moved there."""
     user: FSDPExtensions = wrapper._extension
     shown, mesh, group = shown_value(param, whole), wrapper._settings.device_mesh, wrapper.process_group
     cls: type[torch.Tensor]
@@ -219,7 +223,7 @@ def chunked_value(wrapper: Wrapper, param: ShardedParam, whole: torch.Tensor) ->
     if not isinstance(made, cls) or torch_names.shape_of(made) not in shapes:
         whole_shapes = " or ".join(str(tuple(shape)) for shape in shapes)
         _refuse(method, param.full_name, made, f"{kind} whose whole shape is {whole_shapes}")
-    return made
+    return made if device is None else made.to(device)
 
 
 def loaded_value(wrapper: Wrapper, param: ShardedParam, value: object) -> object:
@@ -257,26 +261,21 @@ def loaded_state(wrapper: Wrapper, param: ShardedParam, value: object) -> object
     return plain_value(param, value)
 
 
-@torch.no_grad()
 def bind_shown(params: Mapping[ShardedParam, Extended]) -> None:
     """Replace the bound whole plain parameters by what the extensions make from them."""
-    for param, known in params.items():
-        module, name = param.slots[0]
-        bound = getattr(module, name)
-        if bound is not param.sharded:  # otherwise it is whole on another rank only
-            _bind(param, known.show(bound.detach()), requires_grad=bound.requires_grad)
+    _bind_made({param: known.show for param, known in params.items()})
+
+
+def bind_plain(params: Mapping[ShardedParam, Extended]) -> None:
+    """Reverse :func:`bind_shown`: bind plain tensors made from the values that the user has left."""
+    _bind_made({param: partial(known.plain, shape=param.layout.shape) for param, known in params.items()})
 
 
 @torch.no_grad()
-def bind_plain(params: Mapping[ShardedParam, Extended]) -> None:
-    """Reverse :func:`bind_shown`: bind plain tensors made from the values that the user has left."""
-    for param, known in params.items():
-        bound = next((b for m, n in param.slots if (b := getattr(m, n, None)) is not None), None)
-        if isinstance(bound, torch.Tensor) and bound is not param.sharded:
-            _bind(param, known.plain(bound.detach(), param.layout.shape), requires_grad=bound.requires_grad)
-
-
-def _bind(param: ShardedParam, value: torch.Tensor, *, requires_grad: bool) -> None:
-    made = nn.Parameter(value.detach(), requires_grad=requires_grad)
-    for module, name in param.slots:
-        setattr(module, name, made)
+def _bind_made(make: Mapping[ShardedParam, Callable[[torch.Tensor], torch.Tensor]]) -> None:
+    for param in make:
+        bound = param.bound()
+        if isinstance(bound, torch.Tensor) and bound is not param.sharded:  # else it is whole on another rank only
+            made = nn.Parameter(make[param](bound.detach()).detach(), requires_grad=bound.requires_grad)
+            for module, name in param.slots:
+                setattr(module, name, made)

@@ -229,6 +229,8 @@ def _check_flat_states(found: Mapping[str, States]) -> None:
 
 
 def _differ(a: Any, b: Any) -> bool:
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() != b.keys() or any(_differ(a[name], b[name]) for name in a)
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return (
             a.dtype != b.dtype or a.shape != b.shape or not torch.allclose(a.cpu(), b.cpu(), 0.0, 0.0, equal_nan=True)
@@ -299,7 +301,7 @@ def _param_groups(
         if not saved and i < len(groups):  # an empty group
             saved = {i: None}
         options = [_options(groups[number]) for number in saved] or [{}]
-        if any(_options_differ(options[0], each) for each in options[1:]):
+        if any(_differ(options[0], each) for each in options[1:]):
             raise ValueError(
                 f"optim_state_dict_to_load: group {i} of the optimizer has parameters of {len(options)} saved groups "
                 f"with different options, such as {listed(groups[number]['params'][0] for number in saved)}. Make the "
@@ -312,10 +314,6 @@ def _param_groups(
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     """The options of ``group`` without parameter names, since the optimizer keeps its own."""
     return {name: value for name, value in group.items() if name not in ("params", "param_names")}
-
-
-def _options_differ(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    return a.keys() != b.keys() or any(_differ(a[name], b[name]) for name in a)
 
 
 # Other keys

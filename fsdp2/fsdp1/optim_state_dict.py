@@ -226,8 +226,7 @@ def _results(parts: Sequence[Part], device: torch.device | None, *, is_full: boo
             if is_full:
                 results[entry.name][state] = shown_value(entry.param, whole)
             else:
-                chunked = extended_value(entry.wrapper, entry.param, whole)
-                results[entry.name][state] = chunked if device is None else chunked.to(device)
+                results[entry.name][state] = extended_value(entry.wrapper, entry.param, whole, device)
     return results
 
 

@@ -123,12 +123,10 @@ def _sharded_values(
     *,
     use_dtensor: bool,
 ) -> dict[ShardedParam, Any]:
-    values = {}
     if wrapper._extension is not None:
-        for param, whole in zip(params, _wholes(wrapper, group, params, None), strict=True):
-            value = extensions.chunked_value(wrapper, param, whole)
-            values[param] = value if device is None else value.to(device)
-        return values
+        wholes = zip(params, _wholes(wrapper, group, params, None), strict=True)
+        return {param: extensions.chunked_value(wrapper, param, whole, device) for param, whole in wholes}
+    values = {}
     for param in params:
         lent = _lent_value(wrapper, group, param)
         local = _torch.local_of(param.sharded).detach() if lent is None else param.shard_of(lent)
