@@ -236,12 +236,12 @@ class FullyShardedDataParallel(HasStateDicts, HasPrivateNames):
         """Check that inner wrappers with a hybrid strategy replicate over the same ranks."""
         mine = self._settings
         for inner in self.fsdp_modules(module):
-            theirs = inner._settings
-            if mine.strategy in HYBRID and theirs.strategy in HYBRID and _ranks_of(mine) != _ranks_of(theirs):
+            ranks, of_inner = mine.parallel.ranks, inner._settings.parallel.ranks  # a row for each replica
+            if mine.strategy in HYBRID and inner.sharding_strategy in HYBRID and ranks != of_inner:
                 raise ValueError(
                     f"FullyShardedDataParallel: {mine.strategy.name} expects the same process groups in all wrappers, "
-                    f"but a {type(inner.module).__name__} inside shards over {_ranks_of(theirs)[0]} and this one over "
-                    f"{_ranks_of(mine)[0]}. Pass one device_mesh to all of them."
+                    f"but a {type(inner.module).__name__} inside shards over each of {of_inner} and this one over each "
+                    f"of {ranks}. Pass one device_mesh to all of them."
                 )
 
     # What the wrapper is
@@ -430,10 +430,3 @@ class FullyShardedDataParallel(HasStateDicts, HasPrivateNames):
         if dtype is not None and not self._has_run:
             self._orig_buffer_dtypes = cast_buffers(self._unit.modules[0], self._ignored, dtype)
         self._has_run = True
-
-
-def _ranks_of(settings: Settings) -> tuple[list[int], list[int]]:
-    """The ranks that share shards, and those that hold copies."""
-    axes = (settings.parallel.shard, settings.parallel.replicate)
-    shard, replicate = ([] if a.group is None else dist.get_process_group_ranks(a.group) for a in axes)
-    return shard, replicate
