@@ -76,7 +76,7 @@ def replace_values(wrapper: Wrapper, state_dict: dict[str, Any], prefix: str, *_
         bound = _bound_in(group, found)
         params = list(dict.fromkeys(bound.values()))
         if kind is FULL:
-            wholes = _wholes(wrapper, group, params, device if is_saved else None)  # all ranks take part
+            wholes = _wholes(group, params, device if is_saved else None)  # all ranks take part
             if is_saved:
                 wholes = list(map(extensions.shown_value, params, wholes))
             own: dict[ShardedParam, Any] = dict(zip(params, wholes, strict=True))
@@ -85,7 +85,7 @@ def replace_values(wrapper: Wrapper, state_dict: dict[str, Any], prefix: str, *_
         else:
             own = dict.fromkeys(params, _LEFT_OUT)
             if params:
-                flat = flat_value(wrapper, group, _wholes(wrapper, group, group.params, None), device)
+                flat = flat_value(wrapper, group, _wholes(group, group.params, None), device)
                 found = {f"{prefix}{FLAT}": flat, **found}
         values |= {name: own[param] for name, param in bound.items()}
     found |= values if is_saved else dict.fromkeys(values, _LEFT_OUT)
@@ -124,11 +124,11 @@ def _sharded_values(
     use_dtensor: bool,
 ) -> dict[ShardedParam, Any]:
     if wrapper._extension is not None:
-        wholes = zip(params, _wholes(wrapper, group, params, None), strict=True)
+        wholes = zip(params, _wholes(group, params, None), strict=True)
         return {param: extensions.chunked_value(wrapper, param, whole, device) for param, whole in wholes}
     values = {}
     for param in params:
-        lent = _lent_value(wrapper, group, param)
+        lent = _lent_value(group, param)
         local = _torch.local_of(param.sharded).detach() if lent is None else param.shard_of(lent)
         values[param] = sharded_value(param, local, wrapper, device=device, use_dtensor=use_dtensor)
     return values
@@ -143,17 +143,15 @@ def _bound_in(group: ParamGroup, found: Mapping[str, Any]) -> dict[str, ShardedP
     return {name: known[id(value)] for name, value in found.items() if id(value) in known}
 
 
-def _wholes(
-    wrapper: Wrapper, group: ParamGroup, params: Sequence[ShardedParam], device: torch.device | None
-) -> list[torch.Tensor]:
+def _wholes(group: ParamGroup, params: Sequence[ShardedParam], device: torch.device | None) -> list[torch.Tensor]:
     """Copies of whole ``params``: of what ``summon_full_params`` has bound, or gathered. None means their device."""
-    lent = [value for param in params if (value := _lent_value(wrapper, group, param)) is not None]
+    lent = [value for param in params if (value := _lent_value(group, param)) is not None]
     if lent:
         return [value.to(device or value.device, copy=True) for value in lent]
     return full_values(group, params, [_torch.local_of(param.sharded).detach() for param in params], device)
 
 
-def _lent_value(wrapper: Wrapper, group: ParamGroup, param: ShardedParam) -> torch.Tensor | None:
+def _lent_value(group: ParamGroup, param: ShardedParam) -> torch.Tensor | None:
     """The whole parameter, if ``summon_full_params`` has bound it here."""
     if group.state is not GroupState.LENT:
         return None
