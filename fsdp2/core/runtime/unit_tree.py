@@ -236,8 +236,7 @@ class UnitTree:
             check.begin_pass()
         self.order_gathers()
         self.post_optim_event = None
-        limit = self.root.config.memory_limit
-        self.executor.limit = None if limit is None else seams.limit_memory(limit, self)
+        self.executor.limit = seams.decorated(self)
 
     def note_change(self) -> None:
         """The units may have changed: they are collected again before the next pass."""
