@@ -71,7 +71,7 @@ LOADED_WHEN_CALLED = {
 }
 
 # Each tree asks them in this order.
-TREE_CHECKS = (unit_checks.UnitChecks, lost_updates.LateGradients, lost_updates.SplitBackwards, alike.Alike)
+TREE_CHECKS = (unit_checks.checks_of_units, lost_updates.LateGradients, lost_updates.SplitBackwards, alike.Alike)
 
 ADAPTERS = {"bitsandbytes.nn.modules.Params4bit": "tensors.params4bit:adapt"}
 
