@@ -168,7 +168,7 @@ tree_checks: list[Callable[[UnitTree], TreeChecks]] = []
 where_ranks_differ: Callable[[UnitTree, Sequence[TreeChecks]], tuple[Schedule, Sequence[TreeChecks]]]
 # Decorates the actions of a tree with a memory limit in bytes.
 limit_memory: Callable[[int, UnitTree], Decorator]
-# Decorates the actions of a tree, from the start of one forward to that of the next; None: not at all.
+# Decorates the actions of a tree that has a limit or a loop, from the start of one forward to that of the next.
 decorated: Callable[[UnitTree], Decorator | None]
 # Makes guards for those submodules of a unit that compute with parameters of the given modules.
 guards_of: Callable[[Unit, Iterable[nn.Module]], list[Guard]]

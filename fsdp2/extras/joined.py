@@ -26,7 +26,6 @@ _TAKES_GRADIENTS = (schedules.Action.REDUCE, schedules.Action.REDUCE_JOINTLY, sc
 _UNKNOWN = -1
 
 _NOTHING: Any = object()
-_running: dict[UnitTree, _Loop] = {}  # the innermost loop of each root
 
 
 def joined(
@@ -80,7 +79,7 @@ def _iterate(batches: Iterable[T], unit: Unit, loop: _Loop, example: T | None) -
         )
     lengths = [length for length, _ in rows]
     are_known = _UNKNOWN not in lengths
-    outer = _running.get(tree)
+    outer = tree.loop
     message = None if are_known else _Message(axis, device, [has_any])
     number = 0
     try:
@@ -101,14 +100,11 @@ def _iterate(batches: Iterable[T], unit: Unit, loop: _Loop, example: T | None) -
             if not are_known:
                 message = _Message(axis, device, [following is not _NOTHING])
             loop.begin(has_batch, axis.rank)
-            _running[tree] = loop
+            tree.loop = loop
             yield batch, is_real
             number += 1
     finally:
-        if outer is None:
-            _running.pop(tree, None)
-        else:
-            _running[tree] = outer
+        tree.loop, loop.factor = outer, 1.0
         if message is not None:  # all ranks leave the loop early
             message.read()
 
@@ -191,6 +187,6 @@ class _Decorated:
 
 def decorated(tree: UnitTree) -> _Decorator | None:
     """What performs the actions of ``tree`` from this forward on; None: its executor."""
-    limit, loop = tree.root.config.memory_limit, _running.get(tree)
+    limit, loop = tree.root.config.memory_limit, tree.loop
     inner = None if limit is None else seams.limit_memory(limit, tree)
-    return inner if loop is None else _Decorated(tree, loop, inner)
+    return _Decorated(tree, loop, inner) if isinstance(loop, _Loop) else inner

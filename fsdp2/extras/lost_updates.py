@@ -66,8 +66,11 @@ class LateGradients(TreeChecks):
                     _check_reduced(unit, group)
 
     def end_forward(self, unit: Unit) -> None:
-        groups = [each for unit in self._tree.units for each in unit.groups if each.state is GroupState.UNSHARDED]
-        self._unsharded = [(group, _torch.versions_of(group.unsharded.versioned)) for group in groups]
+        self._unsharded.clear()
+        for each in self._tree.units:
+            for group in each.groups:
+                if group.state is GroupState.UNSHARDED:
+                    self._unsharded.append((group, _torch.versions_of(group.unsharded.versioned)))
 
     def begin_backward(self) -> None:
         self._check_landed()
