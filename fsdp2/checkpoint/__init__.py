@@ -1,5 +1,6 @@
 """Files in and out, mappings between a model and its files, streams to inference engines, and moves to other ranks."""
 
+from fsdp2.checkpoint.async_save import AsyncSave, async_save
 from fsdp2.checkpoint.checkpointable import from_checkpointable, to_checkpointable
 from fsdp2.checkpoint.from_transformers import transformers_mapping
 from fsdp2.checkpoint.load_weights import LoadedKeys, load_safetensors
@@ -12,6 +13,7 @@ from fsdp2.checkpoint.stream_plan import BucketManifest, StreamedBucket, Streame
 from fsdp2.checkpoint.stream_weights import FullParamStream, stream_full_params
 
 __all__ = [
+    "AsyncSave",
     "BucketManifest",
     "CheckpointMapping",
     "Concat",
@@ -23,6 +25,7 @@ __all__ = [
     "StreamedTensor",
     "Transpose",
     "WeightRule",
+    "async_save",
     "from_checkpointable",
     "load_safetensors",
     "merge_lora",
