@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from fsdp2.extras.lending import no_sync, unsharded
     from fsdp2.extras.other_weights import weights_of
     from fsdp2.fsdp1 import FullyShardedDataParallel
-    from fsdp2.installation import install, installed, uninstall
+    from fsdp2.installation import install, uninstall
     from fsdp2.optim import clip_grad_norm_
     from fsdp2.planner import auto_shard
 
@@ -72,7 +72,6 @@ __all__ = [
     "expert_meshes",
     "fully_shard",
     "install",
-    "installed",
     "joined",
     "no_sync",
     "register_fsdp_forward_method",
@@ -97,7 +96,7 @@ _LAZY = {
     "extras.lending": ("no_sync", "unsharded"),
     "extras.other_weights": ("weights_of",),
     "fsdp1": ("FullyShardedDataParallel",),
-    "installation": ("install", "installed", "uninstall"),
+    "installation": ("install", "uninstall"),
     "optim.clip": ("clip_grad_norm_",),
     "planner": ("auto_shard",),
 }

@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 docs/examples/ema.py
 
 ``copy.deepcopy`` of a sharded model is a sharded model of its own: the average is one, so it is saved and loaded like
-any other. ``fsdp2.weights_of`` lends its weights to the model for an evaluation. An update is local arithmetic on the shards, without communication. ``AveragedModel`` of
-``torch.optim.swa_utils`` works as well, and does the same.
+any other. ``fsdp2.weights_of`` lends its weights to the model for an evaluation. An update is local arithmetic on the
+shards, without communication. ``AveragedModel`` of ``torch.optim.swa_utils`` works as well, and does the same.
 
 Source: Polyak and Juditsky, "Acceleration of stochastic approximation by averaging", 1992.
 """

@@ -17,11 +17,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fsdp2.checkpoint.pieces import reads, whole_piece
 from fsdp2.checkpoint.weights import Weight, check_ready, weights_of
-from fsdp2.core import expect
+from fsdp2.core import expect, find_tensors, map_tensors
 
 _STANDS_FOR = "_fsdp2_initialises"  # on ``parameter.data``: the parameter
 
@@ -124,7 +123,7 @@ class _WholeTensors(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        weight = next(filter(None, map(self._weight_of, tree_leaves((args, kwargs)))), None)
+        weight = next(filter(None, map(self._weight_of, find_tensors((args, kwargs), []))), None)
         if weight is None or name in _DESCRIBE or (name == "__get__" and func not in _VIEWS):
             return func(*args, **kwargs)
         if weight is not self._current and func in _ALIASES:
@@ -134,7 +133,7 @@ class _WholeTensors(TorchFunctionMode):
         if weight is not self._current:
             self.put_back()
             self._current, self._whole = weight, _whole_of(weight, has_values=name not in _OVERWRITE)
-        whole_args, whole_kwargs = tree_map_only(torch.Tensor, self._whole_for, (args, kwargs))
+        whole_args, whole_kwargs = map_tensors(self._whole_for, (args, kwargs))
         result = func(*whole_args, **whole_kwargs)
         return weight.tensor if result is self._whole else result
 

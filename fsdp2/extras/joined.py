@@ -34,7 +34,7 @@ def joined(
     model: nn.Module,
     *,
     divide: Literal["active", "all"] = "active",
-    example: T = _NOTHING,
+    example: T | None = None,
 ) -> Iterator[tuple[T, bool]]:
     """Iterate over ``batches`` on every rank until the rank with the most batches is done.
 
@@ -63,7 +63,7 @@ def joined(
     return _iterate(batches, sharded_unit(model, "joined"), _Loop(averages_active=divide == "active"), example)
 
 
-def _iterate(batches: Iterable[T], unit: Unit, loop: _Loop, example: T) -> Iterator[tuple[T, bool]]:
+def _iterate(batches: Iterable[T], unit: Unit, loop: _Loop, example: T | None) -> Iterator[tuple[T, bool]]:
     tree, axis, device = tree_of(unit), all_ranks(unit.mesh), unit.mesh.device
     length = len(batches) if isinstance(batches, Sized) else _UNKNOWN
     batches_left = iter(batches)
@@ -71,7 +71,7 @@ def _iterate(batches: Iterable[T], unit: Unit, loop: _Loop, example: T) -> Itera
     has_any = batch is not _NOTHING
     if not has_any:
         batch, length = example, min(length, 0)
-    rows = _Message(axis, device, [length, has_any or example is not _NOTHING]).read()
+    rows = _Message(axis, device, [length, has_any or example is not None]).read()
     without = [rank for rank, (_, has_batch) in enumerate(rows) if not has_batch]
     if without:
         raise ValueError(

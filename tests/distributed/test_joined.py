@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp2
 from fsdp2 import fully_shard
@@ -28,7 +29,7 @@ def batches_of(rank: int, world_size: int) -> list[Tensor]:
 
 
 def network() -> nn.Sequential:
-    return seeded(lambda: nn.Sequential(nn.Linear(WIDTH, 7), nn.Tanh(), nn.Linear(7, WIDTH), nn.Tanh()))
+    return seeded(lambda: nn.Sequential(nn.Linear(WIDTH, 6), nn.Tanh(), nn.Linear(6, WIDTH), nn.Tanh()))
 
 
 def sharded(mesh: DeviceMesh) -> nn.Sequential:
@@ -92,6 +93,22 @@ def test_ranks_with_other_numbers_of_batches_train_as_one_process(
         for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
             # Rounding: the sum over ranks is scaled before it is divided, and Adam divides by small numbers.
             torch.testing.assert_close(param.full_tensor(), expected, rtol=1e-4, atol=1e-5)
+
+
+@distributed(4)
+def test_ranks_that_share_a_batch_by_tensor_parallelism_end_together(ctx: RankContext) -> None:
+    world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    plain = plain_steps(2, "active", every=1)
+    model = parallelize_module(network(), world["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    for module in (model[0], model[2], model):
+        fully_shard(module, mesh=world["dp"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
+    for batch, _ in fsdp2.joined(iter(batches_of(world["dp"].get_local_rank(), 2)), model):
+        loss_of(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(param.full_tensor(), expected, rtol=1e-4, atol=1e-5)
 
 
 @distributed(2, 4)

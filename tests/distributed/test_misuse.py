@@ -154,19 +154,6 @@ def test_one_of_several_modules_of_a_unit_run_without_a_root(ctx: RankContext) -
     return error
 
 
-@distributed(2)
-def test_unit_run_outside_its_root_is_right_and_so_is_the_root_afterwards(ctx: RankContext) -> None:
-    model, reference = sharded(ctx), seeded(Stack)
-    for _ in range(2):
-        outputs = [each.blocks[1](batch()) for each in (model, reference)]
-        torch.testing.assert_close(*outputs)
-        for output in outputs:
-            output.sum().backward()
-        assert_gradients(model, reference, atol=1e-5)
-        _assert_trains_like_new(model)
-        reference.zero_grad()
-
-
 class _WritesInputs(nn.Module):
     def __init__(self, *, copies: bool) -> None:
         super().__init__()

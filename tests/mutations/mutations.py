@@ -145,7 +145,7 @@ _LISTED = {
     102: ("rekey_optim_state_dict", "not kinds <= {str} and not kinds <= {int}", "False"),
     103: ("_check_alike", "theirs != ways[0]", "False"),
     104: ("to_load", "rank0_only and ways", "False"),
-    105: ("_sharded_values", "value if device is None else value.to(device)", "value"),
+    105: ("chunked_value", "made if device is None else made.to(device)", "made"),
     106: ("_check_alike", "first != found", "False"),
     107: (
         "Gather.issue",
