@@ -1,6 +1,6 @@
 """Files in and out, mappings between a model and its files, streams to inference engines, and moves to other ranks."""
 
-from fsdp2.checkpoint.async_save import AsyncSave, async_save
+from fsdp2.checkpoint.background_save import AsyncSave, async_save
 from fsdp2.checkpoint.checkpointable import from_checkpointable, to_checkpointable
 from fsdp2.checkpoint.from_transformers import transformers_mapping
 from fsdp2.checkpoint.load_weights import LoadedKeys, load_safetensors

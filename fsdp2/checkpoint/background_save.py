@@ -54,7 +54,7 @@ class AsyncSave:
         self._outcome.result()
         return self._path
 
-    def settle(self) -> None:
+    def _settle(self) -> None:
         """Wait for the save, and raise its error unless ``result`` has done so on this rank."""
         self._outcome.exception()
         if not self._is_reported and self._world is dist.group.WORLD:
@@ -94,7 +94,7 @@ def async_save(
     latest, _latest = _latest, None
     with together(asking):
         if latest is not None:
-            latest.settle()
+            latest._settle()
     with together(asking):  # before the next block, in which a Stateful may communicate
         _check_new(path, str(checkpoint_id), asking)
     with together(asking):
