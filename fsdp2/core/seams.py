@@ -152,9 +152,9 @@ pin_subclass: Callable[[str, torch.Tensor, Home], torch.Tensor]
 # Called before shards adopt parameters, with these and their local tensors. If the tensors are in another group's
 # buffers, it may call ``lie_in``. Returns whether it did.
 adopt_memory: Callable[[GroupShards, Sequence[nn.Parameter], Sequence[torch.Tensor]], bool]
-# Refuses what load_state_dict must not load: a module, the state dict, the prefix of its keys, and whether tensors are
-# assigned.
-check_loaded: Callable[[nn.Module, Mapping[str, Any], str, bool], None]
+# Cuts whole tensors that load_state_dict is to load, and refuses what it must not load: a module, the state dict, the
+# prefix of its keys, and whether tensors are assigned.
+prepare_loaded: Callable[[nn.Module, dict[str, Any], str, bool], None]
 # A context around methods such as ``to`` that replace the tensors of a sharded module.
 around_apply: Callable[[nn.Module], AbstractContextManager[None]]
 # Copies a sharded module; also gets the memo of copy.deepcopy.

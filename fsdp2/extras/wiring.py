@@ -60,7 +60,7 @@ LOADED_WHEN_CALLED = {
     "check_device": "extras.replaced:check_device",
     "warn_of_plain": "extras.replaced:warn_of_plain",
     "refuse_gradient": "extras.replaced:refuse_gradient",
-    "check_loaded": "extras.replaced:check_loaded",
+    "prepare_loaded": "extras.replaced:prepare_loaded",
     "copy_module": "extras.copying:copied_module",
     "communicate_in_memory": "extras.comm_memory:communicate_in_memory",
     "decorated": "extras.joined:decorated",
