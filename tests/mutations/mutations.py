@@ -172,7 +172,7 @@ _LISTED = {
         "output",
     ),
     123: ("watch_calls.watched", "output.view_as(output)", "output"),
-    124: ("simulate", "uses[unit] == 0", "True"),
+    124: ("replay", "to_come[use.unit] == 0", "True"),
     125: ("UnitTree._take_flags", "check.agree_on_flags()", "pass"),
     126: ("StallWatch.look", "did == pause.did", "True"),
     127: ("without_transforms", "temporarily_clear_interpreter_stack()", "memoryview(b'')"),
