@@ -108,6 +108,11 @@ class Program:
         """Whether ranks use different units: torch's runtime would hang."""
         return any(block.left_out for block in self.blocks)
 
+    def runs_on(self, device: str) -> bool:
+        """Whether ``device`` can run it; the reasons are in ``features.RULES``."""
+        has_hooks = any(block.wire for block in self.blocks)
+        return device == "cpu" or not (self.autocast or (self.offload and (self.scaled or has_hooks)))
+
 
 CHECKPOINTS = ("reentrant", "not reentrant", "selective")
 SAVED_TENSORS = ("kept", "copied")

@@ -94,11 +94,11 @@ def test_rows_for_missing_pairs_are_as_simple_as_asked() -> None:
         frozenset({("block.uses", 2), ("program.offload", True)}),
         frozenset({("micro.keep", True), ("mesh", "hsdp")}),
     }
-    rows = list(packed(wanted, 2, 2))
+    rows = list(packed(wanted, features(2), 2))
     assert wanted <= set().union(*map(pairs_of, rows))
     assert [row["program.offload"] for row in rows].count(True) == 1
     assert len(rows) == 2
-    assert len(list(packed(wanted, 2, 5))) == 1
+    assert len(list(packed(wanted, features(2), 5))) == 1
 
 
 @distributed(2)
