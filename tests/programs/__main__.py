@@ -23,7 +23,7 @@ from tqdm import tqdm
 from tests.harness.pool import WorkerPool
 from tests.programs import passes
 from tests.programs.check import Outcome, Verdict
-from tests.programs.features import Row, program_of
+from tests.programs.features import Row, features, program_of
 from tests.programs.pairs import Pair, allowed_pairs, array, packed, pairs_of
 from tests.programs.program import Program, draw
 from tests.programs.runner import Runner, shrunk
@@ -49,12 +49,13 @@ def main() -> None:
     if options.what == "pairs":
         stop = None if options.num is None else options.first + options.num
         sys.exit(_run_pairs(options.ranks, options.device, slice(options.first, stop), options.show))
-    programs = {f"seed {seed}": draw(seed, options.ranks) for seed in seeds}
+    drawn = {f"seed {seed}": draw(seed, options.ranks) for seed in seeds}
+    programs = {name: program for name, program in drawn.items() if program.runs_on(options.device)}
     if options.show:
         sys.exit(_show(programs, options.ranks))
     with closing(Runner(options.ranks, options.device)) as runner:
         verdicts = _run(programs, runner)
-        print(f"{len(seeds)} programs from seed {seeds.start} on {options.ranks} ranks ({options.device}):")
+        print(f"{len(programs)} programs from seed {seeds.start} on {options.ranks} ranks ({options.device}):")
         sys.exit(_report(programs, verdicts, runner))
 
 
@@ -66,17 +67,17 @@ def _show(programs: dict[str, Program], num_ranks: int) -> None:
 def _run_pairs(num_ranks: int, device_type: str, share: slice, shows: bool) -> bool | None:
     """Whether one differs. A pair is counted in a program whose values could be compared. Pairs that are in none after
     the whole array has run, since some other pair in their rows is refused, run in simpler and simpler programs."""
-    rows = dict(list(enumerate(array(num_ranks)))[share])
+    rows = dict(list(enumerate(array(num_ranks, device_type)))[share])
     programs = {f"row {index}": program_of(row) for index, row in rows.items()}
     if shows:
         return _show(programs, num_ranks)
     with closing(Runner(num_ranks, device_type)) as runner:
         verdicts = _run(programs, runner)
-        missing = allowed_pairs(num_ranks)
+        missing = allowed_pairs(num_ranks, device_type)
         num_pairs = len(missing)
         missing -= _compared(rows.values(), verdicts.values())
-        for most in MOST_VALUES if len(rows) == len(array(num_ranks)) else ():
-            more = list(packed(missing, num_ranks, most))
+        for most in MOST_VALUES if len(rows) == len(array(num_ranks, device_type)) else ():
+            more = list(packed(missing, features(num_ranks, device_type), most))
             named = {f"{len(programs) + index}, {most} values": program_of(row) for index, row in enumerate(more)}
             found = _run(named, runner)
             missing -= _compared(more, found.values())

@@ -236,6 +236,14 @@ RULES = (
         "torch keeps what is saved for one backward",
         error="Trying to backward an extra time",
     ),
+    *(
+        Rule(
+            {"block.checkpoint": ("selective",), "program.autocast": ("forward",), name: (2,)},
+            "the second time, autocast has the casts of weights that the checkpoint repeats",
+            error="not found in storage",
+        )
+        for name in ("block.uses", "micro.forwards")
+    ),
     Rule(
         {"program.ignored": (True,), "program.scaled": (True,)},
         "GradScaler steps tensors of one kind",
@@ -272,6 +280,15 @@ RULES = (
         {"program.tied": (True,), "program.scalar": (True,)},
         "a parameter of the root, which covered roots have none of",
     ),
+    Rule(
+        {"device": ("sim",), "program.autocast": _not_default("program.autocast")},
+        "the simulated device has no autocast, and its results are compared with those of the CPU",
+    ),
+    Rule(
+        {"device": ("sim",), "program.scaled": (True,), "program.offload": (True,)},
+        "GradScaler copies its scale to the gradients on the host, and reads the copy before it has arrived",
+    ),
+    Rule({"device": ("sim",), "program.offload": (True,), **HOOKS}, "the tests' hooks do not support pinned memory"),
     *(
         Rule(_both(refused, different), "neither torch nor the unsharded model to compare with")
         for refused in BEYOND_TORCH
@@ -280,10 +297,12 @@ RULES = (
 )
 
 
-def features(world_size: int) -> dict[str, tuple[Any, ...]]:
-    """Every feature with its values on that many ranks, the default first."""
+def features(world_size: int, device: str = "cpu") -> dict[str, tuple[Any, ...]]:
+    """Every feature with its values on that many ranks, the default first. A device other than the CPU is a feature
+    with one value, so that rules can name it."""
     more = _ON_FOUR_RANKS if world_size == 4 else {}
-    return {name: (*values, *more.get(name, ())) for name, values in _FEATURES.items()}
+    found = {name: (*values, *more.get(name, ())) for name, values in _FEATURES.items()}
+    return found if device == "cpu" else {**found, "device": (device,)}
 
 
 def is_allowed(row: Row) -> bool:

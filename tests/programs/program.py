@@ -108,6 +108,11 @@ class Program:
         """Whether ranks use different units: torch's runtime would hang."""
         return any(block.left_out for block in self.blocks)
 
+    def runs_on(self, device: str) -> bool:
+        """Whether ``device`` can run it; the reasons are in ``features.RULES``."""
+        has_hooks = any(block.wire for block in self.blocks)
+        return device == "cpu" or not (self.autocast or (self.offload and (self.scaled or has_hooks)))
+
 
 CHECKPOINTS = ("reentrant", "not reentrant", "selective")
 SAVED_TENSORS = ("kept", "copied")
@@ -158,6 +163,8 @@ def draw(seed: int, world_size: int) -> Program:
         )
         for leaves_out in [ranks_differ and rarely(0.7) for _ in range(pick.choice([1, 2, 2, 3]))]
     )
+    # Where ranks differ, torch does not run: nobody else would refuse it.
+    one_backward = one_raises or (ranks_differ and any(block.checkpoint == "selective" for block in blocks))
     # A rank runs all modules of a unit, or none: see docs/advanced/ranks.md
     is_whole = len({each.left_out for each in blocks[-2:]}) == 1
     may_list = not ranks_differ or (is_whole and all(each.checkpoint != "reentrant" for each in blocks[-2:]))
@@ -176,7 +183,7 @@ def draw(seed: int, world_size: int) -> Program:
                     evaluates=rarely(0.12),
                     fails=rarely(0.05) and not ranks_differ,  # see docs/advanced/ranks.md, for two forwards, too
                     forwards=2 if rarely(0.1) and not ranks_differ else 1,
-                    backwards=2 if rarely(0.05) and not one_raises else 1,
+                    backwards=2 if rarely(0.05) and not one_backward else 1,
                     marks_last=rarely(0.1),
                     uses_side=uses_side,
                     between=tuple(pick.sample(BETWEEN, pick.choice([1, 2]))) if rarely(0.02) and not compiles else (),
