@@ -44,6 +44,7 @@ from fsdp2.core.plan.plan import Route
 from fsdp2.core.runtime.unit_tree import tree_of
 from fsdp2.extras.units import sharded_unit
 from fsdp2.report.call import attached
+from fsdp2.report.held import HeldBytes
 from fsdp2.report.recorder import DeviceClock, HostClock, Recorder
 
 MiB = 1 << 20
@@ -85,7 +86,8 @@ def reported_ms(step: Stepper, device: str, count: int = 3) -> float:
     """``step_ms`` of fsdp2 in a report, without what its end sends to other ranks, which are not there."""
     tree = tree_of(sharded_unit(step.model, "benchmark"))
     clock = DeviceClock(tree.root.mesh.device, tree.units) if device == "cuda" else HostClock()
-    with attached(Recorder(clock, count + 1), step.model, "stack"):
+    held = HeldBytes(tree, saves=False)
+    with attached(Recorder(clock, count + 1, held), step.model, "stack"):
         return step_ms(step, device, count)
 
 

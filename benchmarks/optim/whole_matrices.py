@@ -143,10 +143,10 @@ NUM_RANKS = (8, 64, 512)
 
 def plan_row(name: str, num_ranks: int) -> list[object]:
     coordinates = tuple((rank,) for rank in range(num_ranks))
-    tensors = [
-        PlannedTensor(f"{i}", Placed(shape, (AxisCut(num_ranks, 0),), coordinates), 2, _rule(shape))
+    tensors = {
+        i: PlannedTensor(f"{i}", Placed(shape, (AxisCut(num_ranks, 0),), coordinates), 2, _rule(shape))
         for i, shape in enumerate(MODELS[name])
-    ]
+    }
     start = time.perf_counter()
     plan = plan_matrices(tensors, num_ranks, bucket_nbytes=DEFAULT_BUCKET_NBYTES)
     seconds = time.perf_counter() - start

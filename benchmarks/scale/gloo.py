@@ -16,7 +16,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -32,17 +32,18 @@ from fsdp2.core.plan.layout import shard_layout
 from fsdp2.core.plan.plan import PlanInput, Route, compile_gather, compile_reduces
 from fsdp2.core.schedule.schedule import AfterForward, UnitRules
 from fsdp2.extras.peers import PeerComm
-from fsdp2.planner.groups import Flight, GroupCost
+from fsdp2.memory.plan import UnitBytes
+from fsdp2.planner.groups import GroupCost
 from fsdp2.planner.machine import Contention, Resource, Transfer
 from fsdp2.planner.queues import Op, Stream
-from fsdp2.planner.simulate import Accelerator, CallCost, Held, Reduction, StepTime, steady_step
+from fsdp2.planner.simulate import Accelerator, CallCost, StepTime, steady_step
 
 _DTYPES = ParamDtypes.uncast(torch.float32)
 
 
 class Cpu(Accelerator):
-    """The program computes, copies and sums: a gather starts when the program gets there, memory is freed at once, and
-    a reduction is finished when half of the next backward is done."""
+    """The program computes, copies and sums: a gather starts when the program gets there, and a reduction is finished
+    when half of the next backward is done."""
 
     def _compute_backward(self, call: CallCost) -> None:
         half = call.backward / 2
@@ -53,18 +54,18 @@ class Cpu(Accelerator):
     def _arrive(self, unit: int, group: GroupCost) -> None:
         self._program(f"unpack {unit}", group.gather.behind)
 
-    def _finish(self, reduction: Reduction) -> None:
-        super()._finish(reduction)
-        group = self.groups[reduction.unit]
-        assert group is not None
-        self._program(f"land {reduction.unit}", sum(flight.behind for flight in group.reduce))
+    def _finish(self, group: GroupCost) -> None:
+        super()._finish(group)
+        self._program("land", sum(transfer.behind for transfer in group.reduce))
 
-    def _launch(self, stream: Stream, label: str, flight: Flight, *, own_communicator: bool = False) -> Op:
-        self.queues.wait(stream, self._program(f"launch {label}", flight.before))
-        return super()._launch(stream, label, Flight(flight.transfer), own_communicator=own_communicator)
+    def _launch(self, stream: Stream, label: str, transfer: Transfer, *, own_communicator: bool = False) -> Op:
+        self.queues.wait(stream, self._program(f"launch {label}", transfer.before))
+        return super()._launch(
+            stream, label, replace(transfer, before=0.0, behind=0.0), own_communicator=own_communicator
+        )
 
-    def _release(self, nbytes: float) -> None:
-        self.memory.add(Held.GROUPS, -nbytes)
+    def _release(self) -> None:
+        """The program frees memory itself."""
 
     def _program(self, label: str, seconds: float) -> Op:
         return self.queues.enqueue(Stream.COMPUTE, label, work=seconds)
@@ -126,24 +127,25 @@ def contention(measured: Measured) -> Contention:
 
 def predict(case: Case, measured: Measured) -> StepTime:
     group = GroupCost(
-        gather=Flight(_travel(measured.gather_travel), measured.gather_launch, measured.gather_finish),
+        gather=_transfer(measured.gather_travel, measured.gather_launch, measured.gather_finish),
         regather=None,
-        reduce=(Flight(_travel(measured.reduce_travel), measured.reduce_launch, measured.reduce_finish),),
-        unsharded_nbytes=0,
-        grad_nbytes=0,
+        reduce=(_transfer(measured.reduce_travel, measured.reduce_launch, measured.reduce_finish),),
+        nbytes=UnitBytes(),
         reduced_nbytes=0,
         shards_nbytes=0,
         trained_nbytes=0,
     )
-    calls = [CallCost(block + 1, measured.forward, measured.backward) for block in range(case.num_blocks)]
+    calls = [
+        CallCost(block + 1, forward=measured.forward, backward=measured.backward) for block in range(case.num_blocks)
+    ]
     rules = [UnitRules(after_forward=AfterForward.KEEP), *[UnitRules()] * case.num_blocks]
     groups = [None, *[group] * case.num_blocks]
     time = steady_step(Cpu(groups, calls, rules, shares_communicator=False), contention(measured))
     return StepTime(time.step + measured.settle, time.compute)
 
 
-def _travel(seconds: float) -> Transfer:
-    return Transfer(0.0, max(seconds, 0.0), Resource.NETWORK)
+def _transfer(travel: float, launch: float, finish: float) -> Transfer:
+    return Transfer(0.0, max(travel, 0.0), Resource.NETWORK, before=launch, behind=finish)
 
 
 def measure(case: Case) -> Measured:

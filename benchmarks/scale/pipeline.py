@@ -15,8 +15,9 @@ import math
 from dataclasses import dataclass, replace
 
 from fsdp2.core.schedule.schedule import AfterForward
+from fsdp2.memory.plan import Held
 from fsdp2.planner.scenario import Result, Scenario, simulate
-from fsdp2.planner.simulate import Held, StepTime
+from fsdp2.planner.simulate import StepTime
 
 GRAD_NBYTES = 4
 
@@ -48,7 +49,7 @@ def simulate_stages(microbatch: Scenario, pipeline: Pipeline) -> Result:
     num_params = sum(param.numel for params in (embedding, *(unit.params for unit in blocks)) for param in params)
     memory = dict(one.memory)
     in_flight = min(pipeline.size, pipeline.num_microbatches)
-    memory[Held.ACTIVATIONS] += (in_flight - 1) * sum(unit.saved_nbytes for unit in blocks)
+    memory[Held.SAVED] += (in_flight - 1) * sum(unit.saved_nbytes for unit in blocks)
     memory[Held.GRADIENTS] += GRAD_NBYTES * num_params
     return replace(
         one,

@@ -19,11 +19,11 @@ from benchmarks.common import Lines, Table, publish
 from benchmarks.scale import published
 from benchmarks.scale.workload import LLAMA_8B, LLAMA_70B, LLAMA_405B, Batch, Checkpointing, Llama, scenario
 from fsdp2.core.schedule.schedule import AfterForward
+from fsdp2.memory.plan import Held
 from fsdp2.planner.groups import Wire
 from fsdp2.planner.machine import Algorithm, Contention, Link, Machine
 from fsdp2.planner.machines import H100, H200
 from fsdp2.planner.scenario import Choice, Result, simulate
-from fsdp2.planner.simulate import Held
 
 NUM_GPUS = (8, 32, 128, 512, 1024, 2048, 4096, 8192, 16384)
 FSDP = Choice()
@@ -144,13 +144,24 @@ def tables_of(subject: Subject) -> list[Table]:
 
 def parts_table() -> Table:
     """What the memory at the peak is held for."""
-    columns = ["", "parameters, optimizer", *(held.value for held in Held), "GiB at the peak"]
+    columns = [
+        "",
+        "parameters, optimizer",
+        "groups",
+        "gradients in flight",
+        "gradients",
+        "activations",
+        "GiB at the peak",
+    ]
     rows = []
     for subject in SUBJECTS:
         for name, choice in CHOICES.items():
             result = run(subject, 1024, choice)
             if result is not None and choice.shares_communicator:  # else as FSDP
-                parts = [result.state_nbytes, *result.memory.values(), result.peak_nbytes]
+                held = result.memory
+                in_flight = held[Held.GRADIENTS] + held[Held.REDUCTION]
+                held_for = [held[Held.PARAMETERS], in_flight, held[Held.SHARD_GRADIENTS], held[Held.SAVED]]
+                parts = [result.state_nbytes, *held_for, result.peak_nbytes]
                 rows.append([f"{subject.model.name}, {name}", *(f"{nbytes / 2**30:.1f}" for nbytes in parts)])
     return Table("parts", "GiB at the peak on 1024 GPUs, 8192 tokens per GPU", columns, rows, ratio=None)
 

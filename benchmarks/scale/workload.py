@@ -12,9 +12,10 @@ from torch.nn import functional as F
 
 from fsdp2.planner.blocks import find_units
 from fsdp2.planner.machine import Machine
-from fsdp2.planner.observe import ModelWork, language_model_loss, observe
+from fsdp2.planner.observe import ModelWork, observe
 from fsdp2.planner.scenario import Choice, Kernels
 from fsdp2.planner.work import Checkpointing, UnitWork, Work
+from fsdp2.planner.workload import Workload
 
 from .tensor_parallel import Exchange, ParallelScenario, TensorParallel
 
@@ -91,11 +92,9 @@ def observed(
 ) -> ModelWork:
     """On one GPU of a group of ``tensor_parallel``."""
     built = model.build(tensor_parallel)
-    shape = (num_sequences, seq_len)
-    inputs = lambda: torch.zeros(shape, dtype=torch.int64)  # noqa: E731
     units = find_units(built) if wraps_large else replace(find_units(built), large=())
-    loss = language_model_loss if tensor_parallel == 1 else _loss_of_a_part
-    return observe(built, units, inputs, loss, torch.bfloat16)
+    loss = None if tensor_parallel == 1 else _loss_of_a_part
+    return observe(built, units, Workload(num_sequences, seq_len, loss=loss))
 
 
 def _with_exchanges(unit: UnitWork, whole: UnitWork, model: Llama, batch: Batch, parallel: TensorParallel) -> UnitWork:

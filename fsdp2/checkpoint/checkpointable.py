@@ -19,12 +19,12 @@ from fsdp2.extras.plain_names import plain_name
 @dataclass(frozen=True)
 class _Place:
     """Where this rank's part of a parameter lies; the part has ``shape``. ``sharded`` is None if no unit has the
-    parameter. ``geometry`` is None if the parameter has no such attributes."""
+    parameter."""
 
     name: str
     shape: tuple[int, ...]
     sharded: plans.TensorSpec | None
-    geometry: Geometry | None
+    geometry: Geometry
 
 
 def to_checkpointable(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -69,24 +69,24 @@ class _Places:
 
     def __init__(self, model: nn.Module) -> None:
         self._by_name = dict(_places(model))
-        self._has_any = any(place is not None and place.geometry is not None for place in self._by_name.values())
+        self._has_any = any(self._by_name.values())
 
-    def _name_in(self, path: tuple[str, ...]) -> str | None:
+    def _name_in(self, path: tuple[str, ...]) -> str:
         """The longest name that is a part of ``path``: keys in optimizer state dicts contain more than the name."""
         parts = ".".join(path).split(".")
         spans = ((i, i + n) for n in range(len(parts), 0, -1) for i in range(len(parts) - n + 1))
         names = (".".join(parts[start:stop]) for start, stop in spans)
-        return next((name for name in names if name in self._by_name), None)
+        return next((name for name in names if name in self._by_name), "")
 
     def with_geometry(self, path: tuple[str, ...], value: torch.Tensor) -> torch.Tensor:
         name = self._name_in(path)
-        if name is None and self._has_any and isinstance(value, DTensor):
+        if not name and self._has_any and isinstance(value, DTensor):
             raise ValueError(
                 f"to_checkpointable: the model has no parameter '{'.'.join(path)}', so its place in a global tensor is "
                 "unknown. Pass the module whose state dict it is, with the names from there."
             )
-        place = self._by_name[name] if name is not None else None
-        if place is None or place.geometry is None or value.dim() == 0:  # a scalar is the same on all ranks
+        place = self._by_name.get(name)
+        if place is None or value.dim() == 0:  # a scalar is the same on all ranks
             return value
         local = _torch.local_of(value) if isinstance(value, DTensor) else value
         _check(place, path, value, is_cut=isinstance(value, DTensor) == (place.sharded is not None), local=local)
@@ -96,15 +96,15 @@ class _Places:
         return made
 
     def as_shard(self, path: tuple[str, ...], value: torch.Tensor) -> torch.Tensor:
-        name = self._name_in(path)
-        place = self._by_name[name] if name is not None else None
-        if place is None or place.geometry is None or place.sharded is None or value.dim() == 0:
+        place = self._by_name.get(self._name_in(path))
+        if place is None or place.sharded is None or value.dim() == 0:
             return value
         _check(place, path, value, is_cut=not isinstance(value, DTensor), local=value)
         return place.sharded.dtensor(value.detach())
 
 
 def _places(model: nn.Module) -> Iterator[tuple[str, _Place | None]]:
+    """All names in state dicts, with the places of those parameters that have the attributes."""
     managed = groups_by_slot()
     for prefix, module in model.named_modules(remove_duplicate=False):
         for key, tensor in (*_torch.parameters_dict(module).items(), *module.named_buffers(recurse=False)):
@@ -116,8 +116,8 @@ def _places(model: nn.Module) -> Iterator[tuple[str, _Place | None]]:
                 if isinstance(spec := param.spec, LocalPartSpec) and layout.shape:
                     geometry = spec.geometry.between(layout.dim, *layout.interval(param.mesh.shard.rank))
                     place = _Place(name, param.shard_shape, spec.sharded, geometry)
-            elif tensor is not None and not isinstance(tensor, DTensor):
-                place = _Place(name, tuple(tensor.shape), None, geometry_of(name, tensor))
+            elif tensor is not None and not isinstance(tensor, DTensor) and (at := geometry_of(name, tensor)):
+                place = _Place(name, tuple(tensor.shape), None, at)
             yield name, place
             yield plain_name(model, name), place
 
@@ -135,8 +135,8 @@ def _check(place: _Place, path: tuple[str, ...], value: torch.Tensor, *, is_cut:
         raise ValueError(
             f"to_checkpointable: '{'.'.join(path)}' is a {type(value).__name__} that has {tuple(local.shape)} on this "
             f"rank, but this rank's part of parameter '{place.name}' has {place.shape}. So its place in the global "
-            f"tensor {place.geometry.shape if place.geometry else ()} is unknown. Ask for no full state dict, and "
-            "leave out what an optimizer keeps in another shape."
+            f"tensor {place.geometry.shape} is unknown. Ask for no full state dict, and leave out what an optimizer "
+            "keeps in another shape."
         )
 
 

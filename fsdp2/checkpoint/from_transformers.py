@@ -28,10 +28,10 @@ from fsdp2.checkpoint.mapping import (
     listed,
     renamed_in,
 )
-from fsdp2.checkpoint.pieces import expanded, sized
 from fsdp2.extras.units import own_class
 
 _CALLER = "transformers_mapping"
+_SOME_NUMBER = "1357908642"  # in place of ``{i}`` while transformers renames a key, since its patterns expect a number
 
 
 def transformers_mapping(model: nn.Module) -> CheckpointMapping:
@@ -122,6 +122,11 @@ class TransformersMapping:
         pairs = [(each, each.reverse_transform()) for each in forwards]
         converters = [pair for pair in pairs if isinstance(pair[0], self._core.WeightConverter)]
         renamings = [back for each, back in pairs if not isinstance(each, self._core.WeightConverter)]
+
+        def renamed(key: str) -> str:
+            new: str = self._core.apply_renamings(key.replace("{i}", _SOME_NUMBER), renamings)
+            return new.replace(_SOME_NUMBER, "{i}")
+
         rules: list[WeightRule] = []
         collected: dict[str, tuple[Any, Any, _Found]] = {}
         for name in sorted(model, key=self._core.dot_natural_key):
@@ -132,12 +137,11 @@ class TransformersMapping:
                     found.setdefault(pattern, []).append(name)
                     break
             else:
-                key = self._core.apply_renamings(name, renamings)
+                key = renamed(name)
                 rules += [WeightRule(name, key)] if key != name else []
         for key, (forward, back, found) in collected.items():
             rule = _rule_to_save(key, forward, back, found, model)
-            files = renamed_in(rule.files, lambda name: self._core.apply_renamings(name, renamings))
-            rules.append(WeightRule(rule.model, files))
+            rules.append(WeightRule(rule.model, renamed_in(rule.files, renamed)))
         return rules
 
 
@@ -152,9 +156,7 @@ def _rule_to_save(key: str, forward: Any, back: Any, found: _Found, model: Mappi
     if len(back.target_patterns) > 1 or "*" in back.target_patterns[0]:
         keys = _replaced(key, back.target_patterns)
     values = {pattern: [_Value(each, None)] for pattern, each in zip(forward.source_patterns, keys, strict=True)}
-    rule = _rule(forward, values, [found[pattern][0] for pattern in back.source_patterns], model)
-    _, shape = sized(rule.model, model)
-    return WeightRule(rule.model, expanded(rule.files, shape))
+    return _rule(forward, values, [found[pattern][0] for pattern in back.source_patterns], model)
 
 
 def _replaced(name: str, patterns: Sequence[str]) -> list[str]:

@@ -6,6 +6,7 @@ Rule: files are checked on all ranks before the first shard is written, and are 
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -33,8 +34,10 @@ from fsdp2.core import is_plain
 from fsdp2.extras import output
 from fsdp2.extras.empty_buffers import empty_buffers
 from fsdp2.extras.exchange import axis_of, together
+from fsdp2.extras.lending import joined_along_dim_0
 from fsdp2.extras.output import progress
 from fsdp2.extras.plain_names import plain_name
+from fsdp2.tensors.in_files import DenseWeight
 
 
 class LoadedKeys(NamedTuple):
@@ -174,18 +177,42 @@ class _Shard:
 
 
 class _PackedShard(_Shard):
-    """This rank's part of one of several tensors that the files have for a parameter."""
+    """This rank's part of one of several tensors that the files have for a parameter. With ``is_dense``, the files have
+    the parameter itself, which is quantised while it is loaded."""
 
-    weight: WeightInFiles
-    _dense: torch.Tensor | None = None  # after quantising while loading: what the ranks then need from each other
+    def __init__(self, weight: WeightInFiles, *, is_dense: bool) -> None:
+        _, param = weight.managed
+        self.weight, self._piece = weight, weight.piece
+        self._start, self._stop = param.layout.interval(param.mesh.shard.rank)
+        self._dense = weight.piece.dense if is_dense else None
 
     def take(self, opened: Any, piece: Piece) -> int:
-        self._dense = self.weight.load(opened, piece.key)
+        mine = self._piece.tensor
+        if self._dense is not None:
+            self._found = self._quantised(self._dense, opened, piece.key)
+        elif self._piece.write is not None:
+            self._piece.write(opened.get_tensor(piece.key))
+        elif self._piece.is_cut:
+            mine, itemsize = mine.view(-1).view(torch.uint8), self._piece.dtype.itemsize
+            first = self._start * (mine.numel() // max(self._stop - self._start, 1)) // itemsize
+            values = _slice_of(opened, piece.key, (slice(first, first + mine.numel() // itemsize),))
+            mine[: values.nbytes].copy_(values.contiguous().view(-1).view(torch.uint8))
+        else:
+            mine.copy_(opened.get_tensor(piece.key))
         return self.weight.local.nbytes
 
+    def _quantised(self, dense: DenseWeight, opened: Any, key: str) -> torch.Tensor:
+        """Quantise this rank's rows. Returns what the ranks then need from each other."""
+        numel, width = math.prod(dense.shape), math.prod(dense.shape[1:])
+        start, stop = (min(row * dense.row_numel, numel) for row in (self._start, self._stop))
+        first = start // width
+        rows = opened.get_slice(key)[first : -(-stop // width)] if stop > start else torch.empty(0)
+        return dense.quantise(rows.reshape(-1)[start - first * width : stop - first * width])
+
     def finish(self) -> None:
-        if self._dense is not None:
-            self.weight.finish_dense(self._dense)
+        tensor = self.weight.tensor
+        if self._dense is not None and self._dense.finish is not None and isinstance(tensor, DTensor):
+            self._dense.finish(joined_along_dim_0(tensor, self._found), self._start)
 
 
 def _load_file(
@@ -339,11 +366,18 @@ class _Checked:
             self._check_header(key, weight.shape, weight)
 
     def _check_packed(self, key: str, weight: WeightInFiles) -> None:
-        file = self._headers[key].file
-        if problem := weight.problem_of(self._opened[file], key, file):
-            self._others.append(problem)
-        elif weight.is_dense_in(self._opened[file], key):
+        piece, (file, shape, code) = weight.piece, self._headers[key]
+        dtype, dense = DTYPES.get(code), piece.dense
+        if piece.check is not None:
+            if problem := piece.check(self._opened[file].get_tensor(key)):
+                problem = f"'{key}' in {file.name} does not fit: {problem}"
+                self._others.append(f"{problem}. Make the model with the options of the files.")
+        elif dense is not None and dtype is not None and dtype.is_floating_point and shape == dense.shape:
             self._dense.add(id(weight.tensor))
+        elif (shape, dtype) != (piece.shape, piece.dtype):
+            expected = f"{piece.shape} and {piece.dtype}"
+            expected += f", or floating-point numbers of shape {dense.shape}" if dense else ""
+            self._others.append(f"'{key}' has shape {shape} and dtype {code} in {file.name}, expected {expected}.")
 
     def _check_header(self, key: str, expected: Shape, weight: Weight) -> None:
         (file, shape, code), wanted = self._headers[key], weight.tensor.dtype
@@ -396,7 +430,10 @@ class _Checked:
         by_key: dict[str, list[tuple[Piece, _Shard]]] = {}
         for weight in self._weights:
             pieces = next((self._sources[name] for name in weight.names if name in self._sources), [])
-            shard = (_PackedShard if isinstance(weight, WeightInFiles) else _Shard)(weight, len(pieces))
+            if isinstance(weight, WeightInFiles):
+                shard: _Shard = _PackedShard(weight, is_dense=id(weight.tensor) in self._dense)
+            else:
+                shard = _Shard(weight, len(pieces))
             for piece in pieces:
                 by_key.setdefault(piece.key, []).append((piece, shard))
         plan: dict[Path, list[tuple[Piece, _Shard]]] = {}

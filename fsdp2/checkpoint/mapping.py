@@ -1,7 +1,7 @@
 """Rules for checkpoints whose tensors differ from the model's: stacked, concatenated, split, or transposed.
 
 A rule is an equation between an expression of names in the model and an expression of keys in the files. It knows
-neither the model nor the files: ``checkpoint_pieces`` applies it to them.
+neither the model nor the files: ``pieces`` applies it to them.
 """
 
 from __future__ import annotations

@@ -133,8 +133,7 @@ def _resolve(rule: WeightRule, values: Mapping[str, str], model: Mapping[str, Sh
     if len(set(names_in(ours))) < len(names_in(ours)):
         raise ValueError(f"one of {listed(names_in(ours))} is there twice. A tensor has one place in a rule.")
     ours, shape = sized(ours, model)
-    leaves = _leaves(ours, shape)
-    theirs = _leaves(expanded(bound(rule.files, values), shape), shape)
+    leaves, theirs = _leaves(ours, shape), _leaves(bound(rule.files, values), shape)
     pieces = [piece for leaf, other in itertools.product(leaves, theirs) if (piece := _piece(leaf, other)) is not None]
     return Resolved({leaf.name: leaf.shape for leaf in theirs}, tuple(pieces), rule.dtype)
 
@@ -177,26 +176,6 @@ def sized(expression: Expression, shapes: Mapping[str, Shape]) -> tuple[Expressi
     if expression.sizes is not None and sizes != _split_sizes(expression, total):
         raise ValueError(f"Concat: the sizes are {sizes} along dim {dim}, not as {expression.sizes}. Correct sizes.")
     return replace(expression, parts=parts, sizes=sizes), (*found[0][:dim], total, *found[0][dim + 1 :])
-
-
-def expanded(expression: Expression, shape: Shape) -> Expression:
-    """``expression`` with placeholders expanded, and with the sizes that give it ``shape``."""
-    if isinstance(expression, str):
-        return expression
-    if isinstance(expression, Transpose):
-        return replace(expression, part=expanded(expression.part, _swapped(expression, shape)))
-    dim, parts = _dim(expression, len(shape)), parts_of(expression)
-    before, size, behind = shape[:dim], shape[dim], shape[dim + 1 :]
-    if isinstance(expression, Stack):
-        if expression.over is not None and size > 0:
-            parts = tuple(bound(parts[0], {expression.over: number}) for number in range(size))
-        if len(parts) != size:
-            raise ValueError(f"Stack: {len(parts)} parts, but the tensor has {size} entries along dim {dim}.")
-        return Stack(tuple(expanded(part, (*before, *behind)) for part in parts), dim=dim)
-    sizes = _split_sizes(expression, size)
-    whole = [(*before, each, *behind) for each in sizes]
-    done = tuple(expanded(part, shape) for part, shape in zip(parts, whole, strict=True))
-    return replace(expression, parts=done, sizes=sizes)
 
 
 def _split_sizes(concat: Concat, size: int) -> Shape:
@@ -257,7 +236,7 @@ class _Leaf(NamedTuple):
 
 
 def _leaves(expression: Expression, shape: Shape) -> list[_Leaf]:
-    """The leaves of an expression whose sizes and placeholders are filled in."""
+    """The leaves of an expression of ``shape``."""
     found: list[_Leaf] = []
 
     def walk(part: Expression, axes: tuple[int, ...], box: tuple[tuple[int, int], ...]) -> None:
@@ -267,19 +246,27 @@ def _leaves(expression: Expression, shape: Shape) -> list[_Leaf]:
         if isinstance(part, Transpose):
             walk(part.part, _swapped(part, axes), box)
             return
-        dim, parts = _dim(part, len(axes)), parts_of(part)
-        axis = axes[dim]
-        sizes: Sequence[int] = [1] * len(parts)
-        inner = (*axes[:dim], *axes[dim + 1 :])
-        if isinstance(part, Concat):
-            sizes, inner = part.sizes or sizes, axes
-        start = box[axis][0]
-        for each, size in zip(parts, sizes, strict=True):
+        dim = _dim(part, len(axes))
+        axis, inner = axes[dim], axes if isinstance(part, Concat) else (*axes[:dim], *axes[dim + 1 :])
+        start, stop = box[axis]
+        for each, size in _parts_with_sizes(part, stop - start):
             walk(each, inner, (*box[:axis], (start, start + size), *box[axis + 1 :]))
             start += size
 
     walk(expression, tuple(range(len(shape))), tuple((0, size) for size in shape))
     return found
+
+
+def _parts_with_sizes(whole: Stack | Concat, size: int) -> list[tuple[Expression, int]]:
+    """How many of the ``size`` entries along ``whole.dim`` each part has; with a part for each value of ``over``."""
+    parts = parts_of(whole)
+    if isinstance(whole, Concat):
+        return list(zip(parts, _split_sizes(whole, size), strict=True))
+    if whole.over is not None and size > 0:
+        parts = tuple(bound(parts[0], {whole.over: number}) for number in range(size))
+    if len(parts) != size:
+        raise ValueError(f"Stack: {len(parts)} parts, but the tensor has {size} entries along dim {whole.dim}.")
+    return [(part, 1) for part in parts]
 
 
 def _piece(ours: _Leaf, theirs: _Leaf) -> Piece | None:

@@ -16,19 +16,20 @@ import torch
 import torch.distributed as dist
 from torch import nn, optim
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from fsdp2.checkpoint.reshard_checks import (
     GRAD,
-    Belongings,
-    Cut,
-    Kept,
+    Empty,
+    Key,
     Known,
     Survey,
-    Whole,
     agreed,
+    described,
+    made,
     restored,
 )
-from fsdp2.checkpoint.transfers import Cut as CutOverRanks, Transfer, transfers
+from fsdp2.checkpoint.transfers import Cut, Transfer, transfers
 from fsdp2.core import (
     AfterForward,
     ParallelMesh,
@@ -94,9 +95,9 @@ def reshard_to(model: nn.Module, optimizer: optim.Optimizer | Sequence[optim.Opt
     with together(axis):
         optimizers = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
         survey = Survey(model, optimizers, new_mesh)
-    known = agreed(axis, survey) or survey.known
+    move = _Move(survey, agreed(axis, survey))
     roots = {id(unit.tree): unit.tree for _, unit in survey.units if unit.tree is not None}
-    _Move(survey, known).run()
+    move.run()
     for tree in roots.values():
         restore_settings(tree)
     return survey.new.has_this_rank
@@ -173,16 +174,28 @@ class _Moving:
 
 
 class _Move:
-    """The move that ``survey`` has found possible. ``known`` says what belongs to each parameter."""
+    """The move that ``survey`` has found possible. ``known`` is None if no rank joins."""
 
     def __init__(self, survey: Survey, known: Known | None) -> None:
         self._survey, self._rank = survey, dist.get_rank()
         self._optimizers, self._old, self._new = survey.optimizers, survey.old, survey.new
-        self._options = [] if known is None else known.options
-        tensors = [param.sharded for _, _, param in survey.params] + [param for _, param in survey.plain_params()]
-        # On ranks outside both meshes, nothing belongs to a parameter.
-        belongings: list[Belongings] = [{}] * len(tensors) if known is None else known.belongings
-        self._belongings = dict(zip(map(id, tensors), belongings, strict=True))
+        if not self._old.has_this_rank:
+            self._forget_all_states()
+            if known is not None:
+                self._admit(known)
+
+    def _admit(self, known: Known) -> None:
+        """Give this rank, which is not in the old mesh, all that belongs to a parameter there, in tensors without
+        values. From then on, it takes part in the move like the others."""
+        for (_, param, _), belongings in zip(self._survey.all_params(), known.belongings, strict=True):
+            for key, entry in belongings.items():
+                value = made(entry, param) if isinstance(entry, Empty) else restored(entry, self._new.device)
+                self._set(param, key, value)
+        if self._rank in self._survey.joining:
+            self._materialise_buffers()
+            for optimizer, groups in zip(self._optimizers, known.options, strict=True):
+                for group, options in zip(optimizer.param_groups, groups, strict=True):
+                    group.update({name: restored(value, self._new.device) for name, value in options.items()})
 
     def run(self) -> None:
         """Move everything."""
@@ -190,12 +203,7 @@ class _Move:
             self._move_unit(unit)
         self._send_plain()
         if not self._new.has_this_rank:
-            for _, param in self._survey.plain_params():
-                self._forget_states(param)
-        if self._survey.is_joining:
-            for optimizer, groups in zip(self._optimizers, self._options, strict=True):
-                for group, options in zip(optimizer.param_groups, groups, strict=True):
-                    group.update({key: restored(value, self._new.device) for key, value in options.items()})
+            self._forget_all_states()
 
     def _move_unit(self, unit: Unit) -> None:
         size = unit.config.post_forward_size
@@ -207,39 +215,31 @@ class _Move:
     def _moved_group(self, unit: Unit, group: ParamGroup) -> ParamGroup:
         """A group of the same parameters on the new mesh, with their values, gradients and optimizer states."""
         mesh = self._new if plans.AxisRole.SHARD in group.mesh.roles else plans.replicated(self._new)
-        moving = [self._moving(param, mesh, group.home) for param in group.params]
+        moving = [self._moving(param, mesh) for param in group.params]
         arrived = self._exchanged([each for of_param in moving for each in of_param.values()])
-        for param in group.params:
-            param.sharded.grad = None  # ``moving`` has it
         params = [self._moved(param, mesh, group.home) for param in group.params]
         size = unit.config.post_forward_size
         is_smaller = size is not None and mesh.has_this_rank and size < mesh.shard.size
         smaller = post_forward_mesh(mesh, size) if is_smaller and size else None
-        made = successor(unit, group, params, group.home, mesh, smaller)
-        for param, of_param in zip(made.params, moving, strict=True):
-            self._fill(param, of_param, arrived, group.home)
-        return made
+        moved = successor(unit, group, params, group.home, mesh, smaller)
+        for param, of_param in zip(moved.params, moving, strict=True):
+            self._fill(param.sharded, of_param, arrived)
+        return moved
 
-    def _moving(self, param: ShardedParam, mesh: ParallelMesh, home: comms.Home) -> dict[tuple[int, Any], _Moving]:
-        """The tensors of ``param`` that move: its values, and those that belong to it."""
-        before = CutOverRanks(param.layout, param.mesh.ranks)
-        after = CutOverRanks(plans.shard_layout(param.layout.shape, param.layout.dim, mesh.shard.size), mesh.ranks)
+    def _moving(self, param: ShardedParam, mesh: ParallelMesh) -> dict[Key, _Moving]:
+        """The tensors of ``param`` that move: its values, its gradient, and the states that are cut like it."""
+        before = Cut(param.layout, param.mesh.ranks)
+        after = Cut(plans.shard_layout(param.layout.shape, param.layout.dim, mesh.shard.size), mesh.ranks)
         start, new_start = before.interval_of(self._rank)[0], after.interval_of(self._rank)[0]
         found = transfers(before, after)
-        values = _torch.local_of(param.sharded)
-        olds: dict[tuple[int, Any], torch.Tensor] = {_VALUES: values}
-        for (index, name), entry in self._belongings[id(param.sharded)].items():
-            if not isinstance(entry, Cut):
-                continue
-            old = values  # on ranks outside the old mesh, an empty part
-            if param.mesh.has_this_rank:
-                is_grad = (index, name) == GRAD
-                value: Any = param.sharded.grad if is_grad else self._optimizers[index].state[param.sharded][name]
-                old = _torch.local_of(value)
-            elif entry.dtype is not None:
-                old = torch.empty(values.shape, dtype=entry.dtype, device=home.device)
-            olds[index, name] = old
-        return {key: _Moving(old, param.layout.dim, start, new_start, found) for key, old in olds.items()}
+        tensors: dict[Key, torch.Tensor] = {_VALUES: param.sharded}
+        if param.sharded.grad is not None:
+            tensors[GRAD], param.sharded.grad = param.sharded.grad, None
+        tensors |= {key: value for key, value in self._states_of(param.sharded) if isinstance(value, DTensor)}
+        return {
+            key: _Moving(_torch.local_of(tensor), param.layout.dim, start, new_start, found)
+            for key, tensor in tensors.items()
+        }
 
     def _moved(self, param: ShardedParam, mesh: ParallelMesh, home: comms.Home) -> ShardedParam:
         """``param`` on ``mesh``. Its values are filled in later."""
@@ -253,41 +253,36 @@ class _Move:
         torch_names.set_placement(param.sharded, spec.sharded.mesh, spec.sharded.placements)
         return replace(param, mesh=mesh, layout=layout, spec=spec, local=new, is_cut=True)
 
-    def _fill(
-        self, param: ShardedParam, moving: dict[tuple[int, Any], _Moving], arrived: Arrived, home: comms.Home
-    ) -> None:
-        """Give ``param`` its values, its gradient and its states on the new mesh."""
-        key = param.sharded
-        moving.pop(_VALUES).fill(_torch.local_of(key), self._rank, arrived)
-        if not (self._old.has_this_rank and self._new.has_this_rank):
-            self._forget_states(key)
+    def _fill(self, sharded: nn.Parameter, moving: dict[Key, _Moving], arrived: Arrived) -> None:
+        """Give the parameter its values, its gradient and its states on the new mesh."""
+        moving.pop(_VALUES).fill(_torch.local_of(sharded), self._rank, arrived)
         if not self._new.has_this_rank:
+            self._forget_states(sharded)
             return
-        made: dict[tuple[int, Any], torch.Tensor] = {}
-        for name, each in moving.items():
-            if is_plain(each.old):
-                made[name] = torch.empty(param.shard_shape, dtype=each.old.dtype, device=home.device)
-            else:
-                made[name] = each.old.new_zeros(param.shard_shape)
-            each.fill(made[name], self._rank, arrived)
-        tensors = dict(zip(made, _torch.dtensors_like([key] * len(made), list(made.values())), strict=True))
-        states = {**self._belongings[id(key)], **tensors}
-        if states.pop(GRAD, None) is not None:
-            key.grad = tensors[GRAD]
-        self._set_states(key, states)
+        for key, each in moving.items():
+            new = made(described(each.old), sharded)
+            each.fill(_torch.local_of(new), self._rank, arrived)
+            self._set(sharded, key, new)
+
+    def _states_of(self, param: torch.Tensor) -> Iterator[tuple[Key, Any]]:
+        """The states that optimizers have for ``param``, in the same order on all ranks."""
+        for index, optimizer in enumerate(self._optimizers):
+            yield from (((index, name), value) for name, value in optimizer.state.get(param, {}).items())
+
+    def _set(self, param: torch.Tensor, key: Key, value: Any) -> None:
+        if key == GRAD:
+            param.grad = value
+        else:
+            index, name = key
+            self._optimizers[index].state[param][name] = value
+
+    def _forget_all_states(self) -> None:
+        for _, param, _ in self._survey.all_params():
+            self._forget_states(param)
 
     def _forget_states(self, param: torch.Tensor) -> None:
         for optimizer in self._optimizers:
             optimizer.state.pop(param, None)
-
-    def _set_states(self, param: torch.Tensor, states: dict[tuple[int, Any], Any]) -> None:
-        """Write ``states`` to the optimizers. A rank that was in the old mesh keeps its own values."""
-        before = [optimizer.state.get(param, {}) for optimizer in self._optimizers]
-        for index in {index for index, _ in states}:
-            self._optimizers[index].state[param] = {}
-        for (index, name), entry in states.items():
-            value = before[index].get(name, restored(entry, self._new.device)) if isinstance(entry, Kept) else entry
-            self._optimizers[index].state[param][name] = value
 
     def _exchanged(self, moving: Sequence[_Moving]) -> Arrived:
         """Send what other ranks lack, and receive what this rank lacks, as bytes, in one collective of all ranks."""
@@ -312,36 +307,20 @@ class _Move:
     def _send_plain(self) -> None:
         """Send what is not sharded from the first rank of the old mesh to joining ranks, one tensor after another:
         parameters with their states, and buffers."""
-        first, *others = (rank for row in self._old.ranks for rank in row)
-        joining = [rank for row in self._new.ranks for rank in row if rank != first and rank not in others]
-        if self._survey.is_joining:
-            self._materialise_buffers()
-        whole = [Transfer(first, rank, 0, 1) for rank in joining]  # of a tensor with one row
-        for tensor in self._plain_tensors() if joining else ():
+        whole = [Transfer(self._survey.first, rank, 0, 1) for rank in self._survey.joining]  # of a tensor with one row
+        for tensor in self._plain_tensors() if whole else ():
             row = tensor.unsqueeze(0)
             moving = _Moving(row, 0, 0, 0, whole)
             moving.fill(row, self._rank, self._exchanged([moving]))
 
     def _plain_tensors(self) -> Iterator[torch.Tensor]:
-        """All tensors that are not sharded, and states of such parameters; an empty one for a state that this rank
-        neither has nor gets."""
+        """All tensors that are not sharded, and states of such parameters."""
         for tensor in self._survey.plain.values():
             yield from (leaf.detach() for leaf in _torch.leaves(tensor))
-        for _, param in self._survey.plain_params():
-            belongings = self._belongings[id(param)]
-            if self._survey.is_joining:
-                self._forget_states(param)
-                made = {
-                    name: torch.empty(entry.shape, dtype=entry.dtype, device=param.device)
-                    if isinstance(entry, Whole)
-                    else entry
-                    for name, entry in belongings.items()
-                }
-                self._set_states(param, made)
-            for (index, name), entry in belongings.items():
-                if isinstance(entry, Whole):
-                    state = self._optimizers[index].state.get(param, {})
-                    yield state[name] if name in state else torch.empty(0)
+        for param in self._survey.plain.values():
+            for _, value in self._states_of(param):
+                if isinstance(value, torch.Tensor) and value.numel() != 1:  # values of one element are alike
+                    yield value
 
     def _materialise_buffers(self) -> None:
         made: dict[int, torch.Tensor] = {}

@@ -56,29 +56,23 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class Cut:
-    """A tensor that is cut like its parameter: a plain one of ``dtype``, or None for the class of the parameter."""
+class Empty:
+    """A tensor that the move fills: a plain one of ``dtype``, or, if that is None, one of the parameter's class. If the
+    parameter is sharded, the tensor is cut like it; else it has ``shape``."""
 
     dtype: torch.dtype | None
-
-
-@dataclass(frozen=True)
-class Whole:
-    """A tensor of a parameter that is not sharded."""
-
-    dtype: torch.dtype
     shape: tuple[int, ...]
 
 
-# A parameter's gradient, and its states by the optimizer's position and their names.
-Belongings: TypeAlias = dict[tuple[int, Any], Kept | Cut | Whole]
+Key: TypeAlias = tuple[int, Any]  # of a parameter's state: the position of its optimizer, and its name there
+Belongings: TypeAlias = dict[Key, Kept | Empty]
 GRAD = (-1, "grad")  # the key of the gradient
 
 
 @dataclass(frozen=True)
 class Known:
-    """What ranks of the old mesh tell joining ranks: the belongings of each parameter, and the options of each param
-    group of each optimizer."""
+    """What ranks of the old mesh tell others: the belongings of each parameter, and the options of each param group of
+    each optimizer."""
 
     belongings: list[Belongings]
     options: list[list[dict[str, Kept]]]
@@ -98,6 +92,23 @@ def restored(entry: Kept, device: torch.device) -> Any:
     return entry.value
 
 
+def described(tensor: torch.Tensor) -> Empty:
+    """What another rank needs to know of ``tensor`` to make one like it."""
+    return Empty(tensor.dtype if is_plain(tensor) else None, tuple(tensor.shape))
+
+
+def made(entry: Empty, param: torch.Tensor) -> torch.Tensor:
+    """The tensor that ``entry`` describes, for ``param`` as this rank has it."""
+    if not isinstance(param, DTensor):
+        return torch.empty(entry.shape, dtype=entry.dtype, device=param.device)
+    local = _torch.local_of(param)
+    if entry.dtype is None:
+        new = local.new_zeros(local.shape)
+    else:
+        new = torch.empty(local.shape, dtype=entry.dtype, device=local.device)
+    return _torch.dtensors_like([param], [new])[0]
+
+
 # What one rank finds
 
 
@@ -107,6 +118,7 @@ class Survey:
     Attributes:
         units: the units with their names.
         old, new: the meshes.
+        first, joining: the first rank of the old mesh, and the ranks that are only in the new one.
         params: the sharded parameters with their names, unit by unit.
         plain: what is not sharded, by name: ignored parameters, and buffers.
         known: set on ranks of the old mesh only.
@@ -122,8 +134,9 @@ class Survey:
         first = sharded_unit(model, CALLER)
         check_idle(model, CALLER)
         self.units = [(name, unit) for name, unit in units_under(model)]
-        self.old, self.optimizers = first.mesh, optimizers
-        self.new = _new_mesh(new_mesh, first.mesh)
+        self.old, self.new, self.optimizers = first.mesh, _new_mesh(new_mesh, first.mesh), optimizers
+        old, new = ([rank for row in mesh.ranks for rank in row] for mesh in (self.old, self.new))
+        self.first, self.joining = old[0], [rank for rank in new if rank not in old]
         for name, unit in self.units:
             self._check_unit(name or "(root)", unit)
         paths = plain_paths([model])
@@ -144,13 +157,10 @@ class Survey:
         self.known = self._known() if self.old.has_this_rank else None
         self.own_lines = [] if self.known is None else list(self._own_lines(self.known))
 
-    @property
-    def is_joining(self) -> bool:
-        return self.new.has_this_rank and not self.old.has_this_rank
-
-    def plain_params(self) -> list[tuple[str, nn.Parameter]]:
-        """The parameters that are not sharded, with their names."""
-        return [(name, each) for name, each in self.plain.items() if isinstance(each, nn.Parameter)]
+    def all_params(self) -> list[tuple[str, nn.Parameter, ShardedParam | None]]:
+        """All parameters with their names, in the same order on all ranks; None for those that are not sharded."""
+        sharded = [(name, param.sharded, param) for name, _, param in self.params]
+        return sharded + [(name, each, None) for name, each in self.plain.items() if isinstance(each, nn.Parameter)]
 
     def _check_unit(self, name: str, unit: Unit) -> None:
         if not all(isinstance(module, FSDPModule) for module in unit.modules):
@@ -212,7 +222,7 @@ class Survey:
         for name, tensor in plain.items():
             if isinstance(tensor, DTensor):
                 raise _unmovable(f"'{name}' is a DTensor that fully_shard does not manage, so {CALLER} cannot move it.")
-            if tensor.is_meta and (isinstance(tensor, nn.Parameter) or not self.is_joining):
+            if tensor.is_meta and (isinstance(tensor, nn.Parameter) or dist.get_rank() not in self.joining):
                 raise RuntimeError(
                     f"{CALLER}: '{name}' is on the meta device. It is not sharded, so it needs memory on every rank "
                     "before the call. Build it on a real device, or give it memory with to_empty(device=...) before "
@@ -243,13 +253,11 @@ class Survey:
                     )
 
     def _known(self) -> Known:
-        sharded = [self._belongings_of(name, param.sharded, param) for name, _, param in self.params]
-        plain = [self._belongings_of(name, param, None) for name, param in self.plain_params()]
         options = [
             [{key: kept(value) for key, value in group.items() if key != "params"} for group in each.param_groups]
             for each in self.optimizers
         ]
-        return Known([*sharded, *plain], options)
+        return Known([self._belongings_of(*each) for each in self.all_params()], options)
 
     def _belongings_of(self, name: str, key: nn.Parameter, param: ShardedParam | None) -> Belongings:
         """What belongs to ``key``; ``param`` is given if ``key`` is a sharded parameter."""
@@ -282,8 +290,7 @@ class Survey:
                 yield f"param group {index} of {type(optimizer).__name__}: {names}"
 
     def _own_lines(self, known: Known) -> Iterator[str]:
-        names = [name for name, _, _ in self.params] + [name for name, _ in self.plain_params()]
-        for name, each in zip(names, known.belongings, strict=True):
+        for (name, *_), each in zip(self.all_params(), known.belongings, strict=True):
             has = ["a gradient" if key == GRAD else f"'{key[1]}' {_kind(value)}" for key, value in each.items()]
             yield f"parameter '{name}' has {', '.join(has) or 'neither gradient nor states'}"
 
@@ -367,24 +374,22 @@ def _check_param(name: str, group: ParamGroup, param: ShardedParam) -> None:
         )
 
 
-def _kind(entry: Kept | Cut | Whole) -> str:
+def _kind(entry: Kept | Empty) -> str:
     return "(one value)" if isinstance(entry, Kept) else f"({entry.dtype or 'as the parameter'})"
 
 
-def _described(name: str, what: str, value: Any, param: ShardedParam | None) -> Kept | Cut | Whole:
+def _described(name: str, what: str, value: Any, param: ShardedParam | None) -> Kept | Empty:
     """Describe ``value``, which belongs to the parameter ``name`` and was found as ``what``."""
     if param is not None and isinstance(value, DTensor) and value.shape == param.sharded.shape:
         spec, local = param.spec.sharded, _torch.local_of(value)
         is_placed_alike = value.device_mesh == spec.mesh and value.placements == spec.placements
-        if is_placed_alike and is_plain(local):
-            return Cut(local.dtype)
-        if is_placed_alike and type(local) is type(_torch.local_of(param.sharded)):
-            return Cut(None)
+        if is_placed_alike and (is_plain(local) or type(local) is type(_torch.local_of(param.sharded))):
+            return described(local)
     elif isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
         if value.numel() == 1:
             return kept(value)
         if param is None and is_plain(value):
-            return Whole(value.dtype, tuple(value.shape))
+            return described(value)
     elif not find_tensors(value, []):
         return kept(value)
     shape = f" of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
@@ -398,13 +403,14 @@ def _described(name: str, what: str, value: Any, param: ShardedParam | None) -> 
 
 
 def agreed(axis: Axis, survey: Survey) -> Known | None:
-    """Compare the surveys of all ranks. Returns what joining ranks need to know; None if no rank joins.
+    """Compare the surveys of all ranks. Returns what the first rank of the old mesh knows; None if no rank joins.
 
     Raises:
         ValueError: surveys differ. All ranks raise it; it names the ranks and the first difference.
     """
     has_own = survey.known is not None
-    found = exchange(axis, (_digest(survey.lines), _digest(survey.own_lines) if has_own else None, survey.is_joining))
+    told = survey.known if survey.joining and dist.get_rank() == survey.first else None
+    found = exchange(axis, (_digest(survey.lines), _digest(survey.own_lines) if has_own else None, told))
     problem = None
     if len({shared for shared, _, _ in found}) > 1:
         problem = exchange(axis, survey.lines)
@@ -415,11 +421,7 @@ def agreed(axis: Axis, survey: Survey) -> Known | None:
     if problem is not None:
         _, said = first_difference([(rank, lines) for rank, lines in enumerate(problem) if lines is not None])
         raise ValueError("\n".join([f"{CALLER}: ranks differ. Nothing has moved.", *said, remedy]))
-    if not any(is_joining for _, _, is_joining in found):
-        return None
-    told: list[Known | None] = [survey.known]
-    dist.broadcast_object_list(told, src=survey.old.ranks[0][0])
-    return told[0]
+    return next((known for _, _, known in found if known is not None), None)
 
 
 def _digest(lines: Sequence[str]) -> str:

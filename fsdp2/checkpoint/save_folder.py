@@ -43,12 +43,9 @@ class SaveFolder(contextlib.AbstractContextManager["SaveFolder"]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def lock(self) -> None:
-        """Keep other saves out. Does nothing if the file system has no locks, or no inodes to tell files apart.
-
-        Raises:
-            BlockingIOError: another save is running.
-        """
+    def lock(self) -> bool:
+        """Keep other saves out; returns False if another one is running. Does nothing if the file system has no locks,
+        or no inodes to tell files apart."""
         for _ in range(_LOCK_ATTEMPTS):
             # On NFS, an exclusive lock needs a writable descriptor, which a folder does not have.
             lock = os.open(LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666, dir_fd=self._folder)
@@ -56,16 +53,17 @@ class SaveFolder(contextlib.AbstractContextManager["SaveFolder"]):
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 os.close(lock)
-                raise
+                return False
             except OSError:
                 os.close(lock)
                 self.remove([LOCK])
-                return
+                return True
             there = self._stat(LOCK)
             if there is not None and os.path.samestat(there, os.fstat(lock)):
                 self._lock = lock
-                return
+                return True
             os.close(lock)  # the save that held the lock has ended and removed the file
+        return True
 
     def keep(self) -> None:
         """Let ``close`` keep the files that were made, since a checkpoint may consist of them from now on."""

@@ -18,9 +18,8 @@ import json
 import os
 import uuid
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -39,10 +38,13 @@ from fsdp2.checkpoint.weights import (
     Weight,
     check_dtype,
     check_ready,
+    plain_values,
+    send_to,
     weights_of,
 )
-from fsdp2.core import Axis
+from fsdp2.core import Axis, comms
 from fsdp2.extras.exchange import axis_of, exchange, together
+from fsdp2.extras.lending import joined, packed
 from fsdp2.extras.output import progress
 from fsdp2.extras.plain_names import bound_state
 from fsdp2.extras.sizes import nbytes_of
@@ -138,28 +140,24 @@ def _path(folder: object) -> Path:
 
 
 def _opened(path: Path, *, is_first: bool = False) -> SaveFolder:
-    try:
+    with _writing(path):
         if is_first:
             path.mkdir(parents=True, exist_ok=True)
         return SaveFolder(path)
-    except OSError as error:
-        raise _unwritable(path, error) from error
 
 
 def _claim(opened: SaveFolder, files: Sequence[File], token: str) -> None:
     """Keep other saves out, and leave a marker by which the other writers recognise the folder."""
-    try:
-        opened.lock()
-        if len(files) > 1:
+    with _writing(opened.path):
+        is_alone = opened.lock()
+        if is_alone and len(files) > 1:
             opened.create(_unfinished_index(token), opened.rights()).close()
-    except BlockingIOError as error:
+    if not is_alone:
         raise OSError(
             f"{_CALLER}: another save writes to {opened.path}. Nothing was written. Save again when it has ended, or "
             "pass another folder. If there is none (file servers may keep the lock of a node that is lost), remove "
             f"{opened.path / LOCK}."
-        ) from error
-    except OSError as error:
-        raise _unwritable(opened.path, error) from error
+        )
 
 
 def _check_claim(opened: SaveFolder, files: Sequence[File], token: str) -> None:
@@ -201,56 +199,55 @@ def _write(
     device: torch.device | None,
     advance: Callable[[int], object],
 ) -> OSError | None:
-    """Write ``files``; the rank with index i on ``axis`` writes file i. A rank that cannot write keeps gathering, since
-    the others need it, and returns its error. ``advance`` is called with the bytes that some rank has gathered."""
-    mine = files[axis.rank] if axis.rank < len(files) else None
-    out: BinaryIO | None = None
+    """Write ``files``; the rank with index i on ``axis`` writes file i. A rank that cannot write returns its error.
+    ``advance`` is called with the bytes that some rank has gathered."""
+    gathered = _gathered_in_turn(files, axis, device, advance)
     problem: OSError | None = None
-    gatherings = [_Gathering(owner, axis, device) for owner in range(len(files))]
-    with contextlib.ExitStack() as stack:
-        if mine is not None:
-            try:
-                out = opened.create(mine.new_name, rights)  # a with block would raise the error again
-                stack.callback(_close, out)
+    if axis.rank < len(files):
+        mine = files[axis.rank]
+        try:
+            with _writing(opened.path / mine.name), opened.create(mine.new_name, rights) as out:
                 out.write(mine.header)
-            except OSError as error:
-                problem = _unwritable(opened.path / mine.name, error)
-        for index in range(max(len(file.entries) for file in files)):
-            kept: torch.Tensor | None = None
-            for gathering, file in zip(gatherings, files, strict=True):
-                if index < len(file.entries):
-                    values = gathering.values(file.entries[index])
-                    if values is not None:
-                        kept = values.cpu().contiguous()
-                    del values
-                    advance(file.entries[index].nbytes)
-            if kept is not None and mine is not None and out is not None and problem is None:
-                try:
-                    out.write(_bytes_of(kept))
-                except OSError as error:
-                    problem = _unwritable(opened.path / mine.name, error)
-        if mine is not None and out is not None and problem is None:
-            try:
+                for tensor in gathered:
+                    out.write(_bytes_of(tensor))
+                    del tensor  # before the next one is gathered
                 out.flush()
                 os.fsync(out.fileno())
-                out.close()  # a full disk may only be reported now
-            except OSError as error:
-                problem = _unwritable(opened.path / mine.name, error)
+        except OSError as error:
+            problem = error
+    for _ in gathered:  # the others need this rank, even if it cannot write
+        pass
     return problem
 
 
-def _close(file: BinaryIO) -> None:
-    """Close ``file``, which tries again to write what could not be written; that error is already recorded."""
-    with contextlib.suppress(OSError):
-        file.close()
+def _gathered_in_turn(
+    files: Sequence[File], axis: Axis, device: torch.device | None, advance: Callable[[int], object]
+) -> Iterator[torch.Tensor]:
+    """Gather one tensor of each of ``files`` after another. Yields those of this rank's file, on the CPU."""
+    gatherings = [_Gathering(owner, axis, device) for owner in range(len(files))]
+    for index in range(max(len(file.entries) for file in files)):
+        kept: torch.Tensor | None = None
+        for gathering, file in zip(gatherings, files, strict=True):
+            if index < len(file.entries):
+                values = gathering.values(file.entries[index])
+                if values is not None:
+                    kept = values.cpu().contiguous()
+                del values
+                advance(file.entries[index].nbytes)
+        if kept is not None:
+            yield kept
 
 
-def _unwritable(path: Path, error: OSError) -> OSError:
-    """Add the file name, which the system's error for a full disk lacks."""
-    return OSError(
-        f"{_CALLER}: {path} could not be written ({type(error).__name__}: {error}). The checkpoint that was in the "
-        "folder is there. Make room, or pass a folder that all ranks see and may write."
-    )
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Add the file name to errors of the system in this block, since that of a full disk lacks it, and the remedy."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(
+            f"{_CALLER}: {path} could not be written ({type(error).__name__}: {error}). The checkpoint that was in the "
+            "folder is there. Make room, or pass a folder that all ranks see and may write."
+        ) from error
 
 
 class _Gathering:
@@ -295,15 +292,31 @@ def _gathered(
     weight: Weight, dtype: torch.dtype, owner: int, axis: Axis, device: torch.device | None
 ) -> torch.Tensor | None:
     """The whole tensor in the dtype of the file, on the rank ``owner`` of ``axis``. A plain tensor is taken from the
-    first rank, and is sent by way of ``device``."""
-    if axis.group is None:
-        return weight.whole(dtype)
-    if isinstance(weight.tensor, DTensor):
-        return weight.whole_on(dist.get_global_rank(axis.group, owner), dtype)
-    values = weight.whole(dtype)
-    sent = values.to(device, copy=True, memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
-    dist.broadcast(sent, group=axis.group, group_src=0)
-    return sent.view(dtype).reshape(values.shape) if owner == axis.rank else None
+    first rank, and is sent by way of ``device``. Shards are sent only to the owner, and other replicas do nothing; on
+    accelerators, and if model axes cut the tensor, all ranks gather it."""
+    # Backends differ in how messages are ordered with streams, and an all-gather is fast on accelerators.
+    if axis.group is not None and weight.is_cut_once and weight.managed[1].mesh.device.type == "cpu":
+        return _sent_to(dist.get_global_rank(axis.group, owner), weight, dtype)
+    whole = weight.whole(dtype)
+    if axis.group is not None and not isinstance(weight.tensor, DTensor):
+        sent = whole.to(device, copy=True, memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+        dist.broadcast(sent, group=axis.group, group_src=0)
+        whole = sent.view(dtype).reshape(whole.shape)
+    return whole if owner == axis.rank else None
+
+
+@torch.no_grad()
+def _sent_to(rank: int, weight: Weight, dtype: torch.dtype) -> torch.Tensor | None:
+    """The whole tensor on the global ``rank``, from the shards of its replica."""
+    _, param = weight.managed
+    layout, group, is_mine = param.layout, param.mesh.shard.group, dist.get_rank() == rank
+    assert group is not None
+    if rank not in dist.get_process_group_ranks(group):
+        return None
+    sent = packed(param, plain_values(weight.local, dtype))
+    got = sent.new_empty(layout.padded_numel if is_mine else 0)
+    comms.wait_for(send_to(rank, group, [sent.view(torch.uint8)], [got.view(torch.uint8)]))
+    return joined(param, got) if is_mine else None
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -341,15 +354,12 @@ def _commit(opened: SaveFolder, files: Sequence[File], token: str) -> None:
 def _publish(opened: SaveFolder, files: Sequence[File], names: Sequence[str], token: str) -> str:
     """With one rename, make ``files``, which now have ``names``, the checkpoint. Returns the name that it replaces."""
     unfinished, place = (names[0], ONE_FILE) if len(files) == 1 else (_unfinished_index(token), INDEX)
-    try:
-        if place == INDEX:
+    if place == INDEX:
+        with _writing(opened.path / place):
             _write_index(opened, files, names, token)
-        _check_seen(opened, files, names)
+    _check_seen(opened, files, names)
+    with _writing(opened.path / place):
         opened.replace(unfinished, place)
-    except _NotSeenError:
-        raise
-    except OSError as error:
-        raise _unwritable(opened.path / place, error) from error
     return place
 
 
@@ -357,18 +367,14 @@ def _check_seen(opened: SaveFolder, files: Sequence[File], names: Sequence[str])
     """Raise if this rank does not see a file as it was written."""
     stays = "The checkpoint that was in the folder is there."
     if not opened.is_at_path():
-        raise _NotSeenError(f"{_CALLER}: {opened.path} was replaced during the save. {stays} Save again.")
+        raise OSError(f"{_CALLER}: {opened.path} was replaced during the save. {stays} Save again.")
     for file, name in zip(files, names, strict=True):
         found = _problem_of(opened, file, name)
         if found is not None:
-            raise _NotSeenError(
+            raise OSError(
                 f"{_CALLER}: {opened.path / name} was written with {file.nbytes} bytes, but rank 0 finds {found}. "
                 f"{stays} Pass a folder that all ranks see, and that nothing else writes to."
             )
-
-
-class _NotSeenError(OSError):
-    """A file is not there as it was written."""
 
 
 def _problem_of(opened: SaveFolder, file: File, name: str) -> str | None:

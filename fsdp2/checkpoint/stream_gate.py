@@ -40,21 +40,19 @@ class Gate:
     """The steps of one stream. Create it on all ``ranks`` in the same order, and ``close`` it.
 
     Args:
-        ranks: the global ranks that take part; with at most one, only this process does.
+        ranks: the global ranks that take part. A rank alone needs no process group.
         askers: those ranks whose requests open a step.
         caller: the beginning of error messages.
     """
 
     def __init__(self, ranks: Sequence[int], askers: Sequence[int], caller: str) -> None:
         self._ranks, self._caller = tuple(ranks), caller
-        self._store: dist.Store | None = None
-        self._num_askers, self._asks, self._rank = len(askers), False, 0
-        if len(ranks) > 1:
-            self._rank = dist.get_rank()
-            self._asks = self._rank in askers
-            number = next(_numbers.setdefault(self._ranks, itertools.count()))
-            digest = hashlib.sha256(repr(self._ranks).encode()).hexdigest()[:16]
-            self._store = dist.PrefixStore(f"fsdp2/streams/{digest}/{number}", torch_names.default_store())
+        is_alone = len(ranks) == 1
+        self._rank, store = (ranks[0], dist.HashStore()) if is_alone else (dist.get_rank(), torch_names.default_store())
+        self._num_askers, self._asks = len(askers), self._rank in askers
+        number = next(_numbers.setdefault(self._ranks, itertools.count()))
+        digest = hashlib.sha256(repr(self._ranks).encode()).hexdigest()[:16]
+        self._store = dist.PrefixStore(f"fsdp2/streams/{digest}/{number}", store)
 
     def join(self, plan: str) -> None:
         """Wait until all ranks have joined with the same ``plan``.
@@ -62,8 +60,6 @@ class Gate:
         Raises:
             ValueError: another rank has a different plan. It is a ``RuntimeError`` if another rank has detected that.
         """
-        if self._store is None:
-            return
         mine = hashlib.sha256(plan.encode()).hexdigest()
         found = comms.launched(self._store.compare_set, _PLAN, "", f"{self._rank} {mine}")
         first, theirs = found.decode().split(" ")
@@ -83,35 +79,29 @@ class Gate:
             RuntimeError: a rank has left the loop, or raised.
             CommunicationError: the askers have not asked within the timeout of the process group, or are lost.
         """
-        if self._store is None:
-            return True
         if self._asks:
             comms.launched(self._store.add, _ASKED, 1)
         return self._await(_ASKED, (step + 1) * self._num_askers)
 
     def leave(self, why: Leaving, text: str) -> None:
         """Tell the other ranks that this one has left. The first reason counts."""
-        if self._store is not None:
-            said = json.dumps([self._rank, why.value, text])
-            with suppress(RuntimeError):  # the store is gone with the process that hosts it; no rank can be told
-                self._store.compare_set(_LEFT, "", said)
+        said = json.dumps([self._rank, why.value, text])
+        with suppress(RuntimeError):  # the store is gone with the process that hosts it; no rank can be told
+            self._store.compare_set(_LEFT, "", said)
 
     def close(self) -> None:
         """End this rank's part. The last rank cleans up, unless the store is gone, whose host may end first."""
-        store, self._store = self._store, None
         with suppress(RuntimeError):
-            if store is not None and store.add(_CLOSED, 1) == len(self._ranks):
+            if self._store.add(_CLOSED, 1) == len(self._ranks):
                 for key in (_PLAN, _JOINED, _ASKED, _LEFT, _CLOSED):
-                    store.delete_key(key)
+                    self._store.delete_key(key)
 
     def _await(self, counter: str, count: int) -> bool:
-        assert self._store is not None
         until = time.monotonic() + _limit_s()
         pause_s, max_pause_s = _PAUSE_S, max(_MAX_PAUSE_S, len(self._ranks) * _PAUSE_PER_RANK_S)
         while True:
-            has_left = comms.launched(
-                self._store.check, [_LEFT]
-            )  # read first: a rank may ask for this step, and then leave
+            # Read first: a rank may ask for this step, and then leave.
+            has_left = comms.launched(self._store.check, [_LEFT])
             if comms.launched(self._store.add, counter, 0) >= count:
                 return True
             if has_left:

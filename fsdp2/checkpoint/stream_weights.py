@@ -21,14 +21,13 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2.checkpoint.stream_gate import Gate, Leaving, refuse
 from fsdp2.checkpoint.stream_plan import Item, PlannedBucket, StreamedBucket, Transform, called, plan_stream
-from fsdp2.checkpoint.weights import Rename, Weight, check_dtype, check_ready, plain_values, weights_of
+from fsdp2.checkpoint.weights import Rename, Weight, check_dtype, check_ready, plain_values, send_to, weights_of
 from fsdp2.core import _torch, comms, door, plans
 from fsdp2.extras.lending import packed
 from fsdp2.extras.output import progress
 from fsdp2.extras.sizes import nbytes_of
 
 _CALLER = "stream_full_params"
-_TAG = 7090  # of messages; differs from 0, which user code on the same group is likely to use, and from our channels
 
 
 @door.all_entries
@@ -278,14 +277,12 @@ class _Gathering:
             self._flat = torch.empty(self.manifest.nbytes, dtype=torch.uint8, device=self._device)
         by_axis: dict[object, list[_Travelling]] = {}
         for each in self._travelling():
-            param = each.weight.param
-            is_whole = param is not None and (each.weight.is_packed or param.layout.num_shards == 1)
-            if param is None or param.spec.unsharded is not None or is_whole:
-                whole = each.weight.whole(each.dtype)
-                if each.target is not None:
-                    each.target.copy_(whole)
-            elif param.layout.numel:
-                by_axis.setdefault(param.mesh.shard, []).append(each)
+            if each.weight.is_cut_once:
+                by_axis.setdefault(each.weight.managed[1].mesh.shard, []).append(each)
+                continue
+            whole = each.weight.whole(each.dtype)
+            if each.target is not None:
+                each.target.copy_(whole)
         self._messages = [_Messages(each, to_rank, self._device) for each in by_axis.values()]
 
     def _travelling(self) -> Iterator[_Travelling]:
@@ -388,7 +385,7 @@ class _Messages:
             self._staging = inputs[-1].new_empty(axis.size * inputs[-1].numel())
             outputs.append(self._staging)
         if is_for_one and to_rank is not None:
-            launch: comms.Launch = partial(_send, inputs, outputs, ranks, to_rank, axis.group)
+            launch: comms.Launch = partial(send_to, to_rank, axis.group, inputs, outputs)
         else:
             launch = group.comm.all_gather(outputs, inputs)
         self._streams.gather_after_compute()  # compute has packed what is sent
@@ -422,26 +419,6 @@ class _Messages:
             for each, start in self._packed:
                 if each.target is not None:
                     _unpack(each, each.target, staging, start)
-
-
-def _send(
-    inputs: Sequence[torch.Tensor],
-    outputs: Sequence[torch.Tensor],
-    ranks: Sequence[int],
-    to_rank: int,
-    group: dist.ProcessGroup,
-) -> list[dist.Work]:
-    """Send the ``inputs`` of all ``ranks`` to ``to_rank``, whose ``outputs`` have room for them in rank order."""
-    if to_rank != _rank():
-        return dist.batch_isend_irecv([dist.P2POp(dist.isend, each, to_rank, group, _TAG) for each in inputs])
-    messages = []
-    for output, mine in zip(outputs, inputs, strict=True):
-        for source, row in zip(ranks, output.split(mine.numel()), strict=True):
-            if source == to_rank:
-                row.copy_(mine)
-            else:
-                messages.append(dist.P2POp(dist.irecv, row, source, group, _TAG))
-    return dist.batch_isend_irecv(messages)
 
 
 def _unpack(each: _Travelling, target: torch.Tensor, staging: torch.Tensor, start: int) -> None:

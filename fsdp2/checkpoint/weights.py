@@ -9,7 +9,6 @@ import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,9 +19,9 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
 from fsdp2.checkpoint.pieces import Run, runs
-from fsdp2.core import ParamGroup, ShardedParam, Slot, _torch, comms, groups_by_slot, is_plain, plans
+from fsdp2.core import ParamGroup, ShardedParam, Slot, _torch, groups_by_slot, is_plain, plans
 from fsdp2.extras import torch_names
-from fsdp2.extras.lending import WHOLE, check_idle, gathered, joined, joined_along_dim_0, packed, whole_subclass
+from fsdp2.extras.lending import WHOLE, check_idle, gathered, joined_along_dim_0, whole_subclass
 from fsdp2.extras.plain_names import bound_state
 from fsdp2.tensors.in_files import FileTensor
 
@@ -51,6 +50,9 @@ DTYPES = {
     "F64": torch.float64,
     "C64": torch.complex64,
 }
+
+
+_TAG = 7090  # of messages; differs from 0, which user code on the same group is likely to use, and from our channels
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,14 @@ class Weight:
     def is_packed(self) -> bool:
         """Whether compute reads other values than those in the shards; ``whole`` returns these values."""
         return self.param is not None and hasattr(self.local, WHOLE)
+
+    @property
+    def is_cut_once(self) -> bool:
+        """Whether the whole tensor is made of the values in the shards of one axis alone."""
+        param = self.param
+        if param is None or param.spec.unsharded is not None or self.is_packed:
+            return False
+        return param.layout.num_shards > 1 and param.layout.numel > 0
 
     @property
     def whole_like(self) -> tuple[tuple[int, ...], torch.dtype]:
@@ -141,31 +151,6 @@ class Weight:
                 return local
             return _torch.dtensors_like([self.tensor], [local])[0].full_tensor()
 
-    def whole_on(self, rank: int, dtype: torch.dtype | None = None) -> torch.Tensor | None:
-        """The result of ``whole``, but only on the global ``rank``; None elsewhere. Shards are sent only to that rank,
-        and other replicas do nothing. On accelerators, and if model axes cut the tensor, all ranks gather it."""
-        mine, param = dist.get_rank() == rank, self.param
-        is_simple = param is not None and param.spec.unsharded is None and param.layout.num_shards > 1
-        # Backends differ in how messages are ordered with streams, and an all-gather is fast on accelerators.
-        if param is None or not is_simple or param.mesh.device.type != "cpu":
-            whole = self.whole(dtype)
-            return whole if mine else None
-        layout, group = param.layout, param.mesh.shard.group
-        ranks = dist.get_process_group_ranks(group)
-        if rank not in ranks or layout.padded_numel == 0:
-            return self.local.new_empty(self.tensor.shape) if mine else None
-        with torch.no_grad():
-            sent = packed(param, plain_values(self.local, dtype))
-            if not mine:
-                messages = [dist.P2POp(dist.isend, sent.view(torch.uint8), rank, group)]
-            else:
-                got = sent.new_empty(layout.num_shards, layout.chunk_numel)
-                got[param.mesh.shard.rank] = sent
-                rows = zip(ranks, got.view(torch.uint8), strict=True)
-                messages = [dist.P2POp(dist.irecv, row, peer, group) for peer, row in rows if peer != rank]
-            comms.wait_for(dist.batch_isend_irecv(messages))
-            return joined(param, got.view(-1)) if mine else None
-
 
 @dataclass(frozen=True)
 class WeightInFiles(Weight):
@@ -186,64 +171,6 @@ class WeightInFiles(Weight):
             whole = joined_along_dim_0(self.tensor, whole)
         nbytes = math.prod(piece.shape) * piece.dtype.itemsize
         return whole.contiguous().view(-1).view(torch.uint8)[:nbytes].view(piece.dtype).view(piece.shape)
-
-    def whole_on(self, rank: int, dtype: torch.dtype | None = None) -> torch.Tensor | None:
-        whole = self.whole(dtype)
-        return whole if dist.get_rank() == rank else None
-
-    def is_dense_in(self, opened: Any, key: str) -> bool:
-        """Whether the file has the weight itself, not quantised."""
-        header, dense = opened.get_slice(key), self.piece.dense
-        dtype = DTYPES.get(header.get_dtype())
-        is_number = dtype is not None and dtype.is_floating_point
-        return dense is not None and is_number and tuple(header.get_shape()) == dense.shape
-
-    def problem_of(self, opened: Any, key: str, file: Path) -> str:
-        piece, header = self.piece, opened.get_slice(key)
-        if piece.check is not None:
-            problem = piece.check(opened.get_tensor(key))
-            advice = "Make the model with the options of the files"
-            return f"'{key}' in {file.name} does not fit: {problem}. {advice}." if problem else ""
-        found = tuple(header.get_shape()), DTYPES.get(header.get_dtype())
-        if found == (piece.shape, piece.dtype) or self.is_dense_in(opened, key):
-            return ""
-        dense = f", or floating-point numbers of shape {piece.dense.shape}" if piece.dense else ""
-        return (
-            f"'{key}' has shape {found[0]} and dtype {header.get_dtype()} in {file.name}, expected {piece.shape} and "
-            f"{piece.dtype}{dense}."
-        )
-
-    def load(self, opened: Any, key: str) -> torch.Tensor | None:
-        """Load this rank's part of ``key``. If it has to be quantised, returns what the ranks then need from each
-        other."""
-        piece, (start, stop) = self.piece, self._rows
-        if piece.dense is not None and self.is_dense_in(opened, key):
-            numel, width = math.prod(piece.dense.shape), math.prod(piece.dense.shape[1:])
-            start, stop = (min(row * piece.dense.row_numel, numel) for row in (start, stop))
-            first = start // width
-            rows = opened.get_slice(key)[first : -(-stop // width)] if stop > start else torch.empty(0)
-            return piece.dense.quantise(rows.reshape(-1)[start - first * width : stop - first * width])
-        if piece.write is not None:
-            piece.write(opened.get_tensor(key))
-        elif piece.is_cut:
-            mine, itemsize = piece.tensor.view(-1).view(torch.uint8), piece.dtype.itemsize
-            first = start * (mine.numel() // max(stop - start, 1)) // itemsize
-            values = opened.get_slice(key)[first : first + mine.numel() // itemsize]
-            mine[: values.nbytes].copy_(values.contiguous().view(-1).view(torch.uint8))
-        else:
-            piece.tensor.copy_(opened.get_tensor(key))
-        return None
-
-    def finish_dense(self, mine: torch.Tensor) -> None:
-        """Exchange the results ``mine`` of ``load``. Collective."""
-        dense = self.piece.dense
-        if dense is not None and dense.finish is not None and isinstance(self.tensor, DTensor):
-            dense.finish(joined_along_dim_0(self.tensor, mine), self._rows[0])
-
-    @property
-    def _rows(self) -> tuple[int, int]:
-        _, param = self.managed
-        return param.layout.interval(param.mesh.shard.rank)
 
 
 def weights_of(model: nn.Module, caller: str) -> list[Weight]:
@@ -317,6 +244,23 @@ def _cut(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
         numbers = torch.arange(size, device=plans.mesh_device(mesh))
         along.append(distribute_tensor(numbers, mesh, of_dim, src_data_rank=None).to_local().tolist())
     return along
+
+
+def send_to(
+    rank: int, group: dist.ProcessGroup, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+) -> list[dist.Work]:
+    """Start sending the ``inputs`` of all ranks of ``group`` to the global ``rank``. Its ``outputs`` have room for them
+    in rank order."""
+    if dist.get_rank() != rank:
+        return dist.batch_isend_irecv([dist.P2POp(dist.isend, each, rank, group, _TAG) for each in inputs])
+    messages = []
+    for output, mine in zip(outputs, inputs, strict=True):
+        for source, row in zip(dist.get_process_group_ranks(group), output.split(mine.numel()), strict=True):
+            if source == rank:
+                row.copy_(mine)
+            else:
+                messages.append(dist.P2POp(dist.irecv, row, source, group, _TAG))
+    return dist.batch_isend_irecv(messages)
 
 
 def renamed(key: str, rename: Rename | None) -> str | None:

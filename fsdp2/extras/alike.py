@@ -21,12 +21,11 @@ import torch.distributed as dist
 
 from fsdp2.core import ParallelMesh, ParamGroup, TreeChecks, Unit, UnitTree
 from fsdp2.extras import torch_names
-from fsdp2.extras.board import Board
 from fsdp2.extras.claims import FLAGS, GRADIENTS, UNFINISHED, UNITS, Claim
 from fsdp2.extras.meetings import Meeting, await_claim
 from fsdp2.extras.rank_checks import agree, by_mesh, check_agreement, compare_on
 from fsdp2.extras.stalls import timeout_s_of, watch_for_stalls
-from fsdp2.extras.standings import RunCounts
+from fsdp2.extras.standings import Board, RunCounts
 
 _next_number: defaultdict[int, int] = defaultdict(int)  # of a scope, by its ranks
 
@@ -55,8 +54,14 @@ class _Scope:
 
 
 class Alike(TreeChecks):
-    """The checks of one root, which is also ``Watched``. Its ``identity`` is the same on all ranks once they have
-    compared their models."""
+    """The checks of one root, which ``stalls`` watches.
+
+    Attributes:
+        identity: tells roots apart. It is the same on all ranks once they have compared their models.
+        board: of the ranks that share a store. Only the root keeps it: a store that outlives the model would interfere
+            with the next process group.
+        timeout_s: after how many seconds the backend gives up.
+    """
 
     board: Board
     timeout_s: float
@@ -169,22 +174,26 @@ class Alike(TreeChecks):
             finally:
                 self._is_claiming = False
 
-    # What other threads ask for: see ``Watched``
+    # What other threads may ask for
 
     @property
     def last_event(self) -> object:
+        """A different one for each event; None before the first."""
         return self._tree.executor.last_event
 
     @property
     def is_running(self) -> bool:
+        """Whether a forward or backward runs, or waits at its end for other ranks."""
         passes = self._tree.passes
         return self._is_comparing or self._is_claiming or (bool(passes.running) and not passes.root_raised)
 
     @property
     def runs_ahead(self) -> bool:
+        """See ``Streams``: ranks that wait for a busy device may all make progress yet."""
         return self._tree.executor.streams.runs_ahead
 
     def is_idle(self) -> bool:
+        """Whether the device is idle."""
         return self._tree.executor.streams.is_idle()
 
     def passes(self) -> RunCounts:
@@ -193,13 +202,16 @@ class Alike(TreeChecks):
         return RunCounts(self._tree.class_name, self._num_forwards, self.num_backwards, running, row)
 
     def story(self) -> str:
+        """The last events."""
         return self._tree.executor.story()
 
     def ranks(self) -> list[int]:
+        """All ranks that hold a part of the model."""
         groups = [group for unit in self._tree.units for group in unit.groups]
         return sorted({rank for group in groups for row in group.mesh.ranks for rank in row})
 
     def claims(self) -> dict[str, Claim]:
+        """What this rank does now, for comparison with other ranks."""
         schedule, claims = self._tree.schedule, dict(self._claims)
         for scope in self._scopes:
             claims[_named(FLAGS, scope.everyone)] = scope.trainable()

@@ -7,8 +7,8 @@ that repeats the previous one costs nothing, and a rank that diverges is detecte
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import zip_longest
+from typing import NamedTuple
 
 from fsdp2.core import DOCS
 from fsdp2.extras.output import first_lines
@@ -26,11 +26,9 @@ _ALIKE = (
 )
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """The wording for a kind of claim. ``why`` follows "because"; ``differs`` takes a name and two lists of ranks."""
+class _Kind(NamedTuple):
+    """The wording for a kind of claim. ``differs`` takes a name and two lists of ranks."""
 
-    why: str
     head: str
     differs: str
     advice: str
@@ -38,44 +36,28 @@ class _Kind:
 
 _KINDS = {
     FLAGS: _Kind(
-        "requires_grad differs",
         "requires_grad differs between ranks:",
         "parameter '{}' requires a gradient on {}, not on {}",
         "Call requires_grad_() alike on all ranks, before the same forward or backward.",
     ),
-    UNITS: _Kind(
-        "they use other units",
-        "ranks use other units in the same forward:",
-        "unit '{}' ran on {}, not on {}",
-        _ALIKE,
-    ),
+    UNITS: _Kind("ranks use other units in the same forward:", "unit '{}' ran on {}, not on {}", _ALIKE),
     GRADIENTS: _Kind(
-        "other parameters have gradients",
-        "parameters have a gradient on some ranks only:",
-        "parameter '{}' had a gradient on {}, not on {}",
-        _ALIKE,
+        "parameters have a gradient on some ranks only:", "parameter '{}' had a gradient on {}, not on {}", _ALIKE
     ),
 }
 
 
-@dataclass(frozen=True)
-class Difference:
-    """How the claims of ranks differ."""
-
-    why: str  # a short reason
-    lines: Sequence[str]  # the text of an error
-
-
-def difference(claims: Mapping[int, Mapping[str, Claim]]) -> Difference | None:
-    """The first difference between the claims of ranks; None if there is none. Some claims of a rank may be missing."""
+def difference(claims: Mapping[int, Mapping[str, Claim]]) -> Sequence[str]:
+    """The first difference between the claims of ranks, as the lines of an error; empty if there is none. Some claims
+    of a rank may be missing."""
     names = dict.fromkeys(name for claim in claims.values() for name in claim)
     for name in sorted(names, key=lambda name: list(_KINDS).index(name.partition(" ")[0])):
         kind = _KINDS[name.partition(" ")[0]]
         found = {rank: claim[name] for rank, claim in claims.items() if name in claim}
         lines = [f"  {line}" for line in _differing(kind, found)]
         if lines:
-            return Difference(kind.why, [kind.head, *first_lines(lines, _MAX_LINES, "  and {} more"), kind.advice])
-    return None
+            return [kind.head, *first_lines(lines, _MAX_LINES, "  and {} more"), kind.advice]
+    return []
 
 
 def _differing(kind: _Kind, found: Mapping[int, Claim]) -> Iterator[str]:

@@ -13,9 +13,10 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from fsdp2.core import ParamGroup, ScheduleError, ShardedParam, Slot, Unit, _torch, is_plain, marks, tree_of, unit_of
+from fsdp2.core import ParamGroup, ShardedParam, Slot, Unit, _torch, is_plain, marks, tree_of, unit_of
 from fsdp2.extras import torch_names
 from fsdp2.extras.forward_methods import FORWARD_METHOD, like_forward
+from fsdp2.extras.lending import check_idle
 from fsdp2.extras.unit_checks import finalizes_by_hand
 
 Memo = dict[Any, Any]
@@ -30,11 +31,7 @@ def copied_module(module: nn.Module, memo: Memo) -> nn.Module:
     unit = unit_of(module)
     assert unit is not None
     if id(unit) not in memo:
-        if unit.running or _torch.in_backward():
-            raise ScheduleError(
-                f"deepcopy of unit '{unit.name}': a forward or backward is running. Call deepcopy when no forward or "
-                "backward runs. After an exception, call reset_iter_state() first."
-            )
+        check_idle(module, "deepcopy")
         for group in unit.groups:
             group.take_replaced()
             for param in group.params:

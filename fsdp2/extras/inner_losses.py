@@ -14,17 +14,16 @@ Compiled graphs are left alone: each graph is one node, and the unit's output is
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from fsdp2.core import ParamGroup, Unit, _torch, find_tensors, schedules, tree_of, units_under
 from fsdp2.extras import torch_names
 from fsdp2.extras.outside_calls import called_with
 
-_watched: weakref.WeakKeyDictionary[Unit, set[nn.Module]] = weakref.WeakKeyDictionary()
+# The units for which each submodule is watched. Both are weak, since what watches a submodule refers to its unit.
+_watched: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[Unit]] = weakref.WeakKeyDictionary()
 
 
 def allow_inner_losses(module: nn.Module) -> None:
@@ -57,35 +56,20 @@ def _watch(unit: Unit) -> None:
 
     hook = _torch.GradientHook(on_gradient)
     holders = [slot.module for group in unit.groups for param in group.params for slot in param.slots]
-    watched = _watched.setdefault(unit, set())
     for submodule in called_with(unit.modules, holders):
-        if submodule not in watched:
-            watched.add(submodule)
+        units = _watched.setdefault(submodule, weakref.WeakSet())
+        if unit not in units:
+            units.add(unit)
             torch_names.watch_calls(submodule, hook, find_tensors, has_begun)
-    for group in unit.groups:
-        if any(slot.module in unit.modules for param in group.params for slot in param.slots):
-            group.on_parameters = _hooks_own_parameters(unit.modules, on_gradient)
-            group.on_parameters(group)
 
-
-def _hooks_own_parameters(
-    modules: tuple[nn.Module, ...], on_gradient: Callable[[torch.Tensor], None]
-) -> Callable[[ParamGroup], None]:
-    """A function that lets ``on_gradient`` be called for the parameters of a group that ``modules`` hold directly."""
-    handles: list[RemovableHandle] = []
-
-    def add_hooks(group: ParamGroup) -> None:
-        alive = weakref.ref(on_gradient)  # autograd keeps hooks where the garbage collector cannot see them
-
-        def tell(gradient: torch.Tensor) -> None:
-            if (function := alive()) is not None:
-                function(gradient)
-
-        while handles:
-            handles.pop().remove()
+    def watch_own(group: ParamGroup) -> None:
+        """Add the hook to the parameters of ``group`` that the unit's modules hold themselves."""
         for param in group.params:
-            unsharded, is_own = param.unsharded, any(slot.module in modules for slot in param.slots)
+            unsharded, is_own = param.unsharded, any(slot.module in unit.modules for slot in param.slots)
             if is_own and unsharded is not None and unsharded.requires_grad:
-                handles.append(unsharded.register_post_accumulate_grad_hook(tell))
+                hook.add_to(unsharded)
 
-    return add_hooks
+    for group in unit.groups:
+        if any(module in unit.modules for module in holders):
+            group.on_parameters = watch_own
+            watch_own(group)

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from fsdp2.core import _torch, marks, unit_of
+from fsdp2.core import _torch, groups_by_slot, marks, unit_of
 from fsdp2.extras.output import listed
 from fsdp2.extras.plain_names import plain_name
 
@@ -73,11 +73,9 @@ def _is_original(param: torch.Tensor) -> bool:
 
 def _shards_of(originals: Collection[int]) -> dict[int, nn.Parameter]:
     """Maps the identity of an original to its shard. Units keep a reference to the original of each parameter."""
-    modules = modules_in_process()
-    units = {unit for module in modules if (unit := unit_of(module)) is not None}
-    params = (param for unit in units for group in unit.groups for param in group.params)
+    params = (group.params[index] for group, index in groups_by_slot().values())
     shards = {id(param.origin()): param.bound() for param in params}
-    still_bound = {id(param) for module in modules for param in _torch.parameters_dict(module).values()}
+    still_bound = {id(param) for module in modules_in_process() for param in _torch.parameters_dict(module).values()}
     return {
         key: shard for key in originals if key not in still_bound and isinstance(shard := shards.get(key), nn.Parameter)
     }

@@ -15,7 +15,7 @@ from torch import nn
 
 from fsdp2.core import GroupState, ScheduleError, Unit, _torch, seams, units_under
 from fsdp2.extras import torch_names
-from fsdp2.extras.plain_names import plain_named_modules
+from fsdp2.extras.plain_names import plain_paths
 
 
 def guards_of(unit: Unit, holders: Iterable[nn.Module]) -> list[seams.Guard]:
@@ -74,5 +74,4 @@ def _is_sharded(unit: Unit) -> bool:
 def _name_of(module: nn.Module, unit: Unit) -> str:
     """The name of ``module`` relative to the root, or to ``unit`` if the root is not known yet."""
     around = unit if unit.tree is None else unit.tree.root
-    found = (name for top in around.modules for name, each in plain_named_modules(top) if each is module)
-    return next(found, type(module).__name__)
+    return plain_paths(around.modules).get(module, type(module).__name__)

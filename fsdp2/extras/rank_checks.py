@@ -59,15 +59,9 @@ def agree(tree: UnitTree, what: str, communicate: Callable[[], _T]) -> _T:
         raise comms.lost(what, explained, tree.executor.story(), groups) from error.__cause__
 
 
-def compare(units: Sequence[Unit], found: _T) -> list[_T]:
-    """The values ``found`` on the ranks of the largest mesh of ``units``, in rank order; one entry if all are equal.
-    ``found`` consists of plain values."""
-    meshes = [group.mesh for unit in units for group in unit.groups]
-    return compare_on(max(meshes, key=lambda mesh: mesh.data_parallel_size), found)
-
-
 def compare_on(mesh: ParallelMesh, found: _T) -> list[_T]:
-    """The values ``found`` on the ranks of ``mesh``, in rank order; one entry if all are equal."""
+    """The values ``found`` on the ranks of ``mesh``, in rank order; one entry if all are equal. ``found`` consists of
+    plain values."""
     if _is_agreed(mesh, repr(found)):
         return [found]
     return [each for row in exchange(mesh.replicate, exchange(mesh.shard, found)) for each in row]

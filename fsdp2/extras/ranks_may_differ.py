@@ -16,7 +16,7 @@ import torch.distributed as dist
 from fsdp2.core import ParallelMesh, ParamGroup, TreeChecks, Unit, UnitTree, comms, plans, schedules, unit_of
 from fsdp2.extras.alike import Alike
 from fsdp2.extras.plain_names import with_inside
-from fsdp2.extras.rank_checks import agree, by_mesh, compare, reduce
+from fsdp2.extras.rank_checks import agree, by_mesh, compare_on, reduce
 from fsdp2.extras.skipped_units import Event, SkippedUnits
 
 
@@ -25,14 +25,8 @@ class JoiningSchedule(schedules.Schedule):
     this rank performs the same gathers and reductions without computing."""
 
     def __init__(self, tree: UnitTree) -> None:
-        self._tree, self.skipping = tree, SkippedUnits(tree.parents)
         super().__init__([tree.rules_of(unit) for unit in tree.units], tree.passes)
-        for unit, rules in enumerate(self.rules):
-            self.set_rules(unit, rules)
-
-    def set_rules(self, unit: int, rules: schedules.UnitRules) -> None:
-        super().set_rules(unit, rules)
-        self.skipping.may_skip(unit, enabled=rules.ranks_may_differ)
+        self._tree, self.skipping = tree, SkippedUnits(tree.parents, self.rules)
 
     def pre_forward(self, unit: int, *, grad_enabled: bool) -> schedules.Actions:
         if not self.passes.in_backward:
@@ -123,8 +117,8 @@ class ChecksWhereRanksDiffer(TreeChecks):
 
     def __init__(self, tree: UnitTree, schedule: JoiningSchedule, usual: Alike) -> None:
         self._tree, self._schedule, self._usual = tree, schedule, usual
-        groups = [group for unit in tree.units for group in unit.groups]
-        self._used_params = [UsedParams(*each) for each in by_mesh(groups)]
+        self._meshes = by_mesh(group for unit in tree.units for group in unit.groups)  # the largest one is the last
+        self._used_params = [UsedParams(*each) for each in self._meshes]
 
     def begin_pass(self) -> None:
         self._usual.begin_pass()
@@ -145,7 +139,8 @@ class ChecksWhereRanksDiffer(TreeChecks):
             trainable = {i for i, unit in units for group in unit.groups if group.gradients.trainable}
         used = skipping.end_forward(trainable)
         if used is not None:
-            used_by_all = agree(tree, "the agreement on the order of units", partial(compare, tree.units, used))
+            found = partial(compare_on, self._meshes[-1][0], used)
+            used_by_all = agree(tree, "the agreement on the order of units", found)
             schedule.tape.expected = skipping.agree(used_by_all, trainable)
 
     def begin_backward(self) -> None:

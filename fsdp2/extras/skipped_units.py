@@ -266,15 +266,14 @@ def _ends_around(event: Event, behind: Iterable[Event]) -> list[Event]:
 
 class SkippedUnits:
     """The units that this rank skips. ``forward`` and ``backward`` follow the passes that run, or ran last.
-    ``parents`` holds, for each unit, the innermost unit around it."""
+    ``parents`` holds, for each unit, the innermost unit around it. ``rules`` may change between passes."""
 
-    def __init__(self, parents: Sequence[int | None]) -> None:
+    def __init__(self, parents: Sequence[int | None], rules: Sequence[schedules.UnitRules]) -> None:
         # One object for each event that is used: the hot path compares identities.
         self.begins = [Event(unit, begins=True) for unit in range(len(parents))]
         self.ends = [Event(unit, begins=False) for unit in range(len(parents))]
         self.by_hand: set[int] = set()  # units that the user has unsharded, and handles until their next use
-        self.alike: set[int] = set()  # units that either all ranks use, or none
-        self._parents = parents
+        self._parents, self._rules = parents, rules
         self._orders: dict[tuple[int, bool], _Order] = {}  # maps the key of a forward to the order that was used last
         # All orders that ranks have agreed on: if units are frozen in turn, each combination is compared only once.
         self._agreed: dict[tuple[tuple[int, bool], frozenset[int]], _Order] = {}
@@ -288,18 +287,16 @@ class SkippedUnits:
         self._forwards: list[Forward] = []  # forwards that no backward has passed through
         self._last_forwards: list[Forward] = []  # the value of ``_forwards`` when the last backward began
 
-    def may_skip(self, unit: int, *, enabled: bool) -> None:
-        """Whether ranks may skip ``unit`` while others use it."""
-        if enabled:
-            self.alike.discard(unit)
-        else:
-            self.alike.add(unit)
+    @property
+    def alike(self) -> set[int]:
+        """The units that either all ranks use, or none."""
+        return {unit for unit, rules in enumerate(self._rules) if not rules.ranks_may_differ}
 
     def begin_forward(self, root: int, *, grad_enabled: bool) -> None:
         """A forward pass begins with ``root`` as its outermost unit."""
         key = (root, grad_enabled)
         expected: Sequence[Event] = ()
-        if len(self.alike) < len(self._parents):
+        if any(rules.ranks_may_differ for rules in self._rules):
             expected = self._orders[key].events if key in self._orders else self._registered(root)
         self.forward = Forward(self, key, expected)
         if grad_enabled and expected:
@@ -346,8 +343,8 @@ class SkippedUnits:
         self._orders[key] = self._agreed[key, frozenset(trainable)] = _Order(events, differentiable)
         if len(self._agreed) > MAX_ORDERS:
             del self._agreed[next(iter(self._agreed))]  # the oldest: the same one on all ranks
-        began = [event.unit for event in events if event.begins]
-        return [unit for unit in began if unit in seen or unit not in self.alike]
+        unused = self.alike - seen
+        return [event.unit for event in events if event.begins and event.unit not in unused]
 
     def _registered(self, root: int) -> list[Event]:
         """A forward of ``root`` that uses all units inside it in the order of registration."""

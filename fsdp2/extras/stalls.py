@@ -12,31 +12,32 @@ The board uses no collective, so this works while collectives are stuck. It is n
 
 from __future__ import annotations
 
-import linecache
 import logging
 import os
 import queue
 import sys
 import threading
 import time
+import traceback
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from fsdp2.core import CommunicationError, ParallelMesh
 from fsdp2.extras import torch_names
-from fsdp2.extras.board import Board
-from fsdp2.extras.claims import Claim
-from fsdp2.extras.standings import RunCounts, Standing, View, doubt, verdict
+from fsdp2.extras.standings import Board, Standing, View, doubt, verdict
+
+if TYPE_CHECKING:
+    from fsdp2.extras.alike import Alike
 
 LOOK_S = 1.0
 _UNTIL_COMPARED_S = 5.0
@@ -54,27 +55,6 @@ _FSDP2, _TORCH, _PYTHON = Path(__file__).parents[1], Path(torch.__file__).parent
 _log = logging.getLogger("fsdp2")
 
 
-class Watched(Protocol):
-    """The part of a root's interface that other threads may use."""
-
-    # Only the root keeps the board: a store that outlives the model would interfere with the next process group.
-    board: Board
-    identity: str  # tells roots apart, and is the same on all ranks
-    timeout_s: float  # after how many seconds the backend gives up
-
-    @property
-    def last_event(self) -> object: ...  # a different one for each event; None before the first
-    @property
-    def is_running(self) -> bool: ...  # whether a forward or backward runs, or waits at its end for other ranks
-    @property
-    def runs_ahead(self) -> bool: ...  # see ``Streams``; ranks that wait for a busy device may all go on
-    def is_idle(self) -> bool: ...  # whether the device is idle
-    def story(self) -> str: ...  # the last events
-    def claims(self) -> Mapping[str, Claim]: ...  # what this rank does now, for comparison with other ranks
-    def passes(self) -> RunCounts: ...
-    def ranks(self) -> Sequence[int]: ...  # all ranks that hold a part of the model
-
-
 class Said(NamedTuple):
     """What to log, and at which level."""
 
@@ -87,13 +67,12 @@ class _Pause:
     """The time from one event to the next."""
 
     number: int  # tells pauses of this rank apart
-    root: Callable[[], Watched | None]  # the root of the event, while it lives
+    root: Callable[[], Alike | None]  # the root of the event, while it lives
     since: float
     shown: Standing | None = None  # what this rank has shown
-    # For each other rank, the number of its pause, and when this rank first saw that pause.
-    first_seen: dict[int, tuple[int, float]] = field(default_factory=dict)
+    # For each other rank, its last standing, and when this rank first saw the pause of that standing.
+    seen: dict[int, tuple[Standing, float]] = field(default_factory=dict)
     did: dict[int, tuple[int, bool]] = field(default_factory=dict)  # what the ranks did at the last read
-    ended: dict[int, Standing] = field(default_factory=dict)  # the last standings of ranks that have ended
     next_read: float = 0.0  # the earliest time at which this rank reads again what others show
     has_warned: bool = False
     has_told: bool = False
@@ -114,10 +93,10 @@ class StallWatch:
     def __init__(self, *, lingers: bool = False) -> None:
         self._lingers = lingers
         self._lock = threading.Lock()
-        self._roots: weakref.WeakSet[Watched] = weakref.WeakSet()
+        self._roots: weakref.WeakSet[Alike] = weakref.WeakSet()
         self._has_ended = False
         self._questions: queue.SimpleQueue[Future[str] | None] = queue.SimpleQueue()  # None: Python ends
-        self._seen: weakref.WeakKeyDictionary[Watched, object] = weakref.WeakKeyDictionary()  # the last events
+        self._seen: weakref.WeakKeyDictionary[Alike, object] = weakref.WeakKeyDictionary()  # the last events
         self._pause = _Pause(0, lambda: None, 0.0)
 
     @property
@@ -125,7 +104,7 @@ class StallWatch:
         """How ranks differ for certain, as the lines of an error; empty if this is not known."""
         return self._pause.differing
 
-    def add(self, root: Watched) -> bool:
+    def add(self, root: Alike) -> bool:
         """Watch ``root``, too. False if ``run`` has ended or is about to end, so that ``root`` would not be watched."""
         with self._lock:
             if not self._has_ended:
@@ -153,8 +132,8 @@ class StallWatch:
             is_same, pause.did = did == pause.did, did
             found = verdict(view, is_same=is_same, runs_ahead=root.runs_ahead)
             if found is not None:
-                pause.has_told, pause.differing = True, found.differing
-                return Said(logging.ERROR, found.text)
+                pause.has_told, (text, pause.differing) = True, found
+                return Said(logging.ERROR, text)
             if quiet_s >= _UNTIL_TOLD * root.timeout_s:
                 pause.has_told = True
                 stories = [f"Last events on rank {root.board.rank}: {each.story()}." for each in self._alive()]
@@ -164,7 +143,7 @@ class StallWatch:
         pause.has_warned = True
         return Said(logging.WARNING, doubt(view))
 
-    def _alive(self) -> list[Watched]:
+    def _alive(self) -> list[Alike]:
         with self._lock:
             return list(self._roots)
 
@@ -183,7 +162,7 @@ class StallWatch:
             if before.shown.waits:
                 root.board.stop_asking()
 
-    def _standing(self, root: Watched, quiet_s: float, place: str, *, waits: bool, has_ended: bool) -> Standing:
+    def _standing(self, root: Alike, quiet_s: float, place: str, *, waits: bool, has_ended: bool) -> Standing:
         return Standing(
             pause=self._pause.number,
             waits=waits,
@@ -197,7 +176,7 @@ class StallWatch:
             passes={each.identity: each.passes() for each in [*self._alive(), root]},
         )
 
-    def _show(self, root: Watched, quiet_s: float) -> Standing:
+    def _show(self, root: Alike, quiet_s: float) -> Standing:
         """Show the standing of this rank. If it waits, ask others to do the same."""
         shown, waits = self._pause.shown, not root.is_idle()
         first_quiet_s = quiet_s if shown is None else shown.quiet_s
@@ -218,14 +197,14 @@ class StallWatch:
         for rank in awaited:
             if rank in found:
                 continue
-            its = found[rank] = pause.ended.get(rank) or board.of(rank)
+            before, since = pause.seen.get(rank, (None, now))
+            its = found[rank] = before if before is not None and before.has_ended else board.of(rank)
             if its is None:
                 continue
-            if pause.first_seen.get(rank, (None, now))[0] != its.pause:
-                pause.first_seen[rank] = its.pause, now
-            quiet_s[rank] = its.quiet_s + now - pause.first_seen[rank][1]  # at least: clocks of ranks differ
-            if its.has_ended:
-                pause.ended[rank] = its
+            if before is None or before.pause != its.pause:
+                since = now
+            pause.seen[rank] = its, since
+            quiet_s[rank] = its.quiet_s + now - since  # at least: clocks of ranks differ
             if its.waits:
                 awaited += its.ranks
         return View(board.rank, quiet_s, dict(sorted(found.items())))
@@ -291,7 +270,7 @@ class StallWatch:
                 now = time.monotonic()
             pause.explained = ""
             if found is not None:
-                pause.explained = "\n" + "\n".join(found.differing)
+                pause.explained = "\n" + "\n".join(found[1])
             elif root.board.is_gone:
                 pause.explained = "\n" + "\n".join([_STORE_IS_GONE, *view.lines()])
         return pause.explained
@@ -317,7 +296,7 @@ class StallWatch:
 _running: list[tuple[StallWatch, threading.Thread]] = []  # at most one
 
 
-def watch_for_stalls(root: Watched, store: dist.Store) -> None:
+def watch_for_stalls(root: Alike, store: dist.Store) -> None:
     """Let a thread of this process watch ``root`` from now on. The thread ends with the process, or with its roots.
     ``store`` is the store of the ranks."""
     if _running and _running[0][0].add(root):
@@ -370,13 +349,11 @@ def _described(error: BaseException | None) -> str:
 def _place() -> str:
     """The line of the user's program or of another library that the main thread is running."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame is not None and _is_internal(frame.f_code.co_filename):
-        frame = frame.f_back
-    if frame is None:
-        return ""
-    path, number = frame.f_code.co_filename, frame.f_lineno
-    line = linecache.getline(path, number).strip()
-    return f"{line or 'a line'} in {frame.f_code.co_name} ({os.path.basename(path)}:{number})"
+    stack = traceback.StackSummary.extract(traceback.walk_stack(frame), lookup_lines=False)
+    for its in stack:
+        if not _is_internal(its.filename):
+            return f"{its.line or 'a line'} in {its.name} ({os.path.basename(its.filename)}:{its.lineno})"
+    return ""
 
 
 def _is_internal(path: str) -> bool:

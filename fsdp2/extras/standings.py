@@ -1,11 +1,20 @@
-"""The standings of ranks that have had no event for some time: how they differ, and how to report it. Plain values."""
+"""The standings of ranks that have had no event for some time: how ranks show them to each other on a board, how they
+differ, and how to report it.
+
+The board lives in the store of the process group, which ends with the process that hosts it: rank 0, if ranks were
+started without torchrun. Rule: a diagnosis must not fail or delay a step. So only the thread of ``stalls`` uses the
+board, and a board without its store shows nothing.
+"""
 
 from __future__ import annotations
 
-import json
+import pickle
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
 
 from fsdp2.core import DOCS
 from fsdp2.extras.claims import Claim, difference, named_ranks
@@ -16,15 +25,14 @@ ALIKE = (
     f"set_ranks_may_differ(True) on the root; what must not differ even then is in {DOCS}/advanced/ranks.md."
 )
 AS_MANY = (
-    "All ranks must run the same roots, with as many forwards and backwards of each. Give all ranks the same number of "
-    "batches: by drop_last=True, or by a sampler that pads, such as torch's DistributedSampler. See "
-    f"{DOCS}/advanced/ranks.md."
+    "All ranks must run the same roots, with as many forwards and backwards of each. If ranks have different numbers "
+    "of batches, loop with: for batch, is_real in fsdp2.joined(batches, model). See "
+    f"{DOCS}/advanced/ranks.md#ranks-with-different-numbers-of-batches."
 )
 _SLOW = (
     "A rank that is only slow will come. Otherwise let all ranks make the same calls, also those of full_tensor() and "
     "of functions that gather state dicts."
 )
-_OTHER_NUMBERS = "ranks have run different numbers of forwards or backwards"
 _MAX_LINES = 8
 
 
@@ -54,16 +62,53 @@ class Standing:
     claims: Mapping[str, Claim]  # the rank's last claims about that root, to be compared with other ranks
     passes: Mapping[str, RunCounts]  # the passes that the rank has run, by the identity of the root
 
-    def to_text(self) -> str:
-        """The text that ``standing_from`` reads."""
-        return json.dumps(asdict(self))
 
+class Board:
+    """The board of all ranks that share ``store``. This process is ``rank``."""
 
-def standing_from(text: str | bytes) -> Standing:
-    """The inverse of ``to_text``."""
-    found = json.loads(text)
-    passes = {root: RunCounts(**each) for root, each in found.pop("passes").items()}
-    return Standing(**found, passes=passes)
+    def __init__(self, store: dist.Store, rank: int) -> None:
+        self._store, self.rank = dist.PrefixStore("fsdp2/stalls", store), rank
+        self.is_gone = False  # whether the store is
+
+    def show(self, standing: Standing | None) -> None:
+        """Let other ranks see ``standing`` from now on. None means that this rank makes progress again."""
+        self._do(self._store.set, str(self.rank), pickle.dumps(standing))
+
+    def of(self, rank: int) -> Standing | None:
+        """The standing of ``rank``, if that rank has shown one."""
+        key = str(rank)
+        shown = self._do(self._store.get, key) if self._do(self._store.check, [key]) else None
+        return None if shown is None else pickle.loads(shown)
+
+    def ask(self) -> None:
+        """Ask ranks that have no events, but do not wait for other ranks either, to show their standing, too."""
+        self._do(self._store.set, "asked", "")
+
+    def stop_asking(self) -> None:
+        """This rank makes progress again. Other ranks that still wait repeat their request."""
+        self._do(self._store.delete_key, "asked")
+
+    def is_asked(self) -> bool:
+        """Whether a rank has asked."""
+        return bool(self._do(self._store.check, ["asked"]))
+
+    def leave(self, standing: Standing) -> None:
+        """Show ``standing`` as the last one before this process ends."""
+        self.show(standing)
+        self._do(self._store.set, f"{self.rank} has left", "")
+
+    def have_left(self, ranks: Sequence[int]) -> bool:
+        """Whether all ``ranks`` have left. True also if the store is gone, so that this is not known."""
+        return self._do(self._store.check, [f"{rank} has left" for rank in ranks]) is not False
+
+    def _do(self, call: Callable[..., Any], *args: object) -> Any:
+        if self.is_gone:  # torch logs each call that fails
+            return None
+        try:
+            return call(*args)
+        except RuntimeError:
+            self.is_gone = True
+            return None
 
 
 @dataclass(frozen=True)
@@ -135,38 +180,31 @@ def are_behind(standings: Mapping[int, Standing]) -> list[int]:
     )
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """What blocks ranks for certain."""
-
-    text: str  # the message to log
-    differing: Sequence[str] = ()  # the lines of an error if it is known how the ranks differ
-
-
-def verdict(view: View, *, is_same: bool, runs_ahead: bool) -> Verdict | None:
-    """A verdict if ranks have ended early, or if all ranks wait for each other. ``is_same``: they also did at the last
-    look. ``runs_ahead``: ranks that wait for a busy device may all make progress yet."""
+def verdict(view: View, *, is_same: bool, runs_ahead: bool) -> tuple[str, Sequence[str]] | None:
+    """What blocks ranks for certain, if ranks have ended early, or if all ranks wait for each other: the message to
+    log, and the lines of an error, without any if it is not known how the ranks differ. ``is_same``: they also waited
+    at the last look. ``runs_ahead``: ranks that wait for a busy device may all make progress yet."""
     known, behind = view.known, are_behind(view.known)
     raised = [rank for rank, its in known.items() if its.has_ended and its.place]
     early = [rank for rank, its in known.items() if its.has_ended and (its.place or rank in behind)]
     stories = [f"Last events on rank {rank}: {its.story}." for rank, its in known.items() if its.waits]
-    head, others = f"{view.head()}. All ranks wait for each other", _OTHER_NUMBERS
+    head = f"{view.head()}. All ranks wait for each other"
     if early:
-        others = f"{named_ranks(early)} {'has' if len(early) == 1 else 'have'} ended"
-        advice = f"See what {named_ranks(early)} reported." if raised == early else AS_MANY
-        head, lines = view.head(), [f"{others}:", *view.lines(), advice]
+        head, advice = view.head(), f"See what {named_ranks(early)} reported." if raised == early else AS_MANY
+        lines = [f"{named_ranks(early)} {'has' if len(early) == 1 else 'have'} ended:", *view.lines(), advice]
     elif not is_same or len(known) < len(view.standings) or not all(its.waits for its in known.values()):
         return None
-    elif (found := difference({rank: its.claims for rank, its in known.items()})) is not None:
-        others, lines = found.why, list(found.lines)
+    elif found := difference({rank: its.claims for rank, its in known.items()}):
+        lines = list(found)
     elif runs_ahead:
         return None
-    elif behind or len({its.root for its in known.values()}) > 1:
-        others = others if behind else "ranks run different roots"
-        lines = [f"{others}:", *view.lines(), AS_MANY]
+    elif behind:
+        lines = ["ranks have run different numbers of forwards or backwards:", *view.lines(), AS_MANY]
+    elif len({its.root for its in known.values()}) > 1:
+        lines = ["ranks run different roots:", *view.lines(), AS_MANY]
     else:
-        return Verdict("\n".join([f"{head}:", *view.lines(), *stories, ALIKE]))
-    return Verdict("\n".join([f"{head}, because {others}:", *lines[1:], *stories]), lines)
+        return "\n".join([f"{head}:", *view.lines(), *stories, ALIKE]), ()
+    return "\n".join([f"{head}, because {lines[0]}", *lines[1:], *stories]), lines
 
 
 def doubt(view: View, *more: str) -> str:

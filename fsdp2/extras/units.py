@@ -1,10 +1,10 @@
-"""The units of a sharded model, for tools that inspect it: the unit of a module, and observers of the units in it."""
+"""The units of a sharded model, for tools that inspect it."""
 
 from __future__ import annotations
 
 from torch import nn
 
-from fsdp2.core import Observer, Unit, units_under
+from fsdp2.core import Unit, units_under
 
 
 def sharded_unit(module: nn.Module, caller: str) -> Unit:
@@ -20,15 +20,3 @@ def sharded_unit(module: nn.Module, caller: str) -> Unit:
 def own_class(module: nn.Module) -> type[nn.Module]:
     """The class that ``module`` had before ``fully_shard`` (torch's or ours)."""
     return next(cls for cls in type(module).__mro__ if all(base.__name__ != "FSDPModule" for base in cls.__mro__))
-
-
-def observe(module: nn.Module, observer: Observer) -> None:
-    """Let ``observer`` observe the units inside ``module``, including ones added later."""
-    for _, unit in units_under(module):
-        unit.tell([*unit.observers, observer])
-
-
-def stop_observing(module: nn.Module, observer: Observer) -> None:
-    """Stop ``observer`` from observing the units inside ``module``."""
-    for _, unit in units_under(module):
-        unit.tell([each for each in unit.observers if each is not observer])

@@ -26,7 +26,7 @@ class MemoryLimit:
 
     def __init__(self, limit: int, tree: UnitTree) -> None:
         self.limit, self._units, self._executor, self._schedule = limit, tree.units, tree.executor, tree.schedule
-        ledger = self._ledger = Ledger([unit_bytes(unit) for unit in self._units], limit)
+        ledger = self._ledger = Ledger({unit.index: unit_bytes(unit) for unit in self._units}, limit)
         for index, unit in enumerate(self._units):  # the user or an exception may have changed states
             self._check(index)
             states = {group.state for group in unit.groups}
@@ -97,7 +97,7 @@ class MemoryLimit:
         if torch.is_grad_enabled():
             in_backward = of_root + (root.backward(reshards=True) if index else 0)
             own, of_root = max((own, of_root), (self._in_backward(index), in_backward), key=sum)
-        kept = sum(each.kept for other, each in enumerate(self._ledger.sizes) if other not in (0, index))
+        kept = sum(each.kept for other, each in self._ledger.sizes.items() if other not in (0, index))
         if own + of_root + kept > self.limit:
             beside = f", and the root needs {of_root} bytes beside it" if of_root else ""
             beside += f", and other units keep {kept} bytes" if kept else ""

@@ -3,18 +3,23 @@
 The sizes come from plans only: nothing runs or is allocated, and no allocator is queried. All ranks compute the same
 sizes, so ``memory_limit`` decides the same on all ranks. Shards and their gradients, activations, and gradients that
 the user keeps unreduced are not counted.
+
+``Ledger`` counts the bytes of actions, for limits, reports and the planner. ``replay`` walks through a step for
+``memory_plan`` and the planner, which add what they know of each moment.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
+from enum import Enum
+from typing import Any, TypeVar
 
 from torch import nn
 
-from fsdp2.core import ParamGroup, Unit, UnitTree, _torch, comms, plans, schedules, tree_of
+from fsdp2.core import ParamGroup, Unit, UnitTree, _torch, plans, schedules, tree_of
 from fsdp2.extras.output import aligned
 from fsdp2.extras.skipped_units import nested
 from fsdp2.extras.units import sharded_unit
@@ -82,15 +87,23 @@ def peak_if_staged(tree: UnitTree, staged: Sequence[bool]) -> int:
 
 def _peak(tree: UnitTree, sizes: Sequence[UnitBytes], *, overlaps: bool) -> int:
     """The most that a step holds. Without ``overlaps``, nothing is prefetched, and reductions land at once."""
-    units = tree.units
     rules = tree.schedule.rules
     if not overlaps:
         rules = [replace(rule, forward_prefetch=(), backward_prefetch=()) for rule in rules]
     schedule = schedules.Schedule(rules)
-    order, parents = tree.schedule.tape.expected or range(len(units)), tree.parents
-    simulate(schedule, order, parents, Ledger(sizes), overlaps=overlaps)  # records the order
-    ledger = Ledger(sizes)
-    simulate(schedule, order, parents, ledger, overlaps=overlaps)
+    order = tree.schedule.tape.expected or range(len(tree.units))
+    uses = {unit: Use(unit, hands_on=unit != order[0]) for unit in order}  # the whole backward ends that of the root
+    events = [(uses[unit], begins) for unit, begins in nested(order, tree.parents)]
+    for _ in range(2):  # the first step records the order
+        ledger = Ledger(dict(enumerate(sizes)))
+        for moment, use, actions in replay(schedule, events, events[::-1]):
+            if moment is Moment.BACKWARD:
+                if not overlaps:
+                    ledger.land()
+                rule = rules[use.unit]
+                ledger.run_backward(use.unit, gathers=rule.unshard_in_backward, reshards=rule.reshard_after_backward)
+            for action, unit in schedules.in_parts(actions):
+                ledger.count(action, unit)
     return ledger.peak
 
 
@@ -151,7 +164,7 @@ def unit_bytes(unit: Unit, *, is_staged: bool | None = None) -> UnitBytes:
     for group in unit.groups:
         plans, comm = group.gradients.plans(trainable_of(group))
         staged = group.home.is_staged if is_staged is None else is_staged
-        found += _gather_bytes(group, is_staged=staged) + reduce_bytes(plans, comm)
+        found += _gather_bytes(group, is_staged=staged) + reduce_bytes(plans, comm.reduce_buffer_nbytes)
     return found
 
 
@@ -160,26 +173,43 @@ def _gather_bytes(group: ParamGroup, *, is_staged: bool) -> UnitBytes:
     plan, smaller = unsharded.plan(), unsharded.post_forward_mesh
     if unsharded.is_local(plan, is_staged=is_staged):
         return UnitBytes()
-    passing = sum(step.padded_nbytes for step in plan.steps if step.origin is plans.Origin.HOOK_CONSUMED)
-    travelling = sum(step.padded_nbytes for step in plan.steps)
     staged = sum(flat.nbytes for flat in group.shards.flats.values()) if is_staged else 0
-    nbytes = unsharded.nbytes
-    rests = 0
-    if smaller is not None:
-        cut = [(plans.cut_after_forward(step, smaller.shard.size), step.dtype) for step in plan.steps]
-        rests = sum(each.layout.chunk_numel * dtype.itemsize for each, dtype in cut)
-    stays = rests if group.keeps_post_forward else 0
-    return UnitBytes(
-        unsharded=nbytes + stays,
-        arriving=plan.staging_nbytes + passing + staged + unsharded.carrier.gather_buffer_nbytes(travelling),
-        post_forward=rests - stays,
-        kept=stays + (nbytes if group.keeps_storage else 0),
+    found = gather_bytes(plan, staged_nbytes=staged, num_resting=None if smaller is None else smaller.shard.size)
+    stays = found.post_forward if group.keeps_post_forward else 0
+    travelling = sum(step.padded_nbytes for step in plan.steps)
+    return found + UnitBytes(
+        unsharded=unsharded.nbytes - plan.unsharded_nbytes + stays,
+        arriving=unsharded.carrier.gather_buffer_nbytes(travelling),
+        post_forward=-stays,
+        kept=stays + (unsharded.nbytes if group.keeps_storage else 0),
     )
 
 
-def reduce_bytes(reduces: Sequence[plans.ReducePlan], comm: comms.ReduceComm) -> UnitBytes:
+def gather_bytes(plan: plans.GatherPlan, *, staged_nbytes: int = 0, num_resting: int | None = None) -> UnitBytes:
+    """What a gather with ``plan`` takes. ``staged_nbytes``: shards that come from the host first. ``num_resting``: the
+    number of ranks that hold the parameters between forward and backward, if these are not the ranks that shard."""
+    passing = sum(step.padded_nbytes for step in plan.steps if step.origin is plans.Origin.HOOK_CONSUMED)
+    cut = [] if num_resting is None else [(plans.cut_after_forward(step, num_resting), step) for step in plan.steps]
+    return UnitBytes(
+        unsharded=plan.unsharded_nbytes,
+        arriving=plan.staging_nbytes + passing + staged_nbytes,
+        post_forward=sum(each.layout.chunk_numel * step.dtype.itemsize for each, step in cut),
+    )
+
+
+def reduce_bytes(
+    reduces: Sequence[plans.ReducePlan],
+    buffer_nbytes: Callable[[int], int] = lambda _: 0,
+    *,
+    packs_at_once: bool = False,
+) -> UnitBytes:
     """What reductions take: buckets, casts, memory of the comm, and the sums until they land as gradients. Gradients
-    that are sent without a copy are held while the reduction is in flight."""
+    that are sent without a copy are held while the reduction is in flight.
+
+    Args:
+        buffer_nbytes: what the comm allocates for so many bytes.
+        packs_at_once: whether one kernel pads and casts what goes into a bucket, as on CUDA.
+    """
     gradients = copies = sent_as_they_are = packing = 0
     for plan in reduces:
         param, reduce = plan.dtypes.param, plan.dtypes.reduce
@@ -188,10 +218,12 @@ def reduce_bytes(reduces: Sequence[plans.ReducePlan], comm: comms.ReduceComm) ->
         travelling = sum(step.layout.padded_numel for step in plan.steps) * reduce.itemsize
         cast = direct if param is not reduce and plan.casts_first else 0
         gradients += sum(step.layout.numel for step in plan.steps) * param.itemsize
-        copies += (bucketed + cast + plan.flat_numel) * reduce.itemsize + comm.reduce_buffer_nbytes(travelling)
+        copies += (bucketed + cast + plan.flat_numel) * reduce.itemsize + buffer_nbytes(travelling)
         sent_as_they_are += (direct - cast) * param.itemsize
         for step in plan.steps:
-            if step.route is plans.Route.ROWS:  # on the CPU, ``pack_rows`` pads and casts one after the other
+            if (
+                step.route is plans.Route.ROWS and not packs_at_once
+            ):  # on the CPU, ``pack_rows`` pads and casts one after the other
                 padded = 0 if step.layout.is_even else step.layout.padded_numel * param.itemsize
                 row = 0 if param is reduce else step.layout.chunk_numel * reduce.itemsize
                 packing = max(packing, padded + row)
@@ -201,27 +233,71 @@ def reduce_bytes(reduces: Sequence[plans.ReducePlan], comm: comms.ReduceComm) ->
 # How much each unit holds
 
 
+class Held(str, Enum):
+    """The purpose for which bytes are held."""
+
+    __hash__ = str.__hash__
+
+    SHARDS = "shards of parameters"
+    OPTIMIZER_STATES = "optimizer states"
+    SHARD_GRADIENTS = "gradients of shards"
+    PARAMETERS = "unsharded parameters"
+    GRADIENTS = "gradients and their copies"
+    REDUCTION = "gradients in flight"
+    SAVED = "saved by forward for backward"
+    OTHER = "activations, gradients before reduction, and other"  # what an allocator does not tell apart
+
+
+TEMPORARY = (Held.PARAMETERS, Held.GRADIENTS, Held.REDUCTION)  # what plans know
+UnitKey = Any  # the number of a unit, or its name
+
+
 @dataclass(frozen=True)
 class Room:
     """How to make room: land the oldest ``landings`` reductions, then drop the gathers of the units ``dropped``."""
 
     landings: int = 0
-    dropped: tuple[int, ...] = ()
+    dropped: tuple[UnitKey, ...] = ()
 
 
 class Ledger:
-    """Counts the bytes that units hold: ``held`` now and ``peak`` at most, under ``limit``. Questions are asked before
-    an action, and events record it. ``sizes`` has one entry per unit; the owner replaces it when plans are new."""
+    """Counts the bytes that units hold, by purpose and under ``limit``. Questions are asked before an action, and
+    events record it. Others may count bytes here, too, which may belong to no unit.
 
-    def __init__(self, sizes: Sequence[UnitBytes], limit: float = math.inf) -> None:
-        self.sizes = list(sizes)
+    Attributes:
+        sizes: the plans' figures of each unit; the owner of the ledger replaces them when plans are new.
+        by_owner, totals: the bytes held now, by unit and purpose, and by purpose alone.
+        held: all of them.
+        peak: the most that was held, and ``at_peak`` for what.
+    """
+
+    def __init__(self, sizes: Mapping[UnitKey, UnitBytes], limit: float = math.inf) -> None:
+        self.sizes = dict(sizes)
         self.limit = limit
-        self._params = [each.kept for each in self.sizes]
-        self.held = self.peak = sum(self._params)
-        self._unsharded: set[int] = set()  # or being unsharded
-        self._arriving: dict[int, None] = {}  # oldest first
-        self._backwards = [0] * len(self.sizes)
-        self._reductions: deque[int] = deque()
+        self.by_owner: dict[tuple[UnitKey, Held], int] = {}
+        self.totals: dict[Held, int] = {}
+        self.at_peak: dict[Held, int] = {}
+        self.held = self.peak = 0
+        self._unsharded: set[UnitKey] = set()  # or being unsharded
+        self._arriving: dict[UnitKey, None] = {}  # oldest first
+        self._reductions: deque[tuple[UnitKey, int]] = deque()  # with their bytes, oldest first
+        for unit, each in self.sizes.items():
+            self.set(unit, Held.PARAMETERS, each.kept)
+
+    def of(self, unit: UnitKey, purpose: Held) -> int:
+        return self.by_owner.get((unit, purpose), 0)
+
+    def set(self, unit: UnitKey, purpose: Held, nbytes: int) -> None:
+        """From now on, ``unit`` holds ``nbytes`` for ``purpose``."""
+        self.add(unit, purpose, nbytes - self.of(unit, purpose))
+
+    def add(self, unit: UnitKey, purpose: Held, nbytes: int) -> None:
+        """``unit`` holds ``nbytes`` more for ``purpose``; negative ones are freed."""
+        self.by_owner[unit, purpose] = self.of(unit, purpose) + nbytes
+        self.totals[purpose] = self.totals.get(purpose, 0) + nbytes
+        self.held += nbytes
+        if self.held > self.peak:
+            self.peak, self.at_peak = self.held, dict(self.totals)
 
     @property
     def num_reductions(self) -> int:
@@ -230,86 +306,89 @@ class Ledger:
 
     # Questions
 
-    def to_unshard(self, unit: int) -> int:
+    def to_unshard(self, unit: UnitKey) -> int:
         """What gathering ``unit`` adds."""
         if unit in self._unsharded:
             return 0
-        return self.sizes[unit].gather - min(self.sizes[unit].kept, self._params[unit])
+        return self.sizes[unit].gather - min(self.sizes[unit].kept, self.of(unit, Held.PARAMETERS))
 
-    def to_run_backward(self, unit: int, *, gathers: bool, reshards: bool) -> int:
+    def to_run_backward(self, unit: UnitKey, *, gathers: bool, reshards: bool) -> int:
         """What the backward of ``unit`` adds: its parameters, if backward ``gathers`` them, and its gradients."""
-        sizes = self.sizes[unit]
-        params = sizes.unsharded if gathers or unit in self._unsharded else self._params[unit]
-        at_most = max(self._params[unit] + self.to_unshard(unit) * gathers, params + sizes.backward(reshards=reshards))
-        return max(at_most - self._params[unit] - self._backwards[unit], 0)
+        sizes, now = self.sizes[unit], self.of(unit, Held.PARAMETERS)
+        params = sizes.unsharded if gathers or unit in self._unsharded else now
+        at_most = max(now + self.to_unshard(unit) * gathers, params + sizes.backward(reshards=reshards))
+        return max(at_most - now - self.of(unit, Held.GRADIENTS), 0)
 
     def fits(self, nbytes: int) -> bool:
         return self.held + nbytes <= self.limit
 
-    def stays(self, unit: int) -> dict[int, int]:
+    def stays(self, unit: UnitKey) -> dict[UnitKey, int]:
         """The bytes by unit that cannot be freed to make room for ``unit``."""
-        dropped = [i in self._arriving and i != unit for i in range(len(self.sizes))]
-        params = [s.kept if d else n for s, d, n in zip(self.sizes, dropped, self._params, strict=True)]
-        held = [a + b for a, b in zip(params, self._backwards, strict=True)]
-        return {i: n for i, n in enumerate(held) if n}
+        found = {}
+        for other, sizes in self.sizes.items():
+            is_dropped = other in self._arriving and other != unit
+            params = sizes.kept if is_dropped else self.of(other, Held.PARAMETERS)
+            found[other] = params + self.of(other, Held.GRADIENTS)
+        return {other: nbytes for other, nbytes in found.items() if nbytes}
 
-    def room_for(self, nbytes: int, unit: int) -> Room | None:
+    def room_for(self, nbytes: int, unit: UnitKey) -> Room | None:
         """What to free so that ``unit`` can take ``nbytes`` more; None if freeing everything possible is not enough."""
         missing = self.held + nbytes - self.limit
         landings = 0
         while missing > 0 and landings < len(self._reductions):
-            missing -= self._reductions[landings]
+            missing -= self._reductions[landings][1]
             landings += 1
         dropped = []
         for other in reversed(self._arriving):  # latest first: that unit is expected to be needed last
             if missing > 0 and other != unit:
-                missing -= self._params[other] - self.sizes[other].kept
+                missing -= self.of(other, Held.PARAMETERS) - self.sizes[other].kept
                 dropped.append(other)
         return None if missing > 0 else Room(landings, tuple(dropped))
 
     # Events
 
-    def unshard(self, unit: int) -> None:
-        self._set_params(unit, self._params[unit] + self.to_unshard(unit))
+    def unshard(self, unit: UnitKey) -> None:
+        self.add(unit, Held.PARAMETERS, self.to_unshard(unit))
         if unit not in self._unsharded:
             self._arriving[unit] = None
             self._unsharded.add(unit)
 
-    def wait(self, unit: int) -> None:
+    def wait(self, unit: UnitKey) -> None:
         self._arriving.pop(unit, None)
         self._unsharded.add(unit)
-        self._set_params(unit, self.sizes[unit].unsharded)
+        self.set(unit, Held.PARAMETERS, self.sizes[unit].unsharded)
 
-    def reshard(self, unit: int, *, post_forward: bool = False) -> None:
+    def reshard(self, unit: UnitKey, *, post_forward: bool = False) -> None:
         """``unit`` is resharded; with ``post_forward``, to its smaller mesh."""
         self._arriving.pop(unit, None)
         self._unsharded.discard(unit)
-        self._set_params(unit, self.sizes[unit].kept + self.sizes[unit].post_forward * post_forward)
+        self.set(unit, Held.PARAMETERS, self.sizes[unit].kept + self.sizes[unit].post_forward * post_forward)
 
-    def run_backward(self, unit: int, *, gathers: bool, reshards: bool) -> None:
+    def run_backward(self, unit: UnitKey, *, gathers: bool, reshards: bool) -> None:
         if gathers or unit in self._unsharded:
             self.unshard(unit)
             self.wait(unit)
-        self._set_backward(unit, self.sizes[unit].backward(reshards=reshards))
+        self.set(unit, Held.GRADIENTS, self.sizes[unit].backward(reshards=reshards))
 
-    def keep(self, unit: int) -> None:
+    def keep(self, unit: UnitKey) -> None:
         """The gradients of ``unit`` stay unreduced, as the user requested, so they are no longer counted."""
-        self._set_backward(unit, 0)
+        self.set(unit, Held.GRADIENTS, 0)
 
-    def reduce(self, unit: int, max_in_flight: int) -> None:
+    def reduce(self, unit: UnitKey, max_in_flight: int) -> None:
         """The reduction of ``unit`` starts. If too many are in flight, the oldest ones land first."""
         while len(self._reductions) >= max_in_flight:
             self.land(1)
-        self._set_backward(unit, 0)
-        self._reductions.append(self.sizes[unit].sent)
-        self._add(self.sizes[unit].sent)
+        self.set(unit, Held.GRADIENTS, 0)
+        self._reductions.append((unit, self.sizes[unit].sent))
+        self.add(unit, Held.REDUCTION, self.sizes[unit].sent)
 
     def land(self, count: int | None = None) -> None:
         """The oldest ``count`` reductions land; None means all."""
         for _ in range(len(self._reductions) if count is None else count):
-            self._add(-self._reductions.popleft())
+            unit, sent = self._reductions.popleft()
+            self.add(unit, Held.REDUCTION, -sent)
 
-    def count(self, action: schedules.Action, unit: int, max_in_flight: int = 1) -> None:
+    def count(self, action: schedules.Action, unit: UnitKey, max_in_flight: int = 1) -> None:
         """``action`` is performed on ``unit``."""
         if action in (schedules.Action.UNSHARD, schedules.Action.PREFETCH):
             self.unshard(unit)
@@ -324,44 +403,52 @@ class Ledger:
         else:
             self.land()
 
-    def _set_params(self, unit: int, nbytes: int) -> None:
-        self._add(nbytes - self._params[unit])
-        self._params[unit] = nbytes
 
-    def _set_backward(self, unit: int, nbytes: int) -> None:
-        self._add(nbytes - self._backwards[unit])
-        self._backwards[unit] = nbytes
-
-    def _add(self, nbytes: int) -> None:
-        self.held += nbytes
-        self.peak = max(self.peak, self.held)
+# The events of a step
 
 
-def simulate(
-    schedule: schedules.Schedule, order: Sequence[int], parents: Sequence[int | None], ledger: Ledger, *, overlaps: bool
-) -> None:
-    """Simulate a forward and a backward over the units in ``order``, root first, each inside its parent's forward, and
-    count in ``ledger``. If the step ``overlaps``, a reduction stays in flight until the next one starts."""
+class Moment(Enum):
+    """When actions are performed."""
 
-    def replay(actions: schedules.Actions) -> None:
-        for action, unit in schedules.in_parts(actions):
-            ledger.count(action, unit)
+    FORWARD = "a forward begins"
+    FORWARD_ENDED = "a forward has ended"
+    BACKWARD = "a backward begins"
+    BACKWARD_ENDED = "a backward has ended"
+    END = "the whole backward has ended"
 
-    events = nested(order, parents)
-    uses = Counter(unit for unit, is_start in events if is_start)  # uses whose backward is still to come
-    for unit, is_start in events:
-        before = schedule.pre_forward(unit, grad_enabled=True) if is_start else ()
-        replay(before if is_start else schedule.post_forward(unit))
-    for unit, is_start in reversed(events):
-        if is_start:
-            uses[unit] -= 1
-            if unit != order[0]:  # the root's backward ends with the whole backward
-                replay(schedule.post_backward(unit, is_last_use=uses[unit] == 0))
+
+@dataclass(frozen=True)
+class Use:
+    """One use of ``unit`` in a forward. ``has_backward``: autograd goes through it. ``hands_on``: its input gets a
+    gradient, which tells that its backward has ended."""
+
+    unit: int
+    has_backward: bool = True
+    hands_on: bool = True
+
+
+AnyUse = TypeVar("AnyUse", bound=Use)
+
+
+def replay(
+    schedule: schedules.Schedule, forward: Sequence[tuple[AnyUse, bool]], backward: Sequence[tuple[AnyUse, bool]]
+) -> Iterator[tuple[Moment, AnyUse, schedules.Actions]]:
+    """The actions of ``schedule`` in one forward and its backward, with the moment and the use that they belong to.
+    ``forward`` says where uses begin (True) and end; ``backward`` the same, in reverse: a backward begins where a
+    forward has ended. The first use of ``forward`` is that of the root."""
+    for use, begins in forward:
+        if begins:
+            yield Moment.FORWARD, use, schedule.pre_forward(use.unit, grad_enabled=True)
+        else:
+            leads_to = schedules.Outcome.BACKWARD if use.has_backward else schedules.Outcome.NOTHING
+            yield Moment.FORWARD_ENDED, use, schedule.post_forward(use.unit, leads_to)
+    to_come = Counter(use.unit for use, begins in backward if begins)
+    for use, begins in backward:
+        if not begins:
+            yield Moment.BACKWARD, use, schedule.pre_backward(use.unit)
             continue
-        rules = schedule.rules[unit]
-        actions = schedule.pre_backward(unit)
-        if not overlaps:
-            ledger.land()
-        ledger.run_backward(unit, gathers=rules.unshard_in_backward, reshards=rules.reshard_after_backward)
-        replay(actions)
-    replay(schedule.end_backward())
+        to_come[use.unit] -= 1
+        is_last_use = to_come[use.unit] == 0
+        ended = schedule.post_backward(use.unit, is_last_use=is_last_use) if use.hands_on else ()
+        yield Moment.BACKWARD_ENDED, use, ended
+    yield Moment.END, forward[0][0], schedule.end_backward()

@@ -18,11 +18,11 @@ from fsdp2.planner.blocks import find_units
 from fsdp2.planner.groups import Wire
 from fsdp2.planner.machine import Machine
 from fsdp2.planner.machines import machine_by_name
-from fsdp2.planner.observe import ModelWork, cache_configs, shard_dtype
+from fsdp2.planner.observe import ModelWork, cache_configs, observe, shard_dtype
 from fsdp2.planner.plans import Candidate, Plan
 from fsdp2.planner.scenario import Choice, Kernels, Optimizer, Precision, Scenario, simulate
 from fsdp2.planner.work import Checkpointing
-from fsdp2.planner.workload import Workload, build, check_int, master_dtype, observed
+from fsdp2.planner.workload import Workload, build, check_int
 
 ABOUT_AS_FAST = 1.02  # smaller differences are within the model's accuracy
 USABLE_SHARE = 0.95  # of a GPU's and of the host's memory; the rest is for the driver, NCCL and the system
@@ -122,9 +122,9 @@ def compare(
         _check_computes_once(built)
         built = inside_compiled(built)
         units = find_units(built)
-        observe = partial(observed, built, units, ignored=ignored)
+        observed = partial(observe, built, units, ignored=ignored)
         advance(1)
-        costs = _Costs(machine, num_gpus, workload, observe(workload), mp_policy, limit)
+        costs = _Costs(machine, num_gpus, workload, observed(workload), mp_policy, limit)
         advance(1)
         candidates: list[Candidate] = []
         for choice in choices:
@@ -146,11 +146,11 @@ def compare(
             left_nbytes=sum(unit.left_nbytes for unit in costs.work.units(Checkpointing.NONE)),
             has_initializer=hasattr(built, "initialize_weights"),
             built_in=_trained_dtypes(built, None),
-            sharded_in=_trained_dtypes(built, master_dtype(workload)),
+            sharded_in=_trained_dtypes(built, workload.master),
             host_budget_nbytes=costs.host_limit,
         )
         if found.recommended is None:
-            enough = _enough(costs, found.smallest.choice, observe)
+            enough = _enough(costs, found.smallest.choice, observed)
             found = replace(found, enough_gpus=_enough_gpus(costs, candidates), enough=enough)
         advance(1)
     return found
@@ -268,7 +268,7 @@ def _enough_gpus(costs: _Costs, tried: Sequence[Candidate]) -> int | None:
     return None
 
 
-def _enough(costs: _Costs, choice: Choice, observe: Callable[[Workload], ModelWork]) -> Workload | None:
+def _enough(costs: _Costs, choice: Choice, observed: Callable[[Workload], ModelWork]) -> Workload | None:
     """The largest workload that fits, with smaller batches, or else shorter sequences."""
     workload = costs.workload
     if workload.inputs is not None:  # custom inputs have their own size
@@ -277,7 +277,7 @@ def _enough(costs: _Costs, choice: Choice, observe: Callable[[Workload], ModelWo
     def fits(batch: int, sequence: int) -> bool:
         smaller = replace(workload, batch=batch, sequence=sequence)
         try:
-            work = observe(smaller)
+            work = observed(smaller)
         except (ValueError, TypeError):  # a model may not take all lengths
             return False
         return replace(costs, workload=smaller, work=work).of(choice).fits

@@ -5,7 +5,6 @@ Ranks hold equal parts, so all ranks have the same plan. Plans are compiled once
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -16,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from fsdp2.core import MixedPrecisionPolicy, comms, plans
+from fsdp2.memory.plan import UnitBytes, gather_bytes, reduce_bytes
 from fsdp2.planner.machine import Machine, Ranks, Transfer, all_reduce, gather
 from fsdp2.planner.work import Param
 
@@ -41,41 +41,26 @@ class Wire(Enum):
 
 
 @dataclass(frozen=True)
-class Flight:
-    """One launch, and the seconds that copies before and after it take."""
-
-    transfer: Transfer
-    before: float = 0.0
-    behind: float = 0.0
-
-
-@dataclass(frozen=True)
 class GroupCost:
     """What one group's actions cost in seconds and bytes.
 
     Attributes:
         regather: the gather from where it rests between forward and backward; None if that is its shards.
         reduce: reduce-scatter, then all-reduce with HSDP; none if nothing is trained.
-        rest: seconds to cut the resting shards.
-        staging_nbytes: during a gather. regather_staging_nbytes: during a gather from the resting shards.
-        grad_nbytes: the gradients that autograd leaves. cast_nbytes: copies of them that are sent.
+        nbytes: what its gathers and reductions take.
         reduced_nbytes: the sharded gradients that arrive.
         shards_nbytes: bytes of its shards. trained_nbytes: bytes of those that get gradients.
+        rest: seconds to cut the resting shards.
     """
 
-    gather: Flight
-    regather: Flight | None
-    reduce: tuple[Flight, ...]
-    unsharded_nbytes: float
-    grad_nbytes: float
-    reduced_nbytes: float
+    gather: Transfer
+    regather: Transfer | None
+    reduce: tuple[Transfer, ...]
+    nbytes: UnitBytes
+    reduced_nbytes: int
     shards_nbytes: int
     trained_nbytes: int
     rest: float = 0.0
-    resting_nbytes: float = 0.0
-    staging_nbytes: float = 0.0
-    regather_staging_nbytes: float = 0.0
-    cast_nbytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -109,49 +94,30 @@ def group_cost(
     reduces = plans.compile_reduces(trained, routing, num_shards * axes.replicate.size)
     shards_nbytes = _shards_nbytes(inputs)
     reduced_nbytes = sum(plan.flat_numel * plan.dtypes.grad.itemsize for plan in reduces)
-    cost = GroupCost(
-        gather=_gather_flight(machine, axes.shard, whole),
-        regather=None,
-        reduce=_reduce_flights(machine, axes, reduces),
-        unsharded_nbytes=whole.unsharded_nbytes,
-        grad_nbytes=sum(math.prod(item.layout.shape) * item.dtypes.param.itemsize for item in trained),
-        reduced_nbytes=reduced_nbytes,
+    gather, reduce = _gather(machine, axes.shard, whole), _reduces(machine, axes, reduces)
+    regather, num_resting = None, None
+    if axes.resting is not None:
+        num_resting = axes.resting.size
+        cut = {step.index: plans.cut_after_forward(step, num_resting) for step in whole.steps}
+        again = plans.compile_gather(cut, routing, back_into=whole)
+        regather = _gather(machine, axes.resting, again)
+    if offloads:  # shards come from the host before each gather, and gradients go there after each reduction
+        gather = replace(gather, before=gather.before + shards_nbytes / machine.to_host())
+    if offloads and reduce:
+        behind = reduce[-1].behind + reduced_nbytes / machine.to_host()
+        reduce = (*reduce[:-1], replace(reduce[-1], behind=behind))
+    staged_nbytes = shards_nbytes if offloads else 0
+    nbytes = gather_bytes(whole, staged_nbytes=staged_nbytes, num_resting=num_resting)
+    nbytes += reduce_bytes(reduces, packs_at_once=True)
+    return GroupCost(
+        gather,
+        regather,
+        reduce,
+        nbytes,
+        reduced_nbytes=0 if offloads else reduced_nbytes,
         shards_nbytes=shards_nbytes,
         trained_nbytes=_shards_nbytes(trained),
-        staging_nbytes=whole.staging_nbytes,
-        cast_nbytes=sum(map(_sent_nbytes, reduces)),
-    )
-    if axes.resting is not None:
-        cut = {step.index: plans.cut_after_forward(step, axes.resting.size) for step in whole.steps}
-        cost = _resting(cost, machine, axes.resting, plans.compile_gather(cut, routing, back_into=whole))
-    return _offloaded(cost, machine) if offloads else cost
-
-
-def _resting(cost: GroupCost, machine: Machine, ranks: Ranks, plan: plans.GatherPlan) -> GroupCost:
-    """``cost`` if the group rests on ``ranks`` between forward and backward, from where ``plan`` gathers it."""
-    nbytes = sum(numel * dtype.itemsize for dtype, numel in plan.shard_numels)
-    return replace(
-        cost,
-        regather=_gather_flight(machine, ranks, plan),
-        rest=2 * nbytes / machine.copy_bandwidth,
-        resting_nbytes=nbytes,
-        regather_staging_nbytes=plan.staging_nbytes,
-    )
-
-
-def _offloaded(cost: GroupCost, machine: Machine) -> GroupCost:
-    """``cost`` if shards come from the host before each gather, and gradients go there after each reduction."""
-    up, down = (nbytes / machine.to_host() for nbytes in (cost.shards_nbytes, cost.reduced_nbytes))
-    reduce = cost.reduce
-    if reduce:
-        reduce = (*reduce[:-1], replace(reduce[-1], behind=reduce[-1].behind + down))
-    return replace(
-        cost,
-        gather=replace(cost.gather, before=cost.gather.before + up),
-        reduce=reduce,
-        reduced_nbytes=0,
-        staging_nbytes=cost.staging_nbytes + cost.shards_nbytes,
-        cast_nbytes=cost.cast_nbytes + cost.reduced_nbytes,
+        rest=2 * nbytes.post_forward / machine.copy_bandwidth,
     )
 
 
@@ -175,7 +141,7 @@ def _in_float8(param: plans.PlanInput, num_shards: int) -> plans.PlanInput:
     )
 
 
-def _gather_flight(machine: Machine, ranks: Ranks, plan: plans.GatherPlan) -> Flight:
+def _gather(machine: Machine, ranks: Ranks, plan: plans.GatherPlan) -> Transfer:
     """Casts to the sent dtype, the launch, and copies out of the buckets."""
     cast = sum(
         step.layout.chunk_numel * (step.source.itemsize + step.dtype.itemsize)
@@ -185,10 +151,10 @@ def _gather_flight(machine: Machine, ranks: Ranks, plan: plans.GatherPlan) -> Fl
     unpacked = sum(2 * step.padded_nbytes for bucket in plan.buckets for step in bucket.steps)
     num_tensors = len(plan.on_route(plans.Route.DIRECT)) + len(plan.buckets)
     transfer = gather(machine, ranks, sum(step.padded_nbytes for step in plan.steps), num_tensors)
-    return Flight(transfer, cast / machine.copy_bandwidth, unpacked / machine.copy_bandwidth)
+    return replace(transfer, before=cast / machine.copy_bandwidth, behind=unpacked / machine.copy_bandwidth)
 
 
-def _reduce_flights(machine: Machine, axes: Axes, plans: tuple[plans.ReducePlan, ...]) -> tuple[Flight, ...]:
+def _reduces(machine: Machine, axes: Axes, plans: tuple[plans.ReducePlan, ...]) -> tuple[Transfer, ...]:
     """Copies into send buffers, the reduce-scatter, with HSDP the all-reduce, and the division by the number of ranks.
     Empty if nothing is trained."""
     if not plans:
@@ -198,10 +164,10 @@ def _reduce_flights(machine: Machine, axes: Axes, plans: tuple[plans.ReducePlan,
     read = sum(step.layout.numel * plan.dtypes.param.itemsize for plan in plans for step in _copied(plan))
     copies = (read + sum(map(_sent_nbytes, plans))) / machine.copy_bandwidth
     average = 2 * reduced_nbytes / machine.copy_bandwidth
-    scatter = Flight(gather(machine, axes.shard, nbytes, sum(len(plan.calls) for plan in plans)), copies)
+    scatter = replace(gather(machine, axes.shard, nbytes, sum(len(plan.calls) for plan in plans)), before=copies)
     if axes.replicate.size == 1:
         return (replace(scatter, behind=average),)
-    return scatter, Flight(all_reduce(machine, axes.replicate, reduced_nbytes), behind=average)
+    return scatter, replace(all_reduce(machine, axes.replicate, reduced_nbytes), behind=average)
 
 
 def _sent_nbytes(plan: plans.ReducePlan) -> int:

@@ -163,14 +163,18 @@ def ranks_of(size: int, stride: int, node_size: int) -> Ranks:
 
 @dataclass(frozen=True)
 class Transfer:
-    """One launch: ``latency`` seconds, then ``seconds`` on ``resource`` if nothing else uses it."""
+    """One launch: ``latency`` seconds, then ``seconds`` on ``resource`` if nothing else uses it. Copies take ``before``
+    and ``behind`` seconds."""
 
     latency: float
     seconds: float
     resource: Resource
+    before: float = 0.0
+    behind: float = 0.0
 
     @property
     def alone(self) -> float:
+        """The time without copies."""
         return self.latency + self.seconds
 
 

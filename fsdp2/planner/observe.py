@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import logging
 import math
 import sys
 import weakref
@@ -27,7 +28,9 @@ from torch.overrides import TorchFunctionMode
 from fsdp2.core import find_tensors, map_tensors
 from fsdp2.extras import torch_names
 from fsdp2.planner.blocks import Units, params_of_units, structure
+from fsdp2.planner.scenario import Precision
 from fsdp2.planner.work import Checkpointing, Param, UnitWork, Work
+from fsdp2.planner.workload import Workload, first_line
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 Loss = Callable[[Any], Tensor]
@@ -95,30 +98,39 @@ class Call:
     hands_on: bool
 
 
-def observe(
-    model: nn.Module,
-    units: Units,
-    inputs: Callable[[], Any],
-    loss: Loss,
-    dtype: torch.dtype,
-    master_dtype: torch.dtype | None = None,
-    ignored: Collection[nn.Parameter] = (),
-) -> ModelWork:
-    """Run ``model`` under fake tensors. Its parameters may be on the meta device.
+def observe(model: nn.Module, units: Units, workload: Workload, ignored: Collection[nn.Parameter] = ()) -> ModelWork:
+    """What ``model`` has, and its work for ``workload``. It runs under fake tensors, so its parameters may be on the
+    meta device. ``ignored`` parameters are not sharded.
 
-    Args:
-        inputs: makes the inputs of ``model``: a tensor, a tuple of arguments, or a dict of them by name.
-        loss: takes the output of ``model``.
-        dtype: the dtype of floating-point parameters and inputs in forward.
-        master_dtype: the dtype of the shards of trained parameters; None is that of the model.
-        ignored: parameters that are not sharded.
+    Raises:
+        ValueError: the model cannot run under fake tensors.
     """
+    log = logging.getLogger("torch._subclasses.fake_tensor")  # prints the traceback of what is raised anyway
+    before, log.disabled = log.disabled, True
+    try:
+        return _observed(model, units, workload, ignored)
+    except (ValueError, TypeError):
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"plan: this {type(model).__name__} does not run under fake tensors ({type(error).__name__}: "
+            f"{first_line(error)}). Pass Workload(inputs=...) if it does not take tokens, and read no values of "
+            "tensors in forward."
+        ) from error
+    finally:
+        log.disabled = before
+
+
+def _observed(model: nn.Module, units: Units, workload: Workload, ignored: Collection[nn.Parameter]) -> ModelWork:
+    shape = (workload.batch, workload.sequence)
+    inputs = workload.inputs or (lambda: torch.zeros(shape, dtype=torch.int64))
+    dtype = torch.bfloat16 if workload.precision == Precision.BF16.value else torch.float32
     with torch_names.fake_tensors(), _masks_as_with_values(), _FusedAttention(), _without_caches(model):
         made = _Fakes(model, dtype)
         given = _as_arguments(made.inputs(inputs()))
         calls = _Calls(model, units, made)
         with calls.watched():
-            seen = _run(calls.outside, partial(_forward, model, made), given, loss)
+            seen = _run(calls.outside, partial(_forward, model, made), given, _checked_loss(workload))
         shared = calls.shared_storages()
         found = list(calls.kinds.values())
         kinds = [{each: kind.seen.unit(kind.path, each, shared) for each in Checkpointing} for kind in found]
@@ -130,14 +142,14 @@ def observe(
             f"plan: the forward of this {type(model).__name__} calls none of its blocks, such as "
             f"'{units.block_paths[0]}'. Call them as modules, not by other methods: fully_shard sees only these calls."
         )
-    params = {path: _params(own.items(), master_dtype) for path, own in params_of_units(model, units, ignored).items()}
+    params = {path: _params(own.items(), workload) for path, own in params_of_units(model, units, ignored).items()}
     return ModelWork(
         kinds=tuple(kinds),
         calls=tuple(calls.found),
         params=params,
         blocks=frozenset(units.block_paths),
         rest=replace(rest, is_block=False, saved_nbytes=rest.saved_nbytes + shared_nbytes),
-        ignored=_params([("", param) for param in ignored], master_dtype),
+        ignored=_params([("", param) for param in ignored], workload),
         buffers_nbytes=sum(buffer.nbytes for buffer in model.buffers()),
     )
 
@@ -189,6 +201,27 @@ class _FusedAttention(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
+def _checked_loss(workload: Workload) -> Callable[[Any], torch.Tensor]:
+    given = workload.loss
+    if given is None:
+        return language_model_loss
+
+    def loss(output: Any) -> torch.Tensor:
+        try:
+            value = given(output)
+        except Exception as error:
+            raise ValueError(
+                f"plan: Workload.loss failed for a {type(output).__name__}, which the model returned "
+                f"({type(error).__name__}: {first_line(error)})."
+            ) from error
+        if not isinstance(value, torch.Tensor) or value.dim() != 0:
+            kind = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+            raise ValueError(f"plan: Workload.loss returned {kind}, expected a tensor without dims.")
+        return value
+
+    return loss
+
+
 def language_model_loss(output: Any) -> Tensor:
     """Cross-entropy of logits in fp32, over the last dim of a tensor or of an output's ``logits``."""
     logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
@@ -201,9 +234,10 @@ def language_model_loss(output: Any) -> Tensor:
     return nn.functional.cross_entropy(logits.float().flatten(0, -2), labels.flatten())
 
 
-def _params(named: Iterable[tuple[str, nn.Parameter]], master_dtype: torch.dtype | None) -> tuple[Param, ...]:
+def _params(named: Iterable[tuple[str, nn.Parameter]], workload: Workload) -> tuple[Param, ...]:
     return tuple(
-        Param(name, tuple(param.shape), shard_dtype(param, master_dtype), param.requires_grad) for name, param in named
+        Param(name, tuple(param.shape), shard_dtype(param, workload.master), param.requires_grad)
+        for name, param in named
     )
 
 

@@ -12,12 +12,12 @@ import torch
 from fsdp2.core import DOCS
 from fsdp2.extras.output import aligned
 from fsdp2.extras.sizes import text_of, unit_of
+from fsdp2.memory.plan import Held
 from fsdp2.planner.blocks import Units
 from fsdp2.planner.code import code_for
 from fsdp2.planner.groups import shard_dim
 from fsdp2.planner.machine import Machine
 from fsdp2.planner.scenario import Choice, Precision, Result
-from fsdp2.planner.simulate import Held
 from fsdp2.planner.workload import Workload
 
 _NUM_BEST = 10  # rows of the table, besides the recommended one and the smallest
@@ -186,7 +186,7 @@ class Plan:
     def why_nothing_fits(self) -> str:
         """How much the smallest choice is too large, and what would fit."""
         smallest, workload = self.smallest, self.workload
-        activations = smallest.result.memory[Held.ACTIVATIONS]
+        activations = smallest.result.memory[Held.SAVED]
         remedies = []
         if self.enough is not None and self.enough.sequence == workload.sequence:
             remedies.append(f"a batch of {self.enough.batch} per GPU")
@@ -294,10 +294,10 @@ def _held(candidate: Candidate) -> dict[str, float]:
     return {
         "params": result.params_nbytes,
         "buffers": result.buffers_nbytes,
-        "grads": result.grads_nbytes + result.memory[Held.GRADIENTS],
+        "grads": result.grads_nbytes + result.memory[Held.GRADIENTS] + result.memory[Held.REDUCTION],
         "optimizer": result.optimizer_nbytes,
-        "activations": result.memory[Held.ACTIVATIONS],
-        "unsharded": result.memory[Held.GROUPS],
+        "activations": result.memory[Held.SAVED],
+        "unsharded": result.memory[Held.PARAMETERS],
         "reserved": result.reserved_nbytes,
     }
 

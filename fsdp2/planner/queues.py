@@ -27,7 +27,8 @@ class Stream(Enum):
 
 @dataclass(eq=False)
 class Op:
-    """``fixed`` seconds, then ``work`` seconds on ``resource`` if alone. ``run`` fills in ``start`` and ``end``."""
+    """``fixed`` seconds, then ``work`` seconds on ``resource`` if alone. ``run`` fills in ``start`` and ``end``, and
+    counts down what is left of both."""
 
     label: str
     stream: Stream
@@ -37,6 +38,16 @@ class Op:
     waits: tuple[Op, ...]
     start: float = -1.0
     end: float = -1.0
+    left_fixed: float = 0.0
+    left_work: float = 0.0
+
+    @property
+    def works(self) -> bool:
+        return self.left_fixed <= _NOTHING and self.left_work > _NOTHING
+
+    @property
+    def is_done(self) -> bool:
+        return self.left_fixed <= _NOTHING and self.left_work <= _NOTHING
 
 
 class Queues:
@@ -73,21 +84,6 @@ class Queues:
         return self._last.get(stream)
 
 
-class _Running:
-    """The remainder of one running operation."""
-
-    def __init__(self, op: Op) -> None:
-        self.op, self.fixed, self.work = op, op.fixed, op.work
-
-    @property
-    def works(self) -> bool:
-        return self.fixed <= _NOTHING and self.work > _NOTHING
-
-    @property
-    def is_done(self) -> bool:
-        return self.fixed <= _NOTHING and self.work <= _NOTHING
-
-
 def run(ops: Sequence[Op], contention: Contention) -> None:
     """Fill in when each of ``ops`` starts and ends, in seconds from the start of the first.
 
@@ -96,59 +92,60 @@ def run(ops: Sequence[Op], contention: Contention) -> None:
     """
     waiting: dict[Stream, deque[Op]] = {stream: deque() for stream in Stream}
     for op in ops:
+        op.left_fixed, op.left_work = op.fixed, op.work
         waiting[op.stream].append(op)
-    running: dict[Stream, _Running] = {}
+    running: dict[Stream, Op] = {}
     now = 0.0
     while True:
         _start(waiting, running, now)
         if not running:
             break
         now += _advance(list(running.values()), contention)
-        for stream, each in list(running.items()):
-            if each.is_done:
-                each.op.end = now
+        for stream, op in list(running.items()):
+            if op.is_done:
+                op.end = now
                 del running[stream]
     stuck = [queue[0].label for queue in waiting.values() if queue]
     if stuck:
         raise ValueError(f"these operations wait for what never ends: {stuck}.")
 
 
-def _start(waiting: dict[Stream, deque[Op]], running: dict[Stream, _Running], now: float) -> None:
+def _start(waiting: dict[Stream, deque[Op]], running: dict[Stream, Op], now: float) -> None:
     """Start all operations that may start. Those that take no time end at once, and may let others start."""
     again = True
     while again:
         again = False
         for stream, queue in waiting.items():
-            if stream in running or not queue or any(op.end < 0 for op in queue[0].waits):
+            if stream in running or not queue or any(other.end < 0 for other in queue[0].waits):
                 continue
-            started = _Running(queue.popleft())
-            started.op.start = now
-            if started.is_done:
-                started.op.end = now
+            op = queue.popleft()
+            op.start = now
+            if op.is_done:
+                op.end = now
             else:
-                running[stream] = started
+                running[stream] = op
             again = True
 
 
-def _advance(running: list[_Running], contention: Contention) -> float:
+def _advance(running: list[Op], contention: Contention) -> float:
     """Let time pass until the first of ``running`` ends its fixed part or its work; returns how much."""
-    working = [each.op.resource for each in running if each.works]
+    working = [op.resource for op in running if op.works]
     computes = Resource.COMPUTE in working
     transfers = any(resource is not Resource.COMPUTE for resource in working)
 
-    def rate(each: _Running) -> float:
-        if not each.works:
+    def rate(op: Op) -> float:
+        if not op.works:
             return 1.0
-        if each.op.resource is Resource.COMPUTE:
+        if op.resource is Resource.COMPUTE:
             return 1.0 - contention.compute * transfers
-        return (1.0 - contention.transfer * computes) / working.count(each.op.resource)
+        return (1.0 - contention.transfer * computes) / working.count(op.resource)
 
-    rates = [rate(each) for each in running]
-    left = [each.work if each.works else each.fixed for each in running]
+    rates = [rate(op) for op in running]
+    left = [op.left_work if op.works else op.left_fixed for op in running]
     passed = min(amount / speed for amount, speed in zip(left, rates, strict=True))
-    for each, speed in zip(running, rates, strict=True):
-        if each.works:
-            each.work -= passed * speed
+    for op, speed in zip(running, rates, strict=True):
+        if op.works:
+            op.left_work -= passed * speed
         else:
-            each.fixed -= passed
+            op.left_fixed -= passed
     return passed

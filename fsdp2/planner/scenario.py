@@ -9,9 +9,10 @@ from enum import Enum
 import torch
 
 from fsdp2.core import AfterForward, MixedPrecisionPolicy, schedules
+from fsdp2.memory.plan import TEMPORARY, Held
 from fsdp2.planner.groups import Axes, GroupCost, Wire, group_cost
 from fsdp2.planner.machine import Machine, all_reduce, ranks_of
-from fsdp2.planner.simulate import Accelerator, CallCost, Held, StepTime, steady_step
+from fsdp2.planner.simulate import Accelerator, CallCost, StepTime, steady_step
 from fsdp2.planner.work import Checkpointing, Param, UnitWork, Work
 
 ALLOCATOR_SHARE = 1.124  # reserved per byte held: calibrated on one published row, docs/scale.md
@@ -187,7 +188,7 @@ class Result:
     @property
     def reserved_nbytes(self) -> float:
         """The memory that the caching allocator takes: more than is held, with room for gradients at any time."""
-        return ALLOCATOR_SHARE * (self.peak_nbytes + self.grads_nbytes - self.memory[Held.REDUCED])
+        return ALLOCATOR_SHARE * (self.peak_nbytes + self.grads_nbytes - self.memory[Held.SHARD_GRADIENTS])
 
 
 def simulate(scenario: Scenario) -> Result:
@@ -206,7 +207,7 @@ def simulate(scenario: Scenario) -> Result:
         sum(param.nbytes for param in scenario.ignored) + (0 if choice.offloads else params),
         updated * optimizer.num_states,
         updated,
-        device.memory.peak,
+        {held: device.memory.at_peak.get(held, 0) for held in (*TEMPORARY, Held.SHARD_GRADIENTS, Held.SAVED)},
         buffers_nbytes=scenario.buffers_nbytes,
         host_nbytes=on_host * min(machine.node_size, scenario.num_gpus),
     )
@@ -255,9 +256,9 @@ def _call_cost(scenario: Scenario, work: UnitWork, unit: int) -> CallCost:
         unit,
         forward=scenario.seconds(work.forward, is_block=work.is_block),
         backward=scenario.seconds(work.backward, is_block=work.is_block),
-        saved_nbytes=work.saved_nbytes - work.unread_nbytes * scenario.is_fused(is_block=work.is_block),
-        working_nbytes=work.working_nbytes,
-        left_nbytes=work.left_nbytes,
+        saved_nbytes=int(work.saved_nbytes - work.unread_nbytes * scenario.is_fused(is_block=work.is_block)),
+        working_nbytes=int(work.working_nbytes),
+        left_nbytes=int(work.left_nbytes),
         has_backward=work.has_backward,
         hands_on=work.hands_on,
         forward_fixed=work.sent_s[0],

@@ -1,78 +1,36 @@
 """Simulates steps of one rank: the events of a model go to the real ``Schedule``, and its actions are enqueued as
 ``fsdp2.core.runtime.executor`` and ``fsdp2.core.group.group`` would do it. Nothing here decides an order.
 
-The CPU of an ``Accelerator`` runs ahead of it: memory is counted in the order of the program, which is the order in
-which the caching allocator sees it.
+The CPU of an ``Accelerator`` runs ahead of it: its ledger counts memory in the order of the program, which is the order
+in which the caching allocator sees it.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import Enum
+from dataclasses import dataclass, replace
 
 from fsdp2.core import GroupState, schedules
-from fsdp2.planner.groups import Flight, GroupCost
-from fsdp2.planner.machine import Contention
+from fsdp2.memory.plan import Held, Ledger, Moment, UnitBytes, Use, replay
+from fsdp2.planner.groups import GroupCost
+from fsdp2.planner.machine import Contention, Transfer
 from fsdp2.planner.queues import Op, Queues, Stream, run
 
-
-class Held(Enum):
-    """The purpose for which memory is held."""
-
-    __hash__ = object.__hash__
-
-    GROUPS = "groups"
-    GRADIENTS = "gradients in flight"
-    REDUCED = "gradients"
-    ACTIVATIONS = "activations"
-
-
-class Memory:
-    """Bytes that a rank holds in addition to its shards and their optimizer state, now and at the peak."""
-
-    def __init__(self) -> None:
-        self.now = dict.fromkeys(Held, 0.0)
-        self.peak = dict(self.now)
-
-    def add(self, held: Held, nbytes: float) -> None:
-        """Add ``nbytes``; negative ones are freed."""
-        self.now[held] += nbytes
-        if sum(self.now.values()) > sum(self.peak.values()):
-            self.peak = dict(self.now)
-
-    def touch(self, held: Held, nbytes: float) -> None:
-        """Hold ``nbytes`` for a moment."""
-        self.add(held, nbytes)
-        self.add(held, -nbytes)
+_STEP = "step"  # the owner of bytes that belong to no unit
 
 
 @dataclass(frozen=True)
-class CallCost:
+class CallCost(Use):
     """Seconds of compute of one call of ``unit``. Nothing slows down the ``fixed`` part: tensor parallelism on its own
-    link. ``has_backward``: autograd goes through it. ``hands_on``: its input gets a gradient, which tells that its
-    backward is over; that of the first call never needs one."""
+    link."""
 
-    unit: int
-    forward: float
-    backward: float
-    saved_nbytes: float = 0.0
-    working_nbytes: float = 0.0
-    left_nbytes: float = 0.0
+    forward: float = 0.0
+    backward: float = 0.0
+    saved_nbytes: int = 0
+    working_nbytes: int = 0
+    left_nbytes: int = 0
     forward_fixed: float = 0.0
     backward_fixed: float = 0.0
-    has_backward: bool = True
-    hands_on: bool = True
-
-
-@dataclass
-class Reduction:
-    """A reduction in flight. It ends with ``done``, and holds ``nbytes`` of gradients until it is finished."""
-
-    unit: int
-    done: Op
-    nbytes: float
 
 
 class Accelerator:
@@ -80,6 +38,7 @@ class Accelerator:
 
     Attributes:
         groups: the cost of each unit's parameters; None if it has none.
+        memory: bytes held in addition to shards and their optimizer state.
         performed: the actions that the schedule asked for and that changed something, in order.
         shares_communicator: whether a reduce-scatter and an all-gather wait for each other.
     """
@@ -93,18 +52,19 @@ class Accelerator:
         shares_communicator: bool = True,
         optimizer: float = 0.0,
     ) -> None:
-        self.groups, self.calls = groups, calls
+        self.groups = groups
         self.schedule = schedules.Schedule(rules)
         self.shares_communicator = shares_communicator
-        self.queues, self.memory = Queues(), Memory()
+        self.queues = Queues()
+        self.memory = Ledger({i: UnitBytes() if group is None else group.nbytes for i, group in enumerate(groups)})
         self.performed: list[tuple[schedules.Action, int]] = []
+        self._forward, self._backward = _events(calls)
+        self._left_nbytes = sum(call.left_nbytes for call in calls)
         self._optimizer = optimizer
         self._states = [GroupState.SHARDED] * len(groups)
         self._have_grads: set[int] = set()  # units whose gradients autograd has left
         self._gathers: dict[int, Op] = {}
-        self._resting: dict[int, float] = {}
-        self._released: list[tuple[Op | None, float]] = []
-        self._reductions: list[Reduction] = []
+        self._reductions: list[tuple[GroupCost, Op]] = []  # in flight: each ends with the operation
         self._communicator: Op | None = None
         self._perform = {
             schedules.Action.UNSHARD: self._unshard,
@@ -118,45 +78,29 @@ class Accelerator:
 
     def step(self) -> None:
         """Enqueue forward, backward and optimizer."""
-        schedule, memory = self.schedule, self.memory
+        memory = self.memory
         self.queues.wait(Stream.GATHER, self.queues.last(Stream.COMPUTE))  # it reads what the optimizer wrote
-        self.do(schedule.pre_forward(0, grad_enabled=True))
-        for call in self.calls:
-            self.do(schedule.pre_forward(call.unit, grad_enabled=True))
-            self.queues.enqueue(Stream.COMPUTE, f"forward {call.unit}", fixed=call.forward_fixed, work=call.forward)
-            memory.add(Held.ACTIVATIONS, call.saved_nbytes + call.left_nbytes)
-            self.do(
-                schedule.post_forward(
-                    call.unit, schedules.Outcome.BACKWARD if call.has_backward else schedules.Outcome.NOTHING
-                )
-            )
-        self.do(schedule.post_forward(0))
-        self._flush()
-        left = [number for number, call in enumerate(self.calls) if call.has_backward]
-        uses = Counter(self.calls[number].unit for number in left)
-        for number in reversed(left):
-            call = self.calls[number]
-            self.do(schedule.pre_backward(call.unit))
-            if number == left[-1]:  # whose output is that of the root
-                self.do(schedule.pre_backward(0))
-            self._compute_backward(call)
-            memory.touch(Held.ACTIVATIONS, call.working_nbytes)
-            memory.add(Held.ACTIVATIONS, -call.saved_nbytes)
-            self._leave_grads(call.unit)
-            uses[call.unit] -= 1
-            if call.hands_on and number:
-                self.do(schedule.post_backward(call.unit, is_last_use=uses[call.unit] == 0))
-        self._leave_grads(0)
-        self.do(schedule.end_backward())
-        self._flush()
+        for moment, call, actions in replay(self.schedule, self._forward, self._backward):
+            if moment is Moment.BACKWARD_ENDED:
+                self._compute_backward(call)
+                memory.add(_STEP, Held.SAVED, call.working_nbytes)
+                memory.add(_STEP, Held.SAVED, -call.working_nbytes - call.saved_nbytes)
+            if moment in (Moment.BACKWARD_ENDED, Moment.END):
+                self._leave_grads(call.unit)
+            self._do(actions)
+            if moment is Moment.FORWARD:
+                label = f"forward {call.unit}"
+                self.queues.enqueue(Stream.COMPUTE, label, fixed=call.forward_fixed, work=call.forward)
+                memory.add(_STEP, Held.SAVED, call.saved_nbytes + call.left_nbytes)
         self.queues.enqueue(Stream.COMPUTE, "optimizer", work=self._optimizer)
-        memory.add(Held.REDUCED, -memory.now[Held.REDUCED])
-        memory.add(Held.ACTIVATIONS, -sum(call.left_nbytes for call in self.calls))
+        memory.set(_STEP, Held.SHARD_GRADIENTS, 0)
+        memory.add(_STEP, Held.SAVED, -self._left_nbytes)
 
-    def do(self, actions: schedules.Actions) -> None:
+    def _do(self, actions: schedules.Actions) -> None:
         for action, unit in schedules.in_parts(actions):
             if self._perform[action](unit):
                 self.performed.append((action, unit))
+                self.memory.count(action, unit)
 
     # Compute
 
@@ -167,9 +111,9 @@ class Accelerator:
     def _leave_grads(self, unit: int) -> None:
         """Autograd leaves gradients, or adds to those of another call."""
         group = self.groups[unit]
-        if group is not None and group.reduce and unit not in self._have_grads:
+        if group is not None and group.reduce:
             self._have_grads.add(unit)
-            self.memory.add(Held.GRADIENTS, group.grad_nbytes)
+            self.memory.run_backward(unit, gathers=False, reshards=self.schedule.rules[unit].reshard_after_backward)
 
     # Actions
 
@@ -185,13 +129,9 @@ class Accelerator:
         group, before = self._transition(unit, schedules.GroupEvent.UNSHARD)
         if group is None:
             return False
-        self._flush()
-        self.memory.add(Held.GROUPS, group.unsharded_nbytes)
         if before is GroupState.SHARDED_POST_FORWARD and group.regather is not None:
-            self.memory.touch(Held.GROUPS, group.regather_staging_nbytes)
             self._gathers[unit] = self._launch(Stream.GATHER, f"regather {unit}", group.regather, own_communicator=True)
         else:
-            self.memory.touch(Held.GROUPS, group.staging_nbytes)
             self._gathers[unit] = self._launch(Stream.GATHER, f"gather {unit}", group.gather)
         return True
 
@@ -200,7 +140,6 @@ class Accelerator:
         if group is None:
             return False
         self.queues.wait(Stream.COMPUTE, self._gathers[unit])
-        self._leave_rest(unit)
         self._arrive(unit, group)
         return True
 
@@ -208,26 +147,22 @@ class Accelerator:
         """Called when the gather stream has copied everything to its place."""
 
     def _reshard(self, unit: int) -> bool:
-        group, before = self._transition(unit, schedules.GroupEvent.RESHARD)
-        if group is None:
-            return False
-        if before is not GroupState.SHARDED_POST_FORWARD:
-            self._release(group.unsharded_nbytes)
-        self._leave_rest(unit)
-        return True
+        group, _ = self._transition(unit, schedules.GroupEvent.RESHARD)
+        if group is not None:
+            self._release()
+        return group is not None
 
     def _rest(self, unit: int) -> bool:
         group, _ = self._transition(unit, schedules.GroupEvent.RESHARD_POST_FORWARD)
         if group is None:
             return False
-        self._resting[unit] = group.resting_nbytes
-        self.memory.add(Held.GROUPS, group.resting_nbytes)
         self.queues.wait(Stream.GATHER, self.queues.enqueue(Stream.COMPUTE, f"cut {unit}", fixed=group.rest))
-        self._release(group.unsharded_nbytes)
         return True
 
-    def _leave_rest(self, unit: int) -> None:
-        self.memory.add(Held.GROUPS, -self._resting.pop(unit, 0.0))
+    def _release(self) -> None:
+        """The gather stream waits for compute before it fills the memory again: invariant I3 of
+        docs/architecture.md."""
+        self.queues.wait(Stream.GATHER, self.queues.last(Stream.COMPUTE))
 
     def _reduce(self, unit: int) -> bool:
         group = self.groups[unit]
@@ -236,45 +171,47 @@ class Accelerator:
         self._have_grads.remove(unit)
         self._land(unit)  # at most one reduction is in flight
         self.queues.wait(Stream.REDUCE, self.queues.last(Stream.COMPUTE))
-        self.memory.add(Held.REDUCED, group.reduced_nbytes)
-        self.memory.add(Held.GRADIENTS, group.cast_nbytes)
-        for index, flight in enumerate(group.reduce):
+        for index, transfer in enumerate(group.reduce):
             label = f"{'all-reduce' if index else 'reduce'} {unit}"
-            done = self._launch(Stream.REDUCE, label, flight, own_communicator=index > 0)
-        self._reductions.append(Reduction(unit, done, group.grad_nbytes + group.cast_nbytes))
+            done = self._launch(Stream.REDUCE, label, transfer, own_communicator=index > 0)
+        self._reductions.append((group, done))
         return True
 
-    def _land(self, _: int) -> bool:
+    def _land(self, unit: int) -> bool:
         pending, self._reductions = self._reductions, []
-        for reduction in pending:
-            self._finish(reduction)
+        for group, done in pending:
+            self.queues.wait(Stream.COMPUTE, done)
+            self._finish(group)
         return bool(pending)
 
-    def _finish(self, reduction: Reduction) -> None:
-        self.queues.wait(Stream.COMPUTE, reduction.done)
-        self.memory.add(Held.GRADIENTS, -reduction.nbytes)
+    def _finish(self, group: GroupCost) -> None:
+        """Called when compute has waited for a reduction."""
+        self.memory.land(1)
+        self.memory.add(_STEP, Held.SHARD_GRADIENTS, group.reduced_nbytes)
 
-    def _launch(self, stream: Stream, label: str, flight: Flight, *, own_communicator: bool = False) -> Op:
+    def _launch(self, stream: Stream, label: str, transfer: Transfer, *, own_communicator: bool = False) -> Op:
         """Enqueue a launch. Backends run the collectives of one communicator in launch order."""
         if self.shares_communicator and not own_communicator:
             self.queues.wait(stream, self._communicator)
-        transfer = flight.transfer
-        fixed = flight.before + transfer.latency + flight.behind
+        fixed = transfer.before + transfer.latency + transfer.behind
         op = self.queues.enqueue(stream, label, fixed=fixed, work=transfer.seconds, resource=transfer.resource)
         if not own_communicator:
             self._communicator = op
         return op
 
-    # Memory of groups: invariant I3 of docs/architecture.md
 
-    def _release(self, nbytes: float) -> None:
-        self._released.append((self.queues.last(Stream.COMPUTE), nbytes))
+Events = list[tuple[CallCost, bool]]
 
-    def _flush(self) -> None:
-        for event, nbytes in self._released:
-            self.queues.wait(Stream.GATHER, event)
-            self.memory.add(Held.GROUPS, -nbytes)
-        self._released.clear()
+
+def _events(calls: Sequence[CallCost]) -> tuple[Events, Events]:
+    """Where calls begin (True) and end, in a forward and in the backward through them. The output of the last call is
+    that of the root, so the backward of the root begins after that call's. The first call needs no gradient of its
+    input."""
+    root = CallCost(0)
+    calls = [*(replace(call, hands_on=False) for call in calls[:1]), *calls[1:]]
+    forward = [(root, True), *((call, begins) for call in calls for begins in (True, False)), (root, False)]
+    backward = [(call, begins) for call in reversed(calls) if call.has_backward for begins in (False, True)]
+    return forward, [*backward[:1], *([(root, False)] if backward else []), *backward[1:]]
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,15 @@
-"""The work of each GPU in a step, and what a model computes for it."""
+"""The work of each GPU in a step, and the model that a builder makes for it."""
 
 from __future__ import annotations
 
-import logging
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from fsdp2.planner.blocks import Units
-from fsdp2.planner.observe import ModelWork, language_model_loss, observe
 from fsdp2.planner.scenario import Kernels, Optimizer, Precision
 
 MASTER_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -68,6 +65,10 @@ class Workload:
                 raise ValueError(f"Workload: {name} is {getattr(self, name)}, expected at least 1.")
 
     @property
+    def master(self) -> torch.dtype | None:
+        return None if self.master_dtype is None else MASTER_DTYPES[self.master_dtype]
+
+    @property
     def tokens(self) -> int:
         return self.batch * self.sequence
 
@@ -97,64 +98,14 @@ def build(builder: Callable[[], nn.Module]) -> nn.Module:
     return built
 
 
-def master_dtype(workload: Workload) -> torch.dtype | None:
-    return None if workload.master_dtype is None else MASTER_DTYPES[workload.master_dtype]
-
-
-def observed(model: nn.Module, units: Units, workload: Workload, ignored: Collection[nn.Parameter] = ()) -> ModelWork:
-    """What ``model`` has, and its work for ``workload``.
-
-    Raises:
-        ValueError: the model cannot run under fake tensors.
-    """
-    shape = (workload.batch, workload.sequence)
-    inputs = workload.inputs or (lambda: torch.zeros(shape, dtype=torch.int64))
-    dtype = torch.bfloat16 if workload.precision == Precision.BF16.value else torch.float32
-    log = logging.getLogger("torch._subclasses.fake_tensor")  # prints the traceback of what is raised anyway
-    before, log.disabled = log.disabled, True
-    try:
-        return observe(model, units, inputs, _checked_loss(workload), dtype, master_dtype(workload), ignored)
-    except (ValueError, TypeError):
-        raise
-    except Exception as error:
-        raise ValueError(
-            f"plan: this {type(model).__name__} does not run under fake tensors ({type(error).__name__}: "
-            f"{_first_line(error)}). Pass Workload(inputs=...) if it does not take tokens, and read no values of "
-            "tensors in forward."
-        ) from error
-    finally:
-        log.disabled = before
-
-
-def _checked_loss(workload: Workload) -> Callable[[Any], torch.Tensor]:
-    given = workload.loss
-    if given is None:
-        return language_model_loss
-
-    def loss(output: Any) -> torch.Tensor:
-        try:
-            value = given(output)
-        except Exception as error:
-            raise ValueError(
-                f"plan: Workload.loss failed for a {type(output).__name__}, which the model returned "
-                f"({type(error).__name__}: {_first_line(error)})."
-            ) from error
-        if not isinstance(value, torch.Tensor) or value.dim() != 0:
-            kind = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-            raise ValueError(f"plan: Workload.loss returned {kind}, expected a tensor without dims.")
-        return value
-
-    return loss
-
-
 def cause_of(error: BaseException) -> str:
     """The type and text of ``error``, and the line that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f", {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     if isinstance(error, SyntaxError):
         where = f", {error.filename}:{error.lineno}"
-    return f"{type(error).__name__}: {_first_line(error)}{where}"
+    return f"{type(error).__name__}: {first_line(error)}{where}"
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [""])[0][:200]

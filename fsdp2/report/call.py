@@ -33,14 +33,13 @@ from fsdp2.core import (
 )
 from fsdp2.extras.exchange import exchange
 from fsdp2.extras.units import sharded_unit
-from fsdp2.memory.plan import trainable_of, unit_bytes
+from fsdp2.memory.plan import TEMPORARY, trainable_of, unit_bytes
 from fsdp2.optim.host_adamw.jobs import observe_host_steps
 from fsdp2.planner.choose_units import AutoShard
 from fsdp2.planner.machine import Machine
 from fsdp2.planner.machines import MACHINES
 from fsdp2.planner.measure import device_name
 from fsdp2.planner.plans import Plan
-from fsdp2.planner.simulate import Held
 from fsdp2.report import files
 from fsdp2.report.data import RankRecord, RankStep, report_data
 from fsdp2.report.figures import Prediction, StepFigures, Work
@@ -128,9 +127,11 @@ def report(
         raise ScheduleError(f"{_CALLER}: torch.profiler runs already. End it before the block, or leave profile out.")
     operations = Operations(on_device=on_device) if profile else None
     targets = [Path(path) for path in paths]
-    problem = next(filter(None, _exchange(mesh, _problem(targets) if dist.get_rank() == 0 else None)), None)
+    written = targets if dist.get_rank() == 0 else []
+    problems = (files.problem(each, files.PAGE, files.JSON, files.CHROME_TRACE) for each in written)
+    problem = next(filter(None, _exchange(mesh, next(filter(None, problems), None))), None)
     if problem is not None:
-        raise ValueError(problem)
+        raise ValueError(f"{_CALLER}: {problem}")
     synced, is_first_use, found = time.perf_counter(), not tree.schedule.tape.expected, Report()
     held = HeldBytes(tree, saves=activations)
     recorder = Recorder(DeviceClock(mesh.device, tree.units) if on_device else HostClock(), steps, held)
@@ -212,18 +213,6 @@ def _check_arguments(model: object, paths: Sequence[object], steps: object, toke
             raise ValueError(f"{_CALLER}: {name} is {value}, expected 1 or more.")
 
 
-def _problem(targets: Sequence[Path]) -> str | None:
-    """Why rank 0 cannot write to one of ``targets``."""
-    for target in targets:
-        folder = target.absolute().parent
-        found = files.problem(target, files.PAGE, files.JSON, files.CHROME_TRACE)
-        if files.kind_of(target) is not None and not folder.is_dir():
-            found = f"cannot write '{target}': there is no folder '{folder}'. Create it, or use another path."
-        if found is not None:
-            return f"{_CALLER}: {found}"
-    return None
-
-
 def _checked_plan(plan: object) -> Plan:
     """Check that ``plan`` is a plan that recommends a choice."""
     if isinstance(plan, AutoShard):
@@ -249,7 +238,7 @@ def _prediction(plan: Plan, mesh: ParallelMesh) -> Prediction:
         step_ms=1e3 * result.time.step,
         compute_ms=1e3 * result.time.compute,
         exposed_ms=1e3 * result.time.exposed,
-        temporary_nbytes=int(result.memory[Held.GROUPS] + result.memory[Held.GRADIENTS]),
+        temporary_nbytes=int(sum(result.memory[held] for held in TEMPORARY)),
         allocated_nbytes=int(result.peak_nbytes),
         reserved_nbytes=int(result.reserved_nbytes),
     )

@@ -26,6 +26,9 @@ def problem(path: Path, *kinds: str) -> str | None:
     if kind_of(path) not in kinds:
         *others, last = kinds
         return f"'{path}' has the suffix '{path.suffix}'. Use {', '.join(others)} or {last}."
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        return f"cannot write '{path}': there is no folder '{folder}'. Create it, or use another path."
     try:
         check_writable(path)
     except OSError as error:

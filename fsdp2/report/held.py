@@ -7,8 +7,8 @@ Elsewhere, as on the CPU, autograd's saved tensors in the model's forward count,
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -17,7 +17,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from fsdp2.core import ShardedParam, Unit, UnitTree, _torch, find_tensors
 from fsdp2.extras import torch_names
-from fsdp2.report.memory import ALLOCATED, OPTIMIZER_STATES, SAVED, SHARD_GRADIENTS, SHARDS, Bytes
+from fsdp2.memory.plan import Held
+from fsdp2.report.memory import ALLOCATED, Bytes
 from fsdp2.report.modules import ModuleHook
 from fsdp2.report.timeline import ROOT
 
@@ -48,14 +49,14 @@ class HeldBytes:
         """The bytes held when a step begins."""
         found: Bytes = {}
         for name, unit in self._units.items():
-            found[name, SHARDS] = self._nbytes(_torch.local_of(param.sharded) for param in _params(unit))
+            found[name, Held.SHARDS] = self._nbytes(_torch.local_of(param.sharded) for param in _params(unit))
             found |= self.landed(name)
         return found | self._activations()
 
     def landed(self, unit: str) -> Bytes:
         """The bytes after the gradients of ``unit`` may have changed."""
         grads = (grad for param in _params(self._units[unit]) if (grad := param.sharded.grad) is not None)
-        return {(unit, SHARD_GRADIENTS): self._nbytes(map(_torch.local_of, grads))}
+        return {(unit, Held.SHARD_GRADIENTS): self._nbytes(map(_torch.local_of, grads))}
 
     def at(self, event: str, unit: str) -> Bytes:
         """The bytes that have changed when ``event`` happens to ``unit``."""
@@ -75,7 +76,7 @@ class HeldBytes:
     def _states(self, optimizer: torch.optim.Optimizer) -> Bytes:
         self._optimizers[optimizer] = len(optimizer.state)
         states = [tensor for each in self._optimizers for tensor in find_tensors(dict(each.state), [])]
-        return {("", OPTIMIZER_STATES): self._nbytes(states)}
+        return {("", Held.OPTIMIZER_STATES): self._nbytes(states)}
 
     def _activations(self) -> Bytes:
         if self._allocated is not None:
@@ -104,7 +105,7 @@ def _allocation(device: torch.device) -> Callable[[], int] | None:
 
 
 class SavedTensors:
-    """Counts what autograd saves in the forwards of ``tree``, by the unit that runs, until it is freed.
+    """Counts what autograd saves in the forwards of ``tree``, by the unit that runs, until its memory is freed.
 
     Tensors that an activation checkpoint or another hook of the user takes are not counted: the innermost hook wins.
     """
@@ -116,8 +117,7 @@ class SavedTensors:
         for name in self._units:
             self._note_parameters(name)
         self._running: list[str] = []
-        self._owners: dict[int, tuple[str, int]] = {}  # the unit and the bytes, by storage
-        self._num_saved: Counter[int] = Counter()  # the tensors by storage
+        self._counted: set[int] = set()  # storages
         self._held: dict[str, int] = dict.fromkeys(self._units, 0)
         self._told: dict[str, int] = {}
         self._hooks: list[Any] = []  # of running forwards
@@ -149,7 +149,7 @@ class SavedTensors:
         """The bytes of the units for which they have changed since the last call."""
         found = {unit: nbytes for unit, nbytes in self._held.items() if self._told.get(unit) != nbytes}
         self._told |= found
-        return {(unit, SAVED): nbytes for unit, nbytes in found.items()}
+        return {(unit, Held.SAVED): nbytes for unit, nbytes in found.items()}
 
     def _note_parameters(self, unit: str) -> None:
         whole = (param.unsharded for param in _params(self._units[unit]) if param.unsharded is not None)
@@ -167,39 +167,22 @@ class SavedTensors:
             self._hooks.pop().__exit__()
 
     @_torch.runs_between_graphs  # compiled code calls it where it saves tensors
-    def _pack(self, tensor: torch.Tensor) -> _Saved:
-        leaves = {torch_names.storage_key(leaf): leaf for leaf in _torch.leaves(tensor)}
-        keys = [key for key in leaves if key not in self._lasting]
-        for key in keys:
-            if key not in self._owners:  # the first one that saves a tensor in this storage
-                unit = self._running[-1] if self._running else ROOT
-                self._owners[key] = unit, leaves[key].untyped_storage().nbytes()
-                self._held[unit] += self._owners[key][1]
-            self._num_saved[key] += 1
-        return _Saved(tensor, keys, self._release)
-
-    def _release(self, key: int) -> None:
-        self._num_saved[key] -= 1
-        if not self._num_saved[key]:
-            del self._num_saved[key]
-            unit, nbytes = self._owners.pop(key)
-            self._held[unit] -= nbytes
-
-
-class _Saved:
-    """The object that autograd keeps instead of ``tensor``, until backward has used it or the graph is freed."""
-
-    __slots__ = ("_keys", "_release", "tensor")
-
-    def __init__(self, tensor: torch.Tensor, keys: Sequence[int], release: Callable[[int], None]) -> None:
-        self.tensor, self._keys, self._release = tensor, keys, release
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        unit = self._running[-1] if self._running else ROOT  # counts what it is the first to save
+        for leaf in _torch.leaves(tensor):
+            key, storage = torch_names.storage_key(leaf), leaf.untyped_storage()
+            if key not in self._lasting and key not in self._counted:
+                self._counted.add(key)
+                self._held[unit] += storage.nbytes()
+                weakref.finalize(storage, self._free, key, unit, storage.nbytes()).atexit = False
+        return tensor
 
     @_torch.runs_between_graphs
-    def __del__(self) -> None:
-        for key in self._keys:
-            self._release(key)
+    def _free(self, key: int, unit: str, nbytes: int) -> None:
+        self._counted.remove(key)
+        self._held[unit] -= nbytes
 
 
 @_torch.runs_between_graphs
-def _unpack(saved: _Saved) -> torch.Tensor:
-    return saved.tensor
+def _unpack(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor

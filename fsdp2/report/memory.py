@@ -12,16 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from fsdp2.memory.plan import UnitBytes
-from fsdp2.report.timeline import BACKWARDS, BLOCKED, GATHERS, Edge, Mark
+from fsdp2.core import schedules
+from fsdp2.memory.plan import TEMPORARY, Held, Ledger, UnitBytes
+from fsdp2.report.timeline import BACKWARDS, BLOCKED, GATHERS, RESHARDS, Edge, Mark
 
-SHARDS, OPTIMIZER_STATES, SHARD_GRADIENTS = "shards of parameters", "optimizer states", "gradients of shards"
-PARAMETERS, GRADIENTS, REDUCTION = "unsharded parameters", "gradients and their copies", "gradients in flight"
-SAVED = "saved by forward for backward"  # as counted
-OTHER = "activations, gradients before reduction, and other"  # allocated memory beyond everything else
-ALLOCATED = "allocated"  # by the device's allocator; not a series, but OTHER is computed from it
-TEMPORARY = (PARAMETERS, GRADIENTS, REDUCTION)  # what ``fsdp2.memory.memory_plan`` knows
-SERIES = (SHARDS, OPTIMIZER_STATES, SHARD_GRADIENTS, *TEMPORARY, SAVED, OTHER)
+ALLOCATED = "allocated"  # by the device's allocator; not a purpose, but ``Held.OTHER`` is computed from it
+_OF_PARAMETERS = (*GATHERS, "wait", *RESHARDS)  # actions
 
 Bytes = dict[tuple[str, str], int]  # by unit and purpose
 
@@ -32,9 +28,9 @@ class Memory:
 
     Attributes:
         times: in seconds, in order; what is held changes there.
-        series: bytes by purpose (:data:`SERIES`), one value per time.
+        series: bytes by purpose (:class:`Held`), one value per time.
         owners: (unit, what, bytes) when most was held, the largest first; no unit: of no unit, or not known of which.
-        temporary: the most that the runtime held, according to plans: the sum of :data:`TEMPORARY`.
+        temporary: the most that the runtime held, according to plans: the sum of ``TEMPORARY``.
     """
 
     times: Sequence[float]
@@ -50,55 +46,36 @@ class Memory:
 
 def memory(marks: Iterable[Mark], sizes: Mapping[str, UnitBytes], start: float, stop: float) -> Memory:
     """The memory of a step. ``marks`` are those of all steps so far, since memory that is kept counts."""
-    held = _Held()
-    rows: list[tuple[float, dict[str, int]]] = []
+    ledger = Ledger(sizes)
+    rows: list[tuple[float, dict[Held, int]]] = []
     owners: list[tuple[str, str, int]] = []
-    moment, temporary, peak = 0.0, 0, -1
+    moment, temporary, peak, asks_allocator = 0.0, 0, -1, False
     for mark in _gathered_first(marks):
-        changes = _changes(mark, sizes)
-        if not changes:
+        if not _count(ledger, mark):
             continue
-        held.change(changes)
+        is_of_allocator = mark.name == ALLOCATED
+        asks_allocator = asks_allocator or is_of_allocator
         moment = max(moment, mark.any_time)  # streams run concurrently
         if moment > stop:
             break
         if moment >= start:
-            temporary = max(temporary, sum(held.totals[what] for what in TEMPORARY))
-        if held.asks_allocator and mark.name != ALLOCATED:
+            temporary = max(temporary, sum(ledger.totals.get(what, 0) for what in TEMPORARY))
+        if asks_allocator and not is_of_allocator:
             continue  # the remainder is not known
-        row = held.shown()
+        row = dict(ledger.totals)
+        if asks_allocator:
+            row.pop(Held.GRADIENTS, None)  # a part of the remainder
         if moment < start:
             rows = [(start, row)]
             continue
         rows.append((moment, row))
         if sum(row.values()) > peak:
             peak = sum(row.values())
-            owners = [(*owner, nbytes) for owner, nbytes in held.by_owner.items() if nbytes and owner[1] in row]
-    series = {what: [row.get(what, 0) for _, row in rows] for what in SERIES}
+            held = ((unit, what, nbytes) for (unit, what), nbytes in ledger.by_owner.items() if what in row)
+            owners = [(unit, what.value, nbytes) for unit, what, nbytes in held if nbytes]
+    series = {what.value: [row.get(what, 0) for _, row in rows] for what in Held}
     used = {what: values for what, values in series.items() if any(values)}
     return Memory([time for time, _ in rows], used, sorted(owners, key=lambda owner: -owner[2]), temporary)
-
-
-class _Held:
-    """The bytes held now. ``asks_allocator``: the allocator has statistics, so that a remainder is known."""
-
-    def __init__(self) -> None:
-        self.by_owner: Bytes = {}
-        self.totals = dict.fromkeys(SERIES, 0)
-        self.asks_allocator = False
-
-    def change(self, changes: Bytes) -> None:
-        for owner, nbytes in changes.items():
-            if owner[1] == ALLOCATED:
-                self.asks_allocator = True
-                known = sum(total for what, total in self.totals.items() if what not in (OTHER, GRADIENTS))
-                owner, nbytes = ("", OTHER), max(nbytes - known, 0)
-            self.totals[owner[1]] += nbytes - self.by_owner.get(owner, 0)
-            self.by_owner[owner] = nbytes
-
-    def shown(self) -> dict[str, int]:
-        """The series' values, without those that the allocator's remainder contains."""
-        return {what: total for what, total in self.totals.items() if what != GRADIENTS or not self.asks_allocator}
 
 
 def _gathered_first(marks: Iterable[Mark]) -> Iterator[Mark]:
@@ -118,24 +95,26 @@ def _gathered_first(marks: Iterable[Mark]) -> Iterator[Mark]:
         yield backward
 
 
-def _changes(mark: Mark, sizes: Mapping[str, UnitBytes]) -> Bytes:
-    """The changes that ``mark`` makes to the bytes held."""
+def _count(ledger: Ledger, mark: Mark) -> bool:
+    """Count the bytes that ``mark`` tells of, and return whether it tells of any."""
     unit, name, edge = mark.unit, mark.name, mark.edge
-    size = sizes.get(unit)
-    if edge is Edge.HELD:
-        return {(unit, name): mark.nbytes}
-    if size is None:
-        return {}
-    if edge is Edge.EVENT and name in BACKWARDS:
-        return {(unit, GRADIENTS): size.backward(reshards=True)}
-    if edge is Edge.STOP and name == "reduce_land":
-        return {(unit, REDUCTION): 0}
-    if edge is Edge.ACTION and name == "reduce":
-        return {(unit, GRADIENTS): 0, (unit, REDUCTION): size.sent}
-    parameters = {
-        **dict.fromkeys(GATHERS, size.gather),
-        "wait": size.unsharded,
-        "reshard": 0,
-        "reshard_post_forward": size.post_forward,
-    }
-    return {(unit, PARAMETERS): parameters[name]} if edge is Edge.ACTION and name in parameters else {}
+    if edge is Edge.HELD and name == ALLOCATED:
+        in_remainder = (Held.OTHER, Held.GRADIENTS)
+        known = sum(total for what, total in ledger.totals.items() if what not in in_remainder)
+        ledger.set("", Held.OTHER, max(mark.nbytes - known, 0))
+    elif edge is Edge.HELD:
+        ledger.set(unit, Held(name), mark.nbytes)
+    elif unit not in ledger.sizes:
+        return False
+    elif edge is Edge.EVENT and name in BACKWARDS:
+        ledger.run_backward(unit, gathers=False, reshards=True)
+    elif edge is Edge.STOP and name == "reduce_land":
+        ledger.set(unit, Held.REDUCTION, 0)
+    elif edge is Edge.ACTION and name == "reduce":  # each group of the unit says so
+        ledger.keep(unit)
+        ledger.set(unit, Held.REDUCTION, ledger.sizes[unit].sent)
+    elif edge is Edge.ACTION and name in _OF_PARAMETERS:
+        ledger.count(schedules.Action(name), unit)
+    else:
+        return False
+    return True

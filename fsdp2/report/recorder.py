@@ -113,14 +113,14 @@ class DeviceClock(HostClock):
 
 class Recorder(Observer):
     """The marks of up to ``max_steps`` steps. A step ends where the next forward begins after a backward that reduced
-    gradients, so it holds all micro-batches of an accumulation, and the optimizer. ``held``, if given, reports the
-    bytes of tensors.
+    gradients, so it holds all micro-batches of an accumulation, and the optimizer. ``held`` reports the bytes of
+    tensors.
 
     Attributes:
         on_done: called when nothing more will be recorded, so that the recorder needs no further calls.
     """
 
-    def __init__(self, clock: HostClock, max_steps: int, held: HeldBytes | None = None) -> None:
+    def __init__(self, clock: HostClock, max_steps: int, held: HeldBytes) -> None:
         self._clock, self._max_steps, self._held = clock, max_steps, held
         self.on_done: Callable[[], None] = lambda: None
         self._marks: list[_Mark] = []
@@ -143,8 +143,7 @@ class Recorder(Observer):
         if begins and not self._begin_step(now):
             return
         self._has_ended = self._has_ended or event == "end_backward"
-        if self._held is not None:  # before the event, since plans know what it adds
-            self._hold(self._held.at(event, unit), now)
+        self._hold(self._held.at(event, unit), now)  # before the event, since plans know what it adds
         self._add(Edge.EVENT, event, unit, now)
 
     def _begin_step(self, now: Stamp) -> bool:
@@ -155,8 +154,7 @@ class Recorder(Observer):
             self._is_done = True
             self.on_done()
             return False
-        if self._held is not None:
-            self._hold(self._held.at_start(), now)
+        self._hold(self._held.at_start(), now)
         return True
 
     def on_module(self, unit: str, module: str, event: str) -> None:
@@ -170,10 +168,10 @@ class Recorder(Observer):
             return
         now = self._clock.now()
         self._add(Edge.EVENT, OPTIMIZER if starts else OPTIMIZER_END, "", now)
-        if self._held is not None and starts:
+        if starts:
             (_, first), *_ = self._bounds
             self._before += _marks_of(self._held.steps(optimizer), first)
-        elif self._held is not None:
+        else:
             self._hold(self._held.stepped(optimizer), now)
 
     def on_start(self, work: str, unit: str) -> None:
@@ -182,15 +180,14 @@ class Recorder(Observer):
 
     def on_stop(self, work: str, unit: str) -> None:
         self._on_work(Edge.STOP, work, unit)
-        if self._held is not None and work == "reduce_land" and self._is_in_step:
+        if work == "reduce_land" and self._is_in_step:
             self._hold(self._held.landed(unit), self._last[0])
 
     def on_action(self, action: str, unit: str, nbytes: int) -> None:
         if self._is_in_step and self._last != (None, None):
             self._has_reduced = self._has_reduced or action == "reduce"
             self._add(Edge.ACTION, action, unit, *self._last)
-            if self._held is not None:
-                self._hold(self._held.at(action, unit), self._last[0] or self._last[1])
+            self._hold(self._held.at(action, unit), self._last[0] or self._last[1])
 
     def on_activity(self, activity: comms.Activity, starts: bool) -> None:
         """A wait for collectives, or a copy in the work that started last, starts or stops."""

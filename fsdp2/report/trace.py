@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from fsdp2.core import Observer
-from fsdp2.extras.units import observe as _observe, sharded_unit, stop_observing
+from fsdp2.core import Observer, units_under
+from fsdp2.extras.units import sharded_unit
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,13 @@ def observe(module: nn.Module, observer: Observer) -> Iterator[None]:
         ValueError: ``module`` is not sharded.
     """
     sharded_unit(module, "fsdp2.report.trace")
-    _observe(module, observer)
+    for _, unit in units_under(module):
+        unit.tell([*unit.observers, observer])
     try:
         yield
     finally:
-        stop_observing(module, observer)
+        for _, unit in units_under(module):  # including those that were added meanwhile
+            unit.tell([each for each in unit.observers if each is not observer])
 
 
 @contextmanager

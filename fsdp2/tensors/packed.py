@@ -33,6 +33,12 @@ class PackedTensor(WrapperTensor):
         """Codes and scales of this rank's rows. Under torch's own FSDP2, ranks must divide dim 0 evenly."""
         return self._cut, None
 
+    def _before_write(self, func: Any) -> None:
+        raise TypeError(
+            f"{func} would write a frozen {type(self).__name__}. Pass only parameters that require gradients to the "
+            "optimizer, or dequantise the weight first."
+        )
+
     def _can_have(self, dtype: torch.dtype, size: Sequence[int] | None = None) -> bool:
         """Whether rows like these can be a tensor of this dtype and size. If not, it has to be plain."""
         raise NotImplementedError
@@ -44,6 +50,10 @@ class PackedTensor(WrapperTensor):
     def _packed_from(self, source: torch.Tensor) -> Tensors:
         """The inner tensors for the values of ``source``, which are copied into this weight."""
         raise NotImplementedError
+
+    def _viewed(self, size: Sequence[int]) -> torch.Tensor:
+        """A view of another shape. By default, it is one of what operations read."""
+        return self._plain().view(size)
 
 
 def _on_rows(op: Callable[..., Any], weight: PackedTensor, *args: Any) -> Any:
@@ -101,6 +111,11 @@ def _split(op: Callable[..., Any], weight: PackedTensor, sizes: int | list[int],
     return _on_rows(op, weight, sizes)
 
 
+def _view(weight: PackedTensor, size: Sequence[int]) -> torch.Tensor:
+    """``DTensor.to_local`` makes a view of the same shape."""
+    return weight._like(*weight._inner) if tuple(size) == tuple(weight.shape) else weight._viewed(size)
+
+
 def _copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     if not isinstance(target, PackedTensor):
         return NotImplemented  # source is read like by any other operation
@@ -121,5 +136,7 @@ PackedTensor._OPS = {
     aten.slice.Tensor: _slice,
     aten.split.Tensor: partial(_split, aten.split.Tensor),
     aten.split_with_sizes.default: partial(_split, aten.split_with_sizes.default),
+    aten.view.default: _view,
+    aten._unsafe_view.default: _view,
     aten.copy_.default: _copy_,
 }

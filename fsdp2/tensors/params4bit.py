@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from fsdp2.core import Slot, seams
 from fsdp2.tensors.in_files import DenseWeight, FileTensor
 from fsdp2.tensors.packed import PackedTensor
-from fsdp2.tensors.wrapper import Tensors, aten
+from fsdp2.tensors.wrapper import Tensors
 
 # bitsandbytes' choices: the number of codes, and how it quantises scales.
 _NUM_CODES, _NUM_NESTED_CODES, _NESTED_BLOCKSIZE = 16, 256, 256
@@ -122,12 +122,6 @@ class Shard4bit(PackedTensor):
 
     def _plain(self) -> torch.Tensor:
         return self._packed
-
-    def _before_write(self, func: Any) -> None:
-        raise TypeError(
-            f"{func} would write 4-bit weights, which are frozen. Pass only parameters that require gradients to the "
-            "optimizer."
-        )
 
     def _can_have(self, dtype: torch.dtype, size: Sequence[int] | None = None) -> bool:
         return dtype is torch.uint8 and (size is None or (len(size) == 2 and size[1] == self.size(1)))
@@ -325,14 +319,6 @@ def _check(name: str, param: Any) -> None:
             f"quant_state is of a weight of {expected} bytes and {num_blocks} blocks. If something has cut it before, "
             "quantise the whole weight."
         )
-
-
-def _view(weight: Shard4bit, size: Sequence[int]) -> torch.Tensor:
-    """``DTensor.to_local`` makes a view of the same shape. Other views are views of the bytes."""
-    return weight._like(*weight._inner) if tuple(size) == tuple(weight.shape) else weight._plain().view(size)
-
-
-Shard4bit._OPS = PackedTensor._OPS | {aten.view.default: _view}
 
 
 def _parsed(text: torch.Tensor) -> dict[str, Any]:

@@ -128,7 +128,7 @@ ELSEWHERE: dict[str, str] = {
     "extras.lending.gathered_together-work": _UNCUT,
     "fsdp1.state_values.locals_of_flat-work": _TIED,
     "core._torch.arrived_local-work": _PENDING,
-    "checkpoint.weights.Weight.whole_on-work": "distributed/test_weights.py::test_weights_go_in_and_out_on_2_ranks",
+    "checkpoint.save_weights._sent_to-work": _STREAMED,
     "checkpoint.stream_weights._Messages.__init__-gather_after_compute": _STREAMED,
     "checkpoint.stream_weights._Messages.__init__-record": _STREAMED,
     "checkpoint.stream_weights._Messages.__init__-work": _STREAMED,  # NCCL's messages to one rank

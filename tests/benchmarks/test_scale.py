@@ -21,21 +21,19 @@ from benchmarks.scale.workload import (
     observed,
     scenario,
 )
-from fsdp2.planner.groups import Flight
+from fsdp2.memory.plan import Held
 from fsdp2.planner.machine import Contention, Link, Ranks, Resource, Transfer
 from fsdp2.planner.machines import H100
 from fsdp2.planner.scenario import Choice, simulate
-from fsdp2.planner.simulate import Held, steady_step
+from fsdp2.planner.simulate import steady_step
 from fsdp2.planner.work import UnitWork, Work
 from tests.unit.planner.round_figures import FSDP, PLAIN, device_of, group_of
 
 
 def test_on_the_cpu_the_program_launches_and_finishes() -> None:
     """Copies and sums hold up compute there, and half of the next backward is what a reduction may take."""
-    travel = Flight(Transfer(0.0, 1, Resource.NETWORK), before=0.5, behind=0.25)
-    group = replace(
-        group_of(1, 2), gather=travel, reduce=(replace(travel, transfer=replace(travel.transfer, seconds=5)),)
-    )
+    travel = Transfer(0.0, 1, Resource.NETWORK, before=0.5, behind=0.25)
+    group = replace(group_of(1, 2), gather=travel, reduce=(replace(travel, seconds=5),))
     time = steady_step(device_of(2, group, kind=gloo.Cpu), Contention())
     # Gathers: launch and unpack each of four, and wait for the first of either pass. Reductions: launch and land both;
     # while the first travels, a gather is unpacked and half of a backward runs; nothing runs beside the second.
@@ -111,7 +109,7 @@ def test_a_pipeline_is_filled_and_emptied_and_its_first_gpu_holds_activations_of
     assert found.time.step == pytest.approx(seconds)
     assert found.tokens_per_second == pytest.approx(pipeline.num_microbatches * 8 / 4 / 4 / seconds)
     if in_flight is not None:
-        assert found.memory[Held.ACTIVATIONS] == 5.0 * in_flight
+        assert found.memory[Held.SAVED] == 5.0 * in_flight
 
 
 def test_a_model_is_divided_into_stages_of_as_many_blocks_as_the_longest() -> None:

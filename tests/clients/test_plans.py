@@ -19,9 +19,9 @@ from fsdp2.__main__ import main
 from fsdp2.core.runtime.unit import units_under
 from fsdp2.extras.sizes import text_of
 from fsdp2.planner.blocks import find_units
+from fsdp2.planner.observe import observe
 from fsdp2.planner.plans import Plan
 from fsdp2.planner.work import Checkpointing
-from fsdp2.planner.workload import observed
 from tests.docs.markdown import ROOT, table
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.golden import texts_beside
@@ -129,7 +129,7 @@ def test_no_cache_is_planned_unless_inputs_ask_for_one() -> None:
     works = []
     for use_cache, options in ((False, {}), (True, {}), (True, asked)):
         model = builder({**SCALED_DOWN, "use_cache": use_cache})()
-        works.append(observed(model, find_units(model), fsdp2.planner.Workload(batch, length, **options)))
+        works.append(observe(model, find_units(model), fsdp2.planner.Workload(batch, length, **options)))
         assert model.config.use_cache == use_cache
     assert works[0] == works[1]
     attention = [work.kinds[0][Checkpointing.NONE].forward.other for work in works]
@@ -155,7 +155,7 @@ def test_an_encoder_and_a_decoder_with_one_embedding_have_each_parameter_once(wr
     model = wrap(AutoModelForSeq2SeqLM.from_config(config))
     before = {name: id(param) for name, param in model.named_parameters(remove_duplicate=False)}
     inputs = lambda: {name: torch.zeros(2, 16, dtype=torch.int64) for name in ("input_ids", "decoder_input_ids")}  # noqa: E731
-    work = observed(model, find_units(model), fsdp2.planner.Workload(2, 16, inputs=inputs))
+    work = observe(model, find_units(model), fsdp2.planner.Workload(2, 16, inputs=inputs))
     assert {name: id(param) for name, param in model.named_parameters(remove_duplicate=False)} == before
     assert len(work.params) == 1 + 2 * 3  # the root with what is tied, and blocks
     numels = [param.numel for params in work.params.values() for param in params]

@@ -21,6 +21,7 @@ import fsdp2
 from fsdp2.core.runtime.unit import units_under
 from fsdp2.core.schedule.schedule import AfterForward
 from fsdp2.extras import peers
+from fsdp2.memory.plan import Held
 from fsdp2.planner import recompute
 from fsdp2.planner.blocks import find_units
 from fsdp2.planner.code import code_for
@@ -28,7 +29,6 @@ from fsdp2.planner.machine import Link, gather, ranks_of
 from fsdp2.planner.machines import MACHINES, fields_of, machine_from
 from fsdp2.planner.measure import _between, measure
 from fsdp2.planner.scenario import Choice, Precision
-from fsdp2.planner.simulate import Held
 from fsdp2.planner.work import Checkpointing
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.golden import texts_beside
@@ -150,7 +150,7 @@ def test_ignored_parameters_are_planned_whole_and_groups_in_the_dtype_of_the_pol
     assert found.params_nbytes - plain.params_nbytes == found.grads_nbytes - plain.grads_nbytes == whole / 2
     assert found.optimizer_nbytes - plain.optimizer_nbytes == whole
     in_bf16 = planned(ctx, mp_policy=fsdp2.MixedPrecisionPolicy(torch.bfloat16)).applied.result
-    assert 2 * in_bf16.memory[Held.GROUPS] == plain.memory[Held.GROUPS]
+    assert 2 * in_bf16.memory[Held.PARAMETERS] == plain.memory[Held.PARAMETERS]
     assert trains_alike(model)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -260,6 +262,17 @@ def test_parameter_that_the_root_itself_used_is_reduced_if_the_loss_reaches_noth
 
 
 # Without allow_inner_losses
+
+
+@distributed(2)
+def test_a_model_that_is_no_longer_used_is_freed(ctx: RankContext) -> None:
+    model = fsdp2.fully_shard(nn.Sequential(_Experts(), nn.Linear(DIM, DIM)), mesh=ctx.mesh_1d())
+    fsdp2.allow_inner_losses(model)
+    model(batch()).sum().backward()
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
 
 
 @distributed(2)

@@ -14,9 +14,10 @@ from torch.distributed.tensor import DTensor
 import fsdp2
 from fsdp2.planner.blocks import find_units
 from fsdp2.planner.machines import H100
+from fsdp2.planner.observe import observe
 from fsdp2.planner.scenario import Choice, Precision, Scenario, accelerator, simulate
 from fsdp2.planner.work import Checkpointing
-from fsdp2.planner.workload import Workload, observed
+from fsdp2.planner.workload import Workload
 from fsdp2.report import trace
 from tests.distributed.support import seeded, shard_each
 from tests.harness.distributed import RankContext, distributed
@@ -31,7 +32,7 @@ def _sharded_as_planned(
     model = seeded(MODELS[name])
     ignored = {param for key, param in model.named_parameters() if ignores and ignores in key}
     units, workload = find_units(model), Workload(2, 32, precision=precision, inputs=inputs_of(name), loss=square)
-    work = observed(model, units, workload, ignored)
+    work = observe(model, units, workload, ignored)
     scenario = Scenario(
         H100,
         work.units(Checkpointing.NONE),
@@ -97,7 +98,7 @@ def test_what_is_planned_is_what_memory_plan_says_and_what_is_held(
     assert planned == held or ctx.rank > 0
     groups = zip(_labels(scenario), accelerator(scenario).groups, strict=True)
     of_units = {
-        label: (group.shards_nbytes, group.unsharded_nbytes, group.grad_nbytes) for label, group in groups if group
+        label: (group.shards_nbytes, group.nbytes.unsharded, group.nbytes.gradients) for label, group in groups if group
     }
     sizes = {
         unit.name: (unit.shards, unit.bytes.unsharded, unit.bytes.gradients)
@@ -121,7 +122,7 @@ def test_the_plan_gathers_and_reduces_as_the_runtime_does(ctx: RankContext, name
         square(model(*inputs_of(name)())).backward()
     planned = [f"{action.value} {labels[unit]}" for action, unit in device.performed[first:]]
     assert _comparable(planned) == _comparable(recorded.actions())
-    assert set(device.memory.now.values()) == {0}
+    assert device.memory.held == 0
 
 
 def _comparable(actions: Sequence[str]) -> list[str]:

@@ -78,6 +78,7 @@ def check(ctx: RankContext, mesh: DeviceMesh, placements: list[Any], **options: 
         seen.append(matrix.name)
         name, _, index = matrix.name.removesuffix("]").partition("[")
         assert torch.equal(whole.cpu(), parts(name)[int(index or 0)])
+        assert [*tensors][matrix.tensor] == name
         return whole.cumsum(0)
 
     results = plan.run(fn, list(tensors.values()))
@@ -133,6 +134,21 @@ def test_matrices_travel_in_the_dtype_that_is_asked_for(ctx: RankContext) -> Non
     assert dtypes in ([], [torch.bfloat16])
     assert result.dtype is torch.bfloat16
     assert torch.equal(result.full_tensor(), tensor.full_tensor().bfloat16())
+
+
+@distributed(2)
+def test_a_matrix_knows_the_position_of_its_tensor_among_all_dtypes(ctx: RankContext) -> None:
+    kinds = [(4, torch.float32), (6, torch.float16), (8, torch.float32)]
+    tensors = [
+        distribute_tensor(torch.zeros(rows, 4, dtype=dtype, device=ctx.device_type), ctx.mesh_1d(), [Shard(0)])
+        for rows, dtype in kinds
+    ]
+
+    def fn(whole: Tensor, matrix: Matrix) -> Tensor:
+        assert (whole.size(0), whole.dtype) == kinds[matrix.tensor]
+        return whole
+
+    assert len(whole_matrices(tensors).run(fn, tensors)) == 3
 
 
 @distributed(2)

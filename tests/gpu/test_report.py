@@ -15,8 +15,8 @@ from torch import nn
 import fsdp2
 from fsdp2.core.runtime.unit_tree import tree_of
 from fsdp2.extras.alike import Alike
-from fsdp2.extras.board import Board
 from fsdp2.extras.stalls import StallWatch
+from fsdp2.extras.standings import Board
 from tests.gpu.support import BF16, Stack, batch, on_gpus, sharded
 from tests.harness.distributed import RankContext
 from tests.harness.messages import Heard

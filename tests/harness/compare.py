@@ -160,10 +160,15 @@ def compare_with_oracle(case: Case, mesh: DeviceMesh, actual: list[StepRecord], 
 
 
 def compare_with_unsharded(case: Case, mesh: DeviceMesh, actual: list[StepRecord]) -> None:
-    """Raise with the first differences of what the subject and the unsharded model did."""
+    """Raise with the first differences of what the subject and the unsharded model did, the latter on the CPU."""
     assert case.unsharded is not None
-    reference = train(case, mesh, None)
     title = f"{subject().name} differs from the unsharded model"
+    if mesh.device_type == "cpu":
+        reference = train(case, mesh, None)
+    else:
+        with torch.device("cpu"):
+            reference = train(case, _on_cpu(mesh), None)
+        actual = _without_device(actual, _on_cpu)
     _raise_if_any(title, _differences_from_unsharded(actual, reference, case.unsharded))
 
 
@@ -183,16 +188,20 @@ def _on_cpu(mesh: DeviceMesh) -> DeviceMesh:
     return DeviceMesh.from_group(groups, "cpu", mesh.mesh, mesh_dim_names=names)
 
 
-def _without_device(found: Any) -> Any:
-    """What was recorded, with tensors on the CPU and meshes as ranks and names."""
+def _ranks_and_names(mesh: DeviceMesh) -> Any:
+    return mesh.mesh.tolist(), mesh.mesh_dim_names
+
+
+def _without_device(found: Any, of_mesh: Callable[[DeviceMesh], Any] = _ranks_and_names) -> Any:
+    """What was recorded, with tensors on the CPU, and ``of_mesh`` for each mesh."""
     if isinstance(found, dict):
-        return {key: _without_device(value) for key, value in found.items()}
+        return {key: _without_device(value, of_mesh) for key, value in found.items()}
     if isinstance(found, (list, tuple)):
-        return [_without_device(value) for value in found]
+        return [_without_device(value, of_mesh) for value in found]
     if isinstance(found, DeviceMesh):
-        return found.mesh.tolist(), found.mesh_dim_names
+        return of_mesh(found)
     if dataclasses.is_dataclass(found) and not isinstance(found, type):
-        fields = {each.name: _without_device(getattr(found, each.name)) for each in dataclasses.fields(found)}
+        fields = {each.name: _without_device(getattr(found, each.name), of_mesh) for each in dataclasses.fields(found)}
         return dataclasses.replace(found, **fields)
     return found.cpu() if isinstance(found, Tensor) else found
 

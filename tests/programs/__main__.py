@@ -61,6 +61,7 @@ def main() -> None:
     else:
         often = CHANGES if options.changes else ()
         programs = {f"seed {seed}": draw(seed, options.ranks, often) for seed in seeds}
+    programs = {name: program for name, program in programs.items() if program.runs_on(options.device)}
     if options.show:
         sys.exit(_show(programs, options.ranks))
     with closing(Runner(options.ranks, options.device)) as runner:
@@ -77,18 +78,18 @@ def _show(programs: dict[str, Program], num_ranks: int) -> None:
 def _run_pairs(num_ranks: int, device_type: str, share: slice, shows: bool, *, writes: bool) -> bool | None:
     """Whether one differs. A pair is counted in a program whose values could be compared. Pairs that are in none after
     the whole array has run, since some other pair in their rows is refused, run in simpler and simpler programs."""
-    rows = dict(list(enumerate(array(num_ranks)))[share])
+    rows = dict(list(enumerate(array(num_ranks, device_type)))[share])
     programs = {f"row {index}": program_of(row) for index, row in rows.items()}
     if shows:
         return _show(programs, num_ranks)
     with closing(Runner(num_ranks, device_type)) as runner:
         verdicts = _run(programs, runner)
         ran = list(zip(rows.values(), verdicts.values(), strict=True))
-        missing = allowed_pairs(num_ranks)
+        missing = allowed_pairs(num_ranks, device_type)
         num_pairs = len(missing)
         missing -= _compared(rows.values(), verdicts.values())
-        for most in MOST_VALUES if len(rows) == len(array(num_ranks)) else ():
-            more = list(packed(missing, num_ranks, most))
+        for most in MOST_VALUES if len(rows) == len(array(num_ranks, device_type)) else ():
+            more = list(packed(missing, features(num_ranks, device_type), most))
             named = {f"{len(programs) + index}, {most} values": program_of(row) for index, row in enumerate(more)}
             found = _run(named, runner)
             missing -= _compared(more, found.values())

@@ -109,7 +109,7 @@ def compared(case: Case, mesh: DeviceMesh, known: str | None = None, *, with_tor
         if known is None:
             return Verdict(Outcome.DIFFERS, str(error))
         differs = True
-    has_unsharded = case.unsharded is not None and mesh.device_type == "cpu"
+    has_unsharded = case.unsharded is not None
     try:
         if has_unsharded:
             compare_with_unsharded(case, mesh, actual)

@@ -51,7 +51,7 @@ PRECISIONS = (
 # Of BEFORE, what may come after another one.
 AGAIN = (
     *("load state dict", "load optimizer state", "copy the model", "thaw", "reset", "write whole parameters"),
-    *("save and load", "pickle", "to one rank and back", "outer root"),
+    *("save and load", "pickle", "to one rank and back", "outer root", "initialise again"),
 )
 
 # By part and field, the default first.
@@ -299,6 +299,15 @@ RULES = (
         },
         "FSDP1's class has no such option, or no such method",
     ),
+    *(
+        rule
+        for name in ("second step", "third step")
+        for rule in _each(
+            {name: ("initialise again",)},
+            {"program.way": ("FSDP1",), "block.wire": WIRES, "device": ("sim",), "program.ignored": (True,)},
+            "not drawn alike: flat parameters, subclasses, another random generator, a plain tensor beside shards",
+        )
+    ),
     Rule({**WRAPPED, "program.ignored": (True,)}, "torch's class lists what it ignores before other parameters"),
     *(
         Rule(
@@ -448,6 +457,14 @@ RULES = (
         "torch keeps what is saved for one backward",
         error="Trying to backward an extra time",
     ),
+    *(
+        Rule(
+            {"block.checkpoint": ("selective",), "program.autocast": ("forward",), name: (2,)},
+            "the second time, autocast has the casts of weights that the checkpoint repeats",
+            error="not found in storage",
+        )
+        for name in ("block.uses", "micro.forwards")
+    ),
     Rule(
         {"program.ignored": (True,), "program.scaled": (True,)},
         "GradScaler steps tensors of one kind",
@@ -465,7 +482,7 @@ RULES = (
     ),
     *_each(
         {"mesh": ("one rank",)},
-        {"second step": ("save and load",), "third step": ("save and load",)},
+        dict.fromkeys(("second step", "third step"), ("save and load", "save in the background")),
         "each rank trains a model of its own, and a checkpoint holds one",
     ),
     Rule(
@@ -489,6 +506,15 @@ RULES = (
         {"program.tied": (True,), "program.scalar": (True,)},
         "a parameter of the root, which covered roots have none of",
     ),
+    Rule(
+        {"device": ("sim",), "program.autocast": _not_default("program.autocast")},
+        "the simulated device has no autocast, and its results are compared with those of the CPU",
+    ),
+    Rule(
+        {"device": ("sim",), "program.scaled": (True,), "program.offload": (True,)},
+        "GradScaler copies its scale to the gradients on the host, and reads the copy before it has arrived",
+    ),
+    Rule({"device": ("sim",), "program.offload": (True,), **HOOKS}, "the tests' hooks do not support pinned memory"),
     *(
         Rule(_both(refused, different), "neither torch nor the unsharded model to compare with")
         for refused in BEYOND_TORCH
@@ -497,10 +523,12 @@ RULES = (
 )
 
 
-def features(world_size: int) -> dict[str, tuple[Any, ...]]:
-    """Every feature with its values on that many ranks, the default first."""
+def features(world_size: int, device: str = "cpu") -> dict[str, tuple[Any, ...]]:
+    """Every feature with its values on that many ranks, the default first. A device other than the CPU is a feature
+    with one value, so that rules can name it."""
     more = _ON_FOUR_RANKS if world_size == 4 else {}
-    return {name: (*values, *more.get(name, ())) for name, values in _FEATURES.items()}
+    found = {name: (*values, *more.get(name, ())) for name, values in _FEATURES.items()}
+    return found if device == "cpu" else {**found, "device": (device,)}
 
 
 def is_allowed(row: Row, name: str | None = None) -> bool:
@@ -520,9 +548,9 @@ _WITH_VALUE: dict[tuple[str, Any], list[int]] = defaultdict(list)
 for _number, _rule in enumerate(RULES):
     for _name, _values in _rule.combination.items():
         for _value in _values:
-            if _value != _FEATURES[_name][0]:
+            if _value != _FEATURES.get(_name, ("cpu",))[0]:
                 _WITH_VALUE[_name, _value].append(_number)
-_ABOUT = {name: [rule for rule in RULES if name in rule.combination] for name in _FEATURES}
+_ABOUT = {name: [rule for rule in RULES if name in rule.combination] for name in (*_FEATURES, "device")}
 
 
 def is_for_torch(row: Row) -> bool:

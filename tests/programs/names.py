@@ -30,7 +30,9 @@ NOT_IN_PROGRAMS = {
     **dict.fromkeys(("ParamPlacement", "DataParallelMeshDims"), "options of placement: tests/parity/test_placement.py"),
     **dict.fromkeys(("ExpertMeshes", "expert_meshes"), "needs 4 ranks; the mesh `experts` is made by hand"),
     **dict.fromkeys(("install", "uninstall"), "the way `install`, by tests/harness/runtimes.py"),
-    **dict.fromkeys(("BucketManifest", "StreamedBucket", "StreamedTensor", "FullParamStream", "LoadedKeys"), _RESULT),
+    **dict.fromkeys(
+        ("AsyncSave", "BucketManifest", "StreamedBucket", "StreamedTensor", "FullParamStream", "LoadedKeys"), _RESULT
+    ),
     **dict.fromkeys(
         ("CheckpointMapping", "Concat", "Stack", "Transpose", "WeightRule", "transformers_mapping"), _MAPPING
     ),

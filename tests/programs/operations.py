@@ -134,13 +134,38 @@ losses[-1].backward()
     "schedule": "torch.optim.lr_scheduler.LambdaLR(optimizers[0], lambda _: 0.5)",
     "evaluate an average": """
 with torch.no_grad():
-    trained = [param.detach().clone() for param in model.parameters()]
-    shards = list(model.parameters())
-    for param in shards:
-        param.mul_(0.5)
-    losses.append(step.loss(model, 9))
-    for param, value in zip(shards, trained, strict=True):
-        param.copy_(value)
+    if ours and not wraps:
+        names = dict(model.named_parameters(remove_duplicate=False))
+        average = {name: value.clone().mul_(0.5) for name, value in model.state_dict().items() if name in names}
+        with fsdp2.weights_of(model, average):
+            losses.append(step.loss(model, 9))
+    else:
+        trained = [param.detach().clone() for param in model.parameters()]
+        shards = list(model.parameters())
+        for param in shards:
+            param.mul_(0.5)
+        losses.append(step.loss(model, 9))
+        for param, value in zip(shards, trained, strict=True):
+            param.copy_(value)
+""",
+    "initialise again": """
+control.reshard()
+parts.initialise(model, runtimes=runtimes)
+""",
+    "save in the background": """
+if ours and not wraps:
+    with parts.shared_folder() as folder:
+        states = get_optimizer_state_dict(model, optimizers[0])
+        async_save({"model": get_model_state_dict(model), "optimizer": states}, folder / "saved").result()
+        with torch.no_grad():
+            for param in model.parameters():
+                if param.requires_grad:
+                    param.zero_()
+        states = optimizer_state_to_load(model, optimizers[0], folder / "saved", key="optimizer")
+        loaded = {"model": get_model_state_dict(model), "optimizer": states}
+        dcp.load(loaded, checkpoint_id=folder / "saved")
+        set_model_state_dict(model, loaded["model"])
+        set_optimizer_state_dict(model, optimizers[0], loaded["optimizer"], options=StateDictOptions(strict=False))
 """,
     "switch adapters": """
 for each in model.modules():
@@ -316,7 +341,11 @@ SETTINGS = {
     "one context": "runtime.share_comm_ctx([model])",
 }
 # Around each step.
-CONTEXTS = {"report": "fsdp2.report.report(model, steps=1)", "trace": "fsdp2.report.trace.record(model)"}
+CONTEXTS = {
+    "report": "fsdp2.report.report(model, steps=1)",
+    "trace": "fsdp2.report.trace.record(model)",
+    "joined": "parts.in_joined(model)",
+}
 # What is called as the model in a forward.
 CALLED = {
     "": "model",

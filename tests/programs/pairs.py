@@ -64,9 +64,9 @@ def _triples(row: Row) -> Iterator[frozenset[tuple[str, Any]]]:
     return map(frozenset, itertools.combinations(risky, 3))
 
 
-def allowed_pairs(world_size: int) -> set[Pair]:
+def allowed_pairs(world_size: int, device: str = "cpu") -> set[Pair]:
     """The pairs of values that some row has."""
-    values = features(world_size)
+    values = features(world_size, device)
     named = [(name, value) for name in values for value in values[name]]
     found = set[Pair]()
     for first, second in itertools.combinations(named, 2):
@@ -77,17 +77,17 @@ def allowed_pairs(world_size: int) -> set[Pair]:
 
 
 @functools.cache
-def array(world_size: int) -> tuple[dict[str, Any], ...]:
+def array(world_size: int, device: str = "cpu") -> tuple[dict[str, Any], ...]:
     """Rows with every pair that is allowed: first those that torch runs, then those with what it refuses."""
-    values = features(world_size)
+    values = features(world_size, device)
     rows = list(_rows(values, [*(rule.combination for rule in RULES), *BEYOND_TORCH]))
-    rows += packed(allowed_pairs(world_size).difference(*map(pairs_of, rows)), world_size, len(values))
+    rows += packed(allowed_pairs(world_size, device).difference(*map(pairs_of, rows)), values, len(values))
     return tuple(rows)
 
 
 def _rows(values: Values, excluded: Sequence[Combination]) -> Iterator[dict[str, Any]]:
     """Rows with all pairs of values, as far as ``allpairspy`` gets, and without ``excluded``."""
-    names = sorted(values, key=lambda name: -len(values[name]))  # then rows fill best
+    names = sorted(values, key=lambda name: (len(values[name]) > 1, -len(values[name])))  # then rows fill best
 
     def may_begin(row: list[Any]) -> bool:
         found = dict(zip(names, row, strict=False))  # all but its last value has passed already
@@ -114,10 +114,9 @@ def _simplest(fixed: Mapping[str, Any], values: Values) -> dict[str, Any] | None
     return None
 
 
-def packed(missing: set[Pair], world_size: int, most: int) -> Iterator[dict[str, Any]]:
+def packed(missing: set[Pair], values: Values, most: int) -> Iterator[dict[str, Any]]:
     """Rows with the pairs ``missing``, in each as many as go together, but no more than ``most`` values that are no
     defaults, unless one pair takes them."""
-    values = features(world_size)
     waiting = sorted(missing, key=lambda pair: sorted(map(repr, pair)))
     while waiting:
         row, fixed = dict[str, Any](), dict[str, Any]()

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp2
@@ -66,6 +66,32 @@ def shared_folder() -> Iterator[Path]:
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(str(folders[0]))
+
+
+@contextmanager
+def in_joined(model: nn.Module) -> Iterator[None]:
+    """An iteration of ``fsdp2.joined`` in which all ranks have a batch."""
+    loop = iter(fsdp2.joined(iter([0]), model))
+    assert next(loop) == (0, True)
+    yield
+    assert next(loop, None) is None
+
+
+@torch.no_grad()
+def initialise(model: nn.Module, *, runtimes: list[Any]) -> None:
+    """Draw all parameters anew, as the unsharded model would."""
+    is_ours = bool(runtimes) and runtimes[0].name == "fsdp2"
+    with fsdp2.whole_init(model, seed=3) if is_ours else torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        for param in model.parameters():
+            if is_ours or not isinstance(param, DTensor):
+                param.normal_(std=0.2)
+                continue
+            whole = torch.empty(param.shape, dtype=param.dtype).normal_(std=0.2)
+            param.copy_(distribute_tensor(whole, param.device_mesh, param.placements, src_data_rank=None))
+    if is_ours and not list(model.buffers()):  # each rank has statistics of its own batches
+        fsdp2.broadcast_from(model)
+        fsdp2.check_replicas(model)
 
 
 class Both(torch.optim.Optimizer):

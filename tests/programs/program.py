@@ -111,6 +111,11 @@ class Program:
         """Whether ranks use different units: torch's runtime would hang."""
         return any(block.left_out for block in self.blocks)
 
+    def runs_on(self, device: str) -> bool:
+        """Whether ``device`` can run it; the reasons are in ``features.RULES``."""
+        has_hooks = any(block.wire for block in self.blocks)
+        return device == "cpu" or not (self.autocast or (self.offload and (self.scaled or has_hooks)))
+
 
 WAYS = ("fully_shard", "install", "FSDP1")  # the second: fsdp2 by torch's names; the third: wrappers of FSDP1's class
 FAILS, CALLED, REFUSED = tuple(operations.FAILS), tuple(operations.CALLED), tuple(operations.REFUSED)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 from collections.abc import Mapping
 from contextlib import closing
 from typing import Any
 
 import pytest
 
+from tests.accelerator.device import DEVICE
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.selection import SHARES
 from tests.programs.check import Outcome, check
@@ -86,11 +88,11 @@ def test_rows_for_missing_pairs_are_as_simple_as_asked() -> None:
         frozenset({("block.uses", 2), ("program.offload", True)}),
         frozenset({("micro.keep", True), ("mesh", "hsdp")}),
     }
-    rows = list(packed(wanted, 2, 2))
+    rows = list(packed(wanted, features(2), 2))
     assert wanted <= set().union(*map(pairs_of, rows))
     assert [row["program.offload"] for row in rows].count(True) == 1
     assert len(rows) == 2
-    assert len(list(packed(wanted, 2, 5))) == 1
+    assert len(list(packed(wanted, features(2), 5))) == 1
 
 
 @distributed(2)
@@ -106,9 +108,12 @@ def test_refused_combinations_raise_the_error_of_their_rule(ctx: RankContext) ->
 
 @pytest.mark.long
 @pytest.mark.parametrize("share", range(SHARES))
-def test_programs_of_the_array(share: int) -> None:
-    with closing(Runner(2)) as runner:
-        for row in array(2)[share::SHARES]:
+@pytest.mark.parametrize(("world_size", "device_type"), [(2, "cpu"), (4, "cpu"), (2, DEVICE)])
+def test_programs_of_the_array(world_size: int, device_type: str, share: int) -> None:
+    if device_type == DEVICE and shutil.which("c++") is None:
+        pytest.skip("no C++ compiler: the simulated accelerator cannot be built")
+    with closing(Runner(world_size, device_type)) as runner:
+        for row in array(world_size, device_type)[share::SHARES]:
             program = program_of(row)
             found = runner.verdict(program)
             assert not found.outcome.is_failure, f"{found.outcome.value}: {found.text}\n{source(program)}"

@@ -20,7 +20,7 @@ from torch.optim.adamw import adamw
 
 from fsdp2.core import ParamGroup, _torch, comms
 from fsdp2.extras import torch_names
-from fsdp2.optim.host_adamw.memory import HostParam, Travelling, make_travelling, take_over
+from fsdp2.optim.host_adamw.memory import HostParam, make_staging, take_over
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 MASTER = "master"  # a state of shards with lower precision than their master
@@ -73,14 +73,14 @@ class Factor:
 
 class _Step(NamedTuple):
     """A job's work for one parameter. ``target`` is the memory of its shard, and also the ``master`` if nothing is
-    copied. ``is_read`` means that the master first takes the values of the shard."""
+    copied through ``staged``. ``is_read`` means that the master first takes the values of the shard."""
 
     target: Tensor
     master: Tensor
     gradient: Tensor
     state: dict[str, Any]
     options: Options
-    travelling: Travelling | None
+    staged: Tensor | None
     is_read: bool
 
 
@@ -99,7 +99,7 @@ class Job:
     ) -> None:
         found = torch_names.grads_of([each.param for each in params])
         grads = [_torch.local_of(each) for each in found if each is not None]
-        make_travelling(params, grads)
+        make_staging(params, grads)
         self._streams, self._keeps_gradients = streams, keeps_gradients
         self._sources: list[Tensor] = []  # on the device, until they have been copied
         self._steps: list[_Step] = []
@@ -110,18 +110,18 @@ class Job:
             self._copied = streams.record()
 
     def _step(self, param: HostParam, grad: Tensor, state: dict[str, Any], options: Options) -> _Step:
-        target, travelling = param.target(), param.travelling
-        if param.is_own_master or travelling is None:
+        target, staged = param.target(), param.staged
+        if param.is_own_master or staged is None or param.gradient is None:
             return _Step(target, target, grad, state, options, None, is_read=False)
         is_read = param.take_changes()
         if is_read:
-            travelling.shard.copy_(target, non_blocking=True)
+            staged.copy_(target, non_blocking=True)
         if grad.device.type != "cpu":
-            travelling.gradient.copy_(grad, non_blocking=True)
+            param.gradient.copy_(grad, non_blocking=True)
             self._sources.append(grad)
-            grad = travelling.gradient
-        master = _torch.local_of(state[MASTER]) if param.is_narrow else travelling.shard
-        return _Step(target, master, grad, state, options, travelling, is_read)
+            grad = param.gradient
+        master = _torch.local_of(state[MASTER]) if param.is_narrow else staged
+        return _Step(target, master, grad, state, options, staged, is_read)
 
     @torch.no_grad()
     def run(self, factor: Factor | None, unit: str) -> torch.Event | None:
@@ -129,8 +129,8 @@ class Job:
         self._streams.wait_on_cpu(self._copied)  # this thread reads what was copied
         self._sources.clear()
         for step in self._steps:
-            if step.is_read and step.travelling is not None:
-                take_over(step.master, step.travelling.shard)
+            if step.is_read and step.staged is not None:
+                take_over(step.master, step.staged)
         scale = None if factor is None else factor.arrived()
         tell, start = _Observer.on_step, time.perf_counter()
         for options in dict.fromkeys(step.options for step in self._steps):
@@ -145,9 +145,9 @@ class Job:
             tell(unit, start, time.perf_counter())
         with self._streams.beside("copy back"):
             for step in self._steps:
-                if step.travelling is not None:
-                    step.travelling.shard.copy_(step.master)  # a no-op if they are the same tensor
-                    step.target.copy_(step.travelling.shard, non_blocking=True)
+                if step.staged is not None:
+                    step.staged.copy_(step.master)  # a no-op if they are the same tensor
+                    step.target.copy_(step.staged, non_blocking=True)
             return self._streams.record()
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +34,7 @@ def host_nbytes_of(dtype: torch.dtype, *, is_on_host: bool) -> int:
     return 2 * master.itemsize + travelling + (2 * dtype.itemsize if is_on_host else 0)
 
 
-def in_one_buffer(like: Sequence[tuple[Sequence[int], torch.dtype]], *, pin_memory: bool = False) -> list[Tensor]:
+def in_one_buffer(like: Sequence[tuple[Sequence[int], torch.dtype]], *, pin_memory: bool) -> list[Tensor]:
     """Host tensors of these shapes and dtypes, filled with zeros: one buffer per dtype."""
     made: dict[int, Tensor] = {}
     for dtype in dict.fromkeys(dtype for _, dtype in like):
@@ -53,12 +52,14 @@ class HostParam:
     Attributes:
         param: the sharded parameter.
         name: its full name.
-        travelling: staging memory for the gradient and the shard's values; None if the shard is its own master.
+        gradient, staged: staging memory on the host, for the gradient and for values that are copied to and from the
+            shard, in their dtypes; None if the shard is its own master.
     """
 
     def __init__(self, param: nn.Parameter, name: str) -> None:
         self.param, self.name = param, name
-        self.travelling: Travelling | None = None
+        self.gradient: Tensor | None = None
+        self.staged: Tensor | None = None
         self._local: Tensor | None = None
         self._target: Tensor | None = None
         self._versions: list[int] | None = None
@@ -90,6 +91,13 @@ class HostParam:
             )
         return self._target
 
+    def lacks_memory(self, gradient: Tensor) -> bool:
+        """Whether the shard and a gradient like ``gradient`` need other staging memory."""
+        if self.is_own_master:
+            return False
+        found = [(each.shape, each.dtype) for each in (self.gradient, self.staged) if each is not None]
+        return found != [(self.local.shape, each.dtype) for each in (gradient, self.local)]
+
     def take_changes(self) -> bool:
         """Whether other code may have written the shard or the master since the last call."""
         now = _torch.versions_of([self.param, self.local])
@@ -101,19 +109,6 @@ class HostParam:
         self._versions = None
 
 
-class Travelling(NamedTuple):
-    """Staging memory on the host for a shard that is elsewhere, or in a dtype other than its master's: for the gradient
-    in its dtype, and for values that are copied to and from the shard."""
-
-    gradient: Tensor
-    shard: Tensor
-
-    def fits(self, local: Tensor, gradient: Tensor) -> bool:
-        """Whether a shard and a gradient like these may use this memory."""
-        is_same = local.dtype is self.shard.dtype and gradient.dtype is self.gradient.dtype
-        return is_same and local.shape == self.shard.shape
-
-
 def take_over(master: Tensor, shard: Tensor) -> None:
     """Copy ``shard`` to ``master``, except where the master rounds to the shard's value: it is more precise there."""
     if master is not shard:
@@ -121,19 +116,13 @@ def take_over(master: Tensor, shard: Tensor) -> None:
         master.copy_(torch.where(differs, shard.to(master.dtype), master))
 
 
-def make_travelling(params: Sequence[HostParam], gradients: Sequence[Tensor]) -> None:
+def make_staging(params: Sequence[HostParam], gradients: Sequence[Tensor]) -> None:
     """Allocate staging memory for all ``params`` that need it."""
-    needing = [
-        (each, each.local, grad)
-        for each, grad in zip(params, gradients, strict=True)
-        if not each.is_own_master and (each.travelling is None or not each.travelling.fits(each.local, grad))
-    ]
-    if not needing:
-        return
+    pairs = zip(params, gradients, strict=True)
+    needing = [(each, each.local, grad) for each, grad in pairs if each.lacks_memory(grad)]
     pin_memory = any(local.device.type != "cpu" for _, local, _ in needing)
-    grads = [(local.shape, grad.dtype) for _, local, grad in needing]
-    shards = [(local.shape, local.dtype) for _, local, _ in needing]
-    made = [in_one_buffer(each, pin_memory=pin_memory) for each in (grads, shards)]
-    for (each, *_), gradient, shard in zip(needing, *made, strict=True):
-        each.travelling = Travelling(gradient, shard)
+    grads = in_one_buffer([(local.shape, grad.dtype) for _, local, grad in needing], pin_memory=pin_memory)
+    shards = in_one_buffer([(local.shape, local.dtype) for _, local, _ in needing], pin_memory=pin_memory)
+    for (each, *_), grad, shard in zip(needing, grads, shards, strict=True):
+        each.gradient, each.staged = grad, shard
         each.forget_versions()

@@ -26,7 +26,7 @@ from fsdp2.extras import torch_names
 from fsdp2.extras.plain_names import without
 from fsdp2.optim.clip import factor_of, norm_of_gradients
 from fsdp2.optim.host_adamw.jobs import MASTER, MOMENTS, Factor, HostUnit, Job, Options
-from fsdp2.optim.host_adamw.memory import HostParam, in_one_buffer, master_dtype
+from fsdp2.optim.host_adamw.memory import HostParam, master_dtype
 from fsdp2.optim.own_states import States, loading_itself
 
 ClipBy = Literal["this step", "step before"]
@@ -253,38 +253,33 @@ class HostAdamW(optim.Optimizer):
         """The states and the options of ``params``, which have gradients."""
         groups = [self._group_of[param] for param in params]
         options = {index: Options.of(self.param_groups[index]) for index in set(groups)}
-        pairs = zip(params, groups, strict=True)
-        new = [(param, options[index].amsgrad) for param, index in pairs if not self.state.get(param)]
-        self._make_moments([param for param, _ in new], [amsgrad for _, amsgrad in new])
+        for param, index in zip(params, groups, strict=True):
+            if not self.state.get(param):
+                self._make_moments(param, has_maximum=options[index].amsgrad)
         self._make_masters(params)
         return [self.state[param] for param in params], [options[index] for index in groups]
 
-    def _make_moments(self, params: Sequence[nn.Parameter], amsgrad: Sequence[bool]) -> None:
-        names = [MOMENTS if each else MOMENTS[:2] for each in amsgrad]
-        like = [
-            (_torch.local_of(param).shape, master_dtype(param.dtype))
-            for param, mine in zip(params, names, strict=True)
-            for _ in mine
-        ]
-        made = iter(in_one_buffer(like))
-        for param, mine in zip(params, names, strict=True):
-            values = _torch.dtensors_like([param] * len(mine), [next(made) for _ in mine])
-            self.state[param] = {"step": torch.zeros((), device="cpu"), **dict(zip(mine, values, strict=True))}
+    def _make_moments(self, param: nn.Parameter, *, has_maximum: bool) -> None:
+        names = MOMENTS if has_maximum else MOMENTS[:2]
+        shape, dtype = _torch.local_of(param).shape, master_dtype(param.dtype)
+        zeros = [torch.zeros(shape, dtype=dtype, device="cpu") for _ in names]
+        values = _torch.dtensors_like([param] * len(names), zeros)
+        self.state[param] = {"step": torch.zeros((), device="cpu"), **dict(zip(names, values, strict=True))}
 
     @torch.no_grad()
     def _make_masters(self, params: Iterable[nn.Parameter]) -> None:
         """Add missing masters to the states of shards that need one, and remove others: the model may have been cast
         since the last step."""
-        homes = [self._homes[param] for param in params]
-        changed = [home for home in homes if home.is_narrow != (MASTER in self.state[home.param])]
-        needing = [home for home in changed if home.is_narrow]
-        made = in_one_buffer([(home.local.shape, master_dtype(home.param.dtype)) for home in needing])
-        for home in changed:
+        for home in (self._homes[param] for param in params):
+            state = self.state[home.param]
+            if home.is_narrow == (MASTER in state):
+                continue
             home.forget_versions()
-            self.state[home.param].pop(MASTER, None)
-        for home, master in zip(needing, made, strict=True):
-            master.copy_(home.local)
-            self.state[home.param][MASTER] = _torch.dtensors_like([home.param], [master])[0]
+            state.pop(MASTER, None)
+            if home.is_narrow:
+                dtype = master_dtype(home.param.dtype)
+                master = home.local.to("cpu", dtype, memory_format=torch.contiguous_format)
+                (state[MASTER],) = _torch.dtensors_like([home.param], [master])
 
     # The step
 
@@ -388,12 +383,14 @@ class HostAdamW(optim.Optimizer):
         """
         _check_outside_of_backward("load_state_dict")
         self.wait()
+        states = {key: state for key, state in state_dict["state"].items() if state}  # some write {} for no state
         with loading_itself(self, lambda _: True, self._check_states, self._load_states):
-            super().load_state_dict(state_dict)
+            super().load_state_dict({**state_dict, "state": states})
 
     @torch.no_grad()
     def _load_states(self, found: States) -> None:
-        self._make_moments(list(found), [MOMENTS[2] in state for state in found.values()])
+        for param, state in found.items():
+            self._make_moments(param, has_maximum=MOMENTS[2] in state)
         self._make_masters(found)
         for param, state in found.items():
             mine = self.state[param]

@@ -102,31 +102,30 @@ def agreed(circles: Sequence[Circle], has_failed: bool, flags: Sequence[bool]) -
     """Whether any rank has failed, and by position, whether any rank of the circle has set the flag. ``flags`` may be
     empty. Collective. The host waits for the device once."""
     found = list(flags)
+    if not circles:
+        return has_failed, found
     states: list[Tensor] = []
-    failed: Tensor | None = None
     for circle in circles:
         values = [has_failed, *(flags[position] for position in circle.positions if flags)]
         sent = torch.tensor(values, dtype=torch.uint8, device="cpu")
         if circle.device.type != "cpu":  # from pageable memory, the host would wait for the copy
             sent = sent.pin_memory()
         state = sent.to(circle.device, non_blocking=True)
-        failed = _reduced(circle, state, failed)[:1]
-        states.append(state)
+        if states:
+            state[:1] |= states[-1][:1]
+        states.append(_reduced(circle, state))
+    failed = states[-1][:1]
     for circle in reversed(circles):
-        if circle.has_larger and failed is not None:
-            failed = _reduced(circle, failed.clone(), None)
-    if failed is None:
-        return has_failed, found
+        if circle.has_larger:
+            failed = _reduced(circle, failed.clone())
     any_failed, *values = torch.cat([failed, *(state[1:] for state in states)]).tolist()
     for position, value in zip((p for circle in circles for p in circle.positions if flags), values, strict=True):
         found[position] = bool(value)
     return bool(any_failed), found
 
 
-def _reduced(circle: Circle, state: Tensor, failed: Tensor | None) -> Tensor:
-    """Reduce ``state`` over all ranks in place, with ``failed`` in its first element."""
-    if failed is not None:
-        state[:1] |= failed
+def _reduced(circle: Circle, state: Tensor) -> Tensor:
+    """Reduce ``state`` over all ranks in place."""
     if circle.axis.group is not None:
         comms.wait_for(comms.launched(comms.all_reduce, circle.axis.group, state, dist.ReduceOp.MAX))
     return state

@@ -68,14 +68,12 @@ class Domain:
 
     Attributes:
         ranks: the global ranks, by member.
-        positions: the indices of its tensors among all tensors.
         dtype: the dtype in which they are sent.
         device: the device of messages and whole matrices.
     """
 
     axis: Axis
     ranks: tuple[int, ...]
-    positions: tuple[int, ...]
     plan: GroupPlan
     dtype: torch.dtype
     device: torch.device
@@ -83,6 +81,10 @@ class Domain:
     @property
     def me(self) -> int:
         return self.axis.rank
+
+    def empty(self, *shape: int) -> Tensor:
+        """Memory for messages or results."""
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
 
 
 def subject_of(position: int, name: str, tensor: Tensor, rule: MatrixRule | None) -> Subject:
@@ -153,15 +155,16 @@ def _planned(
     domains = []
     for key in sorted(found, key=lambda key: (-len(key.ranks), found[key][1][0][0].position)):
         axis, members = found[key]
-        tensors = [PlannedTensor(each.name, placed, key.dtype.itemsize, each.rule) for each, placed in members]
+        tensors = {
+            each.position: PlannedTensor(each.name, placed, key.dtype.itemsize, each.rule) for each, placed in members
+        }
         # All ranks of this group know only the loads of groups that they are all in.
         known = [each for each in loads if each.keys() >= {*key.ranks}]
         before = [sum(each[rank] for each in known) for rank in key.ranks]
         made = plan(tensors, len(key.ranks), before=before)
         own = [load - earlier for load, earlier in zip(made.loads, before, strict=True)]
         loads.append(dict(zip(key.ranks, own, strict=True)))
-        positions = tuple(each.position for each, _ in members)
-        domains.append(Domain(axis, key.ranks, positions, made, key.dtype, key.device))
+        domains.append(Domain(axis, key.ranks, made, key.dtype, key.device))
     return domains
 
 
@@ -173,12 +176,9 @@ class _Key(NamedTuple):
 
 def cuts_of(tensor: DTensor) -> tuple[AxisCut, ...]:
     """What each axis of the mesh of ``tensor`` does to it."""
-    placements = tensor.placements
     return tuple(
-        AxisCut(size, dim, torch_names.split_factor_of(placement)) if dim is not None else AxisCut(size, None)
-        for placement, size, dim in zip(
-            placements, tensor.device_mesh.shape, map(torch_names.sharded_dim, placements), strict=True
-        )
+        AxisCut(size, torch_names.sharded_dim(placement), torch_names.split_factor_of(placement))
+        for placement, size in zip(tensor.placements, tensor.device_mesh.shape, strict=True)
     )
 
 

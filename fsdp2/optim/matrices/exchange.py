@@ -7,16 +7,18 @@ once the compute stream has waited for the last message that reads or writes it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fsdp2.core import Axis, CommunicationError, comms
-from fsdp2.optim.matrices.messages import BucketMessages, MatrixSlot, ShardSlot, Slices
+from fsdp2.optim.matrices.domains import Domain
+from fsdp2.optim.matrices.messages import BucketMessages, MessageLayout, Slices, Slot
+from fsdp2.optim.matrices.planner import Bucket
 
 Source = Callable[[int, Slices], Tensor]  # entries of this rank's shard of a tensor, by its position
 
@@ -24,14 +26,12 @@ Source = Callable[[int, Slices], Tensor]  # entries of this rank's shard of a te
 class Message:
     """One all-to-all in flight. It owns its send and receive memory until ``wait``."""
 
-    def __init__(
-        self, axis: Axis, streams: comms.Streams, sent: Tensor, sizes: Sequence[int], sent_sizes: Sequence[int]
-    ) -> None:
-        self._axis, self._streams, self._sent = axis, streams, sent
-        self._sizes, self._sent_sizes = list(sizes), list(sent_sizes)
+    def __init__(self, axis: Axis, sent: Tensor, given: MessageLayout, arriving: MessageLayout) -> None:
+        self._axis, self._streams, self._sent = axis, comms.streams_for(sent.device), sent
+        self._given, self._arriving = given, arriving
         self._works: Sequence[comms.Waitable] = ()
         self._event: torch.Event | None = None
-        self._arrived = sent if axis.group is None else sent.new_empty(sum(sizes))
+        self._arrived = sent if axis.group is None else sent.new_empty(sum(arriving.sizes))
 
     def start(self, fill: Callable[[Tensor], None]) -> None:
         """Let ``fill`` write the message, then send it.
@@ -48,8 +48,8 @@ class Message:
                         dist.all_to_all_single,
                         self._arrived,
                         self._sent,
-                        self._sizes,
-                        self._sent_sizes,
+                        self._arriving.sizes,
+                        self._given.sizes,
                         group=self._axis.group,
                         async_op=not self._streams.runs_ahead,
                     )
@@ -83,78 +83,70 @@ def _naming_ranks(axis: Axis) -> Iterator[None]:
         raise comms.lost("whole_matrices", error, story, [axis.group]) from error.__cause__
 
 
-def send_shards(axis: Axis, messages: BucketMessages, source: Source, like: Tensor) -> Message:
-    """Start sending this rank's shards to owners. ``like`` is an empty tensor of the messages' dtype and device."""
-    sent = like.new_empty(sum(messages.given_sizes))
-    message = Message(axis, comms.streams_for(like.device), sent, messages.arriving_sizes, messages.given_sizes)
+@dataclass(frozen=True)
+class Step:
+    """The two messages of one bucket in its domain."""
 
-    def fill(memory: Tensor) -> None:
-        for slot in messages.given:
-            _place(memory, slot).copy_(source(slot.tensor, slot.slices), non_blocking=True)
+    domain: Domain
+    bucket: Bucket
+    messages: BucketMessages
 
-    message.start(fill)
-    return message
+    def send_shards(self, source: Source) -> Message:
+        """Start sending this rank's shards to owners."""
+        given = self.messages.given
+        message = Message(self.domain.axis, self.domain.empty(sum(given.sizes)), given, self.messages.arriving)
+
+        def fill(memory: Tensor) -> None:
+            for slot in given.slots:
+                _place(memory, slot).copy_(source(slot.of, slot.slices), non_blocking=True)
+
+        message.start(fill)
+        return message
+
+    def send_results(self, stacks: Sequence[Tensor]) -> Message:
+        """Start sending the results of each stack to all ranks that hold shards of it."""
+        returned, domain = self.messages.returned, self.domain
+        sent = None
+        if returned.is_one_tensor and domain.axis.group is not None and stacks[0].is_contiguous():
+            sent = stacks[0].view(-1)
+        if sent is None or (sent.dtype, sent.device) != (domain.dtype, domain.device):
+            sent = domain.empty(sum(returned.sizes))
+            fill_results(self.messages, stacks, sent)
+        message = Message(domain.axis, sent, returned, self.messages.results)
+        message.start(lambda _: None)
+        return message
 
 
 def stacked(messages: BucketMessages, arrived: Tensor) -> list[Tensor]:
     """The whole matrices of each stack, ``[n, rows, columns]``, from what ``arrived``; in its memory, if possible."""
-    if messages.arrives_whole:
-        sizes = [len(each.matrices) * each.rows * each.columns for each in messages.stacks]
-        parts = arrived.split(sizes) if sizes else ()
-        return [
-            part.view(len(each.matrices), each.rows, each.columns)
-            for part, each in zip(parts, messages.stacks, strict=True)
-        ]
-    stacks = [arrived.new_empty(len(each.matrices), each.rows, each.columns) for each in messages.stacks]
-    for slot in messages.arriving:
-        _entries(stacks, slot).copy_(_place(arrived, slot))
+    shapes = [(len(matrices), matrices[0].rows, matrices[0].columns) for matrices in messages.stacks]
+    slots = messages.arriving.slots
+    if all(slot.is_all for slot in slots):
+        places = {slot.of: _place(arrived, slot) for slot in slots}
+        return [places[number].view(shape) for number, shape in enumerate(shapes)]
+    stacks = [arrived.new_empty(shape) for shape in shapes]
+    for slot in slots:
+        stacks[slot.of].view(slot.whole)[slot.slices].copy_(_place(arrived, slot))
     return stacks
-
-
-def send_results(axis: Axis, messages: BucketMessages, stacks: Sequence[Tensor], like: Tensor) -> Message:
-    """Start sending the results of each stack to all ranks that hold shards of it."""
-    sent = _as_message(stacks, like) if messages.returns_whole and axis.group is not None else None
-    if sent is None:
-        sent = like.new_empty(sum(messages.returned_sizes))
-        fill_results(messages, stacks, sent)
-    message = Message(axis, comms.streams_for(like.device), sent, messages.results_sizes, messages.returned_sizes)
-    message.start(lambda _: None)
-    return message
-
-
-def _as_message(stacks: Sequence[Tensor], like: Tensor) -> Tensor | None:
-    """The memory of the stack, if there is only one and it has the message's dtype and device; otherwise None."""
-    if len(stacks) != 1 or not stacks[0].is_contiguous():
-        return None
-    return stacks[0].view(-1) if (stacks[0].dtype, stacks[0].device) == (like.dtype, like.device) else None
 
 
 def fill_results(messages: BucketMessages, stacks: Sequence[Tensor], memory: Tensor) -> None:
     """Write the message of results to ``memory``."""
-    for slot in messages.returned:
-        _place(memory, slot).copy_(_entries(stacks, slot))
+    for slot in messages.returned.slots:
+        _place(memory, slot).copy_(stacks[slot.of].view(slot.whole)[slot.slices])
 
 
-def take_results(
-    messages: BucketMessages, arrived: Tensor, make: Callable[[int], Tensor], results: list[Tensor | None]
-) -> None:
-    """Write received elements to ``results``, by tensor. A shard that came in one piece stays in the received memory;
-    ``make`` allocates the others."""
-    for slot in messages.results:
+def take_results(messages: BucketMessages, arrived: Tensor, results: list[Tensor | None]) -> None:
+    """Write received elements to ``results``, by tensor. A shard that comes in one piece stays in that memory."""
+    for slot in messages.results.slots:
         if slot.is_all:
-            results[slot.tensor] = _place(arrived, slot)
+            results[slot.of] = _place(arrived, slot)
             continue
-        whole = results[slot.tensor]
+        whole = results[slot.of]
         if whole is None:
-            whole = results[slot.tensor] = make(slot.tensor)
+            whole = results[slot.of] = arrived.new_empty(slot.whole)
         whole[slot.slices].copy_(_place(arrived, slot))
 
 
-def _place(message: Tensor, slot: ShardSlot | MatrixSlot) -> Tensor:
-    return message.narrow(0, slot.offset, math.prod(slot.shape)).view(slot.shape)
-
-
-def _entries(stacks: Sequence[Tensor], slot: MatrixSlot) -> Tensor:
-    if slot.count > 1:
-        return stacks[slot.stack].narrow(0, slot.index, slot.count)
-    return stacks[slot.stack][slot.index].view(slot.box_shape)[slot.slices]
+def _place(message: Tensor, slot: Slot) -> Tensor:
+    return message.narrow(0, slot.offset, slot.numel).view(slot.shape)

@@ -9,208 +9,139 @@ neighbouring slots on its own, which changes no byte of a message.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property
 from itertools import groupby
-from typing import TypeVar
 
-from fsdp2.optim.matrices.planner import Bucket, GroupPlan
-from fsdp2.optim.matrices.regions import Piece
+from fsdp2.optim.matrices.planner import Bucket, GroupPlan, Matrix
 from fsdp2.optim.matrices.rules import Box
 
 Slices = tuple[slice, ...]
 
 
 @dataclass(frozen=True)
-class ShardSlot:
-    """A place in a message for entries of this member's shard of ``tensor``. ``is_all``: it holds the whole shard."""
+class Slot:
+    """A place in a message for the entries ``slices`` of a tensor of shape ``whole``: of this member's shard of the
+    tensor at position ``of``; or of stack number ``of``, whose matrices have the shape of their box: ``[n, *box]``."""
 
-    offset: int
-    shape: tuple[int, ...]
-    tensor: int
+    of: int
+    whole: tuple[int, ...]
     slices: Slices
-    is_all: bool
+    offset: int = 0
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(each.stop - each.start for each in self.slices)
+
+    @cached_property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def is_all(self) -> bool:
+        """Whether the slot holds the whole tensor."""
+        return self.shape == self.whole
+
+    def joined(self, after: Slot) -> Slot | None:
+        """One slot for both, if the entries of ``after``, the next slot, follow those of this one, such as the rows of
+        a matrix, or experts."""
+        if (self.of, self.whole) != (after.of, after.whole):
+            return None
+        differ = [dim for dim, mine in enumerate(self.slices) if mine != after.slices[dim]]
+        if len(differ) != 1:
+            return None
+        (dim,) = differ
+        mine, its = self.slices[dim], after.slices[dim]
+        if mine.stop != its.start or math.prod(self.shape[:dim]) != 1:
+            return None
+        return replace(self, slices=(*self.slices[:dim], slice(mine.start, its.stop), *self.slices[dim + 1 :]))
 
 
 @dataclass(frozen=True)
-class MatrixSlot:
-    """A place in a message for entries of the matrix ``index`` of ``stack``, viewed as ``box_shape``; or for
-    ``count`` whole matrices starting at ``index``, of shape ``[count, rows, columns]``."""
+class MessageLayout:
+    """The slots of a message, one after another, and how many elements go to or come from each member."""
 
-    offset: int
-    shape: tuple[int, ...]
-    stack: int
-    index: int
-    box_shape: tuple[int, ...]
-    slices: Slices
-    count: int = 1
+    slots: tuple[Slot, ...]
+    sizes: list[int]
 
-
-@dataclass(frozen=True)
-class Stack:
-    """Matrices of equal shape that this member owns. ``matrices`` are their positions in the plan."""
-
-    rows: int
-    columns: int
-    matrices: tuple[int, ...]
+    @property
+    def is_one_tensor(self) -> bool:
+        """Whether the message is laid out like a single tensor, so that nothing needs to be copied."""
+        return len(self.slots) == 1 and self.slots[0].is_all
 
 
 @dataclass(frozen=True)
 class BucketMessages:
-    """The messages of one bucket, as one member sees them. Sizes are listed per other member.
+    """The messages of one bucket, as one member sees them: the shards that it gives to owners, the shards that arrive
+    for its ``stacks``, the results of these that are returned, and the results for its shards. A stack has all matrices
+    of one shape that the member owns."""
 
-    With ``arrives_whole``, the received message is laid out like the stacks, one after another; with ``returns_whole``,
-    the returned message is. Then nothing needs to be copied, as with a single matrix that is sharded by rows.
-    """
-
-    stacks: tuple[Stack, ...]
-    given: tuple[ShardSlot, ...]
-    given_sizes: list[int]
-    arriving: tuple[MatrixSlot, ...]
-    arriving_sizes: list[int]
-    returned: tuple[MatrixSlot, ...]
-    returned_sizes: list[int]
-    results: tuple[ShardSlot, ...]
-    results_sizes: list[int]
-    arrives_whole: bool
-    returns_whole: bool
-
-
-S = TypeVar("S", ShardSlot, MatrixSlot)
+    stacks: tuple[tuple[Matrix, ...], ...]
+    given: MessageLayout
+    arriving: MessageLayout
+    returned: MessageLayout
+    results: MessageLayout
 
 
 def messages_of(plan: GroupPlan, bucket: Bucket, me: int) -> BucketMessages:
     """The messages of ``bucket`` for the member ``me``."""
-    members = range(plan.num_members)
-    owned = bucket.of_owner[me]
-    stacks = tuple(
-        Stack(rows, columns, tuple(group))
-        for (rows, columns), group in groupby(owned, key=lambda i: (plan.matrices[i].rows, plan.matrices[i].columns))
-    )
+    owned_by = [[plan.matrices[index] for index in owned] for owned in bucket.of_owner]
+    stacks = tuple(tuple(each) for _, each in groupby(owned_by[me], key=lambda matrix: (matrix.rows, matrix.columns)))
 
-    def shard_slots(*, of_all_copies: bool) -> tuple[tuple[ShardSlot, ...], list[int]]:
-        each = (_shard_slots(plan, bucket, me, owner, of_all_copies=of_all_copies) for owner in members)
-        return _in_a_row(each, partial(_joined_shards, plan, me))
+    def of_shards(*, of_all_copies: bool) -> MessageLayout:
+        return _in_a_row(_shard_slots(owned, me, owner, of_all_copies) for owner, owned in enumerate(owned_by))
 
-    def matrix_slots(*, of_all_copies: bool) -> tuple[tuple[MatrixSlot, ...], list[int]]:
-        each = (_matrix_slots(plan, stacks, me, member, of_all_copies=of_all_copies) for member in members)
-        return _in_a_row(each, partial(_joined_matrices, stacks))
+    def of_stacks(*, of_all_copies: bool) -> MessageLayout:
+        return _in_a_row(_stack_slots(stacks, me, member, of_all_copies) for member in range(plan.num_members))
 
-    arriving, arriving_sizes = matrix_slots(of_all_copies=False)
-    returned, returned_sizes = matrix_slots(of_all_copies=True)
     return BucketMessages(
         stacks,
-        *shard_slots(of_all_copies=False),
-        arriving,
-        arriving_sizes,
-        returned,
-        returned_sizes,
-        *shard_slots(of_all_copies=True),
-        arrives_whole=_lie_as_stacks(stacks, arriving),
-        returns_whole=_lie_as_stacks(stacks, returned),
+        given=of_shards(of_all_copies=False),
+        arriving=of_stacks(of_all_copies=False),
+        returned=of_stacks(of_all_copies=True),
+        results=of_shards(of_all_copies=True),
     )
 
 
-def _lie_as_stacks(stacks: Sequence[Stack], slots: Sequence[MatrixSlot]) -> bool:
-    """Whether each slot has the same place in the message as in the memory of ``stacks``, one after another."""
-    sizes = [stack.rows * stack.columns for stack in stacks]
-    totals = [size * len(stack.matrices) for size, stack in zip(sizes, stacks, strict=True)]
-    starts = [sum(totals[:number]) for number in range(len(stacks))]
-    covered = sum(math.prod(slot.shape) for slot in slots)
-    return covered == sum(totals) and all(
-        _is_contiguous(slot) and starts[slot.stack] + slot.index * sizes[slot.stack] + _start(slot) == slot.offset
-        for slot in slots
-    )
-
-
-def _is_contiguous(slot: MatrixSlot) -> bool:
-    """Whether the entries are contiguous in the matrix: only the first dim with several entries is cut."""
-    if slot.count > 1:
-        return True
-    dims = [number for number, size in enumerate(slot.box_shape) if size > 1]
-    return all(slot.shape[dim] == slot.box_shape[dim] for dim in dims[1:])
-
-
-def _start(slot: MatrixSlot) -> int:
-    """Where the first entry lies in the matrix."""
-    start = 0
-    for size, along in zip(slot.box_shape, slot.slices, strict=True):
-        start = start * size + along.start
-    return 0 if slot.count > 1 else start
-
-
-def _in_a_row(parts: Iterable[Iterable[S]], joined: Callable[[S, S], S | None]) -> tuple[tuple[S, ...], list[int]]:
-    """Give slots their offsets, one after another, and merge neighbours where ``joined`` can. ``parts`` has the slots
-    for each other member; also returns the number of elements for each."""
-    slots: list[S] = []
+def _in_a_row(parts: Iterable[Iterable[Slot]]) -> MessageLayout:
+    """Give slots their offsets, one after another, and merge them where possible. ``parts`` has the slots for each
+    other member."""
+    slots: list[Slot] = []
     sizes: list[int] = []
     end = 0
     for part in parts:
         start = end
         for slot in part:
             placed = replace(slot, offset=end)
-            end += math.prod(slot.shape)
-            merged = joined(slots[-1], placed) if slots else None
-            if merged is None:
-                slots.append(placed)
-            else:
-                slots[-1] = merged
+            end += slot.numel
+            while slots and (joined := slots[-1].joined(placed)) is not None:
+                slots.pop()
+                placed = joined
+            slots.append(placed)
         sizes.append(end - start)
-    return tuple(slots), sizes
+    return MessageLayout(tuple(slots), sizes)
 
 
-def _joined_shards(plan: GroupPlan, me: int, last: ShardSlot, slot: ShardSlot) -> ShardSlot | None:
-    """One slot for both if they have consecutive rows of one shard, such as experts."""
-    first, second = last.slices[0], slot.slices[0]
-    if first.stop != second.start or (last.tensor, last.slices[1:]) != (slot.tensor, slot.slices[1:]):
-        return None
-    shape = (last.shape[0] + slot.shape[0], *slot.shape[1:])
-    slices = (slice(first.start, second.stop), *slot.slices[1:])
-    return ShardSlot(last.offset, shape, slot.tensor, slices, shape == plan.tensors[slot.tensor].placed.local_shape(me))
-
-
-def _joined_matrices(stacks: Sequence[Stack], last: MatrixSlot, slot: MatrixSlot) -> MatrixSlot | None:
-    """One slot for both if they have consecutive whole matrices of one stack."""
-    stack = stacks[slot.stack]
-    size = stack.rows * stack.columns
-    are_whole = math.prod(slot.shape) == size and math.prod(last.shape) == last.count * size
-    if not are_whole or (last.stack, last.index + last.count) != (slot.stack, slot.index):
-        return None
-    count = last.count + 1
-    return replace(last, shape=(count, stack.rows, stack.columns), count=count)
-
-
-def _shard_slots(plan: GroupPlan, bucket: Bucket, me: int, owner: int, *, of_all_copies: bool) -> Iterator[ShardSlot]:
+def _shard_slots(owned: Iterable[Matrix], me: int, owner: int, of_all_copies: bool) -> Iterator[Slot]:
     """What ``me`` sends to ``owner``; with ``of_all_copies``, what ``owner`` sends back. Offsets are not known yet."""
-    for index in bucket.of_owner[owner]:
-        tensor = plan.matrices[index].tensor
-        placed = plan.tensors[tensor].placed
+    for matrix in owned:
+        placed = matrix.placed
         if of_all_copies or placed.copy_of(me) == placed.copy_of(owner):
-            for piece in local_pieces(plan, me, index):
-                is_all = piece.shape == placed.local_shape(me)
-                yield ShardSlot(0, piece.shape, tensor, _slices(piece.local), is_all)
+            for piece in placed.pieces(me, matrix.box):
+                yield Slot(matrix.tensor, placed.local_shape(me), slices_of(piece.local))
 
 
-def _matrix_slots(
-    plan: GroupPlan, stacks: Sequence[Stack], me: int, member: int, *, of_all_copies: bool
-) -> Iterator[MatrixSlot]:
+def _stack_slots(stacks: Iterable[Sequence[Matrix]], me: int, member: int, of_all_copies: bool) -> Iterator[Slot]:
     """What ``me``, the owner, receives from ``member``; with ``of_all_copies``, what ``me`` returns to it."""
     for number, stack in enumerate(stacks):
-        for position, index in enumerate(stack.matrices):
-            matrix = plan.matrices[index]
-            placed = plan.tensors[matrix.tensor].placed
+        for index, matrix in enumerate(stack):
+            placed = matrix.placed
             if of_all_copies or placed.copy_of(me) == placed.copy_of(member):
-                box_shape = tuple(stop - start for start, stop in matrix.box)
-                for piece in local_pieces(plan, member, index):
-                    yield MatrixSlot(0, piece.shape, number, position, box_shape, _slices(piece.inside))
+                whole = (len(stack), *(stop - start for start, stop in matrix.box))
+                for piece in placed.pieces(member, matrix.box):
+                    yield Slot(number, whole, (slice(index, index + 1), *slices_of(piece.inside)))
 
 
-def local_pieces(plan: GroupPlan, me: int, index: int) -> tuple[Piece, ...]:
-    """What ``me`` has of the matrix ``index``."""
-    matrix = plan.matrices[index]
-    return plan.tensors[matrix.tensor].placed.pieces(me, matrix.box)
-
-
-def _slices(box: Box) -> Slices:
+def slices_of(box: Box) -> Slices:
     return tuple(slice(*interval) for interval in box)

@@ -7,10 +7,9 @@ shares of each bucket.
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import zip_longest
@@ -46,9 +45,11 @@ class Matrix:
 
     Attributes:
         name: the name of its tensor, with an index if the tensor has several matrices.
-        tensor: the position of its tensor.
+        tensor: the position of its tensor among those that were given to ``whole_matrices``.
         box: its entries in the tensor.
         cost: the cost of the function, in any unit.
+        placed: where its tensor lies.
+        nbytes: its size as it is sent.
     """
 
     name: str
@@ -57,6 +58,8 @@ class Matrix:
     rows: int
     columns: int
     cost: float
+    placed: Placed
+    nbytes: int
 
     @property
     def numel(self) -> int:
@@ -96,11 +99,12 @@ class GroupPlan:
     """Owners and buckets of the matrices on one process group of ``num_members``.
 
     Attributes:
+        tensors: by position among all tensors, of which other groups have others.
         owners: by matrix, a member.
         before: the cost that each member has from plans of larger groups.
     """
 
-    tensors: tuple[PlannedTensor, ...]
+    tensors: Mapping[int, PlannedTensor]
     matrices: tuple[Matrix, ...]
     owners: tuple[int, ...]
     buckets: tuple[Bucket, ...]
@@ -142,12 +146,11 @@ class GroupPlan:
         for owner, matrices in enumerate(bucket.of_owner):
             for index in matrices:
                 matrix = self.matrices[index]
-                tensor = self.tensors[matrix.tensor]
-                owned[owner] += matrix.numel * tensor.itemsize
-                copy = tensor.placed.copy_of(owner)
-                for member, numel in tensor.placed.holders(matrix.box):
-                    nbytes = numel * tensor.itemsize
-                    is_sender = tensor.placed.copy_of(member) == copy
+                owned[owner] += matrix.nbytes
+                copy = matrix.placed.copy_of(owner)
+                for member, numel in matrix.placed.holders(matrix.box):
+                    nbytes = numel * matrix.nbytes // matrix.numel
+                    is_sender = matrix.placed.copy_of(member) == copy
                     results[member] += nbytes
                     returned[owner] += nbytes
                     shards[member] += nbytes if is_sender else 0
@@ -192,7 +195,7 @@ class GroupPlan:
 
 
 def plan_matrices(
-    tensors: Sequence[PlannedTensor],
+    tensors: Mapping[int, PlannedTensor],
     num_members: int,
     *,
     cost: Cost = newton_schulz_cost,
@@ -217,26 +220,29 @@ def plan_matrices(
     matrices = matrices_of(tensors, cost)
     before = tuple(before) or (0.0,) * num_members
     bound = least_largest_load([matrix.cost for matrix in matrices], num_members, before)
-    owners = _owners(tensors, matrices, before, bound)
+    owners = _owners(matrices, before, bound)
     _improve(matrices, owners, before, bound)
     share_nbytes = bucket_nbytes * 2 // 5  # it exists as sent, received, stack, result and returned
     while True:
-        buckets = _buckets(tensors, matrices, owners, num_members, share_nbytes, last_first)
-        plan = GroupPlan(tuple(tensors), matrices, tuple(owners), buckets, num_members, before)
+        buckets = _buckets(matrices, owners, num_members, share_nbytes, last_first)
+        plan = GroupPlan(tensors, matrices, tuple(owners), buckets, num_members, before)
         are_single = all(len(share) <= 1 for bucket in buckets for share in bucket.of_owner)
         if are_single or plan.temporary_nbytes <= 2 * bucket_nbytes:
             return plan
         share_nbytes = share_nbytes * 2 // 3
 
 
-def matrices_of(tensors: Sequence[PlannedTensor], cost: Cost) -> tuple[Matrix, ...]:
+def matrices_of(tensors: Mapping[int, PlannedTensor], cost: Cost) -> tuple[Matrix, ...]:
     """The matrices of all ``tensors``, in order, without empty ones."""
-    return tuple(
-        Matrix(f"{tensor.name}{each.label}", index, each.box, each.rows, each.columns, cost(each.rows, each.columns))
-        for index, tensor in enumerate(tensors)
-        for each in tensor.rule.boxes(tensor.placed.shape)
-        if each.rows * each.columns > 0
-    )
+    found: list[Matrix] = []
+    for position, tensor in tensors.items():
+        for each in tensor.rule.boxes(tensor.placed.shape):
+            rows, columns, name = each.rows, each.columns, f"{tensor.name}{each.label}"
+            nbytes = rows * columns * tensor.itemsize
+            if nbytes > 0:
+                made = Matrix(name, position, each.box, rows, columns, cost(rows, columns), tensor.placed, nbytes)
+                found.append(made)
+    return tuple(found)
 
 
 def least_largest_load(costs: Sequence[float], num_members: int, before: Sequence[float] = ()) -> float:
@@ -271,33 +277,20 @@ def _least_members(numbers: Counter[float], load: float) -> int:
     return found
 
 
-def _owners(
-    tensors: Sequence[PlannedTensor], matrices: Sequence[Matrix], before: Sequence[float], bound: float
-) -> list[int]:
+def _owners(matrices: Sequence[Matrix], before: Sequence[float], bound: float) -> list[int]:
     owners = [0] * len(matrices)
-    load_of = list(before)
-    idle: dict[float, set[int]] = {}  # members by load
-    for member, load in enumerate(before):
-        idle.setdefault(load, set()).add(member)
-    loads = sorted(idle)
+    loads = list(before)
     for index in sorted(range(len(matrices)), key=lambda index: (-matrices[index].cost, index)):
         matrix = matrices[index]
-        holders = tensors[matrix.tensor].placed.holders(matrix.box)
+        holders = matrix.placed.holders(matrix.box)
         most, owner = max((numel, -member) for member, numel in holders)
         owner = -owner
-        if 2 * most < matrix.numel or load_of[owner] + matrix.cost > bound:
-            idlest = idle[loads[0]]
-            near = [(numel, -member) for member, numel in holders if member in idlest]
-            owner = -max(near)[1] if near else min(idlest)
+        if 2 * most < matrix.numel or loads[owner] + matrix.cost > bound:
+            least = min(loads)
+            near = [(numel, -member) for member, numel in holders if loads[member] == least]
+            owner = -max(near)[1] if near else loads.index(least)
         owners[index] = owner
-        load = load_of[owner]
-        load_of[owner] += matrix.cost
-        idle[load].remove(owner)
-        if load_of[owner] not in idle:
-            heapq.heappush(loads, load_of[owner])
-        idle.setdefault(load_of[owner], set()).add(owner)
-        while not idle[loads[0]]:
-            del idle[heapq.heappop(loads)]
+        loads[owner] += matrix.cost
     return owners
 
 
@@ -340,12 +333,7 @@ def _relieve(busiest: int, matrices: Sequence[Matrix], owners: list[int], loads:
 
 
 def _buckets(
-    tensors: Sequence[PlannedTensor],
-    matrices: Sequence[Matrix],
-    owners: Sequence[int],
-    num_members: int,
-    share_nbytes: int,
-    last_first: bool,
+    matrices: Sequence[Matrix], owners: Sequence[int], num_members: int, share_nbytes: int, last_first: bool
 ) -> tuple[Bucket, ...]:
     """Fill the buckets: each owner fills its share of one bucket, then that of the next."""
 
@@ -357,8 +345,7 @@ def _buckets(
     left = [0] * num_members
     order = range(len(matrices))
     for index in reversed(order) if last_first else sorted(order, key=dearest_first):
-        owner = owners[index]
-        nbytes = matrices[index].numel * tensors[matrices[index].tensor].itemsize
+        owner, nbytes = owners[index], matrices[index].nbytes
         if not shares[owner] or nbytes > left[owner]:
             shares[owner].append([])
             left[owner] = share_nbytes

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 from fsdp2.optim.matrices.rules import Box, Interval
 
@@ -84,13 +85,13 @@ class Placed:
 
 @lru_cache(maxsize=1 << 16)
 def _region(shape: tuple[int, ...], axes: tuple[AxisCut, ...], coordinate: Coordinate) -> Region:
-    return tuple(_along(dim, size, axes, coordinate) for dim, size in enumerate(shape))
+    return tuple(_intervals(_entries(dim, size, axes, coordinate)) for dim, size in enumerate(shape))
 
 
-def _along(dim: int, size: int, axes: Sequence[AxisCut], coordinate: Coordinate) -> tuple[Interval, ...]:
-    """The intervals along ``dim`` at ``coordinate``."""
+def _entries(dim: int, size: int, axes: Sequence[AxisCut], coordinate: Coordinate) -> Sequence[int]:
+    """The indices along ``dim`` at ``coordinate``."""
     cutting = [(axis, at) for axis, at in zip(axes, coordinate, strict=True) if axis.dim == dim]
-    found: tuple[Interval, ...] = ((0, size),)
+    found: Sequence[int] = range(size)
     order = _order(cutting)
     if order is not None:
         for axis, at in order:
@@ -98,7 +99,7 @@ def _along(dim: int, size: int, axes: Sequence[AxisCut], coordinate: Coordinate)
         return found
     for axis, at in cutting:  # DTensor reads placements from the left
         pieces = [_chunk(found, axis.split_factor, index) for index in range(axis.split_factor)]
-        found = tuple(itertools.chain.from_iterable(_chunk(piece, axis.size, at) for piece in pieces))
+        found = list(itertools.chain.from_iterable(_chunk(piece, axis.size, at) for piece in pieces))
     return found
 
 
@@ -114,27 +115,17 @@ def _order(cutting: Sequence[tuple[AxisCut, int]]) -> list[tuple[AxisCut, int]] 
     return order
 
 
-def _chunk(intervals: Sequence[Interval], num_chunks: int, index: int) -> tuple[Interval, ...]:
-    """Chunk ``index`` of the entries in ``intervals``, divided as ``torch.chunk`` does."""
-    total = sum(stop - start for start, stop in intervals)
-    length = -(-total // num_chunks)
-    return _between(intervals, index * length, min((index + 1) * length, total))
+def _chunk(entries: Sequence[int], num_chunks: int, index: int) -> Sequence[int]:
+    """Chunk ``index`` of ``entries``, divided as ``torch.chunk`` does."""
+    length = -(-len(entries) // num_chunks)
+    return entries[index * length : (index + 1) * length]
 
 
-def _between(intervals: Sequence[Interval], first: int, last: int) -> tuple[Interval, ...]:
-    """Entries ``first`` to ``last`` of those in ``intervals``; neighbours become one interval."""
-    found: list[Interval] = []
-    passed = 0
-    for start, stop in intervals:
-        begin, end = start + max(first - passed, 0), start + min(last - passed, stop - start)
-        passed += stop - start
-        if begin >= end:
-            continue
-        if found and found[-1][1] == begin:
-            found[-1] = (found[-1][0], end)
-        else:
-            found.append((begin, end))
-    return tuple(found)
+def _intervals(entries: Sequence[int]) -> tuple[Interval, ...]:
+    if isinstance(entries, range):
+        return ((entries.start, entries.stop),) if entries else ()
+    starts = [at for at, entry in enumerate(entries) if at == 0 or entry != entries[at - 1] + 1]
+    return tuple((entries[start], entries[stop - 1] + 1) for start, stop in pairwise([*starts, len(entries)]))
 
 
 @lru_cache(maxsize=1 << 14)

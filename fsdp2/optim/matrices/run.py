@@ -7,9 +7,7 @@ function raises sends zeros, all ranks learn of it after the last message, and n
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 
 import torch
@@ -23,9 +21,9 @@ from fsdp2.extras.output import listed
 from fsdp2.extras.sizes import nbytes_of
 from fsdp2.optim.matrices.circles import Circle, agreed, check_alike, circles_of, told
 from fsdp2.optim.matrices.domains import Copies, Domain, Subject, domains_of, subject_of
-from fsdp2.optim.matrices.exchange import Message, Source, send_results, send_shards, stacked, take_results
+from fsdp2.optim.matrices.exchange import Message, Source, Step, stacked, take_results
 from fsdp2.optim.matrices.messages import BucketMessages, Slices, messages_of
-from fsdp2.optim.matrices.planner import Bucket, Cost, Matrix, newton_schulz_cost
+from fsdp2.optim.matrices.planner import Cost, Matrix, newton_schulz_cost
 from fsdp2.optim.matrices.rules import MatrixRule
 
 DEFAULT_BUCKET_NBYTES = 128 * 1024 * 1024
@@ -90,15 +88,6 @@ def whole_matrices(
     return WholeMatrices(subjects, domains, circles)
 
 
-@dataclass
-class Outcome:
-    """The outcome of a run: ``results`` has the local part of each tensor, and ``flags`` whether any rank has set the
-    tensor's flag."""
-
-    results: list[Tensor]
-    flags: list[bool]
-
-
 class WholeMatrices:
     """A plan: the owner and the bucket of each matrix. ``str`` describes its cost.
 
@@ -111,7 +100,7 @@ class WholeMatrices:
         self.domains = tuple(domains)
         self._subjects, self._circles = subjects, circles
         self.steps = [
-            _Step(domain, bucket, messages_of(domain.plan, bucket, domain.me))
+            Step(domain, bucket, messages_of(domain.plan, bucket, domain.me))
             for domain in domains
             for bucket in domain.plan.buckets
         ]
@@ -123,8 +112,7 @@ class WholeMatrices:
     def positions_in(self, number: int) -> set[int]:
         """The positions of the tensors that have matrices in step ``number``."""
         step = self.steps[number]
-        plan = step.domain.plan
-        return {step.domain.positions[plan.matrices[index].tensor] for owned in step.bucket.of_owner for index in owned}
+        return {step.domain.plan.matrices[index].tensor for owned in step.bucket.of_owner for index in owned}
 
     @property
     def balance(self) -> float:
@@ -178,26 +166,25 @@ class WholeMatrices:
         """
 
         def on_batch(batch: Tensor, matrices: Sequence[Matrix]) -> Tensor:
-            results = []
-            for whole, matrix in zip(batch, matrices, strict=True):
-                with _naming(f"'{matrix.name}'"):
-                    results.append(_checked(fn(whole, matrix), whole.shape))
-            return torch.stack(results) if len(results) != 1 else results[0].unsqueeze(0)
+            return _checked(fn(batch[0], matrices[0]), batch.shape[1:]).unsqueeze(0)
 
-        return self.run_batched(on_batch, tensors)
+        return self._run(on_batch, tensors, max_batch=1)
 
     @torch.no_grad()
     def run_batched(self, fn: OnBatch, tensors: Sequence[Tensor]) -> list[DTensor]:
         """Like ``run``, but matrices of the same shape in a bucket are passed together as ``[n, rows, columns]``, with
         their descriptions."""
+        return self._run(fn, tensors, max_batch=None)
+
+    def _run(self, fn: OnBatch, tensors: Sequence[Tensor], max_batch: int | None) -> list[DTensor]:
         locals_: list[Tensor] = []
-        run = Run(self, fn, lambda position, slices: locals_[position][slices])
+        run = Run(self, fn, lambda position, slices: locals_[position][slices], max_batch)
         try:
             locals_ += self._locals_of(tensors)
         except ValueError as error:
             run.fail(error)
-        outcome = run.finish()
-        kept = [result.to(local.device) for result, local in zip(outcome.results, locals_, strict=True)]
+        results, _ = run.finish()
+        kept = [result.to(local.device) for result, local in zip(results, locals_, strict=True)]
         return _torch.dtensors_like(tensors, kept)
 
     def _locals_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -225,11 +212,12 @@ class Run:
     """One run of a plan, bucket by bucket.
 
     ``source`` makes entries of this rank's shard of a tensor, by position and slices, when their bucket is packed, on
-    the all-gather stream. Collective: all ranks send buckets at the same points of their programs.
+    the all-gather stream. ``fn`` gets all matrices of one shape in a bucket, or at most ``max_batch`` of them.
+    Collective: all ranks send buckets at the same points of their programs.
     """
 
-    def __init__(self, plan: WholeMatrices, fn: OnBatch, source: Source) -> None:
-        self._plan, self._fn, self._source = plan, fn, source
+    def __init__(self, plan: WholeMatrices, fn: OnBatch, source: Source, max_batch: int | None = None) -> None:
+        self._plan, self._fn, self._source, self._max_batch = plan, fn, source, max_batch
         self._in_flight: deque[Message] = deque()
         self._failures: list[str] = []
         self._error: Exception | None = None
@@ -238,7 +226,7 @@ class Run:
     def send(self) -> None:
         """Send the shards of the next bucket. Two buckets may be in flight at a time."""
         source = _zeros if self._failures else self._source
-        self._in_flight.append(self._plan.steps[self.num_sent].send(source))
+        self._in_flight.append(self._plan.steps[self.num_sent].send_shards(source))
         self.num_sent += 1
 
     def fail(self, error: Exception) -> None:
@@ -255,25 +243,27 @@ class Run:
         while self._in_flight:
             self._in_flight.popleft().wait()
 
-    def finish(self, flags: Sequence[bool] = ()) -> Outcome:
-        """Compute all buckets. ``flags`` has this rank's flag for each tensor, or is empty.
+    def finish(self, flags: Sequence[bool] = ()) -> tuple[list[Tensor], list[bool]]:
+        """Compute all buckets. ``flags`` has this rank's flag for each tensor, or is empty. Returns the local part of
+        the result for each tensor, and whether any rank has set the tensor's flag.
 
         Raises:
             RuntimeError: some rank has failed. An error that was passed to ``fail`` is raised as it is.
         """
         plan = self._plan
         results: list[Tensor | None] = [None] * plan.num_tensors
-        back: tuple[_Step, Message] | None = None
+        back: tuple[BucketMessages, Message] | None = None
         for number, step in enumerate(plan.steps):
             while self.num_sent < min(number + MOST_IN_FLIGHT, len(plan.steps)):
                 self.send()
-            stacks = step.computed(self._fn, self._in_flight.popleft(), self._failures)
+            stacks = stacked(step.messages, self._in_flight.popleft().wait())
+            done = [self._result(step, stacks.pop(0), matrices) for matrices in step.messages.stacks]
             if back is not None:
-                back[0].take(back[1], results)
-            back = step, step.send_back(stacks)
-            del stacks
+                take_results(back[0], back[1].wait(), results)
+            back = step.messages, step.send_results(done)
+            del done
         if back is not None:
-            back[0].take(back[1], results)
+            take_results(back[0], back[1].wait(), results)
         try:
             any_flags = plan.agree(self._failures, flags)
         except RuntimeError:
@@ -281,90 +271,32 @@ class Run:
                 raise self._error from None
             raise
         for domain in plan.domains:  # shards without entries
-            for position, tensor in zip(domain.positions, domain.plan.tensors, strict=True):
+            for position, tensor in domain.plan.tensors.items():
                 if results[position] is None:
-                    shape = tensor.placed.local_shape(domain.me)
-                    results[position] = torch.empty(shape, dtype=domain.dtype, device=domain.device)
-        return Outcome([each for each in results if each is not None], any_flags)
+                    results[position] = domain.empty(*tensor.placed.local_shape(domain.me))
+        return [each for each in results if each is not None], any_flags
+
+    def _result(self, step: Step, stack: Tensor, matrices: Sequence[Matrix]) -> Tensor:
+        """The result of a stack of ``matrices``; zeros if ``fn`` fails."""
+        length = self._max_batch or len(matrices)
+        parts: list[Tensor] = []
+        for batch, start in zip(stack.split(length), range(0, len(matrices), length), strict=True):
+            mine = matrices[start : start + length]
+            try:
+                parts.append(_checked(self._fn(batch, mine), batch.shape))
+            except Exception as error:
+                names = listed((f"'{matrix.name}'" for matrix in mine), _MOST_NAMES)
+                self._failures.append(
+                    f"whole_matrices: the function failed on {names}, whose owner is rank "
+                    f"{step.domain.ranks[step.domain.me]}: {type(error).__name__}: {error}\n"
+                    "No result was written on any rank."
+                )
+                return torch.zeros_like(stack)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _zeros(position: int, slices: Slices) -> Tensor:
     return torch.zeros((), device="cpu")
-
-
-@dataclass
-class _Step:
-    """One bucket of one domain."""
-
-    domain: Domain
-    bucket: Bucket
-    messages: BucketMessages
-
-    @cached_property
-    def _like(self) -> Tensor:
-        return torch.empty(0, dtype=self.domain.dtype, device=self.domain.device)
-
-    @cached_property
-    def _matrices(self) -> list[list[Matrix]]:
-        return [[self.domain.plan.matrices[index] for index in stack.matrices] for stack in self.messages.stacks]
-
-    def send(self, source: Source) -> Message:
-        positions = self.domain.positions
-        return send_shards(
-            self.domain.axis, self.messages, lambda tensor, slices: source(positions[tensor], slices), self._like
-        )
-
-    def computed(self, fn: OnBatch, message: Message, failures: list[str]) -> list[Tensor]:
-        """The result of each stack; zeros where ``fn`` has failed."""
-        stacks = stacked(self.messages, message.wait())
-        results: list[Tensor] = []
-        while stacks:
-            stack, matrices = stacks.pop(0), self._matrices[len(results)]
-            shape = stack.shape
-            try:
-                with _naming(_names(matrices)):
-                    results.append(_checked(fn(stack, matrices), shape))
-            except _FailedError as error:
-                failures.append(
-                    f"whole_matrices: the function failed on {error.name}, whose owner is rank "
-                    f"{self.domain.ranks[self.domain.me]}: {error.cause}\nNo result was written on any rank."
-                )
-                results.append(self._like.new_zeros(shape))
-        return results
-
-    def send_back(self, stacks: Sequence[Tensor]) -> Message:
-        return send_results(self.domain.axis, self.messages, stacks, self._like)
-
-    def take(self, message: Message, results: list[Tensor | None]) -> None:
-        """Store the results that ``message`` has received."""
-        domain = self.domain
-        mine: list[Tensor | None] = [results[position] for position in domain.positions]
-
-        def make(tensor: int) -> Tensor:
-            return self._like.new_empty(domain.plan.tensors[tensor].placed.local_shape(domain.me))
-
-        take_results(self.messages, message.wait(), make, mine)
-        for position, result in zip(domain.positions, mine, strict=True):
-            results[position] = result
-
-
-class _FailedError(Exception):
-    """The user's function has failed on the matrices ``name``. ``cause`` is a text."""
-
-    def __init__(self, name: str, cause: str) -> None:
-        super().__init__(name, cause)
-        self.name, self.cause = name, cause
-
-
-@contextmanager
-def _naming(name: str) -> Iterator[None]:
-    """Turn exceptions in the block into ``_FailedError`` with the name of the matrices, unless they are such."""
-    try:
-        yield
-    except _FailedError:
-        raise
-    except Exception as error:
-        raise _FailedError(name, f"{type(error).__name__}: {error}") from error
 
 
 def _checked(result: object, shape: torch.Size) -> Tensor:
@@ -373,7 +305,3 @@ def _checked(result: object, shape: torch.Size) -> Tensor:
     if result.shape != shape:
         raise ValueError(f"it returned shape {tuple(result.shape)}, expected {tuple(shape)}.")
     return result
-
-
-def _names(matrices: Sequence[Matrix]) -> str:
-    return listed((f"'{matrix.name}'" for matrix in matrices), _MOST_NAMES)

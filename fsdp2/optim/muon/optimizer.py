@@ -22,8 +22,8 @@ from fsdp2.extras.plain_names import without
 from fsdp2.extras.sizes import nbytes_of
 from fsdp2.optim.matrices import Matrix, MatrixRule, WholeMatrices, whole_matrices
 from fsdp2.optim.matrices.domains import Copies, subject_of
-from fsdp2.optim.matrices.run import DEFAULT_BUCKET_NBYTES, Rule, Run
-from fsdp2.optim.muon.update import BUFFER, Coefficients, EarlyRun, Entry, Part, newton_schulz, parts_of
+from fsdp2.optim.matrices.run import DEFAULT_BUCKET_NBYTES, Rule
+from fsdp2.optim.muon.update import BUFFER, Coefficients, MatrixStep, Part, newton_schulz, parts_of
 from fsdp2.optim.own_states import States, loading_itself
 
 _ADJUSTMENTS = (None, "original", "match_rms_adamw")
@@ -97,8 +97,7 @@ class Muon(optim.Optimizer):
     def _forget_plan(self) -> None:
         self._plan: WholeMatrices | None = None
         self._planned: list[object] = []  # parameters and their placements
-        self._position_of: dict[int, int] = {}  # position of a matrix's parameter, by id of the matrix
-        self._early: EarlyRun | None = None  # a run that began during backward
+        self._early: MatrixStep | None = None  # a step that began during backward
         self._parts: list[list[Part]] = []  # by position
         self._adamw: optim.AdamW | None = None
 
@@ -149,11 +148,6 @@ class Muon(optim.Optimizer):
             }
             self._plan = whole_matrices(names, rule=self._rule_of, **self._settings)
             self._planned = keys
-            self._position_of = {
-                id(matrix): domain.positions[matrix.tensor]
-                for domain in self._plan.domains
-                for matrix in domain.plan.matrices
-            }
             self._parts = parts_of(self._plan, len(params))
         return self._plan
 
@@ -183,33 +177,19 @@ class Muon(optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if self._muon_groups():
-            self._step_matrices()
+            early, self._early = self._early, None
+            (early or self._new_step()).step()
         others = [group for group in self.param_groups if not group["use_muon"]]
         if others:
             self._step_others(others)
         return loss
 
-    def _step_matrices(self) -> None:
-        early, self._early = self._early, None
-        entries: list[Entry] = []
-        run = Run(self.plan, self._orthogonalised, lambda position, slices: entries[position].update(slices))
-        if early is not None:
-            run = early.run
-        try:
-            entries += [Entry(param, group, self.state) for param, group in self._params()]
-            if early is not None:
-                early.check(entries)
-        except ValueError as error:  # perhaps on this rank only
-            run.fail(error)
-        outcome = run.finish([entry.grad is not None for entry in entries] or [False] * self.plan.num_tensors)
-        for position, (entry, is_stepped) in enumerate(zip(entries, outcome.flags, strict=True)):
-            if is_stepped:
-                entry.write(outcome.results[position], self._parts[position])
-                entry.keep_momentum()
+    def _new_step(self) -> MatrixStep:
+        return MatrixStep(self.plan, self._orthogonalised, self._params(), self._parts, self.state)
 
     def _orthogonalised(self, batch: Tensor, matrices: Sequence[Matrix]) -> Tensor:
         params = self._params()
-        groups = [params[self._position_of[id(matrix)]][1] for matrix in matrices]
+        groups = [params[matrix.tensor][1] for matrix in matrices]
         options = [(each["ns_coefficients"], each["ns_steps"], each["eps"]) for each in groups]
         if all(each == options[0] for each in options):
             return newton_schulz(batch, *options[0])
@@ -224,16 +204,11 @@ class Muon(optim.Optimizer):
         optimizer with ``last_first=True``, so that the first buckets hold the gradients that backward computes first.
         All ranks must use the same parameters.
         """
-        params = self._params()
         self._drop_early()
-
-        def entry_of(position: int) -> Entry:
-            return Entry(*params[position], self.state)
-
-        early = self._early = EarlyRun(self.plan, self._orthogonalised, entry_of)
+        early = self._early = self._new_step()
         handles = [
             param.register_post_accumulate_grad_hook(lambda _, position=position: early.land(position))
-            for position, (param, _) in enumerate(params)
+            for position, (param, _) in enumerate(self._params())
             if param.requires_grad  # otherwise ``step`` sends its bucket
         ]
         try:
@@ -254,7 +229,7 @@ class Muon(optim.Optimizer):
         """Discard what an earlier backward has sent. Afterwards all ranks have sent the same buckets."""
         early, self._early = self._early, None
         if early is not None:
-            early.run.drop()
+            early.drop()
 
     def _step_others(self, groups: list[dict[str, Any]]) -> None:
         """Step ``groups`` by AdamW, with this optimizer's states."""

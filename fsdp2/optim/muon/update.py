@@ -1,13 +1,13 @@
 """Computes a step of Muon for one parameter: the momentum, the orthogonal matrices, and the values to write.
 
-A step may begin during backward (``EarlyRun``): the first buckets are sent as soon as their gradients are ready. Shapes
-are those of this rank's shard, except in ``newton_schulz``, which gets whole matrices.
+A step (``MatrixStep``) may begin during backward: the first buckets are sent as soon as their gradients are ready.
+Shapes are those of this rank's shard, except in ``newton_schulz``, which gets whole matrices.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2.core import _torch
 from fsdp2.extras import torch_names
 from fsdp2.optim.matrices import WholeMatrices
-from fsdp2.optim.matrices.messages import Slices, local_pieces
+from fsdp2.optim.matrices.messages import Slices, slices_of
 from fsdp2.optim.matrices.run import MOST_IN_FLIGHT, OnBatch, Run
 
 Coefficients = tuple[float, float, float]
@@ -38,11 +38,9 @@ def parts_of(plan: WholeMatrices, num_params: int) -> list[list[Part]]:
     """The parts of matrices that this rank has, by position of their parameter."""
     found: list[list[Part]] = [[] for _ in range(num_params)]
     for domain in plan.domains:
-        for index, matrix in enumerate(domain.plan.matrices):
-            parts = found[domain.positions[matrix.tensor]]
-            for piece in local_pieces(domain.plan, domain.me, index):
-                slices = tuple(slice(*interval) for interval in piece.local)
-                parts.append(Part(slices, matrix.rows, matrix.columns))
+        for matrix in domain.plan.matrices:
+            for piece in matrix.placed.pieces(domain.me, matrix.box):
+                found[matrix.tensor].append(Part(slices_of(piece.local), matrix.rows, matrix.columns))
     return [[Part(None, *parts[0][1:])] if len({part[1:] for part in parts}) == 1 else parts for parts in found]
 
 
@@ -64,8 +62,18 @@ class Entry:
                 f"Muon: the gradient of a parameter of shape {tuple(self.param.shape)} has placements {placements}, "
                 f"expected those of the parameter: {cast(DTensor, self.param).placements}."
             )
+        self._version = 0 if self.grad is None else self.grad._version
         buffer = self.states[self.param].get(BUFFER) if self.param in self.states else None
         self.buffer = None if buffer is None else _torch.local_of(buffer)
+
+    def check(self) -> None:
+        """Raise a ValueError if the gradient has changed since the entry was made."""
+        (found,) = torch_names.locals_placed_like([self.param], [self.param.grad])
+        if found is not self.grad or (found is not None and found._version != self._version):
+            raise ValueError(
+                "Muon: gradients have changed between overlap_backward() and step(), but some of them are on their "
+                "way. Clip or change gradients without overlap_backward()."
+            )
 
     def update(self, slices: Slices) -> Tensor:
         """Compute the values to orthogonalise from the momentum after this step. Writes nothing."""
@@ -103,50 +111,58 @@ class Entry:
         self.buffer.lerp_(grad, 1 - self.group["momentum"])
 
 
-class EarlyRun:
-    """A run that begins during backward. ``entry_of`` makes the entry of a parameter whose gradient is ready."""
+class MatrixStep(Run):
+    """The step of the parameters of a plan: ``params`` with their param groups, and ``parts`` of matrices by parameter.
 
-    def __init__(self, plan: WholeMatrices, fn: OnBatch, entry_of: Callable[[int], Entry]) -> None:
+    It may begin during backward: buckets are sent as soon as their gradients ``land``.
+    """
+
+    def __init__(
+        self,
+        plan: WholeMatrices,
+        fn: OnBatch,
+        params: Sequence[tuple[Tensor, dict[str, Any]]],
+        parts: Sequence[Sequence[Part]],
+        states: dict[Tensor, Any],
+    ) -> None:
+        super().__init__(plan, fn, lambda position, slices: self._entry(position).update(slices))
+        self._params, self._parts, self._states = params, parts, states
         self._entries: dict[int, Entry] = {}
-        self._sent: dict[int, tuple[Tensor | None, int]] = {}  # gradients, with their versions
-        self._entry_of, self._landed = entry_of, set[int]()
+        self._landed: set[int] = set()
         self._awaited = [plan.positions_in(number) for number in range(min(MOST_IN_FLIGHT, len(plan.steps)))]
-        self.run = Run(plan, fn, self._update)
 
-    def _update(self, position: int, slices: Slices) -> Tensor:
-        return self._entry_at(position).update(slices)
-
-    def _entry_at(self, position: int) -> Entry:
+    def _entry(self, position: int) -> Entry:
         if position not in self._entries:
-            entry = self._entries[position] = self._entry_of(position)
-            self._sent[position] = entry.grad, 0 if entry.grad is None else entry.grad._version
+            self._entries[position] = Entry(*self._params[position], self._states)
         return self._entries[position]
 
     @torch.no_grad()
     def land(self, position: int) -> None:
         """Record that the gradient at ``position`` is ready, and send all buckets whose gradients are complete."""
         self._landed.add(position)
-        while self.run.num_sent < len(self._awaited) and self._awaited[self.run.num_sent] <= self._landed:
+        while self.num_sent < len(self._awaited) and self._awaited[self.num_sent] <= self._landed:
             try:
-                for each in self._awaited[self.run.num_sent]:
-                    self._entry_at(each)
+                for each in self._awaited[self.num_sent]:
+                    self._entry(each)
             except ValueError as error:  # perhaps on this rank only: ``step`` raises on all
-                self.run.fail(error)
-            self.run.send()
+                self.fail(error)
+            self.send()
 
-    def check(self, entries: Sequence[Entry]) -> None:
-        """Check that gradients are still those that were sent.
-
-        Raises:
-            ValueError: a gradient has changed.
-        """
-        for position, (grad, version) in self._sent.items():
-            found = entries[position].grad
-            if found is not grad or (grad is not None and grad._version != version):
-                raise ValueError(
-                    "Muon: gradients have changed between overlap_backward() and step(), but some of them are on their "
-                    "way. Clip or change gradients without overlap_backward()."
-                )
+    def step(self) -> None:
+        """Send what has not been sent, and compute all matrices. Then write parameters and momentum."""
+        have_grads = [False] * len(self._params)
+        try:
+            for entry in self._entries.values():  # whose gradients may be on their way
+                entry.check()
+            have_grads = [self._entry(position).grad is not None for position in range(len(self._params))]
+        except ValueError as error:  # perhaps on this rank only
+            self.fail(error)
+        results, are_stepped = self.finish(have_grads)
+        for position, is_stepped in enumerate(are_stepped):
+            if is_stepped:
+                entry = self._entries[position]
+                entry.write(results[position], self._parts[position])
+                entry.keep_momentum()
 
 
 def newton_schulz(batch: Tensor, coefficients: Coefficients, steps: int, eps: float) -> Tensor:

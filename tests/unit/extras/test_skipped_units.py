@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -25,7 +26,7 @@ class Rank:
 
     def __init__(self, parents: Sequence[int | None], rules: Sequence[UnitRules], frozen: Collection[int] = ()) -> None:
         self.schedule = Schedule(rules)
-        self.skipped = SkippedUnits(parents)
+        self.skipped = SkippedUnits(parents, self.schedule.rules)
         self.log: list[str] = []
         self._parents, self.frozen = parents, frozen
         self.unsharded: set[int] = set()
@@ -45,6 +46,10 @@ class Rank:
                 self._join_forward(self.skipped.forward.end(unit, leads_to))
                 self._do(self.schedule.post_forward(unit))
         return self.skipped.end_forward(self._trainable)
+
+    def let_all_use(self, unit: int) -> None:
+        """From now on, either all ranks use ``unit``, or none."""
+        self.schedule.set_rules(unit, replace(self.schedule.rules[unit], ranks_may_differ=False))
 
     def agree(self, used: Sequence[object]) -> None:
         self.schedule.tape.expected = self.skipped.agree(used, self._trainable)  # type: ignore[arg-type]
@@ -116,9 +121,9 @@ class Rank:
             elif action is Action.RESHARD:
                 self.unsharded.discard(unit)
             elif action in (Action.REDUCE, Action.REDUCE_JOINTLY):
-                self.owed.discard(unit)
-                if action is Action.REDUCE_JOINTLY and unit not in self.frozen:
+                if (action is Action.REDUCE_JOINTLY or unit in self.owed) and unit not in self.frozen:
                     self.log.append(f"reduce {unit}")
+                self.owed.discard(unit)
 
 
 def ranks_of(parents: Sequence[int | None] = FLAT, num_ranks: int = 2, frozen: Collection[int] = ()) -> list[Rank]:
@@ -163,7 +168,7 @@ def test_no_rank_that_uses_all_units_does_more_than_without_others() -> None:
     ranks = ranks_of()
     alone = ranks_of(num_ranks=1)
     for unit in range(5):
-        alone[0].skipped.may_skip(unit, enabled=False)
+        alone[0].let_all_use(unit)
     for _ in range(3):
         program = [0, 1, 2, 3, 4]
         assert step(ranks, program, program) == step(alone, program)
@@ -248,7 +253,7 @@ def test_unit_used_again_is_left_to_the_program() -> None:
 
 
 def test_skipped_unit_whose_child_runs_outside_it_ends_all_the_same() -> None:
-    skipped = SkippedUnits((None, 0, 1, 0))
+    skipped = SkippedUnits((None, 0, 1, 0), [UnitRules(ranks_may_differ=True)] * 4)
     skipped.begin_forward(0, grad_enabled=True)
     assert skipped.forward.begin(0) == ()
     assert skipped.forward.begin(2) == [Event(1, begins=True, is_used=False)]
@@ -264,8 +269,7 @@ def test_units_that_ranks_skip_alike_or_unshard_by_hand_are_left_out() -> None:
     assert "all-gather 2" not in ranks[0].log
     ranks = ranks_of()
     for rank in ranks:
-        rank.skipped.may_skip(2, enabled=False)
-        rank.schedule.rules[2] = UnitRules()
+        rank.let_all_use(2)
     for _ in range(2):
         found = step(ranks, [0, 1, 3], [0, 4])
         assert "all-gather 2" not in found
@@ -320,8 +324,8 @@ def test_units_that_return_the_same_tensor_are_unsharded_until_their_backward_en
     num_forwards, logs = chance.randint(1, 3), []
     for others_may_skip in (False, True):
         (rank,) = ranks_of(parents, num_ranks=1)
-        for unit in order:
-            rank.skipped.may_skip(unit, enabled=others_may_skip and unit not in empty)
+        for unit in order if not others_may_skip else empty:
+            rank.let_all_use(unit)
         logs += [_step_of_several(rank, order, backward, unreported, num_forwards) for _ in range(3)]
     for unit in set(order) - empty:
         alone, _, *others = (log.count(f"all-gather {unit}") for log in logs[2:])

@@ -15,10 +15,9 @@ import torch.distributed as dist
 
 from fsdp2.core.types import CommunicationError
 from fsdp2.extras import stalls
-from fsdp2.extras.board import Board
 from fsdp2.extras.claims import Claim
 from fsdp2.extras.stalls import StallWatch
-from fsdp2.extras.standings import RunCounts
+from fsdp2.extras.standings import Board, RunCounts
 from tests.harness.golden import texts_beside
 from tests.harness.messages import Heard
 

@@ -56,7 +56,8 @@ def _said(ledger: Ledger) -> str:
 
 @pytest.mark.parametrize("case", CASES)
 def test_ledger_holds_what_the_steps_take(case: str) -> None:
-    ledger = Ledger(*LEDGERS.get(case, ([ROOT] + [UNIT] * 3, 400)))
+    sizes, limit = LEDGERS.get(case, ([ROOT] + [UNIT] * 3, 400))
+    ledger = Ledger(dict(enumerate(sizes)), limit)
     said = [_said(ledger)]
     for does in CASES[case]:
         does(ledger)

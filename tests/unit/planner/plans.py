@@ -12,8 +12,8 @@ from torch import nn
 
 import fsdp2
 from fsdp2.planner.blocks import Stack, find_units
-from fsdp2.planner.candidates import Candidate, Plan, Workload, observed
-from fsdp2.planner.observe import ModelWork
+from fsdp2.planner.candidates import Candidate, Plan, Workload
+from fsdp2.planner.observe import ModelWork, observe
 from tests.unit.planner.models import LanguageModel
 
 WORKLOAD = Workload(batch=2, sequence=128)
@@ -27,7 +27,7 @@ def on_meta(builder: Callable[[], nn.Module] = LanguageModel) -> nn.Module:
 
 
 def work_of(model: nn.Module, workload: Workload = WORKLOAD) -> ModelWork:
-    return observed(model, find_units(model), workload)
+    return observe(model, find_units(model), workload)
 
 
 @functools.cache

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from fsdp2.core.schedule.schedule import AfterForward, UnitRules
-from fsdp2.planner.groups import Flight, GroupCost
+from fsdp2.memory.plan import UnitBytes
+from fsdp2.planner.groups import GroupCost
 from fsdp2.planner.machine import Link, Machine, Resource, Transfer
 from fsdp2.planner.scenario import Choice
 from fsdp2.planner.simulate import Accelerator, CallCost
@@ -30,17 +31,14 @@ FSDP = Choice()
 def group_of(gather_seconds: float, reduce_seconds: float, *, regather: float | None = None) -> GroupCost:
     """A hundred bytes unsharded, a hundred of gradients, which are cast to two hundred."""
     gather, again, reduce = (
-        Flight(Transfer(0.0, each or 0.0, Resource.NETWORK)) for each in (gather_seconds, regather, reduce_seconds)
+        Transfer(0.0, each or 0.0, Resource.NETWORK) for each in (gather_seconds, regather, reduce_seconds)
     )
     return GroupCost(
         gather=gather,
         regather=None if regather is None else again,
         reduce=(reduce,),
-        unsharded_nbytes=100,
-        grad_nbytes=100,
-        cast_nbytes=200,
+        nbytes=UnitBytes(100, 0, 0 if regather is None else 25, gradients=100, copies=210, sent=210),
         reduced_nbytes=10,
-        resting_nbytes=0 if regather is None else 25,
         shards_nbytes=40,
         trained_nbytes=40,
     )
@@ -55,6 +53,6 @@ def device_of(
     after_forward: AfterForward = AfterForward.RESHARD,
     kind: type[Accelerator] = Accelerator,
 ) -> Accelerator:
-    calls = [CallCost(unit + 1, forward, backward) for unit in range(num_units)]
+    calls = [CallCost(unit + 1, forward=forward, backward=backward) for unit in range(num_units)]
     rules = [UnitRules(after_forward=KEEP), *[UnitRules(after_forward=after_forward)] * num_units]
     return kind([None, *[group] * num_units], calls, rules)

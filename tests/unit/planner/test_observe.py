@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 import fsdp2
 from fsdp2.extras.sizes import text_of
+from fsdp2.memory.plan import Held
 from fsdp2.planner.candidates import Plan, Workload
-from fsdp2.planner.simulate import Held
 from fsdp2.planner.work import Checkpointing
 from tests.harness.golden import texts_beside
 from tests.harness.messages import error_of
@@ -161,7 +161,7 @@ def test_a_cache_that_inputs_ask_for_is_empty_first_kept_until_the_step_ends_and
     ]
     assert attention[0] == attention[1] > 0
     for name in ("FSDP, reshard, full checkpointing", "FSDP, reshard, selective checkpointing"):
-        held, without = (choice_named(each, name).result.memory[Held.ACTIVATIONS] for each in (asked, plain))
+        held, without = (choice_named(each, name).result.memory[Held.SAVED] for each in (asked, plain))
         assert held >= without + cache
     (warning,) = asked.warnings
     assert warning.startswith(f"the forward leaves {text_of(cache)} on each GPU until the step ends")

@@ -9,9 +9,10 @@ from torch import nn
 
 import fsdp2
 from fsdp2.core.schedule.schedule import AfterForward
-from fsdp2.planner.groups import Flight, GroupCost
+from fsdp2.memory.plan import Held, UnitBytes
+from fsdp2.planner.groups import GroupCost
 from fsdp2.planner.machine import Contention, Resource, Transfer
-from fsdp2.planner.simulate import Held, StepTime, steady_step
+from fsdp2.planner.simulate import StepTime, steady_step
 from fsdp2.report import trace
 from tests.distributed.support import Block, step
 from tests.harness.alone import on_one_rank
@@ -44,14 +45,17 @@ def test_two_groups_are_in_flight_and_nothing_is_held_when_a_step_has_ended() ->
     """At the end of the fifth backward of six, four units rest: the fourth has been prefetched and has not arrived."""
     device = device_of(6, group_of(1, 2, regather=0.25), after_forward=SMALLER)
     device.step()
-    assert device.memory.peak[Held.GROUPS] == 2 * 100 + 4 * 25
-    assert device.memory.peak[Held.GRADIENTS] == (100 + 200) + 100  # the older one with its casts
-    assert set(device.memory.now.values()) == {0}
+    assert device.memory.at_peak[Held.PARAMETERS] == 2 * 100 + 4 * 25
+    assert device.memory.at_peak[Held.REDUCTION] == 210
+    assert device.memory.at_peak[Held.GRADIENTS] == 100 + 110  # with copies that take more than the unit frees
+    assert device.memory.held == 0
 
 
 def _actions(after_forward: AfterForward) -> list[str]:
-    flight = Flight(Transfer(0.0, 1.0, Resource.NETWORK))
-    device = device_of(3, GroupCost(flight, flight, (flight,), 1, 1, 1, 1, 1), after_forward=after_forward)
+    transfer = Transfer(0.0, 1.0, Resource.NETWORK)
+    device = device_of(
+        3, GroupCost(transfer, transfer, (transfer,), UnitBytes(1, gradients=1), 1, 1, 1), after_forward=after_forward
+    )
     device.step()
     first = len(device.performed)
     device.step()

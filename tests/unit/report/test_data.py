@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from fsdp2.memory.plan import Held
 from fsdp2.report.data import RankRecord, report_data
-from fsdp2.report.memory import SAVED
 from fsdp2.report.timeline import COMPUTING
 from tests.harness.golden import texts_beside
 from tests.unit.report.examples import PREDICTED, PREDICTION, data_of, example_data
@@ -98,7 +98,7 @@ def test_compute_rows_have_all_compute_of_a_rank_and_each_span_is_in_one() -> No
 def test_of_many_times_those_at_which_most_was_held_are_drawn() -> None:
     tape = Tape()
     for i in range(10_000):
-        tape.holds(SAVED, 10 * i if i != 7_777 else 10**6, "a").compute(0.001)
+        tape.holds(Held.SAVED, 10 * i if i != 7_777 else 10**6, "a").compute(0.001)
     memory = data_of(tape, "a")["memory"]
     (series,) = memory["series"]
     assert 1_000 < len(memory["times_us"]) == len(series["nbytes"]) <= 2_001

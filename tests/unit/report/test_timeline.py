@@ -11,7 +11,8 @@ from itertools import pairwise
 
 import pytest
 
-from fsdp2.report.memory import ALLOCATED, OPTIMIZER_STATES, SAVED, SHARDS, memory
+from fsdp2.memory.plan import Held
+from fsdp2.report.memory import ALLOCATED, memory
 from fsdp2.report.timeline import BLOCKED, Does, Edge, Mark, Span, joined, spans, transfers, with_idle
 from tests.harness.golden import texts_beside
 from tests.unit.report.support import Tape, sizes
@@ -63,12 +64,19 @@ def a_forward_that_raised_inside_another_is_over_with_it() -> Tape:
 
 
 def memory_of_the_program_is_what_it_said_last() -> Tape:
-    tape = Tape().holds(SHARDS, 500, "a").do("unshard", "a").compute(1).holds(SAVED, 64, "a").holds(SAVED, 32, "b")
-    return tape.compute(1).holds(SAVED, 0, "a").holds(OPTIMIZER_STATES, 900)
+    tape = (
+        Tape()
+        .holds(Held.SHARDS, 500, "a")
+        .do("unshard", "a")
+        .compute(1)
+        .holds(Held.SAVED, 64, "a")
+        .holds(Held.SAVED, 32, "b")
+    )
+    return tape.compute(1).holds(Held.SAVED, 0, "a").holds(Held.OPTIMIZER_STATES, 900)
 
 
 def what_an_allocator_says_beyond_all_that_is_known_is_not_told_apart() -> Tape:
-    tape = Tape().holds(SHARDS, 500, "a").holds(ALLOCATED, 550).compute(1).do("unshard", "a").compute(1)
+    tape = Tape().holds(Held.SHARDS, 500, "a").holds(ALLOCATED, 550).compute(1).do("unshard", "a").compute(1)
     tape.holds(ALLOCATED, 3000).event("pre_backward", "a").compute(1).holds(ALLOCATED, 2500).do("reshard", "a")
     return tape.compute(1).holds(ALLOCATED, 400)
 
@@ -109,6 +117,12 @@ def memory_names_who_holds_how_much_at_the_peak() -> Tape:
 
 def gradients_count_once_their_unit_has_been_gathered_and_its_buckets_are_free() -> Tape:
     return Tape().event("pre_backward", "a").do("unshard", "a").do("wait", "a", blocked=1).do("prefetch", "b")
+
+
+def a_unit_of_two_groups_has_the_bytes_of_one_reduction() -> Tape:
+    tape = Tape().event("pre_backward", "a").compute(1).do("reduce_launch", "a", inside="reduce").compute(1)
+    tape.do("reduce_launch", "a", inside="reduce").compute(1)
+    return tape.do("reduce_land", "a", inside="land").do("reduce_land", "a", inside="land")
 
 
 def memory_goes_forward_in_time_although_streams_run_beside_each_other() -> Tape:

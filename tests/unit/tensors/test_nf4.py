@@ -1,4 +1,4 @@
-"""NF4: cuts by rows, what stays packed, and what dequantises. Refusals are in ``golden/nf4.txt``."""
+"""NF4: its values and errors, cuts by rows, what stays packed, and what dequantises. Refusals: ``golden/nf4.txt``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fsdp2.tensors import NF4Tensor, wrapper
+from fsdp2.tensors import NF4Tensor, nf4, wrapper
 from tests.harness.golden import texts_beside
 from tests.harness.selection import in_ci
 from tests.unit.tensors.shards import Refused, assert_refused
@@ -31,6 +31,59 @@ def nf4_of(*shape: int, dtype: torch.dtype = torch.float32, block_size: int = 8)
 def _same(left: NF4Tensor, right: NF4Tensor) -> bool:
     """Equal in what they hold, not only in what they dequantise to."""
     return torch.equal(left._packed, right._packed) and torch.equal(left._scales, right._scales)
+
+
+# Appendix E of arXiv 2305.14314, rounded.
+PUBLISHED = [
+    *(-1.0, -0.69619, -0.52507, -0.39492, -0.28444, -0.18477, -0.09105, 0.0),
+    *(0.07958, 0.16093, 0.24611, 0.33792, 0.44071, 0.56262, 0.72296, 1.0),
+]
+
+
+def _dequantised(packed: torch.Tensor, scales: torch.Tensor, cols: int) -> torch.Tensor:
+    out = torch.empty(packed.size(0), cols)
+    nf4.dequantise(packed, scales, out=out)
+    return out
+
+
+def test_codebook_is_the_published_one_cut_at_even_steps_of_probability_on_either_side_of_zero() -> None:
+    assert list(nf4.CODEBOOK) == pytest.approx(PUBLISHED, abs=6e-6)
+    normal = torch.distributions.Normal(0.0, 1.0)
+    values = torch.tensor(nf4.CODEBOOK, dtype=torch.float64)
+    outermost = torch.tensor(1 - (1 / 32 + 1 / 30) / 2, dtype=torch.float64)
+    probabilities = normal.cdf(values * normal.icdf(outermost))
+    negative, positive = probabilities[:8].diff(), probabilities[7:].diff()
+    torch.testing.assert_close(negative, ((outermost - 0.5) / 7).expand(7), rtol=0, atol=1e-6)
+    torch.testing.assert_close(positive, ((outermost - 0.5) / 8).expand(8), rtol=0, atol=1e-6)
+
+
+def test_each_codebook_value_has_its_own_code() -> None:
+    packed, scales = nf4.quantise(torch.tensor([nf4.CODEBOOK]) * 3, 16)
+    assert packed.shape == (1, 8)
+    assert packed[0, 0] == 0x01
+    codes = torch.stack([packed >> 4, packed & 15], dim=-1).flatten(-2)
+    assert codes.tolist() == [list(range(16))]
+    assert scales.tolist() == [[3.0]]
+
+
+@pytest.mark.parametrize("cols", [1, 7, 64, 65, 200])
+@pytest.mark.parametrize("block_size", [2, 64])
+def test_error_stays_below_half_of_the_largest_gap(cols: int, block_size: int) -> None:
+    weight = _weight(9, cols)
+    packed, scales = nf4.quantise(weight, block_size)
+    assert packed.shape == (9, scales.size(1) * block_size // 2)
+    assert scales.shape == (9, -(-cols // block_size))
+    bound = nf4.MAX_ERROR * scales.repeat_interleave(block_size, dim=1)[:, :cols]
+    error = (_dequantised(packed, scales, cols) - weight).abs()
+    assert (error <= bound * (1 + 1e-6)).all()  # 1e-6: float32's own rounding
+
+
+def test_error_bound_is_reached_between_the_two_values_furthest_apart() -> None:
+    assert abs(nf4.MAX_ERROR - (1 - 0.69619) / 2) < 1e-5
+    middle = -1 + nf4.MAX_ERROR
+    packed, scales = nf4.quantise(torch.tensor([[1.0, middle]]), 2)
+    error = _dequantised(packed, scales, 2)[0, 1] - middle
+    assert abs(error.item()) == pytest.approx(nf4.MAX_ERROR, rel=1e-6)
 
 
 def test_zeros_and_the_largest_weight_of_a_block_are_exact() -> None:

@@ -26,11 +26,11 @@ def fsdp(shape: Shape, num_ranks: int, dim: int = 0) -> Placed:
     return placed(shape, AxisCut(num_ranks, dim))
 
 
-def planned(where: Sequence[Placed], itemsize: int = 2) -> list[PlannedTensor]:
+def planned(where: Sequence[Placed], itemsize: int = 2) -> dict[int, PlannedTensor]:
     rules = [MatrixRule.batch() if len(each.shape) == 3 else MatrixRule.whole() for each in where]
-    return [
-        PlannedTensor(f"t{i}", each, itemsize, rule) for i, (each, rule) in enumerate(zip(where, rules, strict=True))
-    ]
+    return {
+        i: PlannedTensor(f"t{i}", each, itemsize, rule) for i, (each, rule) in enumerate(zip(where, rules, strict=True))
+    }
 
 
 def indices(where: Placed) -> torch.Tensor:

@@ -31,24 +31,21 @@ def test_messages_bring_whole_matrices_and_results_as_shards(seed: int) -> None:
         messages = [messages_of(plan, bucket, member) for member in members]
         sent = []
         for member, each in zip(members, messages, strict=True):
-            pieces = [locals_[member][slot.tensor][slot.slices].flatten() for slot in each.given]
-            sent.append(torch.cat([torch.empty(0, dtype=torch.int64), *pieces]).split(each.given_sizes))
+            pieces = [locals_[member][slot.of][slot.slices].flatten() for slot in each.given.slots]
+            sent.append(torch.cat([torch.empty(0, dtype=torch.int64), *pieces]).split(each.given.sizes))
         returned = []
         for member, each in zip(members, messages, strict=True):
             stacks = stacked(each, torch.cat([parts[member] for parts in sent]))
             for stack, found in zip(each.stacks, stacks, strict=True):
-                for index, whole in zip(stack.matrices, found, strict=True):
-                    matrix = plan.matrices[index]
+                for matrix, whole in zip(stack, found, strict=True):
                     inside = values[matrix.tensor][tuple(slice(*interval) for interval in matrix.box)]
                     assert torch.equal(whole, inside.reshape(whole.shape))
-            memory = torch.empty(sum(each.returned_sizes), dtype=torch.int64)
+            memory = torch.empty(sum(each.returned.sizes), dtype=torch.int64)
             fill_results(each, [-found for found in stacks], memory)
-            returned.append(memory.split(each.returned_sizes))
+            returned.append(memory.split(each.returned.sizes))
         for member, each in zip(members, messages, strict=True):
             arrived = torch.cat([parts[member] for parts in returned])
-            take_results(
-                each, arrived, lambda tensor, member=member: torch.empty_like(locals_[member][tensor]), results[member]
-            )
+            take_results(each, arrived, results[member])
     for member in members:
         for found, local in zip(results[member], locals_[member], strict=True):
             assert found is None or torch.equal(found, -local)

@@ -26,7 +26,7 @@ def test_what_lies_as_the_matrix_is_not_copied() -> None:
     def flags(where: Placed, count: int = 1) -> tuple[bool, bool]:
         plan = plan_matrices(planned([where] * count), 2, bucket_nbytes=MIB)
         messages = messages_of(plan, plan.buckets[0], plan.owners[0])
-        return messages.arrives_whole, messages.returns_whole
+        return messages.arriving.is_one_tensor, messages.returned.is_one_tensor
 
     assert flags(fsdp((9, 6), 2)) == (True, True)
     assert flags(fsdp((9, 6), 2, dim=1)) == (False, False)
@@ -38,9 +38,19 @@ def test_what_lies_as_the_matrix_is_not_copied() -> None:
 def test_experts_that_follow_each_other_are_one_slot() -> None:
     plan = plan_matrices(planned([fsdp((8, 4, 6), 2)]), 2, bucket_nbytes=MIB)
     messages = messages_of(plan, plan.buckets[0], 1)
-    for slots in (messages.given, messages.results):
-        assert [(slot.shape, slot.is_all) for slot in slots] == [((4, 4, 6), True)]
-    assert [(slot.shape, slot.count) for slot in messages.arriving] == [((4, 4, 6), 4)]
+    for layout, shape in (
+        (messages.given, (4, 4, 6)),
+        (messages.results, (4, 4, 6)),
+        (messages.arriving, (4, 1, 4, 6)),
+    ):
+        assert [(slot.shape, slot.is_all) for slot in layout.slots] == [(shape, True)]
+
+
+def test_rows_of_stacked_matrices_from_one_member_are_one_slot() -> None:
+    plan = plan_matrices(planned([fsdp((9, 6), 2)] * 4), 2, bucket_nbytes=MIB)
+    messages = messages_of(plan, plan.buckets[0], 0)
+    assert [slot.shape for slot in messages.arriving.slots] == [(2, 5, 6), (2, 4, 6)]
+    assert [slot.slices[1] for slot in messages.arriving.slots] == [slice(0, 5), slice(5, 9)]
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -52,11 +62,11 @@ def test_each_matrix_has_one_owner_and_one_bucket_and_what_one_rank_sends_anothe
     for bucket, traffic in zip(plan.buckets, plan.traffic, strict=True):
         messages = [messages_of(plan, bucket, member) for member in range(plan.num_members)]
         for a, b in itertools.product(range(plan.num_members), repeat=2):
-            assert messages[a].given_sizes[b] == messages[b].arriving_sizes[a]
-            assert messages[a].returned_sizes[b] == messages[b].results_sizes[a]
+            assert messages[a].given.sizes[b] == messages[b].arriving.sizes[a]
+            assert messages[a].returned.sizes[b] == messages[b].results.sizes[a]
         sizes = {"shards": "given", "owned": "arriving", "returned": "returned", "results": "results"}
         for name, of in sizes.items():
-            assert [2 * sum(getattr(each, f"{of}_sizes")) for each in messages] == list(getattr(traffic, name))
-        own = [each.given_sizes[member] + each.returned_sizes[member] for member, each in enumerate(messages)]
-        sent = [sum(each.given_sizes) + sum(each.returned_sizes) for each in messages]
+            assert [2 * sum(getattr(each, of).sizes) for each in messages] == list(getattr(traffic, name))
+        own = [each.given.sizes[member] + each.returned.sizes[member] for member, each in enumerate(messages)]
+        sent = [sum(each.given.sizes) + sum(each.returned.sizes) for each in messages]
         assert [2 * (each - kept) for each, kept in zip(sent, own, strict=True)] == list(traffic.sent)
