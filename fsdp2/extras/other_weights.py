@@ -55,26 +55,27 @@ def weights_of(model: nn.Module, others: Weights) -> Iterator[None]:
 
 def _pairs(model: nn.Module, others: Weights) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """The local tensors that change places."""
-    mine = {plain_name(model, name): param for name, param in model.named_parameters()}
+    mine = {plain_name(model, name): param for name, param in model.named_parameters(remove_duplicate=False)}
     if isinstance(others, nn.Module):
         others = {plain_name(others, name): param for name, param in others.named_parameters()}
     expect(isinstance(others, (Mapping, Sequence)), "weights_of: others", others, "a module, or a mapping or a list")
     if not isinstance(others, Mapping):
-        if len(others) != len(mine):
-            raise ValueError(f"weights_of: others has {len(others)} tensors, expected {len(mine)}, one per parameter.")
-        others = dict(zip(mine, others, strict=True))
+        names = [plain_name(model, name) for name, _ in model.named_parameters()]
+        if len(others) != len(names):
+            raise ValueError(f"weights_of: others has {len(others)} tensors, expected {len(names)}, one per parameter.")
+        others = dict(zip(names, others, strict=True))
     unknown = [name for name in others if name not in mine]
     if unknown:
         raise ValueError(f"weights_of: the model has no parameter {unknown[0]!r}. Leave such names out of others.")
-    pairs = []
+    pairs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # tied parameters change places once
     for name, other in others.items():
         if _layout(other) != _layout(mine[name]):
             raise ValueError(
                 f"weights_of: others has {_layout(other)} for parameter '{name}', expected {_layout(mine[name])}. Pass "
                 "shards that are laid out like the model's, such as those of a copy.deepcopy of it."
             )
-        pairs.append((_local(mine[name]), _local(other)))
-    return pairs
+        pairs[id(mine[name])] = _local(mine[name]), _local(other)
+    return list(pairs.values())
 
 
 def _layout(tensor: torch.Tensor) -> str:

@@ -19,6 +19,7 @@ from fsdp2.core import ShardedParam, Unit, UnitTree, _torch, find_tensors
 from fsdp2.extras import torch_names
 from fsdp2.memory.plan import Held
 from fsdp2.report.memory import ALLOCATED, Bytes
+from fsdp2.report.modules import ModuleHook
 from fsdp2.report.timeline import ROOT
 
 # The events at which activations are read: between them, none begin or end that last.
@@ -125,8 +126,8 @@ class SavedTensors:
     def watched(self) -> Iterator[None]:
         """Count in the block."""
         (module, *_) = self._tree.root.modules
-        before = module.register_forward_pre_hook(self._enter, prepend=True)
-        after = module.register_forward_hook(self._leave, always_call=True)
+        before = module.register_forward_pre_hook(ModuleHook(self._enter), prepend=True)
+        after = module.register_forward_hook(ModuleHook(self._leave), always_call=True)
         try:
             yield
         finally:

@@ -23,6 +23,19 @@ OnModule = Callable[[str, str, str], None]  # the unit, the module, what happens
 OnOptimizer = Callable[[torch.optim.Optimizer, bool], None]  # with True before a step
 
 
+class ModuleHook:
+    """A hook of a module that is recorded. In a copy of the module, it does nothing: a report is about one model."""
+
+    def __init__(self, hook: Callable[..., None]) -> None:
+        self._hook = hook
+
+    def __call__(self, *args: Any) -> None:
+        self._hook(*args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleHook:
+        return ModuleHook(lambda *_: None)
+
+
 def modules_around_units(tree: UnitTree) -> Mapping[nn.Module, tuple[str, str]]:
     """The modules of units that hold other units or have several modules, each with the unit's name and its own. Only
     the outermost modules that hold no unit."""
@@ -64,8 +77,8 @@ def watched(tree: UnitTree, on_module: OnModule, on_optimizer: OnOptimizer) -> I
     ]
     for module, names in modules_around_units(tree).items():
         tell = partial(on_module, *names)
-        hooks.append(module.register_forward_pre_hook(partial(_before, tell), with_kwargs=True))
-        hooks.append(module.register_forward_hook(partial(_after, tell), always_call=True))
+        hooks.append(module.register_forward_pre_hook(ModuleHook(partial(_before, tell)), with_kwargs=True))
+        hooks.append(module.register_forward_hook(ModuleHook(partial(_after, tell)), always_call=True))
     try:
         yield
     finally:
@@ -73,7 +86,8 @@ def watched(tree: UnitTree, on_module: OnModule, on_optimizer: OnOptimizer) -> I
             hook.remove()
 
 
-def _before(tell: Callable[[str], None], _: nn.Module, args: Any, kwargs: Any) -> None:
+def _before(tell: Callable[[str], None], _: nn.Module, args: Any, kwargs: Any = None) -> None:
+    """``kwargs`` are missing if another hook of this call has ended the report, and so removed this one."""
     if torch.compiler.is_compiling():
         return
     _on_gradients((args, kwargs), partial(tell, "backward_end"))

@@ -31,8 +31,7 @@ from tests.distributed.support import DIM, Stack, batch, same_on_all_ranks, seed
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.golden import Check, golden_on_ranks
 from tests.harness.messages import error_of, wrapped
-from tests.harness.selection import in_ci, long
-from tests.programs import passes
+from tests.harness.selection import long
 
 # Replaced by parameters that are sharded alike
 
@@ -438,13 +437,6 @@ def test_ignored_and_frozen_plain_parameters_are_not_warned_of(ctx: RankContext)
 
 
 # ``requires_grad`` that changes between a forward and its backward
-
-
-@pytest.mark.parametrize("seeds", [*in_ci(range(25)), *long(*(range(i, i + 50) for i in range(25, 325, 50)))], ids=str)
-@distributed(2, timeout_s=120)
-def test_programs_with_changes_between_passes_are_those_of_the_plain_model(ctx: RankContext, seeds: range) -> None:
-    """Also reference forwards with frozen adapters, as peft's ``disable_adapter()`` does it for DPO and GRPO."""
-    assert passes.check(ctx, seeds) == {}
 
 
 class _Policy(nn.Module):

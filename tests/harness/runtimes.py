@@ -31,6 +31,7 @@ class Runtime:
     DataParallelMeshDims: Callable[..., Any]
     register_fsdp_forward_method: Callable[..., Any]
     share_comm_ctx: Callable[..., Any]
+    FullyShardedDataParallel: Any
 
 
 SUBJECT_IS_TORCH = os.environ.get("FSDP2_TEST_SUBJECT") == "torch"

@@ -7,7 +7,8 @@ runtime differs. Every rank draws its own data.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,7 +114,15 @@ def accumulate(
 
 def gradients_of(model: nn.Module) -> dict[str, Snapshot | None]:
     """By name of the parameter; without communication."""
-    return {name: None if p.grad is None else snapshot(p.grad) for name, p in model.named_parameters()}
+    return {name: None if p.grad is None else snapshot(p.grad) for name, p in named_parameters(model)}
+
+
+WRAPPED = "_fsdp_wrapped_module."
+
+
+def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Without the names of FSDP1's wrappers."""
+    return ((name.replace(WRAPPED, ""), parameter) for name, parameter in model.named_parameters())
 
 
 def frozen_by_turns(step: Step, model: Any) -> list[Tensor]:
@@ -230,10 +239,13 @@ class Case:
     num_steps: int = 2
     set_to_none: bool = True
     clip_norm: float | None = None
+    clip: Callable[[Iterable[Tensor], float], Tensor] = nn.utils.clip_grad_norm_
     gather_full: bool = False  # full_tensor() of the last parameters too; on 4 ranks that is most of a run's time
     reduce_dtype: torch.dtype = torch.float32
     unsharded: Tolerance | None = Tolerance(rtol=1e-4, atol=1e-5)
     longest_axis: int | None = None  # ranks that one reduction sums over, where that is no axis of the mesh
+    not_recorded: tuple[str, ...] = ()  # "gradients", "parameters": an optimizer still has them, or has taken them
+    is_wrapped: bool = False  # ``shard`` returns FSDP1's class around the model: whole parameters are compared
 
 
 # Each step trains other parameters.
@@ -313,9 +325,10 @@ def snapshot(tensor: Tensor, with_full: bool = False) -> Snapshot:
 def train(case: Case, mesh: DeviceMesh, runtime: Runtime | None, seed: int = 0) -> list[StepRecord]:
     """Run ``case`` for its steps; ``runtime=None`` is the unsharded reference."""
     torch.manual_seed(seed)
-    model = case.model()
-    if runtime is not None:
-        case.shard(runtime, model, mesh)
+    model: Any = case.model()
+    sharded = None if runtime is None else case.shard(runtime, model, mesh)
+    wrapper = sharded if case.is_wrapped else None
+    model = wrapper or model
     optimizer = case.optimizer(model.parameters())
     records = []
     for index in range(case.num_steps):
@@ -325,16 +338,27 @@ def train(case: Case, mesh: DeviceMesh, runtime: Runtime | None, seed: int = 0) 
         if runtime is None:
             _average_gradients(model, mesh)
         if case.clip_norm is not None:
-            norm = nn.utils.clip_grad_norm_(model.parameters(), case.clip_norm)
+            params, most = model.parameters(), case.clip_norm
+            norm = wrapper.clip_grad_norm_(most) if wrapper else case.clip(params, most)
             losses.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        gradients = gradients_of(model)
+        with _whole(wrapper, with_grads=True):
+            gradients = {} if "gradients" in case.not_recorded else gradients_of(model)
         optimizer.step()
         optimizer.zero_grad(set_to_none=case.set_to_none)
         full = case.gather_full and index == case.num_steps - 1
-        parameters = {name: snapshot(parameter, with_full=full) for name, parameter in model.named_parameters()}
-        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        with _whole(wrapper):
+            named = () if "parameters" in case.not_recorded else named_parameters(model)
+            parameters = {name: snapshot(parameter, with_full=full) for name, parameter in named}
+            buffers = {name.replace(WRAPPED, ""): buffer.clone() for name, buffer in model.named_buffers()}
         records.append(StepRecord(losses, step.notes, gradients, parameters, buffers))
     return records
+
+
+def _whole(wrapper: Any, **options: Any) -> AbstractContextManager[None]:
+    """The parameters of FSDP1's class are whole meanwhile."""
+    if wrapper is None:
+        return nullcontext()
+    return type(wrapper).summon_full_params(wrapper, writeback=False, **options)  # type: ignore[no-any-return]
 
 
 @torch.no_grad()

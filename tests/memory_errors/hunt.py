@@ -1,7 +1,7 @@
 """``python -m tests.memory_errors.hunt``: run ranks for hours under an allocator that makes memory errors fatal.
 
-What runs: random programs, or programs of passes, in one pool of ranks that lives as long as the hunt; or the tests on
-pools of ranks in a random order. The same processes compile blocks, call hooks, raise, recover and gather full tensors,
+What runs: random programs in one pool of ranks that lives as long as the hunt, or the tests on pools of ranks in a
+random order. The same processes compile blocks, call hooks, raise, recover and gather full tensors,
 in any order. Nothing is printed unless a rank dies, or gets something wrong. At the end come the totals, which are also
 appended to ``--results``, a file of JSON lines.
 """
@@ -23,7 +23,7 @@ from typing import Any
 from tests.harness.cpp import compiler
 from tests.harness.pool import WorkerError, WorkerPool
 from tests.memory_errors.allocator import CHOICE
-from tests.memory_errors.programs import run_passes, run_programs
+from tests.memory_errors.programs import run_programs
 
 ROOT = Path(__file__).parents[2]
 TESTS = ["tests/distributed", "tests/parity"]
@@ -125,13 +125,13 @@ def hunt_tests(options: argparse.Namespace, deadline: float, totals: Totals) -> 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.memory_errors.hunt", description=__doc__)
-    parser.add_argument("work", choices=["programs", "passes", "tests"])
+    parser.add_argument("work", choices=["programs", "tests"])
     parser.add_argument("selected", nargs="*", default=TESTS, help="of tests: files or folders")
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--allocator", choices=["guard", *CHECKS, "none"], default="guard")
     parser.add_argument("--runtime", choices=["fsdp2", "torch"], default="fsdp2", help="which runtime is tested")
     parser.add_argument("--compile", choices=["on", "off"], default="on", help="of tests: those that compile, too")
-    parser.add_argument("--world-size", type=int, default=2, help="of programs; passes need 2")
+    parser.add_argument("--world-size", type=int, default=2, help="of programs")
     parser.add_argument("--seed", type=int, default=1000)
     parser.add_argument("--results", type=Path, default=ROOT / "build" / "memory_errors.jsonl")
     options, totals = parser.parse_args(argv), Totals()
@@ -141,7 +141,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.work == "tests":
         hunt_tests(options, deadline, totals)
     else:
-        hunt_programs(options, deadline, totals, run_passes if options.work == "passes" else run_programs)
+        hunt_programs(options, deadline, totals)
     line: dict[str, Any] = vars(options) | {"hours": (time.monotonic() - started) / 3600} | asdict(totals)
     with options.results.open("a") as results:
         results.write(json.dumps(line, default=str) + "\n")

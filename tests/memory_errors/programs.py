@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from tests.harness.runtimes import SUBJECT_IS_TORCH
 from tests.harness.worker import RankContext
-from tests.programs import passes
 from tests.programs.check import check
-from tests.programs.program import draw
+from tests.programs.drawn import draw
 
 
 def run_programs(ctx: RankContext, seeds: list[int]) -> None:
@@ -17,8 +16,3 @@ def run_programs(ctx: RankContext, seeds: list[int]) -> None:
     if SUBJECT_IS_TORCH:
         programs = [program for program in programs if not program.ranks_differ]
     check(ctx, programs, with_torch=False)
-
-
-def run_passes(ctx: RankContext, seeds: list[int]) -> None:
-    """Programs of passes: changed parameters, several roots, optimizers. Under fsdp2 only."""
-    passes.check(ctx, range(seeds[0], seeds[-1] + 1))

@@ -66,6 +66,29 @@ class Odd(nn.Module):
         return x + F.linear(torch.tanh(self.narrow(x)) * self.scale, self.wide) + self.cube.square().sum()
 
 
+class Adapters(nn.Module):
+    """A frozen layer with two adapters, of which the active one is trained."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.base = nn.Linear(dim, dim).requires_grad_(False)
+        self.down = nn.ModuleList(nn.Linear(dim, 2, bias=False) for _ in range(2))
+        self.up = nn.ModuleList(nn.Linear(2, dim, bias=False) for _ in range(2))
+        self.switch(0)
+
+    def switch(self, active: int) -> None:
+        self.active = active
+        for index, (down, up) in enumerate(zip(self.down, self.up, strict=True)):
+            down.requires_grad_(index == active)
+            up.requires_grad_(index == active)
+
+    def merge(self) -> None:
+        self.base.weight.add_(self.up[self.active].weight @ self.down[self.active].weight)
+
+    def forward(self, x: Tensor, uses_side: bool = True) -> Tensor:
+        return x + torch.tanh(self.base(x) + self.up[self.active](self.down[self.active](x)))
+
+
 class Itself(nn.Module):
     """Calls itself, last: torch reshards after the inner call."""
 

@@ -67,6 +67,8 @@ def verdict(program: Program, ctx: RankContext, *, with_torch: bool = True) -> V
     torch._dynamo.reset()
     # dynamo asks inputs of compiled blocks for .grad; in a pool of ranks, warnings are errors
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf Tensor", UserWarning)
+    warnings.filterwarnings("ignore", "Full backward hook is firing", UserWarning)  # of a first block
+    warnings.filterwarnings("ignore", "FSDP is switching to use `NO_SHARD`", UserWarning)
     warnings.filterwarnings("ignore", "Mismatch dtype between input and weight", UserWarning)  # of norms
     text = source(program)
     name = f"<program {hash(text)}>"
@@ -135,6 +137,7 @@ def _of_all_ranks(value: bool) -> list[str]:
 def _case(found: dict[str, Any], *, is_low: bool, has_reference: bool, **own: Any) -> Case:
     unsharded = (IN_LESS if is_low else IN_FP32) if has_reference else None
     own |= {"reduce_dtype": torch.bfloat16 if is_low else torch.float32, "unsharded": unsharded}
+    own |= {"clip": found.get("clip", torch.nn.utils.clip_grad_norm_)}
     return Case(found["build"], found["shard"], found["run"], found["optimizer"], **own)
 
 

@@ -10,18 +10,26 @@ it means nothing, or there is nothing to compare it with.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from tests.programs.operations import REFUSED
 from tests.programs.program import (
     BEFORE,
     BETWEEN,
+    CALLED,
     CHECKPOINTS,
+    FAILS,
     KINDS,
     MEMORY,
+    ON_HOST,
     OPTIMIZERS,
     SAVED_TENSORS,
+    SETTINGS,
+    STEP_IN_BACKWARD,
+    WAYS,
     WIRES,
     Block,
     Micro,
@@ -31,12 +39,19 @@ from tests.programs.program import (
 )
 
 Row = Mapping[str, Any]
+Combination = Mapping[str, tuple[Any, ...]]
 PARTS = {"program": Program, "block": Block, "micro": Micro, "step": Step}
 PLAIN, BF16 = Precision(), Precision("bfloat16")
 AS_GIVEN = Precision("bfloat16", casts_inputs=False)
 PRECISIONS = (
     *(PLAIN, BF16, Precision("bfloat16", "float32", "float32"), AS_GIVEN),
     *(Precision(None, "bfloat16"), Precision(None, None, "bfloat16")),
+)
+
+# Of BEFORE, what may come after another one.
+AGAIN = (
+    *("load state dict", "load optimizer state", "copy the model", "thaw", "reset", "write whole parameters"),
+    *("save and load", "pickle", "to one rank and back", "outer root", "initialise again"),
 )
 
 # By part and field, the default first.
@@ -57,19 +72,22 @@ _FEATURES: dict[str, tuple[Any, ...]] = {
     "block.frozen": (False, True),
     "block.wire": ("", *WIRES),
     "block.compiled": (False, True),
-    "micro.sync": ("all", "no all-reduce", "no reduction"),
+    "micro.sync": ("all", "no all-reduce", "no reduction", "no_sync"),
     "micro.keep": (False, True),
     "micro.by_hand": ("", "unshard", "unshard async", "reshard"),
     "micro.evaluates": (False, True),
-    "micro.fails": (False, True),
+    "micro.fails": ("", *FAILS),
+    "micro.refused": ("", *REFUSED),
+    "micro.called": CALLED,
     "micro.forwards": (1, 2),
+    "micro.apart": (False, True),
     "micro.backwards": (1, 2),
     "micro.marks_last": (False, True),
     "micro.uses_side": (True, False),
     "micro.between": ((), *((each,) for each in BETWEEN)),
     "micro.in_thread": (False, True),
     "second step": ("", *BEFORE),  # Step.before
-    "third step": ("", *BEFORE),
+    "third step": ("", *AGAIN),
     "program.dim": (8, 10),
     "program.tied": (False, True),
     "program.listed": (False, True),
@@ -87,13 +105,22 @@ _FEATURES: dict[str, tuple[Any, ...]] = {
     "program.root_reshard": (None, True, False),
     "program.optimizer": OPTIMIZERS,
     "program.clip_norm": (None, 0.05),
+    "program.clips_by": ("torch", "fsdp2"),
     "program.set_to_none": (True, False),
-    "program.way": ("fully_shard", "install"),
+    "program.way": WAYS,
     "program.autocast": ("", "forward", "step"),
+    "program.watched": ("", "forward", "step"),
+    "program.compiled": (False, True),
+    "program.setting": ("", *SETTINGS),
     "program.saved_tensors": ("", *SAVED_TENSORS),
     "program.scaled": (False, True),
     "program.memory": ("", *MEMORY),
 }
+# Most faults were between these.
+RISKIEST = (
+    *("mesh", "block.uses", "block.checkpoint", "block.reshard", "micro.sync", "micro.by_hand", "micro.fails"),
+    *("micro.forwards", "micro.between", "program.autocast"),
+)
 # Values that are possible on 4 ranks only.
 _ON_FOUR_RANKS = {"mesh": ("experts",), "block.reshard": (2,), "program.root_reshard": (2,)}
 # Fields that are no feature by themselves.
@@ -110,17 +137,20 @@ NOT_FEATURES = {
 class Rule:
     """A combination that no program has. ``error``: what fsdp2 refuses it with; if empty, ``why`` says why not."""
 
-    combination: Mapping[str, tuple[Any, ...]]
+    combination: Combination
     why: str
     error: str = ""
 
     def forbids(self, row: Row) -> bool:
-        """Whether ``row``, which may have values for some of the features only, has the combination."""
-        return _is_in(row, self.combination)
+        return is_in(row, self.combination)
 
 
-def _is_in(row: Row, combination: Mapping[str, tuple[Any, ...]]) -> bool:
-    return all(name in row and row[name] in values for name, values in combination.items())
+def is_in(row: Row, combination: Combination) -> bool:
+    """Whether ``row``, which may have values for some of the features only, has the combination."""
+    for name, values in combination.items():  # noqa: SIM110  # asked millions of times: a generator takes twice as long
+        if name not in row or row[name] not in values:
+            return False
+    return True
 
 
 def _others(name: str, *but: Any) -> tuple[Any, ...]:
@@ -132,16 +162,31 @@ def _not_default(name: str) -> tuple[Any, ...]:
     return _others(name, _FEATURES[name][0])
 
 
-def _each(first: Mapping[str, tuple[Any, ...]], others: Mapping[str, tuple[Any, ...]], why: str) -> Iterator[Rule]:
+def _joined(first: Combination, others: Combination) -> Iterator[Combination]:
     """``first`` with each of ``others``."""
     for name, values in others.items():
-        yield Rule({**first, name: values}, why)
+        yield {**first, name: values}
+
+
+def _each(first: Combination, others: Combination, why: str) -> Iterator[Rule]:
+    for combination in _joined(first, others):
+        yield Rule(combination, why)
 
 
 LOW = tuple(each for each in PRECISIONS if "bfloat16" in (each.param, each.reduce, each.output))
 CASTS = tuple(each for each in PRECISIONS if each.param)
 LEFT_OUT = {"block.left_out": _not_default("block.left_out")}
 HOOKS = {"block.wire": WIRES}
+# Of BEFORE, methods of units.
+OF_UNITS = (
+    "to one rank and back",
+    "outer root",
+    "another root",
+    "reshard after forward",
+    "keep after forward",
+    "reset",
+)
+WRAPPED = {"program.way": ("FSDP1",)}
 # Torch refuses these, hangs, or is known to differ, so they get rows of their own: all others are compared with torch
 # bit for bit.
 BEYOND_TORCH: tuple[dict[str, tuple[Any, ...]], ...] = (
@@ -149,22 +194,50 @@ BEYOND_TORCH: tuple[dict[str, tuple[Any, ...]], ...] = (
     {"program.scalar": (True,)},
     {"block.double": (True,), "block.alone": (False,)},  # two dtypes in one unit
     {"block.wire": ("halved", "scaled")},
-    {"block.wire": ("bf16",), "program.placement_dim": (1,)},
+    {"block.wire": ("bf16", "float8"), "program.placement_dim": (1,)},
     {"block.kind": ("odd",), "program.placement_dim": (1,)},  # a dim that is cut unevenly
     {"program.listed": (True,), "block.detached": (True,)},  # freed too early
     {"program.reduces_unused": (True,), "block.skipped": _not_default("block.skipped")},  # from here on: see known.py
     {"program.autocast": ("step",), "micros": (2,)},
-    {"micro.between": (("freeze",),)},
+    {"micro.between": tuple((each,) for each in ("freeze", "freeze listed", "another root"))},
     {"block.checkpoint": ("reentrant",), "block.uses": (2,)},
     {"block.checkpoint": ("reentrant",), "micro.forwards": (2,)},
     {"program.divide_factor": (1.0,), "program.force_sum": (False,)},  # gloo multiplies in no reduction
+    {"block.wire": ("int8", "nf4"), "mesh": ("hsdp", "one rank")},  # two tensors from one rank
+    {"program.clips_by": ("fsdp2",)},  # adds up squares in another order
+    # Torch's class takes no second backward, hangs, and moves to an accelerator what it offloads.
+    *_joined(WRAPPED, {"micro.backwards": (2,), "micro.between": (("state dict",),), "program.offload": (True,)}),
+    # It gives frozen parameters zeros, and adds up norms and, in less than fp32, micro-batches in another order.
+    *_joined(
+        WRAPPED,
+        {"block.frozen": (True,), "block.kind": ("adapters",), "second step": ("freeze",)},
+    ),
+    *_joined(WRAPPED, {"program.clip_norm": (0.05,), "program.optimizer": ("AdamW fused",), "program.tied": (True,)}),
+    *_joined(WRAPPED, {"program.optimizer": ("Muon",)}),
+    *(
+        {name: values}
+        for name, values in {
+            "second step": ("another root", "evaluate an average"),
+            "program.optimizer": ON_HOST,
+        }.items()
+    ),
+    *(
+        {**WRAPPED, **low, **several}
+        for low in ({"program.precision": LOW}, {"program.autocast": ("forward", "step")})
+        for several in ({"micros": (2,)}, {"micro.forwards": (2,)}, {"block.uses": (2,)})
+    ),
+    {**WRAPPED, "mesh": ("hsdp", "one rank")},  # where one rank has all shards, it does not shard at all
 )
 # The unsharded model computes something else, or rounds too differently: see source.has_reference.
 NO_REFERENCE: tuple[dict[str, tuple[Any, ...]], ...] = (
     {"program.divide_factor": (1.0,)},
     {"mesh": ("experts",)},
     {"program.ignored": (True,)},
+    {"block.wire": ("nf4",)},
     {"program.reduces_unused": (True,)},
+    # A wrapper has gradients for all of its parameters, or for none.
+    *_joined(WRAPPED, {"block.skipped": _not_default("block.skipped"), "block.detached": (True,)}),
+    {**WRAPPED, "block.kind": ("side",), "micro.uses_side": (False,)},
     *(
         {**low, **rounded}
         for low in ({"program.precision": LOW}, {"program.autocast": _not_default("program.autocast")}, HOOKS)
@@ -176,7 +249,7 @@ NO_REFERENCE: tuple[dict[str, tuple[Any, ...]], ...] = (
 )
 
 
-def _both(first: Mapping[str, tuple[Any, ...]], second: Mapping[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
+def _both(first: Combination, second: Combination) -> dict[str, tuple[Any, ...]]:
     """The combination of two combinations."""
     joined = {**first, **second}
     for name in first.keys() & second.keys():
@@ -196,7 +269,141 @@ RULES = (
         },
         "the plan of tensor parallelism is that of a block of kind mlp in float32, cut evenly",
     ),
+    *_each(
+        WRAPPED,
+        {
+            "mesh": ("tp", "experts"),
+            "block.left_out": _not_default("block.left_out"),
+            "block.wire": WIRES,
+            "micro.sync": ("no all-reduce", "no_sync"),
+            "micro.keep": (True,),
+            "micro.by_hand": _not_default("micro.by_hand"),
+            "micro.fails": FAILS,
+            "micro.marks_last": (True,),
+            "second step": OF_UNITS,
+            "third step": OF_UNITS,
+            "program.listed": (True,),
+            "program.force_sum": (True,),
+            "program.reduces_unused": (True,),
+            "program.placement_dim": (1,),
+            "program.precision": tuple(each for each in PRECISIONS if each.output or not each.casts_inputs),
+            "program.prefetch": (True,),
+            "program.divide_factor": (1.0,),
+            "program.memory": MEMORY,
+            "program.optimizer": STEP_IN_BACKWARD,
+            "program.setting": SETTINGS,
+            "program.compiled": (True,),
+            "micro.called": ("method",),
+            "micro.refused": REFUSED,
+            "program.clips_by": ("fsdp2",),
+        },
+        "FSDP1's class has no such option, or no such method",
+    ),
+    *(
+        rule
+        for name in ("second step", "third step")
+        for rule in _each(
+            {name: ("initialise again",)},
+            {"program.way": ("FSDP1",), "block.wire": WIRES, "device": ("sim",), "program.ignored": (True,)},
+            "not drawn alike: flat parameters, subclasses, another random generator, a plain tensor beside shards",
+        )
+    ),
+    Rule({**WRAPPED, "program.ignored": (True,)}, "torch's class lists what it ignores before other parameters"),
+    *(
+        Rule(
+            {name: ("switch adapters", "merge adapters"), "block.kind": _others("block.kind", "adapters")},
+            "no adapters",
+        )
+        for name in ("second step", "third step")
+    ),
+    Rule(
+        {"second step": ("another root",), "block.alone": (False,)},
+        "a root around a part of a unit",
+        error="is already sharded, by a call on a module around this one",
+    ),
+    *(
+        Rule(
+            {name: values, step: ("outer root",)},
+            "what is set on a root must be taken from it before another root surrounds it",
+            error="but the root is",
+        )
+        for name, values in {
+            "program.memory": ("large limit", "tight limit"),
+            "program.setting": ("finalized by hand",),
+        }.items()
+        for step in ("second step", "third step")
+    ),
+    *_each(
+        {"program.setting": ("report",)},
+        dict.fromkeys(("second step", "third step"), ("outer root",)),
+        "a report is about the units of one root",
+    ),
+    Rule({"micro.apart": (True,), "micro.forwards": (2,)}, "two forwards already"),
+    Rule({"micro.between": (("another adapter",),), "block.kind": _others("block.kind", "adapters")}, "no adapters"),
+    Rule(
+        {"micro.between": (("thaw all",), ("freeze and restore",)), "block.wire": ("nf4",)},
+        "weights of 4 bits have no gradients",
+    ),
+    *_each(
+        {"micro.between": (("another root",),)},
+        {"block.alone": (False,), "program.way": ("FSDP1",), "block.left_out": _not_default("block.left_out")},
+        "a root around a part of a unit, or of what only some ranks use",
+    ),
+    *_each(WRAPPED, {"micro.between": (("reshard",), ("unshard",))}, "FSDP1's class has no such method"),
+    *_each(
+        WRAPPED,
+        {"micro.between": (("freeze a block",), ("freeze listed",), ("thaw all",), ("another adapter",))},
+        "a wrapper has gradients for all of its parameters, or for none",
+    ),
+    *_each(
+        {"block.checkpoint": CHECKPOINTS},
+        {"micro.between": (("freeze a block",), ("freeze listed",), ("thaw all",), ("another adapter",))},
+        "what is computed again must be what was computed before",
+    ),
+    *_each(
+        {"program.optimizer": STEP_IN_BACKWARD},
+        {"micro.between": (("another root",),), **dict.fromkeys(("second step",), ("another root", "outer root"))},
+        "a step in backward begins in that of the first root",
+    ),
+    Rule({"program.optimizer": STEP_IN_BACKWARD, "third step": ("outer root",)}, "as in the second step"),
+    *(
+        Rule({**combination, name: ("to one rank and back",)}, "reshard_to refuses it, as its page says", error=error)
+        for combination, error in (
+            ({"program.optimizer": ON_HOST}, "a HostAdamW steps this model"),
+            (WRAPPED, "was made by FullyShardedDataParallel"),
+        )
+        for name in ("second step", "third step")
+    ),
+    Rule(
+        {"second step": ("outer root",), "third step": ("to one rank and back",)},
+        "the model is a part of another one by then",
+        error="Pass that root",
+    ),
+    *_each(
+        {"micro.refused": tuple(name for name, (place, _, _) in REFUSED.items() if place)},
+        {"block.compiled": (True,), "program.compiled": (True,)},
+        "the hook that tries it would be compiled, too",
+    ),
+    Rule(
+        {"program.optimizer": ON_HOST, "program.set_to_none": (False,)},
+        "it takes gradients, so none are left to be zero",
+    ),
+    Rule({"second step": ("float8 scales",), "block.wire": _others("block.wire", "float8")}, "no float8"),
+    Rule(
+        {"program.setting": ("entry is not gathered in backward",), "program.covered": (False,)}, "no unit of its own"
+    ),
+    Rule({"program.clips_by": ("fsdp2",), "program.clip_norm": (None,)}, "nothing is clipped"),
+    *_each(
+        {"program.optimizer": STEP_IN_BACKWARD},
+        {"program.clip_norm": (0.05,), "program.scaled": (True,), "micro.marks_last": (True,)},
+        "the step begins in backward, before anything that comes after it",
+    ),
     *_each({"mesh": ("tp", "experts")}, {"program.clip_norm": (0.05,)}, "torch clips on one mesh only"),
+    *_each(
+        {"mesh": ("tp", "experts", "one rank")},
+        dict.fromkeys(("second step", "third step"), ("to one rank and back",)),
+        "a model moves from one mesh of all ranks to another",
+    ),
     *_each({"mesh": ("tp", "experts", "one rank")}, LEFT_OUT, "all ranks of a layer run it"),
     Rule({"mesh": ("experts",), "program.listed": (True,)}, "modules of one unit are on one mesh"),
     Rule({"place": ("alone",), "program.listed": (True,)}, "one block"),
@@ -215,8 +422,9 @@ RULES = (
         {
             "block.kind": ("itself",),
             "block.uses": (2,),
-            "micro.fails": (True,),
+            "micro.fails": FAILS,
             "micro.forwards": (2,),
+            "micro.apart": (True,),
             "program.listed": (True,),
         },
         "docs/advanced/ranks.md: ranks run the same forwards, and use a unit at most once more than others",
@@ -226,6 +434,19 @@ RULES = (
     Rule({**LEFT_OUT, "block.compiled": (True,), "micro.backwards": (2,)}, "refused on the ranks that use the block"),
     Rule({**HOOKS, "block.double": (True,)}, "the tests' hooks are for float32"),
     Rule({"block.wire": ("scaled",), "program.placement_dim": (1,)}, "the scales are of rows"),
+    Rule(
+        {"block.wire": ("int8", "nf4"), "program.placement_dim": (1,)},
+        "blocks of values that share a scale are in rows",
+        error="was cut into shards of shape",
+    ),
+    *(
+        Rule(
+            {"block.wire": ("nf4",), name: ("evaluate an average", "write whole parameters")},
+            "weights of 4 bits are frozen",
+            error="NF4Tensor",
+        )
+        for name in ("second step", "third step")
+    ),
     Rule(
         {"program.precision": (AS_GIVEN,), "block.double": (True,)},
         "the input of a block in float64 is not cast",
@@ -251,12 +472,17 @@ RULES = (
     ),
     *_each(
         {"program.autocast": ("step",)},
-        {"micro.evaluates": (True,), "micro.between": (("reference",), ("evaluate",))},
-        "autocast remembers what is cast without gradients, and models then get none",
+        {
+            "micro.evaluates": (True,),
+            "micro.between": (("reference",), ("evaluate",), ("infer",), ("forward in vain",), ("another root",)),
+            "second step": ("evaluate an average", "outer root", "another root"),
+            "third step": ("outer root",),
+        },
+        "autocast remembers what is cast, also without gradients, and later forwards read that",
     ),
     *_each(
         {"mesh": ("one rank",)},
-        {"second step": ("save and load",), "third step": ("save and load",)},
+        dict.fromkeys(("second step", "third step"), ("save and load", "save in the background")),
         "each rank trains a model of its own, and a checkpoint holds one",
     ),
     Rule(
@@ -305,14 +531,31 @@ def features(world_size: int, device: str = "cpu") -> dict[str, tuple[Any, ...]]
     return found if device == "cpu" else {**found, "device": (device,)}
 
 
-def is_allowed(row: Row) -> bool:
-    """Whether no rule forbids the values of ``row``, which may be those of some features only."""
-    return not any(rule.forbids(row) for rule in RULES)
+def is_allowed(row: Row, name: str | None = None) -> bool:
+    """Whether no rule forbids the values of ``row``, which may be those of some features only. ``name``: the only
+    feature whose value has not been asked about before."""
+    return not any(rule.forbids(row) for rule in (RULES if name is None else _ABOUT[name]))
+
+
+def broken_rule(row: Row, chosen: Iterable[str]) -> Rule | None:
+    """The first rule that forbids the complete ``row``, in which all but ``chosen`` have their defaults."""
+    numbers = {number for name in chosen for number in _WITH_VALUE.get((name, row[name]), ())}
+    return next((RULES[number] for number in sorted(numbers) if RULES[number].forbids(row)), None)
+
+
+# By a feature and a value that is no default: the numbers of the rules with it. No rule has defaults only.
+_WITH_VALUE: dict[tuple[str, Any], list[int]] = defaultdict(list)
+for _number, _rule in enumerate(RULES):
+    for _name, _values in _rule.combination.items():
+        for _value in _values:
+            if _value != _FEATURES.get(_name, ("cpu",))[0]:
+                _WITH_VALUE[_name, _value].append(_number)
+_ABOUT = {name: [rule for rule in RULES if name in rule.combination] for name in (*_FEATURES, "device")}
 
 
 def is_for_torch(row: Row) -> bool:
     """Whether torch runs the values of ``row``, which may be those of some features only."""
-    return not any(_is_in(row, combination) for combination in BEYOND_TORCH)
+    return not any(is_in(row, combination) for combination in BEYOND_TORCH)
 
 
 def program_of(row: Row) -> Program:

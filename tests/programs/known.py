@@ -4,16 +4,47 @@ from __future__ import annotations
 
 from tests.programs.program import Program
 
+FLAGS = {
+    "reference",
+    "freeze",
+    "thaw",
+    "freeze a block",
+    "thaw all",
+    "freeze and restore",
+    "freeze listed",
+    "another adapter",
+}
+
 
 def known_difference(program: Program) -> str | None:
     """Why the runtimes may differ on ``program``; None if they must not."""
     uses_twice = any(block.uses == 2 for block in program.blocks)
     if program.reduces_unused and any(block.skipped for block in program.blocks):
         return "with set_reduce_scatter_unused_params, a unit that all ranks skip gets gradients of zero, in torch None"
-    if any({"reference", "freeze", "thaw"} & set(micro.between) for step in program.steps for micro in step.micros):
+    if any(FLAGS & set(micro.between) for step in program.steps for micro in step.micros):
         return "torch does not follow requires_grad that changes between a forward and its backward"
     if program.autocast == "step" and any(len(step.micros) > 1 for step in program.steps):
         return "torch drops gradients that come late, through casts that autocast keeps from an earlier micro-batch"
+    if any("evaluate an average" in step.before for step in program.steps):
+        return "torch computes with what it gathered before parameters were written"
+    if program.placement_dim and any(block.wire == "float8" for block in program.blocks):
+        return "torch copies what hooks return for a parameter that is cut along dim 1, and later gathers miss the copy"
+    if program.clips_by == "fsdp2":
+        return "fsdp2.clip_grad_norm_ adds up squares in another order"
+    if program.way == "FSDP1":
+        if any(block.frozen or block.kind == "adapters" for block in program.blocks) or any(
+            "freeze" in step.before for step in program.steps
+        ):
+            return "torch's class gives frozen parameters gradients of zero"
+        if program.clip_norm is not None or program.optimizer == "AdamW fused":
+            return (
+                "torch's class has its parameters in other memory: norms and fused steps are rounded in another order"
+            )
+        if program.mesh in ("hsdp", "one rank"):
+            return "where one rank has all shards, torch's class neither averages nor reduces each micro-batch once"
+        several = program.tied or uses_twice or any(len(step.micros) > 1 for step in program.steps)
+        if several or any(micro.forwards == 2 for step in program.steps for micro in step.micros):
+            return "torch's class adds up gradients in another order, and in the dtype of the parameters"
     for step in program.steps:
         two_forwards = any(micro.forwards == 2 for micro in step.micros)
         if any(block.checkpoint == "reentrant" and (two_forwards or block.uses == 2) for block in program.blocks):

@@ -1,33 +1,99 @@
-"""Programs that tests of their own once spelled out, each with the fault that it notices."""
+"""Programs that once failed, or that tests of their own once spelled out, each by the fault that it shows."""
 
 from __future__ import annotations
 
 from tests.programs.program import Block, Micro, Precision, Program, Step
 
-LOW = Precision("bfloat16", "float32")
-PLAIN, LATER = Step(), (Micro("no reduction"), Micro("no reduction", keep=True), Micro())
+_KEPT, _LAST = Micro("no reduction"), Micro()
+
+
+def _steps(*micros: Micro, before: tuple[str, ...] = (), num: int = 2) -> tuple[Step, ...]:
+    """Steps of these micro-batches; ``before``: what comes before all but the first."""
+    return (Step((), micros), *(Step(before, micros) for _ in range(num - 1)))
+
+
+REGRESSIONS: dict[str, Program] = {
+    "a module of a unit of several was resharded while its call of itself still computed": Program(
+        blocks=(Block(), Block("itself", reshard=True)), listed=True
+    ),
+    "from the third micro-batch on, gradients kept in the reduce dtype were rounded twice": Program(
+        precision=Precision(None, "bfloat16"), steps=_steps(_KEPT, _KEPT, _KEPT, _LAST)
+    ),
+    "of several forwards of a model that returns what its last unit returns, the first one's backward raised": Program(
+        covered=True, steps=_steps(Micro(forwards=2))
+    ),
+    "through several forwards, a unit whose inputs need no gradient was reduced more than once": Program(
+        covered=True, steps=_steps(Micro("no reduction", forwards=2), Micro(forwards=2))
+    ),
+    "a unit that runs several times was reduced after each of them": Program(
+        blocks=(Block(uses=2), Block()), steps=_steps(_LAST)
+    ),
+    "a backward followed what was frozen around a reference forward that came before it": Program(
+        steps=_steps(Micro(between=("reference",)), _LAST)
+    ),
+    "a backward did not follow what was frozen since its forward": Program(steps=_steps(Micro(between=("freeze",)))),
+    "what was thawed while it was unsharded was never trained again": Program(
+        blocks=(Block(reshard=False),),
+        root_reshard=False,
+        steps=(Step(("freeze",), (Micro(keep=True), _LAST)), Step(("thaw",), (Micro(between=("thaw",)), _LAST))),
+    ),
+    "casts that autocast keeps from an earlier micro-batch brought gradients to the next step": Program(
+        autocast="step", steps=_steps(_KEPT, _LAST)
+    ),
+    "cleaning up after a forward that raised issued an all-reduce": Program(
+        mesh="hsdp", steps=_steps(Micro("no all-reduce"), Micro(fails="forward"))
+    ),
+    "gradients on their way were dropped after a forward that raised": Program(
+        steps=_steps(_KEPT, Micro(fails="forward"))
+    ),
+    "after a unit had raised, the root's forward began no pass": Program(steps=_steps(Micro(fails="block"))),
+    "a backward that was repeated after one that raised lost gradients": Program(
+        blocks=(Block(), Block()), steps=_steps(Micro(fails="backward"))
+    ),
+    "the first root kept the gradients of what another root had used on their rank": Program(
+        blocks=(Block(), Block()), steps=_steps(_KEPT, _LAST, before=("another root",))
+    ),
+    "a model that a report watches could not be copied": Program(
+        setting="report", steps=_steps(_LAST, before=("copy the model",))
+    ),
+    "a report that ended as a module was computed again called a hook that it had removed": Program(
+        blocks=(Block(), Block(checkpoint="not reentrant"), Block()),
+        listed=True,
+        setting="report",
+        steps=_steps(Micro(backwards=2), _LAST, num=3),
+    ),
+    "Muon did not step after a copy and after a freeze": Program(
+        optimizer="Muon", steps=(*_steps(_LAST, before=("copy the model",)), Step(("freeze",)), Step(("thaw",)))
+    ),
+}
+
+_LOW = Precision("bfloat16", "float32")
+_PLAIN, _LATER = Step(), (Micro("no reduction"), Micro("no reduction", keep=True), Micro())
 # Matrices that decide how they travel, with everything else that a unit does.
-WIRED = (
+_WIRED = (
     Block(wire="bf16", frozen=True),
     Block("side", wire="bf16", checkpoint="reentrant"),
     Block("norms", wire="bf16", checkpoint="not reentrant", reshard=False, skipped=(2,)),
 )
-WIRED_STEPS = (
-    Step(micros=(Micro(evaluates=True, fails=True),)),
-    Step(("freeze",), LATER),
-    Step(("thaw",), (Micro(uses_side=False, between=("evaluate",)), Micro(uses_side=False, fails=True))),
+_WIRED_STEPS = (
+    Step(micros=(Micro(evaluates=True, fails="forward"),)),
+    Step(("freeze",), _LATER),
+    Step(("thaw",), (Micro(uses_side=False, between=("evaluate",)), Micro(uses_side=False, fails="forward"))),
 )
-OFFLOADED = (Block("odd", frozen=True), Block("side", skipped=(1,)), Block())
+_OFFLOADED = (Block("odd", frozen=True), Block("side", skipped=(1,)), Block())
 
-REGRESSIONS: tuple[tuple[Program, str], ...] = (
+_INSTEAD_OF_TESTS: tuple[tuple[Program, str], ...] = (
     *(
         (
-            Program(WIRED, precision=precision, prefetch=True, clip_norm=0.05, steps=WIRED_STEPS),
+            Program(_WIRED, precision=precision, prefetch=True, clip_norm=0.05, steps=_WIRED_STEPS),
             "an old payload, or one for nobody",
         )
-        for precision in (Precision(), LOW)
+        for precision in (Precision(), _LOW)
     ),
-    (Program((*WIRED[:1], *WIRED[2:], *WIRED[2:]), listed=True, steps=WIRED_STEPS), "two modules with hooks as a unit"),
+    (
+        Program((*_WIRED[:1], *_WIRED[2:], *_WIRED[2:]), listed=True, steps=_WIRED_STEPS),
+        "two modules with hooks as a unit",
+    ),
     *(
         (
             Program((Block(kind, checkpoint=how),) * 2, listed=True),
@@ -37,16 +103,16 @@ REGRESSIONS: tuple[tuple[Program, str], ...] = (
         for how in ("reentrant", "not reentrant")
     ),
     *(
-        (Program((Block("itself", reshard=reshard), Block(reshard=reshard)), steps=(step, PLAIN)), why)
+        (Program((Block("itself", reshard=reshard), Block(reshard=reshard)), steps=(step, _PLAIN)), why)
         for reshard in (True, False)
         for step, why in (
-            (PLAIN, "a unit that calls itself is resharded by the inner call"),
+            (_PLAIN, "a unit that calls itself is resharded by the inner call"),
             (Step(micros=(Micro(backwards=2),)), "the second backward of a graph finds freed parameters"),
         )
     ),
     *(
         (
-            Program((Block(uses=2), Block()), precision=precision, steps=(Step(micros=LATER),) * 2),
+            Program((Block(uses=2), Block()), precision=precision, steps=(Step(micros=_LATER),) * 2),
             "uses add up otherwise",
         )
         for precision in (Precision(), Precision(None, "bfloat16"))
@@ -65,11 +131,11 @@ REGRESSIONS: tuple[tuple[Program, str], ...] = (
         )
     ),
     *(
-        (Program(OFFLOADED, offload=True, precision=precision, optimizer=optimizer, clip_norm=norm, tied=True), why)
+        (Program(_OFFLOADED, offload=True, precision=precision, optimizer=optimizer, clip_norm=norm, tied=True), why)
         for precision, optimizer, norm, why in (
             (Precision(), "AdamW foreach", 0.05, "shards on the host are clipped otherwise"),
             (Precision(), "AdamW fused", None, "shards on the host are stepped otherwise"),
-            (LOW, "momentum", None, "gradients on their way to the host are cast wrongly"),
+            (_LOW, "momentum", None, "gradients on their way to the host are cast wrongly"),
             (Precision("bfloat16"), "SGD", None, "gradients on their way to the host are cast wrongly"),
         )
     ),
@@ -87,12 +153,13 @@ REGRESSIONS: tuple[tuple[Program, str], ...] = (
         for form in ("foreach", "fused", "one by one")
     ),
     (Program((Block(), Block("odd")), covered=True, optimizer="momentum"), "a root without parameters of its own"),
-    (Program((Block(), Block()), steps=(PLAIN, Step(("reset",)), Step(("reset",), LATER))), "a reset drops too much"),
+    (Program((Block(), Block()), steps=(_PLAIN, Step(("reset",)), Step(("reset",), _LATER))), "a reset drops too much"),
     (
         Program(
             (Block(), Block(reshard=False)),
-            steps=(PLAIN, Step(("keep after forward",)), Step(("reshard after forward",)), PLAIN),
+            steps=(_PLAIN, Step(("keep after forward",)), Step(("reshard after forward",)), _PLAIN),
         ),
         "units do not follow set_reshard_after_forward between steps",
     ),
 )
+REGRESSIONS |= {f"{fault} ({index})": program for index, (program, fault) in enumerate(_INSTEAD_OF_TESTS)}

@@ -7,8 +7,8 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from tests.programs import blocks
-from tests.programs.program import Block, Precision, Program, Step
+from tests.programs import blocks, operations
+from tests.programs.program import ON_HOST, Block, Micro, Precision, Program, Step
 
 _BLOCKS: dict[str, type] = {
     "mlp": blocks.Mlp,
@@ -17,22 +17,13 @@ _BLOCKS: dict[str, type] = {
     "side": blocks.Side,
     "odd": blocks.Odd,
     "itself": blocks.Itself,
-}
-_OPTIMIZERS = {
-    "SGD": "torch.optim.SGD(parameters, lr=0.02, foreach=False)",
-    "momentum": "torch.optim.SGD(parameters, lr=0.02, momentum=0.9, weight_decay=0.01, foreach=False)",
-    # eps is well above the rounding noise of a gradient, so that noise stays noise in the update
-    "AdamW": "torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3, weight_decay=0.1)",
-    "AdamW foreach": "torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3, weight_decay=0.1, foreach=True)",
-    "AdamW fused": "torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3, weight_decay=0.1, fused=True)",
-    "AdamW one by one": "torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3, weight_decay=0.1, foreach=False)",
+    "adapters": blocks.Adapters,
 }
 _IMPORTS = """
 import contextlib
 import copy
 import functools
-import shutil
-import tempfile
+import io
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -43,147 +34,29 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions, get_model_state_dict, get_optimizer_state_dict, set_model_state_dict, set_optimizer_state_dict
 )
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import fsdp2
-from fsdp2.tensors import BFloat16AllGatherTensor, wrap_parameters
-from tests.harness import extensions
+from fsdp2.checkpoint import (
+    async_save, from_checkpointable, load_safetensors, optimizer_state_to_load, reshard_to, save_safetensors,
+    stream_full_params, to_checkpointable
+)
+from fsdp2 import tensors
+from tests.harness import comms, extensions
 from tests.harness.models import ParityModel
 from tests.harness.offload import offload_policy
 from tests.harness.runtimes import installed
-"""
-_BEFORE = {
-    "load state dict": """
-values = model.state_dict()
-model.load_state_dict({name: value * 0.5 if value.is_floating_point() else value for name, value in values.items()})
-""",
-    "load full state dict": """
-full = StateDictOptions(full_state_dict=True)
-values = {name: value * 0.5 if value.is_floating_point() else value
-          for name, value in get_model_state_dict(model, options=full).items()}
-set_model_state_dict(model, values, options=full)
-""",
-    "load optimizer state": """
-not_strict = StateDictOptions(strict=False)  # parameters without gradients so far have no states
-set_optimizer_state_dict(
-    model, optimizers[0], get_optimizer_state_dict(model, optimizers[0]), options=not_strict
-)
-""",
-    "copy the model": """
-if step.runtime is not None and step.runtime.name == "fsdp2":  # torch cannot copy
-    copied = copy.deepcopy(model)
-    for mine, given in zip(copied.parameters(), model.parameters()):
-        assert torch.equal(getattr(mine, "_local_tensor", mine), getattr(given, "_local_tensor", given))
-    step.loss(copied).backward()
-""",
-    "freeze": "model.entry.weight.requires_grad_(False)",
-    "thaw": "model.entry.weight.requires_grad_(True)",
-    "reshard after forward": "control.set_reshard_after_forward(True)",
-    "keep after forward": "control.set_reshard_after_forward(False)",
-    "reset": """
-if step.runtime is not None and step.runtime.name == "fsdp2":
-    model.reset_iter_state()
-""",
-    "write whole parameters": """
-is_ours = step.runtime is not None and step.runtime.name == "fsdp2"
-with fsdp2.unsharded(model) if is_ours else contextlib.nullcontext(), torch.no_grad():
-    for param in model.parameters():
-        param.mul_(0.5)
-""",
-    "save and load": """
-if step.runtime is not None:
-    folders = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(folders)
-    saved = get_model_state_dict(model)
-    dcp.save({"model": saved}, checkpoint_id=folders[0])
-    with torch.no_grad():
-        for param in model.parameters():
-            param.zero_()
-    loaded = {"model": get_model_state_dict(model)}
-    dcp.load(loaded, checkpoint_id=folders[0])
-    set_model_state_dict(model, loaded["model"])
-    dist.barrier()
-    if dist.get_rank() == 0:
-        shutil.rmtree(folders[0])
-""",
-}
-_WIRES = {
-    "bf16": "wrap_parameters(model.block{index}, BFloat16AllGatherTensor)",
-    "halved": "extensions.wrap(model.block{index}, extensions.Halved)",
-    "scaled": "extensions.wrap(model.block{index}, extensions.Scaled)",
-}
-_REFERENCE = """\
-def reference(step, model, block, *given, **more):
-    flags = {name: param.requires_grad for name, param in block.named_parameters()}
-    block.requires_grad_(False)
-    with torch.no_grad():
-        loss = step.loss(model, *given, **more)
-    for name, param in block.named_parameters():
-        param.requires_grad_(flags[name])
-    return loss
+from tests.programs import parts
+
+optimizers, runtimes, meshes = [], [], []
 
 
-"""
-_BETWEEN = {
-    "reference": "losses.insert(0, reference(step, model, model.block0, 7{given}))",
-    "freeze": "model.entry.weight.requires_grad_(False)",
-    "thaw": "model.entry.weight.requires_grad_(True)",
-    "evaluate": "with torch.no_grad():\n    losses.insert(0, step.loss(model, 8{given}))",
-    "state dict": """
-if step.runtime is not None:
-    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    step.note(f"state dict {index}", {name: value.clone() for name, value in whole.items()})
-""",
-}
-_CHECKPOINTED = """\
-def keeps_products(ctx, op, *args, **kwargs):
-    is_product = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-    return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-SELECTIVELY = functools.partial(create_selective_checkpoint_contexts, keeps_products)
-
-
-def checkpointed(block, x, uses_side, **how):
-    if not torch.is_grad_enabled():  # torch would warn
-        return block(x, uses_side)
-    return checkpoint(block, x, uses_side, **how)
-
-
-"""
-_CHECKPOINTS = {
-    "reentrant": "use_reentrant=True",
-    "not reentrant": "use_reentrant=False",
-    "selective": "use_reentrant=False, context_fn=SELECTIVELY",
-}
-_SAVED_TENSORS = {
-    "kept": "torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda kept: kept)",
-    "copied": "torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.clone(), lambda kept: kept)",
-}
-_MEMORY = {
-    "large limit": "model.set_temporary_memory_limit('1GiB')",
-    "tight limit": "model.set_temporary_memory_limit(fsdp2.memory.memory_plan(model).peak)",
-    "budget": """
-plan = fsdp2.memory.memory_plan(model)
-nbytes = torch.tensor(plan.peak + 2 * sum(unit.shards for unit in plan.units))  # a step takes 4 times its shards
-dist.all_reduce(nbytes, dist.ReduceOp.MAX)
-fsdp2.memory.offload_by_budget(model, int(nbytes), offload_policy=offload_policy(runtime))
-""",
-}
-_AUTOCAST = "torch.autocast('cpu', torch.bfloat16)"
-_FAILS = """
-if step.runtime is not None and step.runtime.name == "fsdp2":  # torch has no call to recover by
-    def raises(*args):
-        raise InterruptedError
-    handle = model.exit.register_forward_pre_hook(raises)
-    try:
-        step.loss(model, {index})
-    except InterruptedError:
-        pass
-    handle.remove()
-    model.reset_iter_state(keep_unreduced=True)
+def is_ours():
+    return bool(runtimes) and runtimes[0].name == "fsdp2"
 """
 _MAIN = """
 if __name__ == "__main__":
@@ -204,6 +77,9 @@ def source(program: Program) -> str:
 def settings(program: Program) -> dict[str, Any]:
     """What a case has besides its functions; ``is_low`` and ``has_reference`` say how it is compared."""
     own = {"clip_norm": program.clip_norm, "set_to_none": program.set_to_none, "num_steps": len(program.steps)}
+    own["is_wrapped"] = program.way == "FSDP1"
+    taken = ("gradients", "parameters") if "overlapped" in program.optimizer else ("gradients",)
+    own["not_recorded"] = taken if program.optimizer in ON_HOST else ()
     return {**own, "is_low": is_low(program), "has_reference": has_reference(program)}
 
 
@@ -220,9 +96,17 @@ def has_reference(program: Program) -> bool:
         program.divide_factor is not None
         or program.mesh == "experts"
         or program.ignored
+        or any(block.wire == "nf4" for block in program.blocks)
         or program.reduces_unused
+        or (program.way == "FSDP1" and _leaves_out(program))
         or (is_low(program) and (program.clip_norm is not None or program.optimizer.startswith("AdamW")))
     )
+
+
+def _leaves_out(program: Program) -> bool:
+    """Whether some parameters get no gradient in a step: a wrapper has gradients for all of its own, or for none."""
+    uses_side = all(micro.uses_side for step in program.steps for micro in step.micros)
+    return any(block.skipped or block.detached or (block.kind == "side" and not uses_side) for block in program.blocks)
 
 
 def _indented(text: str, by: int = 4) -> Iterator[str]:
@@ -255,14 +139,23 @@ def _model(program: Program) -> str:
     lines.append("        x = self.exit(x) * self.gain" if program.scalar else "        x = self.exit(x)")
     if program.buffer:
         lines.append("        self.calls += 1")
-    lines += ["        return x", "", ""]
+    lines.append("        return x")
+    if any(micro.called == "method" for step in program.steps for micro in step.micros):
+        lines += ["", "    def also(self, *inputs, **options):", "        return self.forward(*inputs, **options)"]
+    lines += ["", ""]
     if any(block.checkpoint for block in program.blocks):
-        lines += _CHECKPOINTED.splitlines()
+        lines += operations.CHECKPOINTED.splitlines()
     if any("reference" in micro.between for step in program.steps for micro in step.micros):
-        lines += _REFERENCE.splitlines()
-    lines += ["def build():", "    return Model()", "", "", "optimizers = []", "", ""]
-    lines += ["def optimizer(parameters):", f"    optimizers[:] = [{_OPTIMIZERS[program.optimizer]}]"]
-    return "\n".join([*lines, "    return optimizers[0]"])
+        lines += operations.REFERENCE.splitlines()
+    lines += ["def build():", "    runtimes.clear()", "    return Model()", "", ""]
+    made = operations.OPTIMIZERS[program.optimizer].strip("\n")
+    lines += ["def optimizer(parameters):", f"    optimizers[:] = [{made}]"]
+    lines.append("    return optimizers[0]")
+    if program.clips_by == "fsdp2":
+        lines += ["", "", "def clip(parameters, most):"]
+        lines.append("    clips = fsdp2.clip_grad_norm_ if is_ours() else nn.utils.clip_grad_norm_")
+        lines.append("    return clips(parameters, most)")
+    return "\n".join(lines)
 
 
 def _calls(index: int, block: Block) -> Iterator[str]:
@@ -270,7 +163,7 @@ def _calls(index: int, block: Block) -> Iterator[str]:
     given = f"x.to(next(self.block{index}.parameters()).dtype)" if block.double else "x"
     value = f"self.block{index}({given}, uses_side)"
     if block.checkpoint:
-        value = f"checkpointed(self.block{index}, {given}, uses_side, {_CHECKPOINTS[block.checkpoint]})"
+        value = f"checkpointed(self.block{index}, {given}, uses_side, {operations.CHECKPOINTS[block.checkpoint]})"
     if block.double:
         value += ".to(x.dtype)"
     call = f"x = {value}"
@@ -299,13 +192,14 @@ def _policy(precision: Precision, *, is_root: bool) -> str:
 
 
 def _shard(program: Program) -> str:
-    lines = ["def shard(runtime, model, mesh):"]
+    own = 'mesh["dp"]' if program.mesh == "tp" else "mesh"
+    lines = ["def shard(runtime, model, mesh):", f"    runtimes[:], meshes[:] = [runtime], [{own}]"]
     for index, block in enumerate(program.blocks):
         if program.mesh == "tp":
             plan = '{"up": ColwiseParallel(), "down": RowwiseParallel()}'
             lines.append(f'    parallelize_module(model.block{index}, mesh["tp"], {plan})')
         if block.wire:
-            lines.append("    " + _WIRES[block.wire].format(index=index))
+            lines += _indented(operations.WIRES[block.wire].format(index=index))
     lines.append('    kwargs = {"mesh": mesh["dp"]}' if program.mesh == "tp" else '    kwargs = {"mesh": mesh}')
     if program.precision != Precision():
         lines.append(f'    kwargs["mp_policy"] = {_policy(program.precision, is_root=False)}')
@@ -346,12 +240,59 @@ def _shard(program: Program) -> str:
     if program.ranks_differ:
         lines.append("    model.set_ranks_may_differ(True)")
     lines += [f"    model.block{i}.compile(backend='aot_eager')" for i, b in enumerate(program.blocks) if b.compiled]
+    if program.compiled:
+        lines.append("    model.compile(backend='aot_eager')")
+    if any(micro.called == "method" for step in program.steps for micro in step.micros):
+        lines.append("    runtime.register_fsdp_forward_method(model, 'also')")
+    if operations.SETTINGS.get(program.setting):
+        lines += ['    if runtime.name == "fsdp2":', f"        {operations.SETTINGS[program.setting]}"]
+    if program.optimizer in ON_HOST:
+        lines.append("    model.set_is_last_backward(False)")
     if program.memory:
         lines.append('    if runtime.name == "fsdp2":  # torch has no such limit')
-        lines += _indented(_MEMORY[program.memory], 8)
+        lines += _indented(operations.MEMORY[program.memory], 8)
+    if program.way == "FSDP1":
+        return _wrap(program)
     if program.way == "install":
         lines = [*lines[:1], "    with installed(runtime) as runtime:", *(f"    {line}" for line in lines[1:])]
     return "\n".join(lines)
+
+
+def _wrap(program: Program) -> str:
+    """The model under FSDP1's class."""
+    lines = [
+        "def shard(runtime, model, mesh):",
+        "    runtimes[:], meshes[:] = [runtime], [mesh]",
+        "    wrapped = functools.partial(",
+        "        runtime.FullyShardedDataParallel,",
+    ]
+    lines.append("        device_mesh=mesh, device_id=torch.device(mesh.device_type), use_orig_params=True,")
+    if program.precision != Precision():
+        own = _policy(program.precision, is_root=False).partition("(")[2]
+        own = own.replace("cast_forward_inputs=False", "cast_root_forward_inputs=False")
+        lines.append(f"        mixed_precision=MixedPrecision({own},")
+    if program.offload:
+        lines.append("        cpu_offload=CPUOffload(offload_params=True),")
+    if program.ignored:
+        lines.append("        ignored_states=[model.exit.bias],")
+    lines.append("    )")
+    for index, block in enumerate(program.blocks):
+        if block.inner:
+            lines.append(f"    name, inner = next(model.block{index}.named_children())")
+            lines.append(f"    setattr(model.block{index}, name, wrapped(inner{_strategy(program, block.reshard)}))")
+        if block.alone:
+            lines.append(f"    model.block{index} = wrapped(model.block{index}{_strategy(program, block.reshard)})")
+    if program.covered:
+        lines += [f"    model.{end} = wrapped(model.{end}{_strategy(program, None)})" for end in ("entry", "exit")]
+    lines += [f"    model.block{i}.compile(backend='aot_eager')" for i, b in enumerate(program.blocks) if b.compiled]
+    return "\n".join([*lines, f"    return wrapped(model{_strategy(program, program.root_reshard)})"])
+
+
+def _strategy(program: Program, reshard: Any) -> str:
+    keeps = reshard is False
+    if program.mesh in ("hsdp", "one replica"):
+        return f", sharding_strategy=ShardingStrategy.{'_HYBRID_SHARD_ZERO2' if keeps else 'HYBRID_SHARD'}"
+    return f", sharding_strategy=ShardingStrategy.{'SHARD_GRAD_OP' if keeps else 'FULL_SHARD'}"
 
 
 def _reshard(value: Any) -> str:
@@ -359,13 +300,20 @@ def _reshard(value: Any) -> str:
 
 
 def _run(program: Program) -> str:
-    lines = ["def run(step, model):", "    losses, control = [], step.control(model)"]
+    control = "None" if program.way == "FSDP1" else "step.control(model)"
+    lines = ["def run(step, model):", f"    losses, control = [], {control}", "    sharded = step.runtime is not None"]
+    lines.append("    shards = list(model.parameters())  # before any forward of the step")
+    lines.append('    ours = sharded and step.runtime.name == "fsdp2"')
+    lines.append("    wraps = sharded and isinstance(model, step.runtime.FullyShardedDataParallel)")
     if program.mesh == "tp":
         lines.append("    step.rank = dist.get_rank() // 2  # ranks that share a layer take the same batch")
     for index, step in enumerate(program.steps):
         if len(program.steps) > 1:
             lines.append(f"    if step.index == {index}:")
-        contexts = [_AUTOCAST] if program.autocast == "step" else []
+        contexts = [operations.AUTOCAST] if program.autocast == "step" else []
+        contexts += ["parts.Watching()"] if program.watched == "step" else []
+        if program.setting in operations.CONTEXTS:
+            contexts.append(f"{operations.CONTEXTS[program.setting]} if ours else contextlib.nullcontext()")
         body = "\n".join(_under(contexts, "\n".join(_step(index, step, program))))
         lines += _indented(body, 8 if len(program.steps) > 1 else 4)
     return "\n".join([*lines, "    return losses"])
@@ -376,12 +324,19 @@ def _step(number: int, step: Step, program: Program) -> Iterator[str]:
     if program.scaled:
         yield "scaler = torch.amp.GradScaler('cpu', init_scale=1024.0)"
     for each in step.before:
-        yield _BEFORE[each].strip("\n")
+        yield operations.BEFORE[each].strip("\n")
     skipped = tuple(index for index, block in enumerate(all_blocks) if number in block.skipped)
     left_out = tuple(i for i, block in enumerate(all_blocks) if number in block.left_out and i not in skipped)
     num_micros = len(step.micros)
     syncs = {micro.sync for micro in step.micros}
     for index, micro in enumerate(step.micros):
+        text = "\n".join(_micro(index, micro, program, skipped, left_out, is_last=index == num_micros - 1))
+        if program.way == "FSDP1":
+            whole = "model.no_sync() if sharded else contextlib.nullcontext()"
+            yield from _under([whole] if micro.sync == "no reduction" else [], text)
+            continue
+        if "no_sync" in syncs:
+            yield f"if not ours:\n    control.set_requires_gradient_sync({micro.sync != 'no_sync'})"
         if "no reduction" in syncs:
             yield f"control.set_requires_gradient_sync({micro.sync != 'no reduction'})"
         if "no all-reduce" in syncs:
@@ -390,37 +345,85 @@ def _step(number: int, step: Step, program: Program) -> Iterator[str]:
             yield f"control.set_reshard_after_backward({not micro.keep})"
         if any(each.marks_last for each in step.micros):
             yield f"control.set_is_last_backward({index == num_micros - 1})"
-        given = f"{index}"
-        given += f", skipped={skipped}" if skipped else ""
-        given += f", left_out={left_out} if step.rank % 2 else ()" if left_out else ""
-        given += "" if micro.uses_side else ", uses_side=False"
-        if micro.fails:
-            yield _FAILS.strip("\n").replace("{index}", given)
-        if micro.evaluates:
-            yield f"with torch.no_grad():\n    losses.append(step.loss(model, 5{given}))"
-        if micro.by_hand == "reshard":
-            yield "control.reshard()"
-        elif micro.by_hand:
-            yield f"handle = control.unshard(async_op={micro.by_hand == 'unshard async'})"
-            if micro.by_hand == "unshard async":
-                yield "handle.wait()"
-        more = f" + step.loss(model, 2{given})" if micro.forwards == 2 else ""
-        contexts = [_AUTOCAST] if program.autocast == "forward" else []
-        contexts += [_SAVED_TENSORS[program.saved_tensors]] if program.saved_tensors else []
-        yield from _under(contexts, f"losses.append(step.loss(model, {given}){more})")
-        for each in micro.between:
-            yield _BETWEEN[each].strip("\n").replace("{given}", given).replace("{index}", str(index))
-        loss = "scaler.scale(losses[-1])" if program.scaled else "losses[-1]"
-        if micro.backwards == 2:
-            yield f"{loss}.backward(retain_graph=True)"
-        if micro.in_thread:
-            # As many threads for an operation as elsewhere: else sums are rounded in another order.
-            yield "with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as other:"
-            yield f"    other.submit({loss}.backward).result()"
-        else:
-            yield f"{loss}.backward()"
+        whole = "fsdp2.no_sync(model) if ours else contextlib.nullcontext()"
+        yield from _under([whole] if micro.sync == "no_sync" else [], text)
     if program.scaled:
         yield "scaler.unscale_(optimizers[0])"
+
+
+def _micro(
+    index: int, micro: Micro, program: Program, skipped: tuple[int, ...], left_out: tuple[int, ...], *, is_last: bool
+) -> Iterator[str]:
+    """The forwards and backwards of a micro-batch."""
+    given = f"{index}"
+    given += f", skipped={skipped}" if skipped else ""
+    given += f", left_out={left_out} if step.rank % 2 else ()" if left_out else ""
+    given += "" if micro.uses_side else ", uses_side=False"
+    if micro.fails:
+        failing = f"{operations.FAILS[micro.fails]}, model, lambda: step.loss(model, {given})"
+        failing += f", in_backward={micro.fails.startswith('backward')}"
+        yield f"if ours:\n    parts.fail({failing})"
+    if micro.evaluates:
+        yield f"with torch.no_grad():\n    losses.append(step.loss(model, 5{given}))"
+    if micro.by_hand == "reshard":
+        yield "control.reshard()"
+    elif micro.by_hand:
+        yield f"handle = control.unshard(async_op={micro.by_hand == 'unshard async'})"
+        if micro.by_hand == "unshard async":
+            yield "handle.wait()"
+    place, call, error = operations.REFUSED.get(micro.refused, ("", "", ""))
+    tried = f'parts.refused(lambda: {call}, "{error}")'
+    if call and not place:
+        yield f"if ours:\n    {tried}"
+    elif call:
+        hook = {"forward": "register_forward_hook", "backward": "register_full_backward_pre_hook"}[place]
+        yield f"handles = [model.block0.{hook}(lambda *_: {tried})] if ours else []"
+    yield from _forwards(index, micro, program, given)
+    yield from _backwards(micro, program, is_last=is_last)
+    if place:
+        yield "for handle in handles:\n    handle.remove()"
+    if program.setting == "finalized by hand":
+        yield "if ours:\n    model.finalize_backward()"
+
+
+def _forwards(index: int, micro: Micro, program: Program, given: str) -> Iterator[str]:
+    """The forwards, and what happens between them and the backwards."""
+    called = operations.CALLED[micro.called]
+    contexts = [operations.AUTOCAST] if program.autocast == "forward" else []
+    contexts += ["parts.Watching()"] if program.watched == "forward" else []
+    contexts += [operations.SAVED_TENSORS[program.saved_tensors]] if program.saved_tensors else []
+    between = [operations.BETWEEN[each].strip("\n").replace("{index}", str(index)) for each in micro.between]
+    between = [each.replace("{given}", given) for each in between]
+    more = f" + step.loss({called}, 2{given})" if micro.forwards == 2 and not micro.apart else ""
+    yield from _under(contexts, f"losses.append(step.loss({called}, {given}){more})")
+    yield from between
+    if micro.apart:
+        yield from _under(contexts, f"losses.append(step.loss({called}, 2{given}))")
+
+
+def _backwards(micro: Micro, program: Program, *, is_last: bool) -> Iterator[str]:
+    losses = ["losses[-1]", "losses[-2]"] if micro.apart else ["losses[-1]"]
+    losses = [f"scaler.scale({each})" for each in losses] if program.scaled else losses
+    for loss in losses:
+        ends = is_last and loss is losses[-1]
+        if micro.backwards == 2:
+            yield f"{loss}.backward(retain_graph=True)"
+        if ends and program.optimizer in ON_HOST:
+            yield "control.set_is_last_backward(True)"
+        begins = ends and program.optimizer == "Muon in backward"
+        whole = ["optimizers[0].overlap_backward() if ours else contextlib.nullcontext()"] if begins else []
+        yield from _under(whole, "\n".join(_backward(micro, loss)))
+        if ends and program.optimizer in ON_HOST:
+            yield "control.set_is_last_backward(False)"
+
+
+def _backward(micro: Micro, loss: str) -> Iterator[str]:
+    if micro.in_thread:
+        # As many threads for an operation as elsewhere: else sums are rounded in another order.
+        yield "with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as other:"
+        yield f"    other.submit({loss}.backward).result()"
+    else:
+        yield f"{loss}.backward()"
 
 
 def _under(contexts: list[str], text: str) -> Iterator[str]:

@@ -71,24 +71,16 @@ def test_the_array_has_each_pair_that_the_rules_allow(world_size: int) -> None:
 
 
 def _completes(row: dict[str, Any], values: Mapping[str, tuple[Any, ...]]) -> bool:
-    """Whether some values of the other features go with those of ``row``: tries all of them, in the order in which
-    rules speak of them together with what is chosen."""
+    """Whether some values of the other features go with those of ``row``: tries all values of features that rules
+    speak of together with what is chosen. If no such rule is left, the others can have their defaults."""
     if not is_allowed(row):
         return False
-    missing = [name for name in values if name not in row and any(name in rule.combination for rule in RULES)]
-    if not missing:
-        return True
-
-    def num_rules(name: str) -> int:
-        others = (rule.combination.keys() - {name} for rule in RULES if name in rule.combination)
-        return sum(
-            all(other in row and row[other] in rule.combination[other] for other in rule.combination if other != name)
-            for rule in RULES
-            if name in rule.combination
-        ) + sum(bool(each) and each <= row.keys() for each in others)
-
-    name = max(missing, key=num_rules)
-    return any(_completes({**row, name: value}, values) for value in values[name])
+    for rule in RULES:
+        chosen = rule.combination.keys() & row.keys()
+        if chosen and all(row[name] in rule.combination[name] for name in chosen):
+            name = next(name for name in rule.combination if name not in row)
+            return any(_completes({**row, name: value}, values) for value in values[name])
+    return True
 
 
 def test_rows_for_missing_pairs_are_as_simple_as_asked() -> None:
