@@ -56,7 +56,7 @@ class Wait:
 
 
 _JOBS, _GRADIENTS = "optim.host_adamw.jobs", "core.group.gradients.GroupGradients"
-_TREE = "core.runtime.unit_tree.UnitTree"
+_TREE, _MATRICES = "core.runtime.unit_tree.UnitTree", "optim.matrices"
 SIDE = "side streams first"
 WAITS = [
     Wait("wait_here", "core.group.all_gather.Gather.wait", "plain", "late gathers"),
@@ -90,6 +90,10 @@ WAITS = [
     Wait("wait_here", f"{_JOBS}.HostUnit.wait_before_gather", "stepped on the host, computed with", "late copies"),
     Wait("record", f"{_JOBS}.Factor.__init__", "stepped on the host, clipped", "late copies"),
     Wait("wait_on_cpu", f"{_JOBS}.Factor.arrived", "stepped on the host, clipped", "late copies"),
+    Wait("gather_after_compute", f"{_MATRICES}.exchange.Message.start", "muon", SIDE),
+    Wait("record", f"{_MATRICES}.exchange.Message.start", "muon", "late gathers and reductions"),
+    Wait("wait_here", f"{_MATRICES}.exchange.Message.wait", "muon", "late gathers and reductions"),
+    Wait("work", f"{_MATRICES}.circles._reduced", "muon, gradients on rank 0 alone", "late all-reduces"),
 ]
 WAITS_OF_4 = [
     Wait("reduce_after_compute", f"{_GRADIENTS}._start_landing", "replicated, sums carried on alone", SIDE),
@@ -110,7 +114,6 @@ _TIED = "parity/fsdp1/test_state_dicts.py::test_a_parameter_tied_across_wrappers
 _IN_ONE_MEMORY = "distributed/test_custom_comm.py::test_messages_in_flight_may_lie_in_the_same_memory"
 _UNCUT = "distributed/test_scopes.py::test_forwards_without_gradients_run_on_whole_parameters"
 _STOPPED = "distributed/test_stream_order.py::test_a_wait_that_is_left_out_is_noticed"
-_EXCHANGED = "accelerator/test_whole_matrices.py::test_wait_of_the_exchange_that_is_left_out_is_noticed"
 _STREAMED = "distributed/test_weights.py::test_weights_go_in_and_out_on_2_ranks"
 _WHOLE = "distributed/test_whole_matrices.py::test_each_matrix_is_whole_once_and_comes_back"
 _CLOCK = "accelerator/test_report.py::test_clock_starts_when_the_device_has_come_to_it"
@@ -136,10 +139,6 @@ ELSEWHERE: dict[str, str] = {
     "checkpoint.stream_weights._Messages.finish-wait_here": _STREAMED,
     "checkpoint.stream_weights._Gathering.wait-record": _ASKED,
     "checkpoint.stream_weights._Gathering.wait-wait_on_cpu": _ASKED,
-    "optim.matrices.exchange.Message.start-gather_after_compute": _EXCHANGED,
-    "optim.matrices.exchange.Message.start-record": _EXCHANGED,
-    "optim.matrices.exchange.Message.wait-wait_here": _EXCHANGED,
-    "optim.matrices.circles._reduced-work": _EXCHANGED,
     "optim.matrices.exchange.Message.wait-work": _WHOLE,  # gloo's messages
     # what measures time
     "report.recorder.DeviceClock.__init__-synchronize": _CLOCK,
