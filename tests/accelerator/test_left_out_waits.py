@@ -49,7 +49,7 @@ class Wait:
     method: str
     place: str
     case: str
-    schedule: str
+    schedule: str = ""
 
     def __str__(self) -> str:
         return f"{self.place}-{self.method}"
@@ -101,10 +101,10 @@ WAITS_OF_4 = [
     Wait("record", "core.group.reduce_scatter.Reduce.launch", "replicated, direct", "late reductions"),
 ]
 UNSEEN = [  # the memory that is written again too early gets the same values
-    Wait("compute_after_reduce", "core.group.gradients.Reduction.finish", "on each rank alone", SIDE),
+    Wait("compute_after_reduce", "core.group.gradients.Reduction.finish", "on each rank alone"),
 ]
 UNSEEN_OF_4 = [  # what would be read too late is thrown away
-    Wait("wait_here", "core.group.all_gather.Gather.drop", "on a smaller mesh, gathered in vain", SIDE)
+    Wait("wait_here", "core.group.all_gather.Gather.drop", "on a smaller mesh, gathered in vain")
 ]
 _REPORTED = "accelerator/test_report.py::test_steps_that_are_reported_do_not_wait_for_the_device"
 _MEASURED = "distributed/test_auto_shard.py::test_collectives_are_measured_by_size_alone_and_beside_products"
