@@ -7,17 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     set_model_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
-from tests.clients.compare import client, files_in, parameters_of
+from tests.clients.compare import client, files_in, parameters_of, shard_each
 from tests.harness.models import Block
 
 WIDTH = 9  # which two ranks do not divide
@@ -29,15 +27,9 @@ def on_two_ranks(*packages: str) -> Any:
 
 
 def sharded(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """By whatever ``torch.distributed.fsdp`` names."""
-    from torch.distributed.fsdp import fully_shard
-
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
     torch.manual_seed(seed)
     model = nn.Sequential(Block(WIDTH), Block(WIDTH))
-    for module in (*model, model):
-        fully_shard(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    shard_each(*model, model)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
