@@ -36,12 +36,16 @@ if TYPE_CHECKING:
         tensors as tensors,
         testing as testing,
     )
+    from fsdp2.checkpoint.replicas import broadcast_from, check_replicas
+    from fsdp2.checkpoint.whole_init import whole_init
     from fsdp2.extras.expert_parallel import ExpertMeshes, expert_meshes
     from fsdp2.extras.forward_methods import register_fsdp_forward_method
     from fsdp2.extras.inner_losses import allow_inner_losses
+    from fsdp2.extras.joined import joined
     from fsdp2.extras.lending import no_sync, unsharded
+    from fsdp2.extras.other_weights import weights_of
     from fsdp2.fsdp1 import FullyShardedDataParallel
-    from fsdp2.installation import install, installed, uninstall
+    from fsdp2.installation import install, uninstall
     from fsdp2.optim import clip_grad_norm_
     from fsdp2.planner import auto_shard
 
@@ -62,16 +66,20 @@ __all__ = [
     "UnshardHandle",
     "allow_inner_losses",
     "auto_shard",
+    "broadcast_from",
+    "check_replicas",
     "clip_grad_norm_",
     "expert_meshes",
     "fully_shard",
     "install",
-    "installed",
+    "joined",
     "no_sync",
     "register_fsdp_forward_method",
     "share_comm_ctx",
     "uninstall",
     "unsharded",
+    "weights_of",
+    "whole_init",
 ]
 
 __version__ = "0.1.0.dev0"
@@ -79,12 +87,16 @@ __version__ = "0.1.0.dev0"
 _ROOMS = ("checkpoint", "fsdp1", "memory", "optim", "planner", "report", "tensors", "testing")
 # By module, the names that are imported at their first use: training needs none of them.
 _LAZY = {
+    "checkpoint.replicas": ("broadcast_from", "check_replicas"),
+    "checkpoint.whole_init": ("whole_init",),
     "extras.expert_parallel": ("ExpertMeshes", "expert_meshes"),
     "extras.forward_methods": ("register_fsdp_forward_method",),
     "extras.inner_losses": ("allow_inner_losses",),
+    "extras.joined": ("joined",),
     "extras.lending": ("no_sync", "unsharded"),
+    "extras.other_weights": ("weights_of",),
     "fsdp1": ("FullyShardedDataParallel",),
-    "installation": ("install", "installed", "uninstall"),
+    "installation": ("install", "uninstall"),
     "optim.clip": ("clip_grad_norm_",),
     "planner": ("auto_shard",),
 }

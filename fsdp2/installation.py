@@ -14,8 +14,9 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from types import ModuleType
 from typing import Any
@@ -79,20 +80,21 @@ _LISTED_STATE = ("torch.distributed.checkpoint.state_dict", "_iterate_valid_mode
 # The method by which torch's pipelining, since 2.15, and clients ask a sharded module for its state.
 _STATE_OF_MODULE = "_get_fsdp_state"
 
-# The names that homes have in this version of torch, and those added since. A name that is not here stays torch's.
+# The names in this version of torch, and those added since. A name that is not here stays torch's.
 _NAMES: dict[str, Any] = {
+    "AllGather": comms.AllGather,  # this one and ReduceScatter are in sources only
     "CPUOffloadPolicy": CPUOffloadPolicy,
     "DataParallelMeshDims": DataParallelMeshDims,
     "FSDPModule": FSDPModule,
     "GradientReductionHandle": GradientReductionHandle,  # since torch 2.15
     "MixedPrecisionPolicy": MixedPrecisionPolicy,
     "OffloadPolicy": OffloadPolicy,
+    "ReduceScatter": comms.ReduceScatter,
     "UnshardHandle": UnshardHandle,
     "fully_shard": fully_shard,
     "register_fsdp_forward_method": register_fsdp_forward_method,
     "share_comm_ctx": share_comm_ctx,
 }
-_NAMES_OF_SOURCES: dict[str, Any] = {**_NAMES, "AllGather": comms.AllGather, "ReduceScatter": comms.ReduceScatter}
 _NAMES_OF_FSDP1 = ("FlatParameter", "FullyShardedDataParallel", "ShardedGradScaler")
 
 _logger = logging.getLogger("fsdp2")
@@ -103,7 +105,7 @@ class _Source(ModuleType):
 
     def __getattribute__(self, name: str) -> Any:
         found = super().__getattribute__(name)
-        return _NAMES_OF_SOURCES.get(name, found)
+        return _NAMES.get(name, found)
 
 
 class _Installation:
@@ -116,113 +118,91 @@ class _Installation:
     def replace(self) -> None:
         from fsdp2 import fsdp1  # imports torch's FSDP1, so import it only here
 
-        for name in _NAMES_OF_FSDP1:
-            _NAMES[name] = _NAMES_OF_SOURCES[name] = getattr(fsdp1, name)
+        _NAMES.update({name: getattr(fsdp1, name) for name in _NAMES_OF_FSDP1})
         for name in _INTERNALS[1:]:  # they must import torch's own names, so load them before the names are replaced
             _imported(name)
         homes = [module for name in _HOMES if (module := _imported(name)) is not None]
         sources = [module for name in _SOURCES if (module := _imported(name)) is not None]
         for module in (*sources, *homes):
-            for name in _NAMES_OF_SOURCES if module in sources else _NAMES:
-                if name in vars(module):
-                    self.theirs.setdefault(name, vars(module)[name])
+            for name in _NAMES.keys() & vars(module).keys():
+                self.theirs.setdefault(name, vars(module)[name])
         try:
-            for owner, name in _CHECKS:
-                self._check_for_our_modules(owner, name)
+            for place in _CHECKS:
+                self._replace(place, _refusing_our_modules)
             for module in sources:
-                self._change_class(module)
-            self._show_our_wrappers()
-            self._list_our_flat_parameters()
-            self._show_states()
-            self._exchange(self.theirs, _NAMES_OF_SOURCES)
+                self._undo.append(partial(setattr, module, "__class__", type(module)))
+                module.__class__ = _Source
+            self._answer_for_our_modules()
+            self._swap([(found, _NAMES[name]) for name, found in self.theirs.items()], in_runtime=False)
         except BaseException:
             self.restore()
             raise
 
     def restore(self) -> None:
-        self._exchange(_NAMES_OF_SOURCES, self.theirs)
         while self._undo:
             self._undo.pop()()
 
-    def _exchange(self, old: dict[str, Any], new: dict[str, Any]) -> None:
-        """In all loaded modules of torch, replace the objects ``old`` with ``new``, whatever name they have there."""
-        by_id = {id(old[name]): new[name] for name in self.theirs}
-        for module in _loaded_modules():
-            if _is_of_torch(module.__name__) and not _is_internal(module.__name__):
-                for name, value in list(vars(module).items()):
-                    if id(value) in by_id:
-                        setattr(module, name, by_id[id(value)])
-
-    def _change_class(self, module: ModuleType) -> None:
-        before = type(module)
-        module.__class__ = _Source
-        self._undo.append(lambda: setattr(module, "__class__", before))
-
-    def _show_our_wrappers(self) -> None:
-        """Make our wrappers work with ``torch.distributed.checkpoint.state_dict``, which asks each wrapper for torch's
-        own state, and with clients, which ask for its states and handles."""
-        from fsdp2.fsdp1.search import is_wrapper
+    def _answer_for_our_modules(self) -> None:
+        """Let torch's functions, and clients, find the state of our modules, and the flat parameters that optimizers
+        have: ``torch.distributed.checkpoint.state_dict`` looks for them in the wrapped modules, although those keep the
+        original parameters."""
+        from fsdp2.extras.torch_view import registry, state  # importing this module alone does not need it
+        from fsdp2.fsdp1.search import flat_params_in, is_wrapper
 
         for place in _FSDP1_STATES:
             self._replace(place, lambda of_torch: lambda module: module if is_wrapper(module) else of_torch(module))
-
-        def lazy_init(of_torch: Callable[..., Any]) -> Callable[..., Any]:
-            return lambda state, root: state._init_tree() if is_wrapper(state) else of_torch(state, root)
-
-        self._replace(_FSDP1_LAZY_INIT, lazy_init)
-
-    def _list_our_flat_parameters(self) -> None:
-        """Add our flat parameters to the list of ``torch.distributed.checkpoint.state_dict``, which looks for them in
-        the wrapped modules, although those keep the original parameters."""
-        from fsdp2.fsdp1.search import flat_params_in
-
-        def with_ours(of_torch: Callable[..., Any]) -> Callable[..., Any]:
-            return lambda model, *args, **kwargs: chain(of_torch(model, *args, **kwargs), flat_params_in(model))
-
-        self._replace(_LISTED_STATE, with_ours)
-
-    def _show_states(self) -> None:
-        """Let torch's pipelining and clients read the state of a module, through a method and torch's registry."""
-        from fsdp2.extras.torch_view import registry, state  # importing this module alone does not need it
-
+        self._replace(
+            _FSDP1_LAZY_INIT,
+            lambda of_torch: lambda state, root: state._init_tree() if is_wrapper(state) else of_torch(state, root),
+        )
+        self._replace(
+            _LISTED_STATE,
+            lambda of_torch: lambda model, *rest, **kw: chain(of_torch(model, *rest, **kw), flat_params_in(model)),
+        )
         setattr(FSDPModule, _STATE_OF_MODULE, state.state_of)
-        self._undo.append(lambda: delattr(FSDPModule, _STATE_OF_MODULE))
+        self._undo.append(partial(delattr, FSDPModule, _STATE_OF_MODULE))
         self._undo.append(registry.show())
 
     def _replace(self, place: tuple[str, str], make: Callable[[Any], object]) -> None:
         """Replace torch's function at ``place``, (module, name), with ``make(function)``, if there is one."""
-        owner, name = place
-        of_torch = getattr(_imported(owner), name, None)
+        of_torch = getattr(_imported(place[0]), place[1], None)
         if of_torch is not None:
-            ours = make(of_torch)
-            self._put(name, of_torch, ours)
-            self._undo.append(lambda: self._put(name, ours, of_torch))
+            self._swap([(of_torch, make(of_torch))], in_runtime=True)
 
-    def _put(self, name: str, old: object, new: object) -> None:
-        for module in _loaded_modules():
-            if _is_of_torch(module.__name__) and vars(module).get(name) is old:
-                setattr(module, name, new)
+    def _swap(self, pairs: Sequence[tuple[object, object]], *, in_runtime: bool) -> None:
+        """Replace the first object of each pair by the second one, until ``restore``."""
+        _swap(pairs, in_runtime=in_runtime)
+        self._undo.append(partial(_swap, [(new, old) for old, new in pairs], in_runtime=in_runtime))
 
-    def _check_for_our_modules(self, owner: str, name: str) -> None:
-        """Make torch's ``fully_shard`` and ``replicate`` refuse modules that fsdp2 has sharded."""
-        module = _imported(owner)
-        if module is None or name not in vars(module):
-            return
-        check = vars(module)[name]
-        of_torch = [found for each in ("fully_shard", "replicate") if callable(found := vars(module).get(each))]
 
-        def checked(given: Any, *args: Any, **kwargs: Any) -> Any:
-            try:
-                _refuse_our_modules(given, args[0] if args else "fully_shard")
-            except ValueError:
-                for item in given if isinstance(given, (list, tuple)) else [given]:
-                    for function in of_torch:
-                        torch_names.forget_composable_api(item, function)
-                raise
-            return check(given, *args, **kwargs)
+def _swap(pairs: Sequence[tuple[object, object]], *, in_runtime: bool) -> None:
+    """In all loaded modules of torch, replace the first object of each pair by the second one, whatever name it has
+    there. Modules of torch's own runtime, rather than those that re-export its names, only if ``in_runtime``."""
+    by_id = {id(old): new for old, new in pairs}
+    for module in _loaded_modules():
+        is_of_runtime = module.__name__ not in _HOMES and module.__name__.startswith(_INTERNALS)
+        if _is_of_torch(module.__name__) and (in_runtime or not is_of_runtime):
+            for name, value in list(vars(module).items()):
+                if id(value) in by_id:
+                    setattr(module, name, by_id[id(value)])
 
-        setattr(module, name, checked)
-        self._undo.append(lambda: setattr(module, name, check))
+
+def _refusing_our_modules(check: Callable[..., Any]) -> Callable[..., Any]:
+    """``check`` of torch's ``fully_shard`` or ``replicate`` refuses modules that fsdp2 has sharded."""
+    owners = [vars(module) for name, _ in _CHECKS if (module := _imported(name)) is not None]
+    of_torch = [owner[name] for owner in owners for name in ("fully_shard", "replicate") if callable(owner.get(name))]
+
+    def checked(given: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            _refuse_our_modules(given, args[0] if args else "fully_shard")
+        except ValueError:
+            for item in given if isinstance(given, (list, tuple)) else [given]:
+                for function in of_torch:
+                    torch_names.forget_composable_api(item, function)
+            raise
+        return check(given, *args, **kwargs)
+
+    return checked
 
 
 _current: _Installation | None = None
@@ -302,10 +282,9 @@ def _report(installation: _Installation) -> None:
     """On rank 0, log what was replaced, and warn about what was not."""
     if _rank() != 0:
         return
-    replaced = sorted(name for name in installation.theirs if name in _NAMES)
     _logger.warning(
         "fsdp2.install: in torch.distributed.fsdp, these names are fsdp2's now: %s. Tried with torch %s; this is %s.",
-        ", ".join(replaced),
+        ", ".join(sorted(installation.theirs)),
         TRIED_IN,
         torch.__version__,
     )
@@ -353,11 +332,6 @@ def _imported(name: str) -> ModuleType | None:
 
 def _is_of_torch(name: str) -> bool:
     return name.split(".")[0] == "torch"
-
-
-def _is_internal(name: str) -> bool:
-    """Whether the module belongs to torch's own runtime, rather than re-exporting its names."""
-    return name not in _HOMES and name.startswith(_INTERNALS)
 
 
 def _rank() -> int:

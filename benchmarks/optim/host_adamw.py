@@ -44,7 +44,7 @@ from fsdp2.core.comm.offload import StagedOffloadPolicy
 from fsdp2.core.runtime.unit import unit_of
 from fsdp2.core.runtime.unit_tree import tree_of
 from fsdp2.memory.plan import peak_if_staged
-from fsdp2.optim.host_adamw.memory import HostParam, host_nbytes_of, make_travelling
+from fsdp2.optim.host_adamw.memory import HostParam, host_nbytes_of, make_staging
 
 STAGED = StagedOffloadPolicy()  # copies on the CPU, too
 
@@ -239,7 +239,7 @@ def bytes_rows(numel: int = 1 << 16) -> list[list[object]]:
         elif offloaded:
             device, host, pinned = 0, shard.nbytes + gradient + states, shard.nbytes + gradient
         else:
-            pinned = _travelling_nbytes(shard)
+            pinned = _staging_nbytes(shard)
             masters = 0 if dtype is torch.float32 else 4 * numel
             device, host = shard.nbytes + gradient, pinned + states + masters
         rows.append([name, *(f"{nbytes / numel:g}" for nbytes in (device, max(device - gradient, 0), host, pinned))])
@@ -259,13 +259,11 @@ class _Elsewhere(HostParam):
         return self.param.data
 
 
-def _travelling_nbytes(shard: Tensor) -> int:
-    """What ``HostAdamW`` allocates for what travels to and from ``shard``."""
+def _staging_nbytes(shard: Tensor) -> int:
+    """What ``HostAdamW`` allocates for what is copied to and from ``shard``."""
     param = _Elsewhere(shard)
-    make_travelling([param], [torch.empty_like(shard)])
-    made = param.travelling
-    assert made is not None
-    return made.gradient.nbytes + made.shard.nbytes
+    make_staging([param], [torch.empty_like(shard)])
+    return sum(each.nbytes for each in (param.gradient, param.staged) if each is not None)
 
 
 def main() -> None:

@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 2 docs/examples/ema.py
 
-``copy.deepcopy`` of a sharded model is a sharded model of its own: the average is one, so it is evaluated, saved and
-loaded like any other. An update is local arithmetic on the shards, without communication. ``AveragedModel`` of
-``torch.optim.swa_utils`` works as well, and does the same.
+``copy.deepcopy`` of a sharded model is a sharded model of its own: the average is one, so it is saved and loaded like
+any other. ``fsdp2.weights_of`` lends its weights to the model for an evaluation. An update is local arithmetic on the
+shards, without communication. ``AveragedModel`` of ``torch.optim.swa_utils`` works as well, and does the same.
 
 Source: Polyak and Juditsky, "Acceleration of stochastic approximation by averaging", 1992.
 """
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+import fsdp2
 from fsdp2 import fully_shard
 
 WIDTH = 32
@@ -80,11 +81,15 @@ def run(num_steps: int = 300, decay: float = 0.97) -> tuple[float, float]:
         optimizer.step()
         optimizer.zero_grad()
         average.update(model)
-    losses = []
-    for each in (model.eval(), average.model):
-        with torch.no_grad():
-            losses.append(loss_of(each, torch.Generator().manual_seed(1), batch_size=1024, noise=0.0).item())
-    return losses[0], losses[1]
+
+    @torch.no_grad()
+    def evaluate() -> float:
+        return loss_of(model, torch.Generator().manual_seed(1), batch_size=1024, noise=0.0).item()
+
+    model.eval()
+    of_weights = evaluate()
+    with fsdp2.weights_of(model, average.model):
+        return of_weights, evaluate()
 
 
 def main() -> None:

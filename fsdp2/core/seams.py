@@ -85,8 +85,8 @@ Guard = tuple[dict[str, Any], Callable[..., Any]]
 
 # In a call of fully_shard, before it changes anything.
 
-# Checks policies, a placement function and ignored parameters; returns policies of our classes.
-read_arguments: Callable[[object, object, object, object], tuple[MixedPrecisionPolicy, OffloadPolicy]]
+# Checks a mesh, dp_mesh_dims, policies, a placement function and ignored parameters; returns policies of our classes.
+read_arguments: Callable[..., tuple[MixedPrecisionPolicy, OffloadPolicy]]
 # Reads a mesh with all axes of a model, of which the arguments name the data-parallel ones.
 data_parallel_part: Callable[[DeviceMesh, DataParallelMeshDims], ParallelMesh]
 # Refuses modules that cannot be roots of a unit.
@@ -152,9 +152,9 @@ pin_subclass: Callable[[str, torch.Tensor, Home], torch.Tensor]
 # Called before shards adopt parameters, with these and their local tensors. If the tensors are in another group's
 # buffers, it may call ``lie_in``. Returns whether it did.
 adopt_memory: Callable[[GroupShards, Sequence[nn.Parameter], Sequence[torch.Tensor]], bool]
-# Refuses what load_state_dict must not load: a module, the state dict, the prefix of its keys, and whether tensors are
-# assigned.
-check_loaded: Callable[[nn.Module, Mapping[str, Any], str, bool], None]
+# Cuts whole tensors that load_state_dict is to load, and refuses what it must not load: a module, the state dict, the
+# prefix of its keys, and whether tensors are assigned.
+prepare_loaded: Callable[[nn.Module, dict[str, Any], str, bool], None]
 # A context around methods such as ``to`` that replace the tensors of a sharded module.
 around_apply: Callable[[nn.Module], AbstractContextManager[None]]
 # Copies a sharded module; also gets the memo of copy.deepcopy.
@@ -166,8 +166,10 @@ copy_module: Callable[[nn.Module, dict[Any, Any]], nn.Module]
 tree_checks: list[Callable[[UnitTree], TreeChecks]] = []
 # Makes the schedule and the checks of a tree where ranks may differ in some unit; gets its usual checks.
 where_ranks_differ: Callable[[UnitTree, Sequence[TreeChecks]], tuple[Schedule, Sequence[TreeChecks]]]
-# Decorates the actions of a tree with a memory limit in bytes, from the start of one forward to that of the next.
+# Decorates the actions of a tree with a memory limit in bytes.
 limit_memory: Callable[[int, UnitTree], Decorator]
+# Decorates the actions of a tree that has a limit or a loop, from the start of one forward to that of the next.
+decorated: Callable[[UnitTree], Decorator | None]
 # Makes guards for those submodules of a unit that compute with parameters of the given modules.
 guards_of: Callable[[Unit, Iterable[nn.Module]], list[Guard]]
 # Refuses a tensor that the forward of a unit returns if its memory is about to be freed.

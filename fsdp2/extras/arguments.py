@@ -7,6 +7,7 @@ policies are recognized by name, since its modules take long to import and may n
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,9 +32,16 @@ _OURS: dict[str, type] = {cls.__name__: cls for cls in (MixedPrecisionPolicy, Of
 
 
 def read_arguments(
-    policy: Any, offload_policy: Any, placement_fn: object, ignored_params: object
+    mesh: object,
+    dims: object,
+    policy: Any,
+    offload_policy: Any,
+    placement_fn: object,
+    ignored_params: object,
 ) -> tuple[MixedPrecisionPolicy, OffloadPolicy]:
     """Check arguments of ``fully_shard``. Returns the two policies; torch's policies are converted to ours."""
+    if dims is None and isinstance(mesh, DeviceMesh):
+        _warn_of_first_axis(mesh)
     policy = as_ours(policy)
     offload_policy = OffloadPolicy() if offload_policy is None else as_ours(offload_policy)
     for name, value, cls in (
@@ -96,6 +104,22 @@ def _converted(policy: Any, theirs: Any, ours: Any) -> Any:
 
 
 # Meshes
+
+_NOT_REPLICATED = {"shard", "fsdp", "cp", "sp", "tp"}  # parts of names of axes that hold different data or weights
+
+
+def _warn_of_first_axis(mesh: DeviceMesh) -> None:
+    """Warn if a 2D mesh is about to be read as HSDP, but its first axis is named as if it were not for replicas."""
+    names = mesh.mesh_dim_names or ("",)
+    if mesh.ndim == 2 and not _NOT_REPLICATED.isdisjoint(names[0].split("_")):
+        warnings.warn(
+            f"fully_shard: mesh has the axes {names}. The first axis of a 2D mesh replicates parameters (HSDP), and "
+            f"only '{names[1]}' shards them, though '{names[0]}' sounds like an axis that holds no replicas. To shard "
+            f"over one of them, pass mesh['{names[0]}'] or mesh['{names[1]}']; over both, mesh._flatten('dp_shard'). "
+            "If parameters are DTensors on the whole mesh, name its data-parallel axes: "
+            f"dp_mesh_dims=DataParallelMeshDims(shard='{names[0]}'). For HSDP, call the first axis 'dp_replicate'.",
+            stacklevel=4,  # the caller of fully_shard
+        )
 
 
 def data_parallel_part(mesh: DeviceMesh, dims: DataParallelMeshDims) -> ParallelMesh:

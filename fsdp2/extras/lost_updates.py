@@ -1,4 +1,4 @@
-"""Detects what a step loses: gradients, hooks of gradients, and values that were assigned.
+"""Detects what a step loses: gradients, hooks of gradients, and values that were written or assigned.
 
 Late gradients: an optimizer steps without gradients that a backward has computed, and they would be part of the next
 step. torch's ``fully_shard`` says nothing. They are in flight if no backward has waited for them, or they lie on
@@ -10,6 +10,9 @@ later. Both halves ask the module for its parameters. If the module has been res
 are in no graph. The gradients of its parameters are then left out without an error.
 
 Hooks: autograd computes gradients of the unsharded parameters only, which hooks on a shard never see.
+
+Writes: between two passes, a root that stays unsharded binds whole parameters. A write into them never reaches the
+shards. Their versions tell.
 
 Assignments: ``param.data = value`` gives the DTensor another storage, which nothing reads, and leaves the shard as it
 is. Only the storage tells: neither the object nor its version changes.
@@ -35,11 +38,12 @@ from fsdp2.extras import torch_names
 
 
 class LateGradients(TreeChecks):
-    """Watches the steps of one root, and assignments to its shards between passes."""
+    """Watches the steps of one root, and between passes writes to its parameters and assignments."""
 
     def __init__(self, tree: UnitTree) -> None:
         self._tree = tree
         self._num_steps: list[tuple[Unit, ParamGroup, int]] = []  # for gradients that the last backward left in flight
+        self._unsharded: list[tuple[ParamGroup, list[int]]] = []  # after the last forward: groups, and their versions
 
     def begin_pass(self) -> None:
         if self._tree.is_reducing:
@@ -48,6 +52,9 @@ class LateGradients(TreeChecks):
                 "Call wait() on that handle first."
             )
         self._check_landed()
+        for group, versions in self._unsharded:
+            if group.state is GroupState.UNSHARDED and versions != _torch.versions_of(group.unsharded.versioned):
+                _check_written(group, versions)
         kept = self._tree.schedule.kept
         for index, unit in enumerate(self._tree.units):
             for group in unit.groups:
@@ -57,6 +64,13 @@ class LateGradients(TreeChecks):
                 is_outdated = group.state is not GroupState.SHARDED and group.has_stepped
                 if is_outdated and unit.config.reduces and index not in kept:
                     _check_reduced(unit, group)
+
+    def end_forward(self, unit: Unit) -> None:
+        self._unsharded.clear()
+        for each in self._tree.units:
+            for group in each.groups:
+                if group.state is GroupState.UNSHARDED:
+                    self._unsharded.append((group, _torch.versions_of(group.unsharded.versioned)))
 
     def begin_backward(self) -> None:
         self._check_landed()
@@ -149,6 +163,23 @@ class SplitBackwards(TreeChecks):
         both = [grad for param in self._params for grad in (param.unsharded_grad, param.accumulated)]
         found = [grad for grad in both if grad is not None]
         return list(zip(map(id, found), _torch.versions_of(found), strict=True))
+
+
+def _check_written(group: ParamGroup, before: Sequence[int]) -> None:
+    """Refuse to go on after a write into an unsharded parameter of ``group``, unless it was gathered again since."""
+    unsharded = group.unsharded
+    now = _torch.versions_of(unsharded.versioned)
+    if now == list(unsharded.saved_versions):
+        return
+    written = {id(each) for each, old, new in zip(unsharded.versioned, before, now, strict=True) if old != new}
+    for param, bound in zip(group.params, unsharded.parameters, strict=True):
+        if written.intersection(map(id, _torch.versioned(bound))):
+            raise ScheduleError(
+                f"parameter '{param.full_name}' was written since the last forward, while it was unsharded: its unit "
+                f"'{group.name or '(root)'}' binds whole parameters until its next reshard, as roots do. The shards do "
+                "not have this value, so it would be lost. Call reshard() on the module first, and write the shard; or "
+                "write inside fsdp2.unsharded(module). To go on without this value, call reshard() now."
+            )
 
 
 def _warn_of_assigned(group: ParamGroup) -> None:

@@ -1,5 +1,5 @@
 """Process groups that fsdp2 creates: for shards between forward and backward, for reductions that do not queue behind
-gathers, and for all ranks of an HSDP mesh.
+gathers, for all ranks of an HSDP mesh, and for messages on the host.
 
 Rule: whether a group is created depends only on ranks and earlier calls, never on what a rank has freed (I4).
 """
@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2.core import Axis, ParallelMesh, plans
 from fsdp2.extras import torch_names
+from fsdp2.extras.exchange import axis_of, exchange
 
 
 def post_forward_mesh(parallel: ParallelMesh, shard_size: int) -> ParallelMesh:
@@ -40,14 +41,18 @@ def separate_axis(axis: Axis, device: torch.device) -> Axis:
 
 
 def _match_names(axes: Sequence[Axis], device: torch.device) -> None:
-    """Let the ranks of ``axes`` use the same names for the groups that they create from now on. torch puts the number
-    of this rank's groups into the name of a new one, and ranks that were in other meshes before have other numbers.
-    Groups of one rank make up the difference."""
+    """Let the ranks of ``axes`` use the same names for the groups that they create from now on."""
     count = torch.tensor([torch_names.num_groups()], dtype=torch.int64, device=device)
     for axis in axes:
         if axis.size > 1:
             dist.all_reduce(count, dist.ReduceOp.MAX, group=axis.group)
-    for _ in range(int(count.item()) - torch_names.num_groups()):
+    _count_to(int(count.item()))
+
+
+def _count_to(count: int) -> None:
+    """Let this rank have created ``count`` groups. torch puts the number of a rank's groups into the name of a new one,
+    and ranks that were in other meshes before have other numbers. Groups of one rank make up the difference."""
+    for _ in range(count - torch_names.num_groups()):
         with torch_names.groups_made_from_nothing():
             dist.new_group([dist.get_rank()], use_local_synchronization=True, group_desc="fsdp2_counted")
 
@@ -68,3 +73,17 @@ def own_axis(ranks: list[int], description: str, axes: Sequence[Axis], device: t
         with torch_names.groups_made_from_nothing():
             made[key] = dist.new_group(ranks, use_local_synchronization=True, group_desc=description)
     return Axis(made[key], len(ranks), dist.get_rank(made[key]))
+
+
+def host_axis(description: str) -> Axis:
+    """All ranks, with a process group of their own for this use, which communicates on the host and was created once.
+    Collective."""
+    world = axis_of(None)
+    if dist.group.WORLD is None or world.size == 1:
+        return plans.NO_AXIS
+    made = _own_groups.setdefault(dist.group.WORLD, {})
+    key = (tuple(range(world.size)), description)
+    if key not in made:
+        _count_to(max(exchange(world, torch_names.num_groups())))
+        made[key] = dist.new_group(backend="gloo", group_desc=description)
+    return Axis(made[key], world.size, world.rank)

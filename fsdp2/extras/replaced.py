@@ -1,8 +1,9 @@
 """Explains why what a user has bound, or loads, cannot replace a sharded parameter, or what is lost if it does.
 
-``load_state_dict`` would copy plain tensors into shards, although nothing says which rank's they are. torch refuses
-them too, parameter by parameter. Here, one error names them all, before anything is loaded. Rule: where other code may
-change values while they are loaded, such as a hook that cuts them, torch alone decides.
+torch's ``load_state_dict`` refuses plain tensors for DTensors, parameter by parameter. Here, whole plain tensors are
+cut, which is what users mean. What cannot be cut is refused by one error that names all parameters, before anything is
+loaded. Rule: where other code may change values while they are loaded, such as a hook that cuts them, torch alone
+decides.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
-from fsdp2.core import ExtensionError, ShardedParam, _torch, comms
+from fsdp2.core import ExtensionError, ParamGroup, ShardedParam, Slot, _torch, comms, groups_by_slot, is_plain
 from fsdp2.extras import torch_names
 from fsdp2.extras.output import listed
 
@@ -102,47 +103,89 @@ def refuse_gradient(param: ShardedParam, grad: torch.Tensor) -> NoReturn:
 # Loaded values
 
 
-def check_loaded(module: nn.Module, state: Mapping[str, Any], prefix: str, is_assigned: bool) -> None:
-    """Check the values in ``state`` for the shards under ``module``, whose keys begin with ``prefix``. Raises the same
-    type as ``load_state_dict``."""
+def prepare_loaded(module: nn.Module, state: dict[str, Any], prefix: str, is_assigned: bool) -> None:
+    """Replace whole tensors in ``state`` by this rank's shards of them, for the parameters under ``module``, whose keys
+    begin with ``prefix``. If a plain one cannot be cut, raise the same type as ``load_state_dict``; nothing changes."""
     if not is_assigned and torch_names.replicates_plain_tensors():
         return
-    plain = [
-        key
-        for key, param in _loaded_parameters(module, prefix)
-        if isinstance(param, DTensor) and _is_plain(state.get(key), is_assigned=is_assigned)
-    ]
-    if not plain:
+    found = {
+        key: slot
+        for key, slot in _loaded_slots(module, prefix)
+        if isinstance(getattr(*slot), DTensor) and _is_unlike_shards(state.get(key), slot)
+    }
+    if not found:
         return
-    names = listed((f"'{key}'" for key in plain), _MAX_NAMES)
+    managed = {} if is_assigned else groups_by_slot()
+    cut = {key: _cut(state[key], slot, managed) for key, slot in found.items()}
+    refused = [key for key in found if cut[key] is None and _is_plain(state[key], is_assigned=is_assigned)]
+    if not refused:
+        state.update({key: shard for key, shard in cut.items() if shard is not None})
+        return
+    names = listed((f"'{key}'" for key in refused), _MAX_NAMES)
+    remedy = (
+        "parameters. {} Whole tensors can be loaded without assign=True."
+        if is_assigned
+        else "parameters, or whole plain tensors for parameters whose shards are plain. {} Load before fully_shard."
+    )
     raise RuntimeError(
         f"load_state_dict: found plain tensors for {names}, expected DTensors that are sharded like these "
-        f"parameters. Nothing was loaded into this {type(module).__name__}. For a state dict of whole tensors, use "
-        "torch.distributed.checkpoint.state_dict.set_model_state_dict(model, state_dict, "
-        "options=StateDictOptions(full_state_dict=True)), after model.reshard(); for safetensors files, "
-        "fsdp2.checkpoint.load_safetensors(model, path). "
-        "Or load before fully_shard, or give each value as distribute_tensor(value, parameter.device_mesh, "
-        "parameter.placements)."
+        f"{remedy.format(f'Nothing was loaded into this {type(module).__name__}.')} Or give each value as "
+        "distribute_tensor(value, parameter.device_mesh, parameter.placements)."
     )
 
 
-def _loaded_parameters(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Parameter]]:
+def _loaded_slots(module: nn.Module, prefix: str) -> Iterator[tuple[str, Slot]]:
     """The parameters under ``module`` with their keys, except those whose values other code may change."""
     if torch_names.changes_what_it_loads(module, _is_own_hook):
         return
     for name, param in _torch.parameters_dict(module).items():
         if param is not None:
-            yield prefix + name, param
+            yield prefix + name, Slot(module, name)
     for name, child in module.named_children():
-        yield from _loaded_parameters(child, f"{prefix}{name}.")
+        yield from _loaded_slots(child, f"{prefix}{name}.")
 
 
 def _is_own_hook(hook: object) -> bool:
     return getattr(hook, "__module__", None) in _CHANGE_NOTHING
 
 
-def _is_plain(value: object, *, is_assigned: bool) -> bool:
-    """Whether ``value`` is a tensor that a shard cannot load. torch copies a single element into any DTensor."""
-    if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or torch_names.is_sharded_tensor(value):
+def _is_unlike_shards(value: object, slot: Slot) -> bool:
+    """Whether ``value`` is a tensor that does not lie on the mesh of the parameter in ``slot``."""
+    if not isinstance(value, torch.Tensor) or torch_names.is_sharded_tensor(value):
         return False
-    return is_assigned or value.numel() != 1
+    return not isinstance(value, DTensor) or value.device_mesh != getattr(*slot).device_mesh
+
+
+def _is_plain(value: torch.Tensor, *, is_assigned: bool) -> bool:
+    """Whether ``value`` cannot be loaded without being cut. torch copies a single element into any DTensor."""
+    return not isinstance(value, DTensor) and (is_assigned or value.numel() != 1)
+
+
+def _cut(value: torch.Tensor, slot: Slot, managed: Mapping[Slot, tuple[ParamGroup, int]]) -> DTensor | None:
+    """This rank's shard of the parameter in ``slot``, whose whole values are ``value``; a view, if that is plain. None
+    if it cannot be cut: parameters that fsdp2 does not manage, subclasses, and other shapes."""
+    bound = getattr(*slot)
+    local = _torch.local_of(bound)
+    if slot not in managed or value.shape != bound.shape or not is_plain(local):
+        return None
+    group, index = managed[slot]
+    param = group.params[index]
+    before, part = param.spec.unsharded, value.detach()
+    if before is not None:
+        if not isinstance(part, DTensor):
+            part = distribute_tensor(part, before.mesh, before.placements, src_data_rank=None)
+        if (part.device_mesh, tuple(part.placements)) != (before.mesh, before.placements):
+            return None
+        part = _torch.local_of(part)
+        if part.numel() and not part.untyped_storage().nbytes():
+            raise RuntimeError(
+                f"load_state_dict: the state dict has the unsharded parameter '{param.full_name}' itself, which "
+                "load_state_dict has resharded. Call model.reshard() before the function that made the state dict, "
+                "such as set_model_state_dict."
+            )
+    if not is_plain(part):
+        return None
+    if part.dim():
+        start, stop = param.layout.interval(param.mesh.shard.rank)
+        part = part.narrow(param.layout.dim, start, stop - start)
+    return _torch.dtensors_like([bound], [part])[0] if part.shape == local.shape else None

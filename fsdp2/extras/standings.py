@@ -25,9 +25,9 @@ ALIKE = (
     f"set_ranks_may_differ(True) on the root; what must not differ even then is in {DOCS}/advanced/ranks.md."
 )
 AS_MANY = (
-    "All ranks must run the same roots, with as many forwards and backwards of each. Give all ranks the same number of "
-    "batches: by drop_last=True, or by a sampler that pads, such as torch's DistributedSampler. See "
-    f"{DOCS}/advanced/ranks.md."
+    "All ranks must run the same roots, with as many forwards and backwards of each. If ranks have different numbers "
+    "of batches, loop with: for batch, is_real in fsdp2.joined(batches, model). See "
+    f"{DOCS}/advanced/ranks.md#ranks-with-different-numbers-of-batches."
 )
 _SLOW = (
     "A rank that is only slow will come. Otherwise let all ranks make the same calls, also those of full_tensor() and "

@@ -42,15 +42,6 @@ class UnitChecks(TreeChecks):
         for join in joins:
             join()
 
-    def begin_pass(self) -> None:
-        modules = self._tree.root.modules
-        if len(modules) > 1:
-            names = ", ".join(type(module).__name__ for module in modules)
-            raise ScheduleError(
-                f"fully_shard([{names}]) made one unit without a root, and one of these modules ran alone. "
-                "Call fully_shard also on the module that contains these modules, and run that module first."
-            )
-
     def end_collection(self) -> None:
         units, root = self._tree.units, self._tree.root
         _name_by_modules(root, [unit for unit in units[1:] if len(unit.modules) > 1])
@@ -59,6 +50,22 @@ class UnitChecks(TreeChecks):
         warned = _warn_of_unsharded(root.modules, known)
         root.left_alone.update(warned)
         marks.leave_alone(getattr(slot.module, slot.name) for slot in warned)
+
+
+class ChecksWithoutRoot(UnitChecks):
+    """The checks of a tree whose root is several modules of one unit: no module around them ever ran."""
+
+    def begin_pass(self) -> None:
+        names = ", ".join(type(module).__name__ for module in self._tree.root.modules)
+        raise ScheduleError(
+            f"fully_shard([{names}]) made one unit without a root, and one of these modules ran alone. "
+            "Call fully_shard also on the module that contains these modules, and run that module first."
+        )
+
+
+def checks_of_units(tree: UnitTree) -> TreeChecks:
+    """The checks of the units of ``tree``. The usual ones cost nothing in a pass."""
+    return (ChecksWithoutRoot if len(tree.root.modules) > 1 else UnitChecks)(tree)
 
 
 def finalizes_by_hand(unit: Unit) -> bool:

@@ -60,16 +60,17 @@ LOADED_WHEN_CALLED = {
     "check_device": "extras.replaced:check_device",
     "warn_of_plain": "extras.replaced:warn_of_plain",
     "refuse_gradient": "extras.replaced:refuse_gradient",
-    "check_loaded": "extras.replaced:check_loaded",
+    "prepare_loaded": "extras.replaced:prepare_loaded",
     "copy_module": "extras.copying:copied_module",
     "communicate_in_memory": "extras.comm_memory:communicate_in_memory",
+    "decorated": "extras.joined:decorated",
     "limit_memory": "memory.limit:MemoryLimit",
     "take_over_optimizer": "extras.kept_optimizers:take_over",
     "warn_of_plain_step": "extras.kept_optimizers:warn_of_plain",
 }
 
 # Each tree asks them in this order.
-TREE_CHECKS = (unit_checks.UnitChecks, lost_updates.LateGradients, lost_updates.SplitBackwards, alike.Alike)
+TREE_CHECKS = (unit_checks.checks_of_units, lost_updates.LateGradients, lost_updates.SplitBackwards, alike.Alike)
 
 ADAPTERS = {"bitsandbytes.nn.modules.Params4bit": "tensors.params4bit:adapt"}
 

@@ -4,7 +4,7 @@ wrappers."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 from fsdp2.core import FSDPModule, fully_shard, plans, unit_of
 from fsdp2.extras.plain_names import plain_named_modules
 from fsdp2.fsdp1.search import is_wrapper
-from fsdp2.fsdp1.torch_names import run_policy
+from fsdp2.fsdp1.torch_names import PRIVATE_POLICIES, post_order_apply
 
 Overrides = dict[nn.Module, dict[str, Any]]
 
@@ -27,55 +27,30 @@ def chosen_by(
     """Return the modules inside ``model`` that ``policy`` chooses, inner ones first, each with the options that the
     policy overrides. ``model`` itself is not among them. ``policy`` is a ``ModuleWrapPolicy``, a ``CustomPolicy``, or a
     function ``(module, recurse, nonwrapped_numel)``."""
-    found = run_policy(policy, model, set(ignored_modules))
-    if found is None:
-        if not callable(policy):
-            raise TypeError(
-                f"the wrapping policy is a {type(policy).__name__}, expected a policy of torch.distributed.fsdp.wrap "
-                "or a function (module, recurse, nonwrapped_numel)."
-            )
-        found = {}
-        _ask(policy, model, ignored_modules, ignored_params, found, is_root=True)
+    found: Overrides = {}
+
+    def note(module: nn.Module, **overrides: Any) -> nn.Module:
+        found[module] = overrides
+        return module
+
+    if isinstance(policy, PRIVATE_POLICIES["_Policy"]):
+        found = policy._run_policy(model, set(ignored_modules), {})
+    elif callable(policy):
+        ask = PRIVATE_POLICIES["_recursive_wrap"]  # replaces each chosen module by what ``note`` returns
+        ask(model, policy, note, ignored_modules, ignored_params, only_wrap_children=True)
+    else:
+        raise TypeError(
+            f"the wrapping policy is a {type(policy).__name__}, expected a policy of torch.distributed.fsdp.wrap "
+            "or a function (module, recurse, nonwrapped_numel)."
+        )
     return {module: found[module] for module in inner_first(model) if module in found and module is not model}
-
-
-def _ask(
-    policy: Callable[..., bool],
-    module: nn.Module,
-    ignored_modules: Collection[nn.Module],
-    ignored_params: Collection[nn.Parameter],
-    found: Overrides,
-    *,
-    is_root: bool = False,
-) -> int:
-    """Ask ``policy`` about ``module`` and all modules inside it. Returns how many elements the chosen ones hold."""
-    numel = sum(param.numel() for param in module.parameters() if param not in ignored_params)
-    if module in found:  # a shared module
-        return numel
-    if not policy(module=module, recurse=True, nonwrapped_numel=numel):
-        return 0
-    children = [child for child in module.children() if child not in ignored_modules]
-    taken = sum(_ask(policy, child, ignored_modules, ignored_params, found) for child in children)
-    if not is_root and policy(module=module, recurse=False, nonwrapped_numel=numel - taken):
-        found[module] = {}
-        return numel
-    return taken
 
 
 def inner_first(model: nn.Module) -> list[nn.Module]:
     """All modules of ``model``, each listed once, after the modules inside it."""
-    seen: dict[nn.Module, None] = {}
-    entered: set[nn.Module] = set()
-
-    def visit(module: nn.Module) -> None:
-        if module not in entered:
-            entered.add(module)
-            for child in module.children():
-                visit(child)
-            seen[module] = None
-
-    visit(model)
-    return list(seen)
+    found: list[nn.Module] = []
+    post_order_apply(model, found.append)
+    return found
 
 
 def check_nothing_is_wrapped(model: nn.Module) -> None:
@@ -91,7 +66,8 @@ def check_nothing_is_wrapped(model: nn.Module) -> None:
 def add_full_precision(model: nn.Module, classes: Collection[type[nn.Module]], chosen: Overrides) -> Overrides:
     """Add all modules of ``classes`` to ``chosen``, without mixed precision, so that they compute in fp32. Their inputs
     are cast to fp32, and their outputs back to the dtype of the inputs."""
-    found = of_classes(model, classes)
+    kept = tuple(classes)
+    found = [module for module in model.modules() if isinstance(module, kept) and module is not model]
     if not found:
         return chosen
     names = ", ".join(sorted({type(module).__name__ for module in found}))
@@ -104,12 +80,6 @@ def add_full_precision(model: nn.Module, classes: Collection[type[nn.Module]], c
         compute_in_fp32(module)
     added = {**chosen, **{module: {**chosen.get(module, {}), "mixed_precision": None} for module in found}}
     return {module: added[module] for module in inner_first(model) if module in added}
-
-
-def of_classes(model: nn.Module, classes: Collection[type[nn.Module]]) -> Overrides:
-    """The modules inside ``model`` that are instances of ``classes``."""
-    kept = tuple(classes)
-    return {module: {} for module in model.modules() if isinstance(module, kept) and module is not model}
 
 
 def compute_in_fp32(module: nn.Module) -> None:

@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 
 from fsdp2.core import comms
-from fsdp2.fsdp1 import torch_names
 from fsdp2.fsdp1.search import Wrapper, wrappers_in
-from fsdp2.fsdp1.settings import HYBRID
+from fsdp2.fsdp1.torch_names import HYBRID, default_hooks
 
 Hook = Callable[..., Any]
 
@@ -22,10 +21,10 @@ def _compressing(dtype: torch.dtype) -> Hook:
     CPU."""
 
     def hook(state: Any, gradients: torch.Tensor, shard: torch.Tensor | None = None) -> None:
-        hooks, tensors = torch_names.default_comm_hooks(), [gradients] if shard is None else [gradients, shard]
+        tensors = [gradients] if shard is None else [gradients, shard]
         for tensor in tensors:
             tensor.data = tensor.data.to(dtype)
-        (hooks.allreduce_hook if shard is None else hooks.reduce_scatter_hook)(state, *tensors)
+        (default_hooks.allreduce_hook if shard is None else default_hooks.reduce_scatter_hook)(state, *tensors)
         tensors[-1].data = tensors[-1].data.to(state.parameter_type)
 
     return hook
@@ -63,8 +62,7 @@ def _run(hook: Hook, state: object, *tensors: torch.Tensor) -> None:
 
 def _compressed_dtype(hook: Hook) -> torch.dtype | None:
     """The dtype that ``hook`` communicates in, if it is one of torch's compressing hooks; else None."""
-    hooks = torch_names.default_comm_hooks()
-    known = ((hooks.fp16_compress_hook, torch.float16), (hooks.bf16_compress_hook, torch.bfloat16))
+    known = ((default_hooks.fp16_compress_hook, torch.float16), (default_hooks.bf16_compress_hook, torch.bfloat16))
     return next((dtype for each, dtype in known if hook is each), None)
 
 

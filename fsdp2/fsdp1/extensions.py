@@ -1,4 +1,5 @@
-"""``FSDPExtensions``: six methods that define how a user's tensor type is sharded, shown, saved and loaded.
+"""``FSDPExtensions``, a class of torch: six methods that define how a user's tensor type is sharded, shown, saved and
+loaded. docs/advanced/fsdp1_extensions.md says when each of them is called.
 
 A wrapper keeps the extension that was set when it was made. Without one, nothing here runs: the runtime itself handles
 DTensors of tensor parallelism and the all-gather hooks of tensor subclasses. Rule: each result of a user's method is
@@ -8,82 +9,25 @@ checked here, and an error names the method and the parameter.
 from __future__ import annotations
 
 import inspect
-from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp2.core import ExtensionError, GroupState, ParamGroup, ShardedParam, Slot, _torch, groups_by_slot
-from fsdp2.extras.plain_names import joined_name
 from fsdp2.extras.torch_names import is_sharded_tensor
 from fsdp2.fsdp1 import torch_names
 from fsdp2.fsdp1.optim_values import whole_of_pieces
-from fsdp2.fsdp1.search import Wrapper, params_of
+from fsdp2.fsdp1.search import Wrapper, named_slots
+from fsdp2.fsdp1.torch_names import FSDPExtensions
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 _TRANSFORMED = "_fsdp2_transformed_as"  # attribute of the original parameter; holds its name
-
-
-class FSDPExtensions(ABC):
-    """Defines how ``FullyShardedDataParallel`` handles parameters of a user's tensor type. Subclass it and pass an
-    instance to :func:`set_fsdp_extensions`. All ranks must set the same extension.
-
-    Source: the private class of the same name in PyTorch.
-    """
-
-    @abstractmethod
-    def pre_flatten_transform(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any | None]:
-        """Called with each parameter when its wrapper is made, and with each whole value that is written or loaded.
-
-        Returns:
-            The plain tensor to shard, and what ``post_unflatten_transform`` needs to rebuild the parameter from it.
-            ``(tensor, None)`` leaves the parameter as it is.
-        """
-
-    @abstractmethod
-    def post_unflatten_transform(self, tensor: torch.Tensor, param_extension: Any) -> torch.Tensor:
-        """Make the tensor that compute reads, in the shape of the original parameter, by differentiable operations.
-        Called before each forward, before each backward whose parameters were resharded, in ``summon_full_params``, and
-        for values in state dicts.
-
-        Args:
-            tensor: the whole plain tensor. Its memory is valid until the parameters are resharded.
-            param_extension: what ``pre_flatten_transform`` returned.
-        """
-
-    @abstractmethod
-    def chunk_tensor(
-        self,
-        tensor: torch.Tensor,
-        rank: int,
-        world_size: int,
-        num_devices_per_node: int,
-        pg: dist.ProcessGroup,
-        device: torch.device | None = None,
-    ) -> torch.Tensor:
-        """Return this rank's part of the whole ``tensor`` for a sharded state dict, as a ``ShardedTensor``. Called for
-        wrappers without a device mesh."""
-
-    @abstractmethod
-    def chunk_dtensor(self, tensor: torch.Tensor, rank: int, device_mesh: DeviceMesh) -> torch.Tensor:
-        """Like ``chunk_tensor``, but return a ``DTensor``. Called for wrappers with a device mesh."""
-
-    @abstractmethod
-    def pre_load_state_dict_transform(self, tensor: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
-        """Take a loaded ``ShardedTensor``. Return a ``ShardedTensor`` of the plain tensor, and its local shards."""
-
-    @abstractmethod
-    def all_gather_dtensor(self, tensor: DTensor, parent_mesh: DeviceMesh | None) -> torch.Tensor:
-        """Take a loaded ``DTensor``. Return the whole plain tensor."""
-
-
+_EXTENDED = "_fsdp2_extended"  # attribute of a module; has an Extended for the name of each parameter made plain
 _METHODS = tuple(sorted(FSDPExtensions.__abstractmethods__))
 _current: FSDPExtensions | None = None
 
@@ -142,55 +86,6 @@ class Extended:
         return plain
 
 
-class Extension:
-    """The extension of one wrapper, and the parameters of the wrapper's unit that it has made plain. Copies of the
-    wrapper share the user's object."""
-
-    def __init__(self, user: FSDPExtensions) -> None:
-        self.user = user
-        self.by_slot: dict[Slot, Extended] = {}
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Extension:
-        made = Extension(self.user)
-        made.by_slot = {Slot(memo.get(id(slot.module), slot.module), slot.name): e for slot, e in self.by_slot.items()}
-        return made
-
-    def of(self, param: ShardedParam) -> Extended | None:
-        """The record of ``param``; None if the extension has left it as it is."""
-        return next((self.by_slot[slot] for slot in param.slots if slot in self.by_slot), None)
-
-    def chunk(self, name: str, whole: torch.Tensor, wrapper: Wrapper, shapes: Collection[torch.Size]) -> torch.Tensor:
-        """``chunk_dtensor``, or ``chunk_tensor`` without a device mesh."""
-        mesh, group = wrapper._settings.device_mesh, wrapper.process_group
-        cls: type[torch.Tensor]
-        if mesh is not None:
-            method, cls, kind = "chunk_dtensor", DTensor, "a DTensor"
-            made = self.user.chunk_dtensor(whole, group.rank(), mesh)
-        else:
-            method, cls, kind = "chunk_tensor", torch.Tensor, "a ShardedTensor"
-            per_node = max(torch.get_device_module(whole.device.type).device_count(), 1)
-            made = self.user.chunk_tensor(whole, group.rank(), group.size(), per_node, group)
-        if not isinstance(made, cls) or torch_names.shape_of(made) not in shapes:
-            _refuse(method, name, made, f"{kind} whose whole shape is {' or '.join(str(tuple(s)) for s in shapes)}")
-        return made
-
-    def loaded_shards(self, name: str, tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-        """``pre_load_state_dict_transform``. Returns the ShardedTensor of the plain tensor."""
-        result = self.user.pre_load_state_dict_transform(tensor)
-        if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], list):
-            _refuse("pre_load_state_dict_transform", name, result, "a tuple (tensor, list of its local shards)")
-        if not isinstance(result[0], torch.Tensor) or torch_names.shape_of(result[0]) != torch.Size(shape):
-            _refuse("pre_load_state_dict_transform", name, result[0], f"a ShardedTensor of shape {tuple(shape)}")
-        return result[0]
-
-    def gathered(self, name: str, tensor: DTensor, mesh: DeviceMesh | None, shape: Sequence[int]) -> torch.Tensor:
-        """``all_gather_dtensor``."""
-        made = self.user.all_gather_dtensor(tensor, mesh)
-        if type(made) not in _PLAIN or tuple(made.shape) != tuple(shape):
-            _refuse("all_gather_dtensor", name, made, f"a plain tensor of shape {tuple(shape)}")
-        return made.detach()
-
-
 def _flatten(user: FSDPExtensions, name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, Any | None]:
     """``pre_flatten_transform``."""
     result = user.pre_flatten_transform(tensor)
@@ -209,21 +104,20 @@ def _refuse(method: str, name: str, found: object, expected: str) -> NoReturn:
     raise ExtensionError(f"FSDPExtensions.{method} returned {text} for parameter '{name}', expected {expected}.")
 
 
-@contextmanager
-def flattened(
-    module: nn.Module, ignored: Collection[nn.Parameter], *, keeps: bool = True
-) -> Iterator[Extension | None]:
-    """Inside the block, the current extension has made plain those parameters under ``module`` that belong to no unit
-    yet. With ``keeps`` they stay plain afterwards; if the block then raises, ``undone_on_error`` restores them. If the
-    extension returns something wrong, this raises before anything has changed."""
+def flatten(module: nn.Module, ignored: Collection[nn.Parameter]) -> FSDPExtensions | None:
+    """Let the current extension, which is returned, make plain those parameters under ``module`` that belong to no unit
+    yet. If it returns something wrong, this raises before anything has changed."""
     if _current is None:
-        yield None
-        return
-    extension = Extension(_current)
-    found = _own_slots(module, ignored)
+        return None
+    found: dict[nn.Parameter, dict[Slot, str]] = {}
+    taken = groups_by_slot()
+    for name, slot in named_slots(module):
+        param = slot.module._parameters[slot.name]
+        if param is not None and slot not in taken and param not in ignored:
+            found.setdefault(param, {}).setdefault(slot, name)
     made: dict[nn.Parameter, tuple[nn.Parameter, Extended]] = {}
     for param, slots in found.items():
-        name = slots[0][0]
+        name = next(iter(slots.values()))
         earlier = getattr(param, _TRANSFORMED, None)
         if earlier is not None:
             raise ValueError(
@@ -236,40 +130,19 @@ def flattened(
                 known = Extended(name, _current, param_extension, param.shape)
                 known.show(plain)  # refuses wrong results before anything has changed
                 made[param] = nn.Parameter(plain, requires_grad=param.requires_grad), known
-    try:
-        for param, (plain_param, known) in made.items():
-            setattr(param, _TRANSFORMED, known.name)
-            for _, slot in found[param]:
-                _torch.parameters_dict(slot.module)[slot.name] = plain_param
-                extension.by_slot[slot] = known
-        yield extension
-    finally:
-        if not keeps:
-            for param in made:
-                delattr(param, _TRANSFORMED)
-                for _, slot in found[param]:
-                    _torch.parameters_dict(slot.module)[slot.name] = param
+    for param, (plain_param, known) in made.items():
+        setattr(param, _TRANSFORMED, known.name)
+        for slot in found[param]:
+            _torch.parameters_dict(slot.module)[slot.name] = plain_param
+            vars(slot.module).setdefault(_EXTENDED, {})[slot.name] = known
+    return _current
 
 
-def _own_slots(module: nn.Module, ignored: Collection[nn.Parameter]) -> dict[nn.Parameter, list[tuple[str, Slot]]]:
-    """The parameters that the wrapper around ``module`` will manage, with their names and slots."""
-    taken, ignored = groups_by_slot(), set(ignored)
-    found: dict[nn.Parameter, list[tuple[str, Slot]]] = {}
-    for path, child in module.named_modules():
-        for name, param in _torch.parameters_dict(child).items():
-            slot = Slot(child, name)
-            if param is not None and slot not in taken and param not in ignored:
-                found.setdefault(param, []).append((joined_name(path, name), slot))
-    return found
-
-
-def install(wrapper: Wrapper, extension: Extension | None) -> None:
-    """Let the groups of ``wrapper`` show the parameters that ``extension`` makes."""
-    if extension is None:
-        return
-    wrapper._extension = extension
-    groups = [g for g in wrapper._unit.groups if any(extension.of(param) is not None for param in g.params)]
-    shows = [_Shows(group, extension) for group in groups]
+def install(wrapper: Wrapper, user: FSDPExtensions | None) -> None:
+    """Let ``wrapper`` use the extension, and its groups show the parameters that it makes."""
+    wrapper._extension = user
+    groups = [group for group in wrapper._unit.groups if any(map(extended, group.params))]
+    shows = [_Shows(group) for group in groups]
 
     def before_forward(*_: Any) -> None:
         for each in shows:
@@ -281,20 +154,25 @@ def install(wrapper: Wrapper, extension: Extension | None) -> None:
         wrapper._fsdp_wrapped_module.register_forward_pre_hook(before_forward)
 
 
+def extended(param: ShardedParam) -> Extended | None:
+    """The record of ``param``; None if no extension has made it plain."""
+    found = (vars(module).get(_EXTENDED, {}).get(name) for module, name in param.slots)
+    return next((each for each in found if each is not None), None)
+
+
 class _Shows:
     """Makes the tensors that compute reads from one group's unsharded parameters: once per gather, and again for each
     further forward on parameters that were kept, since a backward frees what its forward recorded."""
 
-    def __init__(self, group: ParamGroup, extension: Extension) -> None:
-        self.group, self._extension = group, extension
-        self._is_new = False
+    def __init__(self, group: ParamGroup) -> None:
+        self.group, self._is_new = group, False
 
     def __call__(self, parameters: Sequence[nn.Parameter]) -> list[Any]:
         self._is_new = True
         shown: list[Any] = []
         with torch.enable_grad():  # a forward is recomputed in backward, where gradients are disabled
             for param, parameter in zip(self.group.params, parameters, strict=True):
-                known = self._extension.of(param)
+                known = extended(param)
                 shown.append(parameter if known is None else known.show(parameter))
         return shown
 
@@ -307,94 +185,97 @@ class _Shows:
 # For whole parameters and state dicts
 
 
-def extended_in(wrappers: Sequence[Wrapper]) -> Mapping[ShardedParam, Extended]:
-    """The parameters of ``wrappers`` that extensions have made plain."""
-    found = {param: _known(wrapper, param) for wrapper in wrappers for param in params_of(wrapper)}
-    return {param: known for param, known in found.items() if known is not None}
-
-
-def _known(wrapper: Wrapper, param: ShardedParam) -> Extended | None:
-    extension: Extension | None = wrapper._extension
-    return None if extension is None else extension.of(param)
-
-
-def shown_shape(wrapper: Wrapper, param: ShardedParam) -> torch.Size:
+def shown_shape(param: ShardedParam) -> torch.Size:
     """The shape of ``param`` in a full state dict."""
-    known = _known(wrapper, param)
+    known = extended(param)
     return torch.Size(param.spec.sharded.shape) if known is None else known.shape
 
 
-def shown_value(wrapper: Wrapper, param: ShardedParam, whole: torch.Tensor) -> torch.Tensor:
+def shown_value(param: ShardedParam, whole: torch.Tensor) -> torch.Tensor:
     """Convert ``whole``, the value of ``param`` or of an optimizer state of it, to the form of full state dicts."""
-    known = _known(wrapper, param)
+    known = extended(param)
     return whole if known is None else known.show(whole).detach()
 
 
-def chunked_value(wrapper: Wrapper, param: ShardedParam, whole: torch.Tensor) -> torch.Tensor:
+def plain_value(param: ShardedParam, value: torch.Tensor) -> torch.Tensor:
+    """Convert ``value``, which was bound or loaded for ``param``, to what it would be without an extension."""
+    known = extended(param)
+    return value if known is None else known.plain(value, param.layout.shape)
+
+
+def chunked_value(
+    wrapper: Wrapper, param: ShardedParam, whole: torch.Tensor, device: torch.device | None
+) -> torch.Tensor:
     """Convert ``whole``, the value of ``param`` or of an optimizer state of it, to the form that sharded state dicts
-    of a wrapper with an extension have."""
-    extension: Extension | None = wrapper._extension
-    assert extension is not None
-    shown = shown_value(wrapper, param, whole)
-    return extension.chunk(param.full_name, shown, wrapper, {shown.shape, whole.shape})
+    of a wrapper with an extension have: by ``chunk_dtensor``, or ``chunk_tensor`` without a device mesh. If ``device``
+    is given, the result is moved there."""
+    user: FSDPExtensions = wrapper._extension
+    shown, mesh, group = shown_value(param, whole), wrapper._settings.device_mesh, wrapper.process_group
+    cls: type[torch.Tensor]
+    if mesh is not None:
+        method, cls, kind = "chunk_dtensor", DTensor, "a DTensor"
+        made = user.chunk_dtensor(shown, group.rank(), mesh)
+    else:
+        method, cls, kind = "chunk_tensor", torch.Tensor, "a ShardedTensor"
+        per_node = max(torch.get_device_module(shown.device.type).device_count(), 1)
+        made = user.chunk_tensor(shown, group.rank(), group.size(), per_node, group)
+    shapes = {shown.shape, whole.shape}
+    if not isinstance(made, cls) or torch_names.shape_of(made) not in shapes:
+        whole_shapes = " or ".join(str(tuple(shape)) for shape in shapes)
+        _refuse(method, param.full_name, made, f"{kind} whose whole shape is {whole_shapes}")
+    return made if device is None else made.to(device)
 
 
 def loaded_value(wrapper: Wrapper, param: ShardedParam, value: object) -> object:
     """Undo the extension in a loaded ``value`` of ``param``. Returns a whole plain value, or a ShardedTensor."""
-    extension: Extension | None = wrapper._extension
-    if extension is None or not isinstance(value, torch.Tensor):
+    user: FSDPExtensions | None = wrapper._extension
+    if user is None or not isinstance(value, torch.Tensor):
         return value
-    shape = param.spec.sharded.shape if param.spec.unsharded is None else param.layout.shape
+    name, shape = param.full_name, torch.Size(param.layout.shape)
     if is_sharded_tensor(value):
-        return extension.loaded_shards(param.full_name, value, shape)
-    known = extension.of(param)
-    if isinstance(value, DTensor):
-        if known is None and param.spec.unsharded is not None:
-            return value
-        return extension.gathered(param.full_name, value, wrapper._settings.device_mesh, shape)
-    return value if known is None else known.plain(value, shape)
+        result = user.pre_load_state_dict_transform(value)
+        if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], list):
+            _refuse("pre_load_state_dict_transform", name, result, "a tuple (tensor, list of its local shards)")
+        if torch_names.shape_of(result[0]) != shape:
+            _refuse("pre_load_state_dict_transform", name, result[0], f"a ShardedTensor of shape {tuple(shape)}")
+        return result[0]
+    if not isinstance(value, DTensor):
+        return plain_value(param, value)
+    if extended(param) is None and param.spec.unsharded is not None:
+        return value
+    made = user.all_gather_dtensor(value, wrapper._settings.device_mesh)
+    if type(made) not in _PLAIN or made.shape != shape:
+        _refuse("all_gather_dtensor", name, made, f"a plain tensor of shape {tuple(shape)}")
+    return made.detach()
 
 
 def loaded_state(wrapper: Wrapper, param: ShardedParam, value: object) -> object:
     """Make a loaded optimizer state of ``param`` whole and plain, however it is sharded. Collective if sharded.
     As in torch's class, sharded states are not passed to any method of an extension."""
-    extension: Extension | None = wrapper._extension
-    if extension is None or not isinstance(value, torch.Tensor):
+    if wrapper._extension is None or not isinstance(value, torch.Tensor):
         return value
     if is_sharded_tensor(value):
         return whole_of_pieces(value, wrapper)
     if isinstance(value, DTensor):
         return value if param.spec.unsharded is not None else value.full_tensor().detach()
-    known = extension.of(param)
-    return value if known is None else known.plain(value, param.layout.shape)
+    return plain_value(param, value)
 
 
-def plain_value(wrapper: Wrapper, param: ShardedParam, bound: torch.Tensor) -> torch.Tensor:
-    """Convert ``bound``, which stands in for ``param``, to what it would be without an extension."""
-    known = _known(wrapper, param)
-    return bound if known is None else known.plain(bound, param.layout.shape)
-
-
-@torch.no_grad()
-def bind_shown(extended: Mapping[ShardedParam, Extended]) -> None:
+def bind_shown(params: Mapping[ShardedParam, Extended]) -> None:
     """Replace the bound whole plain parameters by what the extensions make from them."""
-    for param, known in extended.items():
-        module, name = param.slots[0]
-        bound = getattr(module, name)
-        if bound is not param.sharded:  # otherwise it is whole on another rank only
-            _bind(param, known.show(bound.detach()), requires_grad=bound.requires_grad)
+    _bind_made({param: known.show for param, known in params.items()})
+
+
+def bind_plain(params: Mapping[ShardedParam, Extended]) -> None:
+    """Reverse :func:`bind_shown`: bind plain tensors made from the values that the user has left."""
+    _bind_made({param: partial(known.plain, shape=param.layout.shape) for param, known in params.items()})
 
 
 @torch.no_grad()
-def bind_plain(extended: Mapping[ShardedParam, Extended]) -> None:
-    """Reverse :func:`bind_shown`: bind plain tensors made from the values that the user has left."""
-    for param, known in extended.items():
-        bound = next((b for m, n in param.slots if (b := getattr(m, n, None)) is not None), None)
-        if isinstance(bound, torch.Tensor) and bound is not param.sharded:
-            _bind(param, known.plain(bound.detach(), param.layout.shape), requires_grad=bound.requires_grad)
-
-
-def _bind(param: ShardedParam, value: torch.Tensor, *, requires_grad: bool) -> None:
-    made = nn.Parameter(value.detach(), requires_grad=requires_grad)
-    for module, name in param.slots:
-        setattr(module, name, made)
+def _bind_made(make: Mapping[ShardedParam, Callable[[torch.Tensor], torch.Tensor]]) -> None:
+    for param in make:
+        bound = param.bound()
+        if isinstance(bound, torch.Tensor) and bound is not param.sharded:  # else it is whole on another rank only
+            made = nn.Parameter(make[param](bound.detach()).detach(), requires_grad=bound.requires_grad)
+            for module, name in param.slots:
+                setattr(module, name, made)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import cast
 
@@ -22,13 +22,12 @@ from fsdp2.extras.lending import (
     check_idle,
     check_not_lent,
     entered_and_left,
-    gathered_together,
     lent_whole,
     params_under,
 )
-from fsdp2.fsdp1.extensions import bind_plain, bind_shown, extended_in
-from fsdp2.fsdp1.search import Wrapper, params_of, wrappers_in
-from fsdp2.fsdp1.state_values import is_replicated
+from fsdp2.fsdp1 import extensions
+from fsdp2.fsdp1.search import Wrapper, wrappers_in
+from fsdp2.fsdp1.state_values import full_values, is_replicated
 from fsdp2.optim.clip import clip_grad_norm_
 
 _CALLER = "summon_full_params"
@@ -71,30 +70,49 @@ def summon_full_params(
         yield
         return
     params, units = _lent(module, [wrapper._unit for wrapper in wrappers], recurse=recurse)
-    lent = {param for mine in params.values() for param in mine}
-    extended = {param: known for param, known in extended_in(wrappers_in(module)).items() if param in lent}
+    known = {param: extensions.extended(param) for mine in params.values() for param in mine}
+    extended = {param: each for param, each in known.items() if each is not None}
     if with_grads and extended:
         name = next(iter(extended)).full_name
         raise NotImplementedError(
             f"{_CALLER}: with_grads=True, but parameter '{name}' was transformed by FSDPExtensions. Read gradients "
             "from .grad of the shards."
         )
-    grads: dict[ShardedParam, torch.Tensor | None] = {}
-    ranks = {mesh: all_ranks(mesh) for mesh in dict.fromkeys(group.mesh for group in params)} if with_grads else {}
-    kept = {} if offload_to_cpu else _replicated(wrappers, lent)
-    with lent_whole(params, units, writeback, rank0_only, offload_to_cpu), _shown_in_place(kept, writeback=writeback):
-        for group, mine in params.items() if with_grads else ():
-            if not all(param in kept for param in mine):
-                axis = ranks[group.mesh]
-                _bind_gradients(group, mine, axis, is_here=not rank0_only or axis.rank == 0)
-        bind_shown(extended)
-        for param in lent:
+    kept = {} if offload_to_cpu else _kept(wrappers, params)
+    others = {group: mine for group, mine in params.items() if group not in kept}
+    ranks = {mesh: all_ranks(mesh) for mesh in dict.fromkeys(group.mesh for group in others)} if with_grads else {}
+    units_of_others = [unit for unit in units if kept.keys().isdisjoint(unit.groups)]
+    with (
+        lent_whole(others, units_of_others, writeback, rank0_only, offload_to_cpu),
+        lent_whole({group: params[group] for group in kept}, [unit for unit in units if unit not in units_of_others]),
+    ):
+        for group, mine in params.items():
+            if kept.get(group, with_grads):
+                axis = ranks.get(group.mesh, plans.NO_AXIS)
+                plain = [param for param in mine if param not in extended]
+                _bind_gradients(group, plain, axis, is_here=group in kept or not rank0_only or axis.rank == 0)
+        extensions.bind_shown(extended)
+        for param in known:
             keep_attributes(vars(param.sharded), _bound(param))
         yield
-        bind_plain(extended)
-        if with_grads and writeback:
-            grads = {param: _bound(param).grad for mine in params.values() for param in mine}
+        extensions.bind_plain(extended)
+        grads = {
+            param: _bound(param).grad
+            for group, mine in params.items()
+            if kept.get(group, with_grads and writeback)
+            for param in mine
+            if param not in extended
+        }
     _write_gradients(grads)
+
+
+def _kept(wrappers: Sequence[Wrapper], lent: Lent) -> dict[ParamGroup, bool]:
+    """The groups in ``lent`` whose parameters are whole on each rank (``NO_SHARD``), and whether they have original
+    parameters. With torch's class, users see these parameters themselves, whatever the arguments: what they write in
+    place stays, and original parameters have their gradients."""
+    replicated = [wrapper for wrapper in wrappers if is_replicated(wrapper)]
+    found = {group: each._settings.use_orig_params for each in replicated for group in each._unit.groups}
+    return {group: has_originals for group, has_originals in found.items() if group in lent}
 
 
 def keep_attributes(before: Mapping[str, object], after: object) -> None:
@@ -143,42 +161,6 @@ def _check_arguments(
         )
 
 
-# Parameters that are whole on each rank anyway
-
-
-def _replicated(wrappers: Sequence[Wrapper], lent: Collection[ShardedParam]) -> dict[ShardedParam, bool]:
-    """The parameters in ``lent`` that are whole on each rank (``NO_SHARD``). With torch's class, users see the
-    parameters themselves: in-place writes stay, and original parameters have their gradients, whatever the arguments.
-    The value says whether the parameter has its gradient."""
-    return {
-        param: wrapper._settings.use_orig_params
-        for wrapper in wrappers
-        if is_replicated(wrapper)
-        for param in params_of(wrapper)
-        if param in lent
-    }
-
-
-@contextmanager
-def _shown_in_place(kept: Mapping[ShardedParam, bool], *, writeback: bool) -> Iterator[None]:
-    """Inside the block, ``kept``, the result of ``_replicated``, have their gradients. Afterwards, in-place writes to
-    them and to their gradients are copied into the shards; with ``writeback``, ``lent_whole`` copies the parameters."""
-    places = {param: _bound(param) for param in kept}
-    shown = {
-        param: _show_gradient(param, _torch.local_of(param.sharded.grad).clone())
-        for param, shows_gradient in kept.items()
-        if shows_gradient and param.sharded.grad is not None and places[param] is not param.sharded
-    }
-    yield
-    with torch.no_grad():
-        for param, whole in places.items() if not writeback else ():
-            if whole is not param.sharded:
-                _torch.local_of(param.sharded).copy_(param.shard_of(plans.local_part(whole)))
-        for param, own in shown.items():
-            if param.sharded.grad is not None:
-                _torch.local_of(param.sharded.grad).copy_(own)
-
-
 # Gradients
 
 
@@ -194,22 +176,12 @@ def _bind_gradients(group: ParamGroup, params: Sequence[ShardedParam], axis: Axi
     dtypes = [next((dtype for dtype in found if dtype is not None), None) for found in for_each]
     there = [i for i, dtype in enumerate(dtypes) if dtype is not None]
     locals_ = [_local_gradient(params[i], cast(torch.dtype, dtypes[i])) for i in there]
-    wholes = gathered_together(group, [params[i] for i in there], locals_) if there else []
-    if not is_here:
-        return
-    for i, whole, local in zip(there, wholes, locals_, strict=True):
-        own = whole.clone() if whole.untyped_storage().data_ptr() == local.untyped_storage().data_ptr() else whole
-        _show_gradient(params[i], own)
-
-
-def _show_gradient(param: ShardedParam, own: torch.Tensor) -> torch.Tensor:
-    """Give the bound whole ``param`` its gradient. Returns ``own``, which is this rank's part if model axes shard the
-    parameter."""
-    bound, grad = _bound(param), param.spec.unsharded_tensor(own)
-    if grad.dtype is not bound.dtype:
-        _torch.set_grad_dtype(bound, grad.dtype)
-    bound.grad = grad
-    return own
+    for i, whole in zip(there, full_values(group, [params[i] for i in there], locals_), strict=True):
+        bound = _bound(params[i])
+        if is_here and whole.dtype is not bound.dtype:
+            _torch.set_grad_dtype(bound, whole.dtype)
+        if is_here:
+            bound.grad = whole
 
 
 def _local_gradient(param: ShardedParam, dtype: torch.dtype) -> torch.Tensor:
@@ -220,17 +192,13 @@ def _local_gradient(param: ShardedParam, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _write_gradients(grads: Mapping[ShardedParam, torch.Tensor | None]) -> None:
-    """Write the whole ``grads`` into the gradients of the shards. None removes the gradient."""
+    """Make the shards of the whole ``grads`` the gradients of the shards. None removes the gradient."""
     for param, whole in grads.items():
         if whole is None:
             param.sharded.grad = None
-            continue
-        local = whole if param.spec.unsharded is None else param.spec.local_gradient(whole)
-        shard = param.shard_of(local)
-        if param.sharded.grad is not None:
-            _torch.local_of(param.sharded.grad).copy_(shard)
         else:
-            own = shard.clone().to(_torch.local_of(param.sharded).device)
+            local = whole if param.spec.unsharded is None else param.spec.local_gradient(whole)
+            own = param.shard_of(local).to(_torch.local_of(param.sharded).device, copy=True)
             _torch.set_grads([param.sharded], [own])
 
 

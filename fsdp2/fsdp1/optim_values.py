@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from fsdp2.core import map_tensors, plans
 from fsdp2.extras.torch_names import is_sharded_tensor
 from fsdp2.fsdp1 import torch_names
 from fsdp2.fsdp1.search import Wrapper
@@ -27,16 +27,14 @@ def copied(value: Any, device: torch.device | None = None) -> Any:
 def chunked_value(whole: torch.Tensor, wrapper: Wrapper, device: torch.device | None) -> torch.Tensor:
     """This rank's part of ``whole``, which all ranks of ``wrapper`` have. It is a DTensor if there is a device mesh,
     else a ShardedTensor. Not collective."""
-    num_ranks, size = wrapper.world_size, whole.shape[0]
-    step = -(-size // num_ranks)
-    intervals = [(min(rank * step, size), min((rank + 1) * step, size)) for rank in range(num_ranks)]
-    start, stop = intervals[wrapper.rank]
+    layout = plans.shard_layout(tuple(whole.shape), 0, wrapper.world_size)
+    start, stop = layout.interval(wrapper.rank)
     own = whole[start:stop].detach().to(device or whole.device, copy=True)
     mesh = wrapper._settings.device_mesh
     if mesh is not None:
         placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
         return DTensor.from_local(own, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
-    return torch_names.sharded_tensor(own, intervals, whole.shape, wrapper.process_group)
+    return torch_names.sharded_tensor(own, layout, wrapper.process_group)
 
 
 def whole_of_pieces(value: Any, wrapper: Wrapper) -> torch.Tensor:
@@ -53,49 +51,29 @@ def whole_of_pieces(value: Any, wrapper: Wrapper) -> torch.Tensor:
     return whole
 
 
-@dataclass(frozen=True)
-class Remote:
-    """A tensor that only the first rank has."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-Fetch: TypeAlias = Callable[[Any], Any]  # turns a Remote, or the first rank's tensor, into a tensor on all ranks
+Fetch: TypeAlias = Callable[[torch.Tensor], torch.Tensor]  # turns a tensor of the first rank into one on all ranks
 
 
 def broadcast_structure(
     given: Mapping[str, Any] | None, group: dist.ProcessGroup | None, device: torch.device
-) -> tuple[dict[str, Any], Fetch]:
-    """Broadcast the first rank's state dict with a ``Remote`` for each tensor. Returns it and a function that fetches a
-    tensor. All ranks must fetch the same ones in the same order."""
+) -> tuple[Any, Fetch]:
+    """Broadcast the first rank's state dict, with tensors on the meta device for those that have dims. Returns it and
+    a function that fetches the values of a tensor. All ranks must fetch the same ones in the same order."""
     is_first = dist.get_rank(group) == 0
-    described: list[Any] = [_described(given) if is_first else None]
+    described: list[Any] = [map_tensors(_described, given) if is_first else None]
     dist.broadcast_object_list(described, group=group, group_src=0)
-    (structure,) = described
 
-    def fetch(value: Any) -> Any:
-        if isinstance(value, Remote):
-            tensor = torch.empty(value.shape, dtype=value.dtype, device=device)
-        elif is_first and _travels(value):
-            tensor = value.detach().to(device).contiguous()
-        else:
+    def fetch(value: torch.Tensor) -> torch.Tensor:
+        if not value.dim():
             return value
-        dist.broadcast(tensor, group=group, group_src=0)
-        return tensor
+        sent = value.detach().to(device).contiguous() if is_first else torch.empty_like(value, device=device)
+        dist.broadcast(sent, group=group, group_src=0)
+        return sent
 
-    return (dict(given) if is_first and given is not None else structure), fetch
-
-
-def _travels(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() > 0
+    return given if is_first else described[0], fetch
 
 
-def _described(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        if isinstance(value, DTensor) or is_sharded_tensor(value):
-            return value.shape
-        return Remote(tuple(value.shape), value.dtype) if _travels(value) else value.detach().cpu()
-    if isinstance(value, Mapping):
-        return {key: _described(each) for key, each in value.items()}
-    return value
+def _described(value: torch.Tensor) -> Any:
+    if isinstance(value, DTensor) or is_sharded_tensor(value):
+        return str(type(value))  # the first rank will refuse it
+    return value.detach().cpu() if not value.dim() else torch.empty(value.shape, dtype=value.dtype, device="meta")

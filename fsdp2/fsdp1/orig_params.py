@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from fsdp2.core import ShardedParam, _torch, marks
+from fsdp2.core import ShardedParam, _torch, map_tensors, marks
 from fsdp2.extras.kept_optimizers import modules_in_process, name_of, take_over_all
 from fsdp2.fsdp1.search import Wrapper, params_of
 
@@ -77,7 +77,7 @@ class KeptParameter(nn.Parameter):
     ) -> Any:
         is_attribute = getattr(func, "__name__", "") == "__get__"  # such as ``shape``, and ``is_leaf``
         with torch.set_grad_enabled(torch.is_grad_enabled() and not is_attribute):
-            args, kwargs = _with_shards((args, kwargs or {}))
+            args, kwargs = map_tensors(_shard_of_kept, (args, kwargs or {}))
         return func(*args, **kwargs)
 
     @property
@@ -157,15 +157,8 @@ def take_over_optimizers(wrappers: Iterable[Wrapper]) -> None:
         take_over_all(kept)
 
 
-def _with_shards(found: Any) -> Any:
-    """Replace kept parameters in ``found``, which may be nested, by their shards."""
-    if isinstance(found, KeptParameter):
-        return _local(found)
-    if type(found) in (list, tuple):
-        return type(found)(map(_with_shards, found))
-    if type(found) is dict:
-        return {key: _with_shards(value) for key, value in found.items()}
-    return found
+def _shard_of_kept(tensor: torch.Tensor) -> torch.Tensor:
+    return _local(tensor) if isinstance(tensor, KeptParameter) else tensor
 
 
 def _local(kept: KeptParameter) -> torch.Tensor:

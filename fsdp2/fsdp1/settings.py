@@ -96,7 +96,7 @@ def checked_settings(module: nn.Module, options: Mapping[str, Any], *, has_polic
         dtype = getattr(mixed_precision, name)
         check_computes(f"FullyShardedDataParallel: mixed_precision.{name}", dtype, is_reduced=name == "reduce_dtype")
     strategy = options["sharding_strategy"] or ShardingStrategy.FULL_SHARD
-    device_id = _checked_device_id(options["device_id"])
+    device = _checked_device(options["device_id"])
     if process_group is not None and device_mesh is not None:
         raise ValueError(
             "FullyShardedDataParallel: got process_group and device_mesh, expected one of them. Pass device_mesh only."
@@ -104,8 +104,8 @@ def checked_settings(module: nn.Module, options: Mapping[str, Any], *, has_polic
     if device_mesh is not None:
         mesh = device_mesh = _mesh_to_use(device_mesh, strategy)
     else:
-        mesh = _mesh_of(process_group, strategy, _device_type(module, device_id), has_policy=has_policy)
-    _check_device(device_id, mesh.device_type)
+        mesh = _mesh_of(process_group, strategy, _device_type(module, device), has_policy=has_policy)
+    _check_device(device, mesh.device_type)
     parallel = plans.parallel_mesh(mesh)
     group = parallel.shard.group
     assert group is not None  # a mesh of one or two axes has one
@@ -162,31 +162,29 @@ def _mesh_to_use(mesh: DeviceMesh, strategy: ShardingStrategy) -> DeviceMesh:
 # Devices
 
 
-def _checked_device_id(given: DeviceId) -> int | torch.device | None:
-    """Return ``device_id``, with a string converted to a device."""
-    if given is None or isinstance(given, (int, torch.device)):
-        return given
+def _checked_device(given: DeviceId) -> torch.device | None:
+    """``device_id`` as a device."""
     remedy = 'Pass an index, or a device such as torch.device("cpu").'
-    if not isinstance(given, str):
+    if given is None:
+        return None
+    if not isinstance(given, (int, str, torch.device)):
         raise TypeError(wrong_type("device_id", given, "an int, a str, a torch.device or None", remedy))
     try:
         return torch.device(given)
     except RuntimeError as error:
+        if isinstance(given, int):
+            raise ValueError(
+                f"FullyShardedDataParallel: device_id={given}, but torch finds no accelerator. Pass "
+                'device_id=torch.device("cpu"), or no device_id.'
+            ) from error
         raise RuntimeError(f"FullyShardedDataParallel: device_id={given!r} is no device. {remedy}") from error
 
 
-def _device_type(module: nn.Module, device_id: int | torch.device | None) -> str:
-    """The device type of parameters: that of ``device_id``, else the module's, else the accelerator's, if any."""
+def _device_type(module: nn.Module, device: torch.device | None) -> str:
+    """The device type of parameters: that of ``device``, else the module's, else the accelerator's, if any."""
+    if device is not None:
+        return device.type
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if isinstance(device_id, torch.device):
-        return device_id.type
-    if device_id is not None:
-        if accelerator is None:
-            raise ValueError(
-                f"FullyShardedDataParallel: device_id={device_id}, but torch finds no accelerator. Pass "
-                'device_id=torch.device("cpu"), or no device_id.'
-            )
-        return accelerator.type
     found = {param.device.type for param in module.parameters()} - {"cpu", "meta"}
     if len(found) > 1:
         raise RuntimeError(
@@ -196,11 +194,10 @@ def _device_type(module: nn.Module, device_id: int | torch.device | None) -> str
     return found.pop() if found else accelerator.type if accelerator else "cpu"
 
 
-def _check_device(device_id: int | torch.device | None, device_type: str) -> None:
-    """Check that ``device_id`` is the device that the mesh stands for, which is this process's current one."""
-    if device_id is None:
+def _check_device(device: torch.device | None, device_type: str) -> None:
+    """Check that ``device`` is the device that the mesh stands for, which is this process's current one."""
+    if device is None:
         return
-    device = device_id if isinstance(device_id, torch.device) else torch.device(device_type, device_id)
     current = None if device_type == "cpu" else torch.get_device_module(device_type).current_device()
     if device.type != device_type or (current is not None and device.index not in (None, current)):
         found = device_type if current is None else f"{device_type}:{current}"
@@ -307,23 +304,19 @@ def checked_ignored(
             "FullyShardedDataParallel: got ignored_modules and ignored_states, expected one of them. Pass "
             "ignored_states only."
         )
-    states = _listed("ignored_states", ignored_states)
-    modules = _listed("ignored_modules", ignored_modules)
-    types = sorted({type(state).__name__ for state in states})
-    if not all(isinstance(each, nn.Module) for each in modules):
-        wrong = sorted({type(each).__name__ for each in modules if not isinstance(each, nn.Module)})
-        raise (ValueError if isinstance(ignored_modules, (list, tuple, set)) else TypeError)(
-            f"FullyShardedDataParallel: ignored_modules has a {wrong[0]}, expected modules only. Pass parameters as "
-            "ignored_states."
+    takes_params = ignored_modules is None
+    name, given = ("ignored_states", ignored_states) if takes_params else ("ignored_modules", ignored_modules)
+    if given is not None and not isinstance(given, Iterable):
+        raise TypeError(wrong_type(name, given, "an iterable", "Pass a list."))
+    states: list[Any] = list(given or ())
+    modules = [state for state in states if isinstance(state, nn.Module)]
+    params = [state for state in states if isinstance(state, nn.Parameter) and takes_params]
+    if len(states) not in (len(modules), len(params)):
+        types = sorted({type(state).__name__ for state in states})
+        raise (ValueError if takes_params or isinstance(given, (list, tuple, set)) else TypeError)(
+            f"FullyShardedDataParallel: {name} has {' and '.join(types)}, expected modules only"
+            + (", or parameters only." if takes_params else ". Pass parameters as ignored_states.")
         )
-    params = [state for state in states if isinstance(state, nn.Parameter)]
-    others = [state for state in states if isinstance(state, nn.Module)]
-    if len(states) not in (len(params), len(others)):
-        raise ValueError(
-            f"FullyShardedDataParallel: ignored_states has {' and '.join(types)}, expected parameters only or modules "
-            "only."
-        )
-    modules += others
     for each in modules:
         if unit_of(each) is not None or getattr(each, "_fsdp_wrapped_module", None) is not None:
             raise ValueError(
@@ -341,11 +334,3 @@ def checked_ignored(
     return Ignored(
         frozenset(all_params.union(*(each.params for each in inside))), inner.union(*(each.modules for each in inside))
     )
-
-
-def _listed(name: str, given: object) -> list[Any]:
-    if given is None:
-        return []
-    if not isinstance(given, Iterable):
-        raise TypeError(wrong_type(name, given, "an iterable", "Pass a list."))
-    return list(given)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -20,9 +20,9 @@ from fsdp2.core import GroupState, ParamGroup, ScheduleError, ShardedParam, Slot
 from fsdp2.extras.exchange import exchange, together
 from fsdp2.extras.lending import all_ranks, check_idle
 from fsdp2.extras.plain_names import IN_FSDP1, clean_name, collects_shards, joined_name, saved_name
-from fsdp2.extras.torch_names import buffers_dict, is_sharded_tensor
+from fsdp2.extras.torch_names import buffers_dict, is_sharded_tensor, non_persistent_buffers
 from fsdp2.fsdp1 import extensions, torch_names
-from fsdp2.fsdp1.search import FLAT, Wrapper, is_wrapper, named_slots, params_of, wrappers_in
+from fsdp2.fsdp1.search import FLAT, Wrapper, is_wrapper, named_slots, params_of
 from fsdp2.fsdp1.state_dict_kinds import FULL, LOCAL, SHARDED, effective_kind
 from fsdp2.fsdp1.state_values import (
     CPU,
@@ -30,35 +30,10 @@ from fsdp2.fsdp1.state_values import (
     flat_value,
     full_values,
     local_value,
-    locals_of_flat,
     sharded_value,
+    wholes_of_flat,
 )
-
-# What is in a unit
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One parameter of a wrapper's unit. ``names`` are its clean names; a tied parameter has several."""
-
-    wrapper: Wrapper
-    group: ParamGroup
-    param: ShardedParam
-    names: tuple[str, ...]
-
-
-def entries_of(module: nn.Module) -> list[Entry]:
-    """The parameters of all wrappers in ``module``, under their clean names in ``module``, outer wrappers first."""
-    names: dict[Slot, list[str]] = {}
-    for name, slot in named_slots(module):
-        names.setdefault(slot, []).append(name)
-    return [
-        Entry(wrapper, group, param, tuple(name for slot in param.slots for name in names.get(slot, ())))
-        for wrapper in wrappers_in(module)
-        for group in wrapper._unit.groups
-        for param in group.params
-    ]
-
+from fsdp2.fsdp1.undo import undone_on_error
 
 # Saving
 
@@ -101,16 +76,16 @@ def replace_values(wrapper: Wrapper, state_dict: dict[str, Any], prefix: str, *_
         bound = _bound_in(group, found)
         params = list(dict.fromkeys(bound.values()))
         if kind is FULL:
-            wholes = _wholes(wrapper, group, params, device if is_saved else None)  # all ranks take part
+            wholes = _wholes(group, params, device if is_saved else None)  # all ranks take part
             if is_saved:
-                wholes = [extensions.shown_value(wrapper, *each) for each in zip(params, wholes, strict=True)]
+                wholes = list(map(extensions.shown_value, params, wholes))
             own: dict[ShardedParam, Any] = dict(zip(params, wholes, strict=True))
         elif kind is SHARDED:
             own = _sharded_values(wrapper, group, params, device, use_dtensor=config._use_dtensor)
         else:
             own = dict.fromkeys(params, _LEFT_OUT)
             if params:
-                flat = flat_value(wrapper, group, _wholes(wrapper, group, group.params, None), device)
+                flat = flat_value(wrapper, group, _wholes(group, group.params, None), device)
                 found = {f"{prefix}{FLAT}": flat, **found}
         values |= {name: own[param] for name, param in bound.items()}
     found |= values if is_saved else dict.fromkeys(values, _LEFT_OUT)
@@ -148,14 +123,12 @@ def _sharded_values(
     *,
     use_dtensor: bool,
 ) -> dict[ShardedParam, Any]:
-    values = {}
     if wrapper._extension is not None:
-        for param, whole in zip(params, _wholes(wrapper, group, params, None), strict=True):
-            value = extensions.chunked_value(wrapper, param, whole)
-            values[param] = value if device is None else value.to(device)
-        return values
+        wholes = zip(params, _wholes(group, params, None), strict=True)
+        return {param: extensions.chunked_value(wrapper, param, whole, device) for param, whole in wholes}
+    values = {}
     for param in params:
-        lent = _lent_value(wrapper, group, param)
+        lent = _lent_value(group, param)
         local = _torch.local_of(param.sharded).detach() if lent is None else param.shard_of(lent)
         values[param] = sharded_value(param, local, wrapper, device=device, use_dtensor=use_dtensor)
     return values
@@ -170,17 +143,15 @@ def _bound_in(group: ParamGroup, found: Mapping[str, Any]) -> dict[str, ShardedP
     return {name: known[id(value)] for name, value in found.items() if id(value) in known}
 
 
-def _wholes(
-    wrapper: Wrapper, group: ParamGroup, params: Sequence[ShardedParam], device: torch.device | None
-) -> list[torch.Tensor]:
+def _wholes(group: ParamGroup, params: Sequence[ShardedParam], device: torch.device | None) -> list[torch.Tensor]:
     """Copies of whole ``params``: of what ``summon_full_params`` has bound, or gathered. None means their device."""
-    lent = [value for param in params if (value := _lent_value(wrapper, group, param)) is not None]
+    lent = [value for param in params if (value := _lent_value(group, param)) is not None]
     if lent:
         return [value.to(device or value.device, copy=True) for value in lent]
     return full_values(group, params, [_torch.local_of(param.sharded).detach() for param in params], device)
 
 
-def _lent_value(wrapper: Wrapper, group: ParamGroup, param: ShardedParam) -> torch.Tensor | None:
+def _lent_value(group: ParamGroup, param: ShardedParam) -> torch.Tensor | None:
     """The whole parameter, if ``summon_full_params`` has bound it here."""
     if group.state is not GroupState.LENT:
         return None
@@ -190,7 +161,7 @@ def _lent_value(wrapper: Wrapper, group: ParamGroup, param: ShardedParam) -> tor
             f"state_dict: parameter '{param.full_name}' is whole only on the first rank, in "
             "summon_full_params(rank0_only=True). Call state_dict outside of the block."
         )
-    return extensions.plain_value(wrapper, param, cast(torch.Tensor, bound).detach())
+    return extensions.plain_value(param, cast(torch.Tensor, bound).detach())
 
 
 # Loading
@@ -209,14 +180,22 @@ def load(
         is_doubtful = _doubt(wrapper, given, strict=strict)
     if not any(exchange(axis, is_doubtful)):
         return call(given, strict=strict, assign=assign)
-    restore = _restorer(wrapper)
+    with _values_kept_on_error(wrapper), undone_on_error(wrapper), together(axis):
+        return call(given, strict=strict, assign=assign)
+
+
+@contextmanager
+def _values_kept_on_error(wrapper: Wrapper) -> Iterator[None]:
+    """If the block raises, restore the values of the parameters and buffers of ``wrapper``."""
+    places = [each for module in wrapper.modules() for each in (_torch.parameters_dict(module), buffers_dict(module))]
+    tensors: list[torch.Tensor] = [each for place in places for each in place.values() if each is not None]
+    kept = [(part, part.clone()) for part in map(plans.local_part, tensors)]
     try:
-        with together(axis):
-            return call(given, strict=strict, assign=assign)
+        yield
     except Exception:
-        restore()
-        for each in wrappers_in(wrapper):
-            each._loading = None
+        with torch.no_grad():
+            for part, before in kept:
+                part.copy_(before)
         raise
 
 
@@ -269,59 +248,32 @@ def _expected_shapes(wrapper: Wrapper) -> dict[str, torch.Size | None]:
         local |= {slot for param in params_of(inner) for slot in param.slots}
         expected[name] = None
     for path, module in wrapper.named_modules(remove_duplicate=False):
-        tensors = {**_torch.parameters_dict(module), **torch_names.persistent_buffers(module)}
+        tensors, left_out = {**_torch.parameters_dict(module), **buffers_dict(module)}, non_persistent_buffers(module)
         for short, tensor in tensors.items():
-            if tensor is not None and Slot(module, short) not in local:
+            if tensor is not None and short not in left_out and Slot(module, short) not in local:
                 expected[saved_name(joined_name(path, short))] = tensor.shape
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             expected[saved_name(joined_name(path, "_extra_state"))] = None
     return expected
 
 
-def _restorer(wrapper: Wrapper) -> Callable[[], None]:
-    """A function that restores all parameters and buffers of ``wrapper`` with the values they have now."""
-    places = [each for module in wrapper.modules() for each in (_torch.parameters_dict(module), buffers_dict(module))]
-    before: list[tuple[dict[str, Any], dict[str, Any]]] = [(cast(Any, place), dict(place)) for place in places]
-    copies = [
-        {key: plans.local_part(value).clone() for key, value in own.items() if value is not None} for _, own in before
-    ]
-
-    def restore() -> None:
-        with torch.no_grad():
-            for (place, own), values in zip(before, copies, strict=True):
-                place.update(own)
-                for key, value in values.items():
-                    plans.local_part(place[key]).copy_(value)
-
-    return restore
-
-
-@dataclass(frozen=True)
-class _Loading:
-    """One load of a wrapper. ``errors`` is the load's error list, by which modules that hold parameters recognise it.
-    ``from_flat`` has shards from a local state dict, and ``held`` the parameters of each module that holds some."""
-
-    errors: list[str]
-    from_flat: dict[ShardedParam, torch.Tensor]
-    held: dict[nn.Module, list[tuple[ShardedParam, str]]]
-
-
 def load_into_wrapper(
     wrapper: Wrapper, call: Callable[..., None], state_dict: dict[str, Any], prefix: str, *rest: Any
 ) -> None:
-    """Run ``call``, a wrapper's ``nn.Module._load_from_state_dict``, with keys renamed to those inside the wrapper."""
+    """Run ``call``, a wrapper's ``nn.Module._load_from_state_dict``, with keys renamed to those inside the wrapper. The
+    flat parameter of a local state dict is replaced by the whole parameters in it."""
     check_idle(wrapper._fsdp_wrapped_module, "load_state_dict")
     kind, _ = effective_kind(wrapper)
-    from_flat: dict[ShardedParam, torch.Tensor] = {}
     for group in wrapper._unit.groups:
         if group.state is not GroupState.LENT:
             group.take_replaced()
         if kind is LOCAL:
             value = state_dict.pop(f"{prefix}{FLAT}", None)
             check_flat_value(wrapper, group, saved_name(f"{prefix}{FLAT}"), value)
-            from_flat |= locals_of_flat(wrapper, group, value)
-    *_, errors = rest
-    wrapper._loading = _Loading(errors, from_flat, _held_by_modules(wrapper))
+            wholes = wholes_of_flat(wrapper, group, value)
+            of_slot = {slot: whole for param, whole in wholes.items() for slot in param.slots}
+            state_dict |= {f"{prefix}{name}": of_slot[slot] for name, slot in named_slots(wrapper) if slot in of_slot}
+    *_, wrapper._load_errors = rest
     for name in [name for name in state_dict if name.startswith(prefix)]:
         state_dict[f"{prefix}{IN_FSDP1}.{name.removeprefix(prefix)}"] = state_dict.pop(name)
     call(state_dict, prefix, *rest)
@@ -329,10 +281,9 @@ def load_into_wrapper(
 
 def clean_up_load(wrapper: Wrapper, incompatible: Any) -> None:
     """A hook that runs after a wrapper has loaded: messages name keys as the user knows them."""
-    loading, wrapper._loading = wrapper._loading, None
     for names in (incompatible.missing_keys, incompatible.unexpected_keys):
         names[:] = map(clean_name, names)
-    loading.errors[:] = [error.replace(f"{IN_FSDP1}.", "") for error in loading.errors]
+    wrapper._load_errors[:] = [error.replace(f"{IN_FSDP1}.", "") for error in wrapper._load_errors]
 
 
 class CutLoaded:
@@ -341,29 +292,16 @@ class CutLoaded:
     def __init__(self, wrapper: Wrapper) -> None:
         self._wrapper = wrapper
 
-    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        loading = self._wrapper._loading
-        *_, errors = rest
-        if loading is None or loading.errors is not errors:  # the module is loaded alone, or an earlier load raised
-            loading = _Loading(errors, {}, _held_by_modules(self._wrapper))
-        for param, name in loading.held.get(module, ()):
+    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        slots = ((param, slot) for param in params_of(self._wrapper) for slot in param.slots)
+        for param, name in [(param, slot.name) for param, slot in slots if slot.module is module]:
             key = f"{prefix}{name}"
             bound: object = _torch.parameters_dict(module).get(name)
-            if not isinstance(bound, DTensor):  # a whole parameter of summon_full_params, or one that the user removed
-                continue
-            local = loading.from_flat.get(param)
-            if local is None and key in state_dict:
+            # Otherwise it is a whole parameter of summon_full_params, or one that the user removed.
+            if isinstance(bound, DTensor) and key in state_dict:
                 local = local_value(param, extensions.loaded_value(self._wrapper, param, state_dict[key]))
-            if local is not None:  # otherwise nn.Module reports what is wrong
-                state_dict[key] = param.spec.sharded.dtensor(local.to(_torch.local_of(bound).device))
-
-
-def _held_by_modules(wrapper: Wrapper) -> dict[nn.Module, list[tuple[ShardedParam, str]]]:
-    held: dict[nn.Module, list[tuple[ShardedParam, str]]] = {}
-    for param in params_of(wrapper):
-        for slot in param.slots:
-            held.setdefault(slot.module, []).append((param, slot.name))
-    return held
+                if local is not None:  # otherwise nn.Module reports what is wrong
+                    state_dict[key] = param.spec.sharded.dtensor(local.to(_torch.local_of(bound).device))
 
 
 def names_for_checkpoints(wrapper: Wrapper) -> dict[str, str]:
@@ -394,5 +332,5 @@ def install(wrapper: Wrapper) -> None:
     wrapper.register_state_dict_post_hook(replace_values)
     wrapper.register_load_state_dict_post_hook(clean_up_load)
     hook = CutLoaded(wrapper)
-    for module in _held_by_modules(wrapper):
+    for module in dict.fromkeys(slot.module for param in params_of(wrapper) for slot in param.slots):
         module.register_load_state_dict_pre_hook(hook)

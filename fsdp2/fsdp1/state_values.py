@@ -5,14 +5,15 @@ Values that go into a state dict never share memory with the shards, so later st
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from fsdp2.core import ParamGroup, ShardedParam, _torch, comms, is_plain
+from fsdp2.core import ParamGroup, ShardedParam, _torch, is_plain, plans
 from fsdp2.extras.lending import gathered_together, whole_subclass
 from fsdp2.extras.torch_names import is_sharded_tensor
 from fsdp2.fsdp1 import torch_names
@@ -71,9 +72,7 @@ def sharded_value(
         return own  # every rank has the whole scalar
     if use_dtensor or (use_dtensor is None and wrapper._settings.device_mesh is not None):
         return param.spec.sharded.dtensor(own)
-    layout = param.layout
-    intervals = [layout.interval(rank) for rank in range(layout.num_shards)]
-    return torch_names.sharded_tensor(own, intervals, layout.shape, wrapper.process_group)
+    return torch_names.sharded_tensor(own, param.layout, wrapper.process_group)
 
 
 def local_value(param: ShardedParam, value: object) -> torch.Tensor | None:
@@ -132,35 +131,20 @@ def _local_of_sharded_tensor(param: ShardedParam, value: torch.Tensor) -> torch.
 # Local: a part of the flat parameter that torch's class makes
 
 
-@dataclass(frozen=True)
-class TorchFlat:
-    """Where parameters lie in the flat parameter of torch's class: whole, one after another. Each rank has an equal
-    part. ``offsets`` has one offset per parameter; ``chunk_numel`` is the size of the longest part."""
-
-    offsets: tuple[int, ...]
-    numel: int
-    chunk_numel: int
-
-    def interval(self, rank: int) -> tuple[int, int]:
-        """The part of ``rank``."""
-        start = min(rank * self.chunk_numel, self.numel)
-        return start, min(start + self.chunk_numel, self.numel)
-
-
-def torch_flat(numels: Sequence[int], itemsize: int, num_ranks: int, *, aligned: bool) -> TorchFlat:
-    """The layout of parameters with ``numels`` elements. With ``aligned``, as for ``use_orig_params``, each parameter
-    starts at a multiple of 16 bytes, and the total is divisible by the number of ranks."""
+def torch_flat(
+    numels: Sequence[int], itemsize: int, num_ranks: int, *, aligned: bool
+) -> tuple[list[int], plans.Layout]:
+    """Where parameters with ``numels`` elements begin in the flat parameter of torch's class, one after another, and
+    how ranks share it. With ``aligned``, as for ``use_orig_params``, each parameter starts at a multiple of 16 bytes,
+    and the total is divisible by the number of ranks."""
     step = max(_ALIGNMENT_NBYTES // itemsize, 1) if aligned else 1
-    offsets, end = [], 0
-    for numel in numels:
-        offsets.append(-(-end // step) * step)
-        end = offsets[-1] + numel
-    if aligned:
-        end = -(-end // num_ranks) * num_ranks
-    return TorchFlat(tuple(offsets), end, -(-end // num_ranks))
+    offsets, _ = plans.pack(numels, step)
+    end = offsets[-1] + numels[-1]
+    numel = -(-end // num_ranks) * num_ranks if aligned else end
+    return offsets, plans.shard_layout((numel,), 0, num_ranks)
 
 
-def flat_layout(wrapper: Wrapper, group: ParamGroup) -> TorchFlat:
+def flat_layout(wrapper: Wrapper, group: ParamGroup) -> tuple[list[int], plans.Layout]:
     """The layout of the parameters of ``group``, which is the unit of ``wrapper``."""
     numels = [param.layout.numel for param in group.params]
     itemsize = group.params[0].dtypes.orig.itemsize
@@ -184,25 +168,22 @@ def flat_value(
     wrapper: Wrapper, group: ParamGroup, wholes: Sequence[torch.Tensor], device: torch.device | None
 ) -> torch.Tensor:
     """Build this rank's part of torch's flat parameter, a ShardedTensor, from whole parameters. Not collective."""
-    layout = flat_layout(wrapper, group)
+    offsets, layout = flat_layout(wrapper, group)
     start, stop = layout.interval(wrapper.rank)
     own = wholes[0].new_zeros(stop - start, device=device or group.mesh.device)
-    for param, offset, whole in zip(group.params, layout.offsets, wholes, strict=True):
+    for param, offset, whole in zip(group.params, offsets, wholes, strict=True):
         first, last = max(start, offset), min(stop, offset + whole.numel())
         if last > first:
             flat = whole.permute(_order_in_flat(wrapper, param)).reshape(-1)
             own[first - start : last - start].copy_(flat[first - offset : last - offset])
-    intervals = [layout.interval(rank) for rank in range(wrapper.world_size)]
     requires_grad = any(param.sharded.requires_grad for param in group.params)
-    return torch_names.sharded_tensor(
-        own, intervals, (layout.numel,), wrapper.process_group, requires_grad=requires_grad
-    )
+    return torch_names.sharded_tensor(own, layout, wrapper.process_group, requires_grad=requires_grad)
 
 
 def check_flat_value(wrapper: Wrapper, group: ParamGroup, name: str, value: object) -> None:
     """Raise RuntimeError if ``value``, loaded under ``name``, cannot be the flat parameter of ``group`` here."""
-    layout = flat_layout(wrapper, group)
-    start, stop = layout.interval(wrapper.rank)
+    _, layout = flat_layout(wrapper, group)
+    expected_numel = math.prod(layout.shard_shape(wrapper.rank))
     if value is None:
         raise RuntimeError(
             f"load_state_dict: '{name}' is missing. LOCAL_STATE_DICT is set, so the state dict must have the flat "
@@ -211,36 +192,32 @@ def check_flat_value(wrapper: Wrapper, group: ParamGroup, name: str, value: obje
     shape, mine = torch_names.shape_of(value), []
     if is_sharded_tensor(value):
         mine = [local.numel() for local in torch_names.local_shards(value)]
-        if shape == (layout.numel,) and len(mine) <= 1 and sum(mine) == stop - start:
+        if shape == layout.shape and len(mine) <= 1 and sum(mine) == expected_numel:
             return
     found = f" of shape {tuple(shape)}" if shape is not None else ""
     raise RuntimeError(
         f"load_state_dict: '{name}' is a {type(value).__name__}{found} with {sum(mine)} elements on rank "
-        f"{wrapper.rank}, expected a ShardedTensor of shape {(layout.numel,)} with {stop - start}. A local state dict "
+        f"{wrapper.rank}, expected a ShardedTensor of shape {layout.shape} with {expected_numel}. A local state dict "
         "fits only the model, the wrapping and the number of ranks that it was saved with. Use full or sharded ones to "
         "change these."
     )
 
 
-def locals_of_flat(wrapper: Wrapper, group: ParamGroup, value: object) -> dict[ShardedParam, torch.Tensor]:
-    """Extract this rank's shards of the parameters of ``group`` from the flat parameter ``value``. Collective."""
-    layout = flat_layout(wrapper, group)
-    start, stop = layout.interval(wrapper.rank)
+def wholes_of_flat(wrapper: Wrapper, group: ParamGroup, value: object) -> dict[ShardedParam, torch.Tensor]:
+    """Extract the whole parameters of ``group`` from the flat parameter ``value``. Collective."""
+    offsets, layout = flat_layout(wrapper, group)
     locals_ = torch_names.local_shards(value)
-    dtype, device = group.params[0].dtypes.orig, group.mesh.device
-    sent = torch.zeros(layout.chunk_numel, dtype=dtype, device=device)
+    sent = torch.zeros(layout.chunk_numel, dtype=group.params[0].dtypes.orig, device=group.mesh.device)
     if locals_:
-        sent[: stop - start].copy_(locals_[0].detach())
-    got = sent
-    if wrapper.world_size > 1:
-        got = sent.new_empty(layout.chunk_numel * wrapper.world_size)
-        comms.wait_for(group.comm.all_gather([got.view(torch.uint8)], [sent.view(torch.uint8)])())
+        sent[: locals_[0].numel()].copy_(locals_[0])
+    got = sent.new_empty(layout.padded_numel)
+    dist.all_gather_into_tensor(got.view(torch.uint8), sent.view(torch.uint8), group=wrapper.process_group)
     found = {}
-    for param, offset in zip(group.params, layout.offsets, strict=True):
+    for param, offset in zip(group.params, offsets, strict=True):
         order = _order_in_flat(wrapper, param)
         whole = got[offset : offset + param.layout.numel].view([param.layout.shape[dim] for dim in order])
         back = sorted(range(len(order)), key=order.__getitem__)
-        found[param] = param.shard_of(whole.permute(back).contiguous())
+        found[param] = param.spec.unsharded_tensor(whole.permute(back).contiguous())
     return found
 
 

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import ShardingStrategy
-from torch.distributed.fsdp.wrap import (
-    _module_wrap_policy,
-    _or_policy,
-    _Policy,
-    _recursive_wrap,
-    _wrap_module_cls_individually,
-)
+from torch.distributed._shard import sharded_tensor as shards
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed.algorithms._comm_hooks import default_hooks as default_hooks
+from torch.distributed.fsdp import ShardingStrategy, wrap
+from torch.distributed.fsdp._fsdp_extensions import FSDPExtensions as FSDPExtensions
 
+from fsdp2.core import plans
 from fsdp2.extras.torch_names import is_sharded_tensor
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
@@ -28,52 +25,37 @@ KEEPS_PARAMETERS = (
 )
 # What user code imports from torch.distributed.fsdp.wrap, private or not.
 PRIVATE_POLICIES: dict[str, Any] = {
-    "_Policy": _Policy,
-    "_module_wrap_policy": _module_wrap_policy,
-    "_or_policy": _or_policy,
-    "_recursive_wrap": _recursive_wrap,
-    "_wrap_module_cls_individually": _wrap_module_cls_individually,
+    name: getattr(wrap, name)
+    for name in ("_Policy", "_module_wrap_policy", "_or_policy", "_recursive_wrap", "_wrap_module_cls_individually")
 }
+post_order_apply = wrap._post_order_apply  # calls a function with each module, after the modules inside it
 
 
-def run_policy(policy: Any, model: nn.Module, ignored: set[nn.Module]) -> dict[nn.Module, dict[str, Any]] | None:
-    """The modules that a policy object chooses, with their overrides; None if ``policy`` is not a policy object."""
-    return policy._run_policy(model, ignored, {}) if isinstance(policy, _Policy) else None
-
-
-# ShardedTensors, which FSDP1 puts into sharded state dicts. Their module is private and slow to import.
+# ShardedTensors, which FSDP1 puts into sharded state dicts.
 
 
 def sharded_tensor(
-    local: torch.Tensor,
-    intervals: Sequence[tuple[int, int]],
-    shape: Sequence[int],
-    group: dist.ProcessGroup,
-    *,
-    requires_grad: bool = False,
+    local: torch.Tensor, layout: plans.Layout, group: dist.ProcessGroup, *, requires_grad: bool = False
 ) -> torch.Tensor:
-    """Make a ShardedTensor from ``local``, this rank's part. ``intervals`` has the part of each rank of ``group`` along
-    dim 0. A rank with an empty part may pass any tensor of the right dtype and device."""
-    from torch.distributed._shard import sharded_tensor as names
-    from torch.distributed._shard.metadata import ShardMetadata
-
+    """Make a ShardedTensor from ``local``, the part of this rank of ``group``. ``layout`` is along dim 0. A rank with
+    an empty part may pass any tensor of the right dtype and device."""
     kind = local.device.type
     num_devices = 1 if kind == "cpu" else torch.get_device_module(kind).device_count()
-    rest = list(shape[1:])
+    rest = list(layout.shape[1:])
     metadata, locals_ = [], []
-    for index, (start, stop) in enumerate(intervals):
+    for index, (start, stop) in enumerate(map(layout.interval, range(layout.num_shards))):
         if start == stop and index:  # the first part exists even if it is empty
             continue
         rank = dist.get_global_rank(group, index)
         place = f"rank:{rank}/{kind}" if kind == "cpu" else f"rank:{rank}/{kind}:{rank % num_devices}"
         metadata.append(ShardMetadata([start, *[0] * len(rest)], [stop - start, *rest], place))
         if index == group.rank():
-            locals_.append(names.Shard(local.requires_grad_(requires_grad), metadata[-1]))
-    properties = names.TensorProperties(
+            locals_.append(shards.Shard(local.requires_grad_(requires_grad), metadata[-1]))
+    properties = shards.TensorProperties(
         dtype=local.dtype, requires_grad=requires_grad, memory_format=torch.contiguous_format
     )
-    described = names.ShardedTensorMetadata(metadata, torch.Size(shape), properties)
-    make = names.ShardedTensor._init_from_local_shards_and_global_metadata
+    described = shards.ShardedTensorMetadata(metadata, torch.Size(layout.shape), properties)
+    make = shards.ShardedTensor._init_from_local_shards_and_global_metadata
     return make(locals_, sharded_tensor_metadata=described, process_group=group)
 
 
@@ -104,18 +86,6 @@ def pieces_of(value: Any) -> list[list[tuple[int, int]]]:
     ]
 
 
-def default_comm_hooks() -> Any:
-    """The module with torch's communication hooks for FSDP1."""
-    from torch.distributed.algorithms._comm_hooks import default_hooks
-
-    return default_hooks
-
-
 def takes_for_fsdp1(module: nn.Module) -> bool:
     """Whether torch takes ``module`` for its own ``FullyShardedDataParallel``, as it does ours after ``install``."""
     return isinstance(module, vars(sys.modules["torch.distributed.fsdp"])["FullyShardedDataParallel"])
-
-
-def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
-    """A module's own buffers that state dicts include."""
-    return {name: each for name, each in module._buffers.items() if name not in module._non_persistent_buffers_set}

@@ -15,17 +15,27 @@ from torch import nn
 from fsdp2.core import _torch, is_plain, unit_of
 
 
+def restorer(module: nn.Module) -> Callable[[], None]:
+    """A function that restores the parameters, buffers, children, hooks and other attributes of all modules in
+    ``module``, as they are now. In-place writes, such as the values that ``sync_module_states`` copies from the first
+    rank, are not undone."""
+    restore = [*map(_restorer_of_module, module.modules()), *map(_restorer_of_param, module.parameters())]
+
+    def restore_all() -> None:
+        for each in restore:
+            each()
+
+    return restore_all
+
+
 @contextmanager
 def undone_on_error(module: nn.Module) -> Iterator[None]:
-    """If the block raises, restore the parameters, buffers, children, hooks and other attributes of all modules in
-    ``module``. In-place writes, such as the values that ``sync_module_states`` copies from the first rank, are not
-    undone."""
-    restore = [*map(_restorer_of_module, module.modules()), *map(_restorer_of_param, module.parameters())]
+    """If the block raises, restore all modules in ``module``: see :func:`restorer`."""
+    restore = restorer(module)
     try:
         yield
     except BaseException:
-        for each in restore:
-            each()
+        restore()
         raise
 
 

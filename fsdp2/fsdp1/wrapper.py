@@ -33,7 +33,6 @@ from fsdp2.fsdp1.auto_wrap import (
     add_full_precision,
     check_nothing_is_wrapped,
     chosen_by,
-    of_classes,
     replace_everywhere,
 )
 from fsdp2.fsdp1.has_state_dicts import HasStateDicts
@@ -50,8 +49,8 @@ from fsdp2.fsdp1.search import FLAT, params_of, wrappers_in
 from fsdp2.fsdp1.settings import DeviceId, Ignored, ProcessGroups, Settings, checked_ignored, checked_settings
 from fsdp2.fsdp1.state_dict_kinds import FULL_SETTINGS
 from fsdp2.fsdp1.state_values import memory_order
-from fsdp2.fsdp1.torch_names import HYBRID
-from fsdp2.fsdp1.undo import undone_on_error
+from fsdp2.fsdp1.torch_names import HYBRID, FSDPExtensions
+from fsdp2.fsdp1.undo import restorer, undone_on_error
 
 evaluation.register()
 
@@ -133,10 +132,10 @@ class FullyShardedDataParallel(HasStateDicts, HasPrivateNames):
         self._has_run = False
         self._is_full_precision = False  # in ``eval()``, if the user asked for it
         self._sends_states = sync_module_states
-        self._extension: extensions.Extension | None = None
+        self._extension: FSDPExtensions | None = None
         self._has_comm_hook = False
         self._state_dict_settings = FULL_SETTINGS
-        self._loading: object = None  # see ``state_dict``; what a load of this wrapper needs, while it runs
+        self._load_errors: list[str] = []  # of the last load
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             warnings.warn(
                 f"FullyShardedDataParallel: {type(module).__name__} has no forward, so its parameters are never "
@@ -173,8 +172,8 @@ class FullyShardedDataParallel(HasStateDicts, HasPrivateNames):
         precision = settings.mixed_precision
         if precision.keep_low_precision_grads and precision.param_dtype is not None:
             keep_low_precision(module, ignored)
-        with extensions.flattened(module, ignored.params) as extension:
-            prepared = self._prepared(module)
+        extension = extensions.flatten(module, ignored.params)
+        prepared = self._prepared(module)
         originals = [[(param.name, param.sharded) for param in resolved.params] for resolved in prepared.resolved]
         orders = {name: memory_order(original) for group in originals for name, original in group}
         self._memory_orders = {name: order for name, order in orders.items() if order is not None}
@@ -218,16 +217,16 @@ class FullyShardedDataParallel(HasStateDicts, HasPrivateNames):
     def _wrap_inside(self, module: nn.Module, policy: Any, options: dict[str, Any]) -> None:
         """Wrap the modules inside ``module`` that ``policy`` chooses, inner ones first, with ``options``."""
         check_nothing_is_wrapped(module)
-        with extensions.flattened(module, self._ignored.params, keeps=False):
-            self._prepared(module)  # refuses parameters that cannot be sharded, before anything is wrapped
+        restore = restorer(module)
+        extensions.flatten(module, self._ignored.params)
+        self._prepared(module)  # refuses parameters that cannot be sharded, before anything is wrapped
+        restore()
         ignored, precision = self._ignored, options["mixed_precision"]
         chosen = chosen_by(policy, module, ignored.modules, ignored.params)
-        own = chosen if precision is None else {**chosen, **of_classes(module, precision._module_classes_to_ignore)}
-        if not self._settings.use_orig_params:
-            for each in (module, *own):
-                check_flat(each, Ignored(ignored.params, ignored.modules | (own.keys() - {each})))
         if precision is not None:
             chosen = add_full_precision(module, precision._module_classes_to_ignore, chosen)
+        for each in () if self._settings.use_orig_params else (module, *chosen):
+            check_flat(each, Ignored(ignored.params, ignored.modules | (chosen.keys() - {each})))
         wrapped = {
             each: FullyShardedDataParallel(each, **{**options, **overrides}) for each, overrides in chosen.items()
         }
@@ -237,12 +236,12 @@ class FullyShardedDataParallel(HasStateDicts, HasPrivateNames):
         """Check that inner wrappers with a hybrid strategy replicate over the same ranks."""
         mine = self._settings
         for inner in self.fsdp_modules(module):
-            theirs = inner._settings
-            if mine.strategy in HYBRID and theirs.strategy in HYBRID and _ranks_of(mine) != _ranks_of(theirs):
+            ranks, of_inner = mine.parallel.ranks, inner._settings.parallel.ranks  # a row for each replica
+            if mine.strategy in HYBRID and inner.sharding_strategy in HYBRID and ranks != of_inner:
                 raise ValueError(
                     f"FullyShardedDataParallel: {mine.strategy.name} expects the same process groups in all wrappers, "
-                    f"but a {type(inner.module).__name__} inside shards over {_ranks_of(theirs)[0]} and this one over "
-                    f"{_ranks_of(mine)[0]}. Pass one device_mesh to all of them."
+                    f"but a {type(inner.module).__name__} inside shards over each of {of_inner} and this one over each "
+                    f"of {ranks}. Pass one device_mesh to all of them."
                 )
 
     # What the wrapper is
@@ -411,6 +410,7 @@ class FullyShardedDataParallel(HasStateDicts, HasPrivateNames):
         """A sharded copy with the same values and settings, but no gradients. All ranks must copy."""
         memo[id(self._settings)] = self._settings
         memo[id(self._ignored)] = self._ignored
+        memo[id(self._extension)] = self._extension
         if self._unit.modules[0] is self:
             return cast(FullyShardedDataParallel, copied_module(self, memo))
         memo[id(self)] = made = object.__new__(type(self))
@@ -430,10 +430,3 @@ class FullyShardedDataParallel(HasStateDicts, HasPrivateNames):
         if dtype is not None and not self._has_run:
             self._orig_buffer_dtypes = cast_buffers(self._unit.modules[0], self._ignored, dtype)
         self._has_run = True
-
-
-def _ranks_of(settings: Settings) -> tuple[list[int], list[int]]:
-    """The ranks that share shards, and those that hold copies."""
-    axes = (settings.parallel.shard, settings.parallel.replicate)
-    shard, replicate = ([] if a.group is None else dist.get_process_group_ranks(a.group) for a in axes)
-    return shard, replicate

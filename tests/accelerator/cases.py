@@ -24,7 +24,16 @@ from tests.harness.distributed import RankContext
 from tests.harness.extensions import Halved, Travelling, wrap
 from tests.harness.models import MLP, ParityModel, PartlyUsed
 from tests.harness.runtimes import Runtime, oracle, subject
-from tests.harness.training import Case, Step, StepRecord, accumulate, one_backward, shard_units_and_root, train
+from tests.harness.training import (
+    Case,
+    Step,
+    StepRecord,
+    accumulate,
+    evaluate_before_step,
+    one_backward,
+    shard_units_and_root,
+    train,
+)
 
 SCHEDULES: dict[str, dict[str, Any]] = {
     "late gathers": {"late": ["all-gather"]},
@@ -228,16 +237,6 @@ def backward_on_rank_0(step: Step, model: Any) -> list[Tensor]:
     losses = one_backward(step, model)
     if step.rank > 0:
         model.zero_grad()
-    return losses
-
-
-def evaluate_before_step(step: Step, model: Any) -> list[Tensor]:
-    """The gathers of the evaluation are the first to need what was stepped in backward."""
-    losses = one_backward(step, model)
-    with torch.no_grad():
-        losses.append(step.loss(model))
-    for unit in (*model.units(), model):
-        step.control(unit).reshard()
     return losses
 
 

@@ -79,7 +79,6 @@ EXCLUDED: dict[str, dict[str, str]] = {
         "test_staleness.test_writes_that_bypass_the_versions_of_shards_need_a_reshard_first[numpy]": (
             "numpy sees no memory of a device"
         ),
-        "test_extension_features.test_prefetch_in_vain_is_dropped": _PREFETCH,
         "test_extension_protocol.test_prefetch_that_is_not_used_calls_no_post_hook_and_frees_its_outputs": _PREFETCH,
         "test_extension_training.test_what_arrives_in_another_dtype_than_the_bias_is_reduced_in_its_own": _AUTOCAST,
         "test_extension_training.test_what_arrives_in_another_dtype_than_the_policy_asks_for_is_reduced_in_it": (
@@ -126,7 +125,7 @@ SAMPLE: dict[str, list[str]] = {
     "distributed": [
         "test_finalization.test_handle_waits_once_and_gradients_are_there_then",
         "test_offload.test_units_may_be_offloaded_one_by_one",
-        "test_recovery.test_reset_between_steps_changes_nothing",
+        "test_recovery.test_reset_drops_gradients_that_were_not_reduced",
         "test_reshard_to.test_moving_back_and_forth_changes_no_bit",
     ],
 }

@@ -110,7 +110,7 @@ _REPORTED = "accelerator/test_report.py::test_steps_that_are_reported_do_not_wai
 _MEASURED = "distributed/test_auto_shard.py::test_collectives_are_measured_by_size_alone_and_beside_products"
 _ON_STREAMS = "unit/core/comm/test_backends.py::test_collectives_on_a_stream_leave_nothing_to_the_cpu"
 _PENDING = "distributed/test_model_parallel_state.py::test_gradient_whose_collective_is_pending_is_waited_for"
-_TIED = "parity/fsdp1/test_state_dicts.py::test_a_parameter_tied_across_wrappers_is_saved_under_both_names"
+_JOINED = "distributed/test_joined.py::test_ranks_with_other_numbers_of_batches_train_as_one_process"  # on a device, too
 _IN_ONE_MEMORY = "distributed/test_custom_comm.py::test_messages_in_flight_may_lie_in_the_same_memory"
 _UNCUT = "distributed/test_scopes.py::test_forwards_without_gradients_run_on_whole_parameters"
 _STOPPED = "distributed/test_stream_order.py::test_a_wait_that_is_left_out_is_noticed"
@@ -129,7 +129,10 @@ ELSEWHERE: dict[str, str] = {
     "optim.clip._summed_over_ranks-work": "parity/test_clipping.py::test_gradients_are_clipped_as_torch_clips_them",
     "core.comm.custom._run-work": _IN_ONE_MEMORY,
     "extras.lending.gathered_together-work": _UNCUT,
-    "fsdp1.state_values.locals_of_flat-work": _TIED,
+    "extras.joined._Message.__init__-work": _JOINED,
+    "extras.joined._Message.__init__-record": _JOINED,
+    "extras.joined._Message.read-work": _JOINED,
+    "extras.joined._Message.read-wait_on_cpu": _JOINED,
     "core._torch.arrived_local-work": _PENDING,
     "checkpoint.save_weights._sent_to-work": _STREAMED,
     "checkpoint.stream_weights._Messages.__init__-gather_after_compute": _STREAMED,

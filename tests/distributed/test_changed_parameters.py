@@ -225,33 +225,6 @@ def test_functional_call_computes_with_parameters_that_are_sharded_alike_and_ref
     return error
 
 
-@pytest.mark.parametrize("swap", ["functional_call", "assignment"])
-@distributed(2)
-def test_averages_are_evaluated_between_steps_while_the_root_stays_unsharded(ctx: RankContext, swap: str) -> None:
-    """Or put in place of what an evaluation has left there."""
-    losses = []
-    for model in (shard(ctx, seeded(Stack)), seeded(Stack)):
-        params = dict(model.named_parameters())
-        averages = {name: nn.Parameter(param.detach().clone(), False) for name, param in params.items()}
-        optimizer = torch.optim.SGD(params.values(), lr=0.1)
-        for index in range(4):
-            losses.append(model(batch(index)).square().mean())
-            losses[-1].backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            with torch.no_grad():
-                torch._foreach_lerp_([*averages.values()], [*params.values()], 0.2)
-                losses.append(model(batch(9)).square().mean())
-                if swap == "functional_call":
-                    losses.append(functional_call(model, dict(averages), batch(9)).square().mean())
-                    continue
-                before, model.exit.weight = model.exit.weight, averages["exit.weight"]
-                losses.append(model(batch(9)).square().mean())
-                model.exit.weight = before
-    found, expected = torch.stack([loss.detach() for loss in losses]).chunk(2)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-
-
 @distributed(2)
 def test_model_is_sharded_moved_and_copied_in_inference_mode_and_trained_outside(ctx: RankContext) -> None:
     expected = sharded(ctx).double()
@@ -399,19 +372,6 @@ def test_adapters_work_under_the_root_that_ran_before(ctx: RankContext) -> None:
         *("prefetch blocks.0", "prefetch blocks.0.linear.adapter", "prefetch exit.adapter"),
         *("prefetch exit.adapter", "prefetch blocks.0", "prefetch blocks.0.linear.adapter"),
     ]
-
-
-@distributed(2)
-def test_adapter_that_was_sharded_apart_joins_the_root_it_is_put_under(ctx: RankContext) -> None:
-    model, reference = sharded(ctx), seeded(Stack)
-    adapters = [seeded(_adapter), seeded(_adapter)]
-    fully_shard(adapters[0], mesh=ctx.mesh_1d())
-    adapters[0](batch())  # a root of its own
-    step_and_zero(model)
-    for each, adapter in zip((model, reference), adapters, strict=True):
-        each.exit = _Adapted(each.exit, adapter)
-    for _ in range(3):
-        assert_step_is_that_of(model, reference)
 
 
 @distributed(2)

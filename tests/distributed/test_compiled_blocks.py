@@ -80,14 +80,6 @@ def _assert_compiled_like_eager(
     assert_alike(outputs, train(shard(ctx, seeded(make), **kwargs)), atol=atol)
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("before", [True, *long(False)], ids=["before", "after"])
-@pytest.mark.parametrize("way", ["block.compile()", *long(*list(COMPILE)[1:])])
-@distributed(2)
-def test_compiled_before_or_after_fully_shard(ctx: RankContext, way: str, before: bool) -> None:
-    _assert_compiled_like_eager(ctx, Stack, way, before)
-
-
 class _CheckpointedInside(Block):
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(super().forward, x, use_reentrant=False)
@@ -103,21 +95,22 @@ def _stack_of(make_block: Callable[[], nn.Module]) -> Callable[[], Stack]:
 
 
 MIXED = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-VARIANTS: dict[str, tuple[Callable[[], Stack], dict[str, Any]]] = {
-    "mixed precision": (Stack, {"mp_policy": MIXED, "atol": 2e-2}),  # fused operations round once, eager ones twice
-    "kept": (Stack, {"reshard_after_forward": False}),
-    "resharded": (Stack, {"reshard_after_forward": True}),
-    "checkpointed inside": (_stack_of(_CheckpointedInside), {}),
-    "checkpointed around": (_stack_of(lambda: checkpoint_wrapper(Block())), {}),
+# Of what programs cannot say: see tests/programs/features.py, "block.compiled".
+CASES: dict[str, dict[str, Any]] = {
+    "before": {"before": True},
+    "mixed precision": {"mp_policy": MIXED, "atol": 2e-2},  # fused operations round once, eager ones twice
+    "after": {},
+    "checkpointed inside": {"make": _stack_of(_CheckpointedInside)},
+    "checkpointed around": {"make": _stack_of(lambda: checkpoint_wrapper(Block()))},
+    **{f"{way}, {before}": {"way": way, "before": before} for way in [*COMPILE][1:] for before in (True, False)},
 }
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("variant", ["mixed precision", *long(*list(VARIANTS)[1:])])
+@pytest.mark.parametrize("case", [*[*CASES][:2], *long(*[*CASES][2:])])
 @distributed(2)
-def test_compiled_with_every_option(ctx: RankContext, variant: str) -> None:
-    make, kwargs = VARIANTS[variant]
-    _assert_compiled_like_eager(ctx, make, **kwargs)
+def test_compiled_blocks_compute_as_eager_ones(ctx: RankContext, case: str) -> None:
+    _assert_compiled_like_eager(ctx, **CASES[case])
 
 
 @pytest.mark.parametrize("hooks", ["users-hook", *in_ci("inner-losses"), *long("tensor-parallelism")])
@@ -146,16 +139,10 @@ def test_blocks_with_hooks_inside_compile_whole(ctx: RankContext, hooks: str) ->
     assert_alike(*gradients, atol=1e-4)
 
 
-@pytest.mark.parametrize("variant", ["rest on a smaller mesh", "hsdp", "one rank", "the model, resting"])
 @pytest.mark.long
 @distributed(4)
-def test_compiled_on_every_mesh(ctx: RankContext, variant: str) -> None:
-    meshes = {"hsdp": ctx.mesh_2d(2, 2), "one rank": ctx.mesh_of_one()}
-    if variant == "the model, resting":
-        _assert_model_like_eager(ctx, WAYS[0], reshard_after_forward=2)
-        return
-    options = {"mesh": meshes[variant]} if variant in meshes else {"reshard_after_forward": 2}
-    _assert_compiled_like_eager(ctx, **options)
+def test_compiled_model_rests_on_a_smaller_mesh(ctx: RankContext) -> None:
+    _assert_model_like_eager(ctx, WAYS[0], reshard_after_forward=2)
 
 
 @distributed(2)

@@ -20,7 +20,6 @@ from tests.harness.extensions import (
     Halved,
     Packed4,
     Scaled,
-    Silent,
     Travelling,
     count,
     recorded,
@@ -136,24 +135,6 @@ def _converted(make: Any, rows: int = EVEN) -> Tensor:
     return make.decode(make.encode(weight, 0, weight.shape, 1), weight.shape, 1, torch.float32)
 
 
-@pytest.mark.parametrize("make", [Halved, Scaled, Aliasing, AliasingHalved, Packed4])
-@distributed(2)
-def test_unsharded_objects_stay_the_same_over_steps(ctx: RankContext, make: Any) -> None:
-    model = sharded(built(make), ctx.mesh_1d(), mp_policy=MIXED)
-    optimizer = dtensor_adam(model.parameters())
-    seen = []
-    for index in range(3):
-        for module in (model, *model.blocks):
-            module.unshard()
-        seen.append(dict(model.named_parameters()))
-        for module in (model, *model.blocks):
-            module.reshard()
-        step(model, ctx, index)
-        optimizer.step()
-        optimizer.zero_grad()
-    assert all(later[name] is tensor for later in seen[1:] for name, tensor in seen[0].items())
-
-
 def _nbytes(*tensors: Tensor) -> list[int]:
     return [tensor.untyped_storage().nbytes() for tensor in tensors]
 
@@ -210,19 +191,6 @@ def test_payload_is_made_for_every_gather(ctx: RankContext) -> None:
     assert count(calls, "pre") == num_gathers
     assert count(calls, "post") == 5  # one for each weight
     assert count(calls, "fill") == num_gathers - 5
-
-
-@distributed(2)
-def test_metadata_is_that_of_the_payload_that_was_gathered(ctx: RankContext) -> None:
-    for make in (Halved, Silent):
-        model = linear(make)
-        fully_shard(model, mesh=ctx.mesh_1d())
-        for _ in range(3):
-            with recorded() as calls:
-                model.unshard()
-                model.reshard()
-            (made,) = (call.given["metadata"] for call in calls if call.hook == "pre")
-            assert all(call.given["metadata"] is made for call in calls if call.hook != "pre")
 
 
 @pytest.mark.parametrize("options", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2 import MixedPrecisionPolicy, fully_shard
+from fsdp2 import MixedPrecisionPolicy, UnshardHandle, fully_shard
 from fsdp2.core import Observer
 from fsdp2.core.group import all_gather
 from fsdp2.core.group.reduce_scatter import Reduce
@@ -115,6 +115,7 @@ def test_gathers_by_hand_start_once_and_their_handles_wait_for_no_later_one(ctx:
         block.reshard()
         assert storages.nbytes == 0
         handle = block.unshard(async_op=True)
+        assert isinstance(handle, UnshardHandle)
         assert gathers.seen == "+-+"
         assert isinstance(block.linear.weight, DTensor)
         for _ in range(2):

@@ -1,12 +1,10 @@
-"""Checkpoints, meta initialisation, checkpointing and casts of models that tensor parallelism has cut.
+"""Checkpoints, meta initialisation and casts of models that tensor parallelism has cut.
 
-``tests/parity/test_checkpoints.py`` has more places, the mesh with "tp" inside among them.
+``tests/parity/test_state.py`` has more places, the mesh with "tp" inside among them.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,6 @@ from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor import DTensor, Replicate
-from torch.utils.checkpoint import checkpoint
 
 from fsdp2.core import _torch
 from tests.harness.compare import compare_values
@@ -88,32 +85,13 @@ def test_full_state_dict_is_that_of_the_unsharded_model_and_loads_from_rank_0(ct
     compare_values("loaded", whole(other.state_dict()), dict(unsharded))
 
 
-def _from_meta(ctx: RankContext) -> Any:
+@pytest.mark.ci
+@distributed(4)
+def test_model_from_meta_trains_alike(ctx: RankContext) -> None:
     model = TP.on_meta(subject(), ctx)
     model.to_empty(device=ctx.device_type)
     model.load_state_dict(_sharded(ctx).state_dict())
-    return model
-
-
-def _checkpointed(ctx: RankContext, use_reentrant: bool) -> Any:
-    model = _sharded(ctx)
-    for block in model.blocks:
-        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=use_reentrant)
-    return model
-
-
-MADE: dict[str, Callable[[RankContext], Any]] = {
-    "from meta": _from_meta,
-    "checkpointed": functools.partial(_checkpointed, use_reentrant=False),
-    "checkpointed, reentrant": functools.partial(_checkpointed, use_reentrant=True),
-}
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize("made", [*[*MADE][:2], *long([*MADE][2])])
-@distributed(4)
-def test_models_that_are_made_otherwise_train_alike(ctx: RankContext, made: str) -> None:
-    compare_values("trained", _train(ctx, MADE[made](ctx)), _train(ctx, _sharded(ctx)))
+    compare_values("trained", _train(ctx, model), _train(ctx, _sharded(ctx)))
 
 
 @distributed(4)

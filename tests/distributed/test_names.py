@@ -6,6 +6,7 @@ The oracle is the plain model. torch's ``get_model_state_dict`` gives the same n
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from fsdp2.fsdp1.auto_wrap import check_nothing_is_wrapped
 from fsdp2.planner.candidates import _check_computes_once
 from fsdp2.report.modules import modules_around_units
 from fsdp2.tensors import wrap_parameters
-from tests.distributed.support import seeded
+from tests.distributed.support import seeded, shard_each
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.messages import error_of
 from tests.harness.weight_files import assert_same, read, safetensors
@@ -83,30 +84,24 @@ def _wrapped(module: Any, *wrap: Callable[[Any], Any]) -> Any:
     return module
 
 
-def _units_in(*wrap: Callable[[Any], Any]) -> Callable[[RankContext], Any]:
-    """Wrappers around what ``fully_shard`` was given, and around ``part``."""
+def _sharded(*wrap: Callable[[Any], Any], first: bool) -> Callable[[RankContext], Any]:
+    """``part`` and ``blocks`` are wrapped. ``first``: ``fully_shard`` was given what is inside; else, it gets the
+    wrappers."""
 
     def make(ctx: RankContext) -> Any:
         model = seeded(Model)
-        for block in model.blocks:
-            fully_shard(block, mesh=ctx.mesh_1d())
-        model.part, model.blocks = _wrapped(model.part, *wrap), nn.ModuleList(_wrapped(b, *wrap) for b in model.blocks)
+        for is_now in (first, not first):
+            if is_now:
+                shard_each(*model.blocks, mesh=ctx.mesh_1d())
+            else:
+                model.part = _wrapped(model.part, *wrap)
+                model.blocks = nn.ModuleList(_wrapped(block, *wrap) for block in model.blocks)
         return fully_shard(model, mesh=ctx.mesh_1d())
 
     return make
 
 
-def _units_of(*wrap: Callable[[Any], Any]) -> Callable[[RankContext], Any]:
-    """``fully_shard`` gets the wrappers."""
-
-    def make(ctx: RankContext) -> Any:
-        model = seeded(Model)
-        model.part, model.blocks = _wrapped(model.part, *wrap), nn.ModuleList(_wrapped(b, *wrap) for b in model.blocks)
-        for block in model.blocks:
-            fully_shard(block, mesh=ctx.mesh_1d())
-        return fully_shard(model, mesh=ctx.mesh_1d())
-
-    return make
+_units_in, _units_of = partial(_sharded, first=True), partial(_sharded, first=False)
 
 
 def _in_fsdp1(*wrap: Callable[[Any], Any]) -> Callable[[RankContext], Any]:
@@ -124,8 +119,7 @@ def _beside_ddp(*wrap: Callable[[Any], Any]) -> Callable[[RankContext], Any]:
     def make(ctx: RankContext) -> Any:
         model = seeded(Model)
         model.part = _wrapped(model.part, *wrap)
-        for block in model.blocks:
-            fully_shard(block, mesh=ctx.mesh_1d())
+        shard_each(*model.blocks, mesh=ctx.mesh_1d())
         return fully_shard(model, mesh=ctx.mesh_1d(), ignored_params=set(model.part.parameters()))
 
     return make

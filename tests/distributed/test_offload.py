@@ -22,7 +22,7 @@ from fsdp2.tensors import (
     wrap_parameters,
 )
 from tests.distributed.changes import assert_gradients, assert_trains_as_stack, step_and_zero
-from tests.distributed.extension_support import UNEVEN, Twins, sgd
+from tests.distributed.extension_support import UNEVEN, Twins
 from tests.distributed.support import (
     Faulty,
     InjectedError,
@@ -41,7 +41,6 @@ from tests.harness.distributed import RankContext, distributed
 from tests.harness.extensions import Aliasing, Halved, Packed4, Ragged, Scaled, recorded
 from tests.harness.golden import golden_on_ranks
 from tests.harness.messages import error_of
-from tests.harness.selection import long
 
 STAGED = StagedOffloadPolicy()
 UNPINNED = StagedOffloadPolicy(pin_memory=False)  # for shards of classes that support no pinned memory
@@ -144,16 +143,6 @@ def test_hooks_send_what_they_make_of_a_copy_of_the_shard(ctx: RankContext, make
     copies = [call.on for call in calls if call.hook == "pre"]
     assert copies
     assert all(type(copy) is make and all(copy is not shard for shard in shards) for copy in copies)
-
-
-@pytest.mark.parametrize("reshard", [None, *long(False, 2)])
-@distributed(4)
-def test_hooks_on_four_ranks(ctx: RankContext, reshard: bool | int | None) -> None:
-    """On HSDP, and under ``reshard_after_forward``."""
-    if reshard is None:
-        Twins(Halved, ctx.mesh_2d(2, 2), ctx.rank, offload_policy=UNPINNED, optimizer=sgd).train(3)
-    else:
-        Twins(Scaled, ctx.mesh_1d(), ctx.rank, offload_policy=UNPINNED, reshard_after_forward=reshard).train(3)
 
 
 FORMATS: dict[str, Callable[[Tensor], Tensor]] = {

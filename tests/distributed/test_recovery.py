@@ -159,15 +159,6 @@ def test_unreduced_gradients_survive_a_forward_that_raises(
     assert_gradients(model, _stepped(*((3, 1) if fault == "forward" else (1,))))
 
 
-@pytest.mark.parametrize("warm", [False, True])
-@distributed(2)
-def test_reset_between_steps_changes_nothing(ctx: RankContext, warm: bool) -> None:
-    model = _faulty_model(ctx, warm)
-    model.reset_iter_state()
-    model.reset_iter_state()
-    assert_trains_as_stack(model)
-
-
 @distributed(2)
 def test_model_that_was_reset_can_join_a_larger_root(ctx: RankContext) -> None:
     model = _faulty_model(ctx, warm=True)

@@ -10,7 +10,6 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from fsdp2.core import Observer
 from fsdp2.report import trace
@@ -190,45 +189,16 @@ def test_ranks_may_differ_in_which_uses_a_gradient_reaches(ctx: RankContext) -> 
 # Several modules that are unsharded and reduced together: fully_shard([a, b])
 
 
-class _Checkpointed(Stack):
-    """The last two blocks, each checkpointed on its own; ``None`` checkpoints nothing."""
-
-    use_reentrant: bool | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.blocks[0](self.entry(x))
-        for block in self.blocks[1:]:
-            x = block(x) if self.use_reentrant is None else checkpoint(block, x, use_reentrant=self.use_reentrant)
-        return self.exit(x)
-
-
-class _CallThemselves(_Checkpointed):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks[1], self.blocks[2] = Nested(), Nested()
-
-
-def _as_one_unit(ctx: RankContext, make: type[_Checkpointed] = _Checkpointed) -> Any:
-    model = seeded(make)
+def _as_one_unit(ctx: RankContext) -> Any:
+    model = seeded(Stack)
     return shard_each(list(model.blocks[1:]), model, mesh=ctx.mesh_1d())
 
 
-def _assert_gradients_are_right(model: Any, make: type[_Checkpointed] = _Checkpointed) -> None:
-    reference = seeded(make)
+def _assert_gradients_are_right(model: Any) -> None:
+    reference = seeded(Stack)
     for seed in range(2):
         assert torch.allclose(step(model, seed), step(reference, seed), atol=1e-6)
     assert_gradients(model, reference)
-
-
-@pytest.mark.parametrize("make", [_CallThemselves, _Checkpointed])
-@pytest.mark.parametrize("use_reentrant", [True, None, False])
-@distributed(2)
-def test_each_module_may_be_checkpointed_on_its_own(
-    ctx: RankContext, use_reentrant: bool | None, make: type[_Checkpointed]
-) -> None:
-    model = _as_one_unit(ctx, make)
-    model.use_reentrant = use_reentrant
-    _assert_gradients_are_right(model, make)
 
 
 @distributed(2)
@@ -243,6 +213,6 @@ def test_reshard_between_the_modules_gathers_again_for_the_next(ctx: RankContext
 def test_unshard_before_the_root_has_run(ctx: RankContext, async_op: bool) -> None:
     model = _as_one_unit(ctx)
     model.blocks[1].unshard(async_op)
-    assert torch.allclose(model(batch()), seeded(_Checkpointed)(batch()), atol=1e-6)
+    assert torch.allclose(model(batch()), seeded(Stack)(batch()), atol=1e-6)
     model.reset_iter_state()
     _assert_gradients_are_right(model)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fsdp2 import fully_shard
 from fsdp2.core.comm.offload import StagedOffloadPolicy
+from fsdp2.optim import flatten_optimizer
 from fsdp2.report import trace
 from tests.distributed.changes import GATHERS, evaluate
 from tests.distributed.support import DIM, Stack, batch, seeded, shard, shard_each, sharded, step
@@ -54,37 +55,19 @@ def test_forward_after_the_shards_were_written_uses_them(
     assert torch.allclose(model(batch()), _reference()(batch()), atol=1e-5)
 
 
-@pytest.mark.every_case
-@pytest.mark.parametrize("name", list(GATHERS))
-@distributed(2)
-def test_step_after_parameters_were_frozen_that_are_unsharded_gives_them_no_gradient(
-    ctx: RankContext, name: str
-) -> None:
-    model = sharded(ctx, reshard_after_forward=False)
-    shards = dict(model.named_parameters())
-    step(model)
-    GATHERS[name](model)
-    for parameter in shards.values():
-        parameter.grad = None
-    shards["entry.weight"].requires_grad_(False)
-    shards["blocks.1.linear.bias"].requires_grad_(False)
-    frozen = []
-    model.exit.register_forward_pre_hook(lambda *_: frozen.append(not model.entry.weight.requires_grad))
-    step(model)
-    assert frozen == [True]
-    assert [name for name, shard in shards.items() if shard.grad is None] == ["entry.weight", "blocks.1.linear.bias"]
-
-
-@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=str)
+@pytest.mark.parametrize("kind", ["", "foreach", "fused", "flat"])
 @pytest.mark.parametrize("kept", [None, False, 2])
 @distributed(4)
 def test_forward_after_an_optimizer_step_uses_what_it_wrote(
-    ctx: RankContext, kept: bool | int | None, options: dict[str, bool]
+    ctx: RankContext, kept: bool | int | None, kind: str
 ) -> None:
     """torch counts no write for lists of DTensors, which ``foreach`` optimizers write."""
     model, reference = sharded(ctx, reshard_after_forward=kept), seeded(Stack)
     for each in (model, reference):
+        options: dict[str, Any] = {kind: True} if kind in ("foreach", "fused") else {}
         optimizer = torch.optim.Adam(each.parameters(), lr=0.1, **options)
+        if kind == "flat" and each is model:
+            flatten_optimizer(optimizer)
         step(each)
         evaluate(each)  # gathers again what backward has resharded
         optimizer.step()

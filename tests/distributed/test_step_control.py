@@ -89,11 +89,12 @@ def _places(model: Any) -> list[int]:
     return places
 
 
-@pytest.mark.parametrize("dim", [32, 1024])  # 4 MiB is beyond what the pool of freed memory takes
-@distributed(2)
-def test_kept_memory_stays_where_it_is(ctx: RankContext, dim: int) -> None:
+# 4 MiB is beyond what the pool of freed memory takes.
+@pytest.mark.parametrize(("dim", "reshard"), [(32, None), (1024, None), (32, 2)])
+@distributed(4)
+def test_kept_memory_stays_where_it_is(ctx: RankContext, dim: int, reshard: int | None) -> None:
     model, reference = (seeded(lambda: MLP(dim=dim)) for _ in range(2))
-    shard_units(model, mesh=ctx.mesh_1d())
+    shard_units(model, mesh=ctx.mesh_1d(), reshard_after_forward=reshard)
     model.set_keep_unsharded_storage(True)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference)]
     places = _places(model)
@@ -119,17 +120,6 @@ def test_memory_is_freed_at_the_next_reshard_once_it_need_not_be_kept(ctx: RankC
     model.set_keep_unsharded_storage(False)
     step(model)
     assert storages.nbytes == 0
-
-
-@distributed(4)
-def test_kept_memory_with_resting_on_a_smaller_mesh(ctx: RankContext) -> None:
-    model, reference = sharded(ctx, num_blocks=2, reshard_after_forward=2), seeded(lambda: Stack(2))
-    model.set_keep_unsharded_storage(True)
-    places = _places(model)
-    for each in (model, reference, model, reference):
-        step(each)
-    assert places[:2] == places[2:]
-    assert_gradients(model, reference)
 
 
 @distributed(4)

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,9 +20,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp2.checkpoint import async_save
 from tests.docs.launch import ROOT
 from tests.faults.ranks import Ended, World
 from tests.harness.distributed import RankContext
@@ -216,3 +218,27 @@ def test_all_ranks_name_the_checkpoint_that_one_rank_cannot_write(name: str, tmp
         assert reason in each.value
         assert f"The last complete checkpoint is {tmp_path / 'checkpoints' / 'step_00000001'}." in each.value
     assert _assert_latest_is_complete(tmp_path) == 1
+
+
+def _save_in_background(ctx: RankContext, mesh: DeviceMesh, folder: Path, step: int, killed: int = -1) -> str:
+    """The rank ``killed`` is killed while it writes. Returns the name of the checkpoint."""
+
+    def die(*_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    state = {"model.weight": torch.full((4,), float(step)), "step": step}
+    with mock.patch.object(FileSystemWriter, "write_data", die) if ctx.rank == killed else nullcontext():
+        return async_save(state, folder / f"step_{step}").result().name
+
+
+@pytest.mark.parametrize("killed", [1, *long(0)])
+def test_a_kill_during_a_save_in_the_background_leaves_the_checkpoint_before_it(killed: int, tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    assert [each.value for each in World(_save_in_background, folder=folder, step=1).join()] == ["step_1"] * 2
+    ended = World(_save_in_background, folder=folder, step=2, killed=killed).join()
+    assert ended[killed].exit_code == -signal.SIGKILL
+    assert ended[1 - killed].error_type == "CommunicationError", ended
+    assert sorted(path.name for path in folder.iterdir()) == [".unfinished_step_2", "step_1"]
+    assert [each.value for each in World(_save_in_background, folder=folder, step=2).join()] == ["step_2"] * 2
+    assert sorted(path.name for path in folder.iterdir()) == ["step_1", "step_2"]

@@ -24,6 +24,11 @@ def error_of(call: Callable[[], Any]) -> str:
     raise AssertionError("nothing was refused")
 
 
+def one_line(message: str) -> str:
+    """``message`` without line breaks."""
+    return " ".join(message.split())
+
+
 class Heard(logging.Handler):
     """In the block, collects what fsdp2 logs, the names of the levels, and when: in seconds from the beginning."""
 

@@ -79,6 +79,16 @@ def one_backward(step: Step, model: ParityModel) -> list[Tensor]:
     return [loss]
 
 
+def evaluate_before_step(step: Step, model: Any) -> list[Tensor]:
+    """The gathers of the evaluation are the first to need what backward has begun. Nothing stays unsharded."""
+    losses = one_backward(step, model)
+    with torch.no_grad():
+        losses.append(step.loss(model))
+    for unit in (*model.units(), model):
+        step.control(unit).reshard()
+    return losses
+
+
 def accumulate(
     step: Step,
     model: Any,

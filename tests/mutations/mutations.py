@@ -145,7 +145,7 @@ _LISTED = {
     102: ("rekey_optim_state_dict", "not kinds <= {str} and not kinds <= {int}", "False"),
     103: ("_check_alike", "theirs != ways[0]", "False"),
     104: ("to_load", "rank0_only and ways", "False"),
-    105: ("_sharded_values", "value if device is None else value.to(device)", "value"),
+    105: ("chunked_value", "made if device is None else made.to(device)", "made"),
     106: ("_check_alike", "first != found", "False"),
     107: (
         "Gather.issue",
@@ -172,7 +172,7 @@ _LISTED = {
         "output",
     ),
     123: ("watch_calls.watched", "output.view_as(output)", "output"),
-    124: ("simulate", "uses[unit] == 0", "True"),
+    124: ("replay", "to_come[use.unit] == 0", "True"),
     125: ("UnitTree._take_flags", "check.agree_on_flags()", "pass"),
     126: ("StallWatch.look", "did == pause.did", "True"),
     127: ("without_transforms", "temporarily_clear_interpreter_stack()", "memoryview(b'')"),

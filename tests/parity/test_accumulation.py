@@ -7,38 +7,32 @@ another raise an ``IndexError``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tests.harness.compare import (
     Cases,
     compare,
-    compare_losses_with_unsharded,
     each_compared,
     hsdp,
     one_replica,
-    trains_alike,
 )
 from tests.harness.distributed import RankContext, distributed
-from tests.harness.models import MLP, Branches, ParityModel, SharedModules, Transformer, Uneven
-from tests.harness.runtimes import Runtime, beyond_torch, oracle, subject
+from tests.harness.models import MLP, Branches, ParityModel, Transformer, Uneven
+from tests.harness.runtimes import Runtime, oracle
 from tests.harness.training import (
     Case,
     Step,
     accumulate,
     gradients_of,
-    one_backward,
     sgd,
     shard_units_and_root,
     sharded,
     snapshot,
-    train,
 )
 from tests.parity.test_mixed_precision import BF16, BFLOAT16_ARITHMETIC, FP32
 
@@ -75,15 +69,6 @@ def _other_units(step: Step, model: Branches) -> list[Tensor]:
     return losses
 
 
-def _pipeline(step: Step, model: ParityModel) -> list[Tensor]:
-    losses = [step.loss(model, micro) for micro in range(3)]
-    for micro, loss in enumerate(losses):
-        for switch in (LAST, KEEP, SYNC):
-            getattr(step.control(model), switch)(micro == 2)
-        loss.backward()
-    return losses
-
-
 IN_CI = ("uneven", "transformer", "without reshard_after_forward", "gradients zeroed in place", "kept without sync")
 
 
@@ -102,7 +87,6 @@ def test_without_gradient_sync_until_the_last_micro_batch() -> Cases:
         "one unit only": Case(MLP, step=_in_one_unit),
         "the last has no gradient": Case(Branches, step=_other_units),
         "is_last_backward defers the end of backward": Case(MLP, step=partial(noted, switch=LAST)),
-        "as in a pipeline schedule": Case(MLP, sharded(reshard_after_forward=False), _pipeline),
         "parameters kept": Case(MLP, step=partial(noted, switch=KEEP)),
         "kept without sync": Case(MLP, step=partial(noted, switch=(KEEP, SYNC))),
     }
@@ -112,17 +96,6 @@ def test_without_gradient_sync_until_the_last_micro_batch() -> Cases:
 def test_without_gradient_sync_accumulates_in_reduce_dtype() -> Cases:
     low = partial(Case, MLP, step=_no_sync, optimizer=sgd, reduce_dtype=BF16, unsharded=BFLOAT16_ARITHMETIC)
     return {name: low(sharded(policy=policy)) for name, policy in POLICIES.items()}
-
-
-TORCH_ADDS_OTHERWISE = ("bf16 reduced in fp32", "bf16") if torch.__version__ >= "2.15.0.dev0" else ()
-
-
-@each_compared(2, ci=[*POLICIES])
-def test_without_gradient_sync_of_a_block_that_is_used_twice() -> Cases:
-    """torch 2.15 adds up the uses of a block in fp32 where nothing is reduced, and in bf16 otherwise."""
-    policies = {"fp32": {}, **{name: POLICIES[name] for name in POLICIES if name not in TORCH_ADDS_OTHERWISE}}
-    twice = partial(Case, SharedModules, step=_no_sync, optimizer=sgd, unsharded=None)
-    return {name: twice(sharded(policy=policy)) for name, policy in policies.items()}
 
 
 def _frozen_meanwhile(step: Step, model: MLP) -> list[Tensor]:
@@ -140,28 +113,6 @@ def test_what_is_frozen_before_its_gradient_is_reduced() -> Cases:
     return {"fp32 and bf16": (Case(MLP, step=_frozen_meanwhile), in_bf16)}
 
 
-@distributed(2)
-def test_what_is_unfrozen_while_it_is_unsharded(ctx: RankContext) -> None:
-    """After an evaluation, the root is unsharded: the user meets the parameters that compute reads. In torch, the
-    shards keep their flags."""
-
-    def step(step: Step, model: MLP) -> list[Tensor]:
-        for part in (model.exit, model.entry):
-            part.requires_grad_(step.index == 0)
-            with torch.no_grad():
-                step.loss(model)
-            part.requires_grad_(part is model.exit)
-        return one_backward(step, model)
-
-    case, mesh = Case(MLP, step=step), ctx.mesh_1d()
-    for mine, theirs in zip(train(case, mesh, subject()), train(case, mesh, oracle()), strict=True):
-        for name, expected in theirs.gradients.items():
-            found = mine.gradients[name]
-            assert (found is None) is (expected is None), name
-            assert found is None or expected is None or torch.equal(found.local, expected.local), name
-        assert mine.gradients["exit.weight"] is not None
-
-
 def _replicas(ctx: RankContext) -> list[DeviceMesh]:
     return [hsdp(ctx), one_replica(ctx)][: 2 if ctx.world_size == 2 else 1]
 
@@ -174,12 +125,6 @@ def test_hsdp_without_all_reduce_until_the_last_micro_batch() -> Cases:
 @each_compared(2, 4, mesh=_replicas)
 def test_hsdp_without_gradient_sync_until_the_last_micro_batch() -> Cases:
     return {"MLP": Case(MLP, step=_no_sync)}
-
-
-@trains_alike(2, model=MLP, unsharded=None)
-def test_an_unsynced_backward_alone_leaves_no_gradient_on_the_shards(step: Step, model: ParityModel) -> list[Tensor]:
-    step.control(model).set_requires_gradient_sync(step.index == 2)
-    return one_backward(step, model)
 
 
 NUM_MICRO = 4
@@ -203,10 +148,6 @@ ONE_F_ONE_B: tuple[tuple[int, str, int], ...] = (
     *((1, "B", 0), (0, "B", 0), (1, "F", 1), (0, "F", 2)),
     *((1, "B", 1), (0, "B", 1), (1, "F", 2), (0, "F", 3)),
     *((1, "B", 2), (0, "B", 2), (1, "F", 3), (1, "B", 3), (0, "B", 3)),
-)
-GPIPE: tuple[tuple[int, str, int], ...] = (
-    *((stage, "F", micro) for micro in range(NUM_MICRO) for stage in (0, 1)),
-    *((stage, "B", micro) for micro in reversed(range(NUM_MICRO)) for stage in (1, 0)),
 )
 
 
@@ -245,8 +186,8 @@ class _Run:
         if gradient is not None:
             self._gradients[stage - 1, micro] = gradient
 
-    def follow(self, order: Sequence[tuple[int, str, int]], before_backward: Any = lambda stage: None) -> None:
-        for stage, kind, micro in order:
+    def follow(self, before_backward: Any = lambda stage: None) -> None:
+        for stage, kind, micro in ONE_F_ONE_B:
             if kind == "F":
                 self.forward(stage, micro)
             else:
@@ -254,7 +195,7 @@ class _Run:
                 self.backward(stage, micro)
 
 
-def _actions(step: Step, model: _Pipeline, order: Sequence[tuple[int, str, int]]) -> list[Tensor]:
+def _actions(step: Step, model: _Pipeline) -> list[Tensor]:
     """Unshard all, no communication but in the last backward of each stage, then reshard."""
     run, num_backwards = _Run(step, model), [0, 0]
     modules = [step.control(module) for stage in model.stages for module in (stage, *stage.blocks)]  # type: ignore[misc]
@@ -268,83 +209,14 @@ def _actions(step: Step, model: _Pipeline, order: Sequence[tuple[int, str, int]]
         control.set_reshard_after_backward(is_last)
         control.set_requires_gradient_sync(is_last)
 
-    run.follow(order, configure)
+    run.follow(configure)
     for module in modules:
         module.reshard()
     return run.losses
 
 
-@pytest.mark.parametrize("order", [ONE_F_ONE_B, GPIPE], ids=["1f1b", "gpipe"])
 @pytest.mark.parametrize("reshard", [False, None])
 @distributed(2, 4)
-def test_stages_that_reduce_in_their_last_backward(ctx: RankContext, order, reshard: bool | None) -> None:
+def test_stages_that_reduce_in_their_last_backward(ctx: RankContext, reshard: bool | None) -> None:
     shard = partial(_shard_stages, reshard_after_forward=reshard)
-    compare(Case(_Pipeline, shard, partial(_actions, order=order)), ctx.mesh_1d())
-
-
-@trains_alike(2, model=_Pipeline, shard=_shard_stages)
-def test_stages_that_reduce_in_every_backward(step: Step, model: _Pipeline) -> list[Tensor]:
-    run = _Run(step, model)
-    run.follow(ONE_F_ONE_B)
-    return run.losses
-
-
-def _finalized(
-    step: Step, model: _Pipeline, *, async_op: bool = True, sync: bool = False, order: Any = ONE_F_ONE_B
-) -> list[Tensor]:
-    """Reducing is an action of its own, after all backwards of a stage."""
-    run = _Run(step, model)
-    controls = [step.control(stage) for stage in model.stages]
-    for control in controls:
-        control.set_manual_backward_finalization(True)
-        control.set_reshard_after_backward(False)
-        control.set_requires_gradient_sync(sync)
-    run.follow(order)
-    handles = []
-    for control in controls:
-        control.set_reshard_after_backward(True)
-        control.set_requires_gradient_sync(True)
-        handles.append(control.finalize_backward(async_op=async_op))
-    if async_op and step.runtime is not None:
-        for handle in handles:
-            handle.wait()
-    return run.losses
-
-
-def _partly_reduced(step: Step, model: _Pipeline) -> list[Tensor]:
-    controls = [step.control(stage) for stage in model.stages]
-    for control in controls:
-        control.set_requires_all_reduce(False)
-        control.set_manual_backward_finalization(True)
-    run = _Run(step, model)
-    run.follow(ONE_F_ONE_B)
-    for control in controls:
-        control.set_requires_all_reduce(True)
-        control.finalize_backward()
-    return run.losses
-
-
-@beyond_torch("manual finalization came with torch 2.15")
-@pytest.mark.parametrize("order", [ONE_F_ONE_B, GPIPE], ids=["1f1b", "gpipe"])
-@pytest.mark.parametrize("async_op", [False, True])
-@pytest.mark.parametrize("sync", [False, True])
-@distributed(2)
-def test_stages_whose_backwards_are_finalized(ctx: RankContext, order, async_op: bool, sync: bool) -> None:
-    step = partial(_finalized, async_op=async_op, sync=sync, order=order)
-    compare_losses_with_unsharded(Case(_Pipeline, _shard_stages, step), ctx.mesh_1d())
-
-
-@beyond_torch("manual finalization came with torch 2.15")
-@distributed(2)
-def test_finalized_backwards_are_those_that_reduce_in_the_last_one(ctx: RankContext) -> None:
-    """Bit for bit what automatic finalization gives, which is torch's by the tests above."""
-    automatic = partial(_actions, order=ONE_F_ONE_B)
-    case = Case(_Pipeline, _shard_stages, _finalized, unsharded=None)
-    compare(case, ctx.mesh_1d(), Case(_Pipeline, _shard_stages, automatic))
-
-
-@beyond_torch("manual finalization came with torch 2.15")
-@distributed(4)
-def test_stages_on_hsdp_whose_backwards_are_finalized(ctx: RankContext) -> None:
-    for step in (_partly_reduced, _finalized):
-        compare_losses_with_unsharded(Case(_Pipeline, _shard_stages, step), ctx.mesh_2d(2, 2))
+    compare(Case(_Pipeline, shard, _actions), ctx.mesh_1d())

@@ -1,14 +1,11 @@
-"""What the user sends: all-gather hooks, custom collectives, all-reduce hooks; where sums are divided, further groups.
+"""What the user sends: custom collectives, all-reduce hooks, wrapper tensors; where sums are divided, further groups.
 
-torch asks more of all-gather hooks: shards and payloads padded alike on all ranks, and an ``out`` that they write
-without autograd noticing. So the classes here do. What hooks do beside other features is compared with a model by
-hand, bit for bit: ``tests/distributed/test_extension_*.py``.
+Training with all-gather hooks is compared with a model by hand, bit for bit: ``tests/distributed/test_extension_*.py``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,10 +18,9 @@ from torch.testing._internal.two_tensor import TwoTensor
 from tests.harness.comms import CountingAllGather, CountingReduceScatter
 from tests.harness.compare import Cases, compare, each_compared, hsdp, one_replica, trains_alike
 from tests.harness.distributed import RankContext, distributed
-from tests.harness.extensions import AliasingHalved, Halved, Packed4, Padded, Scaled, Travelling, wrap
 from tests.harness.models import MLP, ParityModel, Transformer, Uneven
 from tests.harness.runtimes import Runtime, oracle, subject
-from tests.harness.training import Case, Step, Tolerance, accumulate, adamw, one_backward, sgd, sharded
+from tests.harness.training import Case, Step, Tolerance, accumulate, one_backward, sgd, sharded
 from tests.parity.test_model_parallel import by_data, on, shard as shard_tensor_parallel
 from tests.parity.test_placement import same_data_for_all, with_experts
 
@@ -294,56 +290,6 @@ def test_communication_of_ones_own_where_parameters_have_several_meshes() -> Cas
         "tensor parallelism": on(Case(MLP, _tensor_parallel_with_comms, hooked, unsharded=None), dp=2, tp=2),
         "experts": (lambda ctx: ctx.mesh_2d(2, 2), experts),
     }
-
-
-class Careful(Travelling):
-    """Writes ``out`` as torch wants it."""
-
-    def write(self, out: Tensor, made: Tensor) -> None:
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
-            super().write(out, made)
-
-
-class ShortHook(Careful, Halved):
-    def fsdp_pre_all_gather(self, mesh: Any) -> Any:  # type: ignore[override]
-        size = torch.Size((self.size(0) * mesh.size(), *self.shape[1:]))
-        return super().fsdp_pre_all_gather(mesh, size, (), None, None)
-
-
-class FillsEvenOnly(Careful, Padded):
-    """Copies all rows that were gathered into ``out``. That fails where ``out`` has no rows of padding."""
-
-    def write(self, out: Tensor, made: Tensor) -> None:
-        out.copy_(made)
-
-
-def _careful(cls: type[Travelling]) -> Any:
-    return type(f"Careful{cls.__name__}", (Careful, cls), {})
-
-
-def _wrapped(make: Any, model: Any = MLP, param_dtype: torch.dtype | None = None, **options: Any) -> Case:
-    """``model`` with its matrices in a class."""
-    policy = {"param_dtype": param_dtype, "reduce_dtype": torch.float32}
-    optimizer = sgd if param_dtype else adamw
-    return Case(lambda: wrap(model(), make), sharded(policy=policy, **options), optimizer=optimizer, unsharded=None)
-
-
-HALVED, PADDED, OTHERS = _careful(Halved), _careful(Padded), (_careful(Scaled), _careful(Packed4), ShortHook)
-UNEVEN = (Uneven, partial(Transformer, tied=True))
-WRAPPED: dict[str, Any] = {
-    "halved": _wrapped(HALVED),
-    "padded": tuple(_wrapped(PADDED, model) for model in UNEVEN),
-    "what arrived is the parameter": _wrapped(_careful(AliasingHalved), MLP, BF16),
-    "first gather without out": replace(_wrapped(FillsEvenOnly, Uneven, reshard_after_forward=False), num_steps=1),
-    "halved, bf16": _wrapped(HALVED, MLP, BF16),
-    "padded, bf16": tuple(_wrapped(PADDED, model, BF16) for model in UNEVEN),
-    **{f"{make.__name__}, {dtype}": _wrapped(make, MLP, dtype) for make in OTHERS for dtype in (None, BF16)},
-}
-
-
-@each_compared(2, ci=[*WRAPPED][4:])
-def test_training_with_hooks() -> Cases:
-    return WRAPPED
 
 
 def _patched(model: nn.Module, pre: Any, post: Any) -> None:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer, lr_scheduler
 
 import fsdp2
 from tests.distributed.compile_support import start_compiling
-from tests.harness.compare import Cases, as_torchs, compare, compare_values, each_compared, hsdp
+from tests.harness.compare import Cases, as_torchs, compare, compare_values, each_compared
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import MLP, Branches, Transformer, Uneven
 from tests.harness.offload import shard_offloaded
@@ -33,6 +33,7 @@ from tests.harness.training import (
     Tolerance,
     accumulate,
     dtensor_adamw,
+    evaluate_before_step,
     one_backward,
     sgd,
     sharded,
@@ -84,16 +85,11 @@ def two_groups(parameters: Iterable[Tensor]) -> list[dict[str, Any]]:
     return [{"params": matrices}, {"params": [p for p in parameters if p.dim() < 2], "lr": 3e-2, "weight_decay": 0.0}]
 
 
-@each_compared(2, 4, ci=("fused AdamW", "in place", "in place, not foreach", "in place, fused", "Muon"))
+@each_compared(2, 4, ci=("Muon",))
 def test_optimizers_and_what_is_around_them() -> Cases:
-    """DTensor has no rule for the fused kernels of SGD and Adagrad."""
-    in_place = partial(Case, MLP, set_to_none=False)
+    """DTensor has no rule for the fused kernels of SGD and Adagrad. Programs have AdamW in each form."""
     return {
         "fused Adam": Case(Uneven, optimizer=_optimizer("Adam", fused=True)),
-        "fused AdamW": Case(Uneven, optimizer=_optimizer("AdamW", fused=True)),
-        "in place": (hsdp, in_place(optimizer=_optimizer("AdamW", foreach=True))),
-        "in place, not foreach": (hsdp, in_place(optimizer=_optimizer("AdamW", foreach=False))),
-        "in place, fused": (hsdp, in_place(optimizer=_optimizer("AdamW", fused=True))),
         "Muon": Case(MLP, optimizer=_muon, unsharded=Tolerance(rtol=5e-2, atol=1e-2)),  # it works in bfloat16
         "schedule of learning rates": Case(MLP, optimizer=_scheduled, num_steps=5),
         "groups with options of their own": Case(
@@ -309,16 +305,6 @@ def backwards_of_one_forward(step: Step, model: Any) -> list[Tensor]:
     return [loss]
 
 
-def evaluated_before_the_step(step: Step, model: Any) -> list[Tensor]:
-    """The gathers of the evaluation wait for what backward has begun."""
-    losses = one_backward(step, model)
-    with torch.no_grad():
-        step.loss(model)
-    for unit in (*model.units(), model):
-        step.control(unit).reshard()
-    return losses
-
-
 def finalized_by_hand(step: Step, model: Any) -> list[Tensor]:
     root = step.control(model)
     root.set_manual_backward_finalization(True)
@@ -332,7 +318,7 @@ CASES: dict[str, Case] = {
     "plain": Case(Transformer),
     "uneven": Case(Uneven),
     "bf16 compute": Case(MLP, sharded(policy=mixed)),
-    "kept after forward": Case(MLP, sharded(reshard_after_forward=False), step=evaluated_before_the_step),
+    "kept after forward": Case(MLP, sharded(reshard_after_forward=False), step=evaluate_before_step),
     "accumulated without reductions": Case(MLP, step=accumulate),
     "accumulated with reductions": Case(MLP, step=accumulated_with_reductions),
     "several backwards": Case(MLP, step=backwards_of_one_forward),

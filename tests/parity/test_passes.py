@@ -31,8 +31,7 @@ from tests.harness.models import (
     frozen,
 )
 from tests.harness.runtimes import Runtime, beyond_torch
-from tests.harness.training import Case, Step, accumulate, one_backward, sgd, shard_units_and_root, sharded
-from tests.parity.test_mixed_precision import BF16, BFLOAT16_ARITHMETIC, FP32
+from tests.harness.training import Case, Step, evaluate_before_step, one_backward, shard_units_and_root, sharded
 
 KEPT = sharded(reshard_after_forward=False)
 
@@ -105,44 +104,16 @@ def test_several_forwards_of_a_model_that_returns_what_a_unit_returned() -> Case
     return SHARED_OUTPUTS
 
 
-def _backward_three_times(step: Step, model: ParityModel) -> list[Tensor]:
-    loss = step.loss(model)
-    loss.backward(retain_graph=True)
-    (2 * loss).backward(retain_graph=True)
-    loss.backward()
-    return [loss]
-
-
-class CallsItself(nn.Module):
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(dim, dim)
-
-    def forward(self, x: Tensor, num_calls: int = 3) -> Tensor:
-        x = x + torch.tanh(self.linear(x))
-        return self(x, num_calls - 1) if num_calls > 1 else x
-
-
-class CallThemselves(MLP):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(CallsItself(self.dim) for _ in range(2))
-
-
 class Twice(MLP):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) if len(x) == 1 else torch.cat([self(x[:1]), self(x[1:])])
 
 
-@each_compared(2, 4, ci=("three times, kept", "blocks call themselves"))
+@each_compared(2, 4)
 def test_several_forwards_and_backwards() -> Cases:
     return {
         "in no order, kept": Case(MLP, KEPT, _four_forwards),
-        "three times": Case(MLP, sharded(reshard_after_forward=True), _backward_three_times),
-        "three times, kept": Case(MLP, KEPT, _backward_three_times),
         "a unit that runs several times": Case(partial(Branches, (0, 1, 0, 1, 0, 1, 2))),
-        "blocks call themselves": Case(CallThemselves),
-        "blocks call themselves, kept": Case(CallThemselves, KEPT),
         "root calls itself": Case(Twice),
     }
 
@@ -165,30 +136,17 @@ def _train_then_evaluate(step: Step, model: ParityModel) -> list[Tensor]:
         return [*losses, step.loss(model, micro=7)]
 
 
-def _train_then_evaluate_and_reshard(step: Step, model: ParityModel) -> list[Tensor]:
-    losses = _train_then_evaluate(step, model)
-    step.control(model).reshard()
-    return losses
-
-
 _infer_then_train = partial(_evaluate_then_train, guard=torch.inference_mode)
-INFERENCE = ("inference, MLP", "no_grad, Transformer", "inference, Transformer", "first, kept")
 
 
-@each_compared(2, 4, ci=INFERENCE)
+@each_compared(2, 4, ci=("Transformer",))
 def test_evaluation_between_training_steps() -> Cases:
-    steps = {"no_grad": _evaluate_then_train, "inference": _infer_then_train}
-    later = {
-        f"{name}, {model.__name__}": Case(model, step=partial(step, first_step=1))
-        for model in (MLP, Transformer)
-        for name, step in steps.items()
-    }
+    """In inference mode; programs evaluate without."""
+    later = partial(_infer_then_train, first_step=1)
     return {
-        **later,
+        **{model.__name__: Case(model, step=later) for model in (MLP, Transformer)},
         "running buffers": Case(Buffers, step=partial(_evaluate_then_train, first_step=1)),
-        "first": Case(MLP, sharded(reshard_after_forward=True), _evaluate_then_train),
-        "first, kept": Case(MLP, KEPT, _evaluate_then_train),
-        "before the optimizer's step, resharded by hand": Case(MLP, step=_train_then_evaluate_and_reshard),
+        "before the optimizer's step, resharded by hand": Case(MLP, step=evaluate_before_step),
     }
 
 
@@ -555,23 +513,18 @@ def _submodules_wrapped() -> Transformer:
     return model
 
 
-_mixed = partial(Case, optimizer=sgd, reduce_dtype=BF16, unsharded=BFLOAT16_ARITHMETIC)
-CI = ["several units, reentrant", "accumulation, reentrant"]
+CI = ["several units, reentrant"]
 CI += [f"dropout {where}, {kind}" for where in MODELS for kind in ("non-reentrant", "reentrant")][1:]
 
 
 @each_compared(2, 4, ci=CI)
 def test_recomputation() -> Cases:
-    mixed = sharded(policy={"param_dtype": BF16, "reduce_dtype": FP32})
     rows: dict[str, Any] = {
         "checkpoint_wrapper inside units": Case(_wrapped_inside),
         "checkpoint_wrapper around submodules of units": Case(_submodules_wrapped),
-        "mixed precision": tuple(_mixed(partial(model, False), mixed) for model in MODELS.values()),
     }
     for kind, reentrant in (("non-reentrant", False), ("reentrant", True)):
-        around = partial(_around, reentrant)
         rows[f"several units, {kind}"] = Case(partial(AroundSeveral, reentrant))
-        rows[f"accumulation, {kind}"] = Case(around, step=accumulate)
         for where, build in MODELS.items():
             rows[f"dropout {where}, {kind}"] = Case(partial(_dropping_out, build, reentrant))
     return rows

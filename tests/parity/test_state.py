@@ -44,7 +44,6 @@ from tests.parity.setups import (
     evaluate,
     load_states,
     recorded,
-    setups,
     states_of,
     train_steps,
     whole,
@@ -256,23 +255,6 @@ def test_asynchronous_save_writes_what_was_there_when_it_was_called(setup: str, 
     _check(saved[0], shared_pool(2).run(_load, setup=setup, path=tmp_path))
 
 
-@setups("uneven", "tied")
-@distributed(2)
-def test_shards_of_each_rank_are_saved_and_loaded_by_torch_save(ctx: RankContext, setup: str, tmp_path: Path) -> None:
-    model, optimizer = _trained(ctx, setup)
-    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    file = tmp_path / f"rank{ctx.rank}.pt"
-    torch.save(saved, file)
-    other = SETUPS[setup].sharded(subject(), ctx, seed=1)
-    other_optimizer = dtensor_adamw(other.parameters())
-    loaded = torch.load(file, weights_only=False)
-    other.load_state_dict(loaded["model"])
-    other_optimizer.load_state_dict(loaded["optimizer"])
-    compare_values("model", whole(other.state_dict()), whole(model.state_dict()))
-    expected, found = (train_steps(ctx, m, o, range(2, 4)) for m, o in ((model, optimizer), (other, other_optimizer)))
-    compare_values("losses", found, expected)
-
-
 FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 GETTERS = {
     "shards": StateDictOptions(),
@@ -467,21 +449,3 @@ def test_state_of_a_submodule_alone(ctx: RankContext, runtime: Runtime, keep_pre
         state = get_model_state_dict(model, submodules={model.blocks[1]}, options=options)
     assert next(iter(state)).startswith("blocks.1." if keep_prefixes else "scale")
     return recorded(state)
-
-
-@setups("uneven", "kept")
-@distributed(2)
-def test_helpers_find_the_shards_after_an_evaluation_and_reshard(ctx: RankContext, setup: str) -> None:
-    """A forward without backward leaves the root unsharded, and the helpers list parameters before anything else."""
-    model, optimizer = _trained_here(SETUPS[setup], subject(), ctx)
-    expected = recorded(get_state_dict(model, optimizer))
-    full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-    for _ in range(2):
-        evaluate(ctx, model)
-        for unit in model.modules():
-            if isinstance(unit, subject().FSDPModule):
-                unit.reshard()
-        compare_values("optimizer", recorded(get_optimizer_state_dict(model, optimizer)), expected[1])
-        _load_from_rank_0(ctx, (full,), model)
-        compare_values("model", recorded(get_model_state_dict(model)), expected[0])
-    dist.barrier()

@@ -100,36 +100,6 @@ def test_shards_on_two_ranks_stay_until_the_parameters_change() -> Cases:
     }
 
 
-@trains_alike(2, model=MLP, num_steps=4)
-def test_set_reshard_after_forward_between_steps(step: Step, model: MLP) -> list[Tensor]:
-    step.control(model).set_reshard_after_forward(step.index % 2 == 0)
-    step.control(model.blocks[1]).set_reshard_after_forward(step.index % 2 == 1, recurse=False)
-    return _step_with_notes(step, model)
-
-
-@trains_alike(2, model=MLP)
-def test_unshard_by_hand_before_forward(step: Step, model: MLP) -> list[Tensor]:
-    step.note("returns", step.control(model.blocks[0]).unshard() is None)
-    step.control(model).unshard()
-    step.note("unsharded", _registered(model))
-    step.note("values", next(model.blocks[0].parameters()))
-    return _step_with_notes(step, model)
-
-
-@trains_alike(2, 4, model=MLP)
-def test_unshard_async_hands_out_a_handle(step: Step, model: MLP) -> list[Tensor]:
-    first = step.control(model.blocks[0]).unshard(async_op=True)
-    second = step.control(model.blocks[1]).unshard(async_op=True)
-    step.note("is handle", step.runtime and isinstance(first, step.runtime.UnshardHandle))
-    second.wait()
-    step.note("second is unsharded", _registered(model.blocks[1]))
-    first.wait()
-    first.wait()
-    step.note("values", {name: parameter.clone() for name, parameter in model.blocks[0].named_parameters()})
-    step.control(model.blocks[2]).unshard(async_op=True)  # waited on by the forward
-    return _step_with_notes(step, model)
-
-
 @trains_alike(2, model=MLP, shard=sharded(reshard_after_forward=False))
 def test_reshard_by_hand_before_and_after_forward(step: Step, model: MLP) -> list[Tensor]:
     step.control(model.blocks[0]).unshard()
@@ -154,27 +124,6 @@ def test_parameters_can_be_changed_while_unsharded_only_for_one_use(step: Step, 
     step.note("loss of changed", changed)
     step.control(model.blocks[0]).reshard()
     return _step_with_notes(step, model)
-
-
-def _prefetching(model: Transformer, distance: int) -> None:
-    blocks: list[Any] = list(model.blocks)
-    for index, block in enumerate(blocks):
-        block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + distance])
-        block.set_modules_to_backward_prefetch(blocks[max(0, index - distance) : index][::-1])
-    model.set_modules_to_forward_prefetch(blocks[:distance])  # type: ignore[operator]
-
-
-def _prefetching_in_vain(model: Any) -> None:
-    """In an order that does not come."""
-    model.blocks[0].set_modules_to_forward_prefetch([model.blocks[2]])
-    model.blocks[2].set_modules_to_backward_prefetch([model.blocks[0]])
-
-
-@each_compared(2, 4, ci=("2",))
-def test_explicit_forward_and_backward_prefetch() -> Cases:
-    deep = partial(Transformer, num_blocks=3)
-    rows = {str(distance): Case(deep, sharded(then=partial(_prefetching, distance=distance))) for distance in (1, 2)}
-    return {**rows, "in vain": Case(MLP, sharded(then=_prefetching_in_vain), _step_with_notes)}
 
 
 # unshard_in_backward
@@ -264,24 +213,14 @@ def test_ranks_that_use_other_parameters_get_zeros_not_none() -> Cases:
     return {"fsdp": (other(PartlyUsed), with_frozen), "hsdp": (hsdp, other(PartlyUsed))}
 
 
-@pytest.mark.every_case
-@pytest.mark.parametrize("only_one", [False, True])
-@distributed(2)
-def test_parameters_that_no_rank_uses_get_zeros(ctx: RankContext, only_one: bool) -> None:
-    """Those of all units, or of one only."""
-
-    def unit(model: PartlyUsed) -> Any:
-        return model.blocks[1] if only_one else model
-
-    def step(step: Step, model: PartlyUsed) -> list[Tensor]:
-        loss = step.loss(model, use_side=False)
-        loss.backward()
-        _zeros_for_unused(step, unit(model).get_submodule("side" if only_one else ""))
-        unused = (model.blocks[1] if only_one else model.blocks[0]).side.weight.grad
-        step.note("gradient of an unused parameter", snapshot(unused))
-        return [loss]
-
-    compare(Case(PartlyUsed, sharded(then=lambda model: _with_unused(unit(model))), step), ctx.mesh_1d())
+@trains_alike(2, model=PartlyUsed, shard=sharded(then=lambda model: _with_unused(model.blocks[1])))
+def test_parameters_that_no_rank_uses_get_zeros(step: Step, model: PartlyUsed) -> list[Tensor]:
+    """Those of one unit."""
+    loss = step.loss(model, use_side=False)
+    loss.backward()
+    _zeros_for_unused(step, model.get_submodule("blocks.1.side"))
+    step.note("gradient of an unused parameter", snapshot(model.blocks[1].side.weight.grad))
+    return [loss]
 
 
 class _Dropped(MLP):

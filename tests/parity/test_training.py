@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from tests.harness.comms import direct_from
-from tests.harness.compare import Cases, compare, each_compared, hsdp, trains_alike
+from tests.harness.compare import Cases, compare, each_compared, trains_alike
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import MLP, Buffers, ParityModel, SharedModules, Transformer, Uneven, frozen
-from tests.harness.training import BY_TURNS, Case, Step, dtensor_adamw, dtensor_sgd, one_backward, sharded
+from tests.harness.training import BY_TURNS, Case, Step, dtensor_adamw, one_backward, sharded
 
 
 class Float64(MLP):
@@ -19,24 +19,18 @@ class Float64(MLP):
         return (super().batch(generator)[0].double(),)
 
 
-@each_compared(2, 4, ci=("MLP with SGD", "gradients zeroed in place"))
+@each_compared(2, 4)
 def test_trains_as_torchs() -> Cases:
-    root_alone = sharded(units=lambda model: [model])
-    no_root_parameters = sharded(units=lambda model: [model.entry, *model.blocks, model.exit, model])
     three_deep = sharded(units=lambda m: [*(u for b in m.blocks for u in (b.mlp, b.attention, b)), m])
     cast_later = sharded(then=lambda model: model.double())
     of_float64 = Case(lambda: Float64().double(), reduce_dtype=torch.float64)
     return {
         "MLP": Case(MLP, optimizer=dtensor_adamw),
-        "MLP with SGD": Case(MLP, optimizer=dtensor_sgd),
         "transformer": Case(Transformer, num_steps=4),
         "shared modules and parameters": Case(SharedModules),
         "dims uneven or smaller than the world": Case(Uneven, gather_full=True),
-        "root alone": (Case(MLP, root_alone), Case(Uneven, root_alone)),
         "units three deep": Case(Transformer, three_deep),
-        "root without parameters of its own": Case(MLP, no_root_parameters),
         "buffers, and int and bool inputs": Case(Buffers),
-        "gradients zeroed in place": Case(MLP, set_to_none=False),
         "float64": (of_float64, Case(Float64, cast_later, reduce_dtype=torch.float64, unsharded=None)),
     }
 
@@ -98,14 +92,6 @@ def test_frozen_and_unused_parameters_get_no_gradient() -> Cases:
         "adapters on a frozen transformer": Case(frozen(Transformer, *adapters)),
         **{name: make() for name, make in BY_TURNS.items()},
         "units whose output is not in the loss": Case(_model_that_keeps_an_output, step=_loss_of_an_inner_output),
-    }
-
-
-@each_compared(4, mesh=hsdp)
-def test_on_hsdp() -> Cases:
-    return {
-        "frozen": Case(frozen(MLP, *FROZEN["some of each group"], "blocks.2")),
-        "other parameters": BY_TURNS["other parameters"](),
     }
 
 

@@ -28,6 +28,7 @@ from tests.harness.training import Case
 from tests.programs.check import Outcome, Verdict, check
 from tests.programs.known import known_difference
 from tests.programs.program import BEFORE, BETWEEN, KINDS, OPTIMIZERS, WIRES, Block, Micro, Program, Step, draw
+from tests.programs.regressions import REGRESSIONS
 from tests.programs.runner import Runner, shrunk, simpler
 from tests.programs.source import source
 
@@ -45,6 +46,13 @@ def _assert_no_failure(programs: list[Program], verdicts: list[Verdict]) -> None
 def test_programs_on_two_ranks(ctx: RankContext) -> None:
     programs = [draw(seed, 2) for seed in range(12)]
     _assert_no_failure(programs, check(ctx, programs))
+
+
+@distributed(2)
+def test_programs_that_were_tests_of_their_own(ctx: RankContext) -> None:
+    for program, fault in REGRESSIONS:
+        (found,) = check(ctx, [program])
+        assert found.outcome is Outcome.EQUAL, f"{fault}: {found.outcome.value}: {found.text}\n{source(program)}"
 
 
 @pytest.mark.long

@@ -80,12 +80,12 @@ def test_names_are_replaced_in_loaded_modules_of_torch_but_torchs_internals_keep
 def test_install_twice_installs_once_and_uninstalls_after_an_exception() -> None:
     with quietly_installed():
         fsdp2.install()  # no second warning, which would be an error
-        with fsdp2.installed():
+        with installation.installed():
             pass
         assert theirs.fully_shard is fsdp2.fully_shard, "the inner block must not uninstall"
     fsdp2.uninstall()
     assert theirs.fully_shard is BEFORE["fully_shard"]
-    with pytest.warns(UserWarning, match="still hold them"), pytest.raises(KeyError), fsdp2.installed():
+    with pytest.warns(UserWarning, match="still hold them"), pytest.raises(KeyError), installation.installed():
         raise KeyError
     assert theirs.fully_shard is BEFORE["fully_shard"]
 
@@ -120,7 +120,7 @@ def test_rank_0_says_what_was_replaced(caplog: pytest.LogCaptureFixture, monkeyp
     assert all(name in caplog.text for name in (*NAMES, installation.TRIED_IN))
     caplog.clear()
     monkeypatch.setenv("RANK", "1")
-    with fsdp2.installed():  # nor does another rank warn
+    with installation.installed():  # nor does another rank warn
         pass
     assert caplog.text == ""
 

@@ -94,7 +94,7 @@ def fully_shard(  # type: ignore[misc]  # options of a list of modules are those
     Source: Zhao et al., "PyTorch FSDP", VLDB 2023; per-parameter sharding as in ``torch.distributed.fsdp``.
     """
     roots = _root_modules(module)
-    policies = seams.read_arguments(mp_policy, offload_policy, shard_placement_fn, ignored_params)
+    policies = seams.read_arguments(mesh, dp_mesh_dims, mp_policy, offload_policy, shard_placement_fn, ignored_params)
     prepared = prepare_unit(
         roots,
         parallel_mesh(default_mesh() if mesh is None else mesh, dp_mesh_dims),

@@ -115,7 +115,7 @@ class ModuleHooks:
     ) -> None:
         for inner in dict.fromkeys((*(unit for _name, unit in units_under(module)), self._unit)):
             _reshard_if_needed(inner)
-        seams.check_loaded(module, state, prefix, metadata.get("assign_to_params_buffers", False))
+        seams.prepare_loaded(module, state, prefix, metadata.get("assign_to_params_buffers", False))
 
     @door.entry
     def post_load(self, *_: object) -> None:

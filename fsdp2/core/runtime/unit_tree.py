@@ -69,11 +69,11 @@ class UnitTree:
     """What a root and the units inside it share: their passes, and cleanup after exceptions.
 
     Attributes:
-        root: the outermost unit.
-        units: all units; the units inside a unit follow that unit.
+        units: all units; the units inside a unit follow that unit. ``root`` is the first.
         passes: what the units are doing now.
         is_reducing: ``finalize_backward`` has started reductions that have not been waited for yet.
         checks: what is checked at each event.
+        loop: the ``fsdp2.joined`` that runs this root, if any.
     """
 
     def __init__(self, unit: Unit) -> None:
@@ -84,6 +84,7 @@ class UnitTree:
         self.schedule = Schedule((), self.passes)
         self.post_optim_event: torch.Event | None = None
         self.is_reducing = False
+        self.loop: object = None
         self._backward = _torch.BackwardToken()
         self.num_resets = 0
         self.parents: Sequence[int | None] = ()  # for each unit, the innermost unit around it
@@ -236,8 +237,7 @@ class UnitTree:
             check.begin_pass()
         self.order_gathers()
         self.post_optim_event = None
-        limit = self.root.config.memory_limit
-        self.executor.limit = None if limit is None else seams.limit_memory(limit, self)
+        self.executor.limit = seams.decorated(self) if self.loop or self.root.config.memory_limit else None
 
     def note_change(self) -> None:
         """The units may have changed: they are collected again before the next pass."""

@@ -56,7 +56,7 @@ def training_state(unit: Unit, groups: Sequence[ParamGroup] = ()) -> Any:
     name = "IDLE" if tree is None else _OF_PHASE[tree.passes.phases[unit.index]]
     if tree is not None and name == "IDLE" and any(group.state is GroupState.UNSHARDING for group in groups):
         name = {"forward": "FORWARD", "backward": "PRE_BACKWARD"}.get(tree.passes.running, name)
-    return torch_names.training_state(name)
+    return torch_names.member("TrainingState", name)
 
 
 def mesh_info(mesh: ParallelMesh) -> Any:
@@ -174,7 +174,7 @@ class ParamGroupView(View):
     # State
 
     _form = property(lambda view: _OF_GROUP[view._groups[0].state])
-    _sharded_state = property(lambda view: torch_names.sharded_state(view._form))
+    _sharded_state = property(lambda view: torch_names.member("ShardedState", view._form))
     is_sharded = property(lambda view: view._form == "SHARDED")
     is_sharded_post_forward = property(lambda view: view._form == "SHARDED_POST_FORWARD")
     is_unsharded = property(lambda view: view._form == "UNSHARDED")
@@ -331,7 +331,7 @@ class ParamView(View):
 
     device = property(lambda view: view._around.device)
     post_forward_mesh_info = property(lambda view: view._around.post_forward_mesh_info)
-    sharded_state = property(lambda view: torch_names.sharded_state(_OF_GROUP[view._group.state]))
+    sharded_state = property(lambda view: torch_names.member("ShardedState", _OF_GROUP[view._group.state]))
     offload_to_cpu = property(lambda view: view._group.home.is_staged)
     pin_memory = property(lambda view: view._group.home.pin_memory)
 

@@ -48,7 +48,9 @@ class Handle(_OfWrapper):
     device = property(lambda view: view._unit.mesh.device)
     uses_sharded_strategy = property(lambda view: view._wrapper.sharding_strategy.name != "NO_SHARD")
     _fully_sharded_module = property(lambda view: view._unit.modules[0])
-    _sharding_strategy = property(lambda view: torch_names.handle_strategy(view._wrapper.sharding_strategy.name))
+    _sharding_strategy = property(
+        lambda view: torch_names.member("HandleShardingStrategy", view._wrapper.sharding_strategy.name)
+    )
     _offload_params = property(lambda view: view._wrapper.cpu_offload.offload_params)
     _use_orig_params = property(lambda view: view._wrapper._settings.use_orig_params)
     _dtypes = property(lambda view: view._unit.groups[0].params[0].dtypes)
@@ -74,7 +76,7 @@ class Handle(_OfWrapper):
     @property
     def _training_state(self) -> Any:
         name = training_state(self._unit, self._unit.groups).name
-        return torch_names.handle_training_state(_OF_FSDP1.get(name, name))
+        return torch_names.member("HandleTrainingState", _OF_FSDP1.get(name, name))
 
     def needs_unshard(self) -> bool:
         """Whether compute would read shards."""

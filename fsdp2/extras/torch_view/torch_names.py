@@ -16,6 +16,13 @@ _FULLY_SHARD = "torch.distributed.fsdp._fully_shard."
 STATE_MODULE = f"{_FULLY_SHARD}_fsdp_state"  # where torch's hooks on modules are defined
 _COMMON, _PARAM, _GROUP = (f"{_FULLY_SHARD}{name}" for name in ("_fsdp_common", "_fsdp_param", "_fsdp_param_group"))
 
+_ENUMS = {
+    "TrainingState": _COMMON,
+    "ShardedState": _PARAM,
+    "HandleTrainingState": "torch.distributed.fsdp._common_utils",
+    "HandleShardingStrategy": "torch.distributed.fsdp._flat_param",
+}
+
 # Classes of torch's runtimes that clients patch, and the equivalent in ours.
 PATCHED = (
     (_PARAM, "FSDPParam", "For other formats of parameters, use tensor subclasses with all-gather hooks"),
@@ -43,24 +50,9 @@ def class_of_torch(module: str, name: str) -> type | None:
     return vars(sys.modules[module]).get(name)
 
 
-def training_state(name: str) -> Any:
-    """A member of torch's enum of the passes that a unit may be in."""
-    return import_module(_COMMON).TrainingState[name]
-
-
-def sharded_state(name: str) -> Any:
-    """A member of torch's enum of the forms in which parameters may be bound."""
-    return import_module(_PARAM).ShardedState[name]
-
-
-def handle_training_state(name: str) -> Any:
-    """The same as ``training_state``, for FSDP1."""
-    return import_module("torch.distributed.fsdp._common_utils").HandleTrainingState[name]
-
-
-def handle_strategy(name: str) -> Any:
-    """A member of torch's enum of FSDP1's sharding strategies."""
-    return import_module("torch.distributed.fsdp._flat_param").HandleShardingStrategy[name]
+def member(enum: str, name: str) -> Any:
+    """A member of one of torch's enums: of passes, of forms in which parameters may be bound, or of strategies."""
+    return getattr(import_module(_ENUMS[enum]), enum)[name]
 
 
 def places_of(slots: Sequence[tuple[nn.Module, str]]) -> Any:
