@@ -110,7 +110,8 @@ _REPORTED = "accelerator/test_report.py::test_steps_that_are_reported_do_not_wai
 _MEASURED = "distributed/test_auto_shard.py::test_collectives_are_measured_by_size_alone_and_beside_products"
 _ON_STREAMS = "unit/core/comm/test_backends.py::test_collectives_on_a_stream_leave_nothing_to_the_cpu"
 _PENDING = "distributed/test_model_parallel_state.py::test_gradient_whose_collective_is_pending_is_waited_for"
-_JOINED = "distributed/test_joined.py::test_ranks_with_other_numbers_of_batches_train_as_one_process"  # on a device, too
+# on a device, too, where values tell
+_JOINED = "distributed/test_joined.py::test_ranks_with_other_numbers_of_batches_train_as_one_process"
 _IN_ONE_MEMORY = "distributed/test_custom_comm.py::test_messages_in_flight_may_lie_in_the_same_memory"
 _UNCUT = "distributed/test_scopes.py::test_forwards_without_gradients_run_on_whole_parameters"
 _STOPPED = "distributed/test_stream_order.py::test_a_wait_that_is_left_out_is_noticed"
