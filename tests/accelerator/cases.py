@@ -38,7 +38,7 @@ from tests.harness.training import (
 SCHEDULES: dict[str, dict[str, Any]] = {
     "late gathers": {"late": ["all-gather"]},
     "late reductions": {"late": ["reduce-scatter", "all-reduce"]},
-    "late gathers and reductions": {"late": ["all-gather", "reduce-scatter", "all-reduce"]},
+    "late gathers and reductions": {"late": ["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]},
     "late all-reduces": {"late": ["all-reduce"]},
     "late copies": {"late": ["copy"]},
     "compute first": {"first": "compute"},
@@ -226,6 +226,20 @@ on_host = partial(Awaited, lr=1e-2, eps=1e-3)
 on_host_overlapped = partial(on_host, overlap_forward=True)
 
 
+def of_matrices(parameters: Any) -> torch.optim.Optimizer:
+    """Muon of all matrices, each in a message of its own."""
+    matrices = [parameter for parameter in parameters if parameter.ndim == 2]
+    return fsdp2.optim.Muon(matrices, lr=0.1, ns_dtype=torch.float32, bucket_nbytes=1)
+
+
+def backward_on_rank_0(step: Step, model: Any) -> list[Tensor]:
+    """Whether the other ranks step a parameter, they hear from rank 0 only."""
+    losses = one_backward(step, model)
+    if step.rank > 0:
+        model.zero_grad()
+    return losses
+
+
 def write_between(step: Step, model: Any) -> list[Tensor]:
     """The current stream writes shards between the steps."""
     with torch.no_grad():
@@ -347,6 +361,7 @@ FAST = {
     "partly used, ranks may differ",
     "offloaded, evaluated",
     "replicated only",
+    "muon",
     "stepped on the host",
 }
 
@@ -363,6 +378,7 @@ _on_smaller_mesh = partial(
     Trained, shape=(4,), model=WIDE, is_exact=False, policy=bf16_fp32, options={"reshard_after_forward": 2}
 )
 _ours = partial(Trained, beyond_torch=True)
+_aside = partial(_ours, step=step_aside_and_evaluate, optimizer=nothing)  # in torch, compute does not wait for it
 _hooked = partial(_ours, model=partial(wrapped, Int8AllGatherTensor))
 _on_host = partial(_ours, optimizer=on_host)
 _overlapped = partial(_ours, optimizer=on_host_overlapped)
@@ -383,9 +399,10 @@ CASES: dict[str, Trained] = {
     "updated in each backward": _ours(step=update_in_each_backward, policy=bf16_fp32),
     "unsharded by hand": Trained(step=unshard_by_hand, policy=bf16),
     "optimizer's event": Trained(step=with_optimizer_event, policy=bf16),
-    "optimizer on a stream of its own": _ours(  # compute does not wait for the optimizer in torch
-        step=step_aside_and_evaluate, optimizer=nothing, then=gather_on_compute_stream
-    ),
+    "optimizer on a stream of its own": _aside(then=gather_on_compute_stream),
+    "optimizer on a stream of its own, replicated": _aside(shape=(2, 1), then=gather_on_compute_stream),
+    "optimizer on a stream of its own, gathered on another": _aside(),
+    "optimizer on a stream of its own, replicated, gathered on another": _aside(shape=(2, 1)),
     "partly used": _partly_used(),
     "partly used, zeros elsewhere": _partly_used(then=call("set_reduce_scatter_unused_params", True)),
     "partly used, ranks may differ": _partly_used(beyond_torch=True, then=call("set_ranks_may_differ", True)),
@@ -397,6 +414,8 @@ CASES: dict[str, Trained] = {
     "int8, offloaded": _hooked(policy=offloaded),
     "float8": _ours(model=partial(wrapped, Float8AllGatherTensor)),
     "flattened optimizer": _ours(optimizer=flattened, policy=bf16_fp32),
+    "muon": _ours(optimizer=of_matrices),
+    "muon, gradients on rank 0 alone": _ours(step=backward_on_rank_0, optimizer=of_matrices),
     "stepped on the host": _on_host(policy=bf16_fp32),
     "stepped on the host, gathered": _overlapped(step=evaluate_before_step),
     "stepped on the host, computed with": _overlapped(step=evaluate_before_step, then=gather_on_compute_stream),

@@ -8,36 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import fsdp2
-from tests.accelerator import cases, device, group
-from tests.accelerator.cases import Trained, bf16_fp32, call, default, differences, placed, run
-from tests.accelerator.support import cpu_mesh, on_device
+from tests.accelerator import device, group
+from tests.accelerator.cases import Trained, bf16_fp32, default, placed, run
+from tests.accelerator.support import on_device
 from tests.harness.distributed import RankContext
 from tests.harness.models import MLP
 from tests.harness.runtimes import Runtime, oracle, subject
 from tests.harness.training import shard_units_and_root
 
 SIM: Any = device.DEVICE
-
-
-def losses(values: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value for name, value in values.items() if "loss" in name}
-
-
-@pytest.mark.parametrize("gathers_on_compute", [False, True])
-@pytest.mark.parametrize("shape", [(2,), (2, 1)], ids=str)
-@on_device(2)
-def test_forward_waits_for_the_event_of_the_optimizer(
-    ctx: RankContext, shape: tuple[int, ...], gathers_on_compute: bool
-) -> None:
-    then = call("_set_unshard_async_op", gathers_on_compute)
-    case = Trained(step=cases.step_on_a_side_stream, optimizer=cases.nothing, then=then)
-    expected = losses(run(case, cpu_mesh(*shape), subject()))
-    mesh = ctx.mesh_1d() if len(shape) == 1 else ctx.mesh_2d(*shape)
-    found = losses(run(case, mesh, subject(), first="compute"))
-    assert not differences(found, expected), (found, expected)
 
 
 @pytest.mark.parametrize("runtime", [subject, oracle])

@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.tensor import Shard, distribute_tensor
 
-from fsdp2.optim import Muon
 from fsdp2.planner import measure
 from tests.accelerator import device
 from tests.accelerator.cases import CASES, mesh_of, names, run
@@ -45,9 +43,14 @@ def syncs_of_a_step(ctx: RankContext, name: str) -> dict[str, int]:
     return dict(Counter(noted))
 
 
-# Where ranks may differ, a parameter without a gradient on this rank keeps ``None`` only if no rank has a gradient.
-# Only the other ranks know that, and the host must, before the step ends.
-_OF_UNUSED = {"copy to the host (extras.ranks_may_differ._anywhere)": 1}
+# What the host must know before a step ends, or before it writes anything, and only the other ranks know.
+_OF_UNUSED = {"copy to the host (extras.ranks_may_differ._anywhere)": 1}  # whether any rank has a gradient
+_OF_MATRICES = {"copy to the host (optim.matrices.circles.agreed)": 1}  # that, and whether all ranks have succeeded
+_OF_CASES = {
+    "partly used, ranks may differ": _OF_UNUSED,
+    "muon": _OF_MATRICES,
+    "muon, gradients on rank 0 alone": _OF_MATRICES,
+}
 
 
 @pytest.mark.parametrize("name", names(2))
@@ -60,21 +63,7 @@ def test_host_does_not_wait_in_a_steady_step(ctx: RankContext, name: str) -> Non
         assert found.pop(_OF_OFFLOADED) > 0
     if "stepped on the host" in name:
         found.pop(_OF_STEPS_ON_HOST, None)  # their thread's, at some time before the end of the step
-    assert found == (_OF_UNUSED if name == "partly used, ranks may differ" else {}), found
-
-
-@on_device(2)
-def test_a_step_of_muon_waits_once(ctx: RankContext) -> None:
-    """Before anything is written, the host must know that all ranks have succeeded, and what has a gradient."""
-    value = torch.ones(8, 8, device=device.DEVICE)
-    params = [torch.nn.Parameter(distribute_tensor(value, ctx.mesh_1d(), [Shard(0)])) for _ in range(4)]
-    optimizer = Muon(params, bucket_nbytes=1)
-    for _ in range(2):
-        for param in params:
-            param.grad = torch.ones_like(param)
-        device.host_syncs.clear()
-        optimizer.step()
-    assert device.host_syncs == ["copy to the host (optim.matrices.circles.agreed)"], device.host_syncs
+    assert found == _OF_CASES.get(name, {}), found
 
 
 @on_device(2)

@@ -103,15 +103,6 @@ def test_gradients_of_replicated_units_go_to_the_host_behind_their_all_reduces(c
         _check_copies(data, behind="all-reduce")
 
 
-@on_device(4)
-def test_replicated_units_have_their_all_reduces_on_a_device(ctx: RankContext) -> None:
-    data = _report(ctx, ctx.mesh_2d(2, 2), ["all-reduce"])
-    if data is not None:
-        kinds = [data["kinds"][kind] for kind, *_ in data["collectives"]["rows"]]
-        assert kinds.count("all-reduce") == kinds.count("reduce-scatter") == 4
-        assert data["collectives"]["first_difference"] is None
-
-
 @on_device(2)
 def test_memory_of_a_device_is_what_its_allocator_says_and_no_step_waits(ctx: RankContext) -> None:
     """Modules around units have names there, too."""

@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tests.clients.server import RUNTIMES, Call, serve
@@ -92,7 +93,18 @@ def _server(runtime: str, preload: tuple[str, ...]) -> Connection:
     return _SERVERS[key]
 
 
-# What cases return
+# What cases do, and what they return
+
+
+def shard_each(*modules: nn.Module, **options: Any) -> None:
+    """Give each to the ``fully_shard`` that torch names, on a mesh of all ranks."""
+    from torch.distributed.fsdp import fully_shard
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for module in modules:
+        fully_shard(module, mesh=mesh, **options)
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from tests.clients.compare import files_in
 from tests.clients.hugging_face import accelerator, adamw, hf_client, loop, tiny, training_options
 from tests.clients.test_trainer import Tokens, history
+from tests.harness.selection import long
 from tests.harness.training import Tolerance
 
 # Norms of gradients are sums in the order of shards, which lie elsewhere in torch's flat parameter.
@@ -20,16 +21,14 @@ fsdp1_client = functools.partial(hf_client, tolerance=Tolerance(rtol=1e-6, atol=
 NO_LOADING = {"cpu_ram_efficient_loading": False, "sync_module_states": False}  # these need an accelerator
 
 
-def prepared(**options: Any) -> tuple[Any, Any, Any]:
-    """The engine, the model and its optimizer."""
-    engine = engine_of_fsdp1(**options)
-    model = engine.prepare(tiny())
-    return engine, model, engine.prepare(adamw(model.parameters()))
-
-
-def engine_of_fsdp1(**options: Any) -> Any:
+def prepared(*, has_optimizer_first: bool = False, **options: Any) -> tuple[Any, Any, Any]:
+    """The engine, the model and its optimizer, which may be made before the model is wrapped."""
     of_plugin = {"fsdp_version": 1, "reshard_after_forward": "FULL_SHARD", "cpu_ram_efficient_loading": False}
-    return on_the_cpu(accelerator(**{**of_plugin, **options}))
+    engine, model = on_the_cpu(accelerator(**{**of_plugin, **options})), tiny()
+    if has_optimizer_first:
+        return engine, *engine.prepare(model, adamw(model.parameters()))
+    model = engine.prepare(model)
+    return engine, model, engine.prepare(adamw(model.parameters()))
 
 
 def on_the_cpu(engine: Any) -> Any:
@@ -65,30 +64,10 @@ def test_accelerate_trains_the_same(rank: int, folder: Path, options: dict[str, 
     return train(*prepared(**options), rank, range(4))
 
 
-@pytest.mark.every_case  # how most scripts come to FSDP1; test_launch.py does it from the shell
-@fsdp1_client()
-def test_accelerate_trains_an_optimizer_made_before_the_model_is_wrapped_the_same(rank: int, folder: Path) -> Any:
-    engine = engine_of_fsdp1(state_dict_type="SHARDED_STATE_DICT", use_orig_params=True)
-    model = tiny()
-    optimizer = adamw(model.parameters())
-    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=20)
-    model, optimizer, scheduler = engine.prepare(model, optimizer, scheduler)
-
-    def steps(numbers: range) -> dict[str, Any]:
-        seen = [train(engine, model, optimizer, rank, range(number, number + 1)) for number in numbers]
-        scheduler.step()
-        return {"seen": seen, "rates": scheduler.get_last_lr()}
-
-    before = steps(range(3))
-    engine.save_state(str(folder / "state"))
-    after = steps(range(3, 5))
-    engine.load_state(str(folder / "state"))
-    assert str(after) == str(steps(range(3, 5)))
-    return {"before": before, "after": after, "files": list(files_in(folder)), "full": full_parameters(model)}
-
-
 def saved_and_loaded(rank: int, folder: Path, kind: str, use_orig_params: bool) -> Any:
-    engine, model, optimizer = prepared(state_dict_type=kind, use_orig_params=use_orig_params)
+    """Most scripts make the optimizer before the model is wrapped, which flat parameters do not allow."""
+    options = {"state_dict_type": kind, "use_orig_params": use_orig_params}
+    engine, model, optimizer = prepared(has_optimizer_first=use_orig_params, **options)
     seen = train(engine, model, optimizer, rank, range(3))
     engine.save_state(str(folder / "state"))
     files = files_in(folder)
@@ -98,7 +77,8 @@ def saved_and_loaded(rank: int, folder: Path, kind: str, use_orig_params: bool) 
     return {"seen": seen, "after": after, "files": list(files), "full": full_parameters(model)}
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.every_case  # the first one is how most scripts come to FSDP1; test_launch.py does it from the shell
+@pytest.mark.parametrize("use_orig_params", [True, *long(False)])
 @fsdp1_client()
 def test_accelerate_saves_and_loads_shards_the_same(rank: int, folder: Path, use_orig_params: bool) -> Any:
     return saved_and_loaded(rank, folder, "SHARDED_STATE_DICT", use_orig_params)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.clients.compare import files_in, whole
+from tests.clients.compare import files_in, shard_each, whole
 from tests.clients.hugging_face import accelerator, adamw, batch, hf_client, tiny, train
 
 
@@ -100,7 +100,6 @@ def test_adapters_are_merged_while_their_model_is_streamed(rank: int, folder: Pa
     as accelerate does it, the other one compiled."""
     import peft
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-    from torch.distributed.fsdp import fully_shard  # of the runtime that is compared
 
     import fsdp2
 
@@ -116,11 +115,9 @@ def test_adapters_are_merged_while_their_model_is_streamed(rank: int, folder: Pa
 
     model = made()
     expected = dict(made().merge_and_unload().named_parameters())
-    mesh = dist.init_device_mesh("cpu", (2,))
     layers = model.base_model.model.model.layers
     layers[0], layers[1] = checkpoint_wrapper(layers[0]), torch.compile(layers[1])
-    for layer in [*layers, model]:
-        fully_shard(layer, mesh=mesh)
+    shard_each(*layers, model)
     before = {name: whole(param) for name, param in model.named_parameters()}
     found = {}
     for to_rank in (None, 1):
@@ -147,7 +144,6 @@ def test_both_names_of_a_tie_that_an_adapter_breaks_are_streamed(
 ) -> Any:
     """With what the trainer computes with: the logits of the merged model are those of the adapted one."""
     import peft
-    from torch.distributed.fsdp import fully_shard  # of the runtime that is compared
 
     import fsdp2
 
@@ -158,7 +154,7 @@ def test_both_names_of_a_tie_that_an_adapter_breaks_are_streamed(
             torch.nn.init.normal_(param, std=0.1, generator=torch.Generator().manual_seed(index))
     ids = torch.arange(8).view(1, 8)
     expected = model(ids).logits.detach()
-    fully_shard(model, mesh=dist.init_device_mesh("cpu", (2,)))
+    shard_each(model)
     merged = fsdp2.checkpoint.merge_lora(model)
     stream = fsdp2.checkpoint.stream_full_params(model, transform=merged.transform, rename=merged.rename)
     found = {name: tensor.clone() for name, tensor in stream}

@@ -10,9 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
-from tests.clients.compare import client, parameters_of
+from tests.clients.compare import client, parameters_of, shard_each
 from tests.clients.sources import functions_of, needs_sources
 
 pytestmark = needs_sources
@@ -37,13 +36,9 @@ ON_CPU: dict[str, Any] = {
 
 def sharded(**options: Any) -> Any:
     """A model of two units and a root that has a parameter of its own."""
-    from torch.distributed.fsdp import fully_shard
-
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 6))
-    mesh = init_device_mesh("cpu", (2,))
-    for unit in (model[0], model[1], model):
-        fully_shard(unit, mesh=mesh, **options)
+    shard_each(model[0], model[1], model, **options)
     return model
 
 

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from tests.clients.compare import client, layout_of, whole
+from tests.clients.compare import client, layout_of, shard_each, whole
 
 WIDTH = 64
 PRELOADED = (
@@ -75,15 +74,7 @@ def bits_of(tensor: Tensor) -> Any:
 
 
 def sharded(model: nn.Sequential, **options: Any) -> nn.Sequential:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for block in model[:2]:
-        fully_shard(block, mesh=mesh, **options)
-    fully_shard(model, mesh=mesh, **options)
+    shard_each(*model[:2], model, **options)
     return model
 
 

@@ -158,14 +158,6 @@ def test_torch_refuses(ctx: RankContext, program: Callable[..., None], error: ty
     raises(error, lambda: program(theirs, ctx))
 
 
-@distributed(2)
-def test_numbers_of_reductions_in_flight_that_are_none_are_errors_of_the_same_types(ctx: RankContext) -> None:
-    for package in BOTH:
-        setter = wrap(package, ctx.mesh_1d()).set_reduce_scatter_max_input_buffers
-        raises(ValueError, lambda setter=setter: setter(0))
-        raises(TypeError, lambda setter=setter: setter(True))
-
-
 class _WithoutBias(nn.Linear):
     """The bias is not used."""
 

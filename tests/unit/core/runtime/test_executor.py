@@ -1,4 +1,7 @@
-"""What the executor does with reductions, on groups and reductions that are stand-ins."""
+"""What the executor does with reductions that are lost or cannot land; groups and reductions are stand-ins.
+
+That compute waits for what has landed is shown by ``tests/distributed/test_stream_order.py``.
+"""
 
 from __future__ import annotations
 
@@ -52,25 +55,6 @@ def _executor(*reductions: mock.Mock) -> Executor:
     executor.take([_unit(reduction) for reduction in reversed(reductions)])
     executor.reduce_partial()
     return executor
-
-
-def test_landed_gradients_are_waited_for_when_the_rest_is_dropped() -> None:
-    """They are in ``.grad``, which the user reads after an exception."""
-    executor = _executor(reduction := mock.Mock())
-    executor.streams = mock.Mock()
-    executor.land_down_to(0)
-    assert _log(reduction) == ["finish", "land"]
-    executor.drop()
-    executor.drop()
-    executor.streams.compute_after_reduce.assert_called_once_with()
-
-
-def test_gradients_that_may_have_landed_at_launch_are_waited_for_when_they_are_dropped() -> None:
-    executor = _executor(mock.Mock())
-    executor.streams = mock.Mock()
-    executor.drop()
-    executor.drop()
-    executor.streams.compute_after_reduce.assert_called_once_with()
 
 
 LOST = CommunicationError("no peer")
