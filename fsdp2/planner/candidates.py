@@ -238,7 +238,7 @@ def _choices(machine: Machine, num_gpus: int, sizes: Sequence[int | None]) -> It
 
 
 def _that_keep_some(costs: _Costs, tried: Sequence[Candidate]) -> Iterator[Candidate]:
-    """Choices that keep as many of the last blocks unsharded as fit, where not all of them can stay so."""
+    """Choices that keep as many of the last blocks unsharded as fit, where not all units can stay so."""
     num_blocks = len(costs.work.blocks)
     for candidate in tried:
         choice = candidate.choice
@@ -249,7 +249,7 @@ def _that_keep_some(costs: _Costs, tried: Sequence[Candidate]) -> Iterator[Candi
             return costs.of(replace(choice, num_kept=num))
 
         num_kept = _largest(num_blocks, lambda num: kept(num).fits)
-        if 0 < num_kept < num_blocks:
+        if num_kept and not costs.of(replace(choice, after_forward=AfterForward.KEEP)).fits:
             yield kept(num_kept)
 
 

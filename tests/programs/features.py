@@ -54,6 +54,8 @@ AGAIN = (
     *("save and load", "pickle", "to one rank and back", "outer root", "initialise again"),
 )
 
+SAVED_ALONE = ("save and load safetensors", "save in the background")  # torch does not do so
+
 # By part and field, the default first.
 _FEATURES: dict[str, tuple[Any, ...]] = {
     "mesh": ("fsdp", "hsdp", "one replica", "one rank", "tp"),
@@ -431,7 +433,6 @@ RULES = (
     ),
     Rule({**LEFT_OUT, **HOOKS}, "a hook speaks for all ranks"),
     Rule({**LEFT_OUT, "block.compiled": (True,), "block.double": (True,)}, "refused on the ranks that use the block"),
-    Rule({**LEFT_OUT, "block.compiled": (True,), "micro.backwards": (2,)}, "refused on the ranks that use the block"),
     Rule({**HOOKS, "block.double": (True,)}, "the tests' hooks are for float32"),
     Rule({"block.wire": ("scaled",), "program.placement_dim": (1,)}, "the scales are of rows"),
     Rule(
@@ -482,13 +483,21 @@ RULES = (
     ),
     *_each(
         {"mesh": ("one rank",)},
-        dict.fromkeys(("second step", "third step"), ("save and load", "save in the background")),
+        dict.fromkeys(("second step", "third step"), ("save and load", *SAVED_ALONE)),
         "each rank trains a model of its own, and a checkpoint holds one",
     ),
     Rule(
         {"program.memory": ("tight limit",), "micro.keep": (True,)},
         "the limit is what a step needs that reshards after backward",
         error="MemoryLimitError",
+    ),
+    *_each(
+        {"program.ignored": (True,)},
+        dict.fromkeys(("second step", "third step"), SAVED_ALONE),
+        "each rank trains a bias of its own, and a checkpoint holds one; only fsdp2 saves and loads it",
+    ),
+    Rule(
+        {"block.compiled": (True,), "micro.backwards": (2,)}, "a compiled graph takes one backward, if it keeps buffers"
     ),
     Rule({"block.compiled": (True,), "micro.between": _not_default("micro.between")}, "a graph is for fixed flags"),
     *_each(
