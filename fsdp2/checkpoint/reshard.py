@@ -106,9 +106,13 @@ def reshard_to(model: nn.Module, optimizer: optim.Optimizer | Sequence[optim.Opt
 def restore_settings(old: UnitTree) -> None:
     """If the user has changed settings of the tree ``old``, form a new tree now; otherwise the next forward does it."""
     settings = old.schedule.finalizes_by_hand, old.schedule.is_last_backward
-    if settings != (False, True) and old.root.mesh.has_this_rank:
-        schedule = tree_of(old.root).schedule
-        schedule.finalizes_by_hand, schedule.is_last_backward = settings
+    if settings == (False, True):
+        return
+    if not old.root.mesh.has_this_rank:
+        old.root.tree = old  # which keeps them until another move brings this rank back
+        return
+    schedule = tree_of(old.root).schedule
+    schedule.finalizes_by_hand, schedule.is_last_backward = settings
 
 
 def successor(

@@ -474,6 +474,7 @@ RULES = (
     *_each(
         {"program.autocast": ("step",)},
         {
+            "micro.fails": _not_default("micro.fails"),
             "micro.evaluates": (True,),
             "micro.between": (("reference",), ("evaluate",), ("infer",), ("forward in vain",), ("another root",)),
             "second step": ("evaluate an average", "outer root", "another root"),

@@ -62,6 +62,9 @@ REGRESSIONS: dict[str, Program] = {
         setting="report",
         steps=_steps(Micro(backwards=2), _LAST, num=3),
     ),
+    "a rank that reshard_to brought back had forgotten that backwards are finalized by hand": Program(
+        setting="finalized by hand", steps=_steps(_KEPT, _LAST, before=("to one rank and back",))
+    ),
     "Muon did not step after a copy and after a freeze": Program(
         optimizer="Muon", steps=(*_steps(_LAST, before=("copy the model",)), Step(("freeze",)), Step(("thaw",)))
     ),
