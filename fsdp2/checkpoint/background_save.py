@@ -8,6 +8,7 @@ error raises it together with all others; the checkpoint has its name only when 
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import shutil
@@ -15,13 +16,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException, SavePlanner
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
 
-from fsdp2.core import Axis, comms, expect
+from fsdp2.core import Axis, _torch, comms, expect, find_tensors
 from fsdp2.extras.exchange import exchange, together
 from fsdp2.extras.own_groups import host_axis
 
@@ -99,14 +101,19 @@ def async_save(
         _check_new(path, str(checkpoint_id), asking)
     with together(asking):
         made = {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state_dict.items()}
-        stager = DefaultStager(StagingOptions(False, False, False, False))
-        copied: Any = stager.stage(made)
+        copied = copy.deepcopy(made, {id(tensor): _on_host(tensor) for tensor in find_tensors(made, [])})
     executor = ThreadPoolExecutor(1, thread_name_prefix="fsdp2_async_save")
     outcome = executor.submit(_write, copied, path, planner, writing)
-    outcome.add_done_callback(lambda _: stager.close())
     executor.shutdown(wait=False)
     _latest = AsyncSave(path, asking, outcome)
     return _latest
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on the host. torch's stager copies storages, which wrapper subclasses do not have."""
+    if isinstance(tensor, DTensor):
+        return _torch.dtensors_like([tensor], [_on_host(_torch.local_of(tensor))])[0]
+    return tensor.detach().to("cpu", copy=True)
 
 
 def _check_new(path: Path, checkpoint_id: str, axis: Axis) -> None:

@@ -39,6 +39,8 @@ def weights_of(model: nn.Module, others: Weights) -> Iterator[None]:
     """
     groups = params_under(model, "weights_of")
     for group in groups:
+        if group.on_gather is not None:
+            group.on_gather()  # a step on the host may still be writing the shards
         group.take_replaced()
     pairs = _pairs(model, others)
     _exchange(pairs)

@@ -46,7 +46,7 @@ def meshes(world_size: int) -> Iterator[DeviceMesh]:
 
 
 def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
-    return model(batch).square().mean()
+    return model(batch.to(next(model.parameters()).device)).square().mean()
 
 
 def plain_steps(world_size: int, divide: str, every: int) -> nn.Sequential:
@@ -92,7 +92,7 @@ def test_ranks_with_other_numbers_of_batches_train_as_one_process(
         assert reals == [number < len(mine) for number in range(longest)]
         for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
             # Rounding: the sum over ranks is scaled before it is divided, and Adam divides by small numbers.
-            torch.testing.assert_close(param.full_tensor(), expected, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(param.full_tensor().cpu(), expected.cpu(), rtol=1e-4, atol=1e-5)
 
 
 @distributed(4)
@@ -108,7 +108,7 @@ def test_ranks_that_share_a_batch_by_tensor_parallelism_end_together(ctx: RankCo
         optimizer.step()
         optimizer.zero_grad()
     for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(param.full_tensor(), expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(param.full_tensor().cpu(), expected.cpu(), rtol=1e-4, atol=1e-5)
 
 
 @distributed(2, 4)
@@ -146,7 +146,7 @@ def test_a_loop_that_all_ranks_leave_early_leaves_nothing_behind(ctx: RankContex
     plain = network()
     loss_of(plain, EXAMPLE + 1).backward()
     for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(param.grad.full_tensor(), expected.grad)
+        assert torch.equal(param.grad.full_tensor().cpu(), expected.grad.cpu())
 
 
 @pytest.mark.parametrize(("has_length", "messages"), [(True, 1), (False, 7)])

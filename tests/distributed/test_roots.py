@@ -136,6 +136,9 @@ def test_a_root_that_takes_over_in_a_backward_is_refused(ctx: RankContext) -> No
 
 
 def _write(model: Any) -> None:
+    for each in model.modules():
+        if isinstance(each, FSDPModule):
+            each.reshard()  # a write into what is unsharded would be refused
     with torch.no_grad():
         for param in model.parameters():
             param.add_(0.5)

@@ -121,4 +121,4 @@ def test_a_rank_that_goes_on_alone_is_told_which_rank_has_ended(first: int) -> N
     assert f"rank {first} has ended:\n" in text, text
     assert f"rank {1 - first}: waiting for other ranks, in forward 2 of FSDPStack, after 1 backward\n" in text
     assert f"rank {first}: ended, after 1 forward and 1 backward of FSDPStack\n" in text
-    assert "Give all ranks the same number of batches" in text
+    assert "fsdp2.joined(batches, model)" in text

@@ -24,7 +24,7 @@ from tests.harness.selection import in_ci, long
 
 TIMEOUT_S = 16.0  # ranks compare after an eighth of it, and warn after a quarter
 WAITS = "waiting for other ranks"
-BATCHES = "Give all ranks the same number of batches: by drop_last=True"
+BATCHES = "loop with: for batch, is_real in fsdp2.joined(batches, model)"
 
 
 def _evaluate(model: Any, num_batches: int) -> None:

@@ -494,8 +494,8 @@ RULES = (
     ),
     *_each(
         {"program.ignored": (True,)},
-        dict.fromkeys(("second step", "third step"), SAVED_ALONE),
-        "each rank trains a bias of its own, and a checkpoint holds one; only fsdp2 saves and loads it",
+        dict.fromkeys(("second step", "third step"), (*SAVED_ALONE, "to one rank and back")),
+        "each rank trains a bias of its own, which only fsdp2 replaces by that of one rank",
     ),
     Rule(
         {"block.compiled": (True,), "micro.backwards": (2,)}, "a compiled graph takes one backward, if it keeps buffers"

@@ -65,6 +65,9 @@ REGRESSIONS: dict[str, Program] = {
     "a rank that reshard_to brought back had forgotten that backwards are finalized by hand": Program(
         setting="finalized by hand", steps=_steps(_KEPT, _LAST, before=("to one rank and back",))
     ),
+    "a save in the background lost the values of tensor subclasses": Program(
+        blocks=(Block(wire="scaled"),), steps=_steps(_LAST, before=("save in the background",))
+    ),
     "Muon did not step after a copy and after a freeze": Program(
         optimizer="Muon", steps=(*_steps(_LAST, before=("copy the model",)), Step(("freeze",)), Step(("thaw",)))
     ),
