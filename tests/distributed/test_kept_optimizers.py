@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +15,7 @@ from tests.distributed.changes import whole
 from tests.distributed.support import Stack, batch, seeded, shard, step
 from tests.harness.compare import compare_values
 from tests.harness.distributed import RankContext, distributed
+from tests.harness.patience import assert_freed
 from tests.harness.selection import long
 
 Builds = Callable[[Any], torch.optim.Optimizer]
@@ -87,8 +88,9 @@ def test_an_original_whose_model_is_gone_is_left_alone(ctx: RankContext) -> None
     before = [param for group in optimizer.param_groups for param in group["params"]]
     shard(ctx, model)
     step(model)
+    gone = weakref.ref(model)
     del model
-    gc.collect()
+    assert_freed(gone)
     with pytest.warns(UserWarning, match="trained nothing"):
         optimizer.step()
     after = [param for group in optimizer.param_groups for param in group["params"]]

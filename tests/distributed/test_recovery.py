@@ -35,6 +35,7 @@ from tests.distributed.support import (
     step,
 )
 from tests.harness.distributed import RankContext, distributed
+from tests.harness.patience import assert_freed
 from tests.harness.selection import long
 
 
@@ -177,9 +178,9 @@ def test_sharded_model_that_is_dropped_is_freed(ctx: RankContext) -> None:
     step(model)
     watched = [weakref.ref(model), weakref.ref(model.blocks[1]), weakref.ref(model.exit.weight)]
     watched += map(weakref.ref, set(_boards()) - set(before))
+    assert len(watched) == 4
     del before, model
-    gc.collect()
-    assert [reference() for reference in watched] == [None, None, None, None]
+    assert_freed(*watched)
 
 
 def _boards() -> list[Board]:

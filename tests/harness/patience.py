@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import time
+import weakref
+from typing import Any
 
 from tests.memory_errors import allocator
 
@@ -15,3 +19,13 @@ def patient(timeout_s: float) -> float:
     outnumber cores, on the average of the last minute. Beyond ``MOST_S`` only if ``timeout_s`` is."""
     load = os.getloadavg()[0] / (os.cpu_count() or 1)
     return max(timeout_s, min(timeout_s * load, MOST_S)) * allocator.patience()
+
+
+def assert_freed(*gone: weakref.ref[Any]) -> None:
+    """Collect garbage until all of ``gone`` are dead. Autograd's thread of a device may hold the graph of a backward
+    for a moment after ``backward`` has returned, and by its hooks the model."""
+    end = time.monotonic() + patient(10)
+    while alive := [each for reference in gone if (each := reference()) is not None]:
+        assert time.monotonic() < end, f"{[type(each).__name__ for each in alive]} are still alive."
+        del alive
+        gc.collect()
