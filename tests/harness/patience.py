@@ -25,7 +25,6 @@ def assert_freed(*gone: weakref.ref[Any]) -> None:
     """Collect garbage until all of ``gone`` are dead. Autograd's thread of a device may hold the graph of a backward
     for a moment after ``backward`` has returned, and by its hooks the model."""
     end = time.monotonic() + patient(10)
-    while alive := [each for reference in gone if (each := reference()) is not None]:
-        assert time.monotonic() < end, f"{[type(each).__name__ for each in alive]} are still alive."
-        del alive
+    while any(reference() is not None for reference in gone):
+        assert time.monotonic() < end, f"still alive: {[type(reference()).__name__ for reference in gone]}"
         gc.collect()
