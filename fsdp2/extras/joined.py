@@ -2,7 +2,8 @@
 
 A rank whose batches have ended repeats its last batch, so that it takes part in all collectives. Its gradients of that
 pass are replaced by zeros where the runtime takes them, whatever the loop does with the loss. So everything behind a
-reduction (optimizers, clipping, schedulers, other meshes) works as usual.
+reduction (optimizers, clipping, schedulers, other meshes) works as usual. Experts are the exception: their gradients
+on this rank come from the tokens of other ranks, too. For them, the gradients of the root's outputs become zeros.
 
 Rule: whether a rank still has batches is known before a pass begins. The message about the next pass is sent when a
 pass begins, and read when it is over.
@@ -15,8 +16,9 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
-from fsdp2.core import Axis, Unit, UnitTree, comms, expect, schedules, seams, tree_of
+from fsdp2.core import Axis, ParamGroup, Unit, UnitTree, comms, expect, find_tensors, schedules, seams, tree_of
 from fsdp2.extras.lending import all_ranks
 from fsdp2.extras.units import sharded_unit
 
@@ -39,7 +41,8 @@ def joined(
 
     Yields ``(batch, is_real)``. A rank whose batches have ended gets its last batch again, with ``is_real = False``.
     Run the same forward and backward with it: the gradients of this pass then count as zeros on this rank. Leave its
-    loss out of what you log. Under ``no_grad``, nothing else is to be done. One iteration may be a step, or a
+    loss out of what you log. With experts that exchange tokens between ranks, call ``model`` itself, and compute the
+    loss from nothing but its outputs. Under ``no_grad``, nothing else is to be done. One iteration may be a step, or a
     micro-batch of an accumulated step; its backward belongs to the same iteration as its forward.
 
     The loop begins with one all-reduce of 16 bytes per rank. Unless ``batches`` has a length on every rank, each
@@ -82,6 +85,7 @@ def _iterate(batches: Iterable[T], unit: Unit, loop: _Loop, example: T | None) -
     outer = tree.loop
     message = None if are_known else _Message(axis, device, [has_any])
     number = 0
+    zeroing = _zero_gradients_of_outputs(unit, loop)
     try:
         while True:
             has_batch = [number < each for each in lengths]
@@ -99,12 +103,15 @@ def _iterate(batches: Iterable[T], unit: Unit, loop: _Loop, example: T | None) -
                 batch, following = following, next(batches_left, _NOTHING)
             if not are_known:
                 message = _Message(axis, device, [following is not _NOTHING])
-            loop.begin(has_batch, axis.rank)
+            loop.begin(has_batch, is_real=is_real)
             tree.loop = loop
             yield batch, is_real
             number += 1
     finally:
-        tree.loop, loop.factor = outer, 1.0
+        tree.loop = outer
+        loop.end()
+        if zeroing is not None:
+            zeroing.remove()
         if message is not None:  # all ranks leave the loop early
             message.read()
 
@@ -137,17 +144,43 @@ class _Loop:
     """Replaces the gradients of one root while a loop runs.
 
     Attributes:
-        factor: what the gradients of this iteration are multiplied by on this rank; 0 if its batch is not real.
+        is_real: whether the batch of this iteration is one of this rank's batches.
+        scale: what the gradients of this iteration are multiplied by on all ranks.
     """
 
     def __init__(self, *, averages_active: bool) -> None:
         self._averages_active = averages_active
-        self.factor = 1.0
+        self.end()
 
-    def begin(self, has_batch: Sequence[bool], rank: int) -> None:
+    def begin(self, has_batch: Sequence[bool], *, is_real: bool) -> None:
         """An iteration begins, in which each rank ``has_batch`` or not."""
-        scale = len(has_batch) / sum(has_batch) if self._averages_active else 1.0
-        self.factor = scale if has_batch[rank] else 0.0
+        self.is_real = is_real
+        self.scale = len(has_batch) / sum(has_batch) if self._averages_active else 1.0
+
+    def end(self) -> None:
+        """Gradients count as they are."""
+        self.is_real, self.scale = True, 1.0
+
+
+def _has_tokens_of_others(group: ParamGroup, root: Unit) -> bool:
+    """Whether ``group`` has experts: they are sharded over fewer ranks than the root, and see tokens of all of them."""
+    return group.mesh.data_parallel_size < root.mesh.data_parallel_size
+
+
+def _zero_gradients_of_outputs(root: Unit, loop: _Loop) -> RemovableHandle | None:
+    """Let the outputs of ``root`` pass back zeros for batches that are not real, so that this rank's tokens add nothing
+    to the gradients of experts on other ranks. None: there are no experts."""
+    units = tree_of(root).units
+    if not any(_has_tokens_of_others(group, root) for unit in units for group in unit.groups):
+        return None
+
+    def hook(module: nn.Module, args: object, output: object) -> None:
+        if not loop.is_real and torch.is_grad_enabled():
+            for tensor in find_tensors(output, []):
+                if tensor.requires_grad:
+                    tensor.register_hook(torch.zeros_like)
+
+    return root.modules[-1].register_forward_hook(hook)
 
 
 class _Decorated:
@@ -176,13 +209,17 @@ class _Decorated:
                     param.keep_grad()
 
     def _scale(self, unit: Unit, *, keeps: bool) -> None:
-        factor = self._loop.factor
-        for param in (param for group in unit.groups for param in group.params):
-            grad = param.unsharded_grad
-            if grad is not None and factor != 1.0:
-                grad.zero_() if factor == 0.0 else grad.mul_(factor)  # zeros even where the loss was not finite
-            if keeps:
-                param.keep_grad()
+        loop, root = self._loop, self._tree.root
+        for group in unit.groups:
+            is_zero = not loop.is_real and not _has_tokens_of_others(group, root)
+            for param in group.params:
+                grad = param.unsharded_grad
+                if grad is not None and is_zero:
+                    grad.zero_()  # also where the loss was not finite
+                elif grad is not None and loop.scale != 1.0:
+                    grad.mul_(loop.scale)
+                if keeps:
+                    param.keep_grad()
 
 
 def decorated(tree: UnitTree) -> _Decorator | None:

@@ -199,7 +199,7 @@ def verdict(view: View, *, is_same: bool, runs_ahead: bool) -> tuple[str, Sequen
     elif runs_ahead:
         return None
     elif behind:
-        lines = ["ranks have run different numbers of forwards or backwards:", *view.lines(), AS_MANY]
+        lines = [f"{_fewer(behind)}:", *view.lines(), AS_MANY]
     elif len({its.root for its in known.values()}) > 1:
         lines = ["ranks run different roots:", *view.lines(), AS_MANY]
     else:
@@ -209,8 +209,13 @@ def verdict(view: View, *, is_same: bool, runs_ahead: bool) -> tuple[str, Sequen
 
 def doubt(view: View, *more: str) -> str:
     """The message about ranks that may still come. ``more``: lines about this rank."""
-    advice = AS_MANY if are_behind(view.known) else ALIKE if more else ""
+    behind = are_behind(view.known)
+    advice = f"{_fewer(behind).capitalize()}. {AS_MANY}" if behind else ALIKE if more else ""
     return "\n".join([f"{view.head()}:", *view.lines(), *more, f"{_SLOW} {advice}".rstrip()])
+
+
+def _fewer(ranks: Sequence[int]) -> str:
+    return f"{named_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} run fewer forwards or backwards than other ranks"
 
 
 def _state(standing: Standing, quiet_s: float) -> str:

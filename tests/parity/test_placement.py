@@ -13,7 +13,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_common as names_of_torch
 from torch.distributed.fsdp._fully_shard._fsdp_init import _get_mesh_info
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from fsdp2 import ExpertMeshes, ParamPlacement, clip_grad_norm_, expert_meshes, fully_shard
+from fsdp2 import ExpertMeshes, ParamPlacement, clip_grad_norm_, expert_meshes, fully_shard, joined
 from fsdp2.checkpoint import save_safetensors, stream_full_params
 from fsdp2.core.runtime.unit import unit_of
 from tests.harness.compare import Cases, as_torchs, compare, each_compared, hsdp, one_replica, trains_alike
@@ -296,6 +296,22 @@ def test_gradients_are_those_of_the_unsharded_model(ctx: RankContext, shape: tup
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+
+
+@distributed(4)
+def test_experts_learn_from_the_batches_that_are_real(ctx: RankContext) -> None:
+    """Rank r has r + 1 batches. A rank whose batches have ended holds experts that others send tokens to, and sends
+    its own tokens to theirs."""
+    model, reference = exchanging(ctx, meshes_of(ctx, (2, 2))), seeded()
+    for step, (batch, is_real) in enumerate(joined([tokens(4 * n + ctx.rank) for n in range(ctx.rank + 1)], model)):
+        loss = model(batch.to(ctx.device_type)).square().mean()
+        (loss if is_real else loss * float("nan")).backward()
+        reference(torch.cat([tokens(4 * step + rank) for rank in range(step, 4)])).square().mean().backward()
+    expected = reference.experts.weight.grad.chunk(2)[model.group.rank()]
+    found = model.experts.weight.grad.full_tensor()
+    torch.testing.assert_close(found.cpu(), expected.cpu(), rtol=1e-5, atol=1e-6)
+    found = model.entry.weight.grad.full_tensor()
+    torch.testing.assert_close(found.cpu(), reference.entry.weight.grad.cpu(), rtol=1e-5, atol=1e-6)
 
 
 @distributed(4)
