@@ -73,6 +73,7 @@ clean: ## remove .venv, caches and results of runs
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.installed: pyproject.toml constraints-dev.txt
+	@echo 'Setting up $(VENV): pip downloads torch (several GB if the index has only its CUDA build) and the tools for tests.'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install $(PINS) -e '.[dev,train]'
 	touch $@

@@ -97,7 +97,7 @@ SUMMARY = (
     _step("fp32", "DDP, the whole model on each rank", "DDP"),
     _step("bf16", "torch", "torch FSDP2"),
     Line(
-        "AdamW (foreach) over 1,500 small parameters, CPU time",
+        "AdamW (foreach) over 1,500 small parameters, with `flatten_optimizer`, CPU time",
         "torch",
         "optim/optimizer_step.steady",
         "AdamW, foreach, 1500 parameters",

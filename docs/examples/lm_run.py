@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 from lm_task import VOCABULARY_SIZE, ModelConfig
 from tqdm import tqdm
 
+STEPS_PER_LINE = 10  # where standard error is no terminal
 RUNTIMES = {"fsdp2": "fsdp2", "torch": "torch.distributed.fsdp"}  # the modules that offer fully_shard
 MODEL_OPTIONS = tuple(field.name for field in dataclasses.fields(ModelConfig))
 FREE_OPTIONS = frozenset(  # do not change the loss curve
@@ -290,12 +291,23 @@ class Journal:
     def add_step(self, record: dict[str, Any]) -> None:
         """Record one training step: a dict with step, loss, seconds, peak_mib_per_rank and whatever else."""
         self._add(record)
+        if self.bar.disable:
+            self._print_step(record)
         self.bar.set_postfix_str(
             f"loss {record['loss']:.3f}, {self.bytes_per_step / record['seconds']:.0f} tokens/s, "
             f"peak MiB per rank {per_rank(record['peak_mib_per_rank'])}",
             refresh=False,
         )
         self.bar.update()
+
+    def _print_step(self, record: dict[str, Any]) -> None:
+        """Every ten steps, a line where there is no bar."""
+        done, last = record["step"], self.config.last_step
+        if done % STEPS_PER_LINE and done != last:
+            return
+        seconds = statistics.median(each["seconds"] for each in self.records[-STEPS_PER_LINE:] if "seconds" in each)
+        left = tqdm.format_interval(seconds * (last - done))
+        print(f"step {done} of {last}: loss {record['loss']:.3f}, {seconds:.2f} s per step, {left} left", flush=True)
 
     def add_validation(self, step: int, loss: float) -> None:
         """Record a validation loss in nats per byte, after ``step`` steps."""

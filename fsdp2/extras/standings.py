@@ -215,7 +215,9 @@ def doubt(view: View, *more: str) -> str:
 
 
 def _fewer(ranks: Sequence[int]) -> str:
-    return f"{named_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} run fewer forwards or backwards than other ranks"
+    return (
+        f"{named_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} run fewer forwards or backwards than other ranks"
+    )
 
 
 def _state(standing: Standing, quiet_s: float) -> str:

@@ -260,6 +260,9 @@ def _write(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
         check_writable(options.file)
     if "RANK" in os.environ and not dist.is_initialized():
         dist.init_process_group()
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        more = f", and all-gathers and reduce-scatters of {options.sizes} MiB" if dist.is_initialized() else ""
+        print(f"measuring matrix products of width {options.width}, copies{more} ...", flush=True)
     found = measure(sizes, options.width)
     if not dist.is_initialized() or dist.get_rank() == 0:
         with writing():

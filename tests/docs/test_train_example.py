@@ -74,6 +74,7 @@ def test_a_resumed_run_has_losses_of_a_whole_one(uninterrupted: Path, tmp_path: 
     assert not (stopped / "step.html").exists()
     assert not (stopped / "result.json").exists()
     resumed = _train(stopped, *options, "--resume").stdout
+    assert re.search(r"^step 6 of 6: loss [\d.]+, [\d.]+ s per step, 00:00 left$", resumed, re.MULTILINE)
     assert _records(stopped) == _records(whole)
     assert f"a page about one step: {stopped / 'step.html'}" in resumed
     assert "note:" not in resumed
