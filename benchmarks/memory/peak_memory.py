@@ -222,11 +222,18 @@ def recorded(peer: str, case: Case, *, with_stack: bool = False) -> Recorded:
         gc.collect()
         with torch.profiler.record_function("measured"):
             step()
-    roots = profiler.profiler.kineto_results.experimental_event_tree()  # type: ignore[union-attr]
-    events = list(_descendants(roots))
-    measured = next(event for event in events if _name(event) == "measured")
-    allocations = sorted((e for e in events if _name(e) == "[memory]"), key=lambda event: event.start_time_ns)
-    return Recorded(allocations, (measured.start_time_ns, measured.end_time_ns), shards_nbytes)
+    measured = next(event for event in _events(profiler) if _name(event) == "measured")
+    return Recorded(allocations(profiler), (measured.start_time_ns, measured.end_time_ns), shards_nbytes)
+
+
+def allocations(profiler: profile) -> list[Any]:
+    """What was allocated and freed while ``profiler`` recorded, in order."""
+    found = [event for event in _events(profiler) if _name(event) == "[memory]"]
+    return sorted(found, key=lambda event: event.start_time_ns)
+
+
+def _events(profiler: profile) -> Iterator[Any]:
+    return _descendants(profiler.profiler.kineto_results.experimental_event_tree())  # type: ignore[union-attr]
 
 
 def _local(parameter: Tensor) -> Tensor:

@@ -42,9 +42,6 @@ class JoiningSchedule(schedules.Schedule):
             self._join_forward(self.skipping.forward.end(unit, leads_to), grad_enabled=torch.is_grad_enabled())
         return super().post_forward(unit)  # ranks that skip the unit do not know what it leads to
 
-    def begin_backward(self) -> None:
-        self.skipping.begin_backward()
-
     def pre_backward(self, unit: int) -> schedules.Actions:
         self._join_backward(self.skipping.backward.begin(unit))
         return super().pre_backward(unit)
@@ -82,7 +79,7 @@ class JoiningSchedule(schedules.Schedule):
             unit = tree.units[event.unit]
             if not _is_in_tree(tree, unit):
                 self.skipping.forward.events.remove(event)
-                tree.note_change()
+                unit.mark_stale()
             elif event.begins:
                 actions = super().pre_forward(event.unit, grad_enabled=grad_enabled)
                 tree.executor.do(actions, "join_forward", unit)
@@ -145,6 +142,7 @@ class ChecksWhereRanksDiffer(TreeChecks):
 
     def begin_backward(self) -> None:
         self._usual.num_backwards += 1
+        self._schedule.skipping.begin_backward()
 
     def end_step(self) -> None:
         for used in self._used_params:
@@ -170,7 +168,7 @@ class UsedParams:
         self._mine = b""
         self._sent = torch.empty(0, dtype=torch.uint8)  # the same, where the device copies it from
         for group, kept in zip(groups, self._kept, strict=True):
-            group.gradients.on_missing = partial(_keep, kept, group)
+            group.gradients.on_missing = partial(_keep, kept)
 
     def land_kept(self) -> None:
         """After all other gradients of a step have landed, land the kept ones for which another rank had a gradient,
@@ -211,9 +209,9 @@ class UsedParams:
         return bytes(flags.tolist()) if any(self._kept) else b""
 
 
-def _keep(kept: list[tuple[int, comms.Landed]], group: ParamGroup, landed: comms.Landed) -> None:
+def _keep(kept: list[tuple[int, comms.Landed]], landed: comms.Landed, at: int) -> None:
     """Keep copies of what has ``landed`` without a gradient here, and where its bytes start. The buffers are larger."""
-    kept.append((group.gradients.num_used, landed._replace(shards=[shard.clone() for shard in landed.shards])))
+    kept.append((at, landed._replace(shards=[shard.clone() for shard in landed.shards])))
 
 
 def where_ranks_differ(tree: UnitTree, usual: Sequence[TreeChecks]) -> tuple[schedules.Schedule, Sequence[TreeChecks]]:

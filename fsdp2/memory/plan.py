@@ -400,7 +400,7 @@ class Ledger:
             self.reduce(unit, max_in_flight)
         elif action is schedules.Action.KEEP:
             self.keep(unit)
-        else:
+        elif action is schedules.Action.LAND:
             self.land()
 
 

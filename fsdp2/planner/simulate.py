@@ -70,6 +70,7 @@ class Accelerator:
             schedules.Action.UNSHARD: self._unshard,
             schedules.Action.PREFETCH: self._unshard,
             schedules.Action.WAIT: self._wait,
+            schedules.Action.STAY: lambda _: False,
             schedules.Action.RESHARD: self._reshard,
             schedules.Action.RESHARD_POST_FORWARD: self._rest,
             schedules.Action.REDUCE: self._reduce,

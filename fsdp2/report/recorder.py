@@ -28,7 +28,7 @@ _Mark = tuple[Edge, str, str, Stamp, Stamp, str, int]  # as ``Mark``, with stamp
 # Work on the gather stream of an accelerator; other work is done on the compute stream, or on none.
 _ON_GATHER_STREAM = ("unshard", "prefetch")
 _ON_REDUCE_STREAM = ("reduce_launch", "reduce_land")
-_ON_NO_STREAM = ("unshard", "prefetch", "keep", *COPIES)
+_ON_NO_STREAM = ("unshard", "prefetch", "stay", "keep", *COPIES)
 
 _COPIES = {comms.Activity.COPY_TO_DEVICE: TO_DEVICE, comms.Activity.COPY_TO_HOST: TO_HOST}
 

@@ -155,7 +155,7 @@ _LISTED = {
     108: ("Backward._reach", "each.unit not in self._reachable", "False"),
     109: ("Backward._pass_to", "staying.update(event.unit for event in first)", "pass"),
     110: ("ParamGroup.unshard", "not self._passes.in_backward and not self.are_current()", "not self.are_current()"),
-    111: ("GroupGradients.owe", "self._has_kept", "False"),
+    111: ("GroupGradients.owe", "self.are_kept", "False"),
     112: ("Backward._ends_last_use", "self._is_following and self._num_uses[unit] > 0", "False"),
     113: ("Forward.differentiated", "unit in self._with_gradients", "False"),
     114: ("Backward.__init__", "units.num_passed.get(len(forwards), 1)", "len(forwards)"),

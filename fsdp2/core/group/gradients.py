@@ -195,8 +195,9 @@ class GroupGradients:
         params: the parameters of the group.
         options: what the user has configured.
         in_flight: the reduction that has been launched and has not landed.
-        on_missing: called with the sums of parameters that had no gradient on this rank. At that time, ``num_used`` is
-            where ``take_used`` will have this reduction's flags. Without ``on_missing``, these sums are dropped.
+        on_missing: called with the sums of parameters that had no gradient on this rank, and where ``take_used`` will
+            have this reduction's flags. Without ``on_missing``, these sums are dropped.
+        are_kept: backwards have kept gradients since the last reduction. The same on all ranks.
         on_landed: called on the stream that landed gradients, with their parameters, and whether no later backward of
             the step adds to them. It may take the gradients from ``.grad``.
     """
@@ -212,14 +213,14 @@ class GroupGradients:
         self.params, self._unsharded, self._mesh, self._home = params, unsharded, mesh, home
         self._comm = self._default_comm = comm
         self.options = GroupOptions()
-        self.on_missing: Callable[[Landed], object] | None = None
+        self.on_missing: Callable[[Landed, int], object] | None = None
         self.on_landed: Callable[[list[nn.Parameter], bool], object] | None = None
         self._bound: dict[tuple[int, ...], BoundReduce] = {}  # by the indices of trainable parameters
         self.in_flight: Reduction | None = None
         self._partial: Reduction | None = None  # summed over the shard axis only
         self._to_host: list[Reduction] = []  # averaged; copies to the host are in flight
         self._keeps = False  # whether the last backward left its gradients on this rank
-        self._has_kept = False  # gradients were kept since the last reduction; the same on all ranks
+        self.are_kept = False
         self._frozen_since: set[int] = set()  # frozen since then; the next reduction includes them
         self._used = b""
 
@@ -227,11 +228,6 @@ class GroupGradients:
     def are_unreduced(self) -> bool:
         """Whether backwards without communication have left gradients on this rank."""
         return any(p.accumulated is not None or p.unsharded_grad is not None for p in self.params)
-
-    @property
-    def are_kept(self) -> bool:
-        """Whether backwards have kept gradients since the last reduction. The same on all ranks."""
-        return self._has_kept
 
     def has_late(self) -> bool:
         """Whether gradients came after the unit's backward, as when autocast caches casts of earlier forwards."""
@@ -279,7 +275,7 @@ class GroupGradients:
             param.accumulated = None
             if param.unsharded is not None:
                 param.unsharded.grad = None
-        self._has_kept = False
+        self.are_kept = False
         self._frozen_since.clear()
 
     @property
@@ -290,7 +286,7 @@ class GroupGradients:
     def owe(self, frozen: Iterable[int]) -> None:
         """Note that the parameters at the positions ``frozen`` are no longer trainable. If backwards have left
         gradients on this rank, the next reduction still covers these parameters."""
-        if self._has_kept or self.are_unreduced:
+        if self.are_kept or self.are_unreduced:
             self._frozen_since.update(frozen)
 
     def begin_backward(self, *, keeps: bool) -> None:
@@ -302,7 +298,7 @@ class GroupGradients:
 
     def keep_unreduced(self) -> None:
         """Keep this backward's gradients on this rank, in reduce dtype."""
-        self._has_kept = True
+        self.are_kept = True
         for param in self.params:
             if param.compute_dtypes.param is not param.compute_dtypes.reduce:  # else autograd itself accumulates in it
                 param.keep_grad()
@@ -316,7 +312,7 @@ class GroupGradients:
             return False
         bound = self._bound.get(trainable) or self._bind(trainable)
         grads = self._take_all(bound)
-        self._has_kept = False
+        self.are_kept = False
         self._frozen_since.clear()
         present = list(map(_is_present, grads))
         if self.options.fills_gradients or (self.options.fills_beside_others and True in present):
@@ -369,11 +365,6 @@ class GroupGradients:
                 copies.wait()
             if reduction.sums:  # else they have landed already
                 self._land_shards(reduction, reduction.bound.reduce.shards(reduction.sums))
-
-    @property
-    def num_used(self) -> int:
-        """How many bytes ``take_used`` would return now."""
-        return len(self._used)
 
     def take_used(self) -> bytes:
         """One byte per parameter for each reduction that has landed since the last call: 1 if the parameter had a
@@ -510,7 +501,7 @@ class GroupGradients:
             missing, landed = landed.where([not had for had in present]), landed.where(present)
             used = self._flags(landed.params)
             if self.on_missing is not None:
-                self.on_missing(missing)
+                self.on_missing(missing, len(self._used))
         self._used = (self._used + used)[-MAX_USED:]
         if bound.reduce.lands_gradients:
             reduction.added_to = [param.sharded.grad for param in landed.params]

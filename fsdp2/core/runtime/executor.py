@@ -35,6 +35,7 @@ _OF_GROUPS = {
     Action.UNSHARD: ParamGroup.unshard,
     Action.PREFETCH: ParamGroup.unshard,
     Action.WAIT: ParamGroup.wait,
+    Action.STAY: ParamGroup.note_writes,
     Action.RESHARD: ParamGroup.reshard,
     Action.RESHARD_POST_FORWARD: ParamGroup.reshard_post_forward,
     Action.KEEP: ParamGroup.keep_gradients,
@@ -57,11 +58,6 @@ def _run(work: str, unit: Unit, group: ParamGroup, step: Callable[[], _T]) -> _T
         # Compute waits for the reduce stream: it frees what the stream reads, and gathers what hooks wrote on it.
         group.unsharded.streams.compute_after_reduce()
         raise
-
-
-def _run_all(runs: Sequence[Callable[[], object]]) -> None:
-    for run in runs:
-        run()
 
 
 class Executor:
@@ -113,7 +109,7 @@ class Executor:
             runs = [partial(self._reduce, unit, group, jointly=jointly) for group in unit.groups]
         else:
             runs = [partial(_OF_GROUPS[action], group) for group in unit.groups]
-        return runs[0] if len(runs) == 1 else partial(_run_all, runs)
+        return runs[0] if len(runs) == 1 else lambda: [run() for run in runs]
 
     @property
     def last_event(self) -> object:

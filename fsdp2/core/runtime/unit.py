@@ -150,7 +150,7 @@ class Unit:
         """Apply the user's ``changes`` to ``config``, and update the schedule."""
         self.config = replace(self.config, **changes)  # type: ignore[arg-type]
         if self.tree is not None:
-            self.tree.schedule.set_rules(self.index, self.tree.rules_of(self))
+            self.tree.schedule.rules[self.index] = self.tree.rules_of(self)
 
     def move_to(self, mesh: ParallelMesh, groups: tuple[ParamGroup, ...]) -> None:
         """Work on ``mesh`` with ``groups``, which have replaced the old ones, under a root to be determined later.

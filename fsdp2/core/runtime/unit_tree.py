@@ -122,7 +122,7 @@ class UnitTree:
             self._schedule_units(may_differ=may_differ)
         else:  # the user may have configured them while another root had them
             for unit in self.units:
-                self.schedule.set_rules(unit.index, self.rules_of(unit))
+                self.schedule.rules[unit.index] = self.rules_of(unit)
         for check in self.checks:
             check.end_collection()  # last, because users may turn its warnings into errors
 
@@ -239,10 +239,6 @@ class UnitTree:
         self.post_optim_event = None
         self.executor.limit = seams.decorated(self) if self.loop or self.root.config.memory_limit else None
 
-    def note_change(self) -> None:
-        """The units may have changed: they are collected again before the next pass."""
-        note_tree_change()
-
     # Backward
 
     def pre_backward(self, unit: Unit) -> None:
@@ -292,7 +288,6 @@ class UnitTree:
         self._take_flags()
         for check in self.checks:
             check.begin_backward()
-        self.schedule.begin_backward()
         schedule = self.schedule
         self.executor.ends_step = schedule.is_last_backward and not schedule.finalizes_by_hand
         self.executor.max_in_flight = max([unit.config.max_reductions for unit in self.units])

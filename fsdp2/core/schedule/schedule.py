@@ -7,6 +7,8 @@ Units are numbered. Each method of ``Schedule`` is an event; most return the act
 * The order of each pass is recorded. A forward predicts the next unit from the previous forward, a backward from its
   own forward in reverse. Units that were prefetched but not used are resharded at the end of the pass, so a wrong
   prediction costs memory, never correctness.
+* A unit stays unsharded after a use if its own next use is predicted to follow before that of any other unit. It is
+  resharded when another unit is used after all, or the pass ends.
 * A forward inside a backward (activation checkpointing) gathers what it needs and does nothing else.
 * Each unit's backward reduces the gradients that it finds. After several uses, autograd has them only at the last.
 
@@ -31,6 +33,7 @@ class Action(Enum):
     UNSHARD = "unshard"  # start gathering, unless the parameters are already gathered or in flight
     PREFETCH = "prefetch"  # like UNSHARD, for a unit that is not needed yet
     WAIT = "wait"  # wait for what was gathered
+    STAY = "stay"  # remain unsharded for the next use, and note what the shards are, since users may write them
     RESHARD = "reshard"  # return to the shards
     RESHARD_POST_FORWARD = "reshard_post_forward"  # return to shards on the smaller mesh
     REDUCE = "reduce"  # start reducing the gradients that the backward left, if any
@@ -175,8 +178,10 @@ class Tape:
     Attributes:
         began: units in the order in which they began in the running forward, or in the last one.
         expected: ``began`` of the last complete forward. Code that can predict the next forward better may replace it.
+        position: how far the running forward has come in ``expected``.
         ended: uses of units whose backward is still to come, in the order in which their forwards ended. The oldest
             are forgotten, since users may run forwards that no backward follows.
+        start_of_pass: the length of ``ended`` when the last forward began.
         records: whether the last forward ran with gradients enabled.
     """
 
@@ -184,33 +189,35 @@ class Tape:
         self.began: list[int] = []
         self.expected: Sequence[int] = ()
         self.ended: list[int] = []
+        self.position = self.start_of_pass = 0
         self.records = False
-        self._position = 0  # of the running forward in ``expected``
 
     def start(self, *, records: bool) -> None:
         """A forward pass begins."""
-        self.began, self._position, self.records = [], 0, records
+        self.began, self.position, self.records = [], 0, records
         del self.ended[:-MAX_ENDED]
+        self.start_of_pass = len(self.ended)
 
     def begin(self, unit: int) -> Sequence[int]:
         """The forward of ``unit`` begins. Returns the unit that followed this use of ``unit`` in the last forward, or
         nothing if this forward runs in another order."""
         self.began.append(unit)
-        expected, position = self.expected, self._position
+        expected, position = self.expected, self.position
         if position >= len(expected) or expected[position] != unit:
             if unit not in expected[position:]:
                 return ()
             position = expected.index(unit, position)
-        self._position = position + 1
+        self.position = position + 1
         return expected[position + 1 : position + 2]
 
-    def reach(self, unit: int) -> Sequence[int]:
-        """A backward reaches the last recorded use of ``unit``. Returns the unit that ended before it, if any."""
-        ended = self.ended
+    def reach(self, unit: int, *, in_one_pass: bool) -> Sequence[int]:
+        """A backward reaches the last recorded use of ``unit``. Returns the unit that ended before it, if any. If
+        ``in_one_pass``, the backward is not expected to go on from the last forward to the one before."""
+        ended, start = self.ended, self.start_of_pass if in_one_pass else 0
         for position in reversed(range(len(ended))):
             if ended[position] == unit:
                 del ended[position]
-                return ended[position - 1 : position] if position else ()
+                return () if position in (0, start) else ended[position - 1 : position]
         return ()
 
 
@@ -221,12 +228,13 @@ class Schedule:
         self.rules = list(rules)
         self.passes, self.tape = passes or Passes(len(self.rules)), Tape()
         # Built once: looking up members of an Enum is slow in Python 3.11.
-        self._use = [((Action.USE, unit),) for unit in range(len(self.rules))]
+        self._use: list[Actions] = [((Action.USE, unit),) for unit in range(len(self.rules))]
         self.is_last_backward = True  # set by the user: the next backward is the last of the step
         self.finalizes_by_hand = False  # set by the user: ``finalize`` ends the step, not a backward
         self.reduced_last: set[int] = set()  # units that are reduced only when the whole backward is over
         self.awaits_finalization = False  # a backward has ended, and ``finalize`` has not been called since
         self._unused_prefetches: set[int] = set()  # units that the running pass has prefetched but not used
+        self._postponed: Actions = ()  # the reshard of the unit that stays unsharded for its next use
         self.kept: set[int] = set()  # units whose gradients are kept until they are reduced
 
     def take_over(self, earlier: Schedule, kept: set[int]) -> None:
@@ -239,6 +247,8 @@ class Schedule:
     def pre_forward(self, unit: int, *, grad_enabled: bool) -> Actions:
         """``unit`` is about to compute."""
         passes, use = self.passes, self._use[unit]
+        if self._postponed:
+            use = (*self._reshard_other(unit), *use)
         if passes.in_backward:
             if passes.phases[unit] is not Phase.BACKWARD:  # else an outer checkpoint reruns it: keep the phase
                 passes.begin_recomputation(unit)
@@ -256,25 +266,24 @@ class Schedule:
 
     def post_forward(self, unit: int, leads_to: Outcome = Outcome.BACKWARD) -> Actions:
         """``unit`` has computed. ``leads_to`` says what follows from its output."""
-        passes = self.passes
+        passes, tape = self.passes, self.tape
         phase = passes.phases[unit]
         if phase is Phase.BACKWARD:
             return ()
         is_root = passes.end_forward(unit)
         if phase is Phase.RECOMPUTE:  # its backward follows immediately, and reshards
             return ()
-        if self.tape.records and leads_to is not Outcome.NOTHING:
-            self.tape.ended.append(unit)
+        if tape.records and leads_to is not Outcome.NOTHING:
+            tape.ended.append(unit)
         rules = self.rules[unit]
         reshard = _AFTER_FORWARD.get(rules.after_forward)
         actions = () if reshard is None or (is_root and rules.keeps_alone) else ((reshard, unit),)
-        if not is_root:
-            return actions
-        self.tape.expected = self.tape.began
-        return *actions, *((Action.RESHARD, other) for other in self._take_unused())
-
-    def begin_backward(self) -> None:
-        """The backward of the first unit is about to begin."""
+        if is_root:
+            tape.expected = tape.began
+            return *self._reshard_other(), *actions, *((Action.RESHARD, other) for other in self._take_unused())
+        if actions and unit in tape.expected[tape.position : tape.position + 1]:
+            self._postponed, actions = actions, ((Action.STAY, unit),)
+        return actions
 
     def pre_backward(self, unit: int) -> Actions:
         """The gradient of an output of ``unit`` has been computed."""
@@ -282,8 +291,9 @@ class Schedule:
         if not passes.begin_backward(unit):  # a second output of the same forward
             return ()
         self._unused_prefetches.discard(unit)
-        rules, predicted = self.rules[unit], self.tape.reach(unit)
-        actions = list(self._use[unit]) if rules.unshard_in_backward else []
+        rules, predicted = self.rules[unit], self.tape.reach(unit, in_one_pass=not self.is_last_backward)
+        actions = list(self._reshard_other(unit)) if self._postponed else []
+        actions += self._use[unit] if rules.unshard_in_backward else ()
         for target in predicted if rules.backward_prefetch is None else rules.backward_prefetch:
             if self.rules[target].unshard_in_backward:
                 actions.append((Action.PREFETCH, target))
@@ -295,14 +305,17 @@ class Schedule:
         """The gradients of ``unit``'s parameters have been computed. If not ``is_last_use``, this backward will use the
         unit again, so reduce only what earlier backwards have kept, as torch does: autograd has the gradient of a
         parameter only after its last use."""
+        has_begun = self.passes.phases[unit] is Phase.BACKWARD  # else the tape still has the use that ends here
         self.passes.end_backward(unit)
         reshard = self._reshard_after_backward(unit)
+        if has_begun and unit in self.tape.ended[-1:]:
+            self._postponed, reshard = reshard, ()
         return (*reshard, self._reduce(unit, jointly=True)) if is_last_use or unit in self.kept else reshard
 
     def end_backward(self, ended: Collection[int] = ()) -> Actions:
         """The backward is over. Reshard and reduce units that had no ``post_backward``, because their inputs needed no
         gradient or they took no part; and reshard and reduce units in ``ended`` a second time."""
-        actions: list[tuple[Action, int]] = []
+        actions = list(self._reshard_other())
         for unit in reversed(range(len(self.passes.phases))):
             if self.passes.phases[unit] is not Phase.REDUCED or unit in ended:
                 actions += self._reshard_after_backward(unit)
@@ -328,7 +341,8 @@ class Schedule:
         return actions
 
     def by_hand(self, action: Action, unit: int) -> Actions:
-        """The user asks for ``action`` on ``unit``."""
+        """The user asks for ``action`` on ``unit``, which from then on is as the user wants it."""
+        self._postponed = self._reshard_other(unit)
         return ((action, unit),)
 
     def drop_kept(self) -> None:
@@ -336,21 +350,23 @@ class Schedule:
         self.kept.clear()
         self.awaits_finalization = False
 
-    def set_rules(self, unit: int, rules: UnitRules) -> None:
-        """The user has configured ``unit``."""
-        self.rules[unit] = rules
-
     def reset(self) -> None:
         """Forget the pass, which an exception has ended. The order of the last complete forward stays."""
         if self.passes.in_backward:
             self.awaits_finalization = False
         self.passes.clear()
         self._unused_prefetches.clear()
+        self._postponed = ()
         self._forget_step()
 
     def _forget_step(self) -> None:
         self.tape.ended.clear()
         self.reduced_last.clear()
+
+    def _reshard_other(self, unit: int | None = None) -> Actions:
+        """``unit``, if any, is used next. Return the reshard of another unit that has stayed unsharded, if one has."""
+        postponed, self._postponed = self._postponed, ()
+        return () if postponed and postponed[0][1] == unit else postponed
 
     def _reshard_after_backward(self, unit: int) -> Actions:
         return ((Action.RESHARD, unit),) if self.rules[unit].reshard_after_backward else ()

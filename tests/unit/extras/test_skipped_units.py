@@ -49,7 +49,7 @@ class Rank:
 
     def let_all_use(self, unit: int) -> None:
         """From now on, either all ranks use ``unit``, or none."""
-        self.schedule.set_rules(unit, replace(self.schedule.rules[unit], ranks_may_differ=False))
+        self.schedule.rules[unit] = replace(self.schedule.rules[unit], ranks_may_differ=False)
 
     def agree(self, used: Sequence[object]) -> None:
         self.schedule.tape.expected = self.skipped.agree(used, self._trainable)  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from fsdp2.core.schedule.schedule import Actions, AfterForward, Phase, Schedule, UnitRules
+from fsdp2.core.schedule.schedule import Action, Actions, AfterForward, Phase, Schedule, UnitRules
 from fsdp2.core.schedule.states import Outcome
 from tests.harness.golden import Check, texts_beside
 
@@ -27,7 +27,7 @@ def _set_rules(schedule: Schedule, rules: UnitRules) -> None:
 
 
 def _has(**rule: Any) -> Callable[[Schedule, int], None]:
-    return lambda schedule, unit: schedule.set_rules(unit, UnitRules(**rule))
+    return lambda schedule, unit: schedule.rules.__setitem__(unit, UnitRules(**rule))
 
 
 WORDS: dict[str, Callable[[Schedule, int], Actions | None]] = {
@@ -39,6 +39,7 @@ WORDS: dict[str, Callable[[Schedule, int], Actions | None]] = {
     "end": lambda schedule, _: schedule.end_backward(),
     "finalize": lambda schedule, _: schedule.finalize(),
     "reset": lambda schedule, _: schedule.reset(),
+    "unshard": lambda schedule, unit: schedule.by_hand(Action.UNSHARD, unit),
     # Settings of the user
     "more": lambda schedule, _: setattr(schedule, "is_last_backward", False),
     "last": lambda schedule, _: setattr(schedule, "is_last_backward", True),
