@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from fsdp2 import MixedPrecisionPolicy
+from fsdp2.tensors import Int8Wire, load_wire_residuals, wire_residuals
 from tests.distributed.support import Scaled, seeded, shard_each
 from tests.harness.distributed import RankContext, distributed
 
@@ -138,3 +139,107 @@ def test_one_rank_sends_and_rounds_nothing(ctx: RankContext) -> None:
     for found, expected in zip(model.parameters(), whole.parameters(), strict=True):
         assert (found.grad is None) == (expected.grad is None)
         assert found.grad is None or torch.equal(found.grad.full_tensor(), expected.grad)
+
+
+# Formats with blocks and error feedback
+
+INT8 = Int8Wire(block_size=16)
+NUM_BACKWARDS = 16
+
+
+class _ByHand:
+    """Reductions of one parameter of one replica, whose ranks each keep what their payloads have lost."""
+
+    def __init__(self) -> None:
+        self.residuals: dict[int, Tensor] = {}
+
+    def mean(self, grads: Sequence[Tensor]) -> Tensor:
+        """In the rows of the owners, with padding."""
+        arrived = []
+        for rank, grad in enumerate(grads):
+            rows = -(-grad.size(0) // len(grads))
+            whole = torch.zeros(len(grads) * rows, *grad.shape[1:], device=grad.device)
+            whole[: grad.size(0)] = grad
+            pieces = whole.view(len(grads), -1)
+            padded = nn.functional.pad(pieces, (0, -pieces.size(1) % INT8.block_size))
+            sent = padded + self.residuals.get(rank, torch.zeros_like(padded, dtype=BF16))
+            arrived.append(INT8.fsdp_post_reduce_scatter(INT8.fsdp_pre_reduce_scatter(sent), FP32))
+            self.residuals[rank] = (sent - arrived[-1]).to(BF16)
+        total = _in_order(arrived)[:, : pieces.size(1)] / len(grads)
+        return total.reshape(whole.shape)[: grads[0].size(0)]
+
+
+@distributed(2, 4)
+def test_blocks_are_those_of_each_gradient_and_what_they_lose_is_sent_later(ctx: RankContext) -> None:
+    whole = seeded(Uneven).to(ctx.mesh_1d().device_type)
+    model = _shard(ctx, copy.deepcopy(whole), Case(), INT8)
+    by_hand = [_ByHand() for _ in whole.parameters()]
+    for seed in (0, 10):
+        model.zero_grad()
+        _loss(model, seed + ctx.rank).backward()
+        found = _all_gradients(whole, seed, FP32)
+        for index, (name, param) in enumerate(model.named_parameters()):
+            if param.requires_grad and param.dim() > 0:
+                expected = by_hand[index].mean([of_rank[index] for of_rank in found])
+                assert torch.equal(param.grad.full_tensor().cpu(), expected.cpu()), name
+
+
+def _sum_of_gradients(model: Any, rank: int) -> list[Tensor]:
+    """After backwards that all reduce the gradients of the same batch."""
+    model.zero_grad()
+    for _ in range(NUM_BACKWARDS):
+        _loss(model, rank).backward()
+    return [param.grad.full_tensor().cpu() for param in model.parameters() if param.requires_grad]
+
+
+def _error(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
+    """The worst one of a parameter, relative to its norm."""
+    return max(float((mine - other).norm() / other.norm()) for mine, other in zip(found, exact, strict=True))
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("replicas", [1, 2, 0])
+@distributed(2, 4)
+def test_feedback_makes_up_for_losses_across_replicas_checkpoints_and_moves(ctx: RankContext, replicas: int) -> None:
+    """Without it, the same losses add up. The second half of the backwards runs in a model that has loaded what the
+    first half still owed; and, if it can be another one, on another mesh."""
+    whole = seeded(Uneven).to(ctx.mesh_1d().device_type)
+    case, other = Case(replicas=replicas), Case(replicas=2 if replicas == 1 else 1)
+    exact = _sum_of_gradients(_shard(ctx, copy.deepcopy(whole), case, None), ctx.rank)
+    lossy = _shard(ctx, copy.deepcopy(whole), case, replace(INT8, error_feedback=False))
+    model, same, moved = (_shard(ctx, copy.deepcopy(whole), each, INT8) for each in (case, case, other))
+    without, first = _error(_sum_of_gradients(lossy, ctx.rank), exact), _sum_of_gradients(model, ctx.rank)
+    assert _error(first, exact) < without / 4
+
+    owed = wire_residuals(model)
+    assert any(bool(each.full_tensor().any()) for each in owed.values())  # type: ignore[operator]
+    load_wire_residuals(same, owed)
+    into = wire_residuals(moved)
+    for name, target in into.items():
+        target.copy_(distribute_tensor(owed[name].full_tensor(), target.device_mesh, target.placements))  # type: ignore[operator]
+    load_wire_residuals(moved, into)
+    after = [_sum_of_gradients(each, ctx.rank) for each in (model, same, moved)]
+    assert all(map(torch.equal, after[0], after[1]))
+    doubled = [2 * each for each in exact]
+    for each in (after[0], after[2]):
+        assert _error([now + before for now, before in zip(each, first, strict=True)], doubled) < without / 4
+
+
+@distributed(2)
+def test_a_gradient_that_is_not_finite_is_seen_and_leaves_nothing_behind(ctx: RankContext) -> None:
+    model = _shard(ctx, seeded(Uneven), Case(), INT8)
+    (_loss(model, 0) * float("inf")).backward()
+    assert not model.exit.weight.grad.full_tensor().isfinite().any()
+    model.zero_grad()
+    _loss(model, 0).backward()
+    assert all(param.grad.full_tensor().isfinite().all() for param in model.parameters() if param.grad is not None)
+
+
+@distributed(2)
+def test_residuals_of_other_parameters_are_refused(ctx: RankContext) -> None:
+    model = _shard(ctx, seeded(Uneven), Case(), INT8)
+    residuals = wire_residuals(model)
+    residuals["gone.weight"] = residuals.pop("exit.weight")
+    with pytest.raises(ValueError, match=r"'exit\.weight', 'gone\.weight' are not those"):
+        load_wire_residuals(model, residuals)
+    assert wire_residuals(_shard(ctx, seeded(Uneven), Case())) == {}
