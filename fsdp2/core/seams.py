@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import Replicate, Shard
 
     from fsdp2.core.api.resolve import ResolvedGroup
+    from fsdp2.core.comm.custom import ReduceMaker
     from fsdp2.core.comm.offload import Home
     from fsdp2.core.group.group import ParamGroup
     from fsdp2.core.group.param import ShardedParam, Slot
@@ -119,8 +120,8 @@ warn_of_hooks: Callable[..., None]
 
 # Reads a size such as "70GiB": the size, what has it, and a valid text for errors.
 nbytes_of: Callable[[str | int | float, str, str], int]
-# Lets a unit communicate in memory of a kind: the setter that was called, the unit, and the setter's argument.
-communicate_in_memory: Callable[[str, Unit, object], None]
+# Lets a unit communicate by a user's comm, or in other memory: the setter that was called, the unit, its argument.
+communicate_by: Callable[[str, Unit, object], None]
 
 # For process groups that no mesh has.
 
@@ -134,6 +135,8 @@ own_axis: Callable[[list[int], str, Sequence[Axis], torch.device], Axis]
 
 # When a group gathers for the first time.
 
+# Returns what makes the comm that sends gradients by a policy's ``reduce_wire``.
+reduces_by_wire: Callable[[Any], ReduceMaker]
 # Makes the codec for those parameters of a group whose shards are not plain. If it raises, all ranks raise.
 make_codec: Callable[[Sequence[ShardedParam], ParallelMesh, Home], Codec]
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,6 +28,8 @@ class MixedPrecisionPolicy:
         cast_forward_inputs: whether floating-point tensors in the forward's inputs are cast to ``param_dtype``.
         param_dtype_override_fn: called once per parameter; returns the compute dtype of this parameter: its own dtype,
             ``param_dtype``, or None for ``param_dtype``. It must return the same on all ranks.
+        reduce_wire: a dtype narrower than ``reduce_dtype``, or a :class:`fsdp2.tensors.GradientWire`: the format in
+            which gradients are sent. They are summed in ``reduce_dtype``.
 
     Source: the same class of PyTorch's FSDP2; module-level mixed precision of Zhao et al., VLDB 2023, section 4.4.
     """
@@ -36,6 +39,12 @@ class MixedPrecisionPolicy:
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
     param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(default=None, kw_only=True)
+    reduce_wire: Any = field(default=None, kw_only=True, hash=False)
+
+    def __repr__(self) -> str:
+        """As torch's prints, and the wire if there is one."""
+        shown = [each.name for each in fields(self) if each.name != "reduce_wire" or self.reduce_wire is not None]
+        return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from fsdp2.core import (
     plans,
 )
 from fsdp2.extras import torch_names
+from fsdp2.extras.gradient_wires import check_wire
 
 _OURS: dict[str, type] = {cls.__name__: cls for cls in (MixedPrecisionPolicy, OffloadPolicy, CPUOffloadPolicy)}
 
@@ -54,6 +55,8 @@ def read_arguments(
         remedy = f"For example: MixedPrecisionPolicy({field}=torch.bfloat16)."
         expect(isinstance(dtype, torch.dtype | None), where, dtype, "a torch.dtype or None", remedy)
         check_computes(where, dtype, is_reduced=field == "reduce_dtype")
+    if policy.reduce_wire is not None:
+        check_wire(policy.reduce_wire, policy.param_dtype, policy.reduce_dtype, _device_of(mesh))
     for name, function, of_parameter, remedy in (
         ("mp_policy.param_dtype_override_fn", policy.param_dtype_override_fn, "a dtype or None", ""),
         ("shard_placement_fn", placement_fn, "Shard(dim), a ParamPlacement or None", "lambda param: Shard(0)"),
@@ -68,6 +71,12 @@ def read_arguments(
     for each in ignored_params or ():  # type: ignore[attr-defined]
         expect(isinstance(each, torch.Tensor), f"{where}: an item", each, "a parameter", remedy)
     return policy, offload_policy
+
+
+def _device_of(mesh: object) -> torch.device:
+    if isinstance(mesh, DeviceMesh):
+        return plans.mesh_device(mesh)
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 def check_computes(what: str, dtype: torch.dtype | None, *, is_reduced: bool = False) -> None:

@@ -110,6 +110,19 @@ class PeerComm(comms.AxisComm):
         pairs = zip(outputs, inputs, strict=True)
         return [self._reduce_one(output, values) for output, values in pairs]
 
+    def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Sequence[comms.Waitable]:
+        """Send row r of each input to rank r. Row r of its output is what rank r has sent here."""
+        messages = _Messages()
+        for mine in inputs:
+            for target in self._targets:
+                messages.start(self._group.send, mine[target], target, self._reduce_tag)
+        for output in outputs:
+            for source in self._sources:
+                messages.start(self._group.recv, output[source], source, self._reduce_tag)
+        for output, mine in zip(outputs, inputs, strict=True):
+            output[self._rank].copy_(mine[self._rank])
+        return (messages,)
+
     def reduce_buffer_nbytes(self, nbytes: int) -> int:
         return nbytes // self._size * max(self._size - 2, 0)  # the first part arrives in the output
 

@@ -16,10 +16,12 @@ _WARNING = f"parameter '{PARAMETER}': "
 
 
 class Findings:
-    """The failed checks of one class. Failures of one check on several shapes become a single line of the report."""
+    """The failed checks of one class. Failures of one check on several shapes become a single line of the report, which
+    names its ``caller``."""
 
-    def __init__(self) -> None:
+    def __init__(self, caller: str = "check_all_gather_extension") -> None:
         self.class_name = ""
+        self._caller = caller
         self._failures: dict[str, list[tuple[str, Exception]]] = {}  # places and exceptions, by check
 
     def passes(self, where: str, checks: Mapping[str, Callable[[], object]]) -> bool:
@@ -42,7 +44,7 @@ class Findings:
             more = f", and {_counted(len(failures) - 1, 'other case')}" if len(failures) > 1 else ""
             by_text.setdefault(f"{_text(error)} (First seen with {where}{more}.)", []).append(check)
         if by_text:
-            lines = [f"check_all_gather_extension: {self.class_name} fails {_counted(len(self._failures), 'check')}."]
+            lines = [f"{self._caller}: {self.class_name} fails {_counted(len(self._failures), 'check')}."]
             lines += [f"- {', '.join(checks)}: {text}" for text, checks in by_text.items()]
             raise ExtensionError("\n".join(lines)) from next(iter(self._failures.values()))[0][1]
 

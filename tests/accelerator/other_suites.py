@@ -124,6 +124,7 @@ SAMPLE: dict[str, list[str]] = {
     ],
     "distributed": [
         "test_finalization.test_handle_waits_once_and_gradients_are_there_then",
+        "test_gradient_wires.test_blocks_are_those_of_each_gradient_and_what_they_lose_is_sent_later",
         "test_offload.test_units_may_be_offloaded_one_by_one",
         "test_recovery.test_reset_drops_gradients_that_were_not_reduced",
         "test_reshard_to.test_moving_back_and_forth_changes_no_bit",

@@ -167,7 +167,7 @@ class Setter(NamedTuple):
     name: str
     args: tuple[Any, ...] = ()
     before: tuple[Any, ...] = ()
-    placed: str = ""  # on HSDP, or a parameter on another mesh
+    placed: str = ""  # on HSDP, a parameter on another mesh, or with a wire for gradients
     options: dict[str, Any] = {}  # noqa: RUF012  # nobody writes it
 
 
@@ -197,6 +197,8 @@ CASES = {
     "symmetric memory by another backend": Setter(SYMM_MEM, ("NVSHMEM",)),
     "all-gather of two groups": Setter(ALL_GATHER, (CountingAllGather(),), placed="two meshes"),
     "reduce-scatter of two groups": Setter(REDUCE_SCATTER, (CountingReduceScatter(),), placed="two meshes"),
+    "reduce-scatter of a unit with a wire": Setter(REDUCE_SCATTER, (CountingReduceScatter(),), placed="wire"),
+    "memory of the process group for a unit with a wire": Setter(PROCESS_GROUP, (True,), placed="wire"),
     "hook of two groups": Setter("set_all_reduce_hook", (_nothing,), placed="two meshes"),
 }
 
@@ -205,14 +207,16 @@ CASES = {
 @golden_on_ranks()
 def test_setting_is_refused_and_the_model_trains_as_before(ctx: RankContext, case: str) -> str:
     setter = CASES[case]
-    mesh = ctx.mesh_2d(2, 1)
 
     def place(param: nn.Parameter) -> fsdp2.ParamPlacement | None:
         is_other = setter.placed == "two meshes" and param is model.exit.weight
-        return fsdp2.ParamPlacement(None, mesh["shard"]) if is_other else None
+        return fsdp2.ParamPlacement(None, ctx.mesh_2d(2, 1)["shard"]) if is_other else None
 
+    wire = torch.bfloat16 if setter.placed == "wire" else None
+    policy = fsdp2.MixedPrecisionPolicy(reduce_dtype=torch.float32, reduce_wire=wire)
     model = seeded(Stack)
-    fully_shard(model, mesh=mesh if setter.placed == "HSDP" else ctx.mesh_1d(), shard_placement_fn=place)
+    mesh = ctx.mesh_2d(2, 1) if setter.placed == "HSDP" else ctx.mesh_1d()
+    fully_shard(model, mesh=mesh, shard_placement_fn=place, mp_policy=policy)
     if setter.before:
         name, value = setter.before
         getattr(model, name)(value)

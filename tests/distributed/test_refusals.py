@@ -59,7 +59,7 @@ def _method(call: Callable[[Any], Any]) -> Callable[[RankContext], Case]:
     return case
 
 
-def _dtypes(**dtypes: torch.dtype) -> Callable[[RankContext], Case]:
+def _dtypes(**dtypes: Any) -> Callable[[RankContext], Case]:
     return _call(mp_policy=fsdp2.MixedPrecisionPolicy(**dtypes))
 
 
@@ -201,6 +201,21 @@ def _other_mesh(ctx: RankContext) -> Case:
     return Case(model, lambda: fully_shard(model, mesh=ctx.mesh(dp=2), dp_mesh_dims=DP), runs=False)
 
 
+class _OneRow:
+    """A format of gradients that sends the same to all ranks."""
+
+    def fsdp_pre_reduce_scatter(self, pieces: Tensor) -> tuple[Tensor, ...]:
+        return (pieces[:1],)
+
+    def fsdp_post_reduce_scatter(self, received: tuple[Tensor, ...], reduce_dtype: torch.dtype) -> Tensor:
+        return received[0]
+
+
+class _Halves(_OneRow):
+    def fsdp_pre_reduce_scatter(self, pieces: Tensor) -> tuple[Tensor, ...]:
+        return (pieces[:, ::2].contiguous(),)
+
+
 CASES: dict[str, Callable[[RankContext], Case]] = {
     "not a module": lambda ctx: Case(seeded(Stack), lambda: fully_shard("blocks", mesh=ctx.mesh_1d())),  # type: ignore[call-overload]
     "not a module in a list": lambda ctx: Case(
@@ -249,6 +264,16 @@ CASES: dict[str, Callable[[RankContext], Case]] = {
     "dtype of parameters that nothing is computed in": _dtypes(param_dtype=torch.int8),
     "dtype of outputs that nothing is computed in": _dtypes(output_dtype=torch.bool),
     "dtype that nothing is added in": _dtypes(reduce_dtype=torch.float8_e5m2),
+    "wire without a dtype for sums": _dtypes(reduce_wire=torch.bfloat16),
+    "wire for sums in few bits": _dtypes(reduce_dtype=torch.bfloat16, reduce_wire=torch.float16),
+    "wire as wide as the sums": _dtypes(reduce_dtype=torch.float32, reduce_wire=torch.float32),
+    "wire without a scale": _dtypes(reduce_dtype=torch.float32, reduce_wire=torch.float8_e4m3fn),
+    "wire of integers": _dtypes(reduce_dtype=torch.float32, reduce_wire=torch.int8),
+    "wire that overflows": _dtypes(reduce_dtype=torch.float32, reduce_wire=torch.float16),
+    "wire that is a name": _dtypes(reduce_dtype=torch.float32, reduce_wire="bf16"),
+    "wire that is a class": _dtypes(reduce_dtype=torch.float32, reduce_wire=_OneRow),
+    "wire that loses rows": _dtypes(reduce_dtype=torch.float32, reduce_wire=_OneRow()),
+    "wire that decodes another shape": _dtypes(reduce_dtype=torch.float32, reduce_wire=_Halves()),
     "output of attention": _output_of_attention,
     "inner module after the outer one": _inner_after_outer,
     "forward prefetch of a plain module": _method(lambda m: m.set_modules_to_forward_prefetch([m.blocks[1], m.entry])),

@@ -19,6 +19,7 @@ _ERROR = "programs see errors by their text"
 _INTERFACE = "an interface that users implement; tests/harness/extensions.py does"
 _RESULT = "what a function returns; programs read no more of it than they need"
 _MAPPING = "names and layouts of other checkpoints: tests/distributed/test_checkpoint_mapping.py"
+_SENT_GRADIENTS = "rounded on their way, by hand: tests/distributed/test_gradient_wires.py"
 _PLANNER = "plans before a model runs: tests/unit/planner"
 _DICTS = "state dicts of FSDP1 in other forms: tests/parity/fsdp1/test_random_programs.py draws them"
 _FLAT = "programs wrap with use_orig_params=True; flat parameters: tests/parity/fsdp1/test_random_programs.py"
@@ -58,6 +59,8 @@ NOT_IN_PROGRAMS = {
     **dict.fromkeys(("Float8Scaling", "Float8Tensor"), "what float8 gathers are made of"),
     "TwoTensor": "all parameters of a model must be of this class: tests/distributed/test_extension_training.py",
     **dict.fromkeys(("SHAPES", "check_all_gather_extension"), "a check for writers of tensor subclasses"),
+    "check_gradient_wire": "a check for writers of gradient wires",
+    **dict.fromkeys(("GradientWire", "Int8Wire", "load_wire_residuals", "wire_residuals"), _SENT_GRADIENTS),
     # Methods
     "set_post_optim_event": "has no effect on the CPU",
     "set_reduce_scatter_divide_factor": "the old name of set_gradient_divide_factor",

@@ -23,6 +23,7 @@ from tests.harness.messages import error_of
 OWN_ARGUMENTS = {"keep_unreduced"}
 # What later versions of torch added behind all other arguments, with these defaults.
 NEWER_ARGUMENTS = {("param_dtype_override_fn", inspect.Parameter.KEYWORD_ONLY, "None")}  # 2.15
+OWN_FIELDS = {("reduce_wire", inspect.Parameter.KEYWORD_ONLY, "None")}
 
 on_the_checked_torch = pytest.mark.skipif(
     not torch.__version__.startswith("2.13."), reason=f"the lists were made for torch 2.13, not {torch.__version__}"
@@ -111,8 +112,9 @@ def test_function_takes_the_arguments_of_torch(name: str) -> None:
 def test_policy_is_built_and_prints_as_that_of_torch(name: str) -> None:
     ours, other = getattr(fsdp2, name), getattr(theirs, name)
     expected = _arguments(other)
-    extra = [argument for argument in _arguments(ours) if argument not in expected]
-    assert _arguments(ours) == expected + extra
+    mine = [argument for argument in _arguments(ours) if argument not in OWN_FIELDS]
+    extra = [argument for argument in mine if argument not in expected]
+    assert mine == expected + extra
     assert set(extra) <= NEWER_ARGUMENTS
     assert _printed(ours()) == _printed(other())
     assert set(extra) or repr(ours()) == repr(other())  # where torch has each argument, the texts are the same
@@ -125,6 +127,9 @@ def test_policy_prints_its_override(golden: Check) -> None:
     policy = fsdp2.MixedPrecisionPolicy(torch.bfloat16, param_dtype_override_fn=len)  # type: ignore[arg-type]
     golden(repr(policy))
     assert policy != fsdp2.MixedPrecisionPolicy(torch.bfloat16)
+    wired = fsdp2.MixedPrecisionPolicy(reduce_wire=torch.bfloat16)
+    assert repr(wired).endswith("reduce_wire=torch.bfloat16)")
+    assert wired != fsdp2.MixedPrecisionPolicy()
 
 
 def test_without_a_process_group_torchrun_is_named(golden: Check, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -234,6 +234,9 @@ def _groups(resolved: Sequence[ResolvedGroup], home: Home) -> Iterator[ParamGrou
         for param in item.params:
             setattr(param.sharded, SHARDED_AS, param.name)
         group = ParamGroup(item.params, item.mesh, home)
+        wire = item.params[0].policy.reduce_wire
+        if wire is not None:
+            group.configure(reduces_by=seams.reduces_by_wire(wire))
         for commit in item.on_commit:
             commit()
         group.unsharded.post_forward_mesh = item.post_forward

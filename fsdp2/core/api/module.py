@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal, cast, overload
 
 import torch
@@ -13,7 +13,6 @@ from torch import nn
 
 from fsdp2.core import _torch, seams
 from fsdp2.core.api.arguments import expect
-from fsdp2.core.comm.custom import AllGather, AllReduceHook, GathersBy, ReducesBy, ReduceScatter
 from fsdp2.core.group.group import ParamGroup
 from fsdp2.core.runtime import door
 from fsdp2.core.runtime.unit import Unit, note_tree_change, unit_of, units_under
@@ -254,17 +253,7 @@ class FSDPModule:
             TypeError: ``hook`` cannot be called.
             ValueError: ``stream`` is given with HSDP, or the unit has several groups.
         """
-        caller = "set_all_reduce_hook"
-        cut = cut_groups(self._unit(), caller)
-        expect(hook is None or callable(hook), f"{caller}: hook", hook, "a function of a tensor, or None")
-        if stream is not None and any(group.mesh.replicate.group is not None for group in cut):
-            raise ValueError(
-                f"{caller}: the mesh of unit '{self._unit().name}' has a replicate axis (HSDP). With HSDP, the hook "
-                "runs on the stream of the all-reduce. Do not pass stream."
-            )
-        for group in self._groups(False):
-            on = stream if group in cut else None
-            group.configure(all_reduce_hook=None if hook is None else AllReduceHook(hook, on))
+        seams.communicate_by("set_all_reduce_hook", self._unit(), (hook, stream))
 
     # The end of backward, and recovery
 
@@ -400,18 +389,16 @@ class FSDPModule:
             TypeError: ``comm`` is not an :class:`AllGather`.
             ValueError: the unit has several groups.
         """
-        self._check_comm("set_custom_all_gather", comm, "AllGather")
-        self._configure_groups(False, gathers_by=GathersBy(cast(AllGather, comm)))
+        seams.communicate_by("set_custom_all_gather", self._unit(), comm)
 
     def set_custom_reduce_scatter(self, comm: Callable[..., dist.Work | None]) -> None:
         """Reduce-scatter this unit's gradients with ``comm``, a :class:`ReduceScatter`.
 
         Raises:
             TypeError: ``comm`` is not a :class:`ReduceScatter`.
-            ValueError: the unit has several groups.
+            ValueError: the unit has several groups, or a ``reduce_wire``.
         """
-        self._check_comm("set_custom_reduce_scatter", comm, "ReduceScatter")
-        self._configure_groups(False, reduces_by=ReducesBy(cast(ReduceScatter, comm)))
+        seams.communicate_by("set_custom_reduce_scatter", self._unit(), comm)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Whether messages are copied into memory from the backend's own allocator, if it has one, such as NCCL's
@@ -420,7 +407,7 @@ class FSDPModule:
         Raises:
             ValueError: the unit has a custom all-gather or reduce-scatter, or symmetric memory.
         """
-        seams.communicate_in_memory("set_allocate_memory_from_process_group_for_comm", self._unit(), enable)
+        seams.communicate_by("set_allocate_memory_from_process_group_for_comm", self._unit(), enable)
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
         """All-gather in symmetric memory, and after :meth:`set_force_sum_reduction_for_comms`, also reduce in it.
@@ -430,7 +417,7 @@ class FSDPModule:
             ValueError: the backend is not NCCL; the mesh is not on CUDA devices; the unit has a custom all-gather or
                 reduce-scatter, or memory from the process group.
         """
-        seams.communicate_in_memory("set_symm_mem_for_comm", self._unit(), backend)
+        seams.communicate_by("set_symm_mem_for_comm", self._unit(), backend)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Whether reduce-scatters use a separate process group, so that they do not queue behind all-gathers in
@@ -446,12 +433,6 @@ class FSDPModule:
         unit = unit_of(cast(nn.Module, self))
         assert unit is not None  # fully_shard swaps the class and sets the unit together
         return unit
-
-    def _check_comm(self, caller: str, comm: object, expected: str) -> None:
-        """Accept any object with the two methods: a comm may be a subclass of torch's interface."""
-        cut_groups(self._unit(), caller)
-        is_comm = not isinstance(comm, type) and callable(comm) and callable(getattr(comm, "allocate", None))
-        expect(is_comm, f"{caller}: comm", comm, f"an fsdp2.core.comms.{expected}, with allocate() and __call__()")
 
     def _units(self, recurse: bool) -> list[Unit]:
         return [unit for _, unit in units_under(cast(nn.Module, self))] if recurse else [self._unit()]
@@ -475,21 +456,6 @@ class FSDPModule:
                 f"Call {caller} on the root, the {tree_of(unit).class_name} around this unit."
             )
         return unit
-
-
-def cut_groups(unit: Unit, caller: str) -> Sequence[ParamGroup]:
-    """The group of ``unit``, if any. The group of scalars is left out, since no comm moves scalars.
-
-    Raises:
-        ValueError: there are several groups.
-    """
-    cut = [group for group in unit.groups if any(param.layout.shape for param in group.params)]
-    if len(cut) > 1:
-        raise ValueError(
-            f"{caller}: unit '{unit.name}' has {len(cut)} parameter groups on different meshes, expected one group. "
-            "Call fully_shard separately on the modules of each mesh."
-        )
-    return cut
 
 
 def units_of(modules: list[FSDPModule], caller: str) -> tuple[Unit, ...]:

@@ -42,9 +42,11 @@ class GatherComm(Protocol):
 
 
 class ReduceComm(Protocol):
-    """Reduce-scatters over one shard axis. ``routing``: what plans need to know about the comm."""
+    """Reduce-scatters over one shard axis. ``routing``: what plans need to know about the comm. ``reads_gaps``: whether
+    ``all_reduce`` needs zeros between the sums in a buffer."""
 
     routing: Routing
+    reads_gaps: bool = False
 
     def reduce_scatter(self, *, averages: bool = False) -> ReduceLaunch:
         """A function that sums, or averages, each ``inputs[i]`` ``[W * n]`` over the ranks; rank r gets elements
@@ -55,6 +57,12 @@ class ReduceComm(Protocol):
     def reduce_buffer_nbytes(self, nbytes: int) -> int:
         """The number of bytes that the comm itself allocates while ``nbytes`` of all ranks' parts are reduced."""
         return 0
+
+    def all_reduce(
+        self, group: dist.ProcessGroup | None, sums: Sequence[torch.Tensor], op: dist.ReduceOp.RedOpType
+    ) -> Sequence[Waitable]:
+        """Reduce this rank's ``sums``, one buffer per plan, over the ranks of ``group``, the replicas, in place."""
+        return [work for each in sums for work in all_reduce(group, each, op)]
 
 
 class AxisComm(GatherComm, ReduceComm, Protocol):

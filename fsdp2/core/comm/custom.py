@@ -115,7 +115,7 @@ class CustomGather:
         return ()
 
 
-class CustomReduce:
+class CustomReduce(ReduceComm):
     """A ``ReduceScatter`` as the comm of ``axis``."""
 
     routing = Routing(direct_min_nbytes=0)  # a bucket would add a copy: all gradients pass through one buffer already
@@ -178,7 +178,7 @@ class GathersBy:
 
     def __call__(self, default: GatherComm, axis: Axis, device: torch.device) -> GatherComm:
         # Plans stay as compiled for the default comm, since they define where the shards lie in their buffers.
-        return CustomGather(self.interface, axis, device, default.routing)
+        return default if axis.size == 1 else CustomGather(self.interface, axis, device, default.routing)
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,11 @@ class ReducesBy:
     interface: ReduceScatter
 
     def __call__(self, default: ReduceComm, axis: Axis, device: torch.device) -> ReduceComm:
-        return CustomReduce(self.interface, axis, device)
+        return default if axis.size == 1 else CustomReduce(self.interface, axis, device)
+
+
+# Makes the comm that reduces over an axis, given the default one.
+ReduceMaker = Callable[[ReduceComm, Axis, torch.device], ReduceComm]
 
 
 @dataclass(frozen=True)
@@ -199,6 +203,6 @@ class AllReduceHook:
     stream: torch.Stream | None = None
 
 
-def carrier(default: Any, by: GathersBy | ReducesBy | None, axis: Axis, device: torch.device) -> Any:
-    """The comm of ``axis``: the one that ``by`` makes, if given and if the axis has several ranks, or ``default``."""
-    return default if by is None or axis.size == 1 else by(default, axis, device)
+def carrier(default: Any, by: Callable[[Any, Axis, torch.device], Any] | None, axis: Axis, device: torch.device) -> Any:
+    """The comm of ``axis``: the one that ``by`` makes, or ``default``."""
+    return default if by is None else by(default, axis, device)

@@ -27,7 +27,7 @@ from torch import nn
 
 from fsdp2.core import _torch, seams
 from fsdp2.core.comm.backends import ReduceComm, can_average, comm_for
-from fsdp2.core.comm.custom import AllReduceHook, GathersBy, ReducesBy, carrier
+from fsdp2.core.comm.custom import AllReduceHook, GathersBy, ReduceMaker, carrier
 from fsdp2.core.comm.memory import alias
 from fsdp2.core.comm.offload import Home, HostCopies
 from fsdp2.core.comm.streams import Streams, Waitable, wait_for
@@ -57,7 +57,7 @@ class GroupOptions:
     divides_behind_hook: bool = False
     all_reduce_hook: AllReduceHook | None = None
     gathers_by: GathersBy | None = None
-    reduces_by: ReducesBy | None = None
+    reduces_by: ReduceMaker | None = None
     reduce_axis: Axis | None = None
     fills_gradients: bool = False
     fills_beside_others: bool = False

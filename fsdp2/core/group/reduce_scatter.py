@@ -6,13 +6,14 @@ This file sees plans, gradients as tensors, a comm and streams, never parameters
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from fsdp2.core import _torch
-from fsdp2.core.comm.backends import ReduceComm, all_reduce
+from fsdp2.core.comm.backends import ReduceComm
 from fsdp2.core.comm.custom import AllReduceHook
 from fsdp2.core.comm.streams import Streams, Waitable, is_of_backend, launched
 from fsdp2.core.group.all_gather import piece_pairs
@@ -54,10 +55,11 @@ class Reduce:
     ) -> None:
         self.plans = tuple(plans)
         self._mesh, self.streams = mesh, streams
-        self._parts = [_Part(plan, mesh, is_hooked=hook is not None) for plan in plans]
+        is_hooked, fills_gaps = hook is not None, hook is not None or comm.reads_gaps
+        self._parts = [_Part(plan, mesh, is_hooked=is_hooked, fills_gaps=fills_gaps) for plan in plans]
         self._hook = hook
         self._averages = any(plan.factors.averages for plan in plans)  # if one plan averages, all do
-        self._reduce_scatter = comm.reduce_scatter(averages=self._averages)
+        self._reduce_scatter, self._all_reduce = comm.reduce_scatter(averages=self._averages), comm.all_reduce
         self.lands_gradients = any(part.is_local for part in self._parts)
 
     def launch(self, grads: list[torch.Tensor]) -> Launched:
@@ -87,8 +89,7 @@ class Reduce:
     def all_reduce(self, sums: Sums) -> Sequence[Waitable]:
         """Start summing over the replicate axis as well, in place. Returns the works to wait for."""
         op = dist.ReduceOp.AVG if self._averages else dist.ReduceOp.SUM
-        group = self._mesh.replicate.group
-        return [work for mine in sums for buffer in mine for work in launched(all_reduce, group, buffer, op)]
+        return launched(self._all_reduce, self._mesh.replicate.group, list(chain(*sums)), op)
 
     def complete(self, sums: Sums) -> Sums:
         """Divide in place, run the user's hook, and cast to the gradients' dtype."""
@@ -130,13 +131,13 @@ class _Part:
         places: for this rank's part of each gradient: shape, stride and offset in the flat buffer.
     """
 
-    def __init__(self, plan: ReducePlan, mesh: ParallelMesh, *, is_hooked: bool) -> None:
+    def __init__(self, plan: ReducePlan, mesh: ParallelMesh, *, is_hooked: bool, fills_gaps: bool) -> None:
         self.plan, self.num_steps = plan, len(plan.steps)
         is_uncast = plan.dtypes.param is plan.dtypes.reduce and plan.factors.before == 1.0
         self.is_local = mesh.data_parallel_size == 1 and is_uncast and not is_hooked
         self._mesh = mesh
         # A hook gets all sums in one buffer, including the gaps between them, so the gaps must be zero.
-        self._new_buffer = torch.zeros if is_hooked else torch.empty
+        self._new_buffer = torch.zeros if fills_gaps else torch.empty
         on_route = {route: [(i, s) for i, s in enumerate(plan.steps) if s.route is route] for route in Route}
         self._rows_numel = sum(step.layout.chunk_numel for _, step in on_route[Route.ROWS])
         self._has_rows = bool(on_route[Route.ROWS])
