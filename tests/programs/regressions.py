@@ -71,6 +71,9 @@ REGRESSIONS: dict[str, Program] = {
     "Muon did not step after a copy and after a freeze": Program(
         optimizer="Muon", steps=(*_steps(_LAST, before=("copy the model",)), Step(("freeze",)), Step(("thaw",)))
     ),
+    "Muon took gradients of an earlier backward, which landed in the last one, for those of the last": Program(
+        optimizer="Muon in backward", steps=_steps(Micro(marks_last=True), Micro(marks_last=True))
+    ),
 }
 
 _LOW = Precision("bfloat16", "float32")
