@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import importlib
 import itertools
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from fsdp2.checkpoint.stream_gate import Gate
 from tests.accelerator import device
 from tests.accelerator.support import prepare
 from tests.harness.distributed import RankContext
@@ -205,7 +207,13 @@ def arriving_late() -> Iterator[None]:
     device.load().spoil_all_free()  # else values of an earlier run stand in for those that came too late
     device.schedule(late=LATE)
     try:
-        with torch.device(device.DEVICE):
+        with torch.device(device.DEVICE), mock.patch.object(Gate, "_await", _await):
             yield
     finally:
         device.load().drain()  # what other ranks may wait for
+
+
+def _await(gate: Gate, *given: Any, waits: Callable[..., bool] = Gate._await) -> bool:
+    """A device would go on while the host waits at the gate of a stream, and other ranks may need what it sends."""
+    device.load().drain()
+    return waits(gate, *given)

@@ -56,7 +56,7 @@ _LISTED = {
     29: ("Gather._direct", "output.narrow(0, self._rank * n, n)", "output.narrow(0, 0, n)"),
     30: ("Gather.drop", "wait_for(self._works, self._lose)", "pass"),
     31: ("ParamGroup._release", "torch.autograd.graph.increment_version(unsharded.versioned)", "pass"),
-    32: ("ParamGroup.unshard", "self._return_to(before)", "pass"),
+    32: ("ParamGroup.unshard", "self._gather_failed(before, error)", "raise error"),
     33: ("ParamGroup.take_flags", "sharded == noted and bound == noted", "sharded == noted"),
     34: (
         "Bindings.rebind",

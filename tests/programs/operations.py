@@ -127,7 +127,7 @@ if ours:
     fsdp2.fully_shard(head, mesh=meshes[0])
 elif sharded:
     raise NotImplementedError("torch's units have one root")
-given = step.batch(model, 6)[0].to(next(model.block0.parameters()).dtype)
+given = step.batch(model, 6)[0].to({dtype})
 losses.append(head(given).float().square().mean())
 losses[-1].backward()
 """,
@@ -239,7 +239,7 @@ if ours:
     fsdp2.fully_shard(head, mesh=meshes[0])
 elif sharded:
     raise NotImplementedError("torch's units have one root")
-x = step.batch(model, 6)[0].to(next(model.block0.parameters()).dtype)
+x = step.batch(model, 6)[0].to({dtype})
 losses.insert(0, head(x).float().square().mean())
 if losses[0].requires_grad:
     losses[0].backward()
@@ -287,6 +287,7 @@ fsdp2.memory.offload_by_budget(model, int(nbytes), offload_policy=offload_policy
 """,
 }
 AUTOCAST = "torch.autocast('cpu', torch.bfloat16)"
+SEVERAL_BACKWARDS = "torch._functorch.config.patch(donated_buffer=False)"  # of a compiled graph
 # A program that fails does so under fsdp2 only: torch has no call to recover by.
 FAILS = {
     "forward": "model.exit.register_forward_pre_hook(parts.stop)",

@@ -137,7 +137,8 @@ def muon(params: Any, *, runtimes: list[Any]) -> torch.optim.Optimizer:
         return Both(torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(others, **ADAMW))
     if runtimes[0].name != "fsdp2" and not any(isinstance(each, DTensor) for each in matrices):
         raise NotImplementedError("shards of torch's FSDP1 class are no matrices")
-    groups: list[dict[str, Any]] = [{"params": matrices, "lr": 1e-2}, {"params": others, "use_muon": False, **ADAMW}]
+    by_adamw = {"params": others, "use_muon": False, "foreach": True, **ADAMW}  # foreach is an accelerator's default
+    groups: list[dict[str, Any]] = [{"params": matrices, "lr": 1e-2}, by_adamw]
     return fsdp2.optim.Muon(groups, ns_dtype=torch.float32)
 
 

@@ -312,6 +312,9 @@ def _run(program: Program) -> str:
             lines.append(f"    if step.index == {index}:")
         contexts = [operations.AUTOCAST] if program.autocast == "step" else []
         contexts += ["parts.Watching()"] if program.watched == "step" else []
+        compiles = program.compiled or any(block.compiled for block in program.blocks)
+        if compiles and any(micro.backwards == 2 for micro in step.micros):
+            contexts.append(operations.SEVERAL_BACKWARDS)
         if program.setting in operations.CONTEXTS:
             contexts.append(f"{operations.CONTEXTS[program.setting]} if ours else contextlib.nullcontext()")
         body = "\n".join(_under(contexts, "\n".join(_step(index, step, program))))
@@ -319,12 +322,19 @@ def _run(program: Program) -> str:
     return "\n".join([*lines, "    return losses"])
 
 
+def _with_cast(text: str, program: Program) -> str:
+    """``text``, with what a block is given in the dtype that it computes in."""
+    given = f"torch.{program.precision.param}" if not program.precision.casts_inputs else ""
+    own = "next(model.block0.parameters()).dtype"
+    return text.replace("{dtype}", f"{given} if sharded else {own}" if given else own)
+
+
 def _step(number: int, step: Step, program: Program) -> Iterator[str]:
     all_blocks = program.blocks
     if program.scaled:
         yield "scaler = torch.amp.GradScaler('cpu', init_scale=1024.0)"
     for each in step.before:
-        yield operations.BEFORE[each].strip("\n")
+        yield _with_cast(operations.BEFORE[each].strip("\n"), program)
     skipped = tuple(index for index, block in enumerate(all_blocks) if number in block.skipped)
     left_out = tuple(i for i, block in enumerate(all_blocks) if number in block.left_out and i not in skipped)
     num_micros = len(step.micros)
@@ -393,7 +403,7 @@ def _forwards(index: int, micro: Micro, program: Program, given: str) -> Iterato
     contexts += ["parts.Watching()"] if program.watched == "forward" else []
     contexts += [operations.SAVED_TENSORS[program.saved_tensors]] if program.saved_tensors else []
     between = [operations.BETWEEN[each].strip("\n").replace("{index}", str(index)) for each in micro.between]
-    between = [each.replace("{given}", given) for each in between]
+    between = [_with_cast(each.replace("{given}", given), program) for each in between]
     more = f" + step.loss({called}, 2{given})" if micro.forwards == 2 and not micro.apart else ""
     yield from _under(contexts, f"losses.append(step.loss({called}, {given}){more})")
     yield from between

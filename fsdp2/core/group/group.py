@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import attrgetter, is_
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -245,10 +246,7 @@ class ParamGroup:
             else:
                 self._in_flight.issue()
         except BaseException as error:
-            self._return_to(before)  # nothing is in flight: a failed gather leaves the group as it was
-            if isinstance(error, CommunicationError):
-                raise self.lost("all-gather", error) from error.__cause__
-            raise
+            self._gather_failed(before, error)
 
     def wait(self) -> None:
         """Bind the unsharded parameters. After this call, the current stream may read them."""
@@ -256,6 +254,8 @@ class ParamGroup:
             self.take_flags()
         before = self._transition(GroupEvent.WAIT)
         if before is GroupState.UNSHARDED:
+            if self._passes.in_backward:  # a recomputation must not read shards that functional_call has put back
+                self.show()
             return
         unsharded = self.unsharded
         is_first = not unsharded.parameters
@@ -268,10 +268,7 @@ class ParamGroup:
             if is_first:
                 unsharded.adopt()
         except BaseException as error:
-            self._return_to(before)
-            if isinstance(error, CommunicationError):
-                raise self.lost("all-gather", error) from error.__cause__
-            raise
+            self._gather_failed(before, error)
         self._in_flight = None
         if unsharded.post_forward is not None and not self.keeps_post_forward:
             unsharded.post_forward.release()
@@ -319,9 +316,8 @@ class ParamGroup:
     def _release(self) -> None:
         """Free the unsharded parameters once compute has read them, or keep their memory for the next gather.
 
-        Freed memory must not be read (I16). Autograd compares a tensor's version in forward with its version when
-        backward reads it. While its memory is freed, the tensor has a different version, so a backward that reads it
-        raises. Otherwise, it would read address 0 on the CPU, and arbitrary data on an accelerator.
+        Freed memory must not be read (I16): it is address 0 on the CPU, and arbitrary data on an accelerator. While its
+        memory is freed, a tensor has another version than in forward, so autograd raises when a backward reads it.
         """
         unsharded = self.unsharded
         assert unsharded.gather is not None
@@ -404,11 +400,14 @@ class ParamGroup:
         self.state = after
         return before
 
-    def _return_to(self, before: GroupState) -> None:
-        """Return to the state ``before``, because the last event has failed."""
+    def _gather_failed(self, before: GroupState, error: BaseException) -> NoReturn:
+        """Raise ``error``. The group is as it was ``before``, and nothing is in flight."""
         after, self.state = self.state, before
         if self.on_transition is not None:
             self.on_transition(after, before)
+        if isinstance(error, CommunicationError):
+            raise self.lost("all-gather", error) from error.__cause__
+        raise error
 
     # Gradients
 
@@ -428,17 +427,17 @@ class Bindings:
     """
 
     def __init__(self, params: Sequence[ShardedParam]) -> None:
-        self._slots: list[tuple[dict[str, nn.Parameter | None], str, int, nn.Module | None]] = []
+        self._slots: list[tuple[dict[str, nn.Parameter | None], str, int, nn.Module | None, ShardedParam]] = []
         for index, param in enumerate(params):
             for module, name in param.slots:
                 custom = None if _torch.sets_attributes_plainly(module) else module  # has a custom __setattr__
-                self._slots.append((_torch.parameters_dict(module), name, index, custom))
+                self._slots.append((_torch.parameters_dict(module), name, index, custom, param))
         self.forms: Sequence[nn.Parameter] = ()
         self.guards: Sequence[seams.Guard] = ()
 
     def bind(self, forms: Sequence[nn.Parameter]) -> None:
         """Bind ``forms[i]`` in the slots of parameter i, whatever is bound there."""
-        for parameters, name, index, custom in self._slots:
+        for parameters, name, index, custom, _ in self._slots:
             if custom is None:
                 parameters[name] = forms[index]
             else:
@@ -446,12 +445,13 @@ class Bindings:
         self.forms = forms
 
     def rebind(self, forms: Sequence[nn.Parameter], *, are_shards: bool) -> bool:
-        """Bind ``forms[i]`` in each slot that still holds the form bound before. Install the guards if these are
-        shards, and remove them if compute can read the forms. Returns whether the user has replaced parameters, which
-        the next gather adopts."""
+        """Bind ``forms[i]`` in each slot that still holds the form bound before, or shards that ``functional_call`` has
+        put back. Install the guards if these are shards, and remove them if compute can read the forms. Returns whether
+        the user has replaced parameters, which the next gather adopts."""
         before, self.forms, are_replaced = self.forms, forms, False
-        for parameters, name, index, custom in self._slots:
-            if (parameters.get(name) if custom is None else getattr(custom, name, None)) is not before[index]:
+        for parameters, name, index, custom, param in self._slots:
+            bound = parameters.get(name) if custom is None else getattr(custom, name, None)
+            if bound is not before[index] and bound is not param.sharded:
                 are_replaced = True
             elif custom is None:
                 parameters[name] = forms[index]
@@ -465,7 +465,7 @@ class Bindings:
 
     def are_intact(self) -> bool:
         """Whether every slot still holds the form that was bound last."""
-        for parameters, name, index, custom in self._slots:
+        for parameters, name, index, custom, _ in self._slots:
             if (parameters.get(name) if custom is None else getattr(custom, name, None)) is not self.forms[index]:
                 return False
         return True

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
+from torch.distributed.tensor import DTensor
 
 from fsdp2.core import door, groups_by_slot
 from fsdp2.extras import torch_names
@@ -236,10 +237,16 @@ class Muon(optim.Optimizer):
             early.drop()
 
     def _step_others(self, groups: list[dict[str, Any]]) -> None:
-        """Step ``groups`` by AdamW, with this optimizer's states."""
+        """Step ``groups`` by AdamW, with this optimizer's states. One launch for many tensors, AdamW's default on an
+        accelerator, takes no plain tensors beside DTensors."""
         if self._adamw is None:
             self._adamw = optim.AdamW([nn.Parameter(torch.empty(0))])
-        self._adamw.param_groups, self._adamw.state = groups, self.state
+        kinds = [
+            {**group, "params": [param for param in group["params"] if isinstance(param, DTensor) == is_sharded]}
+            for group in groups
+            for is_sharded in (True, False)
+        ]
+        self._adamw.param_groups, self._adamw.state = [group for group in kinds if group["params"]], self.state
         torch_names.unhooked_step(optim.AdamW)(self._adamw)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
