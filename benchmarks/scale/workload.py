@@ -13,11 +13,11 @@ from torch.nn import functional as F
 from fsdp2.planner.blocks import find_units
 from fsdp2.planner.machine import Machine
 from fsdp2.planner.observe import ModelWork, observe
-from fsdp2.planner.scenario import Choice, Kernels
-from fsdp2.planner.work import Checkpointing, UnitWork, Work
+from fsdp2.planner.scenario import Choice, Kernels, Precision, Scenario
+from fsdp2.planner.work import Checkpointing, UnitWork
 from fsdp2.planner.workload import Workload
 
-from .tensor_parallel import Exchange, ParallelScenario, TensorParallel
+from .tensor_parallel import Exchange, TensorParallel
 
 HEAD_DIM = 128
 
@@ -63,7 +63,7 @@ def scenario(
     async_tp: float | None = None,
     kernels: Kernels = Kernels.COMPILED,
     wraps_large: bool = True,
-) -> ParallelScenario:
+) -> Scenario:
     """``model`` on ``num_gpus``, sharded by ``choice``. ``wraps_large``: embedding and head are units of their own."""
     shape, size = (batch.tokens // batch.seq_len, batch.seq_len), batch.tensor_parallel
     work = observed(model, *shape, size, wraps_large=wraps_large)
@@ -72,7 +72,7 @@ def scenario(
         parallel = TensorParallel(machine, size, fp8, async_tp)
         whole = observed(model, *shape, wraps_large=wraps_large).units(batch.checkpointing)
         units = tuple(_with_exchanges(*each, model, batch, parallel) for each in zip(units, whole, strict=True))
-    return ParallelScenario(
+    return Scenario(
         machine,
         units,
         batch.tokens / size,
@@ -81,7 +81,7 @@ def scenario(
         root=work.root,
         members=work.members,
         kernels=kernels,
-        fp8=fp8,
+        precision=Precision.FP8 if fp8 else Precision.BF16,
         tensor_parallel=size,
     )
 
@@ -100,7 +100,8 @@ def observed(
 def _with_exchanges(unit: UnitWork, whole: UnitWork, model: Llama, batch: Batch, parallel: TensorParallel) -> UnitWork:
     """What torchtitan's plan sends. Block: a gather before attention and feed-forward and a sum behind each, backward
     the other way round. What runs again sends all but the last sum. Head: a gather before it. ``whole``: the same unit
-    without tensor parallelism."""
+    without tensor parallelism, of whose products each GPU computes a part. torchao casts activations to fp8 before it
+    gathers them, so each GPU casts a part, too."""
     size = batch.tensor_parallel
     numel = batch.tokens * model.dim
 
@@ -121,15 +122,10 @@ def _with_exchanges(unit: UnitWork, whole: UnitWork, model: Llama, batch: Batch,
     again = forward[:-1] if batch.checkpointing is Checkpointing.FULL else ()
     return replace(
         unit,
-        forward=_casting_a_part(unit.forward, whole.forward, size),
-        backward=_casting_a_part(unit.backward, whole.backward, size),
+        forward=replace(unit.forward, products=whole.forward.divided(size).products),
+        backward=replace(unit.backward, products=whole.backward.divided(size).products),
         sent_s=tuple(parallel.seconds(each, is_block=True) for each in (forward, again + backward)),
     )
-
-
-def _casting_a_part(work: Work, whole: Work, size: int) -> Work:
-    """torchao casts activations to fp8 before it gathers them: each GPU casts its own part."""
-    return replace(work, operand_numel=whole.operand_numel / size)
 
 
 class Transformer(nn.Module):

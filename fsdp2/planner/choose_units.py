@@ -88,8 +88,10 @@ class AutoShard:
         return f"units: {own}; {tied}the rest with the model{kept}"
 
     def _why_not(self, other: Candidate) -> str:
-        if not other.fits:
+        if not other.may_fit:
             return f"{text_of(other.missing_nbytes)} too much"
+        if not other.fits:
+            return "tight"
         slower = other.result.time.step / self.applied.result.time.step - 1
         return f"{100 * slower:.0f}% slower" if slower > 0.005 else "not faster, and asks more"
 
