@@ -233,7 +233,7 @@ class _Costs:
             ignored=work.ignored,
             buffers_nbytes=work.buffers_nbytes,
             precision=Precision(workload.precision),
-            mp_policy=self.mp_policy,
+            mp_policy=self.mp_policy or workload.policy,
             optimizer=Optimizer(workload.optimizer),
             kernels=Kernels(workload.kernels),
             micro_batches=workload.micro_batches,

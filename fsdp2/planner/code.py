@@ -106,10 +106,9 @@ def _options(choice: Choice, machine: Machine, workload: Workload, cuts_other_di
         yield f"mesh = mesh[{data}]"
     if workload.context_parallel > 1:
         yield f"# Run each step under torch's context_parallel on {workload.context_parallel} ranks next to each other."
-    precision = Precision(workload.precision)
-    if precision is Precision.FP8:
+    if workload.precision == Precision.FP8.value:
         yield "# Convert the blocks here: torchao.float8.convert_to_float8_training(block)."
-    policy = precision.policy
+    policy = workload.policy
     yield f"policy = fsdp2.MixedPrecisionPolicy(param_dtype={policy.param_dtype}, reduce_dtype={policy.reduce_dtype})"
     policies = ["mesh=mesh", "mp_policy=policy"]
     if cuts_other_dims:

@@ -48,9 +48,11 @@ def add_plan(commands: Any) -> None:
         default="bf16",
         help=f"of compute: bf16, fp32, or fp8, in which blocks multiply by their weights in fp8; {_DEFAULT}",
     )
+    add("--reduce-dtype", default="fp32", help=f"in which gradients travel and are summed: fp32 or bf16; {_DEFAULT}")
     add("--micro-batches", type=int, default=1, help=f"forwards and backwards per step; {_DEFAULT}")
     add("--tensor-parallel", type=int, default=1, help=f"GPUs that share every product, and --batch; {_DEFAULT}")
     add("--context-parallel", type=int, default=1, help=f"GPUs that share every sequence; {_DEFAULT}")
+    add("--network", type=float, help="Gb/s between nodes for each GPU; default: that of --gpu")
     add("--watts", type=float, help="power limit of a GPU; default: that of --gpu")
     add(
         "--master-dtype",
@@ -73,7 +75,7 @@ def _print_plan(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
             raise ValueError(f"--gpus is {options.gpus}, expected 1 to {MOST_GPUS}.")
         found = plan(
             _builder(options.builder, options.hf),
-            _machine(options.gpu, options.node_size, options.host_memory, options.watts),
+            _machine(options.gpu, options.node_size, options.host_memory, options.watts, options.network),
             _workload(options),
             num_gpus=options.gpus,
             budget=_size(options.budget),
@@ -101,6 +103,7 @@ def _workload(options: argparse.Namespace) -> Workload:
         options.precision,
         _kernels(options).value,
         master_dtype=None if master == _AS_BUILT else master,
+        reduce_dtype=options.reduce_dtype,
         micro_batches=options.micro_batches,
         tensor_parallel=options.tensor_parallel,
         context_parallel=options.context_parallel,
@@ -113,13 +116,17 @@ def _kernels(options: argparse.Namespace) -> Kernels:
     return Kernels.COMPILED if options.compiled else Kernels.EAGER
 
 
-def _machine(name: str, node_size: int | None, host_memory: str | None, watts: float | None) -> Machine:
-    """The machine called ``name``, optionally with another node size, host memory or power limit."""
+def _machine(
+    name: str, node_size: int | None, host_memory: str | None, watts: float | None, network: float | None
+) -> Machine:
+    """The machine called ``name``, optionally with another node size, host memory, power limit or network."""
     machine = machine_by_name(name)
     if node_size is not None and node_size != machine.node_size:
         if node_size < 1:
             raise ValueError(f"--node-size is {node_size}, expected at least 1.")
         machine = replace(machine, name=f"{machine.name}, but {node_size} per node", node_size=node_size)
+    if network is not None:
+        machine = machine.with_network(network)
     if watts is not None:
         machine = machine.limited_to(watts)
     if host_memory is not None:

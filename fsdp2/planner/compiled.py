@@ -15,6 +15,13 @@ from torch.func import functional_call
 
 from fsdp2.core import find_tensors, map_tensors
 
+_tracing: list[bool] = []
+
+
+def is_tracing() -> bool:
+    """Whether :func:`saved_when_compiled` runs, which takes operations apart."""
+    return bool(_tracing)
+
 
 class _Called(nn.Module):
     """Calls ``forward``, a method of ``module``, so that its parameters can be passed."""
@@ -54,9 +61,12 @@ def saved_when_compiled(
 
     partition = functorch.min_cut_rematerialization_partition
     compiled = functorch.aot_function(run, functorch.nop, functorch.nop, partition_fn=partition)
+    _tracing.append(True)
     try:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             compiled(params, find_tensors(given, []))
     except Exception:  # whatever the user's module does
         return None
+    finally:
+        _tracing.pop()
     return saved

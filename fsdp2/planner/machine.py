@@ -14,6 +14,9 @@ from typing import Any
 
 from fsdp2.planner.work import Attention, Product
 
+NETWORK_SHARE = (
+    0.94  # 47 GB/s of an adapter's 50, by NVIDIA's engineers: https://github.com/NVIDIA/nccl-tests/issues/290
+)
 # How the rate of products falls with the power limit: 600 W instead of 700 W cost 10 to 15% of a step
 # (https://factryze.ai/scale-atlas/power/power-capping; secondary).
 POWER_EXPONENT = 0.87
@@ -175,6 +178,13 @@ class Machine:
         products: dict[str, Any] = {name: rate and rate * share for name, rate in self._products().items()}
         name = f"{self.name}, limited to {watts:g} W"
         return replace(self, name=name, watts=watts, reached=replace(self.reached, **products))
+
+    def with_network(self, gigabits: float) -> Machine:
+        """This machine with a network of so many Gb/s per GPU."""
+        _check_rate("Machine: network", gigabits)
+        name = f"{self.name.rsplit(', ', 1)[0]}, {gigabits:g} Gb/s each"
+        latency = self.links()[1].latency
+        return replace(self, name=name, network=Link(NETWORK_SHARE * gigabits * 1e9 / 8, latency))
 
     def product_seconds(self, product: Product, dtype: str) -> float:
         """The time of ``product`` in ``dtype``: that of all rounds of its tiles, or of its bytes if this is longer.

@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from fsdp2.planner.machine import Algorithm, Contention, Link, Machine, Reached
+from fsdp2.planner.machine import NETWORK_SHARE, Algorithm, Contention, Link, Machine, Reached
 
 _IN_NODE_LATENCY, _NETWORK_LATENCY = 3e-6, 15e-6  # assumed
 _FP32_SHARE = 0.8  # of the peak of fp32 outside of tensor cores that products reach: assumed
@@ -107,7 +107,7 @@ H100 = Machine(
     copy_bandwidth=0.9 * 3.35e12,
     node_size=8,
     in_node=Link(368e9, _IN_NODE_LATENCY),
-    network=Link(47e9, _NETWORK_LATENCY),
+    network=Link(NETWORK_SHARE * 50e9, _NETWORK_LATENCY),
     watts=700,
     host_bandwidth=64e9,
     host_memory_nbytes=2e12,
@@ -159,7 +159,7 @@ A100_80 = replace(
     contention=Contention(compute=_CHANNELS / 108),
     copy_bandwidth=0.8 * 2.039e12,
     in_node=Link(235e9, _IN_NODE_LATENCY),
-    network=Link(23.5e9, _NETWORK_LATENCY),
+    network=Link(NETWORK_SHARE * 25e9, _NETWORK_LATENCY),
     watts=400,
     host_bandwidth=32e9,
     host_memory_nbytes=None,

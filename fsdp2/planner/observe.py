@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from fsdp2.core import find_tensors, map_tensors
 from fsdp2.extras import torch_names
 from fsdp2.planner.blocks import Units, params_of_units, structure
-from fsdp2.planner.compiled import saved_when_compiled
+from fsdp2.planner.compiled import is_tracing, saved_when_compiled
 from fsdp2.planner.scenario import Kernels, Precision
 from fsdp2.planner.work import Attention, Checkpointing, Param, Product, UnitWork, Work
 from fsdp2.planner.workload import Workload, first_line
@@ -126,7 +126,7 @@ def _observed(model: nn.Module, units: Units, workload: Workload, ignored: Colle
     shape = (workload.batch, workload.sequence // workload.context_parallel)
     inputs = workload.inputs or (lambda: torch.zeros(shape, dtype=torch.int64))
     dtype = Precision(workload.precision).dtype
-    with torch_names.fake_tensors(), _masks_as_with_values(), _FusedAttention(), _without_caches(model):
+    with torch_names.fake_tensors(), _masks_as_with_values(), _AsOnGPU(), _without_caches(model):
         made = _Fakes(model, dtype)
         given = _as_arguments(made.inputs(inputs()))
         calls = _Calls(model, units, made, is_compiled=Kernels(workload.kernels).are_compiled)
@@ -189,8 +189,9 @@ def _masks_as_with_values() -> AbstractContextManager[None]:
     return _temporarily(name, lambda position_ids: None, [masking] if hasattr(masking, name) else [])
 
 
-class _FusedAttention(TorchFunctionMode):
-    """Leaves out dropout of attention: on a CPU, it keeps all scores, which GPU kernels do not."""
+class _AsOnGPU(TorchFunctionMode):
+    """What torch's GPU kernels do where those of the CPU, which fake tensors are on, do something else: they keep no scores
+    of attention with dropout, and RMSNorm is one kernel."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -199,7 +200,24 @@ class _FusedAttention(TorchFunctionMode):
         if function is nn.functional.scaled_dot_product_attention:
             args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
             kwargs.pop("dropout_p", None)
+        elif function is nn.functional.rms_norm and not is_tracing():
+            return _RMSNorm.apply(*args[:1], *args[2:3], *(kwargs[key] for key in ("weight",) if key in kwargs))
         return function(*args, **kwargs)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Moves and keeps what torch's kernel does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None = None) -> Tensor:
+        ctx.save_for_backward(x, x.new_empty((*x.shape[:-1], 1), dtype=torch.float32))
+        ctx.like_weight = None if weight is None else (weight.shape, weight.dtype)
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+        x, _ = ctx.saved_tensors
+        return x * grad, ctx.like_weight and x.new_empty(ctx.like_weight[0], dtype=ctx.like_weight[1])
 
 
 def _checked_loss(workload: Workload) -> Callable[[Any], torch.Tensor]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp2.core import MixedPrecisionPolicy
 from fsdp2.planner.scenario import Kernels, Optimizer, Precision
 
 MASTER_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -31,6 +32,7 @@ class Workload:
         precision: ``"bf16"`` gathers and computes in bf16, and reduces in fp32. With ``"fp8"``, blocks also multiply by
             their weights in fp8, as in torchao's float8 training. ``"fp32"`` does everything in fp32.
         kernels: ``"eager"``, ``"compiled"`` for blocks under ``torch.compile``, or ``"compiled with loss"``.
+        reduce_dtype: the dtype in which gradients travel and are summed: ``"fp32"`` or ``"bf16"``.
         micro_batches: how many forwards and backwards a step has, each with ``batch`` sequences and reductions.
         tensor_parallel: how many GPUs share every product. ``batch`` is that of all of them together.
         context_parallel: how many GPUs share every sequence; ``inputs`` are those of one of them.
@@ -49,6 +51,7 @@ class Workload:
     inputs: Callable[[], Any] | None = None
     loss: Callable[[Any], torch.Tensor] | None = None
     master_dtype: str | None = None
+    reduce_dtype: str = "fp32"
     micro_batches: int = 1
     tensor_parallel: int = 1
     context_parallel: int = 1
@@ -62,6 +65,8 @@ class Workload:
             raise ValueError(
                 f"Workload: master_dtype is {self.master_dtype!r}, expected one of {[*MASTER_DTYPES]}, or None."
             )
+        if self.reduce_dtype not in MASTER_DTYPES:
+            raise ValueError(f"Workload: reduce_dtype is {self.reduce_dtype!r}, expected one of {[*MASTER_DTYPES]}.")
         for name, what in (("inputs", "that makes what the model is given"), ("loss", "of what the model returns")):
             value = getattr(self, name)
             if value is not None and not callable(value):
@@ -78,6 +83,11 @@ class Workload:
     @property
     def master(self) -> torch.dtype | None:
         return None if self.master_dtype is None else MASTER_DTYPES[self.master_dtype]
+
+    @property
+    def policy(self) -> MixedPrecisionPolicy:
+        """The policy to pass to ``fully_shard``."""
+        return MixedPrecisionPolicy(Precision(self.precision).dtype, MASTER_DTYPES[self.reduce_dtype])
 
     @property
     def tokens(self) -> float:
