@@ -4,16 +4,19 @@ The planner's machines were described, and committed, before these rows were loo
 whether blocks were compiled, or how far power was limited, a row has a prediction for either end.
 
 - ``A100``: torchtitan's docs/performance.md of 2024, FSDP2 on 64 A100s; its train_configs do not compile. A reader of
-  pytorch/torchtitan#394 names the network: EFA with 400 Gb/s per node.
+  pytorch/torchtitan#394 names the network: EFA with 400 Gb/s per node. Norms were one kernel until May 2024, and
+  several later (pytorch/torchtitan#297); which of them the rows have, it does not say.
 - ``IBM``: the tables of "Maximizing training throughput using PyTorch FSDP" (pytorch.org, 2024), FSDP1 without compile
   on 128 A100s and 96 H100s with 400 and 800 Gb/s per node, and of the README of foundation-model-stack/fms-fsdp, which
   may have compiled. HSDP shards within a node; gradients are summed in bf16.
 - ``H200``: llama3_8b_h200_2025-06_torchtitan_trainy_whitefiber.md among torchtitan's benchmarks.
-- ``B200``: torchao/prototype/mx_formats/README.md of 2025, eight "power limited" B200s; at which limit, it does not say.
+- ``B200``: torchao/prototype/mx_formats/README.md of 2025, eight "power limited" B200s; at which limit, it does
+  not say.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
@@ -50,6 +53,7 @@ class Row:
     kernels: tuple[Kernels, ...] = (Kernels.EAGER,)
     watts: tuple[float, ...] = ()
     network: float | None = None
+    fuses_norms: tuple[bool, ...] = (False,)
 
     def predictions(self) -> Iterator[Candidate]:
         """One for each way in which it may have run."""
@@ -57,9 +61,10 @@ class Row:
             machine = MACHINES[self.gpu]
             machine = machine if watts is None else machine.limited_to(watts)
             machine = machine if self.network is None else machine.with_network(self.network)
-            for kernels in self.kernels:
+            for kernels, fuses_norms in itertools.product(self.kernels, self.fuses_norms):
                 workload = replace(self.workload, kernels=kernels.value)
-                found = plan(self.model.build, machine, workload, num_gpus=self.num_gpus)
+                model = replace(self.model, fuses_norms=fuses_norms)
+                found = plan(model.build, machine, workload, num_gpus=self.num_gpus)
                 yield next(each for each in found.choices if each.choice.name == self.choice)
 
 
@@ -72,7 +77,9 @@ def _fp8(batch: int) -> Workload:
 
 
 def _a100(name: str, model: Llama, workload: Workload, choice: str, tokens_s: float) -> Row:
-    return Row(f"{name}, 64 A100", model, "A100-80", 64, workload, choice, tokens_s, network=50)
+    return Row(
+        f"{name}, 64 A100", model, "A100-80", 64, workload, choice, tokens_s, network=50, fuses_norms=(False, True)
+    )
 
 
 def _ibm(name: str, model: Llama, gpu: str, batch: int, choice: str, tokens_s: float) -> Row:

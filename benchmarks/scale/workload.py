@@ -31,6 +31,10 @@ class Llama:
     hidden_dim: int
     vocab_size: int = 128256
     head_dim: int = HEAD_DIM
+    fuses_norms: bool = False
+
+    def norm(self) -> nn.Module:
+        return nn.RMSNorm(self.dim) if self.fuses_norms else RMSNorm(self.dim)
 
     @property
     def num_params(self) -> int:
@@ -136,7 +140,7 @@ class Transformer(nn.Module):
         self.size = size
         self.tok_embeddings = nn.Embedding(shape.vocab_size // size, shape.dim)
         self.layers = nn.ModuleList(Block(shape, size) for _ in range(shape.num_blocks))
-        self.norm = nn.RMSNorm(shape.dim)
+        self.norm = shape.norm()
         self.output = nn.Linear(shape.dim, shape.vocab_size // size, bias=False)
         self.head_dim = shape.head_dim
 
@@ -148,13 +152,26 @@ class Transformer(nn.Module):
         return self.output(gathered(self.norm(x), self.size))
 
 
+class RMSNorm(nn.Module):
+    """In several kernels, as torchtitan wrote it until March 2025 (pytorch/torchtitan#985)."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        whole = x.float()
+        normed = whole * torch.rsqrt(whole.pow(2).mean(-1, keepdim=True) + 1e-5)
+        return normed.type_as(x) * self.weight
+
+
 class Block(nn.Module):
     def __init__(self, shape: Llama, size: int) -> None:
         super().__init__()
         self.size = size
-        self.attention_norm = nn.RMSNorm(shape.dim)
+        self.attention_norm = shape.norm()
         self.attention = Attention(shape, size)
-        self.ffn_norm = nn.RMSNorm(shape.dim)
+        self.ffn_norm = shape.norm()
         self.feed_forward = FeedForward(shape, size)
 
     def forward(self, x: Tensor, angles: Tensor) -> Tensor:
