@@ -232,6 +232,17 @@ def storage_key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def num_holders(tensor: torch.Tensor) -> int:
+    """How many tensors have the storage of ``tensor``. Other holders of the storage count, too."""
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) - 1  # this Python object is one
+
+
+def has_saved_tensors_hooks() -> bool:
+    """Whether hooks would get what autograd saves now."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
 def remove_hooks(module: nn.Module, owner: object) -> None:
     """Remove the hooks that are methods of ``owner`` from ``module``. A copied module has no handles for them."""
     of_forward, of_state = ("forward_pre_hooks", "forward_hooks"), ("state_dict_pre_hooks", "load_state_dict_pre_hooks")

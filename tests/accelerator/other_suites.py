@@ -63,6 +63,7 @@ EXCLUDED: dict[str, dict[str, str]] = {
         ),
         "test_compiled_blocks": "torch.compile has no backend for the device",
         "test_comm": "is about the channels of gloo",
+        "test_activations.test_a_step_has_the_same_bits[compiled]": "torch.compile has no backend for the device",
         "test_backward_threads.test_who_comes_while_a_backward_runs_in_a_worker_waits_for_its_end": (
             "autograd has a thread of its own for a device, and the runtime raises the error for two threads"
         ),

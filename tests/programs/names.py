@@ -50,6 +50,8 @@ NOT_IN_PROGRAMS = {
     "BackwardPrefetch": "changes the order of gathers only: tests/parity/fsdp1/test_random_programs.py",
     "ShardedGradScaler": "steps by its own rules: tests/parity/fsdp1/test_training.py",
     **dict.fromkeys(("MemoryPlan", "OffloadChoice", "UnitBytes", "UnitMemory"), _RESULT),
+    **dict.fromkeys(("ActivationOffload", "UnitActivations"), _RESULT),
+    "offload_activations": "has no effect on the CPU: tests/distributed/test_activations.py",
     **dict.fromkeys(("Matrix", "MatrixRule", "WholeMatrices", "whole_matrices"), "Muon uses them in programs"),
     "newton_schulz_cost": "a number for plans of owners: tests/unit/optim",
     "muon_groups": "makes groups by names of layers, which the models of programs do not have",
