@@ -20,7 +20,7 @@ from fsdp2.optim.matrices.domains import cuts_of
 from fsdp2.optim.matrices.regions import Placed
 
 _LEAST_BLOCKS = 16  # smaller parameters keep fp32 states, as do vectors: they take little memory
-_CPU_CHUNK_NUMEL, _CHUNK_NUMEL = 1 << 16, 1 << 24  # stays in a core's cache; bounds temporary memory
+_CPU_CHUNK_NUMEL, _CHUNK_NUMEL = 1 << 17, 1 << 24  # stays in a core's cache; bounds temporary memory
 
 
 class Piece(NamedTuple):
