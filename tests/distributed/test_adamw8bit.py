@@ -1,11 +1,11 @@
-"""``AdamW8bit``: the same bits on every mesh, checkpoints that move between meshes and to AdamW and back, and errors."""
+"""``AdamW8bit``: the same bits on every mesh, what it communicates, and checkpoints that move, to AdamW and back, too."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,11 +17,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils import _pytree as pytree
 
-import fsdp2
+from fsdp2.core import comms
 from fsdp2.optim import AdamW8bit
-from tests.distributed.support import seeded, shard, step
 from tests.harness.distributed import RankContext, distributed
-from tests.harness.golden import texts_beside
+from tests.harness.messages import error_of
 
 SIZE = 16  # of blocks
 # Blocks along the last dim, with a short one at the end; along dim 0, since rows are short; along the middle; and what
@@ -105,6 +104,44 @@ def _check_bits(where: tuple[DeviceMesh, list[Any]]) -> None:
     for run in runs:
         run.train(range(1, 8))
     _assert_same(runs[0].whole(), runs[1].whole())
+
+
+@pytest.mark.parametrize(("mesh", "num_messages"), [("copies of rows", 0), ("rows of rows", 2), ("columns twice", 2)])
+@distributed(4)
+def test_only_cut_blocks_communicate(ctx: RankContext, mesh: str, num_messages: int) -> None:
+    """One message per axis for all parameters. Rows cut only the blocks of "thin", which run along dim 0."""
+    run = Run(MESHES_OF_4[mesh](ctx))
+    if mesh == "copies of rows":
+        run.model.thin.grad = None
+        run.optimizer.param_groups[0]["params"] = [p for name, p in run.model.named_parameters() if name != "thin"]
+    with mock.patch.object(comms, "all_reduce", wraps=comms.all_reduce) as sent:
+        run.train([1])
+    assert sent.call_count == num_messages
+
+
+@distributed(2)
+def test_what_is_refused_changes_nothing(ctx: RankContext) -> None:
+    run = Run(MESHES["rows"](ctx))
+    run.train([1])
+    before = run.whole()
+    optimizer, param = run.optimizer, run.model.matrix
+    saved = optimizer.state_dict()
+    moved = distribute_tensor(torch.ones(24, 40, device=ctx.device_type), ctx.mesh_1d(), [Shard(1)])
+    param.grad = moved
+    said = [error_of(optimizer.step)]
+    for key, value in {"max_exp_avg_sq": moved, "exp_avg": moved}.items():
+        state = {**saved["state"], 0: {**saved["state"][0], key: value}}
+        said.append(error_of(lambda: optimizer.load_state_dict({**saved, "state": state})))  # noqa: B023
+    groups = [{**saved["param_groups"][0], "amsgrad": True}]
+    said.append(error_of(lambda: optimizer.load_state_dict({**saved, "param_groups": groups})))
+    optimizer.state[param]["exp_avg_scale"] = torch.zeros(1)
+    param.grad = param.detach()
+    said.append(error_of(optimizer.step))
+    optimizer.load_state_dict(saved)
+    _assert_same(run.whole(), before)
+    wanted = ("gradient of parameter 0", "'max_exp_avg_sq'", "(Shard(dim=1),)", "amsgrad=True", "another mesh")
+    for text, expected in zip(said, wanted, strict=True):
+        assert expected in text, text
 
 
 # Checkpoints

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -190,15 +191,18 @@ class AdamW8bit(optim.Optimizer):
         self._adamw.param_groups, self._adamw.state = groups, self.state
         torch_names.unhooked_step(optim.AdamW)(self._adamw)
 
-    @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """As in ``torch.optim.AdamW``, with moments in fp32, which take memory of their own."""
         kept = self.state
-        self.state = type(kept)(dict, {param: self._widened(param, state) for param, state in kept.items()})
+        self.state = self._all_widened()
         try:
             return super().state_dict()
         finally:
             self.state = kept
+
+    @torch.no_grad()
+    def _all_widened(self) -> Any:
+        return type(self.state)(dict, {param: self._widened(param, state) for param, state in self.state.items()})
 
     def _widened(self, param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
         blocks = self._blocks_of(param)
@@ -262,6 +266,25 @@ class AdamW8bit(optim.Optimizer):
         agree(shards)
         for shard in shards:
             shard.write()
+
+
+@contextmanager
+def in_full_precision(optimizers: Iterable[object]) -> Iterator[None]:
+    """In the block, each ``AdamW8bit`` among ``optimizers`` has the states of AdamW, so that other code can move them
+    to another mesh. Afterwards it has its own again, which communicates as ``load_state_dict`` does."""
+    kept = {each: each.state for each in optimizers if isinstance(each, AdamW8bit)}
+    for each in kept:
+        each.state = each._all_widened()
+    try:
+        yield
+    except BaseException:
+        for each, state in kept.items():
+            each.state = state
+        raise
+    for each in kept:
+        each._load_states(
+            {param: each.state.get(param, {}) for group in each.param_groups for param in group["params"]}
+        )
 
 
 def _name_of(group: Mapping[str, Any], index: int) -> str:
