@@ -18,6 +18,7 @@ import torch
 from fsdp2.core import _torch
 from fsdp2.core.comm.streams import streams_for
 from fsdp2.core.group.group import ParamGroup
+from fsdp2.core.runtime.door import ask
 from fsdp2.core.runtime.unit import Unit
 from fsdp2.core.schedule.schedule import Action, Actions, in_parts
 from fsdp2.core.schedule.states import GroupState
@@ -109,7 +110,7 @@ class Executor:
             runs = [partial(self._reduce, unit, group, jointly=jointly) for group in unit.groups]
         else:
             runs = [partial(_OF_GROUPS[action], group) for group in unit.groups]
-        return runs[0] if len(runs) == 1 else lambda: [run() for run in runs]
+        return runs[0] if len(runs) == 1 else lambda: list(map(ask, runs))
 
     @property
     def last_event(self) -> object:

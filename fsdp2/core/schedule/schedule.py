@@ -235,6 +235,7 @@ class Schedule:
         self.awaits_finalization = False  # a backward has ended, and ``finalize`` has not been called since
         self._unused_prefetches: set[int] = set()  # units that the running pass has prefetched but not used
         self._postponed: Actions = ()  # the reshard of the unit that stays unsharded for its next use
+        self._next_in_backward: Sequence[int] = ()  # the unit that ran before what backward has reached last
         self.kept: set[int] = set()  # units whose gradients are kept until they are reduced
 
     def take_over(self, earlier: Schedule, kept: set[int]) -> None:
@@ -280,7 +281,7 @@ class Schedule:
         actions = () if reshard is None or (is_root and rules.keeps_alone) else ((reshard, unit),)
         if is_root:
             tape.expected = tape.began
-            return *self._reshard_other(), *actions, *((Action.RESHARD, other) for other in self._take_unused())
+            return *self._postponed, *actions, *((Action.RESHARD, other) for other in self._take_unused())
         if actions and unit in tape.expected[tape.position : tape.position + 1]:
             self._postponed, actions = actions, ((Action.STAY, unit),)
         return actions
@@ -292,6 +293,7 @@ class Schedule:
             return ()
         self._unused_prefetches.discard(unit)
         rules, predicted = self.rules[unit], self.tape.reach(unit, in_one_pass=not self.is_last_backward)
+        self._next_in_backward = predicted
         actions = list(self._reshard_other(unit)) if self._postponed else []
         actions += self._use[unit] if rules.unshard_in_backward else ()
         for target in predicted if rules.backward_prefetch is None else rules.backward_prefetch:
@@ -305,17 +307,17 @@ class Schedule:
         """The gradients of ``unit``'s parameters have been computed. If not ``is_last_use``, this backward will use the
         unit again, so reduce only what earlier backwards have kept, as torch does: autograd has the gradient of a
         parameter only after its last use."""
-        has_begun = self.passes.phases[unit] is Phase.BACKWARD  # else the tape still has the use that ends here
+        has_begun = self.passes.phases[unit] is Phase.BACKWARD  # else backward has not reached the use that ends here
         self.passes.end_backward(unit)
         reshard = self._reshard_after_backward(unit)
-        if has_begun and unit in self.tape.ended[-1:]:
+        if has_begun and unit in self._next_in_backward:
             self._postponed, reshard = reshard, ()
         return (*reshard, self._reduce(unit, jointly=True)) if is_last_use or unit in self.kept else reshard
 
     def end_backward(self, ended: Collection[int] = ()) -> Actions:
         """The backward is over. Reshard and reduce units that had no ``post_backward``, because their inputs needed no
         gradient or they took no part; and reshard and reduce units in ``ended`` a second time."""
-        actions = list(self._reshard_other())
+        actions = list(self._postponed)
         for unit in reversed(range(len(self.passes.phases))):
             if self.passes.phases[unit] is not Phase.REDUCED or unit in ended:
                 actions += self._reshard_after_backward(unit)
@@ -355,16 +357,15 @@ class Schedule:
         if self.passes.in_backward:
             self.awaits_finalization = False
         self.passes.clear()
-        self._unused_prefetches.clear()
-        self._postponed = ()
+        self._take_unused()
         self._forget_step()
 
     def _forget_step(self) -> None:
         self.tape.ended.clear()
         self.reduced_last.clear()
 
-    def _reshard_other(self, unit: int | None = None) -> Actions:
-        """``unit``, if any, is used next. Return the reshard of another unit that has stayed unsharded, if one has."""
+    def _reshard_other(self, unit: int) -> Actions:
+        """``unit`` is used next. Return the reshard of the other unit that has stayed unsharded, if one has."""
         postponed, self._postponed = self._postponed, ()
         return () if postponed and postponed[0][1] == unit else postponed
 
@@ -383,6 +384,6 @@ class Schedule:
         return Action.KEEP, unit
 
     def _take_unused(self) -> Sequence[int]:
-        """Return the units that this pass has prefetched but not used, and forget them."""
-        unused, self._unused_prefetches = self._unused_prefetches, set()
+        """The pass is over. Return the units that it has prefetched but not used, and forget what it expected."""
+        unused, self._unused_prefetches, self._postponed = self._unused_prefetches, set(), ()
         return sorted(unused)
