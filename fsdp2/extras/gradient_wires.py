@@ -95,10 +95,26 @@ class WiredReduce(comms.ReduceComm):
         self.routing = default.routing if self._is_alone else plans.Routing(direct_min_nbytes=0, reduces_casts=True)
         self.shards = Exchange(wire, axis, default)
         self._replicas: dict[dist.ProcessGroup, Exchange] = {}
+        self._owner: object = None  # of the residuals
 
     def reduce_scatter(self, *, averages: bool = False) -> comms.ReduceLaunch:
         assert not averages  # see GroupGradients._averages
-        return self._default.reduce_scatter() if self._is_alone else self._launch
+        return partial(self._launch_for, object())  # called once for each set of plans
+
+    def _launch_for(
+        self, owner: object, outputs: list[torch.Tensor], inputs: list[torch.Tensor]
+    ) -> Sequence[comms.Waitable]:
+        """Launch for the plans ``owner``. What other plans still owe belongs to other parameters, and is dropped."""
+        if self._owner not in (None, owner):
+            for exchange in (self.shards, *self._replicas.values()):
+                exchange.residuals.clear()
+        self._owner = owner
+        launch = self._default.reduce_scatter() if self._is_alone else self._launch
+        return launch(outputs, inputs)
+
+    def disown(self) -> None:
+        """Let the next plans have the residuals: they were loaded for those."""
+        self._owner = None
 
     def reduce_buffer_nbytes(self, nbytes: int) -> int:
         """The rows, what is sent and received, and the values to add: at most the rows again, three times."""
@@ -256,8 +272,7 @@ class Exchange:
         return sent
 
     def residual(self, key: torch.dtype | int, numel: int, device: torch.device) -> torch.Tensor:
-        """What was lost for ``key`` in rows of ``numel`` elements. It starts as zeros, also when other parameters are
-        trainable than before."""
+        """What was lost for ``key`` in rows of ``numel`` elements. It starts as zeros."""
         found, shape = self.residuals.get(key), (self.axis.size, numel)
         if found is None or found.shape != shape:
             found = self.residuals[key] = torch.zeros(shape, dtype=RESIDUAL_DTYPE, device=device)

@@ -147,6 +147,7 @@ class _Residuals:
     @torch.no_grad()
     def give(self, flats: list[torch.Tensor]) -> None:
         """Let each rank owe its part of ``flats`` to its own shards, and nothing else. All replicas owe as much."""
+        self._comm.disown()
         for key, calls in groupby(self._calls(), key=lambda call: (call.dtype, call.width)):
             rows = self._comm.shards.residual(*key, self._group.mesh.device).zero_()
             for call in calls:

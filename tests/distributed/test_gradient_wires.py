@@ -243,3 +243,16 @@ def test_residuals_of_other_parameters_are_refused(ctx: RankContext) -> None:
     with pytest.raises(ValueError, match=r"'exit\.weight', 'gone\.weight' are not those"):
         load_wire_residuals(model, residuals)
     assert wire_residuals(_shard(ctx, seeded(Uneven), Case())) == {}
+
+
+@distributed(2)
+def test_what_one_parameter_owes_is_not_sent_with_another(ctx: RankContext) -> None:
+    found = []
+    for trained in (["entry", "exit"], ["exit"]):  # of the same shape, one after the other
+        model = _shard(ctx, seeded(Uneven), Case(), INT8)
+        for name in trained:
+            model.requires_grad_(False)
+            getattr(model, name).weight.requires_grad_(True)
+            _loss(model, ctx.rank).backward()
+        found.append(model.exit.weight.grad.full_tensor().cpu())
+    assert torch.equal(*found)

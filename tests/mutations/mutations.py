@@ -65,7 +65,7 @@ _LISTED = {
     ),
     35: ("Reduce.complete", "plan.factors.after != 1.0", "False"),
     36: ("Reduce.complete", "self._hook is not None and plan.factors.behind_hook", "False"),
-    37: ("_Part.__init__", "torch.zeros if is_hooked else torch.empty", "torch.empty"),
+    37: ("_Part.__init__", "torch.zeros if fills_gaps else torch.empty", "torch.empty"),
     38: ("GroupGradients.reduce", "earlier, self._partial = self._partial, None", "earlier = None"),
     39: ("GroupGradients.reduce", "not jointly and True not in present", "False"),
     40: ("GroupGradients.finish_copies", "copies.wait()", "pass"),
