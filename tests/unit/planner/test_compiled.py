@@ -34,6 +34,7 @@ def _saved_nbytes(block: nn.Module, called: nn.Module) -> int:
     return sum(nbytes for place, nbytes in saved.items() if place not in params)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # of what torch.compile imports
 @pytest.mark.parametrize("kernels", [Kernels.COMPILED, Kernels.EAGER])
 @pytest.mark.parametrize("name", SHAPES)
 def test_blocks_keep_what_is_planned(name: str, kernels: Kernels) -> None:
