@@ -190,8 +190,8 @@ def _masks_as_with_values() -> AbstractContextManager[None]:
 
 
 class _AsOnGPU(TorchFunctionMode):
-    """What torch's GPU kernels do where those of the CPU, on which fake tensors are, differ: they keep no scores of attention
-    with dropout, and RMSNorm is one kernel."""
+    """What torch does on GPUs, but not on the CPU, where fake tensors are: attention with dropout keeps no scores, and
+    RMSNorm is one kernel."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
