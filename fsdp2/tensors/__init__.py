@@ -7,6 +7,7 @@ from fsdp2.tensors.bfloat16 import BFloat16AllGatherTensor
 from fsdp2.tensors.convert import wrap_parameters
 from fsdp2.tensors.float8 import Float8AllGatherTensor, Float8Scaling, Float8Tensor, precompute_float8_scales
 from fsdp2.tensors.int8 import Int8AllGatherTensor, Int8Wire
+from fsdp2.tensors.mxfp8 import MXBlocks, MXFP8AllGatherTensor
 from fsdp2.tensors.nf4 import NF4Tensor
 from fsdp2.tensors.protocols import AllGatherExtension, MeshAllGatherExtension
 from fsdp2.tensors.two_tensor import TwoTensor
@@ -22,6 +23,8 @@ __all__ = [
     "GradientWire",
     "Int8AllGatherTensor",
     "Int8Wire",
+    "MXBlocks",
+    "MXFP8AllGatherTensor",
     "MeshAllGatherExtension",
     "NF4Tensor",
     "TwoTensor",

@@ -59,6 +59,7 @@ NOT_IN_PROGRAMS = {
     **dict.fromkeys(fsdp2.planner.__all__, _PLANNER),
     **dict.fromkeys(("Comparison", "Report", "compare_reports"), "read after a step: tests/unit/report"),
     **dict.fromkeys(("AllGatherExtension", "MeshAllGatherExtension", "WireFormatTensor"), _INTERFACE),
+    **dict.fromkeys(("MXBlocks", "MXFP8AllGatherTensor"), "travels as int8 does: tests/distributed/test_mxfp8.py"),
     **dict.fromkeys(("Float8Scaling", "Float8Tensor"), "what float8 gathers are made of"),
     "TwoTensor": "all parameters of a model must be of this class: tests/distributed/test_extension_training.py",
     **dict.fromkeys(("SHAPES", "check_all_gather_extension"), "a check for writers of tensor subclasses"),

@@ -17,6 +17,8 @@ from fsdp2.tensors import (
     Float8AllGatherTensor,
     Float8Scaling,
     Int8AllGatherTensor,
+    MXBlocks,
+    MXFP8AllGatherTensor,
     WireFormatTensor,
 )
 from tests.harness.golden import GoldenTexts
@@ -25,6 +27,8 @@ from tests.harness.messages import error_of
 MAKERS: dict[str, Callable[[torch.Tensor], WireFormatTensor]] = {
     "bfloat16": functools.partial(BFloat16AllGatherTensor, pad=True),
     "int8": functools.partial(Int8AllGatherTensor, block_size=4),
+    "mxfp8": MXFP8AllGatherTensor,
+    "mxfp8, columns": functools.partial(MXFP8AllGatherTensor, blocks=MXBlocks.COLUMNS),
     "float8": functools.partial(Float8AllGatherTensor, scaling=Float8Scaling.PER_ROW),
 }
 

@@ -18,7 +18,13 @@ from expecttest import assert_expected_inline
 from torch import nn
 
 from fsdp2.core import _torch
-from fsdp2.tensors import BFloat16AllGatherTensor, Float8AllGatherTensor, Float8Scaling, Int8AllGatherTensor
+from fsdp2.tensors import (
+    BFloat16AllGatherTensor,
+    Float8AllGatherTensor,
+    Float8Scaling,
+    Int8AllGatherTensor,
+    MXFP8AllGatherTensor,
+)
 from fsdp2.testing.world import StandInDTensor
 from tests.harness.golden import texts_beside
 from tests.unit.tensors.shards import MAKERS, Refused, assert_refused, pre
@@ -165,6 +171,8 @@ def test_repr_shows_class_values_and_options() -> None:
         """\
 BFloat16AllGatherTensor(tensor([[1., 2.]]), pad=True)
 Int8AllGatherTensor(tensor([[1., 2.]]), block_size=4)
+MXFP8AllGatherTensor(tensor([[1., 2.]]), blocks=MXBlocks.ROWS)
+MXFP8AllGatherTensor(tensor([[1., 2.]]), blocks=MXBlocks.COLUMNS)
 Float8AllGatherTensor(tensor([[1., 2.]]), scaling=Float8Scaling.PER_ROW)""",
     )
 
@@ -191,6 +199,7 @@ FORMATS: dict[str, tuple[Callable[[torch.Tensor], Any], float]] = {
     "bfloat16": (BFloat16AllGatherTensor, 2),
     "int8": (functools.partial(Int8AllGatherTensor, block_size=8), 1 + 4 / 8),
     "float8": (Float8AllGatherTensor, 1),
+    "mxfp8": (MXFP8AllGatherTensor, 1 + 1 / 8),  # its blocks are cut short by rows of 8
     "float8 per row": (functools.partial(Float8AllGatherTensor, scaling=Float8Scaling.PER_ROW), 1 + 4 / 8),
 }
 

@@ -13,9 +13,17 @@ from torch import Tensor
 
 from fsdp2 import MixedPrecisionPolicy
 from fsdp2.core.trees import find_tensors, map_tensors
-from fsdp2.tensors import BFloat16AllGatherTensor, Float8AllGatherTensor, Float8Scaling, Int8AllGatherTensor
+from fsdp2.tensors import (
+    BFloat16AllGatherTensor,
+    Float8AllGatherTensor,
+    Float8Scaling,
+    Int8AllGatherTensor,
+    MXBlocks,
+    MXFP8AllGatherTensor,
+)
 from fsdp2.tensors.float8 import Float8Tensor, magnitude, quantise_float8, row_magnitudes, scale_from
 from fsdp2.tensors.int8 import dequantise, quantise
+from fsdp2.tensors.mxfp8 import dequantise_mxfp8, quantise_mxfp8
 from fsdp2.tensors.nf4 import NF4Tensor
 from fsdp2.tensors.two_tensor import TwoTensor
 from fsdp2.testing import SHAPES, check_all_gather_extension
@@ -29,6 +37,7 @@ TEXTS = texts_beside(__file__)
 MATRICES = [shape for shape in SHAPES if len(shape) > 1]
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 ROWS = Float8Scaling.PER_ROW
+MX_COLUMNS = partial(MXFP8AllGatherTensor, blocks=MXBlocks.COLUMNS)  # on 3 ranks with 32 rows each, none share a block
 
 
 class Wrapper(extensions.Travelling):
@@ -104,6 +113,12 @@ def int8(full: Tensor, dtype: torch.dtype) -> Tensor:
     return made
 
 
+def mxfp8(full: Tensor, dtype: torch.dtype, blocks: MXBlocks = MXBlocks.ROWS) -> Tensor:
+    made = torch.empty_like(full, dtype=dtype)
+    dequantise_mxfp8(*quantise_mxfp8(full, blocks), blocks, out=made)
+    return made
+
+
 def _pair(full: Tensor, dtype: torch.dtype) -> Tensor:
     return TwoTensor(full.to(dtype), (full + 1).to(dtype))
 
@@ -129,6 +144,8 @@ def _in_ci(values: tuple[Any, ...]) -> Any:
         *_exact(Float8AllGatherTensor, _float8, prepare=_share_a_scale),
         *_exact(partial(Float8AllGatherTensor, scaling=ROWS), float8_rows, shapes=MATRICES),
         *_exact(partial(Int8AllGatherTensor, block_size=16), int8, shapes=[(7, 40), (5, 3, 9)]),
+        *_exact(MXFP8AllGatherTensor, mxfp8, shapes=[(7, 40), (5, 3, 9)]),
+        *_exact(MX_COLUMNS, partial(mxfp8, blocks=MXBlocks.COLUMNS), shapes=[(96, 3)], world_sizes=(1, 3)),
         *_exact(NF4Tensor.quantise, _nf4, shapes=MATRICES, trainable=False),
         *_exact(lambda full: TwoTensor(full, full + 1), _pair),
         (extensions.AliasingHalved, {"value": lambda full: full.bfloat16()}),
