@@ -202,7 +202,9 @@ class AdamW8bit(optim.Optimizer):
 
     @torch.no_grad()
     def _all_widened(self) -> Any:
-        return type(self.state)(dict, {param: self._widened(param, state) for param, state in self.state.items()})
+        params = [param for group in self.param_groups for param in group["params"]]  # the order of AdamW's states
+        wide = {param: self._widened(param, self.state[param]) for param in params if param in self.state}
+        return type(self.state)(dict, wide)
 
     def _widened(self, param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
         blocks = self._blocks_of(param)
