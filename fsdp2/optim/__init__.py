@@ -1,4 +1,4 @@
-"""Optimizers for shards: Muon, whole matrices for others like it, AdamW on the host, flat memory, and clipping."""
+"""Optimizers for shards: Muon, whole matrices, AdamW on the host or in 8 bits, flat memory, and clipping."""
 
 from fsdp2.optim.adamw8bit import AdamW8bit
 from fsdp2.optim.clip import clip_grad_norm_

@@ -1,4 +1,4 @@
-"""``AdamW8bit``: the same bits on every mesh, what it communicates, and checkpoints that move, to AdamW and back, too."""
+"""``AdamW8bit``: the same bits on every mesh, what it communicates, and checkpoints that move, also to AdamW."""
 
 from __future__ import annotations
 

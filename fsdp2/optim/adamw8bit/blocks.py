@@ -70,11 +70,13 @@ def blocks_of(param: Tensor, dim: int, block_size: int) -> Blocks:
     cut: list[int] = []
     if isinstance(param, DTensor):
         cuts, at = cuts_of(param), param.device_mesh.get_coordinate()
+        if at is None:  # this rank is not in the mesh, so its shard is empty
+            return Blocks((0, 0, 0), (), 0, 0, ())
         axes = tuple(i for i, each in enumerate(cuts) if each.dim == dim and each.size > 1)
         coordinates = tuple(itertools.product(*(range(cuts[i].size) for i in axes)))
         placed = Placed(tuple(param.shape), tuple(cuts[i] for i in axes), coordinates)
         along = [placed.region(member)[dim] for member in range(len(coordinates))]
-        intervals = along[coordinates.index(tuple(at[i] for i in axes))] if at is not None else []
+        intervals = along[coordinates.index(tuple(at[i] for i in axes))]
         ends = {end for each in along for interval in each for end in interval if 0 < end < size}
         cut = sorted({end // block_size for end in ends if end % block_size})
     shape = math.prod(local.shape[:dim]), local.size(dim), math.prod(local.shape[dim + 1 :])

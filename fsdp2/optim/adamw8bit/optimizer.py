@@ -30,10 +30,10 @@ class AdamW8bit(optim.Optimizer):
 
     A parameter is quantised if it has two or more dims, at least ``16 * block_size`` elements, and a dim of at least
     half a block: blocks run along the last such dim, and end with it. ``torch.optim.AdamW`` steps all others, with its
-    own states. A quantised parameter takes 2 bytes per element and 8 per block, 2.03 in all for matrices with 256 and
-    more columns. If a mesh cuts blocks, as ``Shard(1)`` of 1000 columns does, ``step`` communicates their scales in one
-    message per mesh axis. All ranks then pass the same parameters in the same order, and each parameter has a gradient
-    on all of its ranks, or on none.
+    own states. A quantised parameter takes 2 bytes per element and 8 per block, at most 2.07 per element in blocks of
+    256. If a mesh cuts blocks, as ``Shard(1)`` of 1000 columns does, ``step`` communicates their scales in one message
+    per mesh axis, and each rank of such a block keeps its scale. All ranks then pass the same parameters in the same
+    order, and each parameter has a gradient on all of its ranks, or on none.
 
     ``state_dict`` has the names and shapes of AdamW's, with moments in fp32. So checkpoints load on any mesh, and into
     ``torch.optim.AdamW`` and back; what has been loaded is saved again, bit for bit. It takes 8 bytes per element for
@@ -202,7 +202,9 @@ class AdamW8bit(optim.Optimizer):
 
     @torch.no_grad()
     def _all_widened(self) -> Any:
-        return type(self.state)(dict, {param: self._widened(param, state) for param, state in self.state.items()})
+        params = [param for group in self.param_groups for param in group["params"]]  # the order of AdamW's states
+        wide = {param: self._widened(param, self.state[param]) for param in params if param in self.state}
+        return type(self.state)(dict, wide)
 
     def _widened(self, param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
         blocks = self._blocks_of(param)
