@@ -125,11 +125,13 @@ losses[-1].backward()
 head = parts.Around(model.block0)
 if ours:
     fsdp2.fully_shard(head, mesh=meshes[0])
+    head.casts_to = {casts_to}
 elif sharded:
     raise NotImplementedError("torch's units have one root")
 given = step.batch(model, 6)[0].to(next(model.block0.parameters()).dtype)
 losses.append(head(given).float().square().mean())
-losses[-1].backward()
+if losses[-1].requires_grad:
+    losses[-1].backward()
 """,
     "schedule": "torch.optim.lr_scheduler.LambdaLR(optimizers[0], lambda _: 0.5)",
     "evaluate an average": """
@@ -237,6 +239,7 @@ for each in model.modules():
 head = parts.Around(model.block0)
 if ours:
     fsdp2.fully_shard(head, mesh=meshes[0])
+    head.casts_to = {casts_to}
 elif sharded:
     raise NotImplementedError("torch's units have one root")
 x = step.batch(model, 6)[0].to(next(model.block0.parameters()).dtype)

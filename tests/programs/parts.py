@@ -45,13 +45,17 @@ def functionally(model: nn.Module) -> Called:
 
 
 class Around(nn.Module):
-    """A module around a model, with no parameters of its own."""
+    """A module around a model, with no parameters of its own. It casts inputs if a policy leaves that to the user."""
+
+    casts_to: torch.dtype | None = None
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
+        if self.casts_to is not None:
+            inputs = tuple(each.to(self.casts_to) for each in inputs)
         return self.inner(*inputs, **options)
 
 

@@ -321,10 +321,11 @@ def _run(program: Program) -> str:
 
 def _step(number: int, step: Step, program: Program) -> Iterator[str]:
     all_blocks = program.blocks
+    casts_to = _casts_to(program.precision)
     if program.scaled:
         yield "scaler = torch.amp.GradScaler('cpu', init_scale=1024.0)"
     for each in step.before:
-        yield operations.BEFORE[each].strip("\n")
+        yield operations.BEFORE[each].strip("\n").replace("{casts_to}", casts_to)
     skipped = tuple(index for index, block in enumerate(all_blocks) if number in block.skipped)
     left_out = tuple(i for i, block in enumerate(all_blocks) if number in block.left_out and i not in skipped)
     num_micros = len(step.micros)
@@ -349,6 +350,11 @@ def _step(number: int, step: Step, program: Program) -> Iterator[str]:
         yield from _under([whole] if micro.sync == "no_sync" else [], text)
     if program.scaled:
         yield "scaler.unscale_(optimizers[0])"
+
+
+def _casts_to(precision: Precision) -> str:
+    """What the user casts inputs to."""
+    return f"torch.{precision.param}" if precision.param and not precision.casts_inputs else "None"
 
 
 def _micro(
@@ -393,7 +399,8 @@ def _forwards(index: int, micro: Micro, program: Program, given: str) -> Iterato
     contexts += ["parts.Watching()"] if program.watched == "forward" else []
     contexts += [operations.SAVED_TENSORS[program.saved_tensors]] if program.saved_tensors else []
     between = [operations.BETWEEN[each].strip("\n").replace("{index}", str(index)) for each in micro.between]
-    between = [each.replace("{given}", given) for each in between]
+    casts_to = _casts_to(program.precision)
+    between = [each.replace("{given}", given).replace("{casts_to}", casts_to) for each in between]
     more = f" + step.loss({called}, 2{given})" if micro.forwards == 2 and not micro.apart else ""
     yield from _under(contexts, f"losses.append(step.loss({called}, {given}){more})")
     yield from between
