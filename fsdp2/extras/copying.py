@@ -16,7 +16,7 @@ from torch import nn
 from fsdp2.core import ParamGroup, ShardedParam, Slot, Unit, _torch, is_plain, marks, tree_of, unit_of
 from fsdp2.extras import torch_names
 from fsdp2.extras.forward_methods import FORWARD_METHOD, like_forward
-from fsdp2.extras.lending import check_idle
+from fsdp2.extras.lending import check_idle, take_shards
 from fsdp2.extras.unit_checks import finalizes_by_hand
 
 Memo = dict[Any, Any]
@@ -33,7 +33,7 @@ def copied_module(module: nn.Module, memo: Memo) -> nn.Module:
     if id(unit) not in memo:
         check_idle(module, "deepcopy")
         for group in unit.groups:
-            group.take_replaced()
+            take_shards(group)
             for param in group.params:
                 if id(param.sharded) in memo:  # something that refers to it, such as an optimizer, was copied first
                     memo[id(param.sharded)].grad = None

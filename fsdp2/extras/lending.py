@@ -119,7 +119,7 @@ def lent_whole(
         whole = set()  # groups that this rank gets completely
         handed_out: dict[ShardedParam, nn.Parameter] = {}
         for group, params in lent.items():
-            group.take_replaced()
+            take_shards(group)
             group.lend()
             stack.callback(group.take_back)
             is_here = not rank0_only or ranks[group.mesh].rank == 0
@@ -140,6 +140,13 @@ def lent_whole(
                 for param in params:
                     value = _from_first_rank(values[param], param, ranks[group.mesh]) if rank0_only else values[param]
                     _torch.local_of(param.sharded).copy_(param.shard_of(value))
+
+
+def take_shards(group: ParamGroup) -> None:
+    """Bind the shards of ``group``, to read and write them, when no step on the host writes them any more."""
+    if group.on_gather is not None:
+        group.on_gather()
+    group.take_replaced()
 
 
 def all_ranks(mesh: ParallelMesh) -> Axis:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2.core import _torch, expect, marks, units_under
-from fsdp2.extras.lending import params_under
+from fsdp2.extras.lending import params_under, take_shards
 from fsdp2.extras.plain_names import plain_name
 
 Weights = Mapping[str, torch.Tensor] | Sequence[torch.Tensor] | nn.Module
@@ -39,9 +39,7 @@ def weights_of(model: nn.Module, others: Weights) -> Iterator[None]:
     """
     groups = params_under(model, "weights_of")
     for group in groups:
-        if group.on_gather is not None:
-            group.on_gather()  # a step on the host may still be writing the shards
-        group.take_replaced()
+        take_shards(group)
     pairs = _pairs(model, others)
     _exchange(pairs)
     try:

@@ -360,6 +360,10 @@ RULES = (
         {"micro.between": (("freeze a block",), ("freeze listed",), ("thaw all",), ("another adapter",))},
         "a wrapper has gradients for all of its parameters, or for none",
     ),
+    Rule(
+        {**WRAPPED, "second step": ("freeze",), "micro.between": (("thaw",),)},
+        "a wrapper has gradients for all of its parameters, or for none",
+    ),
     *_each(
         {"block.checkpoint": CHECKPOINTS},
         {"micro.between": (("freeze a block",), ("freeze listed",), ("thaw all",), ("another adapter",))},
@@ -388,6 +392,14 @@ RULES = (
         {"second step": ("outer root",), "third step": ("to one rank and back",)},
         "the model is a part of another one by then",
         error="Pass that root",
+    ),
+    *(
+        Rule(
+            {"micros": (1,), "micro.between": (("another root",),), name: ("to one rank and back",)},
+            "the other root has a unit of the model until the model's next forward",
+            error="Pass that root",
+        )
+        for name in ("second step", "third step")
     ),
     *_each(
         {"micro.refused": tuple(name for name, (place, _, _) in REFUSED.items() if place)},

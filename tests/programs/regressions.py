@@ -74,6 +74,17 @@ REGRESSIONS: dict[str, Program] = {
     "Muon took gradients of an earlier backward, which landed in the last one, for those of the last": Program(
         optimizer="Muon in backward", steps=_steps(Micro(marks_last=True), Micro(marks_last=True))
     ),
+    "a report raised in a step in which another root had used a unit": Program(
+        setting="report", steps=_steps(Micro(between=("another root",)), before=("another root",))
+    ),
+    "whole parameters were read and written while the host stepped them": Program(
+        mesh="one rank",
+        optimizer="AdamW on the host, overlapped",
+        steps=_steps(_LAST, before=("write whole parameters", "copy the model"), num=4),
+    ),
+    "a root around a unit of a model that casts its inputs itself got inputs of another dtype": Program(
+        precision=Precision("bfloat16", casts_inputs=False), steps=_steps(_LAST, before=("another root",))
+    ),
     "parameters of a model that was unsharded by hand were wrapped": Program(
         steps=_steps(Micro(by_hand="unshard", refused="wrap shards"))
     ),
