@@ -9,7 +9,7 @@ import platform
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from fsdp2.core import (
     _torch,
     comms,
     plans,
+    schedules,
     tree_of,
 )
 from fsdp2.extras.exchange import exchange
@@ -140,13 +141,12 @@ def report(
     with attached(recorder, model, tree.class_name, held.watched(), modules, profiled):
         yield found
     recorder.end()
-    tree = tree_of(unit)  # in the block, an enclosing unit may have become the root
     record = RankRecord(
         rank=dist.get_rank(),
         host=platform.node(),
         synced=synced,
         is_first_use=is_first_use,
-        steps=_rank_steps(recorder.steps(), tree, operations, on_device=on_device),
+        steps=_rank_steps(recorder.steps(), held.units, operations, on_device=on_device),
         knows_activations=held.knows_activations,
         work=Work(tokens_per_rank, flops_per_rank),
         **_device_memory(mesh.device),
@@ -155,16 +155,17 @@ def report(
     idle = [each.rank for each in records if not each.steps]
     if idle:
         raise ScheduleError(
-            f"{_CALLER}: no forward of {tree.class_name} ran inside the block on ranks {idle}. Run at least one "
-            "training step of that model in the block, on every rank."
+            f"{_CALLER}: no forward of {tree.class_name} as the root ran inside the block on ranks {idle}. Run at "
+            "least one training step of that model in the block, on every rank. If another sharded module is around "
+            "it, pass that one, and add no units inside the block."
         )
     if dist.get_rank() == 0:
         prediction = None if plan is None else _prediction(plan, mesh)
-        units = zip(tree.units, tree.schedule.rules, strict=True)
+        rules, units = tree_of(unit).schedule.rules, held.units.items()  # it may have other ones than before the block
         found.data = report_data(
             tree.class_name,
             _device_name(mesh),
-            [_unit_info(unit, keeps=rules.after_forward is AfterForward.KEEP) for unit, rules in units],
+            [_unit_info(name, each, rules[each.index]) for name, each in units if each.tree is unit.tree],
             records,
             prediction,
             _known_machine(mesh.device),
@@ -268,7 +269,7 @@ def _exchange(mesh: ParallelMesh, value: object) -> list[Any]:
 
 
 def _rank_steps(
-    steps: Sequence[Step], tree: UnitTree, operations: Operations | None, *, on_device: bool
+    steps: Sequence[Step], units: Mapping[str, Unit], operations: Operations | None, *, on_device: bool
 ) -> list[RankStep]:
     busy = [] if operations is None else operations.busy()
     if operations is not None and not busy:
@@ -277,9 +278,9 @@ def _rank_steps(
             "lack the permission to see them.",
             stacklevel=2,
         )
-    sizes = {unit.name: unit_bytes(unit) for unit in tree.units}
-    replicated = {unit.name for unit in tree.units if _replicas(unit) > 1}
-    local = {unit.name for unit in tree.units if all(group.mesh.shard.size == 1 for group in unit.groups)}
+    sizes = {name: unit_bytes(unit) for name, unit in units.items()}
+    replicated = {name for name, unit in units.items() if _replicas(unit) > 1}
+    local = {name for name, unit in units.items() if all(group.mesh.shard.size == 1 for group in unit.groups)}
     found = []
     marks: list[Mark] = []  # of all steps so far
     for step in steps:
@@ -295,7 +296,7 @@ def _rank_steps(
     return found
 
 
-def _unit_info(unit: Unit, *, keeps: bool) -> UnitInfo:
+def _unit_info(name: str, unit: Unit, rules: schedules.UnitRules) -> UnitInfo:
     sizes, groups = unit_bytes(unit), unit.groups
     params = [param for group in groups for param in group.params]
     by_module: Counter[nn.Module] = Counter()
@@ -312,7 +313,7 @@ def _unit_info(unit: Unit, *, keeps: bool) -> UnitInfo:
                 reduce[part.route is not plans.Route.DIRECT] += part.layout.padded_numel * plan.dtypes.reduce.itemsize
     least = [group.comm.routing.direct_min_nbytes * group.mesh.shard.size for group in groups]
     return UnitInfo(
-        name=unit.name,
+        name=name,
         shard_nbytes=sum(_torch.local_of(param.sharded).nbytes for param in params),
         unsharded_nbytes=sizes.unsharded,
         held_nbytes=sizes.alone,
@@ -323,7 +324,7 @@ def _unit_info(unit: Unit, *, keeps: bool) -> UnitInfo:
         largest_module_nbytes=max(by_module.values(), default=0),
         is_small=bool(groups) and all(map(_is_small, groups)),
         bucket_nbytes=min(least, default=0),
-        keeps_after_forward=keeps,
+        keeps_after_forward=rules.after_forward is AfterForward.KEEP,
         replicas=_replicas(unit),
     )
 

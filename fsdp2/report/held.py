@@ -30,11 +30,12 @@ class HeldBytes:
     """The memory held on the device of ``tree``. ``saves``: count what autograd saves, where nothing else is known.
 
     Attributes:
+        units: the units of ``tree``, by the names that they have now.
         knows_activations: whether there are figures for activations.
     """
 
     def __init__(self, tree: UnitTree, *, saves: bool) -> None:
-        self._units: dict[str, Unit] = {unit.name: unit for unit in tree.units}
+        self.units: dict[str, Unit] = {unit.name: unit for unit in tree.units}
         self._device = tree.root.mesh.device
         self._allocated = _allocation(self._device)
         self._saved = SavedTensors(tree) if saves and self._allocated is None else None
@@ -48,14 +49,14 @@ class HeldBytes:
     def at_start(self) -> Bytes:
         """The bytes held when a step begins."""
         found: Bytes = {}
-        for name, unit in self._units.items():
+        for name, unit in self.units.items():
             found[name, Held.SHARDS] = self._nbytes(_torch.local_of(param.sharded) for param in _params(unit))
             found |= self.landed(name)
         return found | self._activations()
 
     def landed(self, unit: str) -> Bytes:
         """The bytes after the gradients of ``unit`` may have changed."""
-        grads = (grad for param in _params(self._units[unit]) if (grad := param.sharded.grad) is not None)
+        grads = (grad for param in _params(self.units[unit]) if (grad := param.sharded.grad) is not None)
         return {(unit, Held.SHARD_GRADIENTS): self._nbytes(map(_torch.local_of, grads))}
 
     def at(self, event: str, unit: str) -> Bytes:

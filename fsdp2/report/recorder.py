@@ -114,7 +114,8 @@ class DeviceClock(HostClock):
 class Recorder(Observer):
     """The marks of up to ``max_steps`` steps. A step ends where the next forward begins after a backward that reduced
     gradients, so it holds all micro-batches of an accumulation, and the optimizer. ``held`` reports the bytes of
-    tensors.
+    tensors. Recording ends early at a unit that ``held`` does not know by its name: the model has got other units, or a
+    module around it has become the root.
 
     Attributes:
         on_done: called when nothing more will be recorded, so that the recorder needs no further calls.
@@ -136,7 +137,7 @@ class Recorder(Observer):
         return bool(self._bounds) and not self._is_done
 
     def on_event(self, event: str, unit: str) -> None:
-        if self._is_done:
+        if self._is_over(unit):
             return
         now = self._clock.now()
         begins = not self._bounds or (event == "pre_forward" and self._has_reduced and self._has_ended)
@@ -151,11 +152,20 @@ class Recorder(Observer):
         self._bounds.append((len(self._marks), now))
         self._has_reduced = self._has_ended = False
         if len(self._bounds) > self._max_steps:
-            self._is_done = True
-            self.on_done()
+            self._stop()
             return False
         self._hold(self._held.at_start(), now)
         return True
+
+    def _is_over(self, unit: str) -> bool:
+        """Whether nothing more is recorded, now that something happens to ``unit``."""
+        if not self._is_done and unit not in self._held.units:
+            self._stop()
+        return self._is_done
+
+    def _stop(self) -> None:
+        self._is_done = True
+        self.on_done()
 
     def on_module(self, unit: str, module: str, event: str) -> None:
         """``module`` of ``unit`` starts its ``forward`` or ``backward``, or ends it."""
@@ -175,16 +185,19 @@ class Recorder(Observer):
             self._hold(self._held.stepped(optimizer), now)
 
     def on_start(self, work: str, unit: str) -> None:
-        self._unit = unit
-        self._on_work(Edge.START, work, unit)
+        if not self._is_over(unit):
+            self._unit = unit
+            self._on_work(Edge.START, work, unit)
 
     def on_stop(self, work: str, unit: str) -> None:
+        if self._is_over(unit):
+            return
         self._on_work(Edge.STOP, work, unit)
         if work == "reduce_land" and self._is_in_step:
             self._hold(self._held.landed(unit), self._last[0])
 
     def on_action(self, action: str, unit: str, nbytes: int) -> None:
-        if self._is_in_step and self._last != (None, None):
+        if not self._is_over(unit) and self._is_in_step and self._last != (None, None):
             self._has_reduced = self._has_reduced or action == "reduce"
             self._add(Edge.ACTION, action, unit, *self._last)
             self._hold(self._held.at(action, unit), self._last[0] or self._last[1])

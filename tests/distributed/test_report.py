@@ -370,7 +370,7 @@ def test_a_report_that_fails_writes_nothing_and_leaves_nothing_behind(ctx: RankC
     ):
         _reported(model, path, profile=True)
     with (
-        pytest.raises(fsdp2.ScheduleError, match=r"no forward of FSDPStack ran inside the block on ranks \[0, 1\]"),
+        pytest.raises(fsdp2.ScheduleError, match=r"as the root ran inside the block on ranks \[0, 1\]"),
         fsdp2.report.report(model, path),
     ):
         step(other)

@@ -335,10 +335,13 @@ RULES = (
         }.items()
         for step in ("second step", "third step")
     ),
-    *_each(
-        {"program.setting": ("report",)},
-        dict.fromkeys(("second step", "third step"), ("outer root",)),
-        "a report is about the units of one root",
+    *(
+        Rule(
+            {"program.setting": ("report",), step: ("outer root",)},
+            "a report is about the units of one root",
+            error="as the root ran inside the block",
+        )
+        for step in ("second step", "third step")
     ),
     Rule({"micro.apart": (True,), "micro.forwards": (2,)}, "two forwards already"),
     Rule({"micro.between": (("another adapter",),), "block.kind": _others("block.kind", "adapters")}, "no adapters"),
