@@ -367,10 +367,15 @@ RULES = (
     ),
     *_each(
         {"program.optimizer": STEP_IN_BACKWARD},
-        {"micro.between": (("another root",),), **dict.fromkeys(("second step",), ("another root", "outer root"))},
+        {"second step": ("another root", "outer root"), "third step": ("outer root",)},
         "a step in backward begins in that of the first root",
     ),
-    Rule({"program.optimizer": STEP_IN_BACKWARD, "third step": ("outer root",)}, "as in the second step"),
+    Rule({"program.optimizer": ("Muon in backward",), "micro.between": (("another root",),)}, "as in the second step"),
+    Rule(
+        {"program.optimizer": ON_HOST, "micro.between": (("another root",),)},
+        "the other root's backward begins the step, since nothing tells it that it is not the last one",
+        error="after an earlier one has begun",
+    ),
     *(
         Rule({**combination, name: ("to one rank and back",)}, "reshard_to refuses it, as its page says", error=error)
         for combination, error in (
@@ -400,9 +405,10 @@ RULES = (
     Rule({"program.clips_by": ("fsdp2",), "program.clip_norm": (None,)}, "nothing is clipped"),
     *_each(
         {"program.optimizer": STEP_IN_BACKWARD},
-        {"program.clip_norm": (0.05,), "program.scaled": (True,), "micro.marks_last": (True,)},
+        {"program.clip_norm": (0.05,), "program.scaled": (True,)},
         "the step begins in backward, before anything that comes after it",
     ),
+    Rule({"program.optimizer": ON_HOST, "micro.marks_last": (True,)}, "it always marks the last backward"),
     *_each({"mesh": ("tp", "experts")}, {"program.clip_norm": (0.05,)}, "torch clips on one mesh only"),
     *_each(
         {"mesh": ("tp", "experts", "one rank")},

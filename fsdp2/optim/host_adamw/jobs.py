@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from fsdp2.core import ParamGroup, _torch, comms
+from fsdp2.core import ParamGroup, ScheduleError, _torch, comms
 from fsdp2.extras import torch_names
 from fsdp2.optim.host_adamw.memory import HostParam, make_staging, take_over
 
@@ -174,12 +174,17 @@ def observe_host_steps(on_step: OnHostStep | None) -> None:
 
 
 class HostUnit:
-    """The parameters of one unit, or of none, that the host steps, at most one job at a time."""
+    """The parameters of one unit, or of none, that the host steps, at most one job at a time.
+
+    Attributes:
+        is_begun: a backward has begun the step of the unit, and ``step`` has not ended it yet.
+    """
 
     def __init__(self, group: ParamGroup | None, streams: comms.Streams) -> None:
         self.name, self.streams = "(none)" if group is None else group.name, streams
         self._group = None if group is None else weakref.ref(group)
         self._running: Future[torch.Event | None] | None = None
+        self.is_begun = False
 
     def start(self, job: Job, factor: Factor | None, thread: Executor) -> None:
         """Run ``job`` on the host's ``thread``."""
@@ -195,12 +200,22 @@ class HostUnit:
         self.streams.wait_here(self._joined())  # compute waits for copy-back: it reads and writes the shards
 
     def wait_before_gather(self) -> None:
-        """Like ``wait``, for streams that read the shards in an all-gather of the unit."""
+        """Like ``wait``, for streams that read the shards in an all-gather of the unit.
+
+        Raises:
+            ScheduleError: a backward asks, after an earlier one: the values that its forward read may be gone.
+        """
+        group = None if self._group is None else self._group()
+        if self.is_begun and group is not None and group.running == "backward":
+            raise ScheduleError(
+                f"HostAdamW: a backward reads the parameters of unit '{self.name}' after an earlier one has begun "
+                "their step. Call step() after each backward; or, if gradients of several backwards add up, call "
+                "set_is_last_backward(False) on the root of each but the last, or do not reduce in them (no_sync)."
+            )
         event = self._joined()
         if event is None:
             return
         self.streams.gather_after(event)  # gather stream waits for copy-back: it reads the shards
-        group = None if self._group is None else self._group()
         if group is not None and group.gathers_on_compute:
             self.streams.wait_here(event)  # compute waits for copy-back: it reads the shards itself
 

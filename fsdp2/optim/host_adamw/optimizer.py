@@ -217,7 +217,7 @@ class HostAdamW(optim.Optimizer):
         raise ScheduleError(
             f"HostAdamW: parameter '{self._homes[param].name}' has got another gradient after the backward that began "
             "the step. Call step() after each backward; or, if gradients of several backwards add up, call "
-            "set_is_last_backward(False) on the root for all but the last, or do not reduce in them (no_sync). If the "
+            "set_is_last_backward(False) on the root of each but the last, or do not reduce in them (no_sync). If the "
             "loss has a term on the parameters themselves, compute that term after the forward."
         )
 
@@ -228,6 +228,11 @@ class HostAdamW(optim.Optimizer):
         ):
             if grad is not taken or versions != _versions_of(grad):
                 self._refuse_another_gradient(param)
+
+    def _forget_begun(self) -> None:
+        for param in self._begun:
+            self._unit_of[param].is_begun = False
+        self._begun.clear()
 
     def _take(self, params: Iterable[nn.Parameter]) -> None:
         """Begin the step of the ``params`` that have a gradient."""
@@ -242,6 +247,7 @@ class HostAdamW(optim.Optimizer):
             job = Job(homes, *self._states_of(mine), streams, keeps_gradients=keeps_gradients)
             if not self._measures:
                 _drop_gradients(mine)
+            unit.is_begun = True
             taken = torch_names.grads_of(mine)
             self._begun.update((param, (grad, _versions_of(grad))) for param, grad in zip(mine, taken, strict=True))
             if self._max_norm is None or self._factor is not None:
@@ -310,7 +316,7 @@ class HostAdamW(optim.Optimizer):
                 if self._max_norm is not None:
                     self._clip(self._norm, self._max_norm)
             _drop_gradients(self._begun)
-            self._begun.clear()
+            self._forget_begun()
             if not self._overlaps_forward or not self._groups:  # after ``remove``, no all-gather waits
                 self.wait()
         return loss
@@ -348,7 +354,7 @@ class HostAdamW(optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients that were not stepped. Steps taken during backward are not undone. Call this to continue
         after a backward that raised."""
-        self._begun.clear()
+        self._forget_begun()
         self._held.clear()
         super().zero_grad(set_to_none)
 
@@ -402,7 +408,7 @@ class HostAdamW(optim.Optimizer):
             home.forget_versions()
         # An optimizer that measures no norm would keep this one and save it after later steps.
         norms = [group.pop(_LAST_NORM, None) for group in self.param_groups]
-        self._begun.clear()
+        self._forget_begun()
         self._held.clear()
         self._factor = self._norm = None
         if self._clip_by != "step before":

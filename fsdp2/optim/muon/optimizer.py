@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor
 
-from fsdp2.core import door
+from fsdp2.core import door, groups_by_slot
 from fsdp2.extras import torch_names
 from fsdp2.extras.plain_names import without
 from fsdp2.extras.sizes import nbytes_of
@@ -207,6 +207,10 @@ class Muon(optim.Optimizer):
         """
         self._drop_early()
         early = self._early = self._new_step()
+        # After ``set_is_last_backward(False)``, gradients of the last backward arrive during this one.
+        early.await_earlier(
+            group.params[i].sharded for group, i in groups_by_slot().values() if group.gradients.in_flight
+        )
         handles = [
             param.register_post_accumulate_grad_hook(lambda _, position=position: early.land(position))
             for position, (param, _) in enumerate(self._params())

@@ -7,7 +7,7 @@ Shapes are those of this rank's shard, except in ``newton_schulz``, which gets w
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -129,6 +129,7 @@ class MatrixStep(Run):
         self._params, self._parts, self._states = params, parts, states
         self._entries: dict[int, Entry] = {}
         self._landed: set[int] = set()
+        self._earlier: set[int] = set()
         self._awaited = [plan.positions_in(number) for number in range(min(MOST_IN_FLIGHT, len(plan.steps)))]
 
     def _entry(self, position: int) -> Entry:
@@ -136,9 +137,18 @@ class MatrixStep(Run):
             self._entries[position] = Entry(*self._params[position], self._states)
         return self._entries[position]
 
+    def await_earlier(self, params: Iterable[Tensor]) -> None:
+        """Gradients of an earlier backward are on their way to ``params``: the first ones that land are not the last
+        ones."""
+        waiting = set(map(id, params))
+        self._earlier = {position for position, (param, _) in enumerate(self._params) if id(param) in waiting}
+
     @torch.no_grad()
     def land(self, position: int) -> None:
-        """Record that the gradient at ``position`` is ready, and send all buckets whose gradients are complete."""
+        """Record that a gradient has landed at ``position``, and send all buckets whose gradients are complete."""
+        if position in self._earlier:
+            self._earlier.remove(position)
+            return
         self._landed.add(position)
         while self.num_sent < len(self._awaited) and self._awaited[self.num_sent] <= self._landed:
             try:
