@@ -23,7 +23,8 @@ from fsdp2.checkpoint.stream_gate import Gate, Leaving, refuse
 from fsdp2.checkpoint.stream_plan import Item, PlannedBucket, StreamedBucket, Transform, called, plan_stream
 from fsdp2.checkpoint.weights import Rename, Weight, check_dtype, check_ready, plain_values, send_to, weights_of
 from fsdp2.core import _torch, comms, door, plans
-from fsdp2.extras.lending import packed
+from fsdp2.extras.exchange import is_alone
+from fsdp2.extras.lending import check_idle, packed
 from fsdp2.extras.output import progress
 from fsdp2.extras.sizes import nbytes_of
 
@@ -89,6 +90,7 @@ class FullParamStream:
 
     @_torch.runs_between_graphs
     def _run(self) -> Iterator[StreamedBucket]:
+        check_idle(self._model, _CALLER)  # before this rank counts the stream, since others may not begin it
         gate = Gate(self._ranks, self._ranks if self._to_rank is None else [self._to_rank], _CALLER)
         pending: deque[_Gathering] = deque()
         num_done = 0
@@ -216,7 +218,7 @@ def stream_full_params(
         check_ready(weights, _CALLER)
         plan = plan_stream(weights, dtype, transform, rename, max_nbytes, _CALLER)
     except Exception as error:
-        if _rank() in ranks:
+        if _rank() in ranks and not is_alone(error):
             refuse(ranks, _CALLER, error)
         raise
     return FullParamStream(model, plan, ranks, to_rank, ahead, device)

@@ -51,14 +51,31 @@ def axis_of(group: dist.ProcessGroup | None) -> Axis:
     return plans.NO_AXIS if group is None else Axis(group, dist.get_world_size(group), dist.get_rank(group))
 
 
+_ALONE = "raised_alone"  # an attribute of errors
+
+
+def mark_alone(error: Exception) -> None:
+    """Let this rank raise ``error`` without telling others, even in ``together``. Those that make the same call raise
+    it by themselves; others may never make the call, and an exchange would meet a collective of theirs."""
+    setattr(error, _ALONE, True)
+
+
+def is_alone(error: Exception) -> bool:
+    """Whether ``mark_alone`` was called for ``error``."""
+    return hasattr(error, _ALONE)
+
+
 @contextmanager
 def together(axis: Axis) -> Iterator[None]:
     """All ranks of ``axis`` leave the block normally, or all raise the same error, which says on which ranks it
-    happened. In the block, no collective may follow a line that can fail on one rank only."""
+    happened; except for what ``mark_alone`` has marked. In the block, no collective may follow a line that can fail
+    on one rank only."""
     error = None
     try:
         yield
     except Exception as raised:
+        if is_alone(raised):
+            raise
         error = raised
     found = exchange(axis, None if error is None else (_kind(error), _text(error)))
     failed = {rank: each for rank, each in enumerate(found) if each is not None}

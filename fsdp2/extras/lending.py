@@ -36,7 +36,7 @@ from fsdp2.core import (
     plans,
     units_under,
 )
-from fsdp2.extras.exchange import exchange
+from fsdp2.extras.exchange import exchange, mark_alone
 
 WHOLE = "fsdp2_whole"  # a method that a tensor subclass may have: see whole_subclass
 
@@ -206,8 +206,17 @@ def check_not_lent(groups: Iterable[ParamGroup], caller: str) -> None:
 
 
 def check_idle(module: nn.Module, caller: str) -> None:
-    """Refuse a call that would read or write shards while a forward or backward of ``module`` runs."""
-    _refuse_running({unit.running for _, unit in units_under(module)}, module, caller)
+    """Refuse a call that would read or write shards while a forward or backward of ``module`` runs. If the call was
+    made inside of it, ranks raise alone: they may run different units."""
+    trees = {unit.tree for _, unit in units_under(module) if unit.tree is not None}
+    forwards = (tree.passes for tree in trees if tree.passes.running == "forward")
+    is_inside = _torch.in_backward() or any(not passes.root_raised for passes in forwards)
+    try:
+        _refuse_running({tree.passes.running for tree in trees}, module, caller)
+    except ScheduleError as error:
+        if is_inside:
+            mark_alone(error)
+        raise
 
 
 def _refuse_running(passes: Iterable[str], module: nn.Module, caller: str) -> None:
