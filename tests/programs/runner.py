@@ -53,7 +53,8 @@ class Runner:
         return max(by_rank, key=lambda verdict: list(Outcome).index(verdict.outcome))
 
     def _call(self, program: Program, *, with_torch: bool = True) -> list[Verdict]:
-        timeout_s = SECONDS_TO_COMPILE if any(block.compiled for block in program.blocks) else SECONDS
+        compiles = program.compiled or any(block.compiled for block in program.blocks)
+        timeout_s = SECONDS_TO_COMPILE if compiles else SECONDS
         answers = self._pool.run(self._body, timeout_s, programs=[program], with_torch=with_torch)
         return [verdict for (verdict,) in answers]
 
