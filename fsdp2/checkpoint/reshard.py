@@ -70,7 +70,8 @@ def reshard_to(model: nn.Module, optimizer: optim.Optimizer | Sequence[optim.Opt
     Units move one after another, and each rank is sent only entries that it lacks. Besides the shards and states that
     a rank has before or after the move, it holds at most those of one unit twice.
 
-    Errors are raised on all ranks, before anything has moved. A graph whose backward has not run yet is not detected:
+    Errors are raised on all ranks, before anything has moved; inside a forward or backward, on ranks that make the call
+    there. A graph whose backward has not run yet is not detected:
     its backward raises.
 
     Args:

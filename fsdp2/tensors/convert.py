@@ -57,7 +57,7 @@ def wrap_parameters(
 
 
 def _made(name: str, param: nn.Parameter, make: Callable[[torch.Tensor], torch.Tensor]) -> nn.Parameter:
-    if hasattr(param, marks.SHARDED_AS):
+    if hasattr(param, marks.SHARDED_AS) or hasattr(param, marks.STANDS_FOR):  # also while it is unsharded
         raise ValueError(
             f"wrap_parameters: parameter '{name}' is already sharded. Call wrap_parameters before fully_shard."
         )

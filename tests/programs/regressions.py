@@ -80,6 +80,9 @@ REGRESSIONS: dict[str, Program] = {
     "Muon took gradients of an earlier backward, which landed in the last one, for those of the last": Program(
         optimizer="Muon in backward", steps=_steps(Micro(marks_last=True), Micro(marks_last=True))
     ),
+    "parameters of a model that was unsharded by hand were wrapped": Program(
+        steps=_steps(Micro(by_hand="unshard", refused="wrap shards"))
+    ),
     **{
         f"a call that only some ranks made in a pass, and that fsdp2 refused, left others waiting: {refused}": Program(
             blocks=(Block(left_out=(0,)),),
