@@ -77,6 +77,7 @@ REGRESSIONS: dict[str, Program] = {
     ),
     "Muon stepped plain tensors and DTensors in one launch, which AdamW refuses": Program(
         optimizer="Muon", ignored=True
+    ),
     "Muon took gradients of an earlier backward, which landed in the last one, for those of the last": Program(
         optimizer="Muon in backward", steps=_steps(Micro(marks_last=True), Micro(marks_last=True))
     ),
