@@ -453,6 +453,7 @@ RULES = (
         "docs/advanced/ranks.md: ranks run the same forwards, and use a unit at most once more than others",
     ),
     Rule({**LEFT_OUT, **HOOKS}, "a hook speaks for all ranks"),
+    Rule({**LEFT_OUT, "program.optimizer": ("Muon in backward",)}, "all ranks use the same parameters then"),
     Rule({**LEFT_OUT, "block.compiled": (True,), "block.double": (True,)}, "refused on the ranks that use the block"),
     Rule({**HOOKS, "block.double": (True,)}, "the tests' hooks are for float32"),
     Rule({"block.wire": ("scaled",), "program.placement_dim": (1,)}, "the scales are of rows"),
