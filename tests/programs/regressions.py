@@ -102,19 +102,6 @@ REGRESSIONS: dict[str, Program] = {
     "Muon stepped plain tensors and DTensors in one launch, which AdamW refuses": Program(
         optimizer="Muon", ignored=True
     ),
-    "Muon took gradients of an earlier backward, which landed in the last one, for those of the last": Program(
-        optimizer="Muon in backward", steps=_steps(Micro(marks_last=True), Micro(marks_last=True))
-    ),
-    "parameters of a model that was unsharded by hand were wrapped": Program(
-        steps=_steps(Micro(by_hand="unshard", refused="wrap shards"))
-    ),
-    **{
-        f"a call that only some ranks made in a pass, and that fsdp2 refused, left others waiting: {refused}": Program(
-            blocks=(Block(left_out=(0,)),),
-            steps=(Step(micros=(Micro(refused=refused),)), Step(("stream", "to one rank and back"))),
-        )
-        for refused in ("move in forward", "stream in backward")
-    },
 }
 
 _LOW = Precision("bfloat16", "float32")
