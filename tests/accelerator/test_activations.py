@@ -58,6 +58,24 @@ def test_copies_are_ordered_after_and_before_what_compute_does(ctx: RankContext,
 
 
 @on_device(2)
+def test_a_backward_that_begins_in_a_unit_on_the_host_waits_for_its_copies(ctx: RankContext) -> None:
+    """No later unit has brought them back."""
+    found = []
+    for offloads in (False, True):
+        model, kept = _model(ctx), []
+        model.blocks[1].register_forward_hook(lambda *args, kept=kept: kept.append(args[-1]))
+        offload = offload_activations(model, min_nbytes=NBYTES)
+        if not offloads:
+            offload.remove()
+        model(_batch(0))
+        device.schedule(0, late=["copy"])
+        kept[0].square().mean().backward()
+        found.append([param.grad.to_local().cpu() for param in model.blocks[:2].parameters()])
+        offload.remove()
+    assert all(map(torch.equal, *found))
+
+
+@on_device(2)
 def test_memory_is_what_was_counted_and_the_host_never_waits(ctx: RankContext) -> None:
     """What was sent is missing at the end of forward, and at the peak, which is in backward."""
     model, x = _model(ctx), _batch(0)
