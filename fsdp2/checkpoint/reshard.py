@@ -48,6 +48,7 @@ from fsdp2.extras.comm_memory import BackendMemory, has_memory, in_memory
 from fsdp2.extras.exchange import axis_of, together
 from fsdp2.extras.own_groups import post_forward_mesh, separate_axis
 from fsdp2.extras.torch_names import buffers_dict
+from fsdp2.optim.adamw8bit.optimizer import in_full_precision
 from fsdp2.tensors.cut import pinned
 
 Place = tuple[tuple[int, ...], torch.dtype]  # the shape and dtype of a tensor in a message
@@ -68,7 +69,8 @@ def reshard_to(model: nn.Module, optimizer: optim.Optimizer | Sequence[optim.Opt
     gets shards, optimizer states, the options of param groups, ignored parameters and buffers.
 
     Units move one after another, and each rank is sent only entries that it lacks. Besides the shards and states that
-    a rank has before or after the move, it holds at most those of one unit twice.
+    a rank has before or after the move, it holds at most those of one unit twice. States of an ``AdamW8bit`` move in
+    fp32, and take 8 bytes per element until the call returns.
 
     Errors are raised on all ranks, before anything has moved. A graph whose backward has not run yet is not detected:
     its backward raises.
@@ -92,12 +94,13 @@ def reshard_to(model: nn.Module, optimizer: optim.Optimizer | Sequence[optim.Opt
         RuntimeError: a parameter is on the meta device, on a rank of the old mesh.
     """
     axis = axis_of(None)
-    with together(axis):
-        optimizers = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
-        survey = Survey(model, optimizers, new_mesh)
-    move = _Move(survey, agreed(axis, survey))
-    roots = {id(unit.tree): unit.tree for _, unit in survey.units if unit.tree is not None}
-    move.run()
+    optimizers = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
+    with in_full_precision(optimizers):
+        with together(axis):
+            survey = Survey(model, optimizers, new_mesh)
+        move = _Move(survey, agreed(axis, survey))
+        roots = {id(unit.tree): unit.tree for _, unit in survey.units if unit.tree is not None}
+        move.run()
     for tree in roots.values():
         restore_settings(tree)
     return survey.new.has_this_rank

@@ -18,12 +18,12 @@ States = dict[nn.Parameter, dict[str, Any]]  # by parameter and name
 @contextmanager
 def loading_itself(
     optimizer: optim.Optimizer,
-    is_own: Callable[[str], bool],
+    is_own: Callable[[nn.Parameter, str], bool],
     check: Callable[[States], None],
     fill: Callable[[States], None],
 ) -> Iterator[None]:
-    """In the block, torch's ``load_state_dict`` of ``optimizer`` leaves out the states for whose names ``is_own`` is
-    true: ``check`` gets them before anything is loaded, and ``fill`` after the rest has been loaded.
+    """In the block, torch's ``load_state_dict`` of ``optimizer`` leaves out the states for whose parameters and names
+    ``is_own`` is true: ``check`` gets them before anything is loaded, and ``fill`` after the rest has been loaded.
 
     User hooks run before ``check``, whose input they may change, and after ``fill``.
     """
@@ -34,15 +34,13 @@ def loading_itself(
         params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
         owners = dict(zip(saved, params, strict=False))  # torch refuses a different number of parameters
         states: Mapping[Any, Any] = given["state"]
-        found.update((owners[key], _chosen(state, is_own)) for key, state in states.items() if key in owners)
+        others: dict[Any, Mapping[str, Any]] = dict(states)
+        for key, state in states.items():
+            if (param := owners.get(key)) is not None:
+                found[param] = {name: value for name, value in state.items() if is_own(param, name)}
+                others[key] = {name: value for name, value in state.items() if name not in found[param]}
         check(found)
-        return {
-            **given,
-            "state": {
-                key: _chosen(state, lambda name: not is_own(name)) if key in owners else state
-                for key, state in states.items()
-            },
-        }
+        return {**given, "state": others}
 
     hooks = (
         optimizer.register_load_state_dict_pre_hook(take),
@@ -53,7 +51,3 @@ def loading_itself(
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _chosen(state: Mapping[str, Any], is_chosen: Callable[[str], bool]) -> dict[str, Any]:
-    return {name: value for name, value in state.items() if is_chosen(name)}

@@ -121,7 +121,11 @@ def _flat(model: nn.Module) -> optim.Optimizer:
     return fsdp2.optim.flatten_optimizer(_adamw(model))
 
 
-OPTIMIZERS = {"AdamW": _adamw, "SGD": _groups, "flat": _flat}
+def _in_bytes(model: nn.Module) -> optim.Optimizer:
+    return fsdp2.optim.AdamW8bit(model.parameters(), lr=0.01, block_size=16)
+
+
+OPTIMIZERS = {"AdamW": _adamw, "SGD": _groups, "flat": _flat, "8 bit": _in_bytes}
 
 
 @dataclass
@@ -198,6 +202,7 @@ CASES = [
     *[("HSDP to FSDP", build, "flat") for build in ("parts", "mixed precision", "offloaded")],
     ("4 to 2", "mixed precision", "flat"),
     ("2 to 4", "wire format", "AdamW"),
+    ("2 to 3", "transformer", "8 bit"),
 ]
 
 

@@ -16,7 +16,7 @@ from torch import nn, optim
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import fsdp2
-from fsdp2.optim import HostAdamW, Muon, flatten_optimizer
+from fsdp2.optim import AdamW8bit, HostAdamW, Muon, flatten_optimizer
 from tests.distributed.support import shard_units
 from tests.harness.compare import compare_values
 from tests.harness.distributed import RankContext, distributed
@@ -42,6 +42,7 @@ OPTIMIZERS: dict[str, tuple[torch.dtype, Callable[[nn.Module], optim.Optimizer]]
     "HostAdamW, clipped": (BF16, lambda model: _host(model, max_norm=0.1)),
     "HostAdamW, clipped by the step before": (BF16, lambda model: _host(model, max_norm=0.1, clip_by="step before")),
     "flat AdamW": (torch.float32, lambda model: flatten_optimizer(optim.AdamW(model.parameters(), amsgrad=True))),
+    "AdamW8bit": (BF16, lambda model: AdamW8bit(model.parameters(), lr=0.01, block_size=16)),
     "Muon": (BF16, _muon),
     "Muon, in backward": (torch.float32, lambda model: _muon(model, last_first=True)),
 }

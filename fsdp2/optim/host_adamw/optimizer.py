@@ -384,7 +384,7 @@ class HostAdamW(optim.Optimizer):
         _check_outside_of_backward("load_state_dict")
         self.wait()
         states = {key: state for key, state in state_dict["state"].items() if state}  # some write {} for no state
-        with loading_itself(self, lambda _: True, self._check_states, self._load_states):
+        with loading_itself(self, lambda *_: True, self._check_states, self._load_states):
             super().load_state_dict({**state_dict, "state": states})
 
     @torch.no_grad()

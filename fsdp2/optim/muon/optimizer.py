@@ -250,7 +250,7 @@ class Muon(optim.Optimizer):
             groups = [{**loaded, "use_muon": loaded.get("use_muon", own["use_muon"])} for loaded, own in pairs]
             self._check_states(groups, state_dict["state"])
         self._drop_early()
-        with loading_itself(self, BUFFER.__eq__, lambda _: None, self._load_momentum):
+        with loading_itself(self, lambda _, name: name == BUFFER, lambda _: None, self._load_momentum):
             super().load_state_dict({**state_dict, "param_groups": groups})
 
     def _load_momentum(self, found: States) -> None:
