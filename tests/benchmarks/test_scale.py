@@ -26,7 +26,7 @@ from fsdp2.planner.machine import Contention, Link, Ranks, Resource, Transfer
 from fsdp2.planner.machines import H100
 from fsdp2.planner.scenario import Choice, Scenario, simulate
 from fsdp2.planner.simulate import steady_step
-from fsdp2.planner.work import Product, UnitWork, Work
+from fsdp2.planner.work import Attention, UnitWork, Work
 from tests.unit.planner.round_figures import FSDP, PLAIN, device_of, group_of
 
 
@@ -52,7 +52,7 @@ def test_a_model_observed_again_is_seen_the_same() -> None:
     assert first == again == once_more
 
 
-SECOND = Work((Product(128, 128, 0.5 / 128**2),))  # one operation
+SECOND = Work(attention=(Attention(1.0, 1e30),))  # one operation, and no bytes
 
 
 def _parallel(*sizes: int) -> list[Scenario]:
@@ -77,7 +77,7 @@ def test_tensor_parallelism_divides_parameters_and_products_and_gathers_whole_se
     assert part.working_nbytes > block.working_nbytes / 8 + 2 * activations
     logits = 4 * 8192 * LLAMA_8B.vocab_size / 8
     angles = 8 * 8192 * HEAD_DIM / 2  # which all blocks are given
-    assert divided.units[-1].saved_nbytes == pytest.approx(logits + activations * (1 + 4 / 8) + angles, rel=1e-3)
+    assert divided.units[-1].saved_nbytes == pytest.approx(logits + activations * (1 + 3 / 8) + angles, rel=1e-3)
     for copies, of_loss, found in ((3, 8 * logits, whole), (4, logits, divided)):
         head = found.units[-1]
         assert copies * of_loss < head.saved_nbytes + head.working_nbytes < (copies + 1) * of_loss

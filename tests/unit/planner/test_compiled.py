@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp2.planner.blocks import find_units
-from fsdp2.planner.observe import observe
+from fsdp2.planner.observe import _AsOnGPU, observe
 from fsdp2.planner.scenario import Kernels
 from fsdp2.planner.work import Checkpointing
 from fsdp2.planner.workload import Workload
@@ -38,18 +38,17 @@ def _saved_nbytes(block: nn.Module, called: nn.Module) -> int:
 @pytest.mark.parametrize("kernels", [Kernels.COMPILED, Kernels.EAGER])
 @pytest.mark.parametrize("name", SHAPES)
 def test_blocks_keep_what_is_planned(name: str, kernels: Kernels) -> None:
-    """Within 2%. Eager RMSNorm is compared with its own kernels by ``test_observe.py``, since GPUs have others."""
+    """Within 2%."""
     workload = Workload(2, 128, kernels=kernels.value, inputs=_given, loss=square)
     model = Stack(name)
     planned = observe(model, find_units(model), workload).kinds[0][Checkpointing.NONE]
     block = SHAPES[name]().bfloat16()
     if kernels is Kernels.EAGER:
-        if any(isinstance(module, nn.RMSNorm) for module in block.modules()):
-            pytest.skip("RMSNorm is one kernel on GPUs only")
-        called = block
+        with _AsOnGPU():
+            expected = _saved_nbytes(block, block)
     else:
         torch.compiler.reset()
         called = torch.compile(block, backend="aot_eager_decomp_partition", dynamic=False)
-    expected = _saved_nbytes(block, called)
+        expected = _saved_nbytes(block, called)
     assert planned.saved_nbytes == pytest.approx(expected, rel=0.02)
     assert (planned.scores_nbytes > 0) == (name == "eager attention")
