@@ -119,6 +119,8 @@ def lent_whole(
         whole = set()  # groups that this rank gets completely
         handed_out: dict[ShardedParam, nn.Parameter] = {}
         for group, params in lent.items():
+            if group.on_gather is not None:
+                group.on_gather()  # a step on the host may still be writing the shards
             group.take_replaced()
             group.lend()
             stack.callback(group.take_back)
