@@ -71,6 +71,13 @@ REGRESSIONS: dict[str, Program] = {
     "Muon did not step after a copy and after a freeze": Program(
         optimizer="Muon", steps=(*_steps(_LAST, before=("copy the model",)), Step(("freeze",)), Step(("thaw",)))
     ),
+    "a unit that stayed unsharded was recomputed with the shards that functional_call had put back": Program(
+        blocks=(Block(checkpoint="not reentrant", reshard=False), Block(checkpoint="not reentrant", alone=False)),
+        steps=_steps(Micro(called="functionally")),
+    ),
+    "Muon stepped plain tensors and DTensors in one launch, which AdamW refuses": Program(
+        optimizer="Muon", ignored=True
+    ),
     "Muon took gradients of an earlier backward, which landed in the last one, for those of the last": Program(
         optimizer="Muon in backward", steps=_steps(Micro(marks_last=True), Micro(marks_last=True))
     ),
@@ -95,13 +102,6 @@ REGRESSIONS: dict[str, Program] = {
         )
         for refused in ("move in forward", "stream in backward")
     },
-    "a unit that stayed unsharded was recomputed with the shards that functional_call had put back": Program(
-        blocks=(Block(checkpoint="not reentrant", reshard=False), Block(checkpoint="not reentrant", alone=False)),
-        steps=_steps(Micro(called="functionally")),
-    ),
-    "Muon stepped plain tensors and DTensors in one launch, which AdamW refuses": Program(
-        optimizer="Muon", ignored=True
-    ),
 }
 
 _LOW = Precision("bfloat16", "float32")

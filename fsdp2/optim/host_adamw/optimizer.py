@@ -54,8 +54,8 @@ class HostAdamW(optim.Optimizer):
         clip_by: the norm that the factor is computed from. "this step" uses the exact norm, which is known only once
             all gradients are ready, so only copies overlap with backward. With "step before", steps overlap, too, and
             each is scaled according to the norm of the previous step; the first step uses its own norm.
-        overlap_forward: ``step`` does not wait for the host; each unit's next all-gather and state dicts of modules
-            do. Call ``wait`` before you read or write parameters in any other way.
+        overlap_forward: ``step`` does not wait for the host; each unit's next all-gather, state dicts of modules,
+            ``fsdp2.unsharded`` and ``fsdp2.weights_of`` do. Call ``wait`` before you access parameters in another way.
 
     Raises:
         ValueError: a parameter is not managed by ``fully_shard``, its shard is a tensor subclass or complex; a unit
