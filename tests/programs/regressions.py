@@ -75,9 +75,6 @@ REGRESSIONS: dict[str, Program] = {
         blocks=(Block(checkpoint="not reentrant", reshard=False), Block(checkpoint="not reentrant", alone=False)),
         steps=_steps(Micro(called="functionally")),
     ),
-    "unsharded read shards that a step on the host was still writing": Program(
-        optimizer="AdamW on the host, overlapped", steps=_steps(_LAST, before=("write whole parameters",), num=3)
-    ),
     "Muon stepped plain tensors and DTensors in one launch, which AdamW refuses": Program(
         optimizer="Muon", ignored=True
     ),
