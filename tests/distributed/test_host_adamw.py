@@ -253,6 +253,20 @@ def test_state_dicts_of_the_model_wait_for_the_host(ctx: RankContext, overlaps: 
 
 
 @distributed(2)
+def test_unsharded_waits_for_the_host(ctx: RankContext) -> None:
+    """Else the block has the values before, and writes them over those of the step."""
+    model, optimizer = _made(ctx, overlap_forward=True)
+    with mock.patch.object(jobs, "adamw", _slow_adamw):
+        step(model)
+        optimizer.step()
+        with fsdp2.unsharded(model):
+            read = {name: param.detach().clone() for name, param in model.named_parameters()}
+        optimizer.wait()
+    compare_values("read", read, whole(model.state_dict()))
+    assert all(state["step"] == 1 for state in optimizer.state.values())
+
+
+@distributed(2)
 def test_hooks_change_what_is_loaded_and_see_what_was(ctx: RankContext) -> None:
     model, optimizer = _made(ctx, "bf16")
     train(model, optimizer, steps=range(1))
