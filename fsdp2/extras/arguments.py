@@ -27,7 +27,6 @@ from fsdp2.core import (
     plans,
 )
 from fsdp2.extras import torch_names
-from fsdp2.extras.gradient_wires import check_wire
 
 _OURS: dict[str, type] = {cls.__name__: cls for cls in (MixedPrecisionPolicy, OffloadPolicy, CPUOffloadPolicy)}
 
@@ -56,6 +55,8 @@ def read_arguments(
         expect(isinstance(dtype, torch.dtype | None), where, dtype, "a torch.dtype or None", remedy)
         check_computes(where, dtype, is_reduced=field == "reduce_dtype")
     if policy.reduce_wire is not None:
+        from fsdp2.extras.gradient_wires import check_wire  # only policies with a wire need it
+
         check_wire(policy.reduce_wire, policy.param_dtype, policy.reduce_dtype, _device_of(mesh))
     for name, function, of_parameter, remedy in (
         ("mp_policy.param_dtype_override_fn", policy.param_dtype_override_fn, "a dtype or None", ""),
