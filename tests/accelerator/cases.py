@@ -265,6 +265,42 @@ def change_factor(step: Step, model: Any) -> list[Tensor]:
     return [loss]
 
 
+def keep_activations_on_host(model: Any, runtime: Runtime) -> None:
+    fsdp2.memory.offload_activations(model, min_nbytes=1)
+
+
+def _loss_and_output(step: Step, model: Any, index: int) -> tuple[Tensor, Tensor]:
+    """The loss, and what a block has returned on the way."""
+    outputs: list[Tensor] = []
+    hook = model.blocks[index].register_forward_hook(lambda *args: outputs.append(args[-1]))
+    loss = step.loss(model)
+    hook.remove()
+    return loss, outputs[0]
+
+
+def backward_from_a_block(step: Step, model: Any) -> list[Tensor]:
+    """No unit that ran after it has brought its activations back."""
+    _, output = _loss_and_output(step, model, 1)
+    loss = output.square().mean()
+    loss.backward()
+    return [loss]
+
+
+def backward_to_a_block(step: Step, model: Any) -> list[Tensor]:
+    """Its activations come back, and nothing reads them. Their memory is free for the next forward."""
+    loss, output = _loss_and_output(step, model, 2)
+    (grad,) = torch.autograd.grad(loss, output)
+    loss = loss.detach()
+    del output
+    return [loss, grad, *one_backward(step, model)]
+
+
+def sent_as_int8(runtime: Runtime) -> dict[str, Any]:
+    """What is lost is kept for the next step."""
+    policy = fsdp2.MixedPrecisionPolicy(reduce_dtype=torch.float32, reduce_wire=fsdp2.tensors.Int8Wire())
+    return {"mp_policy": policy}
+
+
 def with_optimizer_event(step: Step, model: Any) -> list[Tensor]:
     """The next forward's gathers wait for the optimizer's event, not for all compute."""
     root = step.control(model)
@@ -382,6 +418,7 @@ _aside = partial(_ours, step=step_aside_and_evaluate, optimizer=nothing)  # in t
 _hooked = partial(_ours, model=partial(wrapped, Int8AllGatherTensor))
 _on_host = partial(_ours, optimizer=on_host)
 _overlapped = partial(_ours, optimizer=on_host_overlapped)
+_offloading = partial(_ours, model=partial(MLP, num_blocks=4), then=keep_activations_on_host)
 
 CASES: dict[str, Trained] = {
     "plain": Trained(),
@@ -428,6 +465,11 @@ CASES: dict[str, Trained] = {
     "stepped on the host, in bf16": _on_host(model=lambda: MLP().bfloat16(), step=accumulate, policy=bf16_fp32),
     "stepped on the host, written by others": _on_host(step=write_between),
     "stepped on the host, offloaded": _overlapped(policy=offloaded),
+    "activations on the host": _offloading(),
+    "activations on the host, backward from a block": _offloading(step=backward_from_a_block),
+    "activations on the host, backward to a block": _offloading(step=backward_to_a_block),
+    "gradients in int8": _ours(model=WIDE, policy=sent_as_int8),
+    "states of 8 bits": _ours(model=WIDE, optimizer=partial(fsdp2.optim.AdamW8bit, lr=1e-2)),
     "looked into": _ours(step=look_into_and_write),
     "reduced in a group of its own": _ours(model=WIDE, policy=bf16, then=call("set_separate_reduce_scatter_group")),
     "three reductions in flight": _ours(

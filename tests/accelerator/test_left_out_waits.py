@@ -57,6 +57,7 @@ class Wait:
 
 _JOBS, _GRADIENTS = "optim.host_adamw.jobs", "core.group.gradients.GroupGradients"
 _TREE, _MATRICES = "core.runtime.unit_tree.UnitTree", "optim.matrices"
+_ACTIVATIONS, _ON_HOST = "memory.activations.ActivationOffload", "activations on the host"
 SIDE = "side streams first"
 WAITS = [
     Wait("wait_here", "core.group.all_gather.Gather.wait", "plain", "late gathers"),
@@ -94,6 +95,13 @@ WAITS = [
     Wait("record", f"{_MATRICES}.exchange.Message.start", "muon", "late gathers and reductions"),
     Wait("wait_here", f"{_MATRICES}.exchange.Message.wait", "muon", "late gathers and reductions"),
     Wait("work", f"{_MATRICES}.circles._reduced", "muon, gradients on rank 0 alone", "late all-reduces"),
+    Wait("record", f"{_ACTIVATIONS}._send", _ON_HOST, SIDE),
+    Wait("wait_here", f"{_ACTIVATIONS}._send", _ON_HOST, SIDE),
+    Wait("wait_here", f"{_ACTIVATIONS}._free", _ON_HOST, "late copies"),
+    Wait("record", f"{_ACTIVATIONS}._fetch", _ON_HOST, "late copies"),
+    Wait("wait_here", f"{_ACTIVATIONS}._fetch", _ON_HOST, SIDE),
+    Wait("wait_here", f"{_ACTIVATIONS}.unpack", f"{_ON_HOST}, backward from a block", "late copies"),
+    Wait("wait_here", f"{_ACTIVATIONS}._settle", f"{_ON_HOST}, backward to a block", "late copies"),
 ]
 WAITS_OF_4 = [
     Wait("reduce_after_compute", f"{_GRADIENTS}._start_landing", "replicated, sums carried on alone", SIDE),
@@ -114,6 +122,8 @@ _PENDING = "distributed/test_model_parallel_state.py::test_gradient_whose_collec
 _JOINED = "distributed/test_joined.py::test_ranks_with_other_numbers_of_batches_train_as_one_process"
 _IN_ONE_MEMORY = "distributed/test_custom_comm.py::test_messages_in_flight_may_lie_in_the_same_memory"
 _UNCUT = "distributed/test_scopes.py::test_forwards_without_gradients_run_on_whole_parameters"
+_WIRED = "distributed/test_gradient_wires.py::test_sums_are_those_of_cast_gradients_in_rank_order"
+_OWED = "distributed/test_gradient_wires.py::test_feedback_makes_up_for_losses_across_replicas_checkpoints_and_moves"
 _STOPPED = "distributed/test_stream_order.py::test_a_wait_that_is_left_out_is_noticed"
 _STREAMED = "distributed/test_weights.py::test_weights_go_in_and_out_on_2_ranks"
 _WHOLE = "distributed/test_whole_matrices.py::test_each_matrix_is_whole_once_and_comes_back"
@@ -144,6 +154,12 @@ ELSEWHERE: dict[str, str] = {
     "checkpoint.stream_weights._Gathering.wait-record": _ASKED,
     "checkpoint.stream_weights._Gathering.wait-wait_on_cpu": _ASKED,
     "optim.matrices.exchange.Message.wait-work": _WHOLE,  # gloo's messages
+    # gloo's messages, and where the host reads sums
+    "extras.gradient_wires._Then.wait-work": _WIRED,
+    "extras.gradient_wires.Exchange.total_residual-work": _OWED,
+    "tensors.wire_residuals._Residuals.collected-work": _OWED,
+    "tensors.wire_residuals._Residuals.collected-compute_after_reduce": _OWED,
+    "optim.adamw8bit.states.agree-work": "parity/test_adamw8bit.py::X",
     # what measures time
     "report.recorder.DeviceClock.__init__-synchronize": _CLOCK,
     "report.recorder.DeviceClock._event-record": _REPORTED,
