@@ -60,7 +60,7 @@ SAVED_ALONE = ("save and load safetensors", "save in the background")  # torch d
 _FEATURES: dict[str, tuple[Any, ...]] = {
     "mesh": ("fsdp", "hsdp", "one replica", "one rank", "tp"),
     "place": ("alone", "first", "last", "middle"),  # of the block, among up to three
-    "micros": (1, 2),  # per step
+    "micros": (1, 2, 3),  # per step: the last has defaults, those before it what is asked for
     "block.kind": KINDS,
     "block.uses": (1, 2),
     "block.checkpoint": ("", *CHECKPOINTS),
@@ -200,7 +200,7 @@ BEYOND_TORCH: tuple[dict[str, tuple[Any, ...]], ...] = (
     {"block.kind": ("odd",), "program.placement_dim": (1,)},  # a dim that is cut unevenly
     {"program.listed": (True,), "block.detached": (True,)},  # freed too early
     {"program.reduces_unused": (True,), "block.skipped": _not_default("block.skipped")},  # from here on: see known.py
-    {"program.autocast": ("step",), "micros": (2,)},
+    {"program.autocast": ("step",), "micros": (2, 3)},
     {"micro.between": tuple((each,) for each in ("freeze", "freeze listed", "another root"))},
     {"block.checkpoint": ("reentrant",), "block.uses": (2,)},
     {"block.checkpoint": ("reentrant",), "micro.forwards": (2,)},
@@ -226,7 +226,7 @@ BEYOND_TORCH: tuple[dict[str, tuple[Any, ...]], ...] = (
     *(
         {**WRAPPED, **low, **several}
         for low in ({"program.precision": LOW}, {"program.autocast": ("forward", "step")})
-        for several in ({"micros": (2,)}, {"micro.forwards": (2,)}, {"block.uses": (2,)})
+        for several in ({"micros": (2, 3)}, {"micro.forwards": (2,)}, {"block.uses": (2,)})
     ),
     {**WRAPPED, "mesh": ("hsdp", "one rank")},  # where one rank has all shards, it does not shard at all
 )
@@ -601,7 +601,8 @@ def program_of(row: Row) -> Program:
         "last": (_other(block), block),
         "middle": (_other(block), block, _other(block)),
     }[row["place"]]
-    micros = (micro, Micro(uses_side=micro.uses_side, marks_last=micro.marks_last))[: row["micros"]]
+    last = Micro(uses_side=micro.uses_side, marks_last=micro.marks_last)
+    micros = (micro,) * (row["micros"] - 1) + (last,) if row["micros"] > 1 else (micro,)
     before = [(), *((row[name],) if row[name] else () for name in ("second step", "third step"))]
     steps = tuple(Step(each, micros) for each in before)
     return Program(blocks=blocks, mesh=row["mesh"], steps=steps, **part["program"])

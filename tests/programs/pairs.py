@@ -68,12 +68,8 @@ def allowed_pairs(world_size: int, device: str = "cpu") -> set[Pair]:
     """The pairs of values that some row has."""
     values = features(world_size, device)
     named = [(name, value) for name in values for value in values[name]]
-    found = set[Pair]()
-    for first, second in itertools.combinations(named, 2):
-        pair = frozenset((first, second))
-        if pair not in found and first[0] != second[0] and (row := _simplest(dict(pair), values)) is not None:
-            found |= pairs_of(row)
-    return found
+    pairs = (dict(pair) for pair in itertools.combinations(named, 2) if pair[0][0] != pair[1][0])
+    return {frozenset(pair.items()) for pair in pairs if _simplest(pair, values) is not None}
 
 
 @functools.cache

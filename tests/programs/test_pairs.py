@@ -70,16 +70,22 @@ def test_the_array_has_each_pair_that_the_rules_allow(world_size: int) -> None:
             assert not _completes(dict((first, second)), values), f"no program has {first} and {second}"
 
 
-def _completes(row: dict[str, Any], values: Mapping[str, tuple[Any, ...]]) -> bool:
-    """Whether some values of the other features go with those of ``row``: tries all values of features that rules
-    speak of together with what is chosen. If no such rule is left, the others can have their defaults."""
-    if not is_allowed(row):
+def _completes(row: dict[str, Any], values: Mapping[str, tuple[Any, ...]], name: str | None = None) -> bool:
+    """Whether some values of the other features go with those of ``row``, of which only ``name`` is new: tries all
+    values of features that rules speak of together with what is chosen. If no such rule is left, the others can have
+    their defaults."""
+    if not is_allowed(row, name):
         return False
-    for rule in (rule for rule in RULES if "device" not in rule.combination):  # these are about the CPU
-        chosen = rule.combination.keys() & row.keys()
-        if chosen and all(row[name] in rule.combination[name] for name in chosen):
-            name = next(name for name in rule.combination if name not in row)
-            return any(_completes({**row, name: value}, values) for value in values[name])
+    open_ = [
+        rule.combination.keys() - row.keys()
+        for rule in RULES
+        if "device" not in rule.combination  # these are about the CPU
+        and (chosen := rule.combination.keys() & row.keys())
+        and all(row[name] in rule.combination[name] for name in chosen)
+    ]
+    if open_:
+        name = min(min(open_, key=lambda names: (len(names), sorted(names))))  # the fewest ways out first
+        return any(_completes({**row, name: value}, values, name) for value in values[name])
     return True
 
 
