@@ -207,6 +207,7 @@ BEYOND_TORCH: tuple[dict[str, tuple[Any, ...]], ...] = (
     {"program.divide_factor": (1.0,), "program.force_sum": (False,)},  # gloo multiplies in no reduction
     {"block.wire": ("int8", "nf4"), "mesh": ("hsdp", "one rank")},  # two tensors from one rank
     {"program.clips_by": ("fsdp2",)},  # adds up squares in another order
+    {"program.setting": ("finalized by hand",), "micro.apart": (True,)},
     # Torch's class takes no second backward, hangs, and moves to an accelerator what it offloads.
     *_joined(WRAPPED, {"micro.backwards": (2,), "micro.between": (("state dict",),), "program.offload": (True,)}),
     # It gives frozen parameters zeros, and adds up norms and, in less than fp32, micro-batches in another order.
@@ -344,6 +345,11 @@ RULES = (
         for step in ("second step", "third step")
     ),
     Rule({"micro.apart": (True,), "micro.forwards": (2,)}, "two forwards already"),
+    *_each(
+        {"micros": (3,), "micro.fails": tuple(each for each in FAILS if each.startswith("backward"))},
+        {"micro.sync": _not_default("micro.sync"), "micro.keep": (True,)},
+        "the end of a backward that failed drops what the micro-batch before it has kept",
+    ),
     Rule({"micro.between": (("another adapter",),), "block.kind": _others("block.kind", "adapters")}, "no adapters"),
     Rule(
         {"micro.between": (("thaw all",), ("freeze and restore",)), "block.wire": ("nf4",)},

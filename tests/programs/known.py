@@ -31,6 +31,8 @@ def known_difference(program: Program) -> str | None:
         return "torch copies what hooks return for a parameter that is cut along dim 1, and later gathers miss the copy"
     if program.clips_by == "fsdp2":
         return "fsdp2.clip_grad_norm_ adds up squares in another order"
+    if program.setting == "finalized by hand" and any(micro.apart for step in program.steps for micro in step.micros):
+        return "the root's gradients of two backwards that end by hand are reduced together, rounded in another order"
     if program.way == "FSDP1":
         if any(block.frozen or block.kind == "adapters" for block in program.blocks) or any(
             "freeze" in step.before for step in program.steps
