@@ -293,7 +293,9 @@ RULES = (
             "program.force_sum": (True,),
             "program.reduces_unused": (True,),
             "program.placement_dim": (1,),
-            "program.precision": tuple(each for each in PRECISIONS if each.output or each.wire or not each.casts_inputs),
+            "program.precision": tuple(
+                each for each in PRECISIONS if each.output or each.wire or not each.casts_inputs
+            ),
             "program.prefetch": (True,),
             "program.divide_factor": (1.0,),
             "program.memory": MEMORY,
