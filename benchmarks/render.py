@@ -181,7 +181,14 @@ PARTS = {
     ),
     "tensors/all_gather_bytes.main": Part(
         ("step MB", "step ms", "val. loss", "ratio"),
-        ("fp32", "bf16, by policy", "fp8, scale per row", "int8, blocks of 256", "nf4 base, LoRA"),
+        (
+            "fp32",
+            "bf16, by policy",
+            "fp8, scale per row",
+            "mxfp8, blocks of 32",
+            "int8, blocks of 256",
+            "nf4 base, LoRA",
+        ),
         note="nf4: trains adapters only, 40 steps from the final weights of the first row.",
     ),
     "tensors/qlora.main": Part(

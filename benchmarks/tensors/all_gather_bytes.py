@@ -46,6 +46,7 @@ from fsdp2.tensors import (
     Float8AllGatherTensor,
     Float8Scaling,
     Int8AllGatherTensor,
+    MXFP8AllGatherTensor,
     precompute_float8_scales,
     wrap_parameters,
 )
@@ -75,6 +76,7 @@ FORMATS = {
     "bf16": Format("bf16", BFloat16AllGatherTensor),
     "fp8-row": Format("fp8, scale per row", partial(Float8AllGatherTensor, scaling=Float8Scaling.PER_ROW)),
     "fp8-tensor": Format("fp8, scale per tensor", Float8AllGatherTensor, precompute=True),
+    "mxfp8": Format("mxfp8, blocks of 32", MXFP8AllGatherTensor),
     "int8": Format("int8, blocks of 256", Int8AllGatherTensor),
     "nf4": Format("nf4 base, LoRA", lora=True, options={"lr": 3e-3}),
 }

@@ -8,8 +8,8 @@ once. A bf16 sum is what NCCL does with bfloat16: a rounding after each addition
 
 **Steps** are those of the model and the data of ``make train``, scaled down. Formats take turns in one run. Bytes are
 those that a rank gives to gloo for others, counted in a backward whose parameters need no all-gather. **Losses** are
-means over the last tenth of the steps, and differences are those from the float32 run. The last row is a second float32
-run, with another seed of the batches.
+means over the last tenth of the steps, and differences are those from the float32 run. Two rows are there to compare
+with: parameters that are gathered in MXFP8, and a second float32 run with another seed of the batches.
 
     python benchmarks/tensors/gradient_wires.py [--steps 500] [--turns 8] [--ranks 2 4]
 """
@@ -42,7 +42,7 @@ from lm_task import ModelConfig, Transformer, read_corpus, training_batch
 from benchmarks.common import Table, medians_in_turns, publish
 from fsdp2 import MixedPrecisionPolicy, fully_shard
 from fsdp2.extras.gradient_wires import CastWire, total_of, with_feedback
-from fsdp2.tensors import GradientWire, Int8Wire
+from fsdp2.tensors import GradientWire, Int8Wire, MXFP8AllGatherTensor, wrap_parameters
 
 SIZES = (2, 4, 8, 16, 32, 64)
 NUMEL = 1 << 14
@@ -53,12 +53,14 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 @dataclass(frozen=True)
 class Format:
-    """How a row's gradients travel. ``nbytes``: per element, on their way."""
+    """How a row's gradients travel. ``nbytes``: per element, on their way; None: a row of the loss curves only.
+    ``gathered``: what matrices become, to be gathered."""
 
     name: str
     wire: Any
-    nbytes: float
+    nbytes: float | None
     seed: int = 0
+    gathered: Callable[[Tensor], Tensor] | None = None
 
 
 INT8 = Int8Wire()
@@ -68,7 +70,8 @@ FORMATS = [
     Format("bf16, summed in fp32", BF16, 2),
     Format("int8, error feedback", INT8, INT8_NBYTES),
     Format("int8, without", Int8Wire(error_feedback=False), INT8_NBYTES),
-    Format("fp32, other batches", None, 4, seed=1),
+    Format("fp32, parameters gathered in mxfp8", None, None, gathered=MXFP8AllGatherTensor),
+    Format("fp32, other batches", None, None, seed=1),
 ]
 
 
@@ -148,6 +151,8 @@ class Subject:
     def __init__(self, format: Format, corpus: Tensor, num_steps: int) -> None:
         torch.manual_seed(0)
         self.model: Any = Transformer(MODEL)
+        if format.gathered is not None:
+            wrap_parameters(self.model, format.gathered)
         policy = MixedPrecisionPolicy(reduce_dtype=FP32, reduce_wire=format.wire)
         for module in (*self.model.blocks, self.model):
             fully_shard(module, mp_policy=policy)
@@ -222,7 +227,7 @@ def steps(results: dict[int, dict[str, Any]]) -> Table:
     columns = ["", "KB sent", "of fp32", "bytes per element", "ms", "ratio"]
     rows: list[list[object]] = []
     for size, result in results.items():
-        for format in FORMATS[:-1]:
+        for format in (each for each in FORMATS if each.nbytes is not None):
             nbytes, seconds = result["nbytes"][format.name], result["seconds"][format.name]
             of_fp32 = [nbytes / result["nbytes"]["fp32"], seconds / result["seconds"]["fp32"]]
             cells = [f"{nbytes / 1e3:.1f}", of_fp32[0], f"{format.nbytes:.3f}", f"{seconds * 1e3:.1f}", of_fp32[1]]
