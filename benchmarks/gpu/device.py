@@ -53,7 +53,7 @@ class Device(Protocol):
         """On the current stream: ``start(outputs)``, a delay if ``kind`` is late, ``finish(outputs, inputs)``."""
 
     def captured(self, step: Callable[[], None]) -> Callable[[], None]:
-        """Capture ``step`` on the current stream. Returns what replays it. Whatever a capture may not contain raises."""
+        """Capture ``step`` on the current stream. Returns what replays it. What a capture may not contain raises."""
 
     def finish(self) -> None:
         """The host waits for all that was enqueued."""
@@ -131,8 +131,8 @@ class Simulated(Device):
             self.finish()
 
     def captured(self, step: Callable[[], None]) -> Callable[[], None]:
-        """There are no graphs here: whatever CUDA would refuse raises, and a replay calls ``step``. A graph does not run
-        while it is captured, and this step has run, so the first replay does nothing."""
+        """There are no graphs here: whatever CUDA would refuse raises, and a replay calls ``step``. CUDA does not run
+        what it captures, but this device has run it, so the first replay does nothing."""
         with self._watched() as broken:
             step()
         if broken:

@@ -26,7 +26,7 @@ from benchmarks.gpu.subjects import Block, Shape
 from benchmarks.gpu.verdicts import Report, attempt, ensure
 
 NUM_BLOCKS, NUM_TOKENS, VOCABULARY = 4, 64, 256
-NUM_REPLAYS = {"cuda": 100, "sim": 3}
+NUM_REPLAYS = {"cuda": 100, "sim": 2}
 NUM_WARM = 3  # steps before the capture: plans, lazy states, communicators
 SHORT_DELAY = 1_000_000  # cycles: about 0.6 ms, longer than a kernel here
 
@@ -99,15 +99,14 @@ def _check(on: Device, num_ranks: int) -> str:
     module = torch.get_device_module(on.type)
     stream = module.Stream()
     stream.wait_stream(module.current_stream())
-    # All on one stream: autograd accumulates gradients on the stream where it first saw a parameter, and a capture may
-    # not wait for work outside of it.
+    # Not the default stream, which cannot be captured; and one for all, as a capture may not wait for others' work.
     with module.stream(stream):
         expected = _losses(Trained(on, num_ranks), tokens, None)
         actual = _losses(Trained(on, num_ranks), tokens, on)
     on.finish()
     broken = [name for name, value in expected.items() if not value.isfinite().all()]
     ensure(not broken, f"not finite without a graph: {broken[:3]}")
-    ensure(not torch.equal(expected["loss of step 0"], expected[f"loss of step {len(tokens) - 1}"]), "nothing is learnt")
+    ensure(len({value.item() for value in expected.values() if value.dim() == 0}) > 1, "all losses are the same")
     return f"{num_replays} replays, {ensure_equal(actual, expected)}"
 
 

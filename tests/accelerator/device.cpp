@@ -349,7 +349,9 @@ class Capture {
     {
       std::lock_guard<std::mutex> lock(mutex_);
       bool is_of_this = is_active_ && event.first == number_;
-      if (is_of_this) {  // a stream that waits for a captured one is captured, too
+      if (is_of_this && stream == 0 && stream != origin_) {
+        problem = "the default stream waits for a captured one";
+      } else if (is_of_this) {  // a stream that waits for a captured one is captured, too
         for (auto& [other, count] : event.second) {
           auto& known = clocks_[stream][other];
           known = std::max(known, count);

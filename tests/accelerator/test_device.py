@@ -249,6 +249,10 @@ def test_what_a_captured_stream_may_not_be_asked_for_is_told(ctx: RankContext) -
         with device.captured() as found:
             act()
         assert [what.rstrip(" 0123456789") for what in found] == expected, index
+    side = side_stream()
+    with on(side), device.captured() as found:
+        current.wait_stream(side)
+    assert found == ["the default stream waits for a captured one"]
     with device.captured() as found:
         event = current.record_event()
     current.wait_event(event)

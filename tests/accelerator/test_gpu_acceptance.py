@@ -37,8 +37,16 @@ def script(out: Path, *arguments: str, timeout_s: float = 280) -> tuple[int, lis
 
 @pytest.mark.parametrize(
     ("parts", "passed"),
-    [(["1"], {"contract": 8, "forced": 3}), (["2", "4"], {"late": 9, "ranks 2": 5, "ranks 4": 5})],
-    ids=["contract and training through it", "late collectives and shared devices"],
+    [
+        (["1"], {"contract": 8, "forced": 3}),
+        (["2", "4"], {"late": 11, "ranks 2": 7, "ranks 4": 7}),
+        (["8", "9"], {"graph nccl": 1, "graph late": 1, "features": 4}),
+    ],
+    ids=[
+        "contract and training through it",
+        "late collectives and shared devices",
+        "steps in a graph, wires and activations",
+    ],
 )
 def test_parts_hold_on_the_simulated_accelerator(parts: list[str], passed: dict[str, int], tmp_path: Path) -> None:
     status, verdicts = script(tmp_path, "--device", "sim", "--only", *parts)
