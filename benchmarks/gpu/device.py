@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -52,7 +52,7 @@ class Device(Protocol):
     ) -> None:
         """On the current stream: ``start(outputs)``, a delay if ``kind`` is late, ``finish(outputs, inputs)``."""
 
-    def captured(self, step: Callable[[], None]) -> Callable[[], None]:
+    def captured(self, step: Callable[[], object]) -> Callable[[], object]:
         """Capture ``step`` on the current stream. Returns what replays it. What a capture may not contain raises."""
 
     def finish(self) -> None:
@@ -83,7 +83,7 @@ class Cuda(Device):
         if self.is_serial:
             torch.cuda.synchronize()
 
-    def captured(self, step: Callable[[], None]) -> Callable[[], None]:
+    def captured(self, step: Callable[[], object]) -> Callable[[], object]:
         graph, raised = torch.cuda.CUDAGraph(), []
         try:
             with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
@@ -130,14 +130,14 @@ class Simulated(Device):
         if self.is_serial:
             self.finish()
 
-    def captured(self, step: Callable[[], None]) -> Callable[[], None]:
+    def captured(self, step: Callable[[], object]) -> Callable[[], object]:
         """There are no graphs here: whatever CUDA would refuse raises, and a replay calls ``step``. CUDA does not run
         what it captures, but this device has run it, so the first replay does nothing."""
         with self._watched() as broken:
             step()
         if broken:
             raise RuntimeError(f"the capture failed: {'; '.join(dict.fromkeys(broken))}")
-        replays = itertools.chain([lambda: None], itertools.repeat(step))
+        replays: Iterator[Callable[[], object]] = itertools.chain([lambda: None], itertools.repeat(step))
         return lambda: next(replays)()
 
     def finish(self) -> None:

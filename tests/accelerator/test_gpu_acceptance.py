@@ -7,6 +7,8 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import torch
 
 from benchmarks.gpu import acceptance as gpu_acceptance, direct as gpu_direct
 from benchmarks.gpu.acceptance import FAIL, MARGIN_S, NOT_RUN, PASS, Part, Verdict, run_all, run_part
+from benchmarks.gpu.device import Cuda
 from fsdp2.core.comm.backends import CollectiveComm
 
 pytestmark = pytest.mark.long
@@ -130,6 +133,24 @@ def test_without_a_gpu_nothing_is_run_and_nothing_fails(tmp_path: Path) -> None:
 
 
 # What is read and shown
+
+
+def test_capture_that_fails_is_told_of_by_what_failed_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def capture(graph: object, stream: object) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            raise RuntimeError("the capture was invalidated")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    on = Cuda.__new__(Cuda)
+    with pytest.raises(RuntimeError, match=r"^the capture failed: ZeroDivisionError: division by zero$"):
+        on.captured(lambda: 1 / 0 and None)
+    with pytest.raises(RuntimeError, match=r"^the capture failed: RuntimeError: the capture was invalidated$"):
+        on.captured(lambda: None)
 
 
 def test_outcomes_of_pytest_are_counted() -> None:
