@@ -119,7 +119,7 @@ def _losses(trained: Trained, tokens: Tensor, captures: Device | None) -> Values
     """The losses of all steps and the last parameters. ``captures``: the device on which the steps after those that
     warm up are replays."""
     losses = []
-    step = trained.step
+    step: Callable[[], object] = trained.step
     for index, each in enumerate(tokens):
         trained.tokens.copy_(each)
         if index == NUM_WARM and captures is not None:
