@@ -257,6 +257,7 @@ def test_gradients_lie_in_their_memory_as_under_torch(ctx: RankContext, runtime:
     return [(fake.storage_offset(), fake._local_tensor.storage_offset(), fake.stride()) for fake in fakes]
 
 
+@pytest.mark.in_turns
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD", "AdamW, foreach", "SGD, foreach", "AdamW, fused"])
 @distributed(2)

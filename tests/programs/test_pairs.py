@@ -56,8 +56,8 @@ def test_values_are_told_apart_from_equal_ones() -> None:
         assert len(set(values)) == len(values), name
 
 
+@pytest.mark.in_turns
 @pytest.mark.long
-@pytest.mark.ci
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_the_array_has_each_pair_that_the_rules_allow(world_size: int) -> None:
     values = features(world_size)

@@ -78,9 +78,10 @@ def test_programs_that_change_between_passes(seeds: range) -> None:
 
 @pytest.mark.long
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler: the simulated accelerator cannot be built")
-def test_programs_on_the_simulated_accelerator() -> None:
+@pytest.mark.parametrize("seeds", [range(i, i + 10) for i in range(0, 40, 10)], ids=str)
+def test_programs_on_the_simulated_accelerator(seeds: range) -> None:
     with closing(Runner(2, device.DEVICE)) as runner:
-        for seed in range(40):
+        for seed in seeds:
             program = draw(seed, 2)
             if not program.runs_on(device.DEVICE):
                 continue
