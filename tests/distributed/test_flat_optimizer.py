@@ -28,7 +28,7 @@ from tests.harness.compare import compare_values
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.golden import texts_beside
 from tests.harness.messages import error_of
-from tests.harness.models import DIM, MLP, ParityModel, PartlyUsed, Transformer, Uneven, freeze
+from tests.harness.models import DIM, MLP, ParityModel, PartlyUsed, Uneven, freeze
 from tests.harness.offload import shard_offloaded
 from tests.harness.runtimes import Runtime, subject
 from tests.harness.selection import long
@@ -236,15 +236,6 @@ def test_same_values_however_the_model_is_sharded(ctx: RankContext, name: str) -
     with direct_from(512):
         make = OPTIMIZERS["SGD with momentum"] if name == "gradients of another dtype" else adamw  # or torch raises
         Twins(ctx, MLP, make, SHARDED[name]).steps(3)
-
-
-@pytest.mark.long
-@distributed(4)
-def test_same_values_on_four_ranks(ctx: RankContext) -> None:
-    mesh, alone = ctx.mesh_2d(2, 2), ctx.mesh_of_one()
-    Twins(ctx, Uneven, adamw).steps(3)
-    Twins(ctx, Transformer, adamw, lambda runtime, model, _: shard_units_and_root(runtime, model, mesh)).steps(3)
-    Twins(ctx, MLP, adamw, lambda runtime, model, _: shard_units_and_root(runtime, model, alone)).steps(3)
 
 
 @distributed(2)
