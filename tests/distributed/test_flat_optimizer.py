@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn, optim
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils import _pytree as pytree
 
@@ -346,24 +345,6 @@ def test_state_dicts_load_into_each_other(ctx: RankContext, make: Any) -> None:
         assert loaded.state
         assert not any(ref() is not None for ref in replaced)  # what there was is freed
         twins.steps(2)
-
-
-@distributed(2)
-def test_distributed_checkpoints_hold_the_same_and_load_before_the_first_step(ctx: RankContext) -> None:
-    twins = Twins(ctx, Mixed, adamw)
-    twins.step(use_side=False)
-    twins.step()
-    saved = [get_optimizer_state_dict(model, optimizer) for model, optimizer in twins.both]
-    compare_values("checkpoint", records(saved[1]), records(saved[0]))
-    fresh = Twins(ctx, Mixed, adamw)
-    for (model, optimizer), state in zip(fresh.both, reversed(saved), strict=True):
-        _, empty = get_state_dict(model, optimizer)  # as loaders do, to know what to read
-        assert empty["state"]
-        set_optimizer_state_dict(model, optimizer, copy.deepcopy(state))
-    fresh.compare()
-    fresh.index = twins.index
-    fresh.step()
-    fresh.step(use_side=False)
 
 
 @distributed(2)

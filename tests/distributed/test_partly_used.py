@@ -154,7 +154,7 @@ OURS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["on the host", *long("Muon", "flat")])
+@pytest.mark.parametrize("name", ["on the host", "flat", *long("Muon")])
 @distributed(2)
 def test_our_optimizers_go_on_as_without_the_checkpoint(ctx: RankContext, tmp_path: Path, name: str) -> None:
     model, other = shard(ctx, seeded(Experts)), shard(ctx, seeded(Experts, 1))
