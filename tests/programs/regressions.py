@@ -187,7 +187,7 @@ _INSTEAD_OF_TESTS: tuple[tuple[Program, str], ...] = (
     ),
     *(
         (Program((Block("odd"), Block()), mesh="hsdp", optimizer=f"AdamW {form}", set_to_none=False), "zeroed in place")
-        for form in ("foreach", "fused", "one by one")
+        for form in ("foreach", "fused", "one by one", "flat")
     ),
     (Program((Block(), Block("odd")), covered=True, optimizer="momentum"), "a root without parameters of its own"),
     (Program((Block(), Block()), steps=(_PLAIN, Step(("reset",)), Step(("reset",), _LATER))), "a reset drops too much"),
