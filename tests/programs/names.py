@@ -48,7 +48,7 @@ NOT_IN_PROGRAMS = {
     **dict.fromkeys(("FSDPExtensions", "set_fsdp_extensions"), "tests/parity/fsdp1/test_extensions.py"),
     "FlatParameter": _FLAT,
     "BackwardPrefetch": "changes the order of gathers only: tests/parity/fsdp1/test_random_programs.py",
-    "ShardedGradScaler": "steps by its own rules: tests/parity/fsdp1/test_training.py",
+    "ShardedGradScaler": "steps by its own rules: tests/parity/fsdp1/test_gradients.py",
     **dict.fromkeys(("MemoryPlan", "OffloadChoice", "UnitBytes", "UnitMemory"), _RESULT),
     **dict.fromkeys(("ActivationOffload", "UnitActivations"), _RESULT),
     **dict.fromkeys(("Matrix", "MatrixRule", "WholeMatrices", "whole_matrices"), "Muon uses them in programs"),
