@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,14 +12,11 @@ from torch.distributed.tensor import DTensor
 
 from tests.harness.compare import (
     Cases,
-    compare,
     compare_losses_with_unsharded,
     each_compared,
     hsdp,
-    one_replica,
     trains_alike,
 )
-from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import MLP, Branches, ParityModel, PartlyUsed, Transformer, Uneven, frozen
 from tests.harness.runtimes import Runtime, beyond_torch
 from tests.harness.training import (
@@ -45,7 +41,7 @@ def _registered(model: nn.Module) -> dict[str, object]:
     return held
 
 
-def _step_with_notes(step: Step, model: MLP) -> list[Tensor]:
+def _step_with_notes(step: Step, model: Any) -> list[Tensor]:
     loss = step.loss(model)
     step.note("after forward", _registered(model))
     loss.backward()
@@ -58,10 +54,9 @@ def test_reshard_after_forward() -> Cases:
     return {str(to): Case(MLP, sharded(reshard_after_forward=to), _step_with_notes) for to in (True, False, None)}
 
 
-@each_compared(4, ci=("Uneven",), long=("MLP", "Transformer"))
-def test_reshard_after_forward_to_two_ranks() -> Cases:
-    to_two = sharded(reshard_after_forward=2)
-    return {model.__name__: Case(model, to_two, _step_with_notes) for model in (Uneven, MLP, Transformer)}
+@trains_alike(4, model=Uneven, shard=sharded(reshard_after_forward=2))
+def test_reshard_after_forward_to_two_ranks(step: Step, model: Any) -> list[Tensor]:
+    return _step_with_notes(step, model)
 
 
 def _stays(model: Any) -> None:
@@ -169,16 +164,6 @@ def test_any_number_of_reductions_in_flight() -> Cases:
         "two of one unit": Case(_used_twice, _with_buffers(4)),
         "backwards that are not the last": (Case(MLP, _with_buffers(3), step), Case(_used_twice, step=step)),
     }
-
-
-@pytest.mark.long
-@distributed(2)
-def test_reductions_in_flight_on_hsdp_without_all_reduce_until_the_last_micro_batch(ctx: RankContext) -> None:
-    step = partial(accumulate, switch="set_requires_all_reduce")
-    for mesh in (hsdp(ctx), one_replica(ctx)):
-        compare(Case(MLP, _with_buffers(4), step), mesh)
-        # torch sums the two uses in another order where the replicate axis is longer than 1, so only to rounding
-        compare_losses_with_unsharded(Case(_used_twice, _with_buffers(4), step), mesh)
 
 
 # reduce_scatter_unused_params
