@@ -14,26 +14,11 @@ import pytest
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tests.harness.compare import (
-    Cases,
-    compare,
-    each_compared,
-    hsdp,
-    one_replica,
-)
+from tests.harness.compare import Cases, compare, each_compared, hsdp, one_replica
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import MLP, Branches, ParityModel, Uneven
 from tests.harness.runtimes import Runtime, oracle
-from tests.harness.training import (
-    Case,
-    Step,
-    accumulate,
-    gradients_of,
-    sgd,
-    shard_units_and_root,
-    sharded,
-    snapshot,
-)
+from tests.harness.training import Case, Step, accumulate, gradients_of, sgd, shard_units_and_root, sharded, snapshot
 from tests.parity.test_mixed_precision import BF16, BFLOAT16_ARITHMETIC, FP32
 
 _no_sync = partial(accumulate, note=gradients_of)

@@ -10,15 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from tests.harness.compare import (
-    Cases,
-    compare_losses_with_unsharded,
-    each_compared,
-    hsdp,
-    trains_alike,
-)
+from tests.harness.compare import Cases, each_compared, hsdp, trains_alike
 from tests.harness.models import MLP, Branches, ParityModel, PartlyUsed, Transformer, Uneven, frozen
-from tests.harness.runtimes import Runtime, beyond_torch
+from tests.harness.runtimes import Runtime
 from tests.harness.training import (
     BY_TURNS,
     Case,
@@ -206,52 +200,6 @@ def test_parameters_that_no_rank_uses_get_zeros(step: Step, model: PartlyUsed) -
     _zeros_for_unused(step, model.get_submodule("blocks.1.side"))
     step.note("gradient of an unused parameter", snapshot(model.blocks[1].side.weight.grad))
     return [loss]
-
-
-class _Dropped(MLP):
-    """All blocks run, as the ranks' gathers must match, but a rank goes on without the outputs of some."""
-
-    def forward(self, x: Tensor, dropped: tuple[int, ...] = ()) -> Tensor:  # type: ignore[override]
-        x = self.entry(x)
-        for index, block in enumerate(self.blocks):
-            output = block(x)
-            x = x if index in dropped else output
-        return self.exit(x)
-
-
-def _other_units_on_each_rank(step: Step, model: _Dropped) -> list[Tensor]:
-    losses = []
-    for micro in range(2):
-        step.control(model).set_requires_gradient_sync(micro == 1)
-        first = (step.index + step.rank + micro) % 3
-        losses.append(step.loss(model, micro, dropped=(first, (first + 1) % 3)))
-        losses[-1].backward()
-    _zeros_for_unused(step, model)
-    return losses
-
-
-def _may_differ(num_buffers: int = 1) -> Any:
-    def configure(model: Any) -> None:
-        model.set_ranks_may_differ(True)
-        _with_unused(model)
-        model.set_reduce_scatter_max_input_buffers(num_buffers)
-
-    return sharded(then=configure, reshard_after_forward=False)  # backwards must gather the same
-
-
-BY_ORDER = beyond_torch("it reduces whole units in the order of each rank's own backward, so that other units meet")
-
-
-@BY_ORDER
-@each_compared(2, by=compare_losses_with_unsharded, ci=("3",))
-def test_ranks_that_use_other_units() -> Cases:
-    return {str(num): Case(_Dropped, _may_differ(num), _other_units_on_each_rank) for num in (1, 3)}
-
-
-@BY_ORDER
-@each_compared(4, mesh=hsdp, by=compare_losses_with_unsharded)
-def test_ranks_that_use_other_units_on_hsdp() -> Cases:
-    return {"1": Case(_Dropped, _may_differ(), _other_units_on_each_rank)}
 
 
 # How a forward begins, and on which stream it gathers

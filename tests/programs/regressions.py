@@ -166,6 +166,10 @@ _INSTEAD_OF_TESTS: tuple[tuple[Program, str], ...] = (
         )
         for mesh, uses in (("hsdp", 2), ("one replica", 1))
     ),
+    (
+        Program((Block(left_out=(0,)), Block(left_out=(1,))), setting="two reductions", steps=_steps(_KEPT, _LAST)),
+        "ranks that differ reduce units in the order of each rank's own backward",
+    ),
     *(
         (
             Program((Block(checkpoint=how, reshard=True), Block(alone=False, checkpoint=how)), root_reshard=True),
