@@ -185,6 +185,7 @@ PARTS = {
             "fp32",
             "bf16, by policy",
             "fp8, scale per row",
+            "mxfp8, blocks of 32",
             "int8, blocks of 256",
             "nf4 base, LoRA",
         ),

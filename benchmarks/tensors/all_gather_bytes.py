@@ -46,10 +46,14 @@ from fsdp2.tensors import (
     Float8AllGatherTensor,
     Float8Scaling,
     Int8AllGatherTensor,
+    MXBlocks,
     MXFP8AllGatherTensor,
     precompute_float8_scales,
     wrap_parameters,
 )
+from fsdp2.tensors.float8 import magnitude, quantise_float8, row_magnitudes, scale_from
+from fsdp2.tensors.int8 import dequantise, quantise
+from fsdp2.tensors.mxfp8 import dequantise_mxfp8, quantise_mxfp8
 
 NUM_RANKS = 2
 VALIDATION_BATCHES = 8
@@ -227,7 +231,54 @@ def main() -> None:
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     title = f"Bytes of all-gathers: MB that a rank sends, {NUM_RANKS} gloo ranks, one thread each"
-    publish("tensors/all_gather_bytes", title, [report(measured(options), options)])
+    publish("tensors/all_gather_bytes", title, [report(measured(options), options), errors()])
+
+
+# Errors
+
+
+def arrived_in_fp8(matrix: torch.Tensor, magnitudes: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    scale = scale_from(magnitudes(matrix))
+    return quantise_float8(matrix, scale).to(matrix.dtype) * scale
+
+
+def arrived_in_mxfp8(matrix: torch.Tensor, blocks: MXBlocks = MXBlocks.ROWS) -> torch.Tensor:
+    made = torch.empty_like(matrix)
+    dequantise_mxfp8(*quantise_mxfp8(matrix, blocks), blocks, out=made)
+    return made
+
+
+def arrived_in_int8(matrix: torch.Tensor) -> torch.Tensor:
+    made = torch.empty_like(matrix)
+    dequantise(*quantise(matrix, 256), 256, out=made)
+    return made
+
+
+ARRIVED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "bf16": lambda matrix: matrix.bfloat16().to(matrix.dtype),
+    "fp8, scale per tensor": partial(arrived_in_fp8, magnitudes=magnitude),
+    "fp8, scale per row": partial(arrived_in_fp8, magnitudes=row_magnitudes),
+    "mxfp8, blocks of 32": arrived_in_mxfp8,
+    "mxfp8, blocks of 32 in columns": partial(arrived_in_mxfp8, blocks=MXBlocks.COLUMNS),
+    "int8, blocks of 256": arrived_in_int8,
+}
+
+
+def errors() -> Table:
+    """Of what arrives, relative to the norm of the matrix in fp64. "wide": columns differ by a factor of 7."""
+    generator = torch.Generator().manual_seed(0)
+    alike = torch.randn(1024, 1024, generator=generator)
+    wide = alike * torch.exp(2 * torch.randn(1024, generator=generator))
+    rows: list[list[object]] = []
+    for name, arrived in ARRIVED.items():
+        differences = [
+            ((arrived(each).double() - each.double()).norm() / each.double().norm()) for each in (alike, wide)
+        ]
+        rows.append([name, *(f"{float(each):.1e}" for each in differences)])
+    note = "A normal matrix; wide: its columns differ by a factor of about 7."
+    return Table(
+        "errors", "Rounding of a matrix, relative to fp64", ["", "normal", "wide"], rows, ratio=None, note=note
+    )
 
 
 def measured(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
