@@ -52,7 +52,7 @@ class Trained:
     """A sharded model, its optimizer, and one step on inputs that stay in one place.
 
     Attributes:
-        tokens: the inputs, ``[2, NUM_TOKENS]``. Whoever steps writes them before.
+        tokens: the inputs, ``[2, NUM_TOKENS]``. The caller writes them before each step.
         loss: of the last step, in memory that stays.
     """
 
@@ -87,7 +87,7 @@ def graph(report: Report, name: str, case: str) -> None:
     with surroundings(on):
         attempt(report, text, partial(_check, on, num_ranks))
     if case == "late" and name == "cuda":
-        # Last, as a capture that fails here leaves its memory pool behind.
+        # This check comes last, because a capture that fails leaves its memory pool behind.
         attempt(report, "a stream that has only waited need not be joined", _check_join)
 
 

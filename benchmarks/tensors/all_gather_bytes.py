@@ -9,6 +9,8 @@ Bytes are those that a rank sends, counted by the kernel on the loopback device,
 gradients and in a training step. Other programs that use the loopback device meanwhile add theirs, so each count is
 the least of several. Where the kernel does not tell, payloads of collectives are counted instead.
 
+Rounding is the norm of what a format changes in a matrix, relative to that of the matrix; no ranks are needed for it.
+
 The last row is ``docs/examples/lora.py``: the first row's final weights in 4 bits, frozen, and adapters of rank 8 that
 travel in fp32, trained for as many steps again.
 
@@ -264,21 +266,20 @@ ARRIVED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+def rounding(arrived: torch.Tensor, matrix: torch.Tensor) -> str:
+    exact = matrix.double()
+    return f"{float((arrived.double() - exact).norm() / exact.norm()):.1e}"
+
+
 def errors() -> Table:
-    """Of what arrives, relative to the norm of the matrix in fp64. "wide": columns differ by a factor of 7."""
+    """What a format loses of a normal matrix, and of one whose columns have different sizes."""
     generator = torch.Generator().manual_seed(0)
-    alike = torch.randn(1024, 1024, generator=generator)
-    wide = alike * torch.exp(2 * torch.randn(1024, generator=generator))
-    rows: list[list[object]] = []
-    for name, arrived in ARRIVED.items():
-        differences = [
-            ((arrived(each).double() - each.double()).norm() / each.double().norm()) for each in (alike, wide)
-        ]
-        rows.append([name, *(f"{float(each):.1e}" for each in differences)])
+    normal = torch.randn(1024, 1024, generator=generator)
+    wide = normal * torch.exp(2 * torch.randn(1024, generator=generator))
+    rows = [[name, *(rounding(arrived(each), each) for each in (normal, wide))] for name, arrived in ARRIVED.items()]
     note = "A normal matrix; wide: its columns differ by a factor of about 7."
-    return Table(
-        "errors", "Rounding of a matrix, relative to fp64", ["", "normal", "wide"], rows, ratio=None, note=note
-    )
+    title = "Rounding of a matrix, relative to fp64"
+    return Table("errors", title, ["", "normal", "wide"], rows, ratio=None, note=note)
 
 
 def measured(options: argparse.Namespace) -> dict[str, dict[str, Any]]:

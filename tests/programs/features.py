@@ -354,7 +354,7 @@ RULES = (
     *_each(
         {"micros": (3,), "micro.fails": tuple(each for each in FAILS if each.startswith("backward"))},
         {"micro.sync": _not_default("micro.sync"), "micro.keep": (True,)},
-        "the end of a backward that failed drops what the micro-batch before it has kept",
+        "a backward that fails drops the gradients that earlier micro-batches have kept",
     ),
     Rule({"micro.between": (("another adapter",),), "block.kind": _others("block.kind", "adapters")}, "no adapters"),
     Rule(

@@ -75,15 +75,15 @@ def _completes(row: dict[str, Any], values: Mapping[str, tuple[Any, ...]], name:
     their defaults."""
     if not is_allowed(row, name):
         return False
-    open_ = [
+    undecided = [
         rule.combination.keys() - row.keys()
         for rule in RULES
         if "device" not in rule.combination  # these are about the CPU
         and (chosen := rule.combination.keys() & row.keys())
         and all(row[name] in rule.combination[name] for name in chosen)
     ]
-    if open_:
-        name = min(min(open_, key=lambda names: (len(names), sorted(names))))  # the fewest ways out first
+    if undecided:
+        name = min(min(undecided, key=lambda names: (len(names), sorted(names))))  # the fewest ways out first
         return any(_completes({**row, name: value}, values, name) for value in values[name])
     return True
 
