@@ -181,9 +181,22 @@ PARTS = {
     ),
     "tensors/all_gather_bytes.main": Part(
         ("step MB", "step ms", "val. loss", "ratio"),
-        ("fp32", "bf16, by policy", "fp8, scale per row", "int8, blocks of 256", "nf4 base, LoRA"),
+        (
+            "fp32",
+            "bf16, by policy",
+            "fp8, scale per row",
+            "mxfp8, blocks of 32",
+            "int8, blocks of 256",
+            "nf4 base, LoRA",
+        ),
         note="nf4: trains adapters only, 40 steps from the final weights of the first row.",
     ),
+    "tensors/gradient_wires.errors": Part(
+        rows=tuple(
+            f"computed in {dtype}, noise, {size} ranks" for dtype in ("bfloat16", "float32") for size in (2, 8, 64)
+        )
+    ),
+    "optim/adamw8bit.training": Part(rows=("1 to 50", "201 to 250", "451 to 500", "validation")),
     "tensors/qlora.main": Part(
         ("base KiB", "ms", "fsdp2 / peer KiB", "fsdp2 / peer ms", "gradients"),
         note="Base: what a rank keeps between steps. gradients: those of the adapters, beside fsdp2's.",

@@ -1,6 +1,6 @@
 """Claim: initialising a model of one billion parameters through ``whole_init`` on 2 gloo ranks needs no memory besides
-the shards but one parameter, where rank 0 and a broadcast need the whole model on rank 0. The price is time: each rank
-draws all numbers.
+the shards but one parameter, where rank 0 and a broadcast need the whole model on rank 0. It also takes less time,
+though each rank draws all numbers.
 
 A Llama of 1.0 billion parameters in fp32. Each measurement has processes of its own. It begins with a sharded model on
 the meta device, and ends with values in all shards; all ways must give the same. Memory is what the processes allocate

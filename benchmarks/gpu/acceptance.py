@@ -2,12 +2,13 @@
 
     make gpu                                                  # with the python3 at hand, whose torch sees a GPU
     python benchmarks/gpu/acceptance.py --only 1 2            # some parts
-    python benchmarks/gpu/acceptance.py --device sim --only 1 2 4    # tries the script on the simulated accelerator
+    python benchmarks/gpu/acceptance.py --device sim --only 1 2 4 8 9    # on the simulated accelerator
     python benchmarks/gpu/acceptance.py --device cpu --only 6 7      # the same of other parts; figures mean nothing
 
 (1) NCCL's contract and training through it, with one rank; (2) 8 ranks that are not there, whose data comes late;
 (3) the same under torch's sanitizer of CUDA streams; (4) 2 and 4 ranks that share the GPU; (5) ``tests/gpu``;
-(6) step time, memory, copies, and what tensors cost that travel direct; (7) float8 and NF4.
+(6) step time, memory, copies, and what tensors cost that travel direct; (7) float8 and NF4; (8) a whole step in a CUDA
+graph; (9) formats in which gradients travel, and activations that wait on the host.
 
 Every part runs in a process of its own. One that hangs or crashes is a verdict, and the next one starts. The most
 valuable ones come first; what the time does not suffice for is "NOT RUN". The exit status is 1 if anything failed.
@@ -62,7 +63,8 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Part:
-    """``name`` tells ``run_here`` what to run; ``devices``: where that can be. ``lasts_s``: what it took on an H200."""
+    """``name`` tells ``run_here`` what to run; ``devices``: where that can be. ``lasts_s``: what it took on an H200; of
+    parts (8) and (9), which no GPU has run yet, what they should take at most."""
 
     number: int
     title: str
@@ -85,6 +87,9 @@ PARTS = (
     Part(6, "steps", "steps 8B 3", 25, 80, ("cuda", "cpu")),
     Part(6, "steps", "steps 1B 1", 25, 80, ("cuda", "cpu")),
     Part(7, "float8 and NF4", "extensions", 7, 60, ("cuda", "cpu", "sim")),
+    Part(8, "a step in a CUDA graph", "graph nccl", 10, 60, ("cuda", "sim")),
+    Part(8, "a step in a CUDA graph", "graph late", 12, 60, ("cuda", "sim")),
+    Part(9, "wires and activations", "features", 8, 60, ("cuda", "sim")),
     Part(5, "tests/gpu", "pytest", 75, 160),
     Part(6, "direct travel", "direct", 5, 60, ("cuda", "cpu", "sim")),
     Part(3, "sanitizer", "sanitizer", 9, 80, environment={"TORCH_CUDA_SANITIZER": "1"}),
@@ -102,7 +107,7 @@ def run_here(name: str, device: str, report: Callable[..., None], limit_s: float
     if name == "pytest":
         run_tests(report, limit_s)
         return
-    from benchmarks.gpu import checks, contract, figures
+    from benchmarks.gpu import checks, contract, features, figures, graphs
 
     kind, *arguments = name.split()
     {
@@ -114,6 +119,8 @@ def run_here(name: str, device: str, report: Callable[..., None], limit_s: float
         "ranks": lambda *given: checks.ranks(*given, int(arguments[0])),
         "steps": lambda *given: figures.steps(*given, arguments[0], int(arguments[1])),
         "direct": figures.direct,
+        "graph": lambda *given: graphs.graph(*given, arguments[0]),
+        "features": features.features,
     }[kind](report, device)
 
 
@@ -341,7 +348,7 @@ def _draw(folder: Path, tables: Sequence[Mapping[str, Any]]) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "sim", "cpu"], default="cuda")
-    parser.add_argument("--only", type=int, nargs="+", choices=range(1, 8), help="numbers of parts")
+    parser.add_argument("--only", type=int, nargs="+", choices=range(1, 10), help="numbers of parts")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds in all; 480 by default")
     parser.add_argument("--out", type=Path, help="a folder; by default benchmarks/results/gpu, without a GPU runs/gpu")
     parser.add_argument("--part", help=argparse.SUPPRESS)

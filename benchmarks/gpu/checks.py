@@ -42,9 +42,17 @@ from fsdp2.tensors.float8 import magnitude, quantise_float8, row_magnitudes, sca
 
 Values = dict[str, Tensor]
 BF16 = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+WIRES: dict[str, Any] = {"bf16": torch.bfloat16, "int8": fsdp2.tensors.Int8Wire()}  # which keeps what it loses
 NUM_STEPS = 3
 LEARNING_RATE = 0.01  # more would make roundings grow from step to step
 NUM_LATE_RANKS = 8
+
+
+def sent_in(wire: str | None, param_dtype: torch.dtype | None = None) -> fsdp2.MixedPrecisionPolicy:
+    """Gradients are summed in fp32, and travel in one of ``WIRES``; None: as they are summed."""
+    return fsdp2.MixedPrecisionPolicy(
+        param_dtype=param_dtype, reduce_dtype=torch.float32, reduce_wire=None if wire is None else WIRES[wire]
+    )
 
 
 # What is trained
@@ -244,6 +252,7 @@ LATE: dict[str, dict[str, Any]] = {
     "kept after forward": {"mp_policy": BF16, "reshard_after_forward": False},
     "offloaded": {"mp_policy": BF16, "offload_policy": fsdp2.CPUOffloadPolicy()},
     "int8 hooks": {"mp_policy": BF16},
+    **{f"gradients sent in {text}": {"mp_policy": sent_in(text, torch.bfloat16)} for text in WIRES},
 }
 
 
@@ -371,6 +380,9 @@ SHARED: dict[str, tuple[tuple[int, ...], dict[str, Any], float]] = {
     "kept after forward": ((-1,), {"reshard_after_forward": False}, 1e-4),
     "offloaded": ((-1,), {"offload_policy": fsdp2.CPUOffloadPolicy()}, 1e-4),
     "replicated and sharded": ((2, -1), {}, 1e-4),
+    # Rounded once on their way: to 8 bits of mantissa, or to 1/127 of the largest value of a block.
+    "gradients sent in bf16": ((-1,), {"mp_policy": sent_in("bf16")}, 1e-2),
+    "gradients sent in int8": ((-1,), {"mp_policy": sent_in("int8")}, 3e-2),
 }
 
 

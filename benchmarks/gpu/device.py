@@ -7,8 +7,9 @@ operations back until nothing else can run. So the script itself is tested where
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -51,6 +52,9 @@ class Device(Protocol):
     ) -> None:
         """On the current stream: ``start(outputs)``, a delay if ``kind`` is late, ``finish(outputs, inputs)``."""
 
+    def captured(self, step: Callable[[], object]) -> Callable[[], object]:
+        """Capture ``step`` on the current stream. Returns what replays it. What a capture may not contain raises."""
+
     def finish(self) -> None:
         """The host waits for all that was enqueued."""
 
@@ -79,6 +83,20 @@ class Cuda(Device):
         if self.is_serial:
             torch.cuda.synchronize()
 
+    def captured(self, step: Callable[[], object]) -> Callable[[], object]:
+        graph, raised = torch.cuda.CUDAGraph(), []
+        try:
+            with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+                try:
+                    step()
+                except Exception as error:
+                    raised.append(error)
+                    raise
+        except Exception as error:  # at the end of a capture that has failed, CUDA raises something less telling
+            first = raised[0] if raised else error
+            raise RuntimeError(f"the capture failed: {type(first).__name__}: {first}") from first
+        return graph.replay
+
     def finish(self) -> None:
         torch.cuda.synchronize()
 
@@ -90,7 +108,7 @@ class Simulated(Device):
         sys.path.insert(0, str(ROOT))
         from tests.accelerator import device, group
 
-        self._schedule, self._extension = device.schedule, device.load()
+        self._schedule, self._watched, self._extension = device.schedule, device.captured, device.load()
         group.register()
         self.is_serial = False
         self.set_late(())
@@ -111,6 +129,16 @@ class Simulated(Device):
         self._extension.send(stream, kind, message)
         if self.is_serial:
             self.finish()
+
+    def captured(self, step: Callable[[], object]) -> Callable[[], object]:
+        """There are no graphs here: whatever CUDA would refuse raises, and a replay calls ``step``. CUDA does not run
+        what it captures, but this device has run it, so the first replay does nothing."""
+        with self._watched() as broken:
+            step()
+        if broken:
+            raise RuntimeError(f"the capture failed: {'; '.join(dict.fromkeys(broken))}")
+        replays: Iterator[Callable[[], object]] = itertools.chain([lambda: None], itertools.repeat(step))
+        return lambda: next(replays)()
 
     def finish(self) -> None:
         self._extension.drain()

@@ -58,6 +58,9 @@ class _Group(dist.ProcessGroup):
     def reduce(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Work | None:
         raise NotImplementedError
 
+    def exchange(self, output: Tensor, values: Tensor, opts: Any) -> Work | None:
+        raise NotImplementedError
+
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work | None:
         flat = [each.new_empty(self._size * each.numel()) for each in inputs]
         work = self.gather(flat, [each.reshape(-1) for each in inputs], opts)
@@ -80,7 +83,16 @@ class _Group(dist.ProcessGroup):
     def _reduce_scatter_base(self, output: Tensor, values: Tensor, opts: Any = None) -> Work | None:
         return self.reduce([output], [values], opts)
 
+    def alltoall_base(
+        self, output: Tensor, values: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
+    ) -> Work | None:
+        """Of equal parts, as gradients in a format of their own travel."""
+        assert not output_sizes
+        assert not input_sizes
+        return self.exchange(output, values, opts)
+
     # The names of torch 2.13
+    all_to_all_single = alltoall_base
     all_gather_single, all_gather_single_coalesced = _allgather_base, allgather_into_tensor_coalesced
     reduce_scatter_single, reduce_scatter_single_coalesced = _reduce_scatter_base, reduce_scatter_tensor_coalesced
 
@@ -128,6 +140,15 @@ class LateGroup(_Group):
                 spoil(output)
 
         return self._run(REDUCE, outputs, inputs, start, finish, opts)
+
+    def exchange(self, output: Tensor, values: Tensor, opts: Any) -> Work | None:
+        """Every rank sends here what this one sends to itself. As late as a reduction, which this is a part of."""
+
+        def finish(written: Sequence[Tensor], read: Sequence[Tensor]) -> None:
+            rows = _rows(written[0], self._size)
+            rows.copy_(_rows(read[0], self._size)[:1].expand(self._size, -1))
+
+        return self._run(REDUCE, [output], [values], lambda written: spoil(written[0]), finish, opts)
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
         """Of what ranks agree on, which all of them say alike."""
@@ -202,6 +223,11 @@ class StagedGroup(_Group):
             parts = [_rows(part, self._size)[self._rank] for part in self._of_all_ranks(values)]
             summed = functools.reduce(torch.add, parts)
             self._return(output, summed / self._size if _averages(opts) else summed)
+        return _work(opts)
+
+    def exchange(self, output: Tensor, values: Tensor, opts: Any) -> Work | None:
+        parts = [_rows(part, self._size)[self._rank] for part in self._of_all_ranks(values)]
+        self._return(output, torch.cat(parts))
         return _work(opts)
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work | None:

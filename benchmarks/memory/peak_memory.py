@@ -232,6 +232,17 @@ def allocations(profiler: profile) -> list[Any]:
     return sorted(found, key=lambda event: event.start_time_ns)
 
 
+def peak_of_step(step: Callable[[], object]) -> int:
+    """The most that the CPU's allocator hands out in ``step``, beyond what it has handed out before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step()
+    held = peak = 0
+    for event in allocations(profiler):
+        held += event.extra_fields.alloc_size
+        peak = max(peak, held)
+    return peak
+
+
 def _events(profiler: profile) -> Iterator[Any]:
     return _descendants(profiler.profiler.kineto_results.experimental_event_tree())  # type: ignore[union-attr]
 

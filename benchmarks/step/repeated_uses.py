@@ -34,7 +34,6 @@ import torch.multiprocessing
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import cross_entropy
-from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -42,7 +41,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # started by its path, a scr
 import fsdp2
 from benchmarks.common import Table, medians_in_turns, publish
 from benchmarks.llama import MISSING, Llama
-from benchmarks.memory.peak_memory import allocations
+from benchmarks.memory.peak_memory import peak_of_step
 from fsdp2.report import trace
 
 NUM_RANKS = 2
@@ -142,16 +141,6 @@ def gathers(model: nn.Module, step: Callable[[], object]) -> Gathers:
     return Gathers(mode.nbytes)
 
 
-def peak_mb(step: Callable[[], object]) -> float:
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        step()
-    held = peak = 0
-    for event in allocations(profiler):
-        held += event.extra_fields.alloc_size
-        peak = max(peak, held)
-    return peak / MB
-
-
 @dataclass(frozen=True)
 class Figures:
     gathers: int
@@ -177,7 +166,7 @@ def measure(case: Case, options: argparse.Namespace) -> Mapping[str, Figures]:
     nbytes = sum(parameter.numel() * parameter.element_size() for parameter in reused.parameters())
     counted = {name: gathers(models[name], steps[name]) for name in models}
     num_alike = options.layers if case.num_uses > 1 else 1
-    peaks = {name: peak_mb(step) for name, step in steps.items()}
+    peaks = {name: peak_of_step(step) / MB for name, step in steps.items()}
     seconds = medians_in_turns({name: partial(_timed, step) for name, step in steps.items()}, options.rounds)
     return {
         name: Figures(its.nbytes[nbytes] // num_alike, its.total_mb, peaks[name], seconds[name] * 1e3)

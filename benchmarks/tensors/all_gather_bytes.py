@@ -9,6 +9,8 @@ Bytes are those that a rank sends, counted by the kernel on the loopback device,
 gradients and in a training step. Other programs that use the loopback device meanwhile add theirs, so each count is
 the least of several. Where the kernel does not tell, payloads of collectives are counted instead.
 
+Rounding is the norm of what a format changes in a matrix, relative to that of the matrix; no ranks are needed for it.
+
 The last row is ``docs/examples/lora.py``: the first row's final weights in 4 bits, frozen, and adapters of rank 8 that
 travel in fp32, trained for as many steps again.
 
@@ -46,9 +48,14 @@ from fsdp2.tensors import (
     Float8AllGatherTensor,
     Float8Scaling,
     Int8AllGatherTensor,
+    MXBlocks,
+    MXFP8AllGatherTensor,
     precompute_float8_scales,
     wrap_parameters,
 )
+from fsdp2.tensors.float8 import magnitude, quantise_float8, row_magnitudes, scale_from
+from fsdp2.tensors.int8 import dequantise, quantise
+from fsdp2.tensors.mxfp8 import dequantise_mxfp8, quantise_mxfp8
 
 NUM_RANKS = 2
 VALIDATION_BATCHES = 8
@@ -75,6 +82,7 @@ FORMATS = {
     "bf16": Format("bf16", BFloat16AllGatherTensor),
     "fp8-row": Format("fp8, scale per row", partial(Float8AllGatherTensor, scaling=Float8Scaling.PER_ROW)),
     "fp8-tensor": Format("fp8, scale per tensor", Float8AllGatherTensor, precompute=True),
+    "mxfp8": Format("mxfp8, blocks of 32", MXFP8AllGatherTensor),
     "int8": Format("int8, blocks of 256", Int8AllGatherTensor),
     "nf4": Format("nf4 base, LoRA", lora=True, options={"lr": 3e-3}),
 }
@@ -225,7 +233,53 @@ def main() -> None:
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     title = f"Bytes of all-gathers: MB that a rank sends, {NUM_RANKS} gloo ranks, one thread each"
-    publish("tensors/all_gather_bytes", title, [report(measured(options), options)])
+    publish("tensors/all_gather_bytes", title, [report(measured(options), options), errors()])
+
+
+# Errors
+
+
+def arrived_in_fp8(matrix: torch.Tensor, magnitudes: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    scale = scale_from(magnitudes(matrix))
+    return quantise_float8(matrix, scale).to(matrix.dtype) * scale
+
+
+def arrived_in_mxfp8(matrix: torch.Tensor, blocks: MXBlocks = MXBlocks.ROWS) -> torch.Tensor:
+    made = torch.empty_like(matrix)
+    dequantise_mxfp8(*quantise_mxfp8(matrix, blocks), blocks, out=made)
+    return made
+
+
+def arrived_in_int8(matrix: torch.Tensor) -> torch.Tensor:
+    made = torch.empty_like(matrix)
+    dequantise(*quantise(matrix, 256), 256, out=made)
+    return made
+
+
+ARRIVED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "bf16": lambda matrix: matrix.bfloat16().to(matrix.dtype),
+    "fp8, scale per tensor": partial(arrived_in_fp8, magnitudes=magnitude),
+    "fp8, scale per row": partial(arrived_in_fp8, magnitudes=row_magnitudes),
+    "mxfp8, blocks of 32": arrived_in_mxfp8,
+    "mxfp8, blocks of 32 in columns": partial(arrived_in_mxfp8, blocks=MXBlocks.COLUMNS),
+    "int8, blocks of 256": arrived_in_int8,
+}
+
+
+def rounding(arrived: torch.Tensor, matrix: torch.Tensor) -> str:
+    exact = matrix.double()
+    return f"{float((arrived.double() - exact).norm() / exact.norm()):.1e}"
+
+
+def errors() -> Table:
+    """What a format loses of a normal matrix, and of one whose columns have different sizes."""
+    generator = torch.Generator().manual_seed(0)
+    normal = torch.randn(1024, 1024, generator=generator)
+    wide = normal * torch.exp(2 * torch.randn(1024, generator=generator))
+    rows = [[name, *(rounding(arrived(each), each) for each in (normal, wide))] for name, arrived in ARRIVED.items()]
+    note = "A normal matrix; wide: its columns differ by a factor of about 7."
+    title = "Rounding of a matrix, relative to fp64"
+    return Table("errors", title, ["", "normal", "wide"], rows, ratio=None, note=note)
 
 
 def measured(options: argparse.Namespace) -> dict[str, dict[str, Any]]:

@@ -7,9 +7,10 @@ Where ranks compute in bfloat16, nothing is lost on the way; where they compute 
 once. A bf16 sum is what NCCL does with bfloat16: a rounding after each addition, one rank after another.
 
 **Steps** are those of the model and the data of ``make train``, scaled down. Formats take turns in one run. Bytes are
-those that a rank gives to gloo for others, counted in a backward whose parameters need no all-gather. **Losses** are
-means over the last tenth of the steps, and differences are those from the float32 run. The last row is a second float32
-run, with another seed of the batches.
+those that a rank gives to gloo for others, counted in a backward whose parameters need no all-gather. Peak: the most
+that the CPU's allocator hands out in a step, beyond shards, states, and what error feedback keeps. **Losses** are
+means over the last tenth of the steps, and differences are those from the float32 run. Two rows are there to compare
+with: parameters that are gathered in MXFP8, and a second float32 run with another seed of the batches.
 
     python benchmarks/tensors/gradient_wires.py [--steps 500] [--turns 8] [--ranks 2 4]
 """
@@ -40,9 +41,10 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "docs" / "examples"))
 from lm_task import ModelConfig, Transformer, read_corpus, training_batch
 
 from benchmarks.common import Table, medians_in_turns, publish
+from benchmarks.memory.peak_memory import peak_of_step
 from fsdp2 import MixedPrecisionPolicy, fully_shard
 from fsdp2.extras.gradient_wires import CastWire, total_of, with_feedback
-from fsdp2.tensors import GradientWire, Int8Wire
+from fsdp2.tensors import GradientWire, Int8Wire, MXFP8AllGatherTensor, wrap_parameters
 
 SIZES = (2, 4, 8, 16, 32, 64)
 NUMEL = 1 << 14
@@ -53,12 +55,14 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 @dataclass(frozen=True)
 class Format:
-    """How a row's gradients travel. ``nbytes``: per element, on their way."""
+    """How a row's gradients travel. ``nbytes``: per element, on their way; None: a row of the loss curves only.
+    ``gathered``: what matrices become, to be gathered."""
 
     name: str
     wire: Any
-    nbytes: float
+    nbytes: float | None
     seed: int = 0
+    gathered: Callable[[Tensor], Tensor] | None = None
 
 
 INT8 = Int8Wire()
@@ -68,7 +72,8 @@ FORMATS = [
     Format("bf16, summed in fp32", BF16, 2),
     Format("int8, error feedback", INT8, INT8_NBYTES),
     Format("int8, without", Int8Wire(error_feedback=False), INT8_NBYTES),
-    Format("fp32, other batches", None, 4, seed=1),
+    Format("fp32, parameters gathered in mxfp8", None, None, gathered=MXFP8AllGatherTensor),
+    Format("fp32, other batches", None, None, seed=1),
 ]
 
 
@@ -148,6 +153,8 @@ class Subject:
     def __init__(self, format: Format, corpus: Tensor, num_steps: int) -> None:
         torch.manual_seed(0)
         self.model: Any = Transformer(MODEL)
+        if format.gathered is not None:
+            wrap_parameters(self.model, format.gathered)
         policy = MixedPrecisionPolicy(reduce_dtype=FP32, reduce_wire=format.wire)
         for module in (*self.model.blocks, self.model):
             fully_shard(module, mp_policy=policy)
@@ -204,6 +211,7 @@ def run_rank(rank: int, size: int, options: argparse.Namespace, folder: str) -> 
         subject.step()  # the first one makes plans, and allocates
     steps: dict[str, Callable[[], float]] = {name: subject.step for name, subject in subjects.items()}
     seconds = medians_in_turns(steps, options.turns)
+    peaks = {name: peak_of_step(subject.step) for name, subject in subjects.items()}
     nbytes = {name: subject.reduced_nbytes() for name, subject in subjects.items()}
     losses = {}
     for name, subject in subjects.items():
@@ -213,19 +221,28 @@ def run_rank(rank: int, size: int, options: argparse.Namespace, folder: str) -> 
         dist.all_reduce(curve, dist.ReduceOp.SUM)
         losses[name] = (curve / size).tolist()
     if rank == 0:
-        Path(folder, str(size)).write_text(json.dumps({"seconds": seconds, "nbytes": nbytes, "losses": losses}))
+        Path(folder, str(size)).write_text(
+            json.dumps({"seconds": seconds, "peaks": peaks, "nbytes": nbytes, "losses": losses})
+        )
     dist.barrier()
     dist.destroy_process_group()
 
 
 def steps(results: dict[int, dict[str, Any]]) -> Table:
-    columns = ["", "KB sent", "of fp32", "bytes per element", "ms", "ratio"]
+    columns = ["", "KB sent", "of fp32", "bytes per element", "peak KB", "ms", "ratio"]
     rows: list[list[object]] = []
     for size, result in results.items():
-        for format in FORMATS[:-1]:
+        for format in (each for each in FORMATS if each.nbytes is not None):
             nbytes, seconds = result["nbytes"][format.name], result["seconds"][format.name]
             of_fp32 = [nbytes / result["nbytes"]["fp32"], seconds / result["seconds"]["fp32"]]
-            cells = [f"{nbytes / 1e3:.1f}", of_fp32[0], f"{format.nbytes:.3f}", f"{seconds * 1e3:.1f}", of_fp32[1]]
+            cells = [
+                f"{nbytes / 1e3:.1f}",
+                of_fp32[0],
+                f"{format.nbytes:.3f}",
+                f"{result['peaks'][format.name] / 1e3:.0f}",
+                f"{seconds * 1e3:.1f}",
+                of_fp32[1],
+            ]
             rows.append([f"{size} ranks, {format.name}", *cells])
     return Table("steps", "A backward's gradients, and a training step", columns, rows, noise=0.2)
 

@@ -19,11 +19,20 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils import _python_dispatch
 
-from fsdp2.core import _torch
+from fsdp2.core import CommunicationError, _torch
 
 
 def default_store() -> dist.Store:
-    """The store that the ranks of the world share; ``init_process_group`` may have created it."""
+    """The store that the ranks of the world share; ``init_process_group`` may have created it.
+
+    Raises:
+        CommunicationError: the process group was destroyed.
+    """
+    if not dist.is_initialized():
+        raise CommunicationError(
+            "the process group was destroyed, so this rank cannot reach the others. Call "
+            "torch.distributed.destroy_process_group() after the last step, and not before its backward has ended."
+        )
     return dist.distributed_c10d._get_default_store()
 
 

@@ -36,7 +36,8 @@ class UnitMemory:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The bytes of a model on this rank, without activations; ``str()`` shows a table.
+    """The bytes of a model on this rank, without activations, optimizer states and residuals of gradient wires;
+    ``str()`` shows a table.
 
     Attributes:
         units: the units in the order of the model's modules, the root first.

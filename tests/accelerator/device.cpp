@@ -34,6 +34,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <random>
 #include <set>
 #include <thread>
@@ -293,9 +294,104 @@ thread_local int64_t current_stream = 0;
 py::object* on_sync = nullptr;
 py::object* on_launch = nullptr;
 
+// ---------------------------------------------------------------------------------------------------------------------
+// What CUDA asks of a program whose streams are captured into a graph. Nothing is recorded here: the device runs what is
+// enqueued, as always, and `on_break` is told of all that CUDA would refuse, or leave out of the graph.
+
+using Clock = std::map<int64_t, int64_t>;  // how many operations of each stream come before a point of a stream
+
+class Capture {
+ public:
+  void begin(py::object on_break) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    on_break_ = new py::object(std::move(on_break));
+    ++number_;
+    origin_ = current_stream;
+    clocks_ = {{origin_, {}}};
+    is_active_ = true;
+  }
+
+  void end() {
+    std::string unjoined;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      for (auto& [stream, clock] : clocks_)
+        if (clock[stream] > clocks_[origin_][stream]) unjoined += " " + std::to_string(stream);
+    }
+    if (!unjoined.empty()) broken("the capture ends before its stream has waited for others:" + unjoined);
+    is_active_ = false;
+  }
+
+  // An allocation is no part of a graph, but its memory is that of the graph only if its stream is captured.
+  void operation(int64_t stream, const std::string& what, bool is_allocation = false) {
+    if (!is_active_) return;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      auto found = clocks_.find(stream);
+      if (found != clocks_.end()) {
+        if (!is_allocation) ++found->second[stream];
+        return;
+      }
+    }
+    broken(what + " on a stream that is not captured");
+  }
+
+  // What an event of this stream stands for: the number of the capture, or 0, and what comes before it.
+  std::pair<int64_t, Clock> recorded(int64_t stream) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto found = clocks_.find(stream);
+    if (!is_active_ || found == clocks_.end()) return {0, {}};
+    return {number_, found->second};
+  }
+
+  void wait(int64_t stream, const std::pair<int64_t, Clock>& event) {
+    std::string problem;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      bool is_of_this = is_active_ && event.first == number_;
+      if (is_of_this && stream == 0 && stream != origin_) {
+        problem = "the default stream waits for a captured one";
+      } else if (is_of_this) {  // a stream that waits for a captured one is captured, too
+        for (auto& [other, count] : event.second) {
+          auto& known = clocks_[stream][other];
+          known = std::max(known, count);
+        }
+        clocks_[stream];
+      } else if (event.first != 0) {  // CUDA refuses it, captured or not
+        problem = "a wait for an event of a capture that has ended";
+      } else if (is_active_ && clocks_.count(stream)) {
+        problem = "a captured stream waits for an event that is not captured";
+      }
+    }
+    if (!problem.empty()) broken(problem);
+  }
+
+  // What the host may not ask for while any stream is captured.
+  void refuse(const std::string& what) {
+    if (is_active_) broken(what);
+  }
+
+ private:
+  std::mutex mutex_;  // a leaf, like the device's
+  std::atomic<bool> is_active_{false};
+  int64_t number_ = 0, origin_ = 0;
+  std::map<int64_t, Clock> clocks_;  // of the streams that are captured
+  py::object* on_break_ = nullptr;
+
+  void broken(const std::string& what) {
+    py::gil_scoped_acquire gil;
+    (*on_break_)(what);
+  }
+};
+
+Capture& capture() {
+  static Capture* one = new Capture();
+  return *one;
+}
 
 // The host is about to wait for the device.
 void count_sync(const std::string& what) {
+  capture().refuse("the host waits: " + what);
   py::gil_scoped_acquire gil;
   if (on_sync != nullptr) (*on_sync)(what);
 }
@@ -331,6 +427,7 @@ void enqueue(std::function<void()> run, std::string kind = "compute") {
   Item item;
   item.run = std::move(run);
   item.kind = std::move(kind);
+  capture().operation(current_stream, item.kind);
   device().enqueue(current_stream, std::move(item));
 }
 
@@ -386,6 +483,7 @@ class SimAllocator final : public c10::Allocator {
   static void release(void* address);
 
   Block* allocate_block(size_t rounded) {
+    capture().operation(current_stream, "an allocation", true);
     std::lock_guard<std::mutex> lock(device().mutex);
     TORCH_CHECK_WITH(
         OutOfMemoryError, limit == 0 || allocated + rounded <= limit, "simulated device: out of memory: ", rounded,
@@ -521,6 +619,7 @@ void PinnedAllocator::release(void* address) {
 
 struct Event {
   Mark mark;
+  std::pair<int64_t, Clock> captured;
 };
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
@@ -543,13 +642,16 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void record(void** event, const c10::Stream& on, const c10::DeviceIndex, const c10::EventFlag) const override {
     if (*event == nullptr) *event = new Event();
     static_cast<Event*>(*event)->mark = device().record(on.id());
+    static_cast<Event*>(*event)->captured = capture().recorded(on.id());
   }
   void block(void* event, const c10::Stream& on) const override {
     count_launch("wait");
     if (event == nullptr || !static_cast<Event*>(event)->mark) return;
+    capture().wait(on.id(), static_cast<Event*>(event)->captured);
     device().block(on.id(), static_cast<Event*>(event)->mark);
   }
   bool queryEvent(void* event) const override {
+    capture().refuse("event.query");
     return event == nullptr || !static_cast<Event*>(event)->mark || *static_cast<Event*>(event)->mark;
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
@@ -563,7 +665,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     TORCH_CHECK(time(from) && time(to), "elapsed_time: an event was not reached yet");
     return static_cast<double>(time(to) - time(from));
   }
-  bool queryStream(const c10::Stream& on) const override { return device().is_idle(on.id()); }
+  bool queryStream(const c10::Stream& on) const override {
+    capture().refuse("stream.query");
+    return device().is_idle(on.id());
+  }
   void synchronizeStream(const c10::Stream& on) const override { synchronize(on.id(), "stream.synchronize"); }
   void synchronizeDevice(const c10::DeviceIndex) const override {
     count_sync("synchronize");
@@ -1043,8 +1148,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     Item item;
     item.kind = std::move(kind);
     item.message = std::make_unique<Message>(std::move(message));
+    capture().operation(stream, item.kind);
     device().enqueue(stream, std::move(item));
   });
+  m.def("begin_capture", [](py::object on_break) { capture().begin(std::move(on_break)); });
+  m.def("end_capture", [] { capture().end(); });
   m.def("ran_at_once", [] { return ran_at_once; });
   m.def("set_memory_limit", [](size_t nbytes) { allocator().limit = nbytes; });
   m.def("memory_allocated", [] { return allocator().allocated; });

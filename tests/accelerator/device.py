@@ -82,6 +82,18 @@ def counted_syncs() -> Iterator[list[str]]:
 
 
 @contextmanager
+def captured() -> Iterator[list[str]]:
+    """What CUDA would refuse inside the block, or leave out of the graph, if the current stream were captured there.
+    The device runs all of it, as always."""
+    found: list[str] = []
+    load().begin_capture(lambda what: found.append(what + caller()))
+    try:
+        yield found
+    finally:
+        load().end_capture()
+
+
+@contextmanager
 def on_launch(note: Callable[[str], None]) -> Iterator[None]:
     """Call ``note`` for all that the device is asked for inside the block, by name: operations (``"aten::copy_"``),
     collectives (``"all-gather"``), and waits of one stream for another (``"wait"``). As on CUDA, an operation on a list

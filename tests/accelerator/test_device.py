@@ -213,6 +213,52 @@ def test_pinned_memory_is_read_when_the_stream_comes_to_it(ctx: RankContext) -> 
     assert early.tolist() == [1.0] * 4
 
 
+# Rules of a stream that is captured into a graph
+
+
+@on_device(1)
+def test_what_a_captured_stream_may_not_be_asked_for_is_told(ctx: RankContext) -> None:
+    x, current = torch.ones(4, device=SIM), torch.accelerator.current_stream()
+    before = current.record_event()
+
+    def beside(*, begins: bool = True, ends: bool = True) -> None:
+        side = side_stream()
+        if begins:
+            side.wait_stream(current)
+        with on(side):
+            x.add_(1)
+        if ends:
+            current.wait_stream(side)
+
+    def only_waits() -> None:
+        side_stream().wait_stream(current)
+
+    unjoined = "the capture ends before its stream has waited for others:"
+    acts: list[tuple[Callable[[], object], list[str]]] = [
+        (lambda: x.sum(), []),
+        (beside, []),
+        (only_waits, []),
+        (lambda: beside(ends=False), [unjoined]),
+        (lambda: beside(begins=False, ends=False), ["compute on a stream that is not captured"]),
+        (lambda: current.wait_event(before), ["a captured stream waits for an event that is not captured"]),
+        (lambda: before.query(), ["event.query"]),
+        (lambda: current.query(), ["stream.query"]),
+        (lambda: x.tolist(), ["the host waits: copy to the host"]),
+    ]
+    for index, (act, expected) in enumerate(acts):
+        with device.captured() as found:
+            act()
+        assert [what.rstrip(" 0123456789") for what in found] == expected, index
+    side = side_stream()
+    with on(side), device.captured() as found:
+        current.wait_stream(side)
+    assert found == ["the default stream waits for a captured one"]
+    with device.captured() as found:
+        event = current.record_event()
+    current.wait_event(event)
+    assert found == ["a wait for an event of a capture that has ended"]
+
+
 # Operations
 
 

@@ -7,6 +7,8 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import torch
 
 from benchmarks.gpu import acceptance as gpu_acceptance, direct as gpu_direct
 from benchmarks.gpu.acceptance import FAIL, MARGIN_S, NOT_RUN, PASS, Part, Verdict, run_all, run_part
+from benchmarks.gpu.device import Cuda
 from fsdp2.core.comm.backends import CollectiveComm
 
 pytestmark = pytest.mark.long
@@ -37,8 +40,16 @@ def script(out: Path, *arguments: str, timeout_s: float = 280) -> tuple[int, lis
 
 @pytest.mark.parametrize(
     ("parts", "passed"),
-    [(["1"], {"contract": 8, "forced": 3}), (["2", "4"], {"late": 9, "ranks 2": 5, "ranks 4": 5})],
-    ids=["contract and training through it", "late collectives and shared devices"],
+    [
+        (["1"], {"contract": 8, "forced": 3}),
+        (["2", "4"], {"late": 11, "ranks 2": 7, "ranks 4": 7}),
+        (["8", "9"], {"graph nccl": 1, "graph late": 1, "features": 4}),
+    ],
+    ids=[
+        "contract and training through it",
+        "late collectives and shared devices",
+        "steps in a graph, wires and activations",
+    ],
 )
 def test_parts_hold_on_the_simulated_accelerator(parts: list[str], passed: dict[str, int], tmp_path: Path) -> None:
     status, verdicts = script(tmp_path, "--device", "sim", "--only", *parts)
@@ -122,6 +133,24 @@ def test_without_a_gpu_nothing_is_run_and_nothing_fails(tmp_path: Path) -> None:
 
 
 # What is read and shown
+
+
+def test_capture_that_fails_is_told_of_by_what_failed_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def capture(graph: object, stream: object) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            raise RuntimeError("the capture was invalidated")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    on = Cuda.__new__(Cuda)
+    with pytest.raises(RuntimeError, match=r"^the capture failed: ZeroDivisionError: division by zero$"):
+        on.captured(lambda: 1 / 0 and None)
+    with pytest.raises(RuntimeError, match=r"^the capture failed: RuntimeError: the capture was invalidated$"):
+        on.captured(lambda: None)
 
 
 def test_outcomes_of_pytest_are_counted() -> None:

@@ -54,6 +54,20 @@ def assert_gradients(model: nn.Module | Sequence[Tensor], *references: nn.Module
             assert torch.allclose(found, expected, atol=atol), (name, found, expected)
 
 
+def stepped(*seeds: int, num_blocks: int = 3) -> Stack:
+    """Unsharded, with the gradients of a step for each of ``seeds``."""
+    model: Stack = seeded(lambda: Stack(num_blocks))
+    for seed in seeds:
+        step(model, seed)
+    return model
+
+
+@torch.no_grad()
+def double(parameters: Iterable[Tensor]) -> None:
+    for parameter in parameters:
+        parameter.mul_(2)
+
+
 def whole(model: nn.Module) -> dict[str, Tensor]:
     """Copies of all parameters, gathered where they are shards."""
     found = {name: value.detach() for name, value in model.named_parameters()}

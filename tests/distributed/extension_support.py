@@ -19,7 +19,6 @@ from tests.harness.extension_reference import (
     assert_same,
     assert_same_gradients,
     assert_same_shards,
-    sharded_parameters,
 )
 from tests.harness.extensions import Aliasing, Scaled, wrap
 from tests.harness.training import OnShards
@@ -117,42 +116,35 @@ class Twins:
         optimizer: Callable[..., torch.optim.Optimizer] = adam,
         policy: MixedPrecisionPolicy | None = None,
         model: Callable[..., Any] = Net,
-        by_hand: Callable[..., Any] | None = None,
         prepare: Callable[[Any], Any] = lambda model: None,
         shard: Callable[..., Any] = sharded,
-        reduce_dtype: torch.dtype | None = None,
         cut: Callable[[str, Tensor], int] = lambda name, value: 0,
         **kwargs: Any,
     ) -> None:
-        """``prepare`` is called on both models before sharding. ``by_hand`` is the model of the reference, if another
-        one; ``reduce_dtype`` and ``cut``, the dim to cut, are for the reference only."""
+        """``prepare`` is called on both models before sharding. ``cut``, the dim to cut, is for the reference only."""
         self.rank, self.exact = rank, max(mesh.shape) <= 2
         self.dtype = (policy and policy.param_dtype) or torch.float32
-        self.model, unsharded = built(make, dim, model), built(make, dim, by_hand or model)
+        self.model, unsharded = built(make, dim, model), built(make, dim, model)
         for each in (self.model, unsharded):
             prepare(each)
-        self.reference = Reference(unsharded, mesh, optimizer, policy, cut, reduce_dtype)
+        self.reference = Reference(unsharded, mesh, optimizer, policy, cut)
         shard(self.model, mesh=mesh, **({"mp_policy": policy} if policy else {}), **kwargs)
         self.num_batches = 0
         self.use(self.model, optimizer)
 
     def use(self, model: Any, optimizer: Callable[..., torch.optim.Optimizer] = dtensor_adam) -> None:
         """Go on with the sharded ``model``."""
-        self.model, self.parameters = model, sharded_parameters(model)  # also while others are bound
+        self.model, self.parameters = model, dict(model.named_parameters())  # also while others are bound
         self.optimizer = optimizer(self.parameters.values())
 
-    def backward(self, *, reduce: bool = True) -> None:
-        """One micro-batch on both."""
-        loss, by_hand = self._next_losses()
-        found = loss(self.model)
+    def backward(self) -> None:
+        """One micro-batch on both. The runtime casts inputs itself."""
+        x = batch(self.rank, self.num_batches)
+        self.num_batches += 1
+        found = loss_of(x)(self.model)
         found.backward()
-        expected = self.reference.backward(by_hand, reduce=reduce)
+        expected = self.reference.backward(loss_of(x.to(self.dtype)))
         assert_same("loss", found.detach(), expected, self.exact)
-
-    def evaluate(self) -> None:
-        loss, by_hand = self._next_losses()
-        with torch.no_grad():
-            assert_same("loss", loss(self.model), self.reference.forward(by_hand), self.exact)
 
     def step(self) -> None:
         """The optimizers; compares gradients and shards."""
@@ -169,12 +161,6 @@ class Twins:
         for _ in range(num_steps):
             self.backward()
             self.step()
-
-    def _next_losses(self) -> tuple[Loss, Loss]:
-        """The runtime casts inputs itself."""
-        x = batch(self.rank, self.num_batches)
-        self.num_batches += 1
-        return loss_of(x), loss_of(x.to(self.dtype))
 
 
 def twins_of(ctx: RankContext, make: Any, **kwargs: Any) -> Twins:

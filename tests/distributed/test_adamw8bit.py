@@ -147,6 +147,7 @@ def test_what_is_refused_changes_nothing(ctx: RankContext) -> None:
 # Checkpoints
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("through_adamw", [True, False])
 @distributed(4)
 def test_a_checkpoint_moves_to_other_meshes_and_to_adamw_and_back(

@@ -16,13 +16,14 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.func import functional_call
 from torch.nn.utils import parametrize
 
-from fsdp2 import FSDPModule, fully_shard
+from fsdp2 import fully_shard
 from fsdp2.report import trace
 from tests.distributed.changes import (
     USES,
     alike,
     assert_gradients,
     assert_step_is_that_of,
+    double,
     evaluate,
     reshard_all,
     step_and_zero,
@@ -214,10 +215,9 @@ def test_functional_call_computes_with_parameters_that_are_sharded_alike_and_ref
     error = error_of(lambda: functional_call(model, plain, (batch(),)))
     model.reset_iter_state()
     other = dict(sharded(ctx).named_parameters())
+    double(other.values())
     with torch.no_grad():
-        for param in other.values():
-            param.mul_(0.5)
-        expected = functional_call(reference, {n: p * 0.5 for n, p in reference.named_parameters()}, (batch(),))
+        expected = functional_call(reference, {n: p * 2 for n, p in reference.named_parameters()}, (batch(),))
         assert torch.allclose(functional_call(model, other, (batch(),)), expected, atol=1e-6)
         assert torch.allclose(functional_call(model, dict(model.named_parameters()), (batch(),)), reference(batch()))
     assert_step_is_that_of(model, reference)
@@ -487,11 +487,10 @@ def test_models_share_memory_after_loading_with_assign(ctx: RankContext, are_ali
             optimizer.zero_grad()
             with torch.no_grad():
                 seen.append(follower(batch()))
+        reshard_all(model)
+        reshard_all(follower)
+        double(follower.parameters())
         with torch.no_grad():
-            for module in (model, follower) if isinstance(model, FSDPModule) else ():
-                module.reshard()
-            for param in follower.parameters():
-                param.mul_(0.5)
             seen += [model(batch()), follower(batch())]
         return seen
 

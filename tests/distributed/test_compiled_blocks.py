@@ -302,6 +302,7 @@ def test_compiling_says_nothing(ctx: RankContext) -> None:
     assert stream.getvalue() == ""
 
 
+@pytest.mark.in_turns
 @pytest.mark.long  # generating code takes the time; what is compiled is the same with the other tests' backend
 @pytest.mark.parametrize("what", ["blocks", "model"])
 @distributed(2, timeout_s=240)

@@ -257,18 +257,6 @@ def test_output_dtype_under_selective_checkpointing(ctx: RankContext, name: str,
 # Hooks of the user that run when gradients land
 
 
-def _around_forward(model: Any) -> None:
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = model(batch()).float().square().mean()
-    loss.backward()
-
-
-def _around_backward(model: Any) -> None:
-    loss = model(batch()).square().mean()
-    with torch.autocast("cpu", torch.bfloat16):
-        loss.backward()
-
-
 class _Products:
     """A user's hook, as a registered one and as an all-reduce hook: dtypes of products that it computes."""
 
@@ -291,10 +279,10 @@ class _Left(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("also", [_Left, nullcontext])
-@pytest.mark.parametrize("place", [_around_forward, _around_backward])
+@pytest.mark.parametrize("place", [_forward, _backward])
 @distributed(2)
 def test_hooks_at_the_landing_compute_in_the_autocast_of_the_user(
-    ctx: RankContext, place: Callable[[Any], None], also: Around
+    ctx: RankContext, place: Callable[..., None], also: Around
 ) -> None:
     """As in the plain model: in that around ``backward()``, also where the door leaves something else."""
     plain, model = seeded(Stack), sharded(ctx, mesh=ctx.mesh_2d(1, 2))
@@ -305,10 +293,10 @@ def test_hooks_at_the_landing_compute_in_the_autocast_of_the_user(
     model.set_all_reduce_hook(of_sums)
     for each in (model, plain):
         with also():
-            place(each)
+            place(each, AROUND["autocast"])
     assert set(seen.dtypes) == set(expected.dtypes) == set(of_sums.dtypes)
     assert len(seen.dtypes) == len(expected.dtypes)
-    assert expected.dtypes[0] is (torch.bfloat16 if place is _around_backward else torch.float32)
+    assert expected.dtypes[0] is (torch.bfloat16 if place is _backward else torch.float32)
 
 
 @pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=["resharded", "kept"])

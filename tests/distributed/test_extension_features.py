@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -57,23 +56,9 @@ class _Tied(Net):
         return super().forward(x) + self.out(x)
 
 
-def _wrapped_by(kind: CheckpointImpl) -> Callable[..., None]:
-    def shard(model: Any, mesh: Any) -> None:
-        for index, block in enumerate(model.blocks):
-            model.blocks[index] = checkpoint_wrapper(block, checkpoint_impl=kind)
-            fully_shard(model.blocks[index], mesh=mesh)
-        fully_shard(model, mesh=mesh)
-
-    return shard
-
-
-def _train(twins: Twins) -> None:
-    twins.train(3)
-
-
-def _use_without_gradients(twins: Twins, guard: Any) -> None:
+def _infer(twins: Twins) -> None:
     for num_steps in (2, 1):
-        with guard():
+        with torch.inference_mode():
             twins.model(batch(twins.rank, 77))
         twins.train(num_steps)
 
@@ -124,14 +109,11 @@ def _step_in_backward(twins: Twins) -> None:
 
 # What is done with the twins, and how they are made. tests/programs/regressions.py has what programs can say.
 SCENARIOS: dict[str, tuple[Callable[[Twins], None], dict[str, Any]]] = {
-    "first use in inference mode": (partial(_use_without_gradients, guard=torch.inference_mode), {}),
+    "first use in inference mode": (_infer, {}),
     "unshard by hand": (_unshard_by_hand, {}),
     "ties travel once": (_share_ties, {"model": _Tied}),
     "step while unsharded": (_step_while_unsharded, {"optimizer": dtensor_adam}),
     "optimizer in backward": (_step_in_backward, {"optimizer": sgd}),
-    "wrapped checkpoints, reentrant": (_train, {"shard": _wrapped_by(CheckpointImpl.REENTRANT)}),
-    "wrapped checkpoints, not reentrant": (_train, {"shard": _wrapped_by(CheckpointImpl.NO_REENTRANT)}),
-    "first use without gradients": (partial(_use_without_gradients, guard=torch.no_grad), {}),
     "foreach step while unsharded": (_step_while_unsharded, {"optimizer": partial(dtensor_adam, foreach=True)}),
 }
 SHORT = list(SCENARIOS)[:3]
@@ -144,19 +126,6 @@ SHORT = list(SCENARIOS)[:3]
 def test_hooks_compute_what_is_computed_by_hand(ctx: RankContext, name: str, scenario: str) -> None:
     run, options = SCENARIOS[scenario]
     run(twins_of(ctx, name, **options))
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize("name", ["scaled", *long("aliasing")])
-@distributed(4)
-def test_hsdp_reduces_over_the_replicas_in_the_last_micro_batch_only(ctx: RankContext, name: str) -> None:
-    twins = Twins(SOME[name], ctx.mesh_2d(2, 2), ctx.rank, dim=UNEVEN)
-    twins.exact = False  # the sums are added in another order
-    for is_last in (False, True) * 2:
-        twins.model.set_requires_all_reduce(is_last)
-        twins.backward(reduce=is_last)
-        if is_last:
-            twins.step()
 
 
 class _Integers(Scaled):

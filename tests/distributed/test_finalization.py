@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fsdp2 import GradientReductionHandle, ScheduleError, fully_shard
 from fsdp2.report import trace
-from tests.distributed.changes import assert_gradients, assert_step_is_that_of
+from tests.distributed.changes import assert_gradients, assert_step_is_that_of, stepped
 from tests.distributed.support import InjectedError, Stack, batch, compact, fail_now, seeded, sharded, step
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.golden import golden_on_ranks
@@ -25,13 +25,6 @@ def _by_hand(ctx: RankContext, num_blocks: int = 2, **kwargs: Any) -> Any:
     return model
 
 
-def _assert_gradients_are_those_of(model: Any, seeds: tuple[int, ...], num_blocks: int = 2) -> None:
-    reference = seeded(lambda: Stack(num_blocks))
-    for seed in seeds:
-        step(reference, seed)
-    assert_gradients(model, reference)
-
-
 @golden_on_ranks()
 def test_reducing_is_an_action_of_its_own(ctx: RankContext) -> str:
     """A backward with sync reduces at once what it can."""
@@ -39,7 +32,7 @@ def test_reducing_is_an_action_of_its_own(ctx: RankContext) -> str:
     with trace.record(model) as first:
         step(model)
         model.finalize_backward()
-    _assert_gradients_are_those_of(model, (0,), num_blocks=1)
+    assert_gradients(model, stepped(0, num_blocks=1))
     model.zero_grad()
     with trace.record(model) as recorded:
         model.set_requires_gradient_sync(False)
@@ -50,7 +43,7 @@ def test_reducing_is_an_action_of_its_own(ctx: RankContext) -> str:
         model.set_reshard_after_backward(True)
         handle = model.finalize_backward(async_op=True)
         handle.wait()
-    _assert_gradients_are_those_of(model, (1, 2), num_blocks=1)
+    assert_gradients(model, stepped(1, 2, num_blocks=1))
     return "\n".join([*first.actions()[-6:], compact(recorded)])
 
 
@@ -65,14 +58,14 @@ def test_handle_waits_once_and_gradients_are_there_then(ctx: RankContext, is_one
     handle = model.finalize_backward(async_op=True)
     assert isinstance(handle, GradientReductionHandle)
     handle.wait()
-    _assert_gradients_are_those_of(model, (0,))
+    assert_gradients(model, stepped(0, num_blocks=2))
     handle.wait()
     step(model, 1)
     assert model.finalize_backward() is None
-    _assert_gradients_are_those_of(model, (0, 1))
+    assert_gradients(model, stepped(0, 1, num_blocks=2))
     model.set_manual_backward_finalization(False)
     step(model, 2)  # ends by itself
-    _assert_gradients_are_those_of(model, (0, 1, 2))
+    assert_gradients(model, stepped(0, 1, 2, num_blocks=2))
 
 
 @pytest.mark.parametrize("with_unused", [False, True])
@@ -150,7 +143,7 @@ def test_finalization_at_the_wrong_time(ctx: RankContext) -> str:
     errors.append(error_of(model.finalize_backward))
     errors.append(error_of(lambda: model(batch())))
     handle.wait()
-    _assert_gradients_are_those_of(model, (0,))
+    assert_gradients(model, stepped(0, num_blocks=2))
     step(model)
     handle = model.finalize_backward(async_op=True)
     model.reset_iter_state()
@@ -159,7 +152,7 @@ def test_finalization_at_the_wrong_time(ctx: RankContext) -> str:
     model.zero_grad()
     step(model, 1)
     model.finalize_backward()
-    _assert_gradients_are_those_of(model, (1,))
+    assert_gradients(model, stepped(1, num_blocks=2))
     return "\n".join(errors)
 
 
@@ -187,7 +180,7 @@ def test_finalization_after_a_backward_that_raised_is_refused(ctx: RankContext, 
         assert all(parameter.grad is None for parameter in model.parameters())
     step(model, 3)
     model.finalize_backward()
-    _assert_gradients_are_those_of(model, (3,))
+    assert_gradients(model, stepped(3, num_blocks=2))
 
 
 def _in_two_halves(model: Any, seed: int) -> None:
@@ -222,7 +215,7 @@ def test_gradients_that_the_second_half_of_a_backward_loses_are_an_error(ctx: Ra
         for seed in (1, 2):
             step(model, seed)
     model.finalize_backward()
-    _assert_gradients_are_those_of(model, (1, 2))
+    assert_gradients(model, stepped(1, 2, num_blocks=2))
 
 
 @pytest.mark.parametrize("reduces", [False, True])
@@ -235,4 +228,4 @@ def test_backwards_that_keep_or_reduce_their_gradients_lose_none(ctx: RankContex
         step(model, seed)
     model.set_requires_gradient_sync(True)
     model.finalize_backward()
-    _assert_gradients_are_those_of(model, (1, 2, 3))
+    assert_gradients(model, stepped(1, 2, 3, num_blocks=2))

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn, optim
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils import _pytree as pytree
 
@@ -28,7 +27,7 @@ from tests.harness.compare import compare_values
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.golden import texts_beside
 from tests.harness.messages import error_of
-from tests.harness.models import DIM, MLP, ParityModel, PartlyUsed, Transformer, Uneven, freeze
+from tests.harness.models import DIM, MLP, ParityModel, PartlyUsed, Uneven, freeze
 from tests.harness.offload import shard_offloaded
 from tests.harness.runtimes import Runtime, subject
 from tests.harness.selection import long
@@ -238,15 +237,6 @@ def test_same_values_however_the_model_is_sharded(ctx: RankContext, name: str) -
         Twins(ctx, MLP, make, SHARDED[name]).steps(3)
 
 
-@pytest.mark.long
-@distributed(4)
-def test_same_values_on_four_ranks(ctx: RankContext) -> None:
-    mesh, alone = ctx.mesh_2d(2, 2), ctx.mesh_of_one()
-    Twins(ctx, Uneven, adamw).steps(3)
-    Twins(ctx, Transformer, adamw, lambda runtime, model, _: shard_units_and_root(runtime, model, mesh)).steps(3)
-    Twins(ctx, MLP, adamw, lambda runtime, model, _: shard_units_and_root(runtime, model, alone)).steps(3)
-
-
 @distributed(2)
 def test_fused_on_the_cpu_makes_the_same_values_to_rounding(ctx: RankContext) -> None:
     twins = Twins(ctx, MLP, functools.partial(optim.Adam, lr=0.01, fused=True))
@@ -355,24 +345,6 @@ def test_state_dicts_load_into_each_other(ctx: RankContext, make: Any) -> None:
         assert loaded.state
         assert not any(ref() is not None for ref in replaced)  # what there was is freed
         twins.steps(2)
-
-
-@distributed(2)
-def test_distributed_checkpoints_hold_the_same_and_load_before_the_first_step(ctx: RankContext) -> None:
-    twins = Twins(ctx, Mixed, adamw)
-    twins.step(use_side=False)
-    twins.step()
-    saved = [get_optimizer_state_dict(model, optimizer) for model, optimizer in twins.both]
-    compare_values("checkpoint", records(saved[1]), records(saved[0]))
-    fresh = Twins(ctx, Mixed, adamw)
-    for (model, optimizer), state in zip(fresh.both, reversed(saved), strict=True):
-        _, empty = get_state_dict(model, optimizer)  # as loaders do, to know what to read
-        assert empty["state"]
-        set_optimizer_state_dict(model, optimizer, copy.deepcopy(state))
-    fresh.compare()
-    fresh.index = twins.index
-    fresh.step()
-    fresh.step(use_side=False)
 
 
 @distributed(2)

@@ -214,21 +214,6 @@ def test_checkpoints_go_from_and_to_any_adamw(ctx: RankContext, saver: str, load
     torch.testing.assert_close(train(model, optimizer, steps=range(2, 4)), expected, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("kind", ["plain", "bf16"])
-@distributed(2)
-def test_run_that_is_resumed_goes_on_with_the_same_bits(ctx: RankContext, kind: str, tmp_path: Path) -> None:
-    clipped = {"max_norm": 0.1, "clip_by": "step before"}
-    model, optimizer = _made(ctx, kind, **clipped)
-    train(model, optimizer, steps=range(2))
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / f"{ctx.rank}.pt")
-    expected = train(model, optimizer, steps=range(2, 4))
-    model, optimizer = _made(ctx, kind, seed=1, **clipped)
-    states = torch.load(tmp_path / f"{ctx.rank}.pt", weights_only=False)
-    model.load_state_dict(states["model"])
-    optimizer.load_state_dict(states["optimizer"])
-    compare_values("resumed", train(model, optimizer, steps=range(2, 4)), expected)
-
-
 @pytest.mark.parametrize("overlaps", [False, True])
 @distributed(2)
 def test_state_dicts_of_the_model_wait_for_the_host(ctx: RankContext, overlaps: bool) -> None:
@@ -292,17 +277,6 @@ def test_norm_of_a_step_long_ago_clips_nothing(ctx: RankContext) -> None:
         model, optimizer = _made(ctx, **options)
         optimizer.load_state_dict(saved)
     assert [group["last_norm"] for group in optimizer.param_groups] == [None]
-
-
-@distributed(2)
-def test_master_of_a_state_that_is_not_loaded_is_the_shard(ctx: RankContext) -> None:
-    """Such as after the first steps of a run that begins again."""
-    model, optimizer = _made(ctx, "bf16")
-    start = {"model": copy.deepcopy(model.state_dict()), "optimizer": optimizer.state_dict()}
-    expected = train(model, optimizer, steps=range(2))
-    model.load_state_dict(start["model"])
-    optimizer.load_state_dict(start["optimizer"])
-    compare_values("from the start", train(model, optimizer, steps=range(2)), expected)
 
 
 # What is refused

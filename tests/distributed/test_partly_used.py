@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -71,22 +72,29 @@ def _plain() -> dict[str, Tensor]:
     return _train_more(other, other_optimizer)
 
 
+def _write(model: Any, optimizer: Any, path: Path, *, key: str = "optimizer", options: Any = None) -> None:
+    state = {"model": get_model_state_dict(model), key: get_optimizer_state_dict(model, optimizer, options=options)}
+    dcp.save(state, checkpoint_id=path)
+
+
+def _read(model: Any, optimizer: Any, path: Path, **how: Any) -> None:
+    """``how``: the key and options that ``_write`` got, if any."""
+    key = how.get("key", "optimizer")
+    state = {"model": get_model_state_dict(model), key: optimizer_state_to_load(model, optimizer, path, **how)}
+    dcp.load(state, checkpoint_id=path)
+    set_model_state_dict(model, state["model"])
+    set_optimizer_state_dict(model, optimizer, state[key], options=how.get("options"))
+
+
 def _save(ctx: RankContext, path: Path, options: StateDictOptions | None) -> None:
     model, optimizer = _new(shard(ctx, seeded(Experts)))
     _train(model, optimizer, (0, 2), range(2))
-    state = {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizer, options=options)}
-    dcp.save(state, checkpoint_id=path)
+    _write(model, optimizer, path, key="optim", options=options)
 
 
 def _load(ctx: RankContext, path: Path, options: StateDictOptions | None) -> dict[str, Tensor]:
     model, optimizer = _new(shard(ctx, seeded(Experts, 1)))
-    state = {
-        "model": get_model_state_dict(model),
-        "optim": optimizer_state_to_load(model, optimizer, path, key="optim", options=options),
-    }
-    dcp.load(state, checkpoint_id=path)
-    set_model_state_dict(model, state["model"])
-    set_optimizer_state_dict(model, optimizer, state["optim"], options=options)
+    _read(model, optimizer, path, key="optim", options=options)
     unused = model.blocks[1].linear.weight
     assert not optimizer.state.get(unused)
     return _train_more(model, optimizer)
@@ -135,42 +143,25 @@ def test_an_unsharded_model_loads_them_too(tmp_path: Path) -> None:
 
 def _load_plain(ctx: RankContext, path: Path) -> dict[str, Tensor]:
     model, optimizer = _new()
-    state = {"model": model.state_dict(), "optim": optimizer_state_to_load(model, optimizer, path, key="optim")}
-    dcp.load(state, checkpoint_id=path)
-    set_optimizer_state_dict(model, optimizer, state["optim"])
+    _read(model, optimizer, path, key="optim")
     return _train_more(model, optimizer)
 
 
-def _muon(model: nn.Module) -> torch.optim.Optimizer:
-    return fsdp2.optim.Muon(fsdp2.optim.muon_groups(model, verbose=False))
+OURS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "on the host": lambda model: fsdp2.optim.HostAdamW(model.parameters()),
+    "Muon": lambda model: fsdp2.optim.Muon(fsdp2.optim.muon_groups(model, verbose=False)),
+    "flat": lambda model: fsdp2.optim.flatten_optimizer(torch.optim.AdamW(model.parameters())),
+}
 
 
-def _flat(model: nn.Module) -> torch.optim.Optimizer:
-    return fsdp2.optim.flatten_optimizer(torch.optim.AdamW(model.parameters()))
-
-
-def _on_host(model: nn.Module) -> torch.optim.Optimizer:
-    return fsdp2.optim.HostAdamW(model.parameters())
-
-
-@pytest.mark.parametrize("make", [_on_host, *long(_muon, _flat)])
+@pytest.mark.parametrize("name", ["on the host", "flat", *long("Muon")])
 @distributed(2)
-def test_our_optimizers_go_on_as_without_the_checkpoint(ctx: RankContext, tmp_path: Path, make: Any) -> None:
-    model = shard(ctx, seeded(Experts))
-    optimizer = make(model)
-    _train(model, optimizer, (0, 2), range(2))
-    path = tmp_path / "saved"
-    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
-    dcp.save(state, checkpoint_id=path)
-    other = shard(ctx, seeded(Experts, 1))
-    optimizers = optimizer, make(other)
-    state = {
-        "model": get_model_state_dict(other),
-        "optimizer": optimizer_state_to_load(other, optimizers[1], path),
-    }
-    dcp.load(state, checkpoint_id=path)
-    set_model_state_dict(other, state["model"])
-    set_optimizer_state_dict(other, optimizers[1], state["optimizer"])
+def test_our_optimizers_go_on_as_without_the_checkpoint(ctx: RankContext, tmp_path: Path, name: str) -> None:
+    model, other = shard(ctx, seeded(Experts)), shard(ctx, seeded(Experts, 1))
+    optimizers = OURS[name](model), OURS[name](other)
+    _train(model, optimizers[0], (0, 2), range(2))
+    _write(model, optimizers[0], tmp_path / "saved")
+    _read(other, optimizers[1], tmp_path / "saved")
     found = []
     for each, its in zip((model, other), optimizers, strict=True):
         _train(each, its, (0, 1, 2), range(2, 5))

@@ -20,7 +20,14 @@ from torch.utils.checkpoint import checkpoint
 import fsdp2
 from fsdp2.extras.standings import Board
 from fsdp2.report import trace
-from tests.distributed.changes import assert_gradients, assert_step_is_that_of, assert_trains_as_stack, step_and_zero
+from tests.distributed.changes import (
+    assert_gradients,
+    assert_step_is_that_of,
+    assert_trains_as_stack,
+    double,
+    step_and_zero,
+    stepped,
+)
 from tests.distributed.support import (
     Faulty,
     InjectedError,
@@ -44,14 +51,6 @@ def _faulty_model(ctx: RankContext, warm: bool) -> Any:
     model = shard(ctx, seeded(Faulty))
     if warm:
         step_and_zero(model)
-    return model
-
-
-def _stepped(*seeds: int, num_blocks: int = 3) -> Stack:
-    """Unsharded, with the gradients of a step for each of ``seeds``."""
-    model: Stack = seeded(lambda: Stack(num_blocks))
-    for seed in seeds:
-        step(model, seed)
     return model
 
 
@@ -157,7 +156,7 @@ def test_unreduced_gradients_survive_a_forward_that_raises(
     fail(model, fault)
     optimizer.zero_grad()  # of the shards; the backward that raised has landed some
     step(model, seed=1)
-    assert_gradients(model, _stepped(*((3, 1) if fault == "forward" else (1,))))
+    assert_gradients(model, stepped(*((3, 1) if fault == "forward" else (1,))))
 
 
 @distributed(2)
@@ -204,9 +203,7 @@ def test_a_unit_that_raised_alone_leaves_no_forward_behind(ctx: RankContext, rai
     handle.remove()
     x = batch()
     second(x)
-    with torch.no_grad():
-        for parameter in shards:
-            parameter.to_local().mul_(2)
+    double(parameter.to_local() for parameter in shards)
     found = second(x)
     second.reshard()
     with fsdp2.unsharded(second):
@@ -231,8 +228,7 @@ def test_a_part_of_a_model_whose_forward_was_interrupted_has_new_values_after_a_
     model.reset_iter_state()
     with torch.no_grad():
         for _ in range(2):
-            for param in (*params, *plain.parameters()):
-                param.mul_(2)
+            double((*params, *plain.parameters()))
             torch.testing.assert_close(model.blocks[part](batch()), plain.blocks[part](batch()))
 
 
@@ -267,7 +263,7 @@ def _fails_at(model: Any, position: int) -> bool:
 @distributed(2)
 def test_a_model_is_usable_and_keeps_its_gradients(ctx: RankContext, reshards: bool) -> None:
     before, after = (
-        [param.grad.chunk(ctx.world_size)[ctx.rank] for param in _stepped(*seeds).parameters()]
+        [param.grad.chunk(ctx.world_size)[ctx.rank] for param in stepped(*seeds).parameters()]
         for seeds in ((1,), (1, 2))
     )
     model = sharded(ctx, reshard_after_forward=reshards)
@@ -294,7 +290,7 @@ def test_a_model_is_usable_and_keeps_its_gradients(ctx: RankContext, reshards: b
 @distributed(4)
 def test_gradients_on_their_way_stay_after_a_forward_that_raises(ctx: RankContext, leave: str, resets: bool) -> None:
     """``leave``: the setting under which gradients of the first micro-batch are not in ``.grad`` when that ends."""
-    by_hand, reference = leave == "by hand", _stepped(1, 3, num_blocks=1)
+    by_hand, reference = leave == "by hand", stepped(1, 3, num_blocks=1)
     model = shard(ctx, seeded(lambda: Stack(1)), mesh=ctx.mesh_2d(2, 2))
     model.set_manual_backward_finalization(by_hand)
     model.set_reduce_scatter_max_input_buffers(8 if leave == "is_last_backward" else 1)
@@ -338,4 +334,4 @@ def test_recovery_on_one_rank_communicates_nothing(ctx: RankContext) -> None:
             model.reset_iter_state(keep_unreduced=True)
         assert counted.get_total_counts() == 0
     step(model, 3)
-    assert_gradients(model, _stepped(1, 3, num_blocks=1))
+    assert_gradients(model, stepped(1, 3, num_blocks=1))

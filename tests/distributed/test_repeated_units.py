@@ -129,6 +129,12 @@ def _one_forward(model: Any) -> None:
     model(batch()).sum().backward()
 
 
+def _assert_gradients_of_two_steps(model: Any, reference: Any, step: Callable[[Any], None] = _one_forward) -> None:
+    for _ in range(2):
+        step(reference)
+    assert_gradients(model, reference, atol=1e-5)
+
+
 def _two_forwards(model: Any) -> None:
     (model(batch(0)).sum() + model(batch(1)).sum()).backward()
 
@@ -172,10 +178,7 @@ def test_unit_is_reduced_once_behind_its_last_use(
     counts = _counts(model, step)
     found = counts.actions
     assert (found["reduce"], found["gather"], counts.reduced_at_the_end) == (2, num_gathers, 0), found
-    reference = seeded(make)
-    for _ in range(2):
-        step(reference)
-    assert_gradients(model, reference, atol=1e-5)
+    _assert_gradients_of_two_steps(model, seeded(make), step)
 
 
 class Reuses(MLP):
@@ -296,9 +299,7 @@ def test_a_unit_that_calls_itself_keeps_its_parameters_until_the_outermost_call_
         model(batch())
     counts = _counts(model, _one_forward)
     assert (counts.actions["reduce"], counts.reduced_at_the_end) == (2, 0)
-    for _ in range(2):
-        _one_forward(reference)
-    assert_gradients(model, reference, atol=1e-5)
+    _assert_gradients_of_two_steps(model, reference)
     with torch.no_grad():
         for each in (model, reference):
             for parameter in each.parameters():
@@ -310,11 +311,9 @@ def test_a_unit_that_calls_itself_keeps_its_parameters_until_the_outermost_call_
 @distributed(2)
 def test_uses_that_no_gradient_reaches_are_joined_at_the_end(ctx: RankContext, make: Any) -> None:
     """Other ranks may have a gradient there."""
-    model, reference = shard(ctx, seeded(make)), seeded(make)
+    model = shard(ctx, seeded(make))
     assert _counts(model, _one_forward).actions["reduce"] == 2
-    for _ in range(2):
-        _one_forward(reference)
-    assert_gradients(model, reference, atol=1e-5)
+    _assert_gradients_of_two_steps(model, seeded(make))
 
 
 @pytest.mark.parametrize("make", [CutOff, EachCutOff])

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2 import CPUOffloadPolicy, FSDPModule
-from tests.distributed.changes import alike, assert_gradients
-from tests.distributed.support import InjectedError, seeded, shard_each
+from fsdp2 import CPUOffloadPolicy
+from tests.distributed.changes import alike, assert_gradients, double, reshard_all
+from tests.distributed.support import InjectedError, fail_now, seeded, shard_each
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.messages import error_of
 from tests.harness.selection import long
@@ -86,31 +86,27 @@ def test_roots_in_every_order_share_a_step(ctx: RankContext, leaves: str, option
 def test_gradients_in_flight_land_where_ranks_differ_and_a_root_takes_over(ctx: RankContext, differ: bool) -> None:
     """Only rank 0 runs a part of the inner root. With ``differ``, it is the other rank in the second backward."""
 
-    class Either(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+    class Either(nn.Sequential):
+        def forward(self, x: Tensor, chosen: int) -> Tensor:  # type: ignore[override]
+            return self[chosen](x)
 
-        def forward(self, x: Tensor, chosen: int) -> Tensor:
-            return (self.first, self.second)[chosen](x)
+    class Outer(nn.Sequential):
+        def forward(self, x: Tensor, chosen: int) -> Tensor:  # type: ignore[override]
+            return self[1](self[0](x, chosen))
 
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.either, self.head = Either(), nn.Linear(DIM, DIM)
+    def make() -> Outer:
+        return Outer(Either(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)), nn.Linear(DIM, DIM))
 
-        def forward(self, x: Tensor, chosen: int) -> Tensor:
-            return self.head(self.either(x, chosen))
-
-    model, plains = seeded(Outer), [seeded(Outer) for _ in range(2)]
-    shard_each(model.either.first, model.either.second, model.either, model, mesh=ctx.mesh_1d())
+    model, plains = seeded(make), [seeded(make) for _ in range(2)]
+    either = model[0]
+    shard_each(*either, either, model, mesh=ctx.mesh_1d())
     model.set_ranks_may_differ(True)
-    model.either.set_is_last_backward(False)
-    model.either(_x(), ctx.rank).square().mean().backward()
-    model.either.set_is_last_backward(True)
+    either.set_is_last_backward(False)
+    either(_x(), ctx.rank).square().mean().backward()
+    either.set_is_last_backward(True)
     model(_x(1), ctx.rank ^ differ).square().mean().backward()
     for rank, plain in enumerate(plains):
-        plain.either(_x(), rank).square().mean().backward()
+        plain[0](_x(), rank).square().mean().backward()
         plain(_x(1), rank ^ differ).square().mean().backward()
     assert_gradients(model, *plains)
 
@@ -136,12 +132,8 @@ def test_a_root_that_takes_over_in_a_backward_is_refused(ctx: RankContext) -> No
 
 
 def _write(model: Any) -> None:
-    for each in model.modules():
-        if isinstance(each, FSDPModule):
-            each.reshard()  # a write into what is unsharded would be refused
-    with torch.no_grad():
-        for param in model.parameters():
-            param.add_(0.5)
+    reshard_all(model)  # a write into what is unsharded would be refused
+    double(model.parameters())
 
 
 def _step(model: Any) -> None:
@@ -154,8 +146,7 @@ def _load(model: Any) -> None:
 
 
 def _replace(model: Any) -> None:
-    if isinstance(model, FSDPModule):
-        model.reshard()
+    reshard_all(model)
     weight = model[1].weight.detach()
     changed = alike(weight, weight.full_tensor() + 0.5) if isinstance(weight, DTensor) else nn.Parameter(weight + 0.5)
     model[1].weight = changed
@@ -275,11 +266,7 @@ def test_a_backward_whose_last_landing_raises_may_be_repeated(ctx: RankContext) 
     """A hook of the user raises; the graph was kept."""
     model, plain = seeded(_nested), seeded(_nested)
     shard_each(*_levels(model), mesh=ctx.mesh_1d())
-
-    def fail(_: Tensor) -> None:
-        raise InjectedError
-
-    handle = model[1].weight.register_post_accumulate_grad_hook(fail)
+    handle = model[1].weight.register_post_accumulate_grad_hook(fail_now)
     loss = model(_x()).square().mean()
     with pytest.raises(InjectedError):
         loss.backward(retain_graph=True)
@@ -296,17 +283,11 @@ def test_unshard_after_a_backward_that_raised_shows_what_was_written(ctx: RankCo
     model, plain = seeded(_nested), seeded(_nested)
     shard_each(*_levels(model), mesh=ctx.mesh_1d())
     params = list(model.parameters())
-
-    def fail(_: Tensor) -> None:
-        raise InjectedError
-
-    handle = model[0].register_forward_hook(lambda _module, _args, output: output.register_hook(fail) and None)
+    handle = model[0].register_forward_hook(lambda _module, _args, output: output.register_hook(fail_now) and None)
     with pytest.raises(InjectedError):
         _backward(model, 0)
     handle.remove()
-    with torch.no_grad():
-        for param in (*params, *plain.parameters()):
-            param.add_(0.5)
+    double((*params, *plain.parameters()))
     model.unshard()
     torch.testing.assert_close(model[1].weight.detach(), plain[1].weight.detach())
     model.reshard()

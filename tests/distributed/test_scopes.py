@@ -15,7 +15,7 @@ import fsdp2
 from fsdp2 import MixedPrecisionPolicy
 from fsdp2.report import trace
 from fsdp2.tensors import BFloat16AllGatherTensor, wrap_parameters
-from tests.distributed.changes import assert_gradients, whole
+from tests.distributed.changes import assert_gradients, double, stepped, whole
 from tests.distributed.support import Stack, batch, seeded, shard, shard_units, sharded, step
 from tests.harness.compare import compare_values
 from tests.harness.distributed import RankContext, distributed
@@ -60,16 +60,13 @@ def test_whole_parameters_are_written_back(ctx: RankContext, setup: str, rank0_o
         if first:
             for (name, parameter), value in zip(model.named_parameters(), before.values(), strict=True):
                 assert torch.equal(parameter, value), name
-                with torch.no_grad():
-                    parameter.mul_(2)
+            double(model.parameters())
             state = model.state_dict()
             assert all(state[name].shape == value.shape for name, value in before.items())
     assert all(now is then for now, then in zip(model.parameters(), shards, strict=True))
     compare_values("parameters", whole(model), {name: 2 * value for name, value in before.items()})
     reference = seeded(lambda: SETUPS[setup](ctx))
-    with torch.no_grad():
-        for parameter in reference.parameters():
-            parameter.mul_(2)
+    double(reference.parameters())
     assert torch.equal(STEP.loss(model), STEP.loss(reference))
 
 
@@ -90,13 +87,13 @@ def test_what_tensor_parallelism_has_cut_stays_cut(ctx: RankContext) -> None:
     mesh, model, reference = ctx.mesh(dp=2, tp=2), seeded(MLP), seeded(MLP)
     tensor_parallel(model, mesh["tp"])
     shard_units(model, mesh=mesh["dp"])
-    with fsdp2.unsharded(model), torch.no_grad():
+    with fsdp2.unsharded(model):
         up = model.blocks[0].up.weight
         assert up.placements == (Shard(0),)
         assert torch.equal(up.full_tensor(), reference.blocks[0].up.weight)
-        for parameter in model.parameters():
-            parameter.mul_(2)
-    compare_values("parameters", whole(model), {name: 2 * value for name, value in whole(reference).items()})
+        double(model.parameters())
+    double(reference.parameters())
+    compare_values("parameters", whole(model), whole(reference))
 
 
 @distributed(2)
@@ -141,13 +138,10 @@ def test_forwards_without_gradients_run_on_whole_parameters(ctx: RankContext, se
         else:
             assert torch.equal(model.generate(batch(), tokens), reference.generate(batch(), tokens))
             assert torch.equal(model.blocks[1](batch()), reference.blocks[1](batch()))
-            for parameter in model.parameters():
-                parameter.mul_(2)
+            double(model.parameters())
             assert not torch.equal(model(batch()), reference(batch()))
     assert {entry.name for entry in seen.entries} <= {"reshard"}
-    with torch.no_grad():
-        for parameter in reference.parameters():
-            parameter.mul_(2)
+    double(reference.parameters())
     compare_values("parameters", whole(model), whole(reference))
     torch.testing.assert_close(step(model).float(), step(reference), rtol=0.1, atol=0.1)
 
@@ -210,15 +204,13 @@ def test_what_is_refused_changes_nothing(ctx: RankContext) -> str:
 @pytest.mark.parametrize("replicas", [1, 2])
 @distributed(2)
 def test_no_sync_accumulates_and_puts_every_setting_back(ctx: RankContext, replicas: int) -> None:
-    model, reference = seeded(Stack), seeded(Stack)
-    shard(ctx, model, mesh=ctx.mesh_2d(replicas, 2 // replicas))
+    model = sharded(ctx, mesh=ctx.mesh_2d(replicas, 2 // replicas))
     model.blocks[2].set_requires_gradient_sync(False)
     with fsdp2.no_sync(nn.ModuleList([model])):  # any module with units in it
         step(model, seed=0)
         assert all(parameter.grad is None for parameter in model.parameters())
     step(model, seed=1)
-    for seed in (0, 1):
-        step(reference, seed)
+    reference = stepped(0, 1)
     reference.blocks[2].zero_grad()
     assert_gradients(model, reference)
 
@@ -226,8 +218,7 @@ def test_no_sync_accumulates_and_puts_every_setting_back(ctx: RankContext, repli
 @distributed(2)
 def test_finalization_inside_no_sync_reduces_nothing(ctx: RankContext) -> None:
     """Not even over the replicate axis, what a backward before the block has reduced over the shard axis only."""
-    model, reference = seeded(Stack), seeded(Stack)
-    shard(ctx, model, mesh=ctx.mesh_2d(2, 1))
+    model = sharded(ctx, mesh=ctx.mesh_2d(2, 1))
     model.set_manual_backward_finalization(True)
     model.set_requires_all_reduce(False)
     step(model, seed=0)
@@ -239,6 +230,4 @@ def test_finalization_inside_no_sync_reduces_nothing(ctx: RankContext) -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
     step(model, seed=2)
     model.finalize_backward()
-    for seed in (0, 1, 2):
-        step(reference, seed)
-    assert_gradients(model, reference)
+    assert_gradients(model, stepped(0, 1, 2))

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
@@ -72,10 +73,14 @@ def _reentrant(module: Any, x: Tensor) -> Tensor:
     return checkpoint(module, x, use_reentrant=True) if torch.is_grad_enabled() else module(x)
 
 
+def _mesh(ctx: RankContext) -> DeviceMesh:
+    return ctx.mesh_1d() if ctx.world_size == 2 else ctx.mesh_2d(2, 2)
+
+
 def _sharded(ctx: RankContext, make: Callable[[], Any] = Routed, **kwargs: Any) -> Any:
-    kwargs.setdefault("mesh", ctx.mesh_1d() if ctx.world_size == 2 else ctx.mesh_2d(2, 2))
     model = seeded(make)
-    return _may_differ(shard_each(*model.blocks, *model.tower.blocks, model.tower, model, **kwargs))
+    units = (*model.blocks, *model.tower.blocks, model.tower, model)
+    return _may_differ(shard_each(*units, **{"mesh": _mesh(ctx), **kwargs}))
 
 
 def _may_differ(model: Any) -> Any:
@@ -83,20 +88,12 @@ def _may_differ(model: Any) -> Any:
     return model
 
 
-class Wrapped(Routed):
-    """``fully_shard`` gets what is inside the wrappers."""
-
-    def __init__(self, run: Run = nn.Module.__call__) -> None:
-        super().__init__(run)
-        self.inner = list(self.blocks)
-        self.blocks = nn.ModuleList(map(checkpoint_wrapper, self.blocks))
-
-
-@distributed(2)
-def test_units_in_wrappers_are_skipped_as_well(ctx: RankContext) -> None:
-    model = seeded(Wrapped)
-    model = _may_differ(shard_each(*model.inner, *model.tower.blocks, model.tower, model, mesh=ctx.mesh_1d()))
-    _assert_steps(ctx, model, [each[:2] for each in WAYS], make=Wrapped)
+def _wrapped(ctx: RankContext) -> Any:
+    """``fully_shard`` gets what is inside of the wrappers."""
+    model = seeded(Routed)
+    units = (*model.blocks, *model.tower.blocks, model.tower, model)
+    model.blocks = nn.ModuleList(map(checkpoint_wrapper, model.blocks))
+    return _may_differ(shard_each(*units, mesh=ctx.mesh_1d()))
 
 
 def _loss(model: Any, way: Any, seed: int) -> Tensor:
@@ -227,6 +224,7 @@ CASES: dict[str, Case] = {
     "gradients that reach other units": (_sharded, CROSSED, _step, Routed),
     "order that is not that of registration": (_sharded, NOT_IN_ORDER, _step, Routed),
     "units inside and between several modules of one unit": (_listed, AT_FIRST_ONE, _step, Listed),
+    "inside of wrappers": (_wrapped, WAYS, _step, Routed),
     "limit on memory": (_limited, WAYS, _step, Routed),  # ranks withhold the same prefetches
     # A unit's hook on a tensor comes ahead of the root's on the same one.
     "root without parameters": (partial(_sharded, make=_bare), [[[0, 2, 3], [1, 3]], [[1, 3], [2, 3]]], _step, _bare),
@@ -326,60 +324,46 @@ def test_frozen_units_are_gathered_as_often_as_on_ranks_that_use_them(ctx: RankC
 # Parameters of one unit
 
 
-class Choosing(nn.Module):
-    """Each pass takes one of several ways behind the trunk; one way is never taken."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk = nn.Linear(DIM, DIM)
-        self.ways = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(5))
-
-    def forward(self, x: Tensor, way: int) -> Tensor:
-        return self.ways[way](torch.tanh(self.trunk(x)))
-
-
-def _choosing(ctx: RankContext, **options: Any) -> Any:
-    mesh = ctx.mesh_1d() if ctx.world_size == 2 else ctx.mesh_2d(2, 2)
-    return _may_differ(fsdp2.fully_shard(seeded(Choosing), mesh=mesh, **options))
+def _one_unit(ctx: RankContext, **options: Any) -> Any:
+    return _may_differ(fsdp2.fully_shard(seeded(Routed), mesh=_mesh(ctx), **options))
 
 
 @pytest.mark.parametrize("setting", ["plain", "mixed", "offloaded"])
 @distributed(2, 4)
 def test_parameters_that_one_rank_uses_get_the_mean_on_every_rank(ctx: RankContext, setting: str) -> None:
-    """Two microbatches: one way for each rank, and one that all of them take."""
+    """Two microbatches: one block for each rank, and one that all of them use. Nobody uses the tower."""
 
-    def compute(each: Any, ways: Way, seed: int) -> None:
-        for microbatch, way in enumerate(ways):
-            _loss(each, way, 2 * seed + microbatch).backward()
+    def compute(each: Any, way: Way, seed: int) -> None:
+        for microbatch, block in enumerate(way):
+            _step(each, [block], 2 * seed + microbatch)
 
     ways = [[[(rank + index) % 4, index] for rank in range(4)] for index in range(2)]
     atol = 2e-3 if setting == "mixed" else 1e-6
-    _assert_steps(ctx, _choosing(ctx, **SETTINGS[setting]), ways, compute, Choosing, atol)
+    _assert_steps(ctx, _one_unit(ctx, **SETTINGS[setting]), ways, compute, atol=atol)
 
 
 @distributed(2)
 def test_hooks_on_parameters_run_on_every_rank(ctx: RankContext) -> None:
-    model = _choosing(ctx)
+    model = _one_unit(ctx)
     called: list[str] = []
     for name, parameter in model.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: called.append(name))
-    _loss(model, ctx.rank, 0).backward()
-    layers = ("trunk", "ways.0", "ways.1")
+    _step(model, [ctx.rank], 0)
+    layers = ("entry", "blocks.0.linear", "blocks.1.linear")
     assert sorted(called) == sorted(f"{layer}.{kind}" for layer in layers for kind in ("bias", "weight"))
 
 
 @distributed(2)
 def test_what_was_withheld_is_dropped_after_an_exception(ctx: RankContext) -> None:
     """The reduction has landed, but no rank has said yet who had a gradient."""
-    model = _choosing(ctx)
+    model = _one_unit(ctx)
     model.set_is_last_backward(False)
-    _loss(model, ctx.rank, 0).backward()
+    _step(model, [ctx.rank], 0)
     model.reset_iter_state()
     model.zero_grad()
     model.set_is_last_backward(True)
-    _loss(model, 3, 0).backward()
-    grads = [way.weight.grad is not None for way in model.ways]
-    assert grads == [False, False, False, True, False]
+    _step(model, [3], 0)
+    assert [block.linear.weight.grad is not None for block in model.blocks] == [False, False, False, True]
 
 
 # What a rank does for units that it skips

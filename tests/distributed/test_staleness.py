@@ -13,21 +13,15 @@ from fsdp2 import fully_shard
 from fsdp2.core.comm.offload import StagedOffloadPolicy
 from fsdp2.optim import flatten_optimizer
 from fsdp2.report import trace
-from tests.distributed.changes import GATHERS, evaluate
+from tests.distributed.changes import GATHERS, double, evaluate
 from tests.distributed.support import DIM, Stack, batch, seeded, shard, shard_each, sharded, step
 from tests.harness.comms import gathers_noted
 from tests.harness.distributed import RankContext, distributed
 
 
-def _write(parameters: list[nn.Parameter]) -> None:
-    with torch.no_grad():
-        for parameter in parameters:
-            parameter.add_(1.0)
-
-
 def _reference(make: Callable[[], Any] = Stack) -> Any:
     model = seeded(make)
-    _write(list(model.parameters()))
+    double(model.parameters())
     return model
 
 
@@ -51,7 +45,7 @@ def test_forward_after_the_shards_were_written_uses_them(
     model = sharded(ctx, reshard_after_forward=kept, **options)
     shards = list(model.parameters())  # as an optimizer holds them: what is bound later may be unsharded
     PASSES[name](model)
-    _write(shards)
+    double(shards)
     assert torch.allclose(model(batch()), _reference()(batch()), atol=1e-5)
 
 
@@ -109,7 +103,7 @@ def test_unshard_after_the_shards_were_written_binds_new_values(ctx: RankContext
     model = sharded(ctx)
     shards = list(model.parameters())
     evaluate(model)  # the root stays unsharded
-    _write(shards)
+    double(shards)
     model.unshard()
     assert type(model.entry.weight) is nn.Parameter
     assert torch.equal(model.entry.weight, _reference().entry.weight)
@@ -117,13 +111,13 @@ def test_unshard_after_the_shards_were_written_binds_new_values(ctx: RankContext
 
 # How docs/guide/wrapping.md says that shards may be written while a unit stays unsharded, and how not
 NOTICED: dict[str, Callable[[Any], object]] = {
-    "parameter": lambda param: param.add_(1.0),
-    "to_local()": lambda param: param.to_local().add_(1.0),
+    "parameter": lambda param: param.mul_(2.0),
+    "to_local()": lambda param: param.to_local().mul_(2.0),
 }
 UNNOTICED: dict[str, Callable[[Any], object]] = {
-    "data": lambda param: param.data.add_(1.0),
-    "detach().to_local()": lambda param: param.detach().to_local().add_(1.0),
-    "numpy": lambda param: param.to_local().numpy().__iadd__(1.0),
+    "data": lambda param: param.data.mul_(2.0),
+    "detach().to_local()": lambda param: param.detach().to_local().mul_(2.0),
+    "numpy": lambda param: param.to_local().numpy().__imul__(2.0),
 }
 
 
@@ -159,31 +153,26 @@ def test_unused_backward_prefetch_does_not_outlive_a_write(ctx: RankContext) -> 
     model.set_reshard_after_backward(False)
     for _ in range(2):
         step(model)
-    _write(shards)
+    double(shards)
     assert torch.allclose(model(batch()), _reference(_Detached)(batch()), atol=1e-5)
 
 
 @distributed(4)
 def test_partial_gradients_of_a_unit_that_is_idle_later_are_reduced(ctx: RankContext) -> None:
     """Two microbatches on HSDP; a unit runs in the first only, which leaves its sums on the shard axis."""
+
+    class Chooses(nn.Sequential):
+        def forward(self, x: Tensor, chosen: tuple[int, ...]) -> Tensor:  # type: ignore[override]
+            return torch.stack([self[each](x) for each in chosen]).sum(0)
+
     blocks = [seeded(lambda: nn.Linear(8, 8, bias=False), seed) for seed in range(2)]
-    root = _Chooses(nn.ModuleDict({"a": blocks[0], "b": blocks[1]}))
-    shard_each(*blocks, root, mesh=ctx.mesh_2d(2, 2))
+    root = shard_each(*blocks, Chooses(*blocks), mesh=ctx.mesh_2d(2, 2))
     x = torch.full((2, 8), 1.0 + ctx.rank)
-    for names, is_last in (("ab", False), ("a", True)):
-        root.set_requires_all_reduce(is_last)  # type: ignore[operator]
-        root(x, names).sum().backward()
+    for chosen, is_last in (((0, 1), False), ((0,), True)):
+        root.set_requires_all_reduce(is_last)
+        root(x, chosen).sum().backward()
     grads = [block.weight.grad.full_tensor() for block in blocks]
     assert torch.allclose(grads[1], torch.full((8, 8), 2 * 2.5))  # the mean of x over the ranks, two rows
-
-
-class _Chooses(nn.Module):
-    def __init__(self, blocks: nn.ModuleDict) -> None:
-        super().__init__()
-        self.blocks = blocks
-
-    def forward(self, x: Tensor, names: str) -> Tensor:
-        return torch.stack([self.blocks[name](x) for name in names]).sum(0)
 
 
 @pytest.mark.parametrize("foreach", [True, False])

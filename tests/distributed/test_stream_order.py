@@ -209,7 +209,8 @@ CASES: dict[str, Trained] = {
 }
 # It writes shards that a gather reads, which is made anew for that.
 del CASES["offloaded, written while unsharded"]
-del CASES["muon"], CASES["muon, gradients on rank 0 alone"]  # the simulated group has no all-to-all
+for _name in ("muon", "muon, gradients on rank 0 alone", "gradients in int8"):
+    del CASES[_name]  # the simulated group has no all-to-all
 # Each leads to waits that the others do not.
 _SHORT = [
     *("plain", "uneven", "on a smaller mesh, gathered in vain", "kept storage", "replicated, partial sums"),

@@ -52,33 +52,28 @@ def test_a_tied_parameter_has_one_of_its_names_in_the_model(ctx: RankContext, pl
     assert names <= {name for name, _ in model.named_parameters(remove_duplicate=False)}
 
 
-class _Tokens(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(8, DIM)
-        self.head = nn.Linear(DIM, 8, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.embedding(tokens))  # type: ignore[no-any-return]
+def _embedding_and_head() -> nn.Sequential:
+    model = nn.Sequential(nn.Embedding(8, DIM), nn.Linear(DIM, 8, bias=False))
+    model[1].weight = model[0].weight
+    return model
 
 
 @distributed(2)
 def test_dtensors_of_tensor_parallelism_move_as_well(ctx: RankContext) -> None:
     mesh = ctx.mesh(dp=1, tp=2)
-    model, reference = seeded(_Tokens), seeded(_Tokens)
+    model, reference = seeded(_embedding_and_head), seeded(_embedding_and_head)
     rows, columns = RowwiseParallel(input_layouts=Replicate()), ColwiseParallel(output_layouts=Replicate())
-    parallelize_module(model, mesh["tp"], {"embedding": rows, "head": columns})
-    model.head.weight = model.embedding.weight
-    shard_each(model.embedding, model, mesh=mesh["dp"])
+    parallelize_module(model, mesh["tp"], {"0": rows, "1": columns})
+    embedding, head = model
+    head.weight = embedding.weight
+    shard_each(embedding, model, mesh=mesh["dp"])
     for each in (model, reference):
         each(torch.arange(8)).square().mean().backward()
-    assert model.head.weight is model.embedding.weight
-    found = model.head.weight.grad
-    assert isinstance(found, DTensor)
-    torch.testing.assert_close(found.full_tensor(), reference.head.weight.grad)
+    assert head.weight is embedding.weight
+    assert isinstance(head.weight.grad, DTensor)
+    torch.testing.assert_close(head.weight.grad.full_tensor(), reference[1].weight.grad)
     with pytest.raises(ValueError, match="already sharded"):
-        fully_shard(model.head, mesh=mesh["dp"])
+        fully_shard(head, mesh=mesh["dp"])
 
 
 @pytest.mark.parametrize("case", [*list(PLACES)[:2], *long(*list(PLACES)[2:])])
@@ -137,35 +132,29 @@ def test_one_unit_manages_what_was_tied_across_units(ctx: RankContext) -> None:
     assert torch.equal(step(made), step(model))
 
 
-class _Pair(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.own, self.first, self.second = (nn.Linear(DIM, DIM, bias=False) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(self.own(x)))  # type: ignore[no-any-return]
-
-
 class _WithPair(nn.Module):
+    """``pair`` has a layer of its own before the two."""
+
     uses_pair = False
 
     def __init__(self) -> None:
         super().__init__()
-        self.entry, self.pair = nn.Linear(DIM, DIM), _Pair()
+        self.entry = nn.Linear(DIM, DIM)
+        self.pair = nn.Sequential(*(nn.Linear(DIM, DIM, bias=False) for _ in range(3)))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.entry(x)
-        return self.pair(x) if self.uses_pair else x
+        return self.pair(x) if self.uses_pair else x  # type: ignore[no-any-return]
 
 
 @distributed(2)
 def test_units_that_no_forward_has_used_may_be_tied_later(ctx: RankContext) -> None:
     """One of them is left without parameters, and the ranks that wait for each other forget it."""
     model, reference = seeded(_WithPair), seeded(_WithPair)
-    shard_each(model.pair.first, model.pair.second, model.pair, model, mesh=ctx.mesh_1d())
+    shard_each(*model.pair[1:], model.pair, model, mesh=ctx.mesh_1d())
     for each in (model, reference):
         step(each)
-        each.pair.second.weight = each.pair.first.weight
+        each.pair[2].weight = each.pair[1].weight
     model.load_state_dict(model.state_dict())  # the root looks for ties
     for seed in range(2):
         for each in (model, reference):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -13,9 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn, optim
 from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
     get_optimizer_state_dict,
-    set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -411,29 +408,15 @@ def test_training_goes_on_from_a_checkpoint_of_another_number_of_ranks(
 
 
 @distributed(2)
-def test_states_are_those_of_a_sharded_optimizer_and_go_to_another_one(ctx: RankContext) -> None:
+def test_states_lie_as_those_of_a_sharded_optimizer(ctx: RankContext) -> None:
     model, optimizer = _made(ctx, 2)
-    as_whole = StateDictOptions(full_state_dict=True)
-    values, own = map(copy.deepcopy, (model.state_dict(), optimizer.state_dict()))
-    states = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
-    full = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=as_whole))
+    states = get_optimizer_state_dict(model, optimizer)
     for name, param in model.named_parameters():
         state: Any = states["state"][name]
         if param.ndim == 2 and not name.startswith("exit"):
             assert {*state} == {"momentum_buffer"}, name
         for value in state.values():
             assert not isinstance(value, DTensor) or value.placements == param.placements
-    expected = _step(ctx, model, optimizer, range(2, 4))
-    loads: list[Callable[[Any, Muon], Any]] = [
-        lambda other, loaded: set_optimizer_state_dict(other, loaded, states),
-        lambda other, loaded: set_optimizer_state_dict(other, loaded, full, options=as_whole),
-        lambda other, loaded: loaded.load_state_dict(own),
-    ]
-    for load in loads:
-        other, loaded = _made(ctx)
-        other.load_state_dict(values)
-        load(other, loaded)
-        assert all(map(torch.equal, _step(ctx, other, loaded, range(2, 4)), expected))
 
 
 @distributed(2)

@@ -30,8 +30,8 @@ Loss = Callable[[Callable[..., Tensor]], Tensor]
 class Reference:
     """``model`` as it is before ``fully_shard``, with its parameters in whatever subclasses.
 
-    ``dim`` says along which dim a parameter is cut, by its name and value. ``reduce_dtype`` counts where the policy
-    names none; default: what torch's own runtime takes, the shard's since torch 2.15, the gradient's before.
+    ``dim`` says along which dim a parameter is cut, by its name and value. Where the policy names no dtype of the
+    reduction, it is that of torch's own runtime: the shard's since torch 2.15, the gradient's before.
     """
 
     def __init__(
@@ -41,10 +41,8 @@ class Reference:
         optimizer: Callable[[list[Tensor]], torch.optim.Optimizer],
         policy: MixedPrecisionPolicy | None = None,
         dim: Callable[[str, Tensor], int] = lambda name, value: 0,
-        reduce_dtype: torch.dtype | None = None,
     ) -> None:
         self.model, self._policy = model, policy or MixedPrecisionPolicy()
-        self._reduce_dtype = self._policy.reduce_dtype or reduce_dtype
         axes = range(mesh.ndim)
         self._groups = [mesh.get_group(axis) for axis in reversed(axes)]  # the shard axis first
         self._group = self._groups[0]
@@ -97,24 +95,16 @@ class Reference:
         pieces = [part.view(mine.dtype)[: int(size)] for part, size in zip(received, sizes, strict=True)]
         return torch.cat(pieces).movedim(0, dim).contiguous()
 
-    def forward(self, loss: Loss) -> Tensor:
-        """``loss`` of the model as a function, no gradients."""
-        with torch.no_grad():
-            return loss(lambda *args: functional_call(self.model, self._all_unsharded(), args)).detach()
-
-    def _all_unsharded(self) -> dict[str, Tensor]:
-        return {name: self.unsharded(name) for name in self.shards}
-
     def backward(self, loss: Loss, *, reduce: bool = True) -> Tensor:
         """Forward and backward; adds to the shards' gradients, or to what a later call will reduce."""
-        values = self._all_unsharded()
+        values = {name: self.unsharded(name) for name in self.shards}
         leaves = [value.requires_grad_() for name, value in values.items() if name in self._trainable]
         result = loss(lambda *args: functional_call(self.model, values, args))
         grads = torch.autograd.grad(result, leaves, allow_unused=True)
         for name, grad in zip([name for name in values if name in self._trainable], grads, strict=True):
             if grad is not None:
                 unless_told = self.shards[name].dtype if GRADIENTS_FOLLOW_SHARDS else grad.dtype
-                grad = grad.to(self._reduce_dtype or unless_told)
+                grad = grad.to(self._policy.reduce_dtype or unless_told)
                 earlier = self._accumulated.get(name)
                 self._accumulated[name] = grad if earlier is None else earlier + grad
         if reduce:
@@ -141,11 +131,6 @@ def plain(value: Tensor) -> Tensor:
     if isinstance(local, DTensor):
         local = local._local_tensor
     return local.plain if hasattr(local, "plain") else local.as_subclass(Tensor)
-
-
-def sharded_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters of a sharded model at rest, by their names without those of checkpoint wrappers."""
-    return {name.replace("_checkpoint_wrapped_module.", ""): value for name, value in model.named_parameters()}
 
 
 def assert_same_shards(parameters: Mapping[str, Tensor], reference: Reference, *, exact: bool) -> None:

@@ -46,7 +46,7 @@ _CLIENTS = Path(__file__).parents[1] / "clients"
 _AGAIN = ("test_distributed_on_device.py", "test_parity_on_device.py")
 WORLD_SIZE = "world_size"  # the parameter that ``@distributed`` adds
 SHARES = 32
-FEW_SHARES = 6
+FEW_SHARES = 8
 LANDING = "LANDING"  # the environment variable
 
 

@@ -14,36 +14,16 @@ import pytest
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tests.harness.compare import (
-    Cases,
-    compare,
-    each_compared,
-    hsdp,
-    one_replica,
-)
+from tests.harness.compare import Cases, compare, each_compared, hsdp, one_replica
 from tests.harness.distributed import RankContext, distributed
-from tests.harness.models import MLP, Branches, ParityModel, Transformer, Uneven
+from tests.harness.models import MLP, Branches, ParityModel, Uneven
 from tests.harness.runtimes import Runtime, oracle
-from tests.harness.training import (
-    Case,
-    Step,
-    accumulate,
-    gradients_of,
-    sgd,
-    shard_units_and_root,
-    sharded,
-    snapshot,
-)
+from tests.harness.training import Case, Step, accumulate, gradients_of, sgd, shard_units_and_root, sharded, snapshot
 from tests.parity.test_mixed_precision import BF16, BFLOAT16_ARITHMETIC, FP32
 
 _no_sync = partial(accumulate, note=gradients_of)
 _no_all_reduce = partial(accumulate, switch="set_requires_all_reduce", note=gradients_of)
 LAST, KEEP, SYNC = "set_is_last_backward", "set_reshard_after_backward", "set_requires_gradient_sync"
-POLICIES: dict[str, dict[str, Any]] = {
-    "bf16 reduced in fp32": {"param_dtype": BF16, "reduce_dtype": FP32},
-    "bf16": {"param_dtype": BF16},
-    "reduced in bf16": {"reduce_dtype": BF16},
-}
 
 
 def _registered(model: ParityModel) -> list[Any]:
@@ -69,21 +49,13 @@ def _other_units(step: Step, model: Branches) -> list[Tensor]:
     return losses
 
 
-IN_CI = ("uneven", "transformer", "without reshard_after_forward", "gradients zeroed in place", "kept without sync")
-
-
-@each_compared(2, 4, ci=IN_CI)
+@each_compared(2, 4, ci=("kept without sync",))
 def test_without_gradient_sync_until_the_last_micro_batch() -> Cases:
+    """Programs have other models, what is kept after forward, and gradients that are zeroed in place."""
     noted = partial(accumulate, note=_registered)
-    with_sync = partial(accumulate, switch=(), note=gradients_of)
     return {
         "MLP": Case(MLP, step=_no_sync),
-        "uneven": Case(Uneven, step=_no_sync),
-        "transformer": Case(Transformer, step=_no_sync),
-        "with reshard_after_forward": Case(MLP, sharded(reshard_after_forward=True), _no_sync),
-        "without reshard_after_forward": Case(MLP, sharded(reshard_after_forward=False), _no_sync),
-        "with communication in every backward": Case(MLP, step=with_sync),
-        "gradients zeroed in place": Case(MLP, step=with_sync, set_to_none=False),
+        "with communication in every backward": Case(MLP, step=partial(accumulate, switch=(), note=gradients_of)),
         "one unit only": Case(MLP, step=_in_one_unit),
         "the last has no gradient": Case(Branches, step=_other_units),
         "is_last_backward defers the end of backward": Case(MLP, step=partial(noted, switch=LAST)),
@@ -92,10 +64,12 @@ def test_without_gradient_sync_until_the_last_micro_batch() -> Cases:
     }
 
 
-@each_compared(2, 4, ci=[*POLICIES][1:])
+@each_compared(2, 4)
 def test_without_gradient_sync_accumulates_in_reduce_dtype() -> Cases:
-    low = partial(Case, MLP, step=_no_sync, optimizer=sgd, reduce_dtype=BF16, unsharded=BFLOAT16_ARITHMETIC)
-    return {name: low(sharded(policy=policy)) for name, policy in POLICIES.items()}
+    """Programs have the other policies."""
+    shard = sharded(policy={"param_dtype": BF16, "reduce_dtype": FP32})
+    low = Case(MLP, shard, _no_sync, sgd, reduce_dtype=BF16, unsharded=BFLOAT16_ARITHMETIC)
+    return {"bf16 reduced in fp32": low}
 
 
 def _frozen_meanwhile(step: Step, model: MLP) -> list[Tensor]:
@@ -158,61 +132,27 @@ def _shard_stages(runtime: Runtime, model: Any, mesh: DeviceMesh, **kwargs: Any)
         runtime.share_comm_ctx(list(model.stages))
 
 
-class _Run:
-    """One step of a pipeline: what the stages have computed and not yet used."""
-
-    def __init__(self, step: Step, model: _Pipeline) -> None:
-        self._step, self._model = step, model
-        self._inputs: dict[tuple[int, int], Tensor] = {}
-        self._outputs: dict[tuple[int, int], Tensor] = {}
-        self._gradients: dict[tuple[int, int], Tensor] = {}
-        self.losses: list[Tensor] = []
-
-    def forward(self, stage: int, micro: int) -> None:
-        if stage == 0:
-            (x,) = self._step.batch(self._model, micro)
-        else:
-            x = self._outputs[stage - 1, micro].detach().requires_grad_()
-        self._inputs[stage, micro] = x
-        output = self._model.stages[stage](x)
-        if stage == 1:
-            output = self._model.loss(output, (x,)) / NUM_MICRO
-            self.losses.append(output)
-        self._outputs[stage, micro] = output
-
-    def backward(self, stage: int, micro: int) -> None:
-        self._outputs.pop((stage, micro)).backward(self._gradients.pop((stage, micro), None))
-        gradient = self._inputs.pop((stage, micro)).grad
-        if gradient is not None:
-            self._gradients[stage - 1, micro] = gradient
-
-    def follow(self, before_backward: Any = lambda stage: None) -> None:
-        for stage, kind, micro in ONE_F_ONE_B:
-            if kind == "F":
-                self.forward(stage, micro)
-            else:
-                before_backward(stage)
-                self.backward(stage, micro)
-
-
 def _actions(step: Step, model: _Pipeline) -> list[Tensor]:
     """Unshard all, no communication but in the last backward of each stage, then reshard."""
-    run, num_backwards = _Run(step, model), [0, 0]
+    inputs: dict[tuple[int, int], Tensor] = {}
+    outputs: dict[tuple[int, int], Tensor] = {}
     modules = [step.control(module) for stage in model.stages for module in (stage, *stage.blocks)]  # type: ignore[misc]
     for module in modules:
         module.unshard(async_op=True)
-
-    def configure(stage: int) -> None:
-        num_backwards[stage] += 1
-        control, is_last = step.control(model.stages[stage]), num_backwards[stage] == NUM_MICRO
+    for stage, kind, micro in ONE_F_ONE_B:
+        if kind == "F":
+            x = outputs[0, micro].detach().requires_grad_() if stage else step.batch(model, micro)[0]
+            y = model.stages[stage](x)
+            inputs[stage, micro], outputs[stage, micro] = x, model.loss(y, (x,)) / NUM_MICRO if stage else y
+            continue
+        control, is_last = step.control(model.stages[stage]), micro == NUM_MICRO - 1
         control.set_is_last_backward(is_last)
         control.set_reshard_after_backward(is_last)
         control.set_requires_gradient_sync(is_last)
-
-    run.follow(configure)
+        outputs[stage, micro].backward(None if stage else inputs[1, micro].grad)
     for module in modules:
         module.reshard()
-    return run.losses
+    return [outputs[1, micro] for micro in range(NUM_MICRO)]
 
 
 @pytest.mark.parametrize("reshard", [False, None])

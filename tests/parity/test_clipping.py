@@ -22,7 +22,6 @@ from tests.harness.golden import texts_beside
 from tests.harness.messages import error_of
 from tests.harness.models import MLP, Uneven
 from tests.harness.runtimes import Runtime, oracle, subject
-from tests.harness.selection import long
 from tests.harness.training import EXACT, Step, Tolerance, one_backward, shard_units_and_root
 from tests.parity.setups import SETUPS, Setup, cut_like, recorded, setups, whole
 
@@ -105,6 +104,7 @@ WAYS: dict[str, Setup] = {
     "tp": SETUPS["tp"],
     "experts": Setup(MLP, hsdp, _with_experts),
     "ignored": Setup(MLP, shard=_ignoring),
+    "uneven": Setup(Uneven),
 }
 
 
@@ -116,13 +116,16 @@ def _gradients(model: nn.Module, without: str = "") -> None:
     """The same gradients as the unsharded model has, cut like the parameters."""
     for index, (name, param) in enumerate(model.named_parameters()):
         grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(index))
-        if name != without:
-            param.grad = cut_like(grad, param)
+        param.grad = cut_like(grad, param) if name != without else None
 
 
-def _clips(ctx: RankContext, setup: Setup, order: float, without: str = "") -> None:
-    reference, model = setup.build(), setup.sharded(subject(), ctx)
-    for max_norm in (0.5, 1e6):
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("way", WAYS)
+@distributed(4)
+def test_norm_is_that_of_the_unsharded_model(ctx: RankContext, way: str, order: float) -> None:
+    """Empty shards and missing gradients count nothing."""
+    reference, model = WAYS[way].build(), _sharded(ctx, way)
+    for max_norm, without in ((0.5, ""), (1e6, ""), (0.5, "blocks.1.down.weight")):
         _gradients(reference, without)
         _gradients(model, without)
         expected = nn.utils.clip_grad_norm_(reference.parameters(), max_norm, norm_type=order)
@@ -130,20 +133,6 @@ def _clips(ctx: RankContext, setup: Setup, order: float, without: str = "") -> N
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
         ours, theirs = (whole([p.grad for p in each.parameters() if p.grad is not None]) for each in (model, reference))
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-8)
-
-
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("way", WAYS)
-@distributed(4)
-def test_norm_is_that_of_the_unsharded_model(ctx: RankContext, way: str, order: float) -> None:
-    _clips(ctx, WAYS[way], order)
-
-
-@pytest.mark.parametrize("order", [*ORDERS[:1], *long(*ORDERS[1:])])
-@distributed(4)
-def test_empty_shards_and_missing_gradients_count_nothing(ctx: RankContext, order: float) -> None:
-    _clips(ctx, Setup(Uneven), order)
-    _clips(ctx, WAYS["tp"], order, without="blocks.1.down.weight")
 
 
 @pytest.mark.parametrize("order", ORDERS)

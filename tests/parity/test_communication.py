@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.two_tensor import TwoTensor
 
 from tests.harness.comms import CountingAllGather, CountingReduceScatter
-from tests.harness.compare import Cases, compare, each_compared, hsdp, one_replica, trains_alike
+from tests.harness.compare import Cases, each_compared, hsdp, one_replica, trains_alike
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.models import MLP, ParityModel, Transformer, Uneven
 from tests.harness.runtimes import Runtime, oracle, subject
@@ -62,16 +62,6 @@ def _case(model: Any, comms: dict[str, Any] | None = None, inner: Any = one_back
     return Case(model, shard, partial(_counting, inner=inner), **options)
 
 
-KINDS = {"new": {}, "persistent": {"persistent": True}}
-
-
-@pytest.mark.parametrize("comms", KINDS.values(), ids=KINDS.keys())
-@pytest.mark.parametrize("model", [MLP, Uneven, Transformer])
-@distributed(2, 4)
-def test_custom_collectives_carry_every_message(ctx: RankContext, model, comms: dict[str, bool]) -> None:
-    compare(_case(model, comms), ctx.mesh_1d())
-
-
 class _TwoDtypes(MLP):
     """The root's group has a frozen weight of another dtype."""
 
@@ -90,11 +80,16 @@ def _gathering_bytes(step: Step, model: Any) -> list[Tensor]:
     return losses
 
 
+MODELS = {model.__name__: model for model in (MLP, Uneven, Transformer)}
+KINDS: dict[str, dict[str, Any]] = {"new": {}, "persistent": {"persistent": True}}
+
+
 @each_compared(2, 4, ci=("reshard_after_forward=2",))
-def test_custom_collectives() -> Cases:
-    kept, policy = {"persistent": True}, {"param_dtype": BF16, "reduce_dtype": FP32}
+def test_custom_collectives_carry_every_message() -> Cases:
+    kept, policy = KINDS["persistent"], {"param_dtype": BF16, "reduce_dtype": FP32}
     on_one_rank = Case(MLP, sharded(then=partial(_set_comms, comms={})), _messages)
     return {
+        **{f"{name}, {kind}": _case(model, KINDS[kind]) for name, model in MODELS.items() for kind in KINDS},
         "reshard_after_forward=False": _case(MLP, kept, reshard_after_forward=False),
         "reshard_after_forward=2": _case(MLP, kept, reshard_after_forward=2),
         "replicate axis of one": (one_replica, _case(MLP)),
@@ -236,17 +231,14 @@ def _deprecated(model: ParityModel) -> None:
             module.set_reduce_scatter_divide_factor(2.0)
 
 
-@each_compared(2, mesh=_meshes, long=("no forced sum", "no forced sum, fp16", "separate group of the root"))
+@each_compared(2, mesh=_meshes, long=("separate group of the root",))
 def test_settings_change_no_result() -> Cases:
     low = partial(Case, MLP, optimizer=sgd, reduce_dtype=FP16, unsharded=LOW_PRECISION)
     separate = partial(_set_in_units, setter="set_separate_reduce_scatter_group")
     memory = partial(_set_in_units, setter="set_allocate_memory_from_process_group_for_comm")
-    in_fp16 = {"param_dtype": FP16}
     return {
         "forced sum": Case(MLP, _shard(True)),
-        "forced sum, fp16": (RankContext.mesh_1d, low(_shard(True, policy=in_fp16))),
-        "no forced sum": Case(MLP, _shard(False)),
-        "no forced sum, fp16": (RankContext.mesh_1d, low(_shard(False, policy=in_fp16))),
+        "forced sum, fp16": (RankContext.mesh_1d, low(_shard(True, policy={"param_dtype": FP16}))),
         "separate group": Case(MLP, step=partial(separate, recurse=True), num_steps=4),
         "separate group of the root": Case(MLP, step=partial(separate, recurse=False), num_steps=4),
         "memory from the process group": Case(Uneven, step=memory),

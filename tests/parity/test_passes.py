@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 from tests.harness.compare import Cases, compare, compare_losses_with_unsharded, each_compared, trains_alike
 from tests.harness.distributed import RankContext, distributed
@@ -22,7 +22,6 @@ from tests.harness.models import (
     DIM,
     MLP,
     STRUCTURES,
-    Block,
     Branches,
     Buffers,
     Nested,
@@ -32,8 +31,6 @@ from tests.harness.models import (
 )
 from tests.harness.runtimes import Runtime, beyond_torch
 from tests.harness.training import Case, Step, evaluate_before_step, one_backward, shard_units_and_root, sharded
-
-KEPT = sharded(reshard_after_forward=False)
 
 
 def _noting_the_type(step: Step, model: Nested) -> list[Tensor]:
@@ -88,8 +85,6 @@ def _four_of(model: Any, units: Any = None) -> Case:
 
 
 SHARED_OUTPUTS = {
-    "root alone": _four_of(MLP),
-    "root without parameters": _four_of(MLP, lambda m: [m.entry, *m.blocks, m.exit, m]),
     "as torchtitan": _four_of(MLP, lambda m: [m.entry, *m.blocks[:2], [m.blocks[2], m.exit], m]),
     "all but the entry": _four_of(MLP, lambda m: [*m.blocks, m.exit, m]),
     "frozen entry": _four_of(frozen(MLP, "entry"), lambda m: [*m.blocks, m.exit, m]),
@@ -100,7 +95,7 @@ SHARED_OUTPUTS = {
 
 @each_compared(2, 4, ci=[*SHARED_OUTPUTS][1:])
 def test_several_forwards_of_a_model_that_returns_what_a_unit_returned() -> Cases:
-    """The gradient of that one tensor begins the backward of both."""
+    """The gradient of that one tensor begins the backward of both. Programs have a root without parameters."""
     return SHARED_OUTPUTS
 
 
@@ -112,7 +107,6 @@ class Twice(MLP):
 @each_compared(2, 4)
 def test_several_forwards_and_backwards() -> Cases:
     return {
-        "in no order, kept": Case(MLP, KEPT, _four_forwards),
         "a unit that runs several times": Case(partial(Branches, (0, 1, 0, 1, 0, 1, 2))),
         "root calls itself": Case(Twice),
     }
@@ -139,12 +133,11 @@ def _train_then_evaluate(step: Step, model: ParityModel) -> list[Tensor]:
 _infer_then_train = partial(_evaluate_then_train, guard=torch.inference_mode)
 
 
-@each_compared(2, 4, ci=("Transformer",))
+@each_compared(2, 4)
 def test_evaluation_between_training_steps() -> Cases:
     """In inference mode; programs evaluate without."""
-    later = partial(_infer_then_train, first_step=1)
     return {
-        **{model.__name__: Case(model, step=later) for model in (MLP, Transformer)},
+        "MLP": Case(MLP, step=partial(_infer_then_train, first_step=1)),
         "running buffers": Case(Buffers, step=partial(_evaluate_then_train, first_step=1)),
         "before the optimizer's step, resharded by hand": Case(MLP, step=evaluate_before_step),
     }
@@ -419,84 +412,24 @@ def test_parameters_are_shards_after_a_method_that_calls_forward(
     compare(Case(_Recurrent, shard=shard, step=step, unsharded=None), ctx.mesh_1d())
 
 
-def _saves_matmuls(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    is_matmul = op in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
-    return CheckpointPolicy.MUST_SAVE if is_matmul else CheckpointPolicy.PREFER_RECOMPUTE
+class Recomputing(MLP):
+    """Drops out in its blocks, which it recomputes: each by a checkpoint around or inside of it, or two by one."""
 
-
-RECOMPUTE = {
-    False: partial(checkpoint, use_reentrant=False),
-    True: partial(checkpoint, use_reentrant=True),
-    "selective": partial(
-        checkpoint, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, _saves_matmuls)
-    ),
-}
-
-
-class CheckpointsInside(Block):
-    kind: bool | str = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + RECOMPUTE[self.kind](super().forward, x)
-
-
-class CheckpointsAround(MLP):
-    kind: bool | str = False
+    def __init__(self, where: str, reentrant: bool) -> None:
+        super().__init__()
+        self.where, self.recompute = where, partial(checkpoint, use_reentrant=reentrant)
+        for block in self.blocks:
+            block.down = nn.Sequential(nn.Dropout(0.5), block.down)
+            if where == "inside":
+                block.forward = partial(self.recompute, block.forward)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.entry(x)
+        if self.where == "two by one":
+            return self.exit(self.blocks[2](self.recompute(nn.Sequential(*self.blocks[:2]).forward, x)))
         for block in self.blocks:
-            x = RECOMPUTE[self.kind](block, x)
+            x = self.recompute(block, x) if self.where == "around" else block(x)
         return self.exit(x)
-
-
-def _inside(kind: bool | str) -> MLP:
-    model = MLP()
-    for block in model.blocks:
-        block.__class__ = CheckpointsInside
-        block.kind = kind
-    return model
-
-
-def _around(kind: bool | str) -> MLP:
-    model = CheckpointsAround()
-    model.kind = kind
-    return model
-
-
-MODELS = {"around": _around, "inside": _inside}
-KINDS = {
-    f"{where}, {kind}, {reshard}": Case(partial(build, kind), sharded(reshard_after_forward=reshard))
-    for where, build in MODELS.items()
-    for kind in RECOMPUTE
-    for reshard in (True, False, 2)
-}
-NOT_IN_CI = ("inside, False, True", "inside, selective, True")
-
-
-@each_compared(2, 4, ci=[name for name in KINDS if name not in NOT_IN_CI])
-def test_checkpoint_function() -> Cases:
-    return KINDS
-
-
-class AroundSeveral(MLP):
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.recompute = RECOMPUTE[reentrant]
-
-    def forward(self, x: Tensor) -> Tensor:
-        def several(x: Tensor) -> Tensor:
-            return self.blocks[1](self.blocks[0](x))
-
-        return self.exit(self.blocks[2](self.recompute(several, self.entry(x))))
-
-
-def _dropping_out(build: Callable[[bool], MLP], reentrant: bool) -> MLP:
-    """The generator's state is put back: else the gradients would not be those of the loss."""
-    model = build(reentrant)
-    for block in model.blocks:
-        block.down = nn.Sequential(nn.Dropout(0.5), block.down)
-    return model
 
 
 def _wrapped_inside() -> Transformer:
@@ -513,21 +446,21 @@ def _submodules_wrapped() -> Transformer:
     return model
 
 
-CI = ["several units, reentrant"]
-CI += [f"dropout {where}, {kind}" for where in MODELS for kind in ("non-reentrant", "reentrant")][1:]
+KINDS = {
+    f"{where}, {'reentrant' if reentrant else 'non-reentrant'}": Case(partial(Recomputing, where, reentrant))
+    for reentrant in (False, True)
+    for where in ("around", "inside", "two by one")
+}
 
 
-@each_compared(2, 4, ci=CI)
+@each_compared(2, 4, ci=[*KINDS][1:])
 def test_recomputation() -> Cases:
-    rows: dict[str, Any] = {
+    """The generator's state is put back: else the gradients would not be those of the loss."""
+    return {
+        **KINDS,
         "checkpoint_wrapper inside units": Case(_wrapped_inside),
         "checkpoint_wrapper around submodules of units": Case(_submodules_wrapped),
     }
-    for kind, reentrant in (("non-reentrant", False), ("reentrant", True)):
-        rows[f"several units, {kind}"] = Case(partial(AroundSeveral, reentrant))
-        for where, build in MODELS.items():
-            rows[f"dropout {where}, {kind}"] = Case(partial(_dropping_out, build, reentrant))
-    return rows
 
 
 @trains_alike(2, model=MLP)

@@ -133,23 +133,19 @@ def same_data_for_all(step: Step, model: MLP) -> list[Tensor]:
     return one_backward(step, model)
 
 
-def _case(**options: Any) -> Case:
-    return Case(MLP, partial(with_experts, **options), same_data_for_all, longest_axis=4)
-
-
 @pytest.mark.parametrize("by_torch", [True, False])
 @pytest.mark.parametrize("kind", ["shard", "hsdp"])
-@pytest.mark.parametrize("reshard", [True, *long(False)])
+@pytest.mark.parametrize("reshard", [True, *long(False, 2)])
 @distributed(4)
 def test_experts_are_sharded_over_a_mesh_of_their_own(ctx: RankContext, by_torch: bool, kind: str, reshard) -> None:
-    compare(_case(kind=kind, by_torch=by_torch, reshard_after_forward=reshard), ctx.mesh_2d(2, 2))
-
-
-@pytest.mark.long
-@distributed(4)
-def test_experts_rest_on_the_ranks_they_have(ctx: RankContext) -> None:
-    """An int that suits the dense parameters: the experts' two ranks are no more than it asks for."""
-    compare(_case(kind="shard", reshard_after_forward=2), ctx.mesh_2d(2, 2))
+    """An int suits the dense parameters: the experts' two ranks are no more than it asks for."""
+    case = Case(
+        MLP,
+        partial(with_experts, kind=kind, by_torch=by_torch, reshard_after_forward=reshard),
+        same_data_for_all,
+        longest_axis=4,
+    )
+    compare(case, ctx.mesh_2d(2, 2))
 
 
 @pytest.mark.skipif(SUBJECT_IS_TORCH, reason="looks at fsdp2's own groups")

@@ -142,30 +142,25 @@ def test_meta_model_is_sharded_then_materialised() -> Cases:
     }
 
 
-WAYS: dict[str, Setup] = {"kept on the device": SETUPS["fsdp"], "offloaded": Setup(Transformer, shard=shard_offloaded)}
+ON_DEVICE, ON_HOST = SETUPS["fsdp"], Setup(Transformer, shard=shard_offloaded)
+WAYS: dict[str, tuple[Callable[[], Runtime], Setup, Callable[[], Runtime], Setup]] = {
+    "from torch": (oracle, ON_DEVICE, subject, ON_DEVICE),
+    "to torch": (subject, ON_DEVICE, oracle, ON_DEVICE),
+    "from the host": (subject, ON_HOST, subject, ON_DEVICE),
+    "to the host": (subject, ON_DEVICE, subject, ON_HOST),
+}
 
 
-@pytest.mark.parametrize(
-    "way",
-    [
-        (oracle, "kept on the device", subject, "kept on the device"),
-        (subject, "kept on the device", oracle, "kept on the device"),
-        (subject, "offloaded", subject, "kept on the device"),
-        (subject, "kept on the device", subject, "offloaded"),
-    ],
-    ids=["from torch", "to torch", "from the host", "to the host"],
-)
+@pytest.mark.parametrize("way", WAYS)
 @distributed(2, 4)
-def test_distributed_checkpoint_travels(
-    ctx: RankContext, way: tuple[Callable[[], Runtime], str, Callable[[], Runtime], str], tmp_path: Path
-) -> None:
-    saver, saved, loader, loaded = way
-    model = WAYS[saved].sharded(saver(), ctx)
+def test_distributed_checkpoint_travels(ctx: RankContext, way: str, tmp_path: Path) -> None:
+    saver, saved, loader, loaded = WAYS[way]
+    model = saved.sharded(saver(), ctx)
     optimizer = dtensor_adamw(model.parameters())
     train_steps(ctx, model, optimizer, range(2))
     states = states_of(model, optimizer)
     dcp.save(states, checkpoint_id=tmp_path / "checkpoint")
-    other = WAYS[loaded].sharded(loader(), ctx, seed=1)
+    other = loaded.sharded(loader(), ctx, seed=1)
     other_optimizer = dtensor_adamw(other.parameters())
     train_steps(ctx, other, other_optimizer, [0])
     load_states(other, other_optimizer, tmp_path / "checkpoint")

@@ -5,24 +5,14 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from tests.harness.compare import (
-    Cases,
-    compare,
-    compare_losses_with_unsharded,
-    each_compared,
-    hsdp,
-    one_replica,
-    trains_alike,
-)
-from tests.harness.distributed import RankContext, distributed
+from tests.harness.compare import Cases, each_compared, hsdp, trains_alike
 from tests.harness.models import MLP, Branches, ParityModel, PartlyUsed, Transformer, Uneven, frozen
-from tests.harness.runtimes import Runtime, beyond_torch
+from tests.harness.runtimes import Runtime
 from tests.harness.training import (
     BY_TURNS,
     Case,
@@ -45,7 +35,7 @@ def _registered(model: nn.Module) -> dict[str, object]:
     return held
 
 
-def _step_with_notes(step: Step, model: MLP) -> list[Tensor]:
+def _step_with_notes(step: Step, model: Any) -> list[Tensor]:
     loss = step.loss(model)
     step.note("after forward", _registered(model))
     loss.backward()
@@ -58,10 +48,9 @@ def test_reshard_after_forward() -> Cases:
     return {str(to): Case(MLP, sharded(reshard_after_forward=to), _step_with_notes) for to in (True, False, None)}
 
 
-@each_compared(4, ci=("Uneven",), long=("MLP", "Transformer"))
-def test_reshard_after_forward_to_two_ranks() -> Cases:
-    to_two = sharded(reshard_after_forward=2)
-    return {model.__name__: Case(model, to_two, _step_with_notes) for model in (Uneven, MLP, Transformer)}
+@trains_alike(4, model=Uneven, shard=sharded(reshard_after_forward=2))
+def test_reshard_after_forward_to_two_ranks(step: Step, model: Any) -> list[Tensor]:
+    return _step_with_notes(step, model)
 
 
 def _stays(model: Any) -> None:
@@ -171,16 +160,6 @@ def test_any_number_of_reductions_in_flight() -> Cases:
     }
 
 
-@pytest.mark.long
-@distributed(2)
-def test_reductions_in_flight_on_hsdp_without_all_reduce_until_the_last_micro_batch(ctx: RankContext) -> None:
-    step = partial(accumulate, switch="set_requires_all_reduce")
-    for mesh in (hsdp(ctx), one_replica(ctx)):
-        compare(Case(MLP, _with_buffers(4), step), mesh)
-        # torch sums the two uses in another order where the replicate axis is longer than 1, so only to rounding
-        compare_losses_with_unsharded(Case(_used_twice, _with_buffers(4), step), mesh)
-
-
 # reduce_scatter_unused_params
 
 
@@ -221,52 +200,6 @@ def test_parameters_that_no_rank_uses_get_zeros(step: Step, model: PartlyUsed) -
     _zeros_for_unused(step, model.get_submodule("blocks.1.side"))
     step.note("gradient of an unused parameter", snapshot(model.blocks[1].side.weight.grad))
     return [loss]
-
-
-class _Dropped(MLP):
-    """All blocks run, as the ranks' gathers must match, but a rank goes on without the outputs of some."""
-
-    def forward(self, x: Tensor, dropped: tuple[int, ...] = ()) -> Tensor:  # type: ignore[override]
-        x = self.entry(x)
-        for index, block in enumerate(self.blocks):
-            output = block(x)
-            x = x if index in dropped else output
-        return self.exit(x)
-
-
-def _other_units_on_each_rank(step: Step, model: _Dropped) -> list[Tensor]:
-    losses = []
-    for micro in range(2):
-        step.control(model).set_requires_gradient_sync(micro == 1)
-        first = (step.index + step.rank + micro) % 3
-        losses.append(step.loss(model, micro, dropped=(first, (first + 1) % 3)))
-        losses[-1].backward()
-    _zeros_for_unused(step, model)
-    return losses
-
-
-def _may_differ(num_buffers: int = 1) -> Any:
-    def configure(model: Any) -> None:
-        model.set_ranks_may_differ(True)
-        _with_unused(model)
-        model.set_reduce_scatter_max_input_buffers(num_buffers)
-
-    return sharded(then=configure, reshard_after_forward=False)  # backwards must gather the same
-
-
-BY_ORDER = beyond_torch("it reduces whole units in the order of each rank's own backward, so that other units meet")
-
-
-@BY_ORDER
-@each_compared(2, by=compare_losses_with_unsharded, ci=("3",))
-def test_ranks_that_use_other_units() -> Cases:
-    return {str(num): Case(_Dropped, _may_differ(num), _other_units_on_each_rank) for num in (1, 3)}
-
-
-@BY_ORDER
-@each_compared(4, mesh=hsdp, by=compare_losses_with_unsharded)
-def test_ranks_that_use_other_units_on_hsdp() -> Cases:
-    return {"1": Case(_Dropped, _may_differ(), _other_units_on_each_rank)}
 
 
 # How a forward begins, and on which stream it gathers

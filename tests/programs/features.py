@@ -46,7 +46,9 @@ AS_GIVEN = Precision("bfloat16", casts_inputs=False)
 PRECISIONS = (
     *(PLAIN, BF16, Precision("bfloat16", "float32", "float32"), AS_GIVEN),
     *(Precision(None, "bfloat16"), Precision(None, None, "bfloat16")),
+    *(Precision("bfloat16", "float32", wire="bfloat16"), Precision(None, "float32", wire="int8")),
 )
+WIRED = tuple(each for each in PRECISIONS if each.wire)
 
 # Of BEFORE, what may come after another one.
 AGAIN = (
@@ -175,7 +177,7 @@ def _each(first: Combination, others: Combination, why: str) -> Iterator[Rule]:
         yield Rule(combination, why)
 
 
-LOW = tuple(each for each in PRECISIONS if "bfloat16" in (each.param, each.reduce, each.output))
+LOW = tuple(each for each in PRECISIONS if each.wire or "bfloat16" in (each.param, each.reduce, each.output))
 CASTS = tuple(each for each in PRECISIONS if each.param)
 LEFT_OUT = {"block.left_out": _not_default("block.left_out")}
 HOOKS = {"block.wire": WIRES}
@@ -193,6 +195,7 @@ WRAPPED = {"program.way": ("FSDP1",)}
 # bit for bit.
 BEYOND_TORCH: tuple[dict[str, tuple[Any, ...]], ...] = (
     LEFT_OUT,
+    {"program.precision": WIRED},
     {"program.scalar": (True,)},
     {"block.double": (True,), "block.alone": (False,)},  # two dtypes in one unit
     {"block.wire": ("halved", "scaled")},
@@ -205,7 +208,8 @@ BEYOND_TORCH: tuple[dict[str, tuple[Any, ...]], ...] = (
     {"block.checkpoint": ("reentrant",), "block.uses": (2,)},
     {"block.checkpoint": ("reentrant",), "micro.forwards": (2,)},
     {"program.divide_factor": (1.0,), "program.force_sum": (False,)},  # gloo multiplies in no reduction
-    {"block.wire": ("int8", "nf4"), "mesh": ("hsdp", "one rank")},  # two tensors from one rank
+    {"block.wire": ("int8", "mxfp8", "nf4"), "mesh": ("hsdp", "one rank")},  # two tensors from one rank
+    {"block.wire": ("mxfp8",), "block.kind": ("odd",)},  # a rank without rows
     {"program.clips_by": ("fsdp2",)},  # adds up squares in another order
     {"program.setting": ("finalized by hand",), "micro.apart": (True,)},
     # Torch's class takes no second backward, hangs, and moves to an accelerator what it offloads.
@@ -289,7 +293,9 @@ RULES = (
             "program.force_sum": (True,),
             "program.reduces_unused": (True,),
             "program.placement_dim": (1,),
-            "program.precision": tuple(each for each in PRECISIONS if each.output or not each.casts_inputs),
+            "program.precision": tuple(
+                each for each in PRECISIONS if each.output or each.wire or not each.casts_inputs
+            ),
             "program.prefetch": (True,),
             "program.divide_factor": (1.0,),
             "program.memory": MEMORY,
@@ -348,7 +354,7 @@ RULES = (
     *_each(
         {"micros": (3,), "micro.fails": tuple(each for each in FAILS if each.startswith("backward"))},
         {"micro.sync": _not_default("micro.sync"), "micro.keep": (True,)},
-        "the end of a backward that failed drops what the micro-batch before it has kept",
+        "a backward that fails drops the gradients that earlier micro-batches have kept",
     ),
     Rule({"micro.between": (("another adapter",),), "block.kind": _others("block.kind", "adapters")}, "no adapters"),
     Rule(
@@ -463,8 +469,16 @@ RULES = (
     Rule({**LEFT_OUT, "block.compiled": (True,), "block.double": (True,)}, "refused on the ranks that use the block"),
     Rule({**HOOKS, "block.double": (True,)}, "the tests' hooks are for float32"),
     Rule({"block.wire": ("scaled",), "program.placement_dim": (1,)}, "the scales are of rows"),
+    *(
+        Rule(
+            {"program.precision": WIRED, "program.setting": (setting,)},
+            "a wire decides what travels, in memory of its own",
+            error="because of reduce_wire",
+        )
+        for setting in ("own reduce-scatter", "memory of the group")
+    ),
     Rule(
-        {"block.wire": ("int8", "nf4"), "program.placement_dim": (1,)},
+        {"block.wire": ("int8", "mxfp8", "nf4"), "program.placement_dim": (1,)},
         "blocks of values that share a scale are in rows",
         error="was cut into shards of shape",
     ),

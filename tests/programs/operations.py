@@ -187,6 +187,7 @@ WIRES = {
     "scaled": "extensions.wrap(model.block{index}, extensions.Scaled)",
     "int8": "tensors.wrap_parameters(model.block{index}, tensors.Int8AllGatherTensor)",
     "float8": "tensors.wrap_parameters(model.block{index}, tensors.Float8AllGatherTensor)",
+    "mxfp8": "tensors.wrap_parameters(model.block{index}, tensors.MXFP8AllGatherTensor)",
     "nf4": """
 for param in model.block{index}.parameters():
     param.requires_grad_(param.ndim != 2)
@@ -341,6 +342,7 @@ SETTINGS = {
     "memory of the group": "model.set_allocate_memory_from_process_group_for_comm(True)",
     "entry is not gathered in backward": "model.entry.set_unshard_in_backward(False)",
     "one context": "runtime.share_comm_ctx([model])",
+    "activations on the host": "fsdp2.memory.offload_activations(model, min_nbytes=1)",
 }
 # Around each step.
 CONTEXTS = {

@@ -32,12 +32,14 @@ class Block:
 
 @dataclass(frozen=True)
 class Precision:
-    """``MixedPrecisionPolicy``; names of dtypes. ``output`` is the root's."""
+    """``MixedPrecisionPolicy``; names of dtypes. ``output`` is the root's. ``wire``: of gradients; "int8" keeps what it
+    loses for the next step."""
 
     param: str | None = None
     reduce: str | None = None
     output: str | None = None
     casts_inputs: bool = True
+    wire: str | None = None
 
 
 @dataclass(frozen=True)

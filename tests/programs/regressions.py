@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.programs.program import Block, Micro, Precision, Program, Step
+from tests.programs.program import CHECKPOINTS, Block, Micro, Precision, Program, Step
 
 _KEPT, _LAST = Micro("no reduction"), Micro()
 
@@ -152,7 +152,38 @@ _INSTEAD_OF_TESTS: tuple[tuple[Program, str], ...] = (
             Program((Block(uses=2), Block()), precision=precision, steps=(Step(micros=_LATER),) * 2),
             "uses add up otherwise",
         )
-        for precision in (Precision(), Precision(None, "bfloat16"))
+        for precision in (Precision(), Precision(None, "bfloat16"), Precision("bfloat16"), _LOW)
+    ),
+    *(
+        (
+            Program(
+                (Block(uses=uses), Block(), Block()),
+                mesh=mesh,
+                setting="two reductions",
+                steps=_steps(Micro("no all-reduce"), _LAST),
+            ),
+            "partial sums of reductions that are in flight together are mixed up",
+        )
+        for mesh, uses in (("hsdp", 2), ("one replica", 1))
+    ),
+    (
+        Program((Block(left_out=(0,)), Block(left_out=(1,))), setting="two reductions", steps=_steps(_KEPT, _LAST)),
+        "ranks that differ reduce units in the order of each rank's own backward",
+    ),
+    *(
+        (
+            Program((Block(checkpoint=how, reshard=True), Block(alone=False, checkpoint=how)), root_reshard=True),
+            "what is computed again, as a unit or inside of one, meets shards",
+        )
+        for how in CHECKPOINTS
+    ),
+    (
+        Program(
+            (Block(reshard=False),),
+            root_reshard=False,
+            steps=_steps(Micro(apart=True, between=("forward in vain",))),
+        ),
+        "backwards in another order than the forwards, of which one has none, find freed parameters",
     ),
     *(
         (
@@ -187,7 +218,7 @@ _INSTEAD_OF_TESTS: tuple[tuple[Program, str], ...] = (
     ),
     *(
         (Program((Block("odd"), Block()), mesh="hsdp", optimizer=f"AdamW {form}", set_to_none=False), "zeroed in place")
-        for form in ("foreach", "fused", "one by one")
+        for form in ("foreach", "fused", "one by one", "flat")
     ),
     (Program((Block(), Block("odd")), covered=True, optimizer="momentum"), "a root without parameters of its own"),
     (Program((Block(), Block()), steps=(_PLAIN, Step(("reset",)), Step(("reset",), _LATER))), "a reset drops too much"),
@@ -197,6 +228,10 @@ _INSTEAD_OF_TESTS: tuple[tuple[Program, str], ...] = (
             steps=(_PLAIN, Step(("keep after forward",)), Step(("reshard after forward",)), _PLAIN),
         ),
         "units do not follow set_reshard_after_forward between steps",
+    ),
+    (
+        Program((Block(), Block()), setting="joined", steps=(Step(micros=_LATER),) * 2),
+        "gradients are scaled though no rank lacks a batch",
     ),
 )
 REGRESSIONS |= {f"{fault} ({index})": program for index, (program, fault) in enumerate(_INSTEAD_OF_TESTS)}

@@ -87,7 +87,8 @@ def is_low(program: Program) -> bool:
     """Whether something is computed in less than fp32."""
     precision = program.precision
     named = (precision.param, precision.reduce, precision.output)
-    return bool(program.autocast) or "bfloat16" in named or any(block.wire for block in program.blocks)
+    is_rounded = "bfloat16" in named or precision.wire is not None
+    return bool(program.autocast) or is_rounded or any(block.wire for block in program.blocks)
 
 
 def has_reference(program: Program) -> bool:
@@ -188,6 +189,8 @@ def _policy(precision: Precision, *, is_root: bool) -> str:
     said = [f"{name}=torch.{dtype}" for name, dtype in given.items() if dtype]
     if not precision.casts_inputs:
         said.append("cast_forward_inputs=False")
+    if precision.wire:
+        said.append(f"reduce_wire={'tensors.Int8Wire()' if precision.wire == 'int8' else f'torch.{precision.wire}'}")
     return f"runtime.MixedPrecisionPolicy({', '.join(said)})"
 
 

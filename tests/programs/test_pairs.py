@@ -41,9 +41,8 @@ def test_a_row_of_defaults_is_the_simplest_program_in_three_steps() -> None:
     assert program_of({}) == Program(steps=(Step(), Step(), Step()))
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_each_value_makes_another_program_that_is_python(world_size: int) -> None:
-    values = features(world_size)
+def test_each_value_makes_another_program_that_is_python() -> None:
+    values = features(4)
     base = {"micros": 2, "place": "middle"}  # without which some values mean nothing
     for name, (default, *others) in values.items():
         for value in others:
@@ -57,8 +56,8 @@ def test_values_are_told_apart_from_equal_ones() -> None:
         assert len(set(values)) == len(values), name
 
 
+@pytest.mark.in_turns
 @pytest.mark.long
-@pytest.mark.ci
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_the_array_has_each_pair_that_the_rules_allow(world_size: int) -> None:
     values = features(world_size)
@@ -76,15 +75,15 @@ def _completes(row: dict[str, Any], values: Mapping[str, tuple[Any, ...]], name:
     their defaults."""
     if not is_allowed(row, name):
         return False
-    open_ = [
+    undecided = [
         rule.combination.keys() - row.keys()
         for rule in RULES
         if "device" not in rule.combination  # these are about the CPU
         and (chosen := rule.combination.keys() & row.keys())
         and all(row[name] in rule.combination[name] for name in chosen)
     ]
-    if open_:
-        name = min(min(open_, key=lambda names: (len(names), sorted(names))))  # the fewest ways out first
+    if undecided:
+        name = min(min(undecided, key=lambda names: (len(names), sorted(names))))  # the fewest ways out first
         return any(_completes({**row, name: value}, values, name) for value in values[name])
     return True
 
@@ -101,9 +100,10 @@ def test_rows_for_missing_pairs_are_as_simple_as_asked() -> None:
     assert len(list(packed(wanted, features(2), 5))) == 1
 
 
+@pytest.mark.parametrize("share", range(3))
 @distributed(2)
-def test_refused_combinations_raise_the_error_of_their_rule(ctx: RankContext) -> None:
-    for rule in (rule for rule in RULES if rule.error):
+def test_refused_combinations_raise_the_error_of_their_rule(ctx: RankContext, share: int) -> None:
+    for rule in [rule for rule in RULES if rule.error][share::3]:
         program = program_of({name: values[0] for name, values in rule.combination.items()})
         found = check(ctx, [program])[0]
         assert found.outcome in (Outcome.RAISES, Outcome.BOTH_REFUSE, Outcome.OVER_LIMIT), (

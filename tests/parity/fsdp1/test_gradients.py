@@ -163,9 +163,9 @@ def test_the_function_takes_flat_parameters_for_their_shards(front: Front, strat
     assert all(map(torch.equal, *found))
 
 
-def scaler_of(front: Front) -> Any:
+def scaler_of(front: Front, **options: Any) -> Any:
     names = fsdp2.fsdp1 if front.is_ours else torch.distributed.fsdp.sharded_grad_scaler
-    return names.ShardedGradScaler("cpu", init_scale=8.0, growth_interval=2)
+    return names.ShardedGradScaler("cpu", init_scale=8.0, growth_interval=2, **options)
 
 
 def local(tensors: Any) -> list[torch.Tensor]:

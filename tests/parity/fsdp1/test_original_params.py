@@ -11,24 +11,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecision, StateDictType
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
-from fsdp2.fsdp1 import sharded_grad_scaler
 from fsdp2.fsdp1.orig_params import KeptParameter
 from tests.harness.messages import error_of
 from tests.harness.selection import long
-from tests.parity.fsdp1.fronts import Front, as_torchs, assert_same, mlp, quiet, with_ours
+from tests.parity.fsdp1.fronts import Front, as_torchs, assert_same, mlp, with_ours
 from tests.parity.fsdp1.kinds import FULL_SHARD, GRAD_OP, NO_SHARD
 
 STRATEGIES = [FULL_SHARD, *long(NO_SHARD)]
-SCALERS = {True: sharded_grad_scaler.ShardedGradScaler, False: ShardedGradScaler}
-OPTIONS: dict[str, dict[str, Any]] = {
-    "": {},
-    "bf16": {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)},
-}
 
 
 def _wrapped(front: Front, model: nn.Module, **options: Any) -> Any:
@@ -39,55 +31,6 @@ def _wrapped(front: Front, model: nn.Module, **options: Any) -> Any:
 def _whole(front: Front, model: Any) -> dict[str, Tensor]:
     with front.cls.summon_full_params(model):
         return {name: param.detach().clone() for name, param in model.named_parameters()}
-
-
-@pytest.mark.parametrize("options", ["", *long("bf16")])
-@pytest.mark.parametrize("strategy", [*STRATEGIES, *long(GRAD_OP)])
-@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, *long(torch.optim.SGD)])
-@as_torchs(2)
-def test_an_optimizer_from_before_trains(front: Front, optimizer: Any, strategy: Any, options: str) -> Any:
-    model = mlp()
-    made = optimizer(model.parameters(), lr=0.1)
-    wrapped = _wrapped(front, model, sharding_strategy=strategy, **OPTIONS[options])
-    return front.train(wrapped, made), _whole(front, wrapped)
-
-
-@as_torchs(2, exact=False)
-def test_a_schedule_clipping_and_groups_go_on(front: Front) -> Any:
-    model = mlp()
-    groups = [
-        {"params": model[0].parameters(), "lr": 0.2},
-        {"params": [*model[2].parameters(), *model[4].parameters()]},
-    ]
-    made = torch.optim.AdamW(groups, lr=0.1, foreach=False)
-    scheduler = torch.optim.lr_scheduler.StepLR(made, 1, gamma=0.5)
-    wrapped = _wrapped(front, model)
-
-    def before_step(_: int) -> list[Any]:
-        norm = wrapped.clip_grad_norm_(0.1)
-        scheduler.step()
-        return [norm, scheduler.get_last_lr()]
-
-    return quiet(front.train, wrapped, made, before_step=before_step), _whole(front, wrapped)
-
-
-@pytest.mark.parametrize("kind", [StateDictType.FULL_STATE_DICT, *long(StateDictType.SHARDED_STATE_DICT)])
-@with_ours(2)
-def test_its_state_dict_loads_before_the_first_step(front: Front, kind: StateDictType) -> None:
-    """And the run goes on as if it had never stopped. Torch 2.13 saves ``exp_avg_sq`` under both names here."""
-    (model, made), (other, fresh) = ((each, torch.optim.Adam(each.parameters(), lr=0.1)) for each in (mlp(), mlp()))
-    wrapped, again = _wrapped(front, model), _wrapped(front, other)
-    front.train(wrapped, made)
-    with front.of_kind(wrapped, kind), front.of_kind(again, kind):
-        states = front.cls.optim_state_dict(wrapped, made)
-        everywhere = [states] if front.ctx.rank == 0 or kind is StateDictType.SHARDED_STATE_DICT else [None]
-        if kind is StateDictType.FULL_STATE_DICT:
-            torch.distributed.broadcast_object_list(everywhere)
-        fresh.load_state_dict(front.cls.optim_state_dict_to_load(again, fresh, everywhere[0]))
-        again.load_state_dict(wrapped.state_dict())
-    losses = [front.train(*each, num_steps=range(3, 5)) for each in ((wrapped, made), (again, fresh))]
-    assert_same(*losses)
-    assert_same(_whole(front, wrapped), _whole(front, again))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -108,20 +51,6 @@ def test_averages_over_lists_from_before_follow(front: Front, strategy: Any) -> 
 
     losses = front.train(wrapped, torch.optim.SGD, lr=0.5, before_step=update)
     return losses, outputs, _whole(front, average)
-
-
-@as_torchs(2)
-def test_gradients_are_unscaled_before_the_first_step(front: Front) -> Any:
-    model = mlp()
-    made = torch.optim.SGD(model.parameters(), lr=0.1)
-    wrapped = _wrapped(front, model)
-    scaler = SCALERS[front.is_ours]("cpu", init_scale=4.0)
-    loss = wrapped(front.batch(3, 8)).square().mean()
-    scaler.scale(loss).backward()
-    scaler.unscale_(made)
-    scaler.step(made)
-    scaler.update()
-    return _whole(front, wrapped)
 
 
 WRITES: dict[str, Callable[[Any, Tensor], object]] = {

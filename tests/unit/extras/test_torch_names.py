@@ -1,4 +1,4 @@
-"""The hook for gradients of what the calls of a submodule return."""
+"""The hook for gradients of what the calls of a submodule return; the store that ranks share."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from fsdp2 import CommunicationError
 from fsdp2.core import _torch
 from fsdp2.core.trees import find_tensors
 from fsdp2.extras import torch_names
@@ -50,3 +51,11 @@ def test_activation_checkpointing_calls_the_hook_once_unless_it_is_late(use_reen
     checkpoint(module, torch.randn(2, 3, requires_grad=True), use_reentrant=use_reentrant).sum().backward()
     assert module.linear.weight.grad is not None
     assert len(seen) == (0 if use_reentrant and is_late else 1)
+
+
+def test_a_process_group_that_was_destroyed_is_named_as_the_cause() -> None:
+    """Here, there is none."""
+    with pytest.raises(
+        CommunicationError, match=r"destroyed.*Call torch\.distributed\.destroy_process_group\(\) after"
+    ):
+        torch_names.default_store()

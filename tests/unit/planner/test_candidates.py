@@ -128,6 +128,7 @@ def test_two_blocks_per_unit_would_not_be_faster(num_gpus: int, monkeypatch: pyt
     assert found[0].time.step < found[1].time.step
 
 
+@pytest.mark.ci
 def test_what_only_fp8_would_fit_does_not_fit() -> None:
     """On as many GPUs as make sharded gradients small: else the peak is at the end of backward, where the block that is
     reduced last is not unsharded anymore."""
@@ -139,6 +140,7 @@ def test_what_only_fp8_would_fit_does_not_fit() -> None:
     assert found.smallest.missing_nbytes > 0
 
 
+@pytest.mark.ci
 def test_optimizer_precision_and_what_is_frozen_change_what_is_held() -> None:
     """Master weights are of what is trained; a frozen base stays as it is, without optimizer."""
 
@@ -185,6 +187,7 @@ def test_wrong_arguments_are_named_with_what_is_expected(case: str) -> None:
     TEXTS.check(case, error_of(WRONG[case]), among=WRONG)
 
 
+@pytest.mark.ci
 def test_what_offloading_puts_into_the_hosts_memory_is_counted_and_limited() -> None:
     """16 bytes for each parameter in the shards of the node's GPUs, with AdamW in fp32."""
     offload = choice_named(plan_of(), "FSDP, reshard, offload")

@@ -19,6 +19,7 @@ from fsdp2.planner.candidates import Plan, Workload
 from fsdp2.planner.work import Checkpointing
 from tests.harness.golden import texts_beside
 from tests.harness.messages import error_of
+from tests.harness.selection import long
 from tests.unit.planner import models as planner_models
 from tests.unit.planner.models import MODELS, Cache, Caching, LanguageModel, inputs_of, square, tokens
 from tests.unit.planner.plans import WORKLOAD, choice_named, on_meta, work_of
@@ -148,7 +149,7 @@ def test_a_training_step_keeps_no_cache(inputs: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "inputs", [lambda: {"tokens": tokens(128), "use_cache": True}, lambda: (tokens(128), True, Cache())]
+    "inputs", [lambda: {"tokens": tokens(128), "use_cache": True}, *long(lambda: (tokens(128), True, Cache()))]
 )
 def test_a_cache_that_inputs_ask_for_is_empty_first_kept_until_the_step_ends_and_named(inputs: Any) -> None:
     asked = fsdp2.planner.plan(Caching, "H100", replace(WORKLOAD, inputs=inputs), num_gpus=8)
