@@ -484,11 +484,20 @@ RULES = (
     ),
     *(
         Rule(
-            {"block.wire": ("nf4",), name: ("evaluate an average", "write whole parameters")},
-            "weights of 4 bits are frozen",
-            error="NF4Tensor",
+            {"block.wire": ("nf4",), name: ("evaluate an average",)}, "weights of 4 bits are frozen", error="NF4Tensor"
         )
         for name in ("second step", "third step")
+    ),
+    *_each(
+        {"block.wire": ("nf4",)},
+        dict.fromkeys(("second step", "third step"), ("write whole parameters", "merge adapters")),
+        "only fsdp2 has whole weights to write: elsewhere, they are of 4 bits, and frozen",
+    ),
+    Rule({"block.wire": ("nf4",), "block.kind": ("odd",)}, "torch refuses it, and shards have blocks of their own"),
+    Rule(
+        {"block.wire": ("nf4",), "program.memory": ("tight limit",)},
+        "what hooks make is in a memory plan after the first gather",
+        error="MemoryLimitError",
     ),
     Rule(
         {"program.precision": (AS_GIVEN,), "block.double": (True,)},
