@@ -20,6 +20,7 @@ OPTIMIZERS = {
     "Muon in backward": "parts.muon(parameters, runtimes=runtimes)",
 }
 
+# Between steps; those of AFTER also between the last backward and the optimizer's step, when gradients are there.
 BEFORE = {
     "load state dict": """
 values = model.state_dict()
@@ -252,6 +253,27 @@ if sharded:
     whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     step.note(f"state dict {index}", {name: value.clone() for name, value in whole.items()})
 """,
+}
+# The root stays unsharded after a forward; without _RESHARD, model.parameters() would not be those with gradients.
+_RESHARD = """
+for each in model.modules():
+    if hasattr(each, "reshard"):
+        each.reshard()
+"""
+AFTER = {
+    "evaluate": f"""
+with torch.no_grad():
+    losses.append(step.loss(model, 7))
+{_RESHARD}""",
+    "infer": f"""
+with torch.inference_mode():
+    value = step.loss(model, 7).item()
+losses.append(torch.tensor(value))
+{_RESHARD}""",
+    **{name: BEFORE[name] for name in ("load state dict", "load full state dict", "load optimizer state", "reset")},
+    **{name: BEFORE[name] for name in ("write whole parameters", "save and load", "save and load safetensors")},
+    **{name: BEFORE[name] for name in ("save in the background", "stream", "copy the model", "evaluate an average")},
+    "to one rank and back": BEFORE["to one rank and back"],
 }
 CHECKPOINTED = """\
 def keeps_products(ctx, op, *args, **kwargs):
