@@ -139,8 +139,9 @@ import torch, torch.distributed as dist
 import fsdp2
 from torch import nn
 
-dist.init_process_group("gloo")
-rank = dist.get_rank()
+store, rank, num_ranks = next(dist.rendezvous("env://"))
+store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)  # hides addresses of ranks that have ended
+dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
 torch.manual_seed(0)
 model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
 for layer in (*model, model):
