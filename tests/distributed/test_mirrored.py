@@ -1,7 +1,7 @@
 """``mirrored``: a new model continues from what others have kept in memory, bit for bit, or is told to load from disk.
 
-Hosts are folders here, with two ranks each; a host is lost when its folder is. A second ``Mirror`` in the same processes
-is what a restarted job makes; ``tests/faults/test_mirrored.py`` kills processes.
+Hosts are folders here, with two ranks each; a host is lost when its folder is. A second ``Mirror`` in the same
+processes is what a restarted job makes; ``tests/faults/test_mirrored.py`` kills processes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 import fsdp2
 from fsdp2.checkpoint import Mirror, mirrored
 from fsdp2.core import find_tensors
-from tests.distributed.support import DIM, Stack, seeded, shard, step, train
+from tests.distributed.support import DIM, Stack, seeded, shard, train
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.messages import error_of, one_line
 from tests.harness.selection import long

@@ -56,7 +56,7 @@ AGAIN = (
     *("save and load", "pickle", "to one rank and back", "outer root", "initialise again"),
 )
 
-SAVED_ALONE = ("save and load safetensors", "save in the background")  # torch does not do so
+SAVED_ALONE = ("save and load safetensors", "save in the background", "mirror and restore")  # torch does not do so
 
 # By part and field, the default first.
 _FEATURES: dict[str, tuple[Any, ...]] = {
