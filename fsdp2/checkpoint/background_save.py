@@ -23,8 +23,8 @@ from torch.distributed.checkpoint import CheckpointException, SavePlanner
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
-from fsdp2.core import Axis, _torch, comms, expect, find_tensors
-from fsdp2.extras.exchange import exchange, together
+from fsdp2.core import Axis, _torch, expect, find_tensors
+from fsdp2.extras.exchange import any_of, exchange, together
 from fsdp2.extras.own_groups import host_axis
 
 _log = logging.getLogger("fsdp2")
@@ -43,7 +43,7 @@ class AsyncSave:
         """Whether the save has ended on all ranks, with or without an error. All ranks must call this, and all get the
         same answer. It sends one small message, until it has returned True."""
         if not self._is_done:
-            self._is_done = all(exchange(self._axis, self._outcome.done()))
+            self._is_done = not any_of(self._axis, not self._outcome.done())
         return self._is_done
 
     def result(self) -> Path:
@@ -140,13 +140,9 @@ def _write(state_dict: dict[str, Any], path: Path, planner: SavePlanner | None, 
         problem = "; ".join(f"rank {rank}: {_described(each)}" for rank, (each, _) in error.failures.items())
     except Exception as error:
         problem = f"rank {axis.rank}: {_described(error)}"
-    problems = [problem]
-    if axis.group is not None:
-        problems = [None] * axis.size
-        comms.launched(dist.all_gather_object, problems, problem, group=axis.group)
-    found = "; ".join(dict.fromkeys(each for each in problems if each is not None))
-    if not found:
+    if not any_of(axis, problem is not None):
         return
+    found = "; ".join(dict.fromkeys(each for each in exchange(axis, problem) if each is not None))
     text = f"async_save: the checkpoint {path} was not saved. {found}"
     if axis.rank == 0:
         shutil.rmtree(unfinished, ignore_errors=True)  # makes room

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from fsdp2.checkpoint.mapping import Shape
 from fsdp2.checkpoint.weights import INDEX, ONE_FILE, TOKEN
 from fsdp2.core import Axis
-from fsdp2.extras.exchange import exchange
+from fsdp2.extras.exchange import any_of, are_alike, exchange
 
 _CALLER = "load_safetensors"
 _MAX_LISTED = 20
@@ -164,12 +164,13 @@ def open_together(axis: Axis, library: Any, path: Path) -> OpenCheckpoint:
     for attempt in range(_ATTEMPTS):
         time.sleep(attempt * _PAUSE_S)
         checkpoint = OpenCheckpoint(library, path)
-        digests = exchange(axis, checkpoint.digest)  # all ranks have opened their files
-        is_steady = all(exchange(axis, checkpoint.is_unchanged()))
-        others = [str(rank) for rank, each in enumerate(digests) if each != digests[0]]
-        if is_steady and (None in digests or not others):
+        is_usable = any_of(axis, checkpoint.digest is None) or are_alike(axis, checkpoint.digest)
+        is_steady = not any_of(axis, not checkpoint.is_unchanged())  # asked when all ranks have opened their files
+        if is_steady and is_usable:
             return checkpoint
     if is_steady:
+        digests = exchange(axis, checkpoint.digest)
+        others = [str(rank) for rank, each in enumerate(digests) if each != digests[0]]
         checkpoint.problem = ValueError(
             f"{_CALLER}: rank {', '.join(others)} finds another checkpoint than rank 0 in {path}. Nothing was loaded. "
             "Pass a path that all ranks see, or one checkpoint on all nodes. Stages of a pipeline: pass their group."

@@ -43,7 +43,7 @@ from fsdp2.checkpoint.weights import (
     weights_of,
 )
 from fsdp2.core import Axis, comms
-from fsdp2.extras.exchange import axis_of, exchange, together
+from fsdp2.extras.exchange import are_alike, axis_of, exchange, from_first, together
 from fsdp2.extras.lending import joined, packed
 from fsdp2.extras.output import progress
 from fsdp2.extras.plain_names import bound_state
@@ -95,7 +95,7 @@ def save_safetensors(
             folder or a file was replaced meanwhile. The old checkpoint is still there.
     """
     axis = axis_of(group)
-    (token, *_) = exchange(axis, uuid.uuid4().hex)
+    token = from_first(axis, uuid.uuid4().hex)
     with contextlib.ExitStack() as stack:
         with together(axis):
             path = _path(folder)
@@ -107,12 +107,12 @@ def save_safetensors(
             max_nbytes = nbytes_of(max_shard_size, f"{_CALLER}: max_shard_size", "5GB")
             files = files_of(entries_of(weights, dtype, rename, mapping), max_nbytes, token)
         with together(axis):
-            _check_alike(exchange(axis, digest_of(files)))
+            _check_alike(axis, digest_of(files))
             if axis.rank == 0:
                 opened = stack.enter_context(_opened(path, is_first=True))
                 _claim(opened, files, token)
         with together(axis):
-            (rights, *_) = exchange(axis, opened.rights() if axis.rank == 0 else None)
+            rights = from_first(axis, opened.rights() if axis.rank == 0 else None)
             if axis.rank > 0:
                 opened = stack.enter_context(_opened(path))
                 _check_claim(opened, files[axis.rank :], token)
@@ -173,13 +173,15 @@ def _unfinished_index(token: str) -> str:
     return f"{INDEX}.{tag_of(token)}"
 
 
-def _check_alike(digests: Sequence[str]) -> None:
+def _check_alike(axis: Axis, digest: str) -> None:
+    if are_alike(axis, digest):
+        return
+    digests = exchange(axis, digest)
     others = [str(rank) for rank, each in enumerate(digests) if each != digests[0]]
-    if others:
-        raise ValueError(
-            f"{_CALLER}: rank {', '.join(others)} would write other tensors than rank 0. Build the same model on all "
-            "ranks of the group, and pass the same arguments. Pipeline stages: save each to its folder, with its group."
-        )
+    raise ValueError(
+        f"{_CALLER}: rank {', '.join(others)} would write other tensors than rank 0. Build the same model on all ranks "
+        "of the group, and pass the same arguments. Pipeline stages: save each to its folder, with its group."
+    )
 
 
 def _warn_of_others(model: nn.Module, axis: Axis) -> None:

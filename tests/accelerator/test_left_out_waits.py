@@ -137,7 +137,7 @@ ELSEWHERE: dict[str, str] = {
     "core._torch.with_works.issue-work": _ON_STREAMS,
     "core.runtime.executor._run-compute_after_reduce": _STOPPED,
     "extras.peers._Messages.wait-work": "distributed/test_comm.py::test_messages_of_two_groups_are_never_mixed_up",
-    "extras.exchange._summed-work": "distributed/test_agreement.py::test_ranks_compare_once",
+    "extras.exchange._reduced-work": "distributed/test_agreement.py::test_ranks_compare_once",
     "optim.clip._summed_over_ranks-work": "parity/test_clipping.py::test_gradients_are_clipped_as_torch_clips_them",
     "core.comm.custom._run-work": _IN_ONE_MEMORY,
     "extras.lending.gathered_together-work": _UNCUT,

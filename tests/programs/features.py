@@ -58,7 +58,7 @@ AGAIN = (
 )
 
 MOMENTS = ("second step", "third step", "step.after")
-SAVED_ALONE = ("save and load safetensors", "save in the background")  # torch does not do so
+SAVED_ALONE = ("save and load safetensors", "save in the background", "mirror and restore")  # torch does not do so
 
 # By part and field, the default first.
 _FEATURES: dict[str, tuple[Any, ...]] = {

@@ -169,6 +169,19 @@ if ours and not wraps:
         set_model_state_dict(model, loaded["model"])
         set_optimizer_state_dict(model, optimizers[0], loaded["optimizer"], options=StateDictOptions(strict=False))
 """,
+    "mirror and restore": """
+if ours and not wraps:
+    with parts.shared_folder() as folder:
+        with mirrored(model, optimizers, every=1, job="program", folder=folder) as mirror:
+            mirror.restore()
+            mirror.after_step(step.index)
+            mirror.wait()
+            with torch.no_grad():
+                for param in model.parameters():
+                    if param.requires_grad:
+                        param.zero_()
+            mirrored(model, optimizers, every=1, job="program", folder=folder).restore()
+""",
     "switch adapters": """
 for each in model.modules():
     if isinstance(each, Adapters):

@@ -42,8 +42,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import fsdp2
 from fsdp2.checkpoint import (
-    async_save, from_checkpointable, load_safetensors, optimizer_state_to_load, reshard_to, save_safetensors,
-    stream_full_params, to_checkpointable
+    async_save, from_checkpointable, load_safetensors, mirrored, optimizer_state_to_load, reshard_to,
+    save_safetensors, stream_full_params, to_checkpointable
 )
 from fsdp2 import tensors
 from tests.harness import comms, extensions
