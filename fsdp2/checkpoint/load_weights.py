@@ -32,6 +32,7 @@ from fsdp2.checkpoint.weights import (
 )
 from fsdp2.core import is_plain
 from fsdp2.extras import output
+from fsdp2.extras.checked import check
 from fsdp2.extras.empty_buffers import empty_buffers
 from fsdp2.extras.exchange import axis_of, together
 from fsdp2.extras.lending import joined_along_dim_0
@@ -98,6 +99,8 @@ def load_safetensors(
     """
     axis = axis_of(group)
     with together(axis):
+        check("load_safetensors: path_or_index", path_or_index, "path")
+        check("load_safetensors: strict", strict, "bool")
         library = extra("safetensors", "load_safetensors")
         weights = weights_of(model, "load_safetensors")
         path = Path(path_or_index)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp2.extras import sizes
+from fsdp2.extras.checked import checked
 from fsdp2.extras.output import aligned, listed
 from fsdp2.report import files
 from fsdp2.report.call import Report
@@ -68,6 +69,7 @@ class Comparison:
         return "\n\n".join([*parts, *(f"{alone}." for alone in _alone(names, self.data["only"]))])
 
 
+@checked()
 def compare_reports(
     first: str | os.PathLike[str] | Report,
     second: str | os.PathLike[str] | Report,
