@@ -43,11 +43,15 @@ class Limit(NamedTuple):
         to_high = value < self.high if self.below else value <= self.high
         return from_low and to_high and (self.or_inf or not math.isinf(value))
 
-    def __str__(self) -> str:
-        low = "" if math.isinf(self.low) else f"{'above' if self.above else 'at least'} {self.low:g}"
-        high = "" if math.isinf(self.high) else f"{'below' if self.below else 'at most'} {self.high:g}"
-        finite = "" if self.or_inf or high else "finite"
-        return " and ".join(filter(None, (low, high, finite)))
+    def text(self, noun: str) -> str:
+        """Such as "a finite number above 0"."""
+        low, high = math.isfinite(self.low), math.isfinite(self.high)
+        if low and high and not self.above and not self.below:
+            return f"{noun} from {self.low:g} to {self.high:g}"
+        from_low = f" {'above' if self.above else 'of at least'} {self.low:g}" if low else ""
+        to_high = f"{' and' * low} {'below' if self.below else 'of at most'} {self.high:g}" if high else ""
+        is_finite = noun == "a number" and not (high or self.or_inf)
+        return f"{'a finite number' if is_finite else noun}{from_low}{to_high}"
 
 
 ANY = Limit()
@@ -144,9 +148,8 @@ def _kinds(annotation: str, limit: Limit, names: Mapping[str, Any] | None = None
 
 def _kind(part: str, limit: Limit, names: Mapping[str, Any]) -> _Kind | None:
     if part in _NUMBERS:
-        what, cls = _NUMBERS[part]
-        expected = what if limit == ANY and part == "int" else f"{what}, {limit}"
-        return _Kind(expected, lambda value: isinstance(value, cls) and not isinstance(value, bool), limit.holds)
+        noun, cls = _NUMBERS[part]
+        return _Kind(limit.text(noun), lambda value: isinstance(value, cls) and not isinstance(value, bool), limit.holds)
     several = re.fullmatch(r"(?:Sequence|tuple)\[(.+?)(?:, \.\.\.)?\]", part)
     if several is not None and part not in _PLAIN:
         return _several(_kinds(several[1], limit, names))

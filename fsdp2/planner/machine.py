@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from enum import Enum
 
-from fsdp2.extras.checked import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, Limit, checked
+from fsdp2.extras.checked import AT_LEAST_1, NOT_NEGATIVE, POSITIVE_OR_INF, Limit, checked
 
 _SHARE = Limit(0, 1, below=True)
 
@@ -31,7 +31,7 @@ class Algorithm(Enum):
     TREE = "tree"
 
 
-@checked(bandwidth=POSITIVE, latency=NOT_NEGATIVE)
+@checked(bandwidth=POSITIVE_OR_INF, latency=NOT_NEGATIVE)
 @dataclass(frozen=True)
 class Link:
     """A connection, with ``bandwidth`` in bytes/s and ``latency`` in s per hop."""
@@ -50,8 +50,8 @@ class Contention:
 
 
 @checked(
-    **dict.fromkeys(("bf16_flops", "fp8_flops", "fp32_flops", "memory_nbytes", "copy_bandwidth"), POSITIVE),
-    **dict.fromkeys(("host_bandwidth", "host_memory_nbytes", "utilisation", "bandwidth_efficiency"), POSITIVE),
+    **dict.fromkeys(("bf16_flops", "fp8_flops", "fp32_flops", "memory_nbytes", "copy_bandwidth"), POSITIVE_OR_INF),
+    **dict.fromkeys(("host_bandwidth", "host_memory_nbytes", "utilisation", "bandwidth_efficiency"), POSITIVE_OR_INF),
     **dict.fromkeys(("node_size", "channels"), AT_LEAST_1),
     launch_latency=NOT_NEGATIVE,
 )

@@ -101,12 +101,18 @@ WRONG: dict[str, tuple[object, ...]] = {
     "tuple[int, ...]": (1, "x", (1.5,)),
     "tuple[str, ...]": (1, (1,)),
 }
+RATES = (
+    *("bf16_flops", "fp8_flops", "fp32_flops", "memory_nbytes", "copy_bandwidth", "host_bandwidth"),
+    *("host_memory_nbytes", "utilisation", "bandwidth_efficiency"),
+)
 RIGHT: dict[tuple[str, str], tuple[object, ...]] = {  # of one argument, though wrong for others of its kind
     ("clip_grad_norm_", "max_norm"): (math.inf,),  # only measures
     ("clip_grad_norm_", "norm_type"): (math.inf,),
     ("FullyShardedDataParallel.clip_grad_norm_", "max_norm"): (math.inf,),
     ("FullyShardedDataParallel.clip_grad_norm_", "norm_type"): (math.inf,),
     ("optim.HostAdamW", "max_norm"): (math.inf,),
+    **{("planner.Machine", name): (math.inf,) for name in RATES},  # a machine on which something takes no time
+    ("planner.Link", "bandwidth"): (math.inf,),
     ("checkpoint.Concat", "dim"): (-1,),
     ("checkpoint.Stack", "dim"): (-1,),
     ("checkpoint.Transpose", "dim0"): (-1,),
