@@ -149,7 +149,7 @@ def _kinds(annotation: str, limit: Limit, names: Mapping[str, Any] | None = None
 def _kind(part: str, limit: Limit, names: Mapping[str, Any]) -> _Kind | None:
     if part in _NUMBERS:
         noun, cls = _NUMBERS[part]
-        return _Kind(limit.text(noun), lambda value: isinstance(value, cls) and not isinstance(value, bool), limit.holds)
+        return _Kind(limit.text(noun), lambda x: isinstance(x, cls) and not isinstance(x, bool), limit.holds)
     several = re.fullmatch(r"(?:Sequence|tuple)\[(.+?)(?:, \.\.\.)?\]", part)
     if several is not None and part not in _PLAIN:
         return _several(_kinds(several[1], limit, names))

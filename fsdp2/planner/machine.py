@@ -9,8 +9,12 @@ import math
 from dataclasses import dataclass
 from enum import Enum
 
-from fsdp2.extras.checked import AT_LEAST_1, NOT_NEGATIVE, POSITIVE_OR_INF, Limit, checked
+from fsdp2.extras.checked import AT_LEAST_1, Limit, checked
 
+# A step on a slower machine would take longer than a number can say.
+_RATE = Limit(1, or_inf=True)
+_SHARE_OF_RATE = Limit(1e-6, or_inf=True)
+_DELAY = Limit(0, 3600)
 _SHARE = Limit(0, 1, below=True)
 
 
@@ -31,7 +35,7 @@ class Algorithm(Enum):
     TREE = "tree"
 
 
-@checked(bandwidth=POSITIVE_OR_INF, latency=NOT_NEGATIVE)
+@checked(bandwidth=_RATE, latency=_DELAY)
 @dataclass(frozen=True)
 class Link:
     """A connection, with ``bandwidth`` in bytes/s and ``latency`` in s per hop."""
@@ -50,10 +54,11 @@ class Contention:
 
 
 @checked(
-    **dict.fromkeys(("bf16_flops", "fp8_flops", "fp32_flops", "memory_nbytes", "copy_bandwidth"), POSITIVE_OR_INF),
-    **dict.fromkeys(("host_bandwidth", "host_memory_nbytes", "utilisation", "bandwidth_efficiency"), POSITIVE_OR_INF),
+    **dict.fromkeys(("bf16_flops", "fp8_flops", "fp32_flops", "copy_bandwidth", "host_bandwidth"), _RATE),
+    **dict.fromkeys(("utilisation", "bandwidth_efficiency"), _SHARE_OF_RATE),
+    **dict.fromkeys(("memory_nbytes", "host_memory_nbytes"), AT_LEAST_1),
     **dict.fromkeys(("node_size", "channels"), AT_LEAST_1),
-    launch_latency=NOT_NEGATIVE,
+    launch_latency=_DELAY,
 )
 @dataclass(frozen=True)
 class Machine:
