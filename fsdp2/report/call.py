@@ -32,7 +32,7 @@ from fsdp2.core import (
     schedules,
     tree_of,
 )
-from fsdp2.extras.checked import AT_LEAST_1, checked
+from fsdp2.extras.checked import AT_LEAST_1, check
 from fsdp2.extras.exchange import exchange, together
 from fsdp2.extras.units import sharded_unit
 from fsdp2.memory.plan import TEMPORARY, trainable_of, unit_bytes
@@ -72,7 +72,6 @@ class Report:
         return "no report: only rank 0 has one, after the block" if self.data is None else files.text_of(self.data)
 
 
-@checked(steps=AT_LEAST_1, tokens_per_rank=AT_LEAST_1, flops_per_rank=AT_LEAST_1)
 @contextmanager
 def report(
     model: nn.Module,
@@ -122,6 +121,16 @@ def report(
     mesh = _mesh_of(tree)
     on_device = tree.executor.streams.runs_ahead
     with together(mesh.replicate), together(mesh.shard):
+        for path in paths:
+            check(f"{_CALLER}: paths", path, "path")
+        for name, number, kind in (
+            ("steps", steps, "int"),
+            ("tokens_per_rank", tokens_per_rank, "int | None"),
+            ("flops_per_rank", flops_per_rank, "float | None"),
+        ):
+            check(f"{_CALLER}: {name}", number, kind, AT_LEAST_1)
+        for name, flag in (("profile", profile), ("activations", activations)):
+            check(f"{_CALLER}: {name}", flag, "bool")
         plan = None if plan is None else _checked_plan(plan)
         _check_nothing_records(profile=profile)
         targets = [Path(path) for path in paths]

@@ -8,7 +8,7 @@ import pickle
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -129,15 +129,17 @@ def test_an_interrupted_install_or_uninstall_leaves_all_or_nothing(
             raise KeyboardInterrupt
         yield from modules[len(modules) // 2 :]
 
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(installation, "_loaded_modules", interrupted)
+    monkeypatch.setattr(installation, "_loaded_modules", interrupted)
+    with pytest.raises(KeyboardInterrupt):
         fsdp2.install()
+    monkeypatch.undo()
     assert _names_of_torch() == before
     with quietly_installed():
         calls = 0
-        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-            patched.setattr(installation, "_loaded_modules", interrupted)
+        monkeypatch.setattr(installation, "_loaded_modules", interrupted)
+        with pytest.raises(KeyboardInterrupt):
             fsdp2.uninstall()
+        monkeypatch.undo()
         fsdp2.uninstall()
         assert _names_of_torch() == before
 
