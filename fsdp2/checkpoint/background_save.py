@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
 from fsdp2.core import Axis, _torch, expect, find_tensors
+from fsdp2.extras.checked import check
 from fsdp2.extras.exchange import any_of, exchange, together
 from fsdp2.extras.own_groups import host_axis
 
@@ -91,13 +92,14 @@ def async_save(
         RuntimeError: the last save failed, and some rank has not raised its error yet; nothing is saved now.
     """
     global _latest
-    path = Path(checkpoint_id).absolute()
     asking, writing = host_axis("fsdp2_async_save"), host_axis("fsdp2_async_save_thread")
     latest, _latest = _latest, None
     with together(asking):
         if latest is not None:
             latest._settle()
     with together(asking):  # before the next block, in which a Stateful may communicate
+        check("async_save: checkpoint_id", checkpoint_id, "path")
+        path = Path(checkpoint_id).absolute()
         _check_new(path, str(checkpoint_id), asking)
     with together(asking):
         made = {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state_dict.items()}

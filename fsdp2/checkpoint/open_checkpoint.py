@@ -11,7 +11,6 @@ Therefore ranks also compare the headers, and the token that ``save_safetensors`
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import time
 from pathlib import Path
@@ -21,6 +20,7 @@ from fsdp2.checkpoint.mapping import Shape
 from fsdp2.checkpoint.weights import INDEX, ONE_FILE, TOKEN
 from fsdp2.core import Axis
 from fsdp2.extras.exchange import any_of, are_alike, exchange
+from fsdp2.extras.foreign_files import check_regular, is_inside, read_json
 
 _CALLER = "load_safetensors"
 _MAX_LISTED = 20
@@ -122,13 +122,16 @@ class OpenCheckpoint:
         if path.suffix != ".json":
             raise ValueError(f"{_CALLER}: {path}: expected a folder, a .safetensors file, or an index (.json).")
         try:
-            index = json.loads(path.read_text())
+            index = read_json(path)
             file_of, metadata = index["weight_map"], index.get("metadata")
             token = metadata.get(TOKEN) if isinstance(metadata, dict) else None
+            outside = [name for name in file_of.values() if not is_inside(name)]
+            if outside:
+                raise ValueError(f"it names {outside[0]!r}, which is no file below its folder")
             listed: dict[Path, set[str] | None] = {path.parent / name: set() for name in sorted(set(file_of.values()))}
             for key, name in file_of.items():
                 listed[path.parent / name].add(key)  # type: ignore[union-attr]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"{_CALLER}: the index {path} cannot be read: {type(error).__name__}: {error}. "
                 'Expected JSON with a "weight_map" from keys to names of files.'
@@ -138,6 +141,7 @@ class OpenCheckpoint:
     def _open(self, library: Any, file: Path, listed: set[str] | None, token: str | None) -> None:
         """Read the header of ``file``, and keep it open."""
         self._exists(file)
+        check_regular(os.stat(file))  # the library would wait for what somebody writes into a FIFO
         noted, opened = self._noted[file], library.safe_open(file, framework="pt")
         # Iterate in the order of the data, so that the disk reads forward; older versions only have keys().
         keys = list(getattr(opened, "offset_keys", opened.keys)())

@@ -43,6 +43,7 @@ from fsdp2.checkpoint.weights import (
     weights_of,
 )
 from fsdp2.core import Axis, comms
+from fsdp2.extras.checked import check
 from fsdp2.extras.exchange import are_alike, axis_of, exchange, from_first, together
 from fsdp2.extras.lending import joined, packed
 from fsdp2.extras.output import progress
@@ -98,7 +99,8 @@ def save_safetensors(
     token = from_first(axis, uuid.uuid4().hex)
     with contextlib.ExitStack() as stack:
         with together(axis):
-            path = _path(folder)
+            check(f"{_CALLER}: folder", folder, "path")
+            path = Path(folder)
             check_dtype(dtype, _CALLER)
             weights = weights_of(model, _CALLER)
             check_ready(weights, _CALLER)
@@ -128,12 +130,6 @@ def save_safetensors(
         with together(axis):
             if axis.rank == 0:
                 _commit(opened, files, token)
-
-
-def _path(folder: object) -> Path:
-    if not isinstance(folder, (str, os.PathLike)):
-        raise TypeError(f"{_CALLER}: folder is a {type(folder).__name__}, expected a str or a Path. Pass a folder.")
-    return Path(folder)
 
 
 # Claiming the folder

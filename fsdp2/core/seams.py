@@ -116,8 +116,10 @@ cut_subclass: Callable[[str, torch.Tensor, Layout, int, Home], torch.Tensor]
 # parameters before them. Also called whenever a gather is bound.
 warn_of_hooks: Callable[..., None]
 
-# In a setter of a sharded module.
+# In a method of a sharded module.
 
+# Checks the arguments of a method of FSDPModule: the method, its positional and its keyword arguments.
+check_call: Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], None]
 # Reads a size such as "70GiB": the size, what has it, and a valid text for errors.
 nbytes_of: Callable[[str | int | float, str, str], int]
 # Lets a unit communicate by a user's comm, or in other memory: the setter that was called, the unit, its argument.

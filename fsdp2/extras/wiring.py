@@ -15,6 +15,7 @@ from fsdp2.core import _torch, comms, fully_shard, seams
 from fsdp2.extras import (
     alike,
     arguments,
+    checked,
     empty_buffers,
     local_parts,
     lost_updates,
@@ -33,6 +34,7 @@ LOADED: dict[str, Callable[..., Any]] = {
     "read_arguments": arguments.read_arguments,
     "data_parallel_part": arguments.data_parallel_part,
     "read_placement": arguments.read_placement,
+    "check_call": checked.check_method,
     "check_roots": refusals.check_roots,
     "check_module": refusals.check_module,
     "check_param": refusals.check_param,

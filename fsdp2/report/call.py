@@ -3,7 +3,6 @@ writes."""
 
 from __future__ import annotations
 
-import math
 import os
 import platform
 import time
@@ -28,11 +27,13 @@ from fsdp2.core import (
     UnitTree,
     _torch,
     comms,
+    expect,
     plans,
     schedules,
     tree_of,
 )
-from fsdp2.extras.exchange import exchange
+from fsdp2.extras.checked import AT_LEAST_1, check
+from fsdp2.extras.exchange import exchange, together
 from fsdp2.extras.units import sharded_unit
 from fsdp2.memory.plan import TEMPORARY, trainable_of, unit_bytes
 from fsdp2.optim.host_adamw.jobs import observe_host_steps
@@ -114,25 +115,28 @@ def report(
             on some rank.
         CommunicationError: another rank has not reached the end of the block.
     """
-    _check_arguments(model, paths, steps, tokens_per_rank, flops_per_rank)
-    plan = None if plan is None else _checked_plan(plan)
+    expect(isinstance(model, nn.Module), f"{_CALLER}: model", model, "the root of a sharded model")
     unit = sharded_unit(model, _CALLER)
-    if _recording:
-        raise ScheduleError(
-            f"{_CALLER}: a report on {_recording[0]} is being recorded. Leave its block before the next one begins."
-        )
     tree = tree_of(unit)
     mesh = _mesh_of(tree)
     on_device = tree.executor.streams.runs_ahead
-    if profile and _torch.is_profiling():
-        raise ScheduleError(f"{_CALLER}: torch.profiler runs already. End it before the block, or leave profile out.")
+    with together(mesh.replicate), together(mesh.shard):
+        for path in paths:
+            check(f"{_CALLER}: paths", path, "path")
+        for name, number, kind in (
+            ("steps", steps, "int"),
+            ("tokens_per_rank", tokens_per_rank, "int | None"),
+            ("flops_per_rank", flops_per_rank, "float | None"),
+        ):
+            check(f"{_CALLER}: {name}", number, kind, AT_LEAST_1)
+        for name, flag in (("profile", profile), ("activations", activations)):
+            check(f"{_CALLER}: {name}", flag, "bool")
+        plan = None if plan is None else _checked_plan(plan)
+        _check_nothing_records(profile=profile)
+        targets = [Path(path) for path in paths]
+        if dist.get_rank() == 0:
+            _check_targets(targets)
     operations = Operations(on_device=on_device) if profile else None
-    targets = [Path(path) for path in paths]
-    written = targets if dist.get_rank() == 0 else []
-    problems = (files.problem(each, files.PAGE, files.JSON, files.CHROME_TRACE) for each in written)
-    problem = next(filter(None, _exchange(mesh, next(filter(None, problems), None))), None)
-    if problem is not None:
-        raise ValueError(f"{_CALLER}: {problem}")
     synced, is_first_use, found = time.perf_counter(), not tree.schedule.tape.expected, Report()
     held = HeldBytes(tree, saves=activations)
     recorder = Recorder(DeviceClock(mesh.device, tree.units) if on_device else HostClock(), steps, held)
@@ -159,19 +163,26 @@ def report(
             "least one training step of that model in the block, on every rank. If another sharded module is around "
             "it, pass that one, and add no units inside the block."
         )
-    if dist.get_rank() == 0:
-        prediction = None if plan is None else _prediction(plan, mesh)
-        rules, units = tree_of(unit).schedule.rules, held.units.items()  # it may have other ones than before the block
-        found.data = report_data(
-            tree.class_name,
-            _device_name(mesh),
-            [_unit_info(name, each, rules[each.index]) for name, each in units if each.tree is unit.tree],
-            records,
-            prediction,
-            _known_machine(mesh.device),
-        )
-        for target in targets:
-            files.write(target, found.data)
+    with together(mesh.replicate), together(mesh.shard):
+        if dist.get_rank() == 0:
+            found.data = _data(tree, mesh, held, records, plan)
+            for target in targets:
+                files.write(target, found.data)
+
+
+def _data(
+    tree: UnitTree, mesh: ParallelMesh, held: HeldBytes, records: Sequence[RankRecord], plan: Plan | None
+) -> dict[str, Any]:
+    """The whole report. The tree may have other rules than before the block."""
+    rules = tree_of(tree.root).schedule.rules
+    return report_data(
+        tree.class_name,
+        _device_name(mesh),
+        [_unit_info(name, each, rules[each.index]) for name, each in held.units.items() if each.tree is tree.root.tree],
+        records,
+        None if plan is None else _prediction(plan, mesh),
+        _known_machine(mesh.device),
+    )
 
 
 @contextmanager
@@ -195,23 +206,20 @@ def attached(
         _recording.clear()
 
 
-def _check_arguments(model: object, paths: Sequence[object], steps: object, tokens: object, flops: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"{_CALLER}: model is a {type(model).__name__}, expected the root of a sharded model.")
-    for path in paths:
-        if not isinstance(path, (str, os.PathLike)):
-            raise TypeError(f"{_CALLER}: a path is {path!r}, expected where to write, such as 'step.html'.")
-    if type(steps) is not int:
-        raise TypeError(f"{_CALLER}: steps is {steps!r}, expected an int.")
-    if steps < 1:
-        raise ValueError(f"{_CALLER}: steps is {steps}, expected 1 or more.")
-    for name, value in (("tokens_per_rank", tokens), ("flops_per_rank", flops)):
-        if value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise TypeError(f"{_CALLER}: {name} is {value!r}, expected a number.")
-        if not 1 <= value < math.inf:
-            raise ValueError(f"{_CALLER}: {name} is {value}, expected 1 or more.")
+def _check_nothing_records(*, profile: bool) -> None:
+    if _recording:
+        raise ScheduleError(
+            f"{_CALLER}: a report on {_recording[0]} is being recorded. Leave its block before the next one begins."
+        )
+    if profile and _torch.is_profiling():
+        raise ScheduleError(f"{_CALLER}: torch.profiler runs already. End it before the block, or leave profile out.")
+
+
+def _check_targets(paths: Sequence[Path]) -> None:
+    problems = (files.problem(each, files.PAGE, files.JSON, files.CHROME_TRACE) for each in paths)
+    problem = next(filter(None, problems), None)
+    if problem is not None:
+        raise ValueError(f"{_CALLER}: {problem}")
 
 
 def _checked_plan(plan: object) -> Plan:

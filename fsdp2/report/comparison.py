@@ -8,7 +8,6 @@ reports lacks are left out or None, and never count as 0.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections import defaultdict
 from collections.abc import Sequence
@@ -17,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from fsdp2.extras import sizes
+from fsdp2.extras.checked import checked
+from fsdp2.extras.foreign_files import json_of, printable, read_text
 from fsdp2.extras.output import aligned, listed
 from fsdp2.report import files
 from fsdp2.report.call import Report
@@ -68,6 +69,7 @@ class Comparison:
         return "\n\n".join([*parts, *(f"{alone}." for alone in _alone(names, self.data["only"]))])
 
 
+@checked()
 def compare_reports(
     first: str | os.PathLike[str] | Report,
     second: str | os.PathLike[str] | Report,
@@ -103,9 +105,16 @@ def compare_reports(
                 f"{_CALLER}: {name} has version {report['version']} of the format, expected {VERSION}. Record it again "
                 "with this version of fsdp2."
             )
-    units = [{unit["name"]: unit for unit in report["units"]} for report in reports]
+    units = [_units(name, report) for name, report in zip(names, reports, strict=True)]
     _check_names(names, units, only_matching=only_matching)
-    comparison = Comparison(_compared(names, reports, units))
+    try:
+        comparison = Comparison(_compared(names, reports, units))
+        str(comparison)  # every value is of a type that can be shown
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise ValueError(
+            f"{_CALLER}: {' or '.join(names)} is damaged: it lacks what a report has ({type(error).__name__}: "
+            f"{error}). Record it again."
+        ) from error
     if target is not None and files.kind_of(target) == files.PAGE:
         data = {"comparison": comparison.data, "reports": reports}
         files.write_whole(target, files.page(data, "comparison", title="fsdp2: two reports"))
@@ -130,13 +139,10 @@ def _loaded(report: str | os.PathLike[str] | Report) -> dict[str, Any]:
         return report.data
     name = os.fspath(report)
     try:
-        text = Path(name).read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        text = ""
+        text = read_text(name)
+        data = files.data_of(text) if name.endswith(files.PAGE) else json_of(text)
     except OSError as error:
         raise ValueError(f"{_CALLER}: cannot read '{name}': {error.strerror or error}.") from error
-    try:
-        data = files.data_of(text) if name.endswith(files.PAGE) else json.loads(text)
     except ValueError:
         data = None
     if isinstance(data, dict) and "traceEvents" in data:
@@ -146,6 +152,16 @@ def _loaded(report: str | os.PathLike[str] | Report) -> dict[str, Any]:
     return data
 
 
+Units = dict[str, dict[str, Any]]  # of one report, by name
+
+
+def _units(name: str, report: dict[str, Any]) -> Units:
+    try:
+        return {str(unit["name"]): unit for unit in report["units"]}
+    except (LookupError, TypeError) as error:
+        raise ValueError(f"{_CALLER}: {name} is damaged: its units have no names. Record it again.") from error
+
+
 def _target(path: object) -> Path:
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"{_CALLER}: path is {path!r}, expected where to write, such as 'both.html'.")
@@ -153,9 +169,6 @@ def _target(path: object) -> Path:
     if problem is not None:
         raise ValueError(f"{_CALLER}: {problem}")
     return Path(path)
-
-
-Units = dict[str, dict[str, Any]]  # of one report, by name
 
 
 def _check_names(names: Sequence[str], units: Sequence[Units], *, only_matching: bool) -> None:
@@ -302,6 +315,7 @@ def add_compare(commands: Any) -> None:
 
 def _print_comparison(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     try:
-        print(compare_reports(options.first, options.second, options.path, only_matching=options.only_matching))
+        found = compare_reports(options.first, options.second, options.path, only_matching=options.only_matching)
+        print(printable(str(found)))
     except ValueError as error:
         parser.exit(2, f"{parser.prog} compare: error: {str(error).removeprefix(f'{_CALLER}: ')}\n")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 from collections import Counter
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from fsdp2.extras.foreign_files import json_of
 from fsdp2.extras.output import check_writable, write_whole
 from fsdp2.report.chrome_trace import chrome_trace
 
@@ -26,13 +29,13 @@ def problem(path: Path, *kinds: str) -> str | None:
     if kind_of(path) not in kinds:
         *others, last = kinds
         return f"'{path}' has the suffix '{path.suffix}'. Use {', '.join(others)} or {last}."
-    folder = path.absolute().parent
-    if not folder.is_dir():
-        return f"cannot write '{path}': there is no folder '{folder}'. Create it, or use another path."
     try:
+        folder = path.absolute().parent
+        if not folder.is_dir():
+            return f"cannot write '{path}': there is no folder '{folder}'. Create it, or use another path."
         check_writable(path)
-    except OSError as error:
-        return f"cannot write '{path}': {error.strerror or error}. Use another path."
+    except (OSError, ValueError, RuntimeError) as error:  # a NUL in the name, and a loop of links before Python 3.13
+        return f"cannot write '{path}': {getattr(error, 'strerror', None) or error}. Use another path."
     return None
 
 
@@ -45,12 +48,15 @@ def write(path: Path, data: dict[str, Any]) -> None:
 
 def page(data: dict[str, Any], name: str = "page", title: str = "fsdp2 report") -> str:
     """The self-contained page ``name`` that shows ``data``: ``frame.html`` around ``{name}.html``."""
+    script = f"\n{_part('chart.js')}\n{_part(f'{name}.js')}\n"
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     parts = {
         "title": title,
+        "hash": f"sha256-{digest}",  # browsers run this script and no other, and load nothing from the network
         "body": _part(f"{name}.html"),
         "style": _part("page.css"),
         "chart": _part("chart.html"),
-        "script": f"{_part('chart.js')}\n{_part(f'{name}.js')}",
+        "script": script,
         "data": as_json(data).replace("<", "\\u003c"),  # a module's name might otherwise end the element
     }
     text = _part("frame.html")
@@ -63,10 +69,10 @@ def data_of(page: str) -> Any:
     """The data that :func:`page` put into ``page``; None if there is none.
 
     Raises:
-        ValueError: it is not JSON.
+        ValueError: it is not JSON, or nested too deeply.
     """
     _, found, rest = page.partition(_DATA[0])
-    return json.loads(rest.partition(_DATA[1])[0]) if found else None
+    return json_of(rest.partition(_DATA[1])[0]) if found else None
 
 
 def as_json(value: dict[str, Any]) -> str:

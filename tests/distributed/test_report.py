@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -10,6 +12,7 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -313,15 +316,20 @@ def test_what_cannot_work_is_refused_on_all_ranks(ctx: RankContext, tmp_path: Pa
         (ValueError, [model, folder], {}, "it is no file. Use another path."),
         (ValueError, [model, tmp_path / "step.txt"], {}, "the suffix '.txt'. Use .html, .json or .trace.json."),
         (ValueError, [Stack()], {}, "this Stack was not given to fully_shard"),
-        (ValueError, [model], {"steps": 0}, "steps is 0, expected 1 or more"),
-        (TypeError, [3], {}, "model is a int, expected the root of a sharded model"),
-        (TypeError, [model, None], {}, "a path is None, expected where to write"),
-        (TypeError, [model], {"steps": 2.5}, "steps is 2.5, expected an int"),
-        (TypeError, [model], {"steps": "3"}, "steps is '3', expected an int"),
-        (TypeError, [model], {"tokens_per_rank": "3"}, "tokens_per_rank is '3', expected a number"),
-        (ValueError, [model], {"flops_per_rank": 0}, "flops_per_rank is 0, expected 1 or more"),
+        (ValueError, [model], {"steps": 0}, "steps is 0, expected an int of at least 1"),
+        (TypeError, [3], {}, "model is 3, a builtins.int, expected the root of a sharded model"),
+        (TypeError, [model, None], {}, "paths is None, a builtins.NoneType, expected a path"),
+        (TypeError, [model], {"steps": 2.5}, "steps is 2.5, a builtins.float, expected an int of at least 1"),
+        (TypeError, [model], {"steps": "3"}, "steps is '3', a builtins.str, expected an int of at least 1"),
+        (
+            TypeError,
+            [model],
+            {"tokens_per_rank": "3"},
+            "tokens_per_rank is '3', a builtins.str, expected an int",
+        ),
+        (ValueError, [model], {"flops_per_rank": 0}, "flops_per_rank is 0, expected a finite number of at least 1"),
     ):
-        with pytest.raises(kind, match=r"fsdp2\.report") as refused, fsdp2.report.report(*arguments, **options):
+        with pytest.raises(kind, match=r"fsdp2\.report: ") as refused, fsdp2.report.report(*arguments, **options):
             raise AssertionError("the block ran")
         assert said in str(refused.value)
     with fsdp2.report.report(model):
@@ -358,6 +366,20 @@ def test_nobody_watches_what_autograd_saves_after_the_last_step_that_is_recorded
     with fsdp2.report.report(model, steps=1):
         _trained(model, 3)
         assert float(torch.func.grad(torch.sin)(torch.zeros(()))) == 1.0
+
+
+@distributed(2)
+def test_all_ranks_raise_if_rank_0_cannot_write(ctx: RankContext, tmp_path: Path) -> None:
+    """A name with a NUL on rank 0 only, and a disk that is full at the end."""
+    model, path = sharded(ctx), tmp_path / "step.json"
+    name = "a\0b.json" if ctx.rank == 0 else "b.json"
+    with pytest.raises(ValueError, match="expected a path"), fsdp2.report.report(model, name):
+        raise AssertionError("the block ran")
+    full = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    with mock.patch.object(os, "fsync", full), pytest.raises(OSError, match="No space left on device"):
+        _reported_step(model, path)
+    assert not path.exists()
+    _reported(model)
 
 
 @distributed(2)

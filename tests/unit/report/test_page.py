@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import re
 import shutil
@@ -87,17 +89,33 @@ def shown(tmp_path: Path) -> Shown:
     def show(data: dict[str, Any] | str, act: str = "() => {}", address: str = "") -> Any:
         page = tmp_path / "step.html"
         text = data if isinstance(data, str) else files.page(data)
-        page.write_text(text.replace("<body>", "<body>" + _PROBE % act))
+        probe = _PROBE % act
+        code = probe.strip().removeprefix("<script>").removesuffix("</script>")
+        allowed = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
+        text = text.replace("script-src ", f"script-src 'sha256-{allowed}' ", 1)  # next to the page's own
+        page.write_text(text.replace("<body>", "<body>" + probe))
         command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--dump-dom"]
         command += [f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1280,900", page.as_uri() + address]
         result = subprocess.run(command, capture_output=True, text=True, timeout=120)
         found = re.search(r'<pre id="probe">(.*?)</pre>', result.stdout, re.DOTALL)
         assert found is not None, result.stderr
-        probe = json.loads(found[1].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))
-        assert probe["errors"] == []
-        return probe
+        seen = json.loads(found[1].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))
+        assert seen["errors"] == []
+        return seen
 
     return show
+
+
+def test_the_page_runs_its_own_script_only_and_asks_no_network() -> None:
+    """By the policy, which has the hash of the script; there are no handlers in elements, which it would block."""
+    page = files.page(example_data())
+    policy, script = re.search(r'Policy" content="(.*?)"', page), re.search(r"<script>(.*?)</script>", page, re.DOTALL)
+    assert policy is not None
+    assert script is not None
+    digest = base64.b64encode(hashlib.sha256(script[1].encode()).digest()).decode()
+    assert policy[1].startswith(f"default-src 'none'; script-src 'sha256-{digest}'; ")
+    assert "http" not in policy[1]
+    assert not re.search(r"<[^>]* on\w+=", page.replace(script[0], ""))
 
 
 @pytest.mark.long
