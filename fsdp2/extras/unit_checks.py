@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Iterable, Sequence
+from threading import get_ident
 
 import torch.distributed as dist
 from torch import nn
@@ -42,8 +43,14 @@ class UnitChecks(TreeChecks):
         for join in joins:
             join()
 
+    def begin_pass(self) -> None:
+        hooks = self._tree.root.hooks
+        if hooks is not None and hooks.thread != get_ident():
+            _note_thread(self._tree.units)
+
     def end_collection(self) -> None:
         units, root = self._tree.units, self._tree.root
+        _note_thread(units)
         _name_by_modules(root, [unit for unit in units[1:] if len(unit.modules) > 1])
         params = [param for unit in units for group in unit.groups for param in group.params]
         known = {slot for param in params for slot in param.slots}.union(*(unit.left_alone for unit in units))
@@ -61,6 +68,13 @@ class ChecksWithoutRoot(UnitChecks):
             f"fully_shard([{names}]) made one unit without a root, and one of these modules ran alone. "
             "Call fully_shard also on the module that contains these modules, and run that module first."
         )
+
+
+def _note_thread(units: Iterable[Unit]) -> None:
+    """Note that this thread runs the passes of ``units``: state dicts that others make must not reshard them."""
+    for hooks in (unit.hooks for unit in units):
+        if hooks is not None:
+            hooks.thread = get_ident()
 
 
 def checks_of_units(tree: UnitTree) -> TreeChecks:
