@@ -253,7 +253,7 @@ def has_saved_tensors_hooks() -> bool:
 
 
 def remove_hooks(module: nn.Module, owner: object) -> None:
-    """Remove the hooks that are methods or partial functions of ``owner`` from ``module``. A copied module has no handles for them."""
+    """Remove the hooks that are methods or partial functions of ``owner``. A copied module has no handles for them."""
     of_forward, of_saving = ("forward_pre_hooks", "forward_hooks"), ("state_dict_pre_hooks", "state_dict_hooks")
     for name in (*of_forward, *of_saving, "load_state_dict_pre_hooks", "load_state_dict_post_hooks"):
         hooks = getattr(module, f"_{name}")

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2.core import ScheduleError, Slot, TreeChecks, Unit, UnitTree, _torch, marks
+from fsdp2.extras.managed_groups import average
 from fsdp2.extras.output import listed
 from fsdp2.extras.plain_names import joined_name, plain_named_modules, plain_paths
 from fsdp2.extras.ties import ties_across
@@ -51,6 +52,8 @@ class UnitChecks(TreeChecks):
     def end_collection(self) -> None:
         units, root = self._tree.units, self._tree.root
         _note_thread(units)
+        for unit in units:
+            average(unit)
         _name_by_modules(root, [unit for unit in units[1:] if len(unit.modules) > 1])
         params = [param for unit in units for group in unit.groups for param in group.params]
         known = {slot for param in params for slot in param.slots}.union(*(unit.left_alone for unit in units))
