@@ -271,7 +271,7 @@ class Training:
         a state that arrives later cannot bring the generator's."""
         if not self.job.waits_for_quorum:
             torch.manual_seed(self.job.seed * 1_000_003 + self.step)
-        rng = torch.get_rng_state()
+        self.rng = rng = torch.get_rng_state()
         state: tuple[object, ...] = (self.model.state_dict(),)
         if self.job.way in ("hook", "mesh"):  # else the inner optimizers differ between groups
             state += (self.inner.state_dict(), self.scheduler.state_dict())
@@ -306,6 +306,8 @@ class Training:
             loss.backward()
             self.me.at("commit")
             self.optimizer.step()
+            if not self.has_stepped:  # groups may try a step a different number of times
+                torch.set_rng_state(self.rng)
             self.note("commit" if self.has_stepped else "drop", participants=self.manager.num_participants())
 
     def train_locally(self) -> None:
@@ -342,3 +344,31 @@ class Training:
             loss.backward()
         self.inner.step()
         self.inner.zero_grad()
+
+
+def race(rank: int, runtime: str, port: int, results: Any) -> None:
+    """A rank of two whose forward is interrupted by a state dict that another thread makes, as torchft's may."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(RANKS_PER_GROUP))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    made: list[dict[str, Any]] = []
+
+    def at(phase: str) -> None:
+        if phase == "forward" and not made:
+            other = threading.Thread(target=lambda: made.append(model.state_dict()))
+            other.start()
+            other.join()
+
+    model: Any = built(0, at)
+    fully_shard = import_module(RUNTIMES[runtime]).fully_shard
+    for module in (*model, model):
+        fully_shard(module)
+    expected = {name: digest(value) for name, value in model.state_dict().items()}
+    try:
+        loss_of(model, batch(0, 0, rank, 0)).backward()
+        result = "the step ended"
+    except Exception as error:
+        result = f"the step raised {type(error).__name__}: {str(error)[:100]}"
+    right = sum(digest(made[0][name]) == value for name, value in expected.items())
+    results.put(f"rank {rank}: {result}; {right} of {len(expected)} values in the state dict are right")
+    os._exit(0)

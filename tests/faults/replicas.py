@@ -5,6 +5,7 @@
     python -m tests.faults.replicas --kills 50 --quorum async             # torchft's default: recovery beside training
     python -m tests.faults.replicas --kills 50 --way mesh                 # torchft's group as an axis of the mesh
     python -m tests.faults.replicas --kills 50 --unguarded                # what torchft alone does
+    python -m tests.faults.replicas --race                                # a state dict in the middle of a forward
     python -m tests.faults.replicas --way diloco --kills 10
     python -m tests.faults.replicas --way diloco --compare 6              # torch's runtime, ours, and no shards
 
@@ -37,11 +38,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tests.faults.replica import PHASES, RANKS_PER_GROUP, Job, batch, built, loss_of, optimizer_of, run
+from tests.faults.replica import PHASES, RANKS_PER_GROUP, Job, batch, built, loss_of, optimizer_of, race, run
 
 NUM_GROUPS = 3
 LOCAL_WAYS = ("local_sgd", "diloco")
-PATIENCE_S = 120.0
+PATIENCE_S = 300.0
 MOST_DIFFERENCE = 1e-9  # float64, to rounding: a lost or doubled gradient changes losses by 1e-3 and more
 
 Line = dict[str, Any]
@@ -79,6 +80,12 @@ class Logs:
         raise TimeoutError(f"{what}: not within {PATIENCE_S:.0f} s")
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
 class Group(threading.Thread):
     """Starts the ranks of one group, and all of them again when one has died, as ``torchrun`` does."""
 
@@ -93,9 +100,7 @@ class Group(threading.Thread):
     def run(self) -> None:
         while not self.is_over:
             self.may_restart.wait()
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                port = free.getsockname()[1]
+            port = free_port()
             ranks = [
                 self._context.Process(target=run, args=(self._job, self._number, rank, port))
                 for rank in range(self._job.group_size)
@@ -422,11 +427,14 @@ def main() -> None:
     parser.add_argument("--quorum", choices=("sync", "async"), default="sync")
     parser.add_argument("--minutes", type=float, default=60.0, help="no kill after so many")
     parser.add_argument("--unguarded", action="store_true", help="ranks do not compare their steps")
+    parser.add_argument("--race", action="store_true", help="a thread makes a state dict in the middle of a forward")
     parser.add_argument("--compare", type=int, metavar="STEPS", help="kill nobody, and compare runtimes after STEPS")
     args = parser.parse_args()
     torch.set_num_threads(1)
     begin = time.time()
-    if args.compare:
+    if args.race:
+        show_race()
+    elif args.compare:
         compare_runtimes(args.way, args.quorum, args.seed, args.compare)
     else:
         found = killed(
@@ -436,6 +444,20 @@ def main() -> None:
         for name, value in summary(found).items():
             print(f"{name}: {value}")
     print(f"seconds: {time.time() - begin:.0f}")
+
+
+def show_race() -> None:
+    """Print what a step becomes, with each runtime, when another thread makes a state dict in its forward."""
+    context = multiprocessing.get_context("spawn")
+    for runtime in ("torch", "fsdp2"):
+        results, port = context.SimpleQueue(), free_port()
+        ranks = [context.Process(target=race, args=(rank, runtime, port, results)) for rank in range(RANKS_PER_GROUP)]
+        for each in ranks:
+            each.start()
+        for _ in ranks:
+            print(f"{runtime}, {results.get()}")
+        for each in ranks:
+            each.join()
 
 
 def compare_runtimes(way: str, quorum: str, seed: int, steps: int) -> None:
