@@ -81,7 +81,7 @@ def _note_thread(units: Iterable[Unit]) -> None:
 
 
 def checks_of_units(tree: UnitTree) -> TreeChecks:
-    """The checks of the units of ``tree``. The usual ones cost nothing in a pass."""
+    """The checks of the units of ``tree``. The usual ones only note the thread in a pass."""
     return (ChecksWithoutRoot if len(tree.root.modules) > 1 else UnitChecks)(tree)
 
 
