@@ -160,6 +160,8 @@ adopt_memory: Callable[[GroupShards, Sequence[nn.Parameter], Sequence[torch.Tens
 # Cuts whole tensors that load_state_dict is to load, and refuses what it must not load: a module, the state dict, the
 # prefix of its keys, and whether tensors are assigned.
 prepare_loaded: Callable[[nn.Module, dict[str, Any], str, bool], None]
+# Makes the hook that gives shards to state dicts made in another thread than that of the passes; gets a unit's hooks.
+hook_of_saving: Callable[..., Callable[..., None]]
 # A context around methods such as ``to`` that replace the tensors of a sharded module.
 around_apply: Callable[[nn.Module], AbstractContextManager[None]]
 # Copies a sharded module; also gets the memo of copy.deepcopy.

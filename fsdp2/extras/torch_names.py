@@ -253,12 +253,13 @@ def has_saved_tensors_hooks() -> bool:
 
 
 def remove_hooks(module: nn.Module, owner: object) -> None:
-    """Remove the hooks that are methods of ``owner`` from ``module``. A copied module has no handles for them."""
-    of_forward, of_state = ("forward_pre_hooks", "forward_hooks"), ("state_dict_pre_hooks", "load_state_dict_pre_hooks")
-    for name in (*of_forward, *of_state, "load_state_dict_post_hooks"):
+    """Remove the hooks that are methods or partial functions of ``owner``. A copied module has no handles for them."""
+    of_forward, of_saving = ("forward_pre_hooks", "forward_hooks"), ("state_dict_pre_hooks", "state_dict_hooks")
+    for name in (*of_forward, *of_saving, "load_state_dict_pre_hooks", "load_state_dict_post_hooks"):
         hooks = getattr(module, f"_{name}")
         for key, hook in list(hooks.items()):
-            if getattr(getattr(hook, "hook", hook), "__self__", None) is owner:
+            is_method = getattr(getattr(hook, "hook", hook), "__self__", None) is owner
+            if is_method or owner in getattr(hook, "args", ()):
                 del hooks[key]
 
 
