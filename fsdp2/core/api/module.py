@@ -109,13 +109,8 @@ class FSDPModule:
         self._unit().reshard()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether parameters are resharded after forward. Overrides the argument of ``fully_shard``.
-
-        Raises:
-            ValueError: ``reshard_after_forward`` is not a bool.
-        """
-        is_bool, remedy = isinstance(reshard_after_forward, bool), "Pass a number of ranks to fully_shard instead."
-        expect(is_bool, "set_reshard_after_forward: the value", reshard_after_forward, "a bool", remedy, by_value=True)
+        """Whether parameters are resharded after forward. Overrides the argument of ``fully_shard``, which may also be
+        a number of ranks."""
         after_forward = AfterForward.RESHARD if reshard_after_forward else AfterForward.KEEP
         self._configure_units(recurse, after_forward=after_forward, stays_as_root=False, post_forward_size=None)
 
