@@ -27,6 +27,7 @@ from torch import nn, optim
 from fsdp2.checkpoint.mirror_files import HEADER_NBYTES, Found, Header, MirrorFolder, Room
 from fsdp2.checkpoint.mirror_state import CALLER, Described, State, Taken, as_text, loaded_text, placed
 from fsdp2.core import ScheduleError, _torch, comms, door, expect
+from fsdp2.extras.checked import AT_LEAST_1, NOT_NEGATIVE, check
 from fsdp2.extras.exchange import any_of, are_alike, exchange, highest, highest_of, together
 from fsdp2.extras.own_groups import host_axis
 
@@ -102,9 +103,6 @@ class Mirror(AbstractContextManager["Mirror"]):
             TypeError, ValueError: ``newer_than`` is no step, or differs between ranks.
             RuntimeError: a rank cannot load; the model may be half loaded.
         """
-        with together(self._asking):
-            is_step = isinstance(newer_than, int) and not isinstance(newer_than, bool)
-            expect(is_step, f"{CALLER}: newer_than", newer_than, "the number of a step")
         self._check_alike(newer_than, "newer_than")
         with together(self._asking):
             mine = [each for each in self._folder.found() if self._vouches_for(each)]
@@ -140,8 +138,7 @@ class Mirror(AbstractContextManager["Mirror"]):
             ScheduleError: a forward or backward is running, or ``restore`` was not called.
             RuntimeError: the last generation could not be written on some rank. The one before it is kept.
         """
-        is_step = isinstance(step, int) and not isinstance(step, bool) and step >= 0
-        expect(is_step, f"{CALLER}: step", step, "the number of a step")
+        check(f"{CALLER}: step", step, "int", NOT_NEGATIVE)
         if step % self._every and not self._is_due:
             return False
         room = None
@@ -473,9 +470,9 @@ def mirrored(
         optimizers = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
         for each in optimizers:
             expect(isinstance(each, optim.Optimizer), f"{CALLER}: optimizer", each, "optimizers of torch.optim's kind")
-        is_count = isinstance(every, int) and not isinstance(every, bool) and every > 0
-        expect(is_count, f"{CALLER}: every", every, "a positive number of steps", by_value=isinstance(every, int))
-        expect(isinstance(folder, (str, os.PathLike)), f"{CALLER}: folder", folder, "a path")
+        check(f"{CALLER}: every", every, "int", AT_LEAST_1)
+        check(f"{CALLER}: folder", folder, "path")
+        check(f"{CALLER}: job", job, "str | None")
         opened = MirrorFolder(Path(folder), _job(job))
         state = State(model, optimizers)
         state.digest()
@@ -484,7 +481,7 @@ def mirrored(
     return Mirror(state, optimizers, every, opened)
 
 
-def _job(job: object) -> str:
+def _job(job: str | None) -> str:
     if job is None:
         job = os.environ.get(_RUN_ID, "none")
         if job == "none":
@@ -492,5 +489,4 @@ def _job(job: object) -> str:
                 f"{CALLER}: job is None, and torchrun has no run id. Pass job=, a name that the restarted job has, "
                 "too, or start torchrun with --rdzv-id."
             )
-    expect(isinstance(job, str), f"{CALLER}: job", job, "a name")
-    return str(job)
+    return job

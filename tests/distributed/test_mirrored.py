@@ -234,7 +234,7 @@ def test_wrong_arguments_and_ranks_that_differ_raise_on_all_ranks(ctx: RankConte
 
     refused("mirrored: model is None", None, optimizer)
     refused("mirrored: optimizer is 1", model, [1])
-    refused("mirrored: every is 0, expected a positive number of steps", every=0)
+    refused("mirrored: every is 0, expected an int of at least 1", every=0)
     refused("mirrored: every is 1.5", every=1.5)
     refused("mirrored: job is '../x', expected 1 to 100 letters", job="../x")
     refused("mirrored: job is None, and torchrun has no run id", job=None)
