@@ -10,6 +10,7 @@ function unitName(index) {
 function choose(name) {
   const {name: _, ...fields} = data.units.find((unit) => unit.name === name);
   showChosen(name, [{fields}]);
+  fillOperators(name);
 }
 
 function withCode(text) { // `name` as code
@@ -18,47 +19,48 @@ function withCode(text) { // `name` as code
 
 function fillSummary() {
   find("title").textContent = `${data.model}: one step`;
-  const all = data.steps_ms.map((ms) => ms.toFixed(1)).join(", ");
-  const some = data.timelines.length < data.ranks.length ? `, ${data.timelines.length} of them drawn` : "";
-  find("summary").textContent = `${data.device}; ${data.ranks.length} ranks${some}; ${data.units.length} units; ` +
-    `steps of ${all} ms, of which step ${data.step} is shown, counted from 0: ` +
-    `${data.steps_ms[data.step].toFixed(1)} ms${speedText(data.speed)}`;
+  const drawn = data.timelines.length < data.ranks.length ? ` The timeline has ${data.timelines.length} of the ranks.` : "";
+  const inputs = data.inputs.length ? ` Each rank gets ${data.inputs.join(", ")}.` : "";
+  find("summary").textContent = `${data.model} in ${data.units.length} units on ${ranksText(data)}.${inputs}${drawn} ` +
+    `This is step ${data.step + 1} of the ${data.steps_ms.length} recorded: ${ms(data.steps_ms[data.step])}${stepsText()}.` +
+    speedText(data.speed);
   for (const each of data.findings) {
     const item = element("li");
-    item.append(element("span", `up to ${each.gain_ms.toFixed(1)} ms: `, {class: "gain"}), ...withCode(each.text));
+    item.append(element("span", `up to ${ms(each.gain_ms)}: `, {class: "gain"}), ...withCode(each.text));
     find("findings").append(item);
   }
-  if (!data.findings.length) find("findings").replaceWith(element("p", "Nothing: no rule found time to win."));
+  if (!data.findings.length) find("findings").replaceWith(element("p", "No change is known to make this step shorter."));
+}
+
+function stepsText() {
+  const usual = data.steps_ms.slice(data.first_step);
+  if (usual.length < 2) return "";
+  const which = data.first_step ? "all but the first, which makes plans" : "all";
+  return `, the median of ${which} (${ms(Math.min(...usual))} to ${ms(Math.max(...usual))})`;
 }
 
 function speedText(speed) { // what is not known is left out
-  if (speed.tokens_per_s === null && speed.flops === null) return "";
-  const tokens = speed.tokens_per_s === null ? "" : `; ${Math.round(speed.tokens_per_s).toLocaleString("en")} tokens/s`;
-  const mfu = speed.mfu === null ? `no MFU: ${speed.no_mfu}` : `MFU ${(100 * speed.mfu).toFixed(1)}% of ${speed.peak}`;
-  return `${tokens}; ${mfu}`;
+  const tokens = speed.tokens_per_s === null ? "" : ` It trains on ${Math.round(speed.tokens_per_s).toLocaleString("en")} tokens/s.`;
+  if (speed.mfu !== null) return `${tokens} The MFU is ${(100 * speed.mfu).toFixed(1)}% of ${speed.peak}.`;
+  return speed.flops === null ? tokens : `${tokens} The MFU is not known: ${speed.no_mfu}.`;
 }
 
 function fillLost() {
   const {lost} = data;
-  const ms = (value) => `${value.toFixed(1)} ms`;
-  find("lost-text").textContent = `Rank ${lost.rank} loses most: of ${ms(lost.step_ms)}, it computes ` +
-    `${ms(lost.compute_ms)} and loses ${ms(lost.lost_ms)}. The changes above explain ${ms(lost.explained_ms)} of that.`;
-  table(find("lost"), ["lost to", "ms"], lost.kinds.map((each) => cellsOf(each, ["kind", "lost_ms"])));
+  find("lost-text").textContent = `Each rank computes, or loses time. Rank ${lost.rank} loses most: of ${ms(lost.step_ms)}, ` +
+    `it computes ${ms(lost.compute_ms)} and loses ${ms(lost.lost_ms)}. The changes explain ${ms(lost.explained_ms)} of that.`;
 }
 
 function fillTables() {
-  const isBytes = (field) => field.endsWith("_nbytes") || ["keeps_after_forward", "replicas"].includes(field);
+  const isBytes = (field) => field.endsWith("_nbytes") || ["keeps_after_forward", "replicas", "dtype"].includes(field);
   const fields = Object.keys(data.units[0]).filter((each) => !["name", "is_small", "bucket_nbytes"].includes(each));
   const units = (id, some) => table(find(id), ["name", ...some].map(label),
     data.units.map((unit) => Object.assign(cellsOf(unit, ["name", ...some]), {unit: unit.name})));
   units("units", fields.filter((field) => !isBytes(field)));
   units("bytes", fields.filter(isBytes));
-  const totals = Object.keys(data.rank_totals[0]);
+  const totals = Object.keys(data.rank_totals[0]).filter((field) => field === "rank" || data.rank_totals.some((rank) => rank[field] > 0));
   table(find("ranks"), totals.map(label), data.rank_totals.map((rank) => cellsOf(rank, totals)));
   const names = new Set(data.units.map((unit) => unit.name));
-  table(find("owners"), ["unit", "what", "at the peak"], data.memory.owners.map((owner) =>
-    Object.assign([...cellsOf(owner, ["unit", "what"]), {value: owner.nbytes, text: size(owner.nbytes)}],
-      {unit: names.has(owner.unit) ? owner.unit : ""})));
   const times = ["forward_ms", "backward_ms", "other_ms"];
   table(find("compute"), ["where", ...times.map(label)], data.compute.map((row) =>
     Object.assign(cellsOf(row, ["name", ...times]), {unit: names.has(row.unit) ? row.unit : ""})));
@@ -66,7 +68,7 @@ function fillTables() {
 
 function fillOrder() {
   const {ranks, rows, first_difference: difference} = data.collectives;
-  const columns = ["collective", "last rank", "later by, ms", ...ranks.map((rank) => `rank ${rank}, ms`)];
+  const columns = ["collective", "last rank", "later by", ...ranks.map((rank) => `rank ${rank}`)];
   table(find("order"), columns, rows.map(([kind, unit, later, last, ...starts]) => {
     const name = `${data.kinds[kind]} ${unitName(unit)}`;
     const times = [later, ...starts].map((us) => ({value: us, text: (us / 1000).toFixed(3)}));
@@ -74,7 +76,7 @@ function fillOrder() {
     return Object.assign([first, {value: last, text: String(last)}, ...times], {unit: unitName(unit)});
   }));
   find("order-text").textContent = difference === null
-    ? `All ranks ran the same ${rows.length} collectives in the same order. Times are those of their starts.`
+    ? `All ranks ran the same ${rows.length} collectives in the same order. Times, in ms, are those of their starts.`
     : `The ranks differ at position ${difference.position}: ` +
       Object.entries(difference.by_rank).map(([rank, name]) => `rank ${rank} has ${name}`).join("; ") + ".";
 }
@@ -87,7 +89,7 @@ function fillPrediction() { // what the plan said
   find("prediction-text").replaceChildren(
     `The plan chose ${prediction.choice}, for ${prediction.workload}. `,
     element("b", `It predicts the times of ${machine}.`),
-    ` They were measured on ${data.device}` +
+    ` They were measured on ${ranksText(data)}` +
       (prediction.same_machine ? "." : ", which is another machine: they are not compared."));
   const text = (figure, value) => (value === null ? "not known" : shown(figure, value));
   table(find("prediction"), ["figure", `predicted for ${machine}`, "measured", "measured / predicted"],
@@ -98,12 +100,41 @@ function fillPrediction() { // what the plan said
 }
 
 function fillMemory() {
-  const {rank, peak_nbytes: peak, allocated_nbytes: allocated, owners, notes} = data.memory;
+  const {rank, peak_nbytes: peak, allocated_nbytes: allocated, owners, notes} = chart.memoryOf(data);
+  const names = new Set(data.units.map((unit) => unit.name));
+  table(find("owners"), ["unit", "what", "at the peak"], owners.map((owner) =>
+    Object.assign([...cellsOf(owner, ["unit", "what"]), {value: owner.nbytes, text: size(owner.nbytes)}],
+      {unit: names.has(owner.unit) ? owner.unit : ""})));
   const first = owners.slice(0, 3).map(({unit, what, nbytes}) =>
     `${unit ? `${what} of ${unit}` : what} (${size(nbytes)})`).join(", ");
   const measured = allocated === null ? "" : ` The device's allocator peaked at ${size(allocated)}.`;
   find("memory-text").textContent = `Rank ${rank} held at most ${size(peak)}: ${first}` +
     `${owners.length > 3 ? ` and ${owners.length - 3} more` : ""}.${measured} ${notes.join(" ")}`.trimEnd();
+}
+
+function fillOperators(unit) { // of a unit; of all if it is ""
+  const {operators} = data;
+  if (operators === null) return;
+  const chosen = find("operators-unit");
+  if (!chosen.options.length) {
+    const options = new Set(operators.rows.map(([, place]) => data.compute[place].unit));
+    chosen.append(new Option("the whole step", ""), ...[...options].filter(Boolean).map((name) => new Option(name)));
+    chosen.addEventListener("change", () => fillOperators(chosen.value));
+    find("operations").hidden = false;
+    find("operators-text").textContent = `Rank ${operators.rank}, which computes longest. On an accelerator, operations ` +
+      "are kernels; on the CPU, each counts without those that it calls.";
+  }
+  chosen.value = unit;
+  const sums = new Map();
+  for (const [name, place, ...values] of operators.rows) {
+    if (unit && data.compute[place].unit !== unit) continue;
+    sums.set(name, values.map((value, i) => value + (sums.get(name)?.[i] ?? 0)));
+  }
+  const rows = [...sums].map(([name, [runs, ...us]]) => ({name, runs, total_ms: us.reduce((a, b) => a + b) / 1000,
+    forward_ms: us[0] / 1000, backward_ms: us[1] / 1000, other_ms: us[2] / 1000})).sort((a, b) => b.total_ms - a.total_ms);
+  const fields = ["runs", "total_ms", "forward_ms", "backward_ms", "other_ms"];
+  table(find("operators"), ["operation", ...fields.map(label)], rows.map((row) =>
+    [{value: row.name, text: row.name, title: row.name}, ...cellsOf(row, fields)]));
 }
 
 fillSummary();
@@ -112,4 +143,6 @@ fillLost();
 fillTables();
 fillOrder();
 fillMemory();
+fillOperators("");
+find("memory-rank").addEventListener("change", fillMemory);
 startPage();

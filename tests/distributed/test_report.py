@@ -22,6 +22,7 @@ from fsdp2.core import _torch
 from fsdp2.core.comm import streams
 from fsdp2.core.comm.offload import StagedOffloadPolicy
 from fsdp2.extras.peers import PeerComm
+from fsdp2.report.figures import ms_text
 from tests.distributed.support import DIM, InjectedError, Stack, batch, seeded, shard, shard_each, sharded, step, train
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.pool import WorkerPool
@@ -100,7 +101,8 @@ def test_rank_0_has_the_collectives_bytes_and_memory_of_a_step(ctx: RankContext,
     assert len(data["steps_ms"]) == 3  # of five
     assert data["step"] > 0  # the first one made plans
     if ctx.rank == 0:
-        assert str(report).startswith(f"step of {data['steps_ms'][data['step']]:.1f} ms")
+        step_ms = ms_text(data["steps_ms"][data["step"]], data["digits"])
+        assert str(report).startswith(f"A step of Stack on 2 ranks, cpu (gloo), takes {step_ms}, the median of 2 steps")
         assert all(each["text"] in str(report) for each in data["findings"])
     assert _order(data) == ORDER_OF_A_STEP
     assert data["collectives"]["first_difference"] is None
@@ -112,8 +114,8 @@ def test_rank_0_has_the_collectives_bytes_and_memory_of_a_step(ctx: RankContext,
         assert unit["gather_bucket_nbytes"] == expected.bytes.unsharded  # all are small
         assert unit["gather_direct_nbytes"] == 0
         assert (unit["is_small"], unit["bucket_nbytes"]) == (True, 2 * PeerComm.routing.direct_min_nbytes)
-    assert data["memory"]["temporary_nbytes"] == plan.peak
-    assert sum(owner["nbytes"] for owner in data["memory"]["owners"]) == data["memory"]["peak_nbytes"]
+    assert data["memory"][0]["temporary_nbytes"] == plan.peak
+    assert sum(owner["nbytes"] for owner in data["memory"][0]["owners"]) == data["memory"][0]["peak_nbytes"]
 
 
 @distributed(2)
@@ -213,7 +215,7 @@ def _assert_losses_add_up(data: Any) -> None:
 
 
 def _series(data: Any) -> dict[str, list[int]]:
-    return {each["what"]: each["nbytes"] for each in data["memory"]["series"]}
+    return {each["what"]: each["nbytes"] for each in data["memory"][0]["series"]}
 
 
 @distributed(2)
@@ -226,7 +228,7 @@ def test_memory_counts_activations_and_optimizer_states(ctx: RankContext) -> Non
     plain = seeded(Stack)
     data = _told(report)
     series = _series(data)
-    assert all(len(values) == len(data["memory"]["times_us"]) for values in series.values())
+    assert all(len(values) == len(data["memory"][0]["times_us"]) for values in series.values())
     shards = sum(unit["shard_nbytes"] for unit in data["units"])
     parameters = list(plain.parameters())
     assert max(series["shards of parameters"]) == shards == sum(each.nbytes for each in parameters) // 2
@@ -235,9 +237,9 @@ def test_memory_counts_activations_and_optimizer_states(ctx: RankContext) -> Non
     # The inputs of five linear layers, and the outputs of three tanh: each is 4 x DIM floats.
     assert max(series["saved by forward for backward"]) == (5 + 3) * 4 * DIM * 4
     assert series["saved by forward for backward"][-1] == 0
-    assert data["memory"]["notes"] == []
+    assert data["memory"][0]["notes"] == []
     assert "saved by forward for backward" not in _series(without)
-    assert without["memory"]["notes"] == ["Activations were not counted."]
+    assert without["memory"][0]["notes"] == ["Activations were not counted."]
 
 
 @pytest.mark.ci
