@@ -88,11 +88,6 @@ function label(field) {
   return LABELS[field] ?? field.replace(/_nbytes$|_ms$/, "").replaceAll("_", " ");
 }
 
-function ranksText({device, ranks, mesh: [replicas, shards]}) {
-  const many = ranks.length === 1 ? "1 rank" : `${ranks.length} ranks`;
-  return `${many}, ${device}${replicas > 1 ? `, ${replicas} replicas of ${shards} shards each` : ""}`;
-}
-
 // The tail of a dotted name, which tells units apart, as long as ``fits`` says
 function tail(name, fits) {
   if (fits(name)) return name;

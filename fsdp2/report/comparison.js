@@ -41,19 +41,6 @@ function fillUnits() {
     Object.assign([nameCell(name), ...pairs.flatMap((pair) => cellsOfPair(pair).slice(0, 3))], {unit: name})));
 }
 
-function fillSummary() {
-  find("title").textContent = `${comparison.names[0]} and ${comparison.names[1]}`;
-  find("summary").textContent = reports.map((data, i) => `${comparison.names[i]}: ${data.model} on ${ranksText(data)}, ` +
-    `${data.units.length} units.`).join(" ");
-  find("verdict").textContent = comparison.verdict;
-  find("other-work").textContent = comparison.other_work.join(" ");
-  find("other-work").hidden = !comparison.other_work.length;
-  const only = comparison.only.map((names, i) => (names.length ?
-    `${comparison.names[i]} alone has ${names.slice(0, 5).join(", ")}${names.length > 5 ? ` and ${names.length - 5} more` : ""}.` : ""));
-  find("units-text").textContent = only.join(" ").trim();
-}
-
-fillSummary();
 fillDifferences();
 fillUnits();
 startPage();

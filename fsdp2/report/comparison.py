@@ -37,6 +37,10 @@ _COMPUTE = ("forward_ms", "backward_ms", "other_ms")
 _SETTINGS = ("keeps_after_forward", "replicas", "is_small", "bucket_nbytes")
 _MAX_LISTED = 5
 _MORE_IS_BETTER = ("tokens_per_s", "mfu")
+_COMPUTE = ("forward_ms", "backward_ms", "other_ms")
+_SETTINGS = ("keeps_after_forward", "replicas", "is_small", "bucket_nbytes")
+_MAX_LISTED = 5
+_MORE_IS_BETTER = ("tokens_per_s", "mfu")
 _WORDS = {  # what a step spends time on
     "compute": "computing",
     Lost.GATHERS.value: "waiting for all-gathers",
@@ -67,7 +71,7 @@ class Comparison:
         """The verdict, and tables of the differences."""
         names, units, digits = self.data["names"], self.data["units"], self.data["digits"]
         columns = [*names, "difference", "ratio", ""]
-        parts = [" ".join([self.data["verdict"], *self.data["other_work"]])]
+        parts = [self._lead()]
         parts += [
             aligned([[table["title"], *columns], *([row["what"], *_texts(row, digits)] for row in table["rows"])])
             for table in self.data["tables"]
@@ -82,7 +86,12 @@ class Comparison:
         parts.append(aligned([[title, *columns], *rows]))
         settings = [[each["what"], *map(_setting, each["values"])] for each in self.data["settings"]]
         parts.append(aligned([["settings that differ", *names], *settings]) if settings else "No settings differ.")
-        return "\n\n".join([*parts, *(f"{alone}." for alone in _alone(names, self.data["only"]))])
+        return "\n\n".join(parts)
+
+    def _lead(self) -> str:
+        """What to know before anything else."""
+        alone = (f"{each}." for each in _alone(self.data["names"], self.data["only"]))
+        return " ".join([self.data["verdict"], *self.data["other_work"], *alone])
 
 
 def compare_reports(
@@ -125,7 +134,9 @@ def compare_reports(
     comparison = Comparison(_compared(names, reports, units))
     if target is not None and files.kind_of(target) == files.PAGE:
         data = {"comparison": comparison.data, "reports": reports}
-        files.write_whole(target, files.page(data, "comparison", title=" and ".join(names)))
+        setups = " ".join(f"{name}: {files.setup_of(each)[:-1]}." for name, each in zip(names, reports, strict=True))
+        texts = {"title": " and ".join(names), "summary": setups, "lead": comparison._lead()}
+        files.write_whole(target, files.page(data, "comparison", **texts))
     elif target is not None:
         files.write(target, comparison.data)
     return comparison
@@ -291,7 +302,7 @@ def _verdict(
     share = abs(second - first) / first
     text = f"{names[1]} is {share:.0%} {word} than {names[0]}: a step takes {after} instead of {before}"
     spent = [_spent(report) for report in reports]
-    change = {what: spent[1].get(what, 0.0) - spent[0].get(what, 0.0) for what in _WORDS}
+    change = {what: spent[1].get(what, 0.0) - spent[0].get(what, 0.0) for what in {**spent[0], **spent[1]}}
     most = max(change, key=lambda what: change[what] * (second - first))
     if change[most] * (second - first) > 0:
         less = "less" if second < first else "more"
@@ -346,7 +357,7 @@ def _other_work(names: Sequence[str], reports: Sequence[dict[str, Any]], units: 
     speeds = [report["speed"]["tokens_per_s"] for report in reports]
     rate = ""
     if None not in speeds and reports[0]["speed"]["tokens"] != reports[1]["speed"]["tokens"]:
-        rate = f" {names[1]} trains on {speeds[1] / speeds[0]:.2f} times as many tokens per second."
+        rate = f" Per second, {names[1]} trains on {speeds[1] / speeds[0]:.2f} times as many tokens."
     return [f"The two reports are not of the same work. They differ in: {'; '.join(found)}.{rate}"]
 
 

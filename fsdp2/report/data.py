@@ -3,26 +3,7 @@
 Times are in microseconds from the start of the step (``_us``), or in milliseconds (``_ms``). Ranks on one host share a
 clock; the clocks of hosts are aligned at the point where all ranks left one collective.
 
-The fields of the report whose names do not explain everything:
-
-- ``findings``: each has ``gain_ms``; no two findings gain the same milliseconds.
-- ``lost``: for ``rank``, the one that loses most, ``step_ms`` = ``compute_ms`` + ``lost_ms``. The findings explain
-  ``explained_ms`` of that; ``kinds`` divides ``lost_ms`` by kind. ``rank_totals`` has the same kinds for each rank.
-- ``step``: the index in ``steps_ms`` of the step that all else is about. Steps before ``first_step`` are not typical.
-  Steps vary so much that ``digits`` digits of a time are known.
-- ``mesh``: how many replicas, and how many ranks hold the shards of one. ``inputs``: of the first forward on the first
-  rank.
-- ``compute``: rows of ``name``, ``unit``, ``module``, ``forward_ms``, ``backward_ms``, ``other_ms``: the most of all
-  ranks. Rows without a unit are what the program does outside of units.
-- ``places``: the names of these rows. ``timelines[].spans``: rows of an index into ``does``, an index into ``units`` or
-  -1, the start, the duration, and an index into ``places``, or -1 where nothing computes. ``phases``: a name, the
-  start, and the duration.
-- ``operators``, with ``profile=True``: for ``rank``, the one that computes longest, rows of a name, an index into
-  ``places``, the number of runs, and the microseconds in forward, in backward, and outside of both.
-- ``memory``: for each rank with a timeline, the one that holds most first: ``series`` of ``what`` and ``nbytes``, one
-  for each of ``times_us``, which lie on the axis of the timelines; ``peak_nbytes``: the peak of their sum; ``owners``:
-  what holds it then; ``temporary_nbytes``: the runtime's peak, as ``memory_plan`` predicts; ``notes``: what is missing.
-- ``speed``: ``tokens`` and ``flops`` of all ranks, ``tokens_per_s``, and ``mfu`` of ``peak``, or the reason ``no_mfu``.
+docs/debugging.md lists the fields.
 """
 
 from __future__ import annotations

@@ -45,18 +45,23 @@ def write(path: Path, data: dict[str, Any]) -> None:
     write_whole(path, text)
 
 
-def page(data: dict[str, Any], name: str = "page", title: str | None = None) -> str:
-    """The self-contained page ``name`` that shows ``data``: ``frame.html`` around ``{name}.html``. ``title`` is by
-    default that of a report."""
+def page(data: dict[str, Any], name: str = "page", **texts: str) -> str:
+    """The self-contained page ``name`` that shows ``data``: ``frame.html`` around ``{name}.html``. ``texts`` are the
+    ``title``, the ``summary``, and the ``lead``, which is the most important sentence; by default those of a report."""
+    texts = texts or {
+        "title": f"{data['model']}: one step",
+        "summary": " ".join([_step(data), *_speed(data["speed"])]),
+        "lead": _lost(data["lost"], data["digits"]),
+    }
     parts = {
-        "title": html.escape(f"{data['model']}: one step" if title is None else title),
         "body": _part(f"{name}.html"),
+        **{key: html.escape(text) for key, text in texts.items()},
         "style": _part("page.css"),
         "chart": _part("chart.html"),
         "script": f"{_part('chart.js')}\n{_part(f'{name}.js')}",
         "data": as_json(data).replace("<", "\\u003c"),  # a module's name might otherwise end the element
     }
-    text = _part("frame.html")
+    text = _part("frame.html").replace("{{title}}", parts["title"])
     for key, value in parts.items():
         text = text.replace(f"{{{{{key}}}}}", value, 1)
     return text
@@ -94,9 +99,8 @@ def text_of(data: dict[str, Any]) -> str:
 
 
 def _step(data: dict[str, Any]) -> str:
-    ranks, digits = len(data["ranks"]), data["digits"]
-    text = f"A step of {data['model']} on {ranks} {'rank' if ranks == 1 else 'ranks'}, {data['device']}, takes "
-    text += f"{ms_text(data['steps_ms'][data['step']], digits)}{_spread(data)}."
+    digits = data["digits"]
+    text = f"A step of {setup_of(data)} takes {ms_text(data['steps_ms'][data['step']], digits)}{_spread(data)}."
     plan = data["prediction"]
     if plan is not None:
         predicted = ms_text(plan["rows"][0]["predicted"], 3)
@@ -105,12 +109,23 @@ def _step(data: dict[str, Any]) -> str:
     return text
 
 
+def setup_of(data: dict[str, Any]) -> str:
+    """What ran, and on what."""
+    num_ranks, (replicas, shards) = len(data["ranks"]), data["mesh"]
+    ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
+    if replicas > 1:
+        ranks += f" ({replicas} replicas of {shards} shards each)"
+    inputs = f", with inputs {', '.join(data['inputs'])}" if data["inputs"] else ""
+    return f"{data['model']} in {len(data['units'])} units{inputs}, on {ranks} of {data['device']},"
+
+
 def _spread(data: dict[str, Any]) -> str:
-    usual = data["steps_ms"][data["first_step"] :]
+    usual, first = data["steps_ms"][data["first_step"] :], data["first_step"]
     if len(usual) == 1:
         return ""
     least, most = (ms_text(each, data["digits"]) for each in (min(usual), max(usual)))
-    return f", the median of {len(usual)} steps ({least} to {most})"
+    rest = " after the first, which makes plans" if first else ""
+    return f", the median of {len(usual)} steps{rest}: they take {least} to {most}"
 
 
 def _speed(speed: dict[str, Any]) -> list[str]:

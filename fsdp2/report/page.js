@@ -17,38 +17,13 @@ function withCode(text) { // `name` as code
   return text.split("`").map((part, i) => (i % 2 ? element("code", part) : part));
 }
 
-function fillSummary() {
-  find("title").textContent = `${data.model}: one step`;
-  const drawn = data.timelines.length < data.ranks.length ? ` The timeline has ${data.timelines.length} of the ranks.` : "";
-  const inputs = data.inputs.length ? ` Each rank gets ${data.inputs.join(", ")}.` : "";
-  find("summary").textContent = `${data.model} in ${data.units.length} units on ${ranksText(data)}.${inputs}${drawn} ` +
-    `This is step ${data.step + 1} of the ${data.steps_ms.length} recorded: ${ms(data.steps_ms[data.step])}${stepsText()}.` +
-    speedText(data.speed);
+function fillFindings() {
   for (const each of data.findings) {
     const item = element("li");
     item.append(element("span", `up to ${ms(each.gain_ms)}: `, {class: "gain"}), ...withCode(each.text));
     find("findings").append(item);
   }
   if (!data.findings.length) find("findings").replaceWith(element("p", "No change is known to make this step shorter."));
-}
-
-function stepsText() {
-  const usual = data.steps_ms.slice(data.first_step);
-  if (usual.length < 2) return "";
-  const which = data.first_step ? "all but the first, which makes plans" : "all";
-  return `, the median of ${which} (${ms(Math.min(...usual))} to ${ms(Math.max(...usual))})`;
-}
-
-function speedText(speed) { // what is not known is left out
-  const tokens = speed.tokens_per_s === null ? "" : ` It trains on ${Math.round(speed.tokens_per_s).toLocaleString("en")} tokens/s.`;
-  if (speed.mfu !== null) return `${tokens} The MFU is ${(100 * speed.mfu).toFixed(1)}% of ${speed.peak}.`;
-  return speed.flops === null ? tokens : `${tokens} The MFU is not known: ${speed.no_mfu}.`;
-}
-
-function fillLost() {
-  const {lost} = data;
-  find("lost-text").textContent = `Each rank computes, or loses time. Rank ${lost.rank} loses most: of ${ms(lost.step_ms)}, ` +
-    `it computes ${ms(lost.compute_ms)} and loses ${ms(lost.lost_ms)}. The changes explain ${ms(lost.explained_ms)} of that.`;
 }
 
 function fillTables() {
@@ -89,7 +64,7 @@ function fillPrediction() { // what the plan said
   find("prediction-text").replaceChildren(
     `The plan chose ${prediction.choice}, for ${prediction.workload}. `,
     element("b", `It predicts the times of ${machine}.`),
-    ` They were measured on ${ranksText(data)}` +
+    ` They were measured on ${data.device}` +
       (prediction.same_machine ? "." : ", which is another machine: they are not compared."));
   const text = (figure, value) => (value === null ? "not known" : shown(figure, value));
   table(find("prediction"), ["figure", `predicted for ${machine}`, "measured", "measured / predicted"],
@@ -137,9 +112,8 @@ function fillOperators(unit) { // of a unit; of all if it is ""
     [{value: row.name, text: row.name, title: row.name}, ...cellsOf(row, fields)]));
 }
 
-fillSummary();
+fillFindings();
 fillPrediction();
-fillLost();
 fillTables();
 fillOrder();
 fillMemory();

@@ -102,7 +102,8 @@ def test_rank_0_has_the_collectives_bytes_and_memory_of_a_step(ctx: RankContext,
     assert data["step"] > 0  # the first one made plans
     if ctx.rank == 0:
         step_ms = ms_text(data["steps_ms"][data["step"]], data["digits"])
-        assert str(report).startswith(f"A step of Stack on 2 ranks, cpu (gloo), takes {step_ms}, the median of 2 steps")
+        begin = f"A step of Stack in 4 units, with inputs float32[4, {DIM}], on 2 ranks of cpu (gloo), takes {step_ms}"
+        assert str(report).startswith(f"{begin}, the median of 2 steps after the first")
         assert all(each["text"] in str(report) for each in data["findings"])
     assert _order(data) == ORDER_OF_A_STEP
     assert data["collectives"]["first_difference"] is None

@@ -131,7 +131,7 @@ def test_page_opens_without_errors_and_shows_the_findings(shown: Shown) -> None:
     expected = [f"up to {ms_text(each['gain_ms'], data['digits'])}: {each['text']}" for each in data["findings"]]
     assert found["findings"] == [text.replace("`", "") for text in expected]
     assert found["code"] == [name for text in expected for name in text.split("`")[1::2]]
-    summary = "Model in 4 units on 2 ranks, cpu (gloo). This is step 1 of the 1 recorded: 123 ms."
+    summary = "A step of Model in 4 units, on 2 ranks of cpu (gloo), takes 123 ms."
     assert found["summary"] == summary
     assert (found["title"], found["unlabelled"]) == ("Model: one step", 0)
     assert all(does in found["legend"] for does in data["does"])
@@ -180,10 +180,10 @@ def test_page_shows_what_was_predicted(shown: Shown) -> None:
     data = example_data(prediction=PREDICTION)
     found, step_ms = shown(data), data["steps_ms"][0]
     assert found["prediction"][0] == ["step", "100 ms", f"{step_ms:.0f} ms", f"{step_ms / 100:.2f}"]
-    assert "It predicts the times of 8 x H100. They were measured on 2 ranks, cpu (gloo)." in found["predictionText"]
+    assert "It predicts the times of 8 x H100. They were measured on cpu (gloo)." in found["predictionText"]
     assert found["prediction"][-1] == ["reserved", "4.0 GiB", "not known", ""]
     found = shown(example_data(prediction=replace(PREDICTION, same_machine=False)))
-    assert "on 2 ranks, cpu (gloo), which is another machine: they are not compared." in found["predictionText"]
+    assert "on cpu (gloo), which is another machine: they are not compared." in found["predictionText"]
     assert [row[-1] for row in found["prediction"]] == [""] * 6
 
 
