@@ -37,20 +37,6 @@ _COMPUTE = ("forward_ms", "backward_ms", "other_ms")
 _SETTINGS = ("keeps_after_forward", "replicas", "is_small", "bucket_nbytes")
 _MAX_LISTED = 5
 _MORE_IS_BETTER = ("tokens_per_s", "mfu")
-_COMPUTE = ("forward_ms", "backward_ms", "other_ms")
-_SETTINGS = ("keeps_after_forward", "replicas", "is_small", "bucket_nbytes")
-_MAX_LISTED = 5
-_MORE_IS_BETTER = ("tokens_per_s", "mfu")
-_WORDS = {  # what a step spends time on
-    "compute": "computing",
-    Lost.GATHERS.value: "waiting for all-gathers",
-    Lost.REDUCTIONS.value: "waiting for reductions",
-    Lost.RANKS.value: "waiting for other ranks",
-    Lost.OPTIMIZER.value: "waiting inside the optimizer",
-    Lost.LAUNCHES.value: "launching collectives",
-    Lost.COPIES.value: "copying from and to buckets",
-    Lost.IDLE.value: "in gaps between operations",
-}
 
 
 @dataclass(frozen=True)
@@ -306,9 +292,7 @@ def _verdict(
     most = max(change, key=lambda what: change[what] * (second - first))
     if change[most] * (second - first) > 0:
         less = "less" if second < first else "more"
-        text += (
-            f", with {ms_text(abs(change[most]), digits)} {less} {_WORDS[most]}{_where(most, less, matching, units)}"
-        )
+        text += f", with {ms_text(abs(change[most]), digits)} {less} in {most}{_where(most, less, matching, units)}"
     return f"{text}."
 
 
