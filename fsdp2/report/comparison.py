@@ -77,7 +77,7 @@ class Comparison:
     def _lead(self) -> str:
         """What to know before anything else."""
         alone = (f"{each}." for each in _alone(self.data["names"], self.data["only"]))
-        return " ".join([self.data["verdict"], *self.data["other_work"], *alone])
+        return " ".join([*self.data["other_work"], self.data["verdict"], *alone])
 
 
 def compare_reports(

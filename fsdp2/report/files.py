@@ -146,7 +146,7 @@ def _lost(lost: dict[str, Any], digits: int) -> str:
         return f"Rank {lost['rank']} loses no time: it computes from the beginning of the step to its end."
     kinds = listed([f"{ms_text(each['lost_ms'], digits)} in {each['kind']}" for each in lost["kinds"]])
     return (
-        f"Rank {lost['rank']} loses most, {ms_text(lost['lost_ms'], digits)}: {kinds}. The findings below explain "
+        f"Rank {lost['rank']} loses most, {ms_text(lost['lost_ms'], digits)}: {kinds}. The findings explain "
         f"{ms_text(lost['explained_ms'], digits)} of that."
     )
 
