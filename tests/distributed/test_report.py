@@ -139,7 +139,7 @@ def test_what_the_plan_predicted_stands_beside_what_happened(ctx: RankContext) -
     assert rows["exposed_ms"]["predicted"] == pytest.approx(1e3 * result.time.exposed)
     assert rows["reserved_nbytes"]["predicted"] == int(result.reserved_nbytes)
     assert rows["temporary_nbytes"]["measured"] == fsdp2.memory.memory_plan(done.model).peak
-    predicted = f"predicted {rows['step_ms']['predicted']:.1f} ms for 2 x {done.plan.machine.name}"
+    predicted = f"The plan predicts {ms_text(rows['step_ms']['predicted'], 3)} for 2 x {done.plan.machine.name}"
     assert ctx.rank > 0 or f"{predicted}, which is another machine" in str(report)
     assert [row["ratio"] for row in data["prediction"]["rows"]] == [None] * 6
 
