@@ -37,6 +37,7 @@ VERSION = 3
 _REDUCTIONS = (REDUCE_SCATTER, ALL_REDUCE)
 KINDS = (ALL_GATHER, *_REDUCTIONS, *OF_HOST)
 _MAX_ENTRIES = 50_000  # in all timelines; beyond that, only some ranks have one
+_MAX_OWNERS = 150  # of memory, on each rank
 _RESOLUTION = 2_000  # parts of a step in a timeline: anything shorter than one part cannot be seen
 _COMPUTE = (Does.FORWARD, Does.BACKWARD)
 _WAITS = (Does.GATHER_WAIT, Does.REDUCE_WAIT, Does.OTHER_WAIT)
@@ -368,13 +369,16 @@ def _operators(rank: _Rank, places: Mapping[tuple[str, str], str]) -> dict[str, 
 def _memory(rank: _Rank) -> dict[str, Any]:
     memory, record = rank.step.memory, rank.record
     kept = _drawn_times(rank)
+    owners, rest = list(memory.owners[:_MAX_OWNERS]), memory.owners[_MAX_OWNERS:]
+    if rest:
+        owners.append(("", f"{len(rest)} smaller ones", sum(nbytes for _, _, nbytes in rest)))
     return {
         "rank": record.rank,
         "peak_nbytes": memory.peak,
         "temporary_nbytes": memory.temporary,
         "allocated_nbytes": record.allocated_nbytes,
         "reserved_nbytes": record.reserved_nbytes,
-        "owners": [{"unit": unit, "what": what, "nbytes": nbytes} for unit, what, nbytes in memory.owners],
+        "owners": [{"unit": unit, "what": what, "nbytes": nbytes} for unit, what, nbytes in owners],
         "times_us": [_us(memory.times[i]) for i in kept],
         "series": [{"what": what, "nbytes": [values[i] for i in kept]} for what, values in memory.series.items()],
         "notes": [] if record.knows_activations else ["Activations were not counted."],
