@@ -28,12 +28,17 @@ def default_store() -> dist.Store:
     Raises:
         CommunicationError: the process group was destroyed.
     """
+    check_not_destroyed()
+    return dist.distributed_c10d._get_default_store()
+
+
+def check_not_destroyed(caller: str = "") -> None:
+    """Raise CommunicationError if the process group of the world was destroyed."""
     if not dist.is_initialized():
         raise CommunicationError(
-            "the process group was destroyed, so this rank cannot reach the others. Call "
+            f"{caller}the process group was destroyed, so this rank cannot reach the others. Call "
             "torch.distributed.destroy_process_group() after the last step, and not before its backward has ended."
         )
-    return dist.distributed_c10d._get_default_store()
 
 
 def is_hosted_here(store: dist.Store) -> bool:

@@ -62,7 +62,7 @@ def clip_grad_norm_(
         RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set. The gradients are unchanged.
         ValueError: ``max_norm`` is negative or NaN; ``norm_type`` is not positive; a gradient is a pending sum over
             some axis.
-        CommunicationError: a rank is lost.
+        CommunicationError: a rank is lost, or the process group was destroyed.
     """
     order = float(norm_type)
     params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
@@ -162,7 +162,10 @@ def _groups_of(
         return (), tensor.device
     mesh = tensor.device_mesh
     cut = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
-    groups = [mesh.get_group(axis) for axis in cut if mesh.size(axis) > 1]
+    cut = [axis for axis in cut if mesh.size(axis) > 1]
+    if cut:
+        torch_names.check_not_destroyed("clip_grad_norm_: ")
+    groups = [mesh.get_group(axis) for axis in cut]
     return (*groups, *(() if apart is None else (apart,))), plans.mesh_device(mesh)
 
 

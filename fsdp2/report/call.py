@@ -48,7 +48,8 @@ from fsdp2.report.figures import Prediction, StepFigures, Work
 from fsdp2.report.findings import UnitInfo
 from fsdp2.report.held import HeldBytes
 from fsdp2.report.memory import memory
-from fsdp2.report.modules import watched
+from fsdp2.report.modules import inputs_noted, watched
+from fsdp2.report.operators import busy, operators
 from fsdp2.report.recorder import DeviceClock, HostClock, Operations, Recorder, Step
 from fsdp2.report.timeline import ALL_REDUCE, OF_HOST, Mark, spans, transfers, with_idle
 from fsdp2.report.trace import observe
@@ -61,7 +62,8 @@ class Report:
     """The result of :func:`fsdp2.report.report`.
 
     Attributes:
-        data: the whole report after the block, on rank 0, as in the JSON file and the page; None on other ranks.
+        data: the whole report after the block, on rank 0, as in the JSON file and the page; None on other ranks. Its
+            fields are listed in docs/debugging.md.
     """
 
     def __init__(self) -> None:
@@ -97,8 +99,9 @@ def report(
         plan: the result of :func:`fsdp2.planner.plan` or :func:`fsdp2.auto_shard`. The prediction for its recommended
             choice is shown next to the measurements, with ratios if the machine is the same. For another choice, pass
             ``dataclasses.replace(plan, recommended=choice)``.
-        profile: also run torch.profiler, which makes the steps longer. It shows gaps in compute: *idle* is when no
-            operation ran; on an accelerator, the host was late. A warning tells if torch.profiler saw no operations.
+        profile: also run torch.profiler, which makes the steps longer. The page then lists the time of each operation
+            (on an accelerator, of each kernel) within each unit, and shows gaps in compute: *idle* is when no operation
+            ran; on an accelerator, the host was late. A warning tells if torch.profiler saw no operations.
         tokens_per_rank: how many tokens this rank trains on per step, for tokens per second. The sum of all ranks is
             global, so ranks that share tokens pass their part.
         flops_per_rank: the floating-point operations of this rank per step, forward and backward, for MFU, the share
@@ -142,7 +145,8 @@ def report(
     recorder = Recorder(DeviceClock(mesh.device, tree.units) if on_device else HostClock(), steps, held)
     modules = watched(tree, recorder.on_module, recorder.on_optimizer)
     profiled = nullcontext() if operations is None else operations.profiled()
-    with attached(recorder, model, tree.class_name, held.watched(), modules, profiled):
+    inputs: list[str] = []
+    with attached(recorder, model, tree.class_name, held.watched(), modules, inputs_noted(tree, inputs), profiled):
         yield found
     recorder.end()
     record = RankRecord(
@@ -153,6 +157,7 @@ def report(
         steps=_rank_steps(recorder.steps(), held.units, operations, on_device=on_device),
         knows_activations=held.knows_activations,
         work=Work(tokens_per_rank, flops_per_rank),
+        inputs=inputs,
         **_device_memory(mesh.device),
     )
     records = sorted(_exchange(mesh, record), key=lambda each: each.rank)
@@ -176,12 +181,13 @@ def _data(
     """The whole report. The tree may have other rules than before the block."""
     rules = tree_of(tree.root).schedule.rules
     return report_data(
-        tree.class_name,
+        tree.class_name.removeprefix("FSDP"),
         _device_name(mesh),
         [_unit_info(name, each, rules[each.index]) for name, each in held.units.items() if each.tree is tree.root.tree],
         records,
         None if plan is None else _prediction(plan, mesh),
         _known_machine(mesh.device),
+        (mesh.replicate.size, mesh.shard.size),
     )
 
 
@@ -279,8 +285,8 @@ def _exchange(mesh: ParallelMesh, value: object) -> list[Any]:
 def _rank_steps(
     steps: Sequence[Step], units: Mapping[str, Unit], operations: Operations | None, *, on_device: bool
 ) -> list[RankStep]:
-    busy = [] if operations is None else operations.busy()
-    if operations is not None and not busy:
+    ran = [] if operations is None else operations.found()
+    if operations is not None and not ran:
         warnings.warn(
             f"{_CALLER}: torch.profiler saw no operations on this rank's device, so nothing counts as idle. It may "
             "lack the permission to see them.",
@@ -289,7 +295,7 @@ def _rank_steps(
     sizes = {name: unit_bytes(unit) for name, unit in units.items()}
     replicated = {name for name, unit in units.items() if _replicas(unit) > 1}
     local = {name for name, unit in units.items() if all(group.mesh.shard.size == 1 for group in unit.groups)}
-    found = []
+    found, intervals = [], busy(ran)
     marks: list[Mark] = []  # of all steps so far
     for step in steps:
         marks += step.marks
@@ -300,7 +306,8 @@ def _rank_steps(
             if each.unit not in local or each.kind in (ALL_REDUCE, *OF_HOST)  # else nothing is sent
         ]
         held = memory(marks, sizes, step.start, step.stop)
-        found.append(RankStep(step.start, step.stop, with_idle(did, busy) if busy else did, sent, held))
+        drawn = with_idle(did, intervals) if intervals else did
+        found.append(RankStep(step.start, step.stop, drawn, sent, held, operators(did, ran)))
     return found
 
 
@@ -334,6 +341,7 @@ def _unit_info(name: str, unit: Unit, rules: schedules.UnitRules) -> UnitInfo:
         bucket_nbytes=min(least, default=0),
         keeps_after_forward=rules.after_forward is AfterForward.KEEP,
         replicas=_replicas(unit),
+        dtype=", ".join(sorted({str(param.dtypes.param).removeprefix("torch.") for param in params})),
     )
 
 
@@ -348,7 +356,7 @@ def _replicas(unit: Unit) -> int:
 
 def _device_name(mesh: ParallelMesh) -> str:
     backend = "no collectives" if mesh.shard.group is None else _torch.backend_name(mesh.shard.group, mesh.device)
-    return f"{device_name(mesh.device)} ({backend}), {mesh.replicate.size} x {mesh.shard.size} ranks"
+    return f"{device_name(mesh.device)} ({backend})"
 
 
 def _device_memory(device: torch.device) -> dict[str, int | None]:

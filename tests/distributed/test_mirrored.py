@@ -249,7 +249,7 @@ def test_wrong_arguments_and_ranks_that_differ_raise_on_all_ranks(ctx: RankConte
     )
     mirror.restore()
     assert not mirror.after_step(1)
-    assert "step is -2, a builtins.int, expected" in one_line(error_of(lambda: mirror.after_step(-2)))
+    assert "step is -2, expected an int of at least 0" in one_line(error_of(lambda: mirror.after_step(-2)))
     assert "step differs between ranks" in one_line(error_of(lambda: mirror.after_step(2 + 2 * ctx.rank)))
     assert "the state has something other than numbers" in one_line(error_of(lambda: mirror.after_step(2, object())))
     assert mirror.after_step(2, ctx.rank)

@@ -25,6 +25,7 @@ from fsdp2.core import _torch
 from fsdp2.core.comm import streams
 from fsdp2.core.comm.offload import StagedOffloadPolicy
 from fsdp2.extras.peers import PeerComm
+from fsdp2.report.figures import ms_text
 from tests.distributed.support import DIM, InjectedError, Stack, batch, seeded, shard, shard_each, sharded, step, train
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.pool import WorkerPool
@@ -103,7 +104,9 @@ def test_rank_0_has_the_collectives_bytes_and_memory_of_a_step(ctx: RankContext,
     assert len(data["steps_ms"]) == 3  # of five
     assert data["step"] > 0  # the first one made plans
     if ctx.rank == 0:
-        assert str(report).startswith(f"step of {data['steps_ms'][data['step']]:.1f} ms")
+        step_ms = ms_text(data["steps_ms"][data["step"]], data["digits"])
+        begin = f"A step of Stack in 4 units, with inputs float32[4, {DIM}], on 2 ranks of cpu (gloo), takes {step_ms}"
+        assert str(report).startswith(f"{begin}, the median of 2 steps after the first")
         assert all(each["text"] in str(report) for each in data["findings"])
     assert _order(data) == ORDER_OF_A_STEP
     assert data["collectives"]["first_difference"] is None
@@ -115,8 +118,8 @@ def test_rank_0_has_the_collectives_bytes_and_memory_of_a_step(ctx: RankContext,
         assert unit["gather_bucket_nbytes"] == expected.bytes.unsharded  # all are small
         assert unit["gather_direct_nbytes"] == 0
         assert (unit["is_small"], unit["bucket_nbytes"]) == (True, 2 * PeerComm.routing.direct_min_nbytes)
-    assert data["memory"]["temporary_nbytes"] == plan.peak
-    assert sum(owner["nbytes"] for owner in data["memory"]["owners"]) == data["memory"]["peak_nbytes"]
+    assert data["memory"][0]["temporary_nbytes"] == plan.peak
+    assert sum(owner["nbytes"] for owner in data["memory"][0]["owners"]) == data["memory"][0]["peak_nbytes"]
 
 
 @distributed(2)
@@ -139,7 +142,7 @@ def test_what_the_plan_predicted_stands_beside_what_happened(ctx: RankContext) -
     assert rows["exposed_ms"]["predicted"] == pytest.approx(1e3 * result.time.exposed)
     assert rows["reserved_nbytes"]["predicted"] == int(result.reserved_nbytes)
     assert rows["temporary_nbytes"]["measured"] == fsdp2.memory.memory_plan(done.model).peak
-    predicted = f"predicted {rows['step_ms']['predicted']:.1f} ms for 2 x {done.plan.machine.name}"
+    predicted = f"The plan predicts {ms_text(rows['step_ms']['predicted'], 3)} for 2 x {done.plan.machine.name}"
     assert ctx.rank > 0 or f"{predicted}, which is another machine" in str(report)
     assert [row["ratio"] for row in data["prediction"]["rows"]] == [None] * 6
 
@@ -216,7 +219,7 @@ def _assert_losses_add_up(data: Any) -> None:
 
 
 def _series(data: Any) -> dict[str, list[int]]:
-    return {each["what"]: each["nbytes"] for each in data["memory"]["series"]}
+    return {each["what"]: each["nbytes"] for each in data["memory"][0]["series"]}
 
 
 @distributed(2)
@@ -229,7 +232,7 @@ def test_memory_counts_activations_and_optimizer_states(ctx: RankContext) -> Non
     plain = seeded(Stack)
     data = _told(report)
     series = _series(data)
-    assert all(len(values) == len(data["memory"]["times_us"]) for values in series.values())
+    assert all(len(values) == len(data["memory"][0]["times_us"]) for values in series.values())
     shards = sum(unit["shard_nbytes"] for unit in data["units"])
     parameters = list(plain.parameters())
     assert max(series["shards of parameters"]) == shards == sum(each.nbytes for each in parameters) // 2
@@ -238,9 +241,9 @@ def test_memory_counts_activations_and_optimizer_states(ctx: RankContext) -> Non
     # The inputs of five linear layers, and the outputs of three tanh: each is 4 x DIM floats.
     assert max(series["saved by forward for backward"]) == (5 + 3) * 4 * DIM * 4
     assert series["saved by forward for backward"][-1] == 0
-    assert data["memory"]["notes"] == []
+    assert data["memory"][0]["notes"] == []
     assert "saved by forward for backward" not in _series(without)
-    assert without["memory"]["notes"] == ["Activations were not counted."]
+    assert without["memory"][0]["notes"] == ["Activations were not counted."]
 
 
 @pytest.mark.ci
