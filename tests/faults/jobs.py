@@ -88,6 +88,7 @@ class Job:
     saves_on_sigterm: bool = False
     own_noise: bool = True  # each rank draws from its own generator, so that the number of ranks matters
     runtime: str = "fsdp2"
+    forgets: str = ""  # what it does not load, so that tests see that this is noticed
 
     @property
     def reference(self) -> Job:
@@ -298,13 +299,13 @@ class Run:
         rest = self._rest(0)
         dcp.load(rest, checkpoint_id=path)
         self.done, self.losses = rest["step"], rest["losses"]
-        self.scheduler.load_state_dict(rest["scheduler"])
-        self.data.load_state_dict(rest["data"])
-        torch.set_rng_state(rest[self._noise])
-        if self.job.scaled:
-            self.scaler.load_state_dict(rest["scaler"])
+        loads: dict[str, Callable[[Any], object]] = {"scheduler": self.scheduler.load_state_dict}
+        loads |= {"data": self.data.load_state_dict, "scaler": self.scaler.load_state_dict}
+        loads[self._noise] = torch.set_rng_state
         if self.average is not None:
-            self.average.model.load_state_dict(rest["average"])
+            loads["average"] = self.average.model.load_state_dict
+        for name in rest.keys() & loads.keys() - {self.job.forgets}:
+            loads[name](rest[name])
         model, optimizer = get_state_dict(self.model, self.optimizer)
         dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=path)
         set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)

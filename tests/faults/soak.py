@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import hashlib
 import io
 import multiprocessing
@@ -57,6 +58,7 @@ NEVER_GROW = ("tensors", "threads", "descriptors", "entries", "keys in the store
 MOST_MALLOC_NBYTES = MIB // 2
 MOST_RESIDENT_NBYTES = 16 * MIB  # the allocator returns pages late
 MOST_MAPPINGS = 16  # of such pages
+MOST_BLOCKS = 8_000  # strings and numbers, too
 MOST_OBJECTS = 100  # of one type in a life, as caches of torch keep
 
 
@@ -100,11 +102,15 @@ def live(ctx: RankContext, mesh: DeviceMesh, seed: int, folder: Path, seconds: f
 def too_much(grown: dict[str, int]) -> dict[str, int]:
     """What of ``grown`` is a leak."""
     most = {"resident_nbytes": MOST_RESIDENT_NBYTES, "malloc_nbytes": MOST_MALLOC_NBYTES, "mappings": MOST_MAPPINGS}
-    most |= {"python_blocks": 20 * MOST_OBJECTS, **dict.fromkeys(NEVER_GROW, 0)}
+    most |= {"python_blocks": MOST_BLOCKS, **dict.fromkeys(NEVER_GROW, 0)}
     return {name: by for name, by in grown.items() if by > most.get(name, MOST_OBJECTS)}
 
 
 def _held() -> Counter[str]:
+    gc.collect()
+    for thread in threading.enumerate():  # those of timers, and of savers and optimizers that are gone, are ending
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join(2.0)
     found = held()
     found["keys in the store"] = dist.distributed_c10d._get_default_store().num_keys()
     return found
@@ -143,6 +149,7 @@ def _compare_with_fault(
             assert newest.name == f"step_{STEPS:08d}"
             states.append(_digest(newest))
             shutil.rmtree(folder)
+            folder.with_suffix(".saved").unlink(missing_ok=True)
         dist.barrier()
     assert len(set(states)) <= 1, f"{job} ends in another state after '{fault}' on rank {victim} at step {step}"
     lived.faults[fault] += 1
