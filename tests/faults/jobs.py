@@ -357,8 +357,7 @@ class Run:
         if self.job.runtime == "torch":
             os.rename(names["unfinished_path"](self._pending_path), self._pending_path)
         self._note_saved(names["steps_done"](self._pending_path))
-        for older in names["checkpoints"](self.folder)[: -self.job.keeps]:
-            shutil.rmtree(older.rename(names["unfinished_path"](older)))
+        drop_older(self.folder, self.job.keeps)
 
     def _note_saved(self, step: int) -> None:
         if self.rank == 0:
@@ -374,6 +373,13 @@ def _gloo() -> dist.ProcessGroup:
 def unfinished(folder: Path) -> list[Path]:
     """What killed ranks have left of checkpoints, in the foreground and in the background."""
     return [*example("lm_run.py")["unfinished_checkpoints"](folder), *folder.glob("checkpoints/.unfinished_*")]
+
+
+def drop_older(folder: Path, keeps: int) -> None:
+    """Drop the oldest checkpoints. Each gets the name of an unfinished one first, since it is incomplete soon."""
+    names = example("lm_run.py")
+    for older in names["checkpoints"](folder)[:-keeps]:
+        shutil.rmtree(older.rename(names["unfinished_path"](older)))
 
 
 def train(ctx: RankContext, mesh: DeviceMesh, job: Job, folder: Path, kill: Kill | None = None) -> dict[str, Any]:
@@ -403,6 +409,7 @@ def _start(ctx: RankContext, mesh: DeviceMesh, job: Job, striker: Striker) -> Ca
         if ctx.rank == 0:
             for left in unfinished(folder):
                 shutil.rmtree(left)
+            drop_older(folder, job.keeps)  # a kill may have come between a save and this
         newest = example("lm_run.py")["latest_checkpoint"](folder)
         dist.barrier()  # all ranks have seen the same
         if newest is not None:

@@ -52,7 +52,7 @@ def test_a_killed_job_goes_on_as_if_nothing_had_happened(name: str, tmp_path: Pa
 
 
 @pytest.mark.in_turns
-@pytest.mark.parametrize("part", long("scaler", "data", "noise_0", "average", "scheduler"))
+@pytest.mark.parametrize("part", long("scaler", "data", "noise_0", "scheduler"))
 def test_what_a_job_forgets_to_load_is_noticed(part: str, tmp_path: Path) -> None:
     job = Job(1, scaled=True, averaged=True, forgets=part)
     found = _killed(tmp_path, job, Kill(SENT[0], 0, BACKWARD, 0.6))
