@@ -23,7 +23,7 @@ from torch.distributed.checkpoint import CheckpointException, SavePlanner
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
-from fsdp2.core import Axis, _torch, expect, find_tensors
+from fsdp2.core import Axis, CommunicationError, _torch, expect, find_tensors
 from fsdp2.extras.checked import check
 from fsdp2.extras.exchange import any_of, exchange, together
 from fsdp2.extras.own_groups import host_axis
@@ -51,6 +51,7 @@ class AsyncSave:
         """Wait for the save, and return the folder of the checkpoint. Sends nothing, so a rank may call it alone.
 
         Raises:
+            CommunicationError: a rank was lost.
             RuntimeError: some rank could not write. All ranks that call this raise it, and it names the ranks.
         """
         self._is_reported = True
@@ -135,11 +136,15 @@ def _write(state_dict: dict[str, Any], path: Path, planner: SavePlanner | None, 
     try:
         if axis.rank == 0:
             shutil.rmtree(unfinished, ignore_errors=True)  # a save that was killed may have left it
-        dcp.save(state_dict, checkpoint_id=unfinished, planner=planner, process_group=axis.group)
+        given = {"checkpoint_id": unfinished, "planner": planner, "process_group": axis.group}
+        comms.launched(dcp.save, state_dict, **given)
         if axis.rank == 0:
             os.rename(unfinished, path)
     except CheckpointException as error:  # torch tells all ranks
         problem = "; ".join(f"rank {rank}: {_described(each)}" for rank, (each, _) in error.failures.items())
+    except CommunicationError as error:
+        # The others may be in the middle of the save, and would not meet what is sent below. They see this process end.
+        raise CommunicationError(f"async_save: the checkpoint {path} was not saved. {error}") from error
     except Exception as error:
         problem = f"rank {axis.rank}: {_described(error)}"
     if not any_of(axis, problem is not None):

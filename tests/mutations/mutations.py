@@ -199,5 +199,6 @@ _LISTED = {
     152: ("UnitTree._recover_backward", "self.passes.in_backward", "True"),
     153: ("UnitTree.release", "self.units[unit.index] = left\nself.executor.let_go(left, unit.index)", "pass"),
     154: ("SaveFolder.remove_unchanged", "self.version(name) == version", "True"),
+    155: ("await_claim", "_forget_gone(meeting.ranks)", "pass"),
 }
 MUTATIONS = {number: Mutation(*each) for number, each in _LISTED.items()}
