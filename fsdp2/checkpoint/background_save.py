@@ -23,7 +23,7 @@ from torch.distributed.checkpoint import CheckpointException, SavePlanner
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
-from fsdp2.core import Axis, CommunicationError, _torch, expect, find_tensors
+from fsdp2.core import Axis, CommunicationError, _torch, comms, expect, find_tensors
 from fsdp2.extras.checked import check
 from fsdp2.extras.exchange import any_of, exchange, together
 from fsdp2.extras.own_groups import host_axis
