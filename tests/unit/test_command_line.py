@@ -75,7 +75,7 @@ def builders(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monke
     (tmp_path / "my_broken.py").write_text("1 / 0")
     (tmp_path / "my_exit.py").write_text("raise SystemExit(3)")
     (tmp_path / "my_syntax.py").write_text("def f(:")
-    for name in ("bf16_flops", "fp32_flops", "bandwidth_efficiency", "channels"):
+    for name in ("bf16_flops", "copy_bandwidth", "watts", "channels"):
         (tmp_path / f"{name}.json").write_text(json.dumps({**fields_of(H100), name: 0}))
     (tmp_path / "half.json").write_text('{"name": "half"}')
     (tmp_path / "alone.json").write_text(json.dumps(fields_of(replace(H100, in_node=None, network=None))))
@@ -169,7 +169,7 @@ def test_a_measured_machine_is_written_and_planned_for(tmp_path: Path, command: 
     assert "links were not measured: to plan for several GPUs, run this under torchrun" in printed
     found = fsdp2.planner.plan(LanguageModel, str(file), WORKLOAD, num_gpus=1)
     assert found.machine.name == "measured: cpu, 1 rank, links not measured"
-    assert found.machine.bf16_flops > 0
+    assert found.machine.bf16_flops == found.machine.reached.bf16 > 0
     assert json.loads(file.read_text())["in_node"] is None
     with pytest.raises(ValueError, match=r"links not measured' has no figures for links between GPUs\. Run `torchrun"):
         fsdp2.planner.plan(LanguageModel, str(file), WORKLOAD, num_gpus=2)
