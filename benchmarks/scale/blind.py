@@ -3,14 +3,14 @@
 The planner's machines were described, and committed, before these rows were looked up. Where a source does not say
 whether blocks were compiled, or how far power was limited, a row has a prediction for either end.
 
-- ``A100``: torchtitan's docs/performance.md of 2024, FSDP2 on 64 A100s; its train_configs do not compile. A reader of
+- ``A100``: torchtitan's page of performance of 2024, FSDP2 on 64 A100s; its train_configs do not compile. A reader of
   pytorch/torchtitan#394 names the network: EFA with 400 Gb/s per node. Norms were one kernel until May 2024, and
   several later (pytorch/torchtitan#297); which of them the rows have, it does not say.
 - ``IBM``: the tables of "Maximizing training throughput using PyTorch FSDP" (pytorch.org, 2024), FSDP1 without compile
   on 128 A100s and 96 H100s with 400 and 800 Gb/s per node, and of the README of foundation-model-stack/fms-fsdp, which
   may have compiled. HSDP shards within a node; gradients are summed in bf16.
-- ``H200``: llama3_8b_h200_2025-06_torchtitan_trainy_whitefiber.md among torchtitan's benchmarks.
-- ``B200``: torchao/prototype/mx_formats/README.md of 2025, eight "power limited" B200s; at which limit, it does
+- ``H200``: llama3_8b_h200_2025-06_torchtitan_trainy_whitefiber among torchtitan's benchmarks.
+- ``B200``: the README of torchao/prototype/mx_formats of 2025, eight "power limited" B200s; at which limit, it does
   not say.
 """
 

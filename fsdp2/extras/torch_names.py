@@ -227,6 +227,13 @@ def forget_composable_api(module: nn.Module, function: Callable[..., Any]) -> No
 DispatchMode = _python_dispatch.TorchDispatchMode  # sees every operation below autograd
 
 
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """How ``torch.compile`` takes operations apart, softmax included, so that backward may keep scores."""
+    aten = torch.ops.aten
+    softmax = torch._decomp.get_decompositions([aten._softmax, aten._softmax_backward_data])
+    return {**torch._decomp.core_aten_decompositions(), **softmax}
+
+
 def fake_tensors() -> Any:
     """A context in which new tensors have a shape, a dtype and a device, but no memory. The meta device does not work
     here, since attention chooses its kernel by the device."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fsdp2.core import find_tensors, map_tensors
+from fsdp2.extras import torch_names
 
 _tracing: list[bool] = []
 
@@ -60,7 +61,9 @@ def saved_when_compiled(
         return tensor
 
     partition = functorch.min_cut_rematerialization_partition
-    compiled = functorch.aot_function(run, functorch.nop, functorch.nop, partition_fn=partition)
+    compiled = functorch.aot_function(
+        run, functorch.nop, functorch.nop, partition_fn=partition, decompositions=torch_names.decompositions()
+    )
     _tracing.append(True)
     try:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):

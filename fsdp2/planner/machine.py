@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from statistics import NormalDist
 from typing import Any
 
 from fsdp2.planner.work import Attention, Product
@@ -117,6 +118,8 @@ class Machine:
         copy_bandwidth: bytes per second that a copy kernel or an optimizer reads and writes.
         in_node, network: the links in a node and between nodes; None where they were not measured.
         watts: the power limit of a GPU at which ``reached`` holds; None where it is not known.
+        spread: the standard deviation of what GPUs of one kind reach, as a share of ``reached``, which is their mean.
+        kernel_latency: seconds that a kernel takes in addition to its work.
         contention: how concurrent compute and transfers slow each other down.
         host_bandwidth: bytes per second between one GPU and the host, in one direction.
         host_memory_nbytes: memory of a node's host; None where it is not known.
@@ -135,6 +138,8 @@ class Machine:
     in_node: Link | None
     network: Link | None
     watts: float | None = None
+    spread: float = 0.0
+    kernel_latency: float = 0.0
     launch_latency: float = 10e-6
     channels: int = 16
     algorithm: Algorithm = Algorithm.RING
@@ -148,6 +153,9 @@ class Machine:
         known = ("bf16_flops", "memory_nbytes", "copy_bandwidth", "node_size", "channels")
         _check_rates("Machine", self, known, ("watts", "host_bandwidth", "host_memory_nbytes"))
         _check_delay("Machine: launch_latency", self.launch_latency)
+        _check_delay("Machine: kernel_latency", self.kernel_latency)
+        if not 0 <= self.spread < 0.2:
+            raise ValueError(f"Machine: spread is {self.spread}, expected a share of at least 0 and below 0.2.")
 
     def links(self) -> tuple[Link, Link]:
         """The links within a node and between nodes.
@@ -208,6 +216,13 @@ class Machine:
         if dtype == "fp32":
             rate *= self._known(f"products in {dtype}", self.reached.fp32) / self.reached.bf16
         return attention.flops * (1 + SHORT_LENGTH / attention.length) / rate
+
+    def slowest_of(self, num_gpus: int) -> float:
+        """What the slowest of ``num_gpus`` is expected to reach, as a share of the mean: all others wait for it."""
+        if num_gpus == 1:
+            return 1.0
+        quantile = (num_gpus - 0.375) / (num_gpus + 0.25)  # of the largest of so many normal variates (Blom, 1958)
+        return 1 - self.spread * NormalDist().inv_cdf(quantile)
 
     def to_host(self) -> float:
         return self._known("host_bandwidth", self.host_bandwidth)

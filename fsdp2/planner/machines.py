@@ -15,12 +15,13 @@ from typing import Any
 
 from fsdp2.planner.machine import NETWORK_SHARE, Algorithm, Contention, Link, Machine, Reached
 
+_GIB = 2**30
 _IN_NODE_LATENCY, _NETWORK_LATENCY = 3e-6, 15e-6  # assumed
 _FP32_SHARE = 0.8  # of the peak of fp32 outside of tensor cores that products reach: assumed
-# A step waits for its slowest GPU. Where a single one was measured, the slowest of eight is assumed to be as much
-# slower as among H200s.
-_SLOWEST = 683 / 699
-_CHANNELS = 16  # NCCL occupies a processor per channel: assumed
+# Of what GPUs of one kind reach: the slowest of eight H200s reached 683, in the mean they reached 699. The least of
+# eight normal variates is 1.43 standard deviations below the mean. Assumed for all GPUs but B200s.
+_SPREAD = (1 - 683 / 699) / 1.43
+_CHANNELS = 24  # NCCL occupies a processor per channel
 
 # Quotes the vendors' peaks: torchtitan's get_peak_flops.
 _PEAKS = "peaks: https://github.com/pytorch/torchtitan/blob/main/torchtitan/tools/utils.py"
@@ -28,12 +29,21 @@ _GARDEN = "https://glennklockwood.com/garden/processors"
 _LINKS = "links' peaks, secondary: https://alpha-one-index.github.io/ai-infra-index/specs/networking-interconnects.html"
 _MLPERF = "https://raw.githubusercontent.com/mlcommons/inference_results_v4.1/main/closed"  # systems, by their vendors
 _BEKMAN = "https://github.com/stas00/ml-engineering/blob/master"
-_PRODUCTS = f"sustained products, measured by S. Bekman: {_BEKMAN}/compute/accelerator/benchmarks/README.md"
+_PRODUCTS = f"sustained products, measured by S. Bekman: {_BEKMAN}/compute/accelerator/benchmarks"
 _FP8_PRODUCTS = (
     "products in fp8 in a short run, and the share of it that is sustained in bf16, measured by S. Bekman: "
-    f"{_BEKMAN}/compute/accelerator/README.md"
+    f"{_BEKMAN}/compute/accelerator"
 )
 _NETWORK = "47 GB/s of an adapter's 50, by NVIDIA's engineers: https://github.com/NVIDIA/nccl-tests/issues/290"
+_OVERLAP = (
+    "24 processors of an H100 are taken by an all-gather: "
+    "https://forums.developer.nvidia.com/t/compute-communication-overlap-causes-severe-gemm-performance-degradation-because-of-tail-effect/337991"
+    "; compute beside collectives takes 18.9% longer in the mean: https://arxiv.org/abs/2507.03114"
+)
+_KERNELS = (
+    "5 µs per kernel: products of many sizes, measured for XLA: "
+    "https://github.com/openxla/xla/blob/main/xla/service/gpu/model/matmul_interpolator_data.h"
+)
 _ATTENTION = "attention, FlashAttention-2 on H100, measured by its authors: https://arxiv.org/abs/2407.08608"
 _A100 = (
     "https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf",
@@ -43,7 +53,11 @@ _A100 = (
     "attention, 73% and 63% of the peak, less a tenth for a causal mask, by its authors: https://arxiv.org/abs/2307.08691",
     "copies, measured on the PCIe card: https://github.com/chanzhennan/ChipBenchmarker",
     "link in a node, secondary: https://docs.alayanew.com/en/docs/tech-blog/2026-05-06-nccl-tests",
+    "memory, as torch has it: https://github.com/levihsu/OOTDiffusion/issues/235, "
+    "40 GB: https://github.com/TianheWu/CoSeR/issues/10",
     _NETWORK,
+    _OVERLAP,
+    _KERNELS,
 )
 _H100 = (
     "https://www.nvidia.com/en-us/data-center/h100/",
@@ -51,25 +65,27 @@ _H100 = (
     f"peaks: {_GARDEN}/h100",
     _LINKS,
     f"the host's memory: {_MLPERF}/NVIDIA/systems/DGX-H100_H100-SXM-80GBx8_TRT.json",
+    "memory, as torch has it: https://github.com/vllm-project/vllm/issues/27508",
     _PRODUCTS,
     _FP8_PRODUCTS,
     _ATTENTION,
-    f"link in a node, without SHARP, measured by S. Bekman: {_BEKMAN}/network/benchmarks/results/all-reduce-8xH200.md",
+    f"link in a node, without SHARP, measured by S. Bekman: {_BEKMAN}/network/benchmarks/results",
     _NETWORK,
+    _OVERLAP,
+    _KERNELS,
 )
 _H200 = (
     "https://www.nvidia.com/en-us/data-center/h200/",
     *_H100[1:4],
     f"links; the host's memory: {_MLPERF}/NVIDIA/systems/H200-SXM-141GBx8_TRT_MaxQ.json",
     "bandwidth of memory, secondary: https://lzwjava.github.io/nvidia-h200-gpu-specs-en",
-    *_H100[5:],
+    *_H100[6:],
 )
 _B200 = (
     "https://nvdam.widen.net/s/wwnsxrhm2w/blackwell-datasheet-3384703",
     _PEAKS,
     # the data sheet says 8 TB/s
-    "bandwidth of memory, as the driver has it: https://github.com/pytorch/ao/pull/4002",
-    "memory, as nvidia-smi has it: https://docs.vultr.com/inference-cookbook/cuda/getting-started/hardware-overview",
+    "memory and its bandwidth, as the driver has them: https://github.com/pytorch/ao/pull/4002",
     f"peaks of fp32, fp8 and link, secondary: {_GARDEN}/B200",
     "network, secondary: https://rillor.com/insights/connectx-7-vs-connectx-8-and-nvlink5",
     _PRODUCTS,
@@ -77,6 +93,8 @@ _B200 = (
     # torch calls cuDNN, which is assumed to be 15% slower
     "attention, FlashAttention-4, measured by its authors: https://github.com/Dao-AILab/flash-attention/pull/2280",
     _NETWORK,
+    _OVERLAP,
+    _KERNELS,
 )
 _MI300X = (
     "https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html",
@@ -95,20 +113,22 @@ H100 = Machine(
     device="H100",
     bf16_flops=989e12,
     reached=Reached(
-        bf16=683e12,  # of eight H200s at once, which have the same processors and limit; 699 in the mean
-        fp8=683 / 828 * 1453e12,  # 1453 in a short run; in bf16, 683 of 828
+        bf16=699e12,  # of eight H200s at once, which have the same processors and limit
+        fp8=699 / 828 * 1453e12,  # 1453 in a short run; in bf16, 699 of 828
         fp32=_FP32_SHARE * 66.9e12,
         attention=340e12,
         attention_backward=290e12,
         num_processors=132,
     ),
     contention=Contention(compute=_CHANNELS / 132),
-    memory_nbytes=80e9,
+    memory_nbytes=79.11 * _GIB,
     copy_bandwidth=0.9 * 3.35e12,
     node_size=8,
     in_node=Link(368e9, _IN_NODE_LATENCY),
     network=Link(NETWORK_SHARE * 50e9, _NETWORK_LATENCY),
     watts=700,
+    spread=_SPREAD,
+    kernel_latency=5e-6,
     host_bandwidth=64e9,
     host_memory_nbytes=2e12,
     sources=_H100,
@@ -127,18 +147,19 @@ B200 = replace(
     device="B200",
     bf16_flops=2250e12,
     reached=Reached(
-        bf16=1352e12,  # of eight at once; 1426 in the mean
-        fp8=1352 / 1745 * 3432e12,  # 3432 in a short run; in bf16, 1352 of 1745
+        bf16=1426e12,  # of eight at once; the slowest reached 1352
+        fp8=1426 / 1745 * 3432e12,  # 3432 in a short run; in bf16, 1426 of 1745
         fp32=_FP32_SHARE * 80e12,
         attention=1200e12,
         attention_backward=950e12,
         num_processors=148,
     ),
     contention=Contention(compute=_CHANNELS / 148),
-    memory_nbytes=179e9,
+    memory_nbytes=178.35 * _GIB,
     copy_bandwidth=0.9 * 7.67e12,
     in_node=Link(0.82 * 900e9, _IN_NODE_LATENCY),  # the share of H100s: assumed
     watts=1000,
+    spread=(1 - 1352 / 1426) / 1.43,
     host_bandwidth=None,
     host_memory_nbytes=None,
     sources=_B200,
@@ -149,7 +170,7 @@ A100_80 = replace(
     device="A100",
     bf16_flops=312e12,
     reached=Reached(
-        bf16=_SLOWEST * 257e12,
+        bf16=257e12,
         fp8=None,
         fp32=_FP32_SHARE * 19.5e12,
         attention=205e12,
@@ -157,6 +178,7 @@ A100_80 = replace(
         num_processors=108,
     ),
     contention=Contention(compute=_CHANNELS / 108),
+    memory_nbytes=79.25 * _GIB,
     copy_bandwidth=0.8 * 2.039e12,
     in_node=Link(235e9, _IN_NODE_LATENCY),
     network=Link(NETWORK_SHARE * 25e9, _NETWORK_LATENCY),
@@ -168,7 +190,7 @@ A100_80 = replace(
 A100_40 = replace(
     A100_80,
     name="A100 SXM 40 GB, 8 per node, 200 Gb/s each",
-    memory_nbytes=40e9,
+    memory_nbytes=39.5 * _GIB,
     copy_bandwidth=0.8 * 1.555e12,
 )
 MI300X = replace(
@@ -177,7 +199,7 @@ MI300X = replace(
     device="MI300X",
     bf16_flops=1300e12,
     reached=Reached(
-        bf16=_SLOWEST * 660e12,
+        bf16=660e12,
         fp8=0.45 * 2600e12,
         fp32=None,
         attention=400e12,  # assumed
@@ -185,7 +207,7 @@ MI300X = replace(
         num_processors=304,
     ),
     contention=Contention(compute=_CHANNELS / 304),
-    memory_nbytes=192e9,
+    memory_nbytes=192 * _GIB,
     copy_bandwidth=0.81 * 5.3e12,
     in_node=Link(310e9, _IN_NODE_LATENCY),  # assumed
     watts=750,

@@ -718,7 +718,7 @@ class _Counter(torch_names.DispatchMode):
         """The bytes moved. A fused kernel reads results of products, and tensors that existed before."""
         fused = sum(self._crosses(each) for each in inputs if _storage(each) not in self._inside)
         self._inside.update(map(_storage, outputs))
-        return Work(moved_nbytes=sum(map(_nbytes, [*inputs, *outputs])), fused_nbytes=fused)
+        return Work(moved_nbytes=sum(map(_nbytes, [*inputs, *outputs])), fused_nbytes=fused, num_others=1)
 
     def _crosses(self, tensor: Tensor) -> int:
         """Bytes that one kernel leaves for another, counted once."""

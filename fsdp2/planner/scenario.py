@@ -175,10 +175,11 @@ class Scenario:
         return is_block and self.kernels.are_compiled
 
     def seconds(self, work: Work, *, is_block: bool) -> float:
-        """The time of ``work``: products and attention at the rates that the machine reaches, and all other kernels at
-        the rate of a copy."""
+        """The time of ``work`` on the slowest GPU: products and attention at the rates that the machine reaches, and
+        other kernels at the rate of a copy."""
         machine, plain = self.machine, "fp32" if self.precision is Precision.FP32 else "bf16"
-        moved = work.fused_nbytes if self.is_fused(is_block=is_block) else work.moved_nbytes
+        is_fused = self.is_fused(is_block=is_block)
+        moved = work.fused_nbytes if is_fused else work.moved_nbytes
         seconds = sum(machine.attention_seconds(each, plain) for each in work.attention)
         for product in work.products:
             if self.precision is Precision.FP8 and is_block and product.by_weight:
@@ -186,7 +187,8 @@ class Scenario:
                 moved += product.operand_numel * FP8_CAST_NBYTES
             else:
                 seconds += machine.product_seconds(product, plain)
-        return seconds + moved / machine.copy_bandwidth
+        delays = work.num_kernels(is_fused=is_fused) * machine.kernel_latency
+        return seconds / machine.slowest_of(self.num_gpus) + moved / machine.copy_bandwidth + delays
 
 
 @dataclass(frozen=True)

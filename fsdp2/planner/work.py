@@ -78,12 +78,14 @@ class Work:
         attention: all fused attention.
         moved_nbytes: bytes that all other kernels read and write if each operation is a kernel.
         fused_nbytes: the same if all operations between two products are one kernel, as with ``torch.compile``.
+        num_others: how many other kernels there are if each operation is one.
     """
 
     products: tuple[Product, ...] = ()
     attention: tuple[Attention, ...] = ()
     moved_nbytes: float = 0.0
     fused_nbytes: float = 0.0
+    num_others: int = 0
 
     def __add__(self, more: Work) -> Work:
         return Work(
@@ -91,6 +93,7 @@ class Work:
             self.attention + more.attention,
             self.moved_nbytes + more.moved_nbytes,
             self.fused_nbytes + more.fused_nbytes,
+            self.num_others + more.num_others,
         )
 
     def divided(self, num_gpus: int) -> Work:
@@ -100,7 +103,13 @@ class Work:
             tuple(each._replace(flops=each.flops / num_gpus) for each in self.attention),
             self.moved_nbytes / num_gpus,
             self.fused_nbytes / num_gpus,
+            self.num_others,
         )
+
+    def num_kernels(self, *, is_fused: bool) -> int:
+        """``is_fused``: one kernel follows each product, instead of :attr:`num_others` in all."""
+        num_products = len(self.products) + len(self.attention)
+        return num_products + (num_products if is_fused else self.num_others)
 
     @property
     def linear(self) -> float:

@@ -63,7 +63,8 @@ def test_micro_batches_take_their_time_and_no_more_memory_than_gradients() -> No
     by_name = {each.choice.name: each.result for each in three}
     for each in one:
         ours, theirs = by_name[each.choice.name], each.result
-        assert 2 * theirs.time.step < ours.time.step < 3 * theirs.time.step  # the optimizer steps once
+        optimizer = 0.1 * theirs.time.step  # which steps once: no more than this here
+        assert 3 * theirs.time.step - optimizer < ours.time.step < 3.01 * theirs.time.step
         assert ours.reserved_nbytes == pytest.approx(theirs.reserved_nbytes)  # with the gradients of earlier ones
 
 
