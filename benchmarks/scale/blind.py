@@ -10,6 +10,8 @@ whether blocks were compiled, or how far power was limited, a row has a predicti
   on 128 A100s and 96 H100s with 400 and 800 Gb/s per node, and of the README of foundation-model-stack/fms-fsdp, which
   may have compiled. HSDP shards within a node; gradients are summed in bf16.
 - ``H200``: llama3_8b_h200_2025-06_torchtitan_trainy_whitefiber among torchtitan's benchmarks.
+- ``MPT``: the README of llm-foundry's scripts/train/benchmarking of 2023, FSDP1 without compile under bf16 autocast on
+  H100s. ``DEFAULT`` mixed precision gathers in bf16 and sums in fp32.
 - ``B200``: the README of torchao/prototype/mx_formats of 2025, eight "power limited" B200s; at which limit, it does
   not say.
 """
@@ -17,10 +19,14 @@ whether blocks were compiled, or how far power was limited, a row has a predicti
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from fsdp2.planner import MACHINES, Candidate, Workload, plan
 from fsdp2.planner.scenario import Kernels
@@ -31,6 +37,39 @@ LLAMA2_7B = Llama("Llama 2 7B", dim=4096, num_blocks=32, kv_dim=4096, hidden_dim
 LLAMA2_13B = Llama("Llama 2 13B", dim=5120, num_blocks=40, kv_dim=5120, hidden_dim=13824, vocab_size=32000)
 LLAMA2_34B = Llama("Llama 2 34B", dim=8192, num_blocks=48, kv_dim=1024, hidden_dim=22016, vocab_size=32000)
 LLAMA2_70B = Llama("Llama 2 70B", dim=8192, num_blocks=80, kv_dim=1024, hidden_dim=28672, vocab_size=32000)
+
+
+class MPTBlock(nn.Module):
+    """Without biases; the feed-forward has no gate."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(dim, bias=False) for _ in range(2))
+        self.qkv, self.out = nn.Linear(dim, 3 * dim, bias=False), nn.Linear(dim, dim, bias=False)
+        self.up, self.down = nn.Linear(dim, 4 * dim, bias=False), nn.Linear(4 * dim, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (each.unflatten(-1, (-1, 128)).transpose(1, 2) for each in self.qkv(self.norms[0](x)).chunk(3, -1))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(-2))
+        return x + self.down(F.gelu(self.up(self.norms[1](x))))
+
+
+class MPT(nn.Module):
+    """Learned positions; the head shares the embedding's weights."""
+
+    def __init__(self, dim: int, num_blocks: int, sequence: int = 2048) -> None:
+        super().__init__()
+        self.embedding, self.positions = nn.Embedding(50368, dim), nn.Embedding(sequence, dim)
+        self.blocks = nn.ModuleList(MPTBlock(dim) for _ in range(num_blocks))
+        self.norm = nn.LayerNorm(dim, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        return F.linear(self.norm(x), self.embedding.weight)
+
 
 _EITHER = (Kernels.EAGER, Kernels.COMPILED)
 _WITH_LOSS = (Kernels.COMPILED_LOSS,)
@@ -43,7 +82,7 @@ class Row:
     ``network``: Gb/s per GPU."""
 
     name: str
-    model: Llama
+    model: Llama | Callable[[], nn.Module]
     gpu: str
     num_gpus: int
     workload: Workload
@@ -63,8 +102,9 @@ class Row:
             machine = machine if self.network is None else machine.with_network(self.network)
             for kernels, fuses_norms in itertools.product(self.kernels, self.fuses_norms):
                 workload = replace(self.workload, kernels=kernels.value)
-                model = replace(self.model, fuses_norms=fuses_norms)
-                found = plan(model.build, machine, workload, num_gpus=self.num_gpus)
+                model = self.model
+                builder = replace(model, fuses_norms=fuses_norms).build if isinstance(model, Llama) else model
+                found = plan(builder, machine, workload, num_gpus=self.num_gpus)
                 yield next(each for each in found.choices if each.choice.name == self.choice)
 
 
@@ -96,7 +136,16 @@ def _ibm_later(*args: Any) -> Row:
     return replace(row, name=f"{row.name}, later", kernels=_EITHER)
 
 
+def _mpt(name: str, shape: tuple[int, int], num_gpus: int, workload: Workload, choice: str, tokens_s: float) -> Row:
+    return Row(name, lambda: MPT(*shape), "H100", num_gpus, workload, choice, tokens_s)
+
+
+def _accumulated(batch: int, micro_batches: int) -> Workload:
+    return replace(_bf16(batch, 2048), micro_batches=micro_batches)
+
+
 _HSDP = "HSDP 8, reshard"
+_MPT_7B, _MPT_13B, _MPT_30B, _MPT_70B = (4096, 32), (5120, 40), (7168, 48), (8192, 80)
 ROWS = (
     _a100("Llama 3 8B, selective", LLAMA_8B, _bf16(1, 8192), _SELECTIVE, 2973),
     _a100("Llama 3 70B, full", LLAMA_70B, _bf16(1, 8192), _FULL, 331),
@@ -136,6 +185,13 @@ ROWS = (
         46.97,
         _WITH_LOSS,
     ),
+    _mpt("MPT 7B, none, 8 H100", _MPT_7B, 8, _bf16(6, 2048), "FSDP, reshard", 10643),
+    _mpt("MPT 13B, none, 8 H100", _MPT_13B, 8, _bf16(2, 2048), "FSDP, reshard", 4792),
+    _mpt("MPT 13B, none, 64 H100", _MPT_13B, 64, _bf16(2, 2048), "FSDP, reshard", 4800),
+    _mpt("MPT 30B, full, 8 H100, 21 micro-batches", _MPT_30B, 8, _accumulated(3, 21), _FULL, 2002),
+    _mpt("MPT 30B, full, 32 H100, 3 micro-batches", _MPT_30B, 32, _accumulated(14, 3), _FULL, 2308),
+    _mpt("MPT 70B, full, 32 H100, 16 micro-batches", _MPT_70B, 32, _accumulated(2, 16), _FULL, 882),
+    _mpt("MPT 70B, full, 64 H100, 4 micro-batches", _MPT_70B, 64, _accumulated(8, 4), _FULL, 1039),
     Row(
         "Llama 3 8B, 8 B200, selective",
         LLAMA_8B,

@@ -228,10 +228,10 @@ DispatchMode = _python_dispatch.TorchDispatchMode  # sees every operation below 
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """How ``torch.compile`` takes operations apart, softmax included, so that backward may keep scores."""
+    """How ``torch.compile`` takes a masked softmax apart, so that backward may keep scores and compute it again."""
     aten = torch.ops.aten
-    softmax = torch._decomp.get_decompositions([aten._softmax, aten._softmax_backward_data])
-    return {**torch._decomp.core_aten_decompositions(), **softmax}
+    taken_apart = [aten._softmax, aten._softmax_backward_data, aten.masked_fill, aten.detach]
+    return cast("dict[Any, Callable[..., Any]]", torch._decomp.get_decompositions(taken_apart))
 
 
 def fake_tensors() -> Any:

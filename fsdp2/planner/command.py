@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import json
 import os
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -40,6 +41,8 @@ def add_plan(commands: Any) -> None:
     add("--gpus", type=int, required=True, help="how many GPUs")
     add("--gpu", default="H100", help=f"{', '.join(MACHINES)}, or a file of `python -m fsdp2 measure`; {_DEFAULT}")
     add("--node-size", type=int, help="GPUs per node; default: that of --gpu, which is 8 for those with a name")
+    add("--inputs", help="module:function that makes what the model is given, for a model that does not take tokens")
+    add("--loss", help="module:function of what the model returns, for a model that does not return logits")
     add("--batch", type=int, default=1, help=f"sequences per GPU and step; {_DEFAULT}")
     add("--sequence", type=int, default=8192, help=f"tokens per sequence; {_DEFAULT}")
     add("--optimizer", default="adamw", help=f"adamw, sgd, or 'sgd with momentum'; {_DEFAULT}")
@@ -81,7 +84,7 @@ def _print_plan(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
             budget=_size(options.budget),
         )
     except (ValueError, TypeError) as error:
-        parser.exit(2, f"{parser.prog} plan: error: {str(error).removeprefix('plan: ')}\n")
+        parser.exit(2, f"{parser.prog} plan: error: {_as_options(str(error).removeprefix('plan: '))}\n")
     if options.json:
         print(json.dumps(found.data, indent=2))
     else:
@@ -90,6 +93,14 @@ def _print_plan(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
         parser.exit(1)
     if not options.json:
         print(f"\n{found.code}")
+
+
+def _as_options(text: str) -> str:
+    """``text`` with options instead of the arguments of ``Workload``."""
+    text = re.sub(r"^Workload: (\w+) is", lambda found: f"--{found[1].replace('_', '-')} is", text)
+    return re.sub(
+        r"Workload(?:\((inputs|loss)=\.\.\.\)|\.(inputs|loss))", lambda found: f"--{found[1] or found[2]}", text
+    )
 
 
 def _workload(options: argparse.Namespace) -> Workload:
@@ -107,6 +118,8 @@ def _workload(options: argparse.Namespace) -> Workload:
         micro_batches=options.micro_batches,
         tensor_parallel=options.tensor_parallel,
         context_parallel=options.context_parallel,
+        inputs=options.inputs and _imported(options.inputs),
+        loss=options.loss and _imported(options.loss),
     )
 
 
@@ -146,7 +159,7 @@ def _builder(name: str | None, config: str | None) -> Callable[[], nn.Module]:
     return _imported(name) if name is not None else _of_hugging_face(str(config))
 
 
-def _imported(name: str) -> Callable[[], nn.Module]:
+def _imported(name: str) -> Callable[..., Any]:
     module_name, _, function = name.partition(":")
     if not module_name or not function:
         missing = "function" if module_name else "module"

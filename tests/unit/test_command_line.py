@@ -27,6 +27,7 @@ from tests.unit.planner.models import LanguageModel
 
 WORKLOAD = Workload(batch=2, sequence=128)
 MODULE = """
+import torch
 from torch import nn
 
 def build_model():
@@ -56,6 +57,15 @@ def of_floats():
         def forward(self, x):
             return super().forward(x.bfloat16())
     return Convert(nn.Linear(8, 8), nn.Linear(8, 8))
+
+def of_rows():
+    return nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+
+def rows():
+    return torch.empty(4, 8)
+
+def mean(output):
+    return output.float().square().mean()
 
 def ends():
     raise SystemExit("bye")
@@ -152,12 +162,17 @@ def test_the_command_prints_a_table_and_python_to_paste(command: Command) -> Non
     assert "* FSDP" in printed
     compile(printed[printed.index("import torch") :], "pasted", "exec")
     printed = command(f"{PLAN} --gpus 8 --budget 75161927680 --precision fp32")[1]
-    assert "budget: 70.0 GiB of 74.5 GiB" in printed
+    assert "budget: 70.0 GiB of 79.1 GiB" in printed
     assert " fp32 " in printed
     assert " bf16 " not in printed
     code, printed, _ = command(f"{PLAN} --gpus 1 --budget 1MiB")
     assert code == 1
     assert "nothing fits into 1.0 MiB" in printed.splitlines()[-1]
+
+
+def test_a_model_without_tokens_gets_its_inputs_and_loss_by_name(command: Command) -> None:
+    words = "plan --gpus 8 my_builders:of_rows --inputs my_builders:rows --loss my_builders:mean"
+    assert "* FSDP" in command(words)[1]
 
 
 @pytest.mark.ci
