@@ -260,4 +260,4 @@ def test_a_model_in_bf16_is_sized_with_masters_in_fp32_unless_asked_otherwise(co
 def test_help_says_all_defaults(name: str, command: Command) -> None:
     options = re.split(r"\n  (?=-)", command(f"{name} --help")[1].partition("options:")[2])
     silent = [each.split()[0] for each in options[1:] if "default: " not in " ".join(each.split())]
-    assert set(silent) <= {"-h,", "--hf", "--gpus", "--json"}
+    assert set(silent) <= {"-h,", "--hf", "--gpus", "--inputs", "--json", "--loss"}
