@@ -107,10 +107,10 @@ class Mirror(AbstractContextManager["Mirror"]):
         with together(self._asking):
             mine = [each for each in self._folder.found() if self._vouches_for(each)]
         step, room, needs = self._found_complete(mine, newer_than)
-        with together(self._asking):
+        with together(self._asking):  # no rank writes before the others' files are gone
             kept = [each.name for each in self._folder.found() if each.step == step and room is not None]
-        if self._ranks.index == 0:
-            self._folder.remove_others(kept)
+            if self._ranks.index == 0:
+                self._folder.remove_others(kept)
         self._is_restored, self._is_due = True, needs
         if room is None:
             return None
@@ -176,9 +176,10 @@ class Mirror(AbstractContextManager["Mirror"]):
             self._settle()
         for hook in self._hooks:
             hook.remove()
-        if self._ranks.index == 0:
-            self._folder.remove_others([])
-            self._folder.remove()
+        with together(self._asking):  # a mirror that is made next may use the same folder
+            if self._ranks.index == 0:
+                self._folder.remove_others([])
+                self._folder.remove()
         self._complete, self._is_closed = [], True
 
     def __exit__(
@@ -414,8 +415,7 @@ class _Beside:
         with self._streams.beside("mirrored"):
             self._streams.wait_here(self._ready)  # the optimizer has written what is copied
             for target, tensor in self._copies:
-                target.copy_(tensor, non_blocking=True)
-            self._streams.wait_on_cpu(self._streams.record())  # the thread reads what was copied
+                target.copy_(tensor)  # waits for the copy: the thread reads what was copied
         if _torch.versions_of([tensor for _, tensor in self._copies]) != self._versions:
             raise RuntimeError(
                 "a parameter or optimizer state was written before the next step() of its optimizer, while it was "
