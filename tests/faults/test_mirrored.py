@@ -123,6 +123,7 @@ def test_a_kill_at_any_moment_leaves_a_whole_step(killed: tuple[int, ...], tmp_p
     assert found == {1, 2}
 
 
+@pytest.mark.in_turns
 @pytest.mark.long
 def test_other_ranks_and_two_lost_hosts_load_from_disk(tmp_path: Path) -> None:
     for name, num_ranks, lost in (("more", 3, ()), ("fewer", 1, ()), ("one host", 2, (0,)), ("both hosts", 2, (0, 1))):
@@ -172,6 +173,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.in_turns
 @pytest.mark.long
 def test_torchrun_restarts_a_job_that_continues_from_memory_bit_for_bit(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
