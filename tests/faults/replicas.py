@@ -95,6 +95,7 @@ class Group(threading.Thread):
         self.may_restart = threading.Event()
         self.may_restart.set()
         self.ends: list[tuple[float, list[int | None]]] = []
+        self.ranks: list[Any] = []
         self.is_over = False
 
     def run(self) -> None:
@@ -107,6 +108,7 @@ class Group(threading.Thread):
             ]
             for each in ranks:
                 each.start()
+            self.ranks = ranks
             multiprocessing.connection.wait([each.sentinel for each in ranks])
             for each in ranks:  # the others end by themselves, because their messages fail
                 each.join(3.0)
@@ -526,8 +528,8 @@ def started(
     finally:
         for group in campaign.groups:
             group.is_over = True
-        for child in multiprocessing.active_children():
-            child.kill()
+            for each in group.ranks:
+                each.kill()
         lighthouse.shutdown()
 
 
