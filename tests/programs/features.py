@@ -358,7 +358,7 @@ RULES = (
     Rule({"micro.apart": (True,), "micro.forwards": (2,)}, "two forwards already"),
     *_each(
         {"micros": (3,), "micro.fails": tuple(each for each in FAILS if each.startswith("backward"))},
-        {"micro.sync": _not_default("micro.sync"), "micro.keep": (True,)},
+        {"micro.sync": _not_default("micro.sync"), "micro.keep": (True,), "micro.marks_last": (True,)},
         "a backward that fails drops the gradients that earlier micro-batches have kept",
     ),
     Rule({"micro.between": (("another adapter",),), "block.kind": _others("block.kind", "adapters")}, "no adapters"),

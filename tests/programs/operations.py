@@ -338,7 +338,7 @@ REFUSED = {
     "shard again": ("", "fsdp2.fully_shard(model)", "was given to fully_shard before"),
     "shard with FSDP1": ("", "fsdp2.FullyShardedDataParallel(model)", "fully_shard was called on this"),
     "move to nowhere": ("", "reshard_to(model, optimizers, None)", "new_mesh must be"),
-    "divide by a negative number": ("", "model.set_gradient_divide_factor(-1.0)", "expected a positive number"),
+    "divide by a negative number": ("", "model.set_gradient_divide_factor(-1.0)", "expected a finite number above 0"),
     "limit without a number": ("", "model.set_temporary_memory_limit('none')", "expected a number of bytes"),
     "gather by a function": ("", "model.set_custom_all_gather(print)", "expected an fsdp2.core.comms.AllGather"),
     "prefetch a plain module": (
