@@ -78,8 +78,8 @@ class Mirror(AbstractContextManager["Mirror"]):
         self._copied.set()
         self._last_step = -1
         # Other optimizers may write parameters before their step() is called.
-        self._copies_beside = all(type(each).__module__.startswith("torch.optim") for each in optimizers)
-        self._hooks = [each.register_step_pre_hook(self._wait_for_copy) for each in optimizers if self._copies_beside]
+        self._copies_late = all(type(each).__module__.startswith("torch.optim") for each in optimizers)
+        self._hooks = [each.register_step_pre_hook(self._wait_for_copy) for each in optimizers if self._copies_late]
 
     @property
     def nbytes(self) -> int:
@@ -220,28 +220,27 @@ class Mirror(AbstractContextManager["Mirror"]):
 
     def _begin(self, room: Room, header: Header, taken: Taken) -> None:
         """Copy what may change soon, and let a thread do the rest."""
-        late = [index in taken.steady and each.device.type != "cpu" for index, each in enumerate(taken.tensors)]
-        targets = list(placed(room.tensors, taken.places))
-        pairs = list(zip(targets, taken.tensors, late, strict=True))
-        copies = [(target, tensor) for target, tensor, is_late in pairs if is_late and self._copies_beside]
+        copies = []
         with torch.no_grad():
-            for target, tensor, is_late in pairs:
-                if not (is_late and self._copies_beside):
+            targets = placed(room.tensors, taken.places)
+            for index, (target, tensor) in enumerate(zip(targets, taken.tensors, strict=True)):
+                if self._copies_late and index in taken.steady and tensor.device.type != "cpu":
+                    copies.append((target, tensor))
+                else:
                     target.copy_(tensor)
-        beside = None
-        if copies:
-            beside = _Beside(copies, self._copied)
+        late = _LateCopies(copies) if copies else None
+        if late is not None:
             self._copied.clear()
         executor = ThreadPoolExecutor(1, thread_name_prefix="fsdp2_mirrored")
-        self._latest = executor.submit(self._write, room, header, beside)
+        self._latest = executor.submit(self._write, room, header, late)
         executor.shutdown(wait=False)
 
-    def _write(self, room: Room, header: Header, beside: _Beside | None) -> None:
+    def _write(self, room: Room, header: Header, late: _LateCopies | None) -> None:
         """In the thread: write this rank's generation and that of the rank before it."""
         problem, others = None, []
         try:
-            if beside is not None:
-                beside.run()
+            if late is not None:
+                late.run()
             room.header = header = header._replace(checksum=room.checksum(header.nbytes))
         except Exception as error:
             problem = error
@@ -401,11 +400,11 @@ class Mirror(AbstractContextManager["Mirror"]):
         return Restored(step, found["state"])
 
 
-class _Beside:
+class _LateCopies:
     """Copies from an accelerator that run on a stream of their own, after what the current stream has been given."""
 
-    def __init__(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]], copied: threading.Event) -> None:
-        self._copies, self._copied = copies, copied
+    def __init__(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._copies = copies
         self._streams = comms.streams_for(copies[0][1].device)
         self._versions = _torch.versions_of([tensor for _, tensor in copies])
         self._ready = self._streams.record()

@@ -58,7 +58,7 @@ class Wait:
 _JOBS, _GRADIENTS = "optim.host_adamw.jobs", "core.group.gradients.GroupGradients"
 _TREE, _MATRICES = "core.runtime.unit_tree.UnitTree", "optim.matrices"
 _ACTIVATIONS, _ON_HOST = "memory.activations.ActivationOffload", "activations on the host"
-_BESIDE = "checkpoint.mirrored._Beside"
+_LATE = "checkpoint.mirrored._LateCopies"
 SIDE = "side streams first"
 WAITS = [
     Wait("wait_here", "core.group.all_gather.Gather.wait", "plain", "late gathers"),
@@ -97,8 +97,8 @@ WAITS = [
     Wait("wait_here", f"{_MATRICES}.exchange.Message.wait", "muon", "late gathers and reductions"),
     Wait("work", f"{_MATRICES}.circles._reduced", "muon, gradients on rank 0 alone", "late all-reduces"),
     Wait("compute_after_reduce", "tensors.wire_residuals._Residuals.collected", "gradients in int8", "late reductions"),
-    Wait("record", f"{_BESIDE}.__init__", "mirrored", SIDE),
-    Wait("wait_here", f"{_BESIDE}.run", "mirrored", SIDE),
+    Wait("record", f"{_LATE}.__init__", "mirrored", SIDE),
+    Wait("wait_here", f"{_LATE}.run", "mirrored", SIDE),
     Wait("record", f"{_ACTIVATIONS}._send", _ON_HOST, SIDE),
     Wait("wait_here", f"{_ACTIVATIONS}._send", _ON_HOST, SIDE),
     Wait("wait_here", f"{_ACTIVATIONS}._free", _ON_HOST, "late copies"),
