@@ -18,7 +18,7 @@ PYTEST := $(BIN)/pytest -n 3 --timeout 300
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-ci test-exhaustive fuzz pairs mutations clients lint bench bench-check gpu docs clean
+.PHONY: help train test test-ci test-exhaustive fuzz pairs soak mutations clients lint bench bench-check gpu docs clean
 .NOTPARALLEL: # two pips must not write to one .venv
 
 help: ## show this list
@@ -42,6 +42,9 @@ fuzz: $(VENV)/.installed ## compare runtimes on random programs: make fuzz SEEDS
 
 pairs: $(VENV)/.installed ## compare them on programs with every pair of features: make pairs ARGS="--ranks 4"
 	$(BIN)/python -m tests.programs pairs $(ARGS)
+
+soak: $(VENV)/.installed ## train for 30 minutes with kills, slow ranks, full disks and errors: make soak ARGS="--minutes 2"
+	$(BIN)/python -m tests.faults.soak $(ARGS)
 
 mutations: $(VENV)/.installed ## put each of some 100 defects into a copy of the package; say which test notices it
 	$(BIN)/python -m tests.mutations $(ARGS)

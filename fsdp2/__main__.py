@@ -16,20 +16,29 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import fsdp2
+from fsdp2.extras.foreign_files import printable
 from fsdp2.planner.command import add_plan
 from fsdp2.planner.measure import add_measure
 from fsdp2.report.comparison import add_compare
 
+_WRONG = 2
+_LONGEST = 1000  # characters of an error
 _INTERRUPTED = 130  # the shell convention: 128 plus the signal number
 
 
 class _Parser(argparse.ArgumentParser):
-    """Prints errors as one line, without the usage."""
+    """Prints errors as one line, without the usage, and without control characters from arguments and files."""
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        if message is not None and status == _WRONG:
+            line = printable(" ".join(message.split()))
+            message = f"{line if len(line) <= _LONGEST else f'{line[:_LONGEST]} ...'}\n"
+        super().exit(status, message)
 
     def error(self, message: str) -> NoReturn:
         if message.endswith("expected one argument"):
             message += ", which must not start with '-'"
-        self.exit(2, f"{self.prog}: error: {message}\n")
+        self.exit(_WRONG, f"{self.prog}: error: {message}\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -64,7 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run_script(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Install fsdp2, then run ``options.script`` as ``__main__``."""
-    if not options.is_module and not os.path.exists(options.script):
+    inside = os.path.join(options.script, "__main__.py") if os.path.isdir(options.script) else options.script
+    if not options.is_module and not os.path.isfile(inside):
         parser.error(f"found no script '{options.script}'. Pass the path of a Python file, or -m and a module's name.")
     if options.is_module and not _is_found(options.script):
         parser.error(f"found no module '{options.script}'. Write it as in an import statement.")
@@ -80,7 +90,7 @@ def run_script(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
 def _is_found(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # a parent package does not exist
+    except (ImportError, ValueError):  # a parent package does not exist, or this is no name of a module
         return False
 
 

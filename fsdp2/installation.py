@@ -13,6 +13,7 @@ import importlib
 import logging
 import os
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -126,21 +127,19 @@ class _Installation:
         for module in (*sources, *homes):
             for name in _NAMES.keys() & vars(module).keys():
                 self.theirs.setdefault(name, vars(module)[name])
-        try:
-            for place in _CHECKS:
-                self._replace(place, _refusing_our_modules)
-            for module in sources:
-                self._undo.append(partial(setattr, module, "__class__", type(module)))
-                module.__class__ = _Source
-            self._answer_for_our_modules()
-            self._swap([(found, _NAMES[name]) for name, found in self.theirs.items()], in_runtime=False)
-        except BaseException:
-            self.restore()
-            raise
+        for place in _CHECKS:
+            self._replace(place, _refusing_our_modules)
+        for module in sources:
+            self._undo.append(partial(setattr, module, "__class__", type(module)))
+            module.__class__ = _Source
+        self._answer_for_our_modules()
+        self._swap([(found, _NAMES[name]) for name, found in self.theirs.items()], in_runtime=False)
 
     def restore(self) -> None:
+        """Undo everything. If this is interrupted, it can be repeated."""
         while self._undo:
-            self._undo.pop()()
+            self._undo[-1]()
+            del self._undo[-1]
 
     def _answer_for_our_modules(self) -> None:
         """Let torch's functions, and clients, find the state of our modules, and the flat parameters that optimizers
@@ -171,8 +170,8 @@ class _Installation:
 
     def _swap(self, pairs: Sequence[tuple[object, object]], *, in_runtime: bool) -> None:
         """Replace the first object of each pair by the second one, until ``restore``."""
-        _swap(pairs, in_runtime=in_runtime)
         self._undo.append(partial(_swap, [(new, old) for old, new in pairs], in_runtime=in_runtime))
+        _swap(pairs, in_runtime=in_runtime)
 
 
 def _swap(pairs: Sequence[tuple[object, object]], *, in_runtime: bool) -> None:
@@ -206,6 +205,7 @@ def _refusing_our_modules(check: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _current: _Installation | None = None
+_lock = threading.RLock()  # threads that install at the same time would replace each other's names
 
 
 def install() -> None:
@@ -222,31 +222,32 @@ def install() -> None:
         RuntimeError: this torch has no ``torch.distributed.fsdp.fully_shard``.
     """
     global _current
-    if _current is not None:
-        return
-    installation = _Installation()
-    installation.replace()
-    if "fully_shard" not in installation.theirs:
-        installation.restore()
-        raise RuntimeError(
-            f"fsdp2.install: torch {torch.__version__} has no torch.distributed.fsdp.fully_shard to replace. "
-            f"Install a torch build with distributed support; tried with torch {TRIED_IN}."
-        )
-    try:
-        _report(installation)
-    except BaseException:  # a warning that the user has turned into an error
-        installation.restore()
-        raise
-    _current = installation
+    with _lock:
+        if _current is not None:
+            return
+        installation = _Installation()
+        try:
+            installation.replace()
+            if "fully_shard" not in installation.theirs:
+                raise RuntimeError(
+                    f"fsdp2.install: torch {torch.__version__} has no torch.distributed.fsdp.fully_shard to replace. "
+                    f"Install a torch build with distributed support; tried with torch {TRIED_IN}."
+                )
+            _report(installation)
+            _current = installation
+        except BaseException:  # also an interrupt, and a warning that the user has turned into an error
+            installation.restore()
+            raise
 
 
 def uninstall() -> None:
     """Restore torch's names where :func:`install` has replaced them. Client modules that were imported in the meantime
     keep ours. Does nothing if fsdp2 is not installed."""
     global _current
-    installation, _current = _current, None
-    if installation is not None:
-        installation.restore()
+    with _lock:
+        if _current is not None:
+            _current.restore()
+            _current = None
 
 
 @contextmanager

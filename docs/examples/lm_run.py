@@ -207,13 +207,23 @@ def unfinished_checkpoints(folder: Path) -> list[Path]:
     return sorted(folder.glob("checkpoints/writing_step_*"))
 
 
+def unfinished_files(folder: Path) -> list[Path]:
+    """What rank 0 was writing in ``folder`` when it was killed: ``write_whole``'s files, and the page about a step."""
+    return [*folder.glob("writing_*.*"), *folder.glob(".step.html.*")]
+
+
 def finish_checkpoint(checkpoint: Path) -> None:
     """All files of ``checkpoint`` are on the disk: give it its name, then drop the older ones."""
     unfinished = unfinished_path(checkpoint)
     sync_folder(unfinished)  # the names of its files, before its own
     unfinished.rename(checkpoint)
     sync_folder(checkpoint.parent)
-    for other in set(checkpoints(checkpoint.parents[1])) - {checkpoint}:
+    drop_checkpoints(checkpoint.parents[1], but=checkpoint)
+
+
+def drop_checkpoints(folder: Path, *, but: Path | None) -> None:
+    """Remove the checkpoints in ``folder``, except one."""
+    for other in set(checkpoints(folder)) - {but}:
         # Under a name of its own first: whoever looks now must not take the rest of it for a checkpoint.
         shutil.rmtree(other.rename(unfinished_path(other)))
 
@@ -278,9 +288,10 @@ class Journal:
             for difference in differences(resumed, curve_options):
                 print(f"note: {difference}: the losses will not be those of an uninterrupted run")
             records = [record for record in read_records(resumed) if record["step"] <= first_step]
-        if resumed is None or resumed.resolve() != folder.resolve():
-            for path in checkpoints(folder):
-                shutil.rmtree(path)
+        is_same = resumed is not None and resumed.resolve() == folder.resolve()
+        drop_checkpoints(folder, but=latest_checkpoint(folder) if is_same else None)
+        for path in unfinished_files(folder):
+            path.unlink()
         for path in unfinished_checkpoints(folder):
             print(f"note: {path} was not written to its end, since the ranks were killed: it is ignored and removed")
             shutil.rmtree(path)

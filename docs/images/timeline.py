@@ -36,7 +36,7 @@ COLOURS = {
     "other": "#bbb",
     "gather wait": "#d62728",
     "reduce wait": "#ff7f0e",
-    "rank wait": "#e377c2",
+    "other wait": "#e377c2",
     "copy": "#7f7f7f",
     "launch": "#444",
 }

@@ -6,6 +6,7 @@ from fsdp2.checkpoint.from_transformers import transformers_mapping
 from fsdp2.checkpoint.load_weights import LoadedKeys, load_safetensors
 from fsdp2.checkpoint.lora import MergedLora, merge_lora
 from fsdp2.checkpoint.mapping import CheckpointMapping, Concat, Stack, Transpose, WeightRule
+from fsdp2.checkpoint.mirrored import Mirror, Restored, mirrored
 from fsdp2.checkpoint.optimizer_states import optimizer_state_to_load
 from fsdp2.checkpoint.reshard import reshard_to
 from fsdp2.checkpoint.save_weights import save_safetensors
@@ -20,6 +21,8 @@ __all__ = [
     "FullParamStream",
     "LoadedKeys",
     "MergedLora",
+    "Mirror",
+    "Restored",
     "Stack",
     "StreamedBucket",
     "StreamedTensor",
@@ -29,6 +32,7 @@ __all__ = [
     "from_checkpointable",
     "load_safetensors",
     "merge_lora",
+    "mirrored",
     "optimizer_state_to_load",
     "reshard_to",
     "save_safetensors",

@@ -23,8 +23,9 @@ from torch.distributed.checkpoint import CheckpointException, SavePlanner
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
-from fsdp2.core import Axis, _torch, comms, expect, find_tensors
-from fsdp2.extras.exchange import exchange, together
+from fsdp2.core import Axis, CommunicationError, _torch, comms, expect, find_tensors
+from fsdp2.extras.checked import check
+from fsdp2.extras.exchange import any_of, exchange, together
 from fsdp2.extras.own_groups import host_axis
 
 _log = logging.getLogger("fsdp2")
@@ -43,13 +44,14 @@ class AsyncSave:
         """Whether the save has ended on all ranks, with or without an error. All ranks must call this, and all get the
         same answer. It sends one small message, until it has returned True."""
         if not self._is_done:
-            self._is_done = all(exchange(self._axis, self._outcome.done()))
+            self._is_done = not any_of(self._axis, not self._outcome.done())
         return self._is_done
 
     def result(self) -> Path:
         """Wait for the save, and return the folder of the checkpoint. Sends nothing, so a rank may call it alone.
 
         Raises:
+            CommunicationError: a rank was lost.
             RuntimeError: some rank could not write. All ranks that call this raise it, and it names the ranks.
         """
         self._is_reported = True
@@ -91,13 +93,14 @@ def async_save(
         RuntimeError: the last save failed, and some rank has not raised its error yet; nothing is saved now.
     """
     global _latest
-    path = Path(checkpoint_id).absolute()
     asking, writing = host_axis("fsdp2_async_save"), host_axis("fsdp2_async_save_thread")
     latest, _latest = _latest, None
     with together(asking):
         if latest is not None:
             latest._settle()
     with together(asking):  # before the next block, in which a Stateful may communicate
+        check("async_save: checkpoint_id", checkpoint_id, "path")
+        path = Path(checkpoint_id).absolute()
         _check_new(path, str(checkpoint_id), asking)
     with together(asking):
         made = {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state_dict.items()}
@@ -133,20 +136,20 @@ def _write(state_dict: dict[str, Any], path: Path, planner: SavePlanner | None, 
     try:
         if axis.rank == 0:
             shutil.rmtree(unfinished, ignore_errors=True)  # a save that was killed may have left it
-        dcp.save(state_dict, checkpoint_id=unfinished, planner=planner, process_group=axis.group)
+        given = {"checkpoint_id": unfinished, "planner": planner, "process_group": axis.group}
+        comms.launched(dcp.save, state_dict, **given)
         if axis.rank == 0:
             os.rename(unfinished, path)
     except CheckpointException as error:  # torch tells all ranks
         problem = "; ".join(f"rank {rank}: {_described(each)}" for rank, (each, _) in error.failures.items())
+    except CommunicationError as error:
+        # The others may be in the middle of the save, and would not meet what is sent below. They see this process end.
+        raise CommunicationError(f"async_save: the checkpoint {path} was not saved. {error}") from error
     except Exception as error:
         problem = f"rank {axis.rank}: {_described(error)}"
-    problems = [problem]
-    if axis.group is not None:
-        problems = [None] * axis.size
-        comms.launched(dist.all_gather_object, problems, problem, group=axis.group)
-    found = "; ".join(dict.fromkeys(each for each in problems if each is not None))
-    if not found:
+    if not any_of(axis, problem is not None):
         return
+    found = "; ".join(dict.fromkeys(each for each in exchange(axis, problem) if each is not None))
     text = f"async_save: the checkpoint {path} was not saved. {found}"
     if axis.rank == 0:
         shutil.rmtree(unfinished, ignore_errors=True)  # makes room

@@ -32,8 +32,10 @@ from fsdp2.checkpoint.weights import (
 )
 from fsdp2.core import is_plain
 from fsdp2.extras import output
+from fsdp2.extras.checked import check
 from fsdp2.extras.empty_buffers import empty_buffers
 from fsdp2.extras.exchange import axis_of, together
+from fsdp2.extras.foreign_files import printable
 from fsdp2.extras.lending import joined_along_dim_0
 from fsdp2.extras.output import progress
 from fsdp2.extras.plain_names import plain_name
@@ -98,6 +100,8 @@ def load_safetensors(
     """
     axis = axis_of(group)
     with together(axis):
+        check("load_safetensors: path_or_index", path_or_index, "path")
+        check("load_safetensors: strict", strict, "bool")
         library = extra("safetensors", "load_safetensors")
         weights = weights_of(model, "load_safetensors")
         path = Path(path_or_index)
@@ -111,7 +115,7 @@ def load_safetensors(
             name = type(model).__name__.removeprefix("FSDP")
             raise ValueError(
                 f"load_safetensors: {path_or_index} does not fit this {name}. Nothing was loaded.\n"
-                + "\n".join(f"- {each}" for each in problems)
+                + "\n".join(f"- {printable(each)}" for each in problems)
             )
         plan = checked.plan()
     with together(axis):

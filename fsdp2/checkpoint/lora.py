@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from fsdp2.checkpoint.mapping import listed
+from fsdp2.extras.checked import checked
 from fsdp2.extras.plain_names import bound_state, plain_named_modules
 from fsdp2.extras.units import own_class
 
@@ -33,6 +34,7 @@ class MergedLora(NamedTuple):
     rename: Mapping[str, str]
 
 
+@checked()
 def merge_lora(model: nn.Module, dtype: torch.dtype | None = None) -> MergedLora:
     """Arguments with which ``stream_full_params`` yields peft's ``model`` as ``merge_and_unload`` would leave it.
 

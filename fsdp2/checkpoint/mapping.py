@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from fsdp2.extras import output
+from fsdp2.extras.checked import checked
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +26,7 @@ MAX_LISTED = 20
 # What users write
 
 
+@checked()
 @dataclass(frozen=True)
 class Stack:
     """Tensors of one shape, stacked along a new dim.
@@ -50,6 +52,7 @@ class Stack:
                 )
 
 
+@checked()
 @dataclass(frozen=True)
 class Concat:
     """Tensors concatenated along a dim.
@@ -74,6 +77,7 @@ class Concat:
             raise ValueError(f"Concat: sizes is {self.sizes}, expected {len(self.parts)} sizes.")
 
 
+@checked()
 @dataclass(frozen=True)
 class Transpose:
     """A tensor with two of its dims swapped.
@@ -94,6 +98,7 @@ class Transpose:
 Expression: TypeAlias = str | Stack | Concat | Transpose
 
 
+@checked()
 @dataclass(frozen=True)
 class WeightRule:
     """States that the tensors ``model`` of a model are the tensors ``files`` of a checkpoint.

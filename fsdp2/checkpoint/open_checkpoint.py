@@ -11,7 +11,6 @@ Therefore ranks also compare the headers, and the token that ``save_safetensors`
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import time
 from pathlib import Path
@@ -20,7 +19,8 @@ from typing import Any, NamedTuple
 from fsdp2.checkpoint.mapping import Shape
 from fsdp2.checkpoint.weights import INDEX, ONE_FILE, TOKEN
 from fsdp2.core import Axis
-from fsdp2.extras.exchange import exchange
+from fsdp2.extras.exchange import any_of, are_alike, exchange
+from fsdp2.extras.foreign_files import check_regular, is_inside, read_json
 
 _CALLER = "load_safetensors"
 _MAX_LISTED = 20
@@ -122,13 +122,16 @@ class OpenCheckpoint:
         if path.suffix != ".json":
             raise ValueError(f"{_CALLER}: {path}: expected a folder, a .safetensors file, or an index (.json).")
         try:
-            index = json.loads(path.read_text())
+            index = read_json(path)
             file_of, metadata = index["weight_map"], index.get("metadata")
             token = metadata.get(TOKEN) if isinstance(metadata, dict) else None
+            outside = [name for name in file_of.values() if not is_inside(name)]
+            if outside:
+                raise ValueError(f"it names {outside[0]!r}, which is no file below its folder")
             listed: dict[Path, set[str] | None] = {path.parent / name: set() for name in sorted(set(file_of.values()))}
             for key, name in file_of.items():
                 listed[path.parent / name].add(key)  # type: ignore[union-attr]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"{_CALLER}: the index {path} cannot be read: {type(error).__name__}: {error}. "
                 'Expected JSON with a "weight_map" from keys to names of files.'
@@ -138,6 +141,7 @@ class OpenCheckpoint:
     def _open(self, library: Any, file: Path, listed: set[str] | None, token: str | None) -> None:
         """Read the header of ``file``, and keep it open."""
         self._exists(file)
+        check_regular(os.stat(file))  # the library would wait for what somebody writes into a FIFO
         noted, opened = self._noted[file], library.safe_open(file, framework="pt")
         # Iterate in the order of the data, so that the disk reads forward; older versions only have keys().
         keys = list(getattr(opened, "offset_keys", opened.keys)())
@@ -164,12 +168,13 @@ def open_together(axis: Axis, library: Any, path: Path) -> OpenCheckpoint:
     for attempt in range(_ATTEMPTS):
         time.sleep(attempt * _PAUSE_S)
         checkpoint = OpenCheckpoint(library, path)
-        digests = exchange(axis, checkpoint.digest)  # all ranks have opened their files
-        is_steady = all(exchange(axis, checkpoint.is_unchanged()))
-        others = [str(rank) for rank, each in enumerate(digests) if each != digests[0]]
-        if is_steady and (None in digests or not others):
+        is_usable = any_of(axis, checkpoint.digest is None) or are_alike(axis, checkpoint.digest)
+        is_steady = not any_of(axis, not checkpoint.is_unchanged())  # asked when all ranks have opened their files
+        if is_steady and is_usable:
             return checkpoint
     if is_steady:
+        digests = exchange(axis, checkpoint.digest)
+        others = [str(rank) for rank, each in enumerate(digests) if each != digests[0]]
         checkpoint.problem = ValueError(
             f"{_CALLER}: rank {', '.join(others)} finds another checkpoint than rank 0 in {path}. Nothing was loaded. "
             "Pass a path that all ranks see, or one checkpoint on all nodes. Stages of a pipeline: pass their group."

@@ -15,7 +15,8 @@ from torch.distributed.checkpoint import FileSystemReader, StorageReader
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 from fsdp2.core import expect
-from fsdp2.extras.exchange import axis_of, exchange, together
+from fsdp2.extras.checked import check
+from fsdp2.extras.exchange import axis_of, from_first, together
 from fsdp2.extras.output import listed
 
 _MAX_NAMES = 4
@@ -57,10 +58,11 @@ def optimizer_state_to_load(
     axis = axis_of(process_group)
     saved: list[str] = []
     with together(axis):
+        check("optimizer_state_to_load: key", key, "str")
         if axis.rank == 0:
             reader = checkpoint if isinstance(checkpoint, StorageReader) else FileSystemReader(checkpoint)
             saved = list(reader.read_metadata().state_dict_metadata)
-    saved = exchange(axis, saved)[0]
+    saved = from_first(axis, saved)
     stateful = _prefixes(saved, f"{key}.state.")
 
     # Annotated as Any because torch's type also covers dicts that are flattened. Fills in states of a new optimizer.

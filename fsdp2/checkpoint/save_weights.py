@@ -43,7 +43,8 @@ from fsdp2.checkpoint.weights import (
     weights_of,
 )
 from fsdp2.core import Axis, comms
-from fsdp2.extras.exchange import axis_of, exchange, together
+from fsdp2.extras.checked import check
+from fsdp2.extras.exchange import are_alike, axis_of, exchange, from_first, together
 from fsdp2.extras.lending import joined, packed
 from fsdp2.extras.output import progress
 from fsdp2.extras.plain_names import bound_state
@@ -95,10 +96,11 @@ def save_safetensors(
             folder or a file was replaced meanwhile. The old checkpoint is still there.
     """
     axis = axis_of(group)
-    (token, *_) = exchange(axis, uuid.uuid4().hex)
+    token = from_first(axis, uuid.uuid4().hex)
     with contextlib.ExitStack() as stack:
         with together(axis):
-            path = _path(folder)
+            check(f"{_CALLER}: folder", folder, "path")
+            path = Path(folder)
             check_dtype(dtype, _CALLER)
             weights = weights_of(model, _CALLER)
             check_ready(weights, _CALLER)
@@ -107,12 +109,12 @@ def save_safetensors(
             max_nbytes = nbytes_of(max_shard_size, f"{_CALLER}: max_shard_size", "5GB")
             files = files_of(entries_of(weights, dtype, rename, mapping), max_nbytes, token)
         with together(axis):
-            _check_alike(exchange(axis, digest_of(files)))
+            _check_alike(axis, digest_of(files))
             if axis.rank == 0:
                 opened = stack.enter_context(_opened(path, is_first=True))
                 _claim(opened, files, token)
         with together(axis):
-            (rights, *_) = exchange(axis, opened.rights() if axis.rank == 0 else None)
+            rights = from_first(axis, opened.rights() if axis.rank == 0 else None)
             if axis.rank > 0:
                 opened = stack.enter_context(_opened(path))
                 _check_claim(opened, files[axis.rank :], token)
@@ -128,12 +130,6 @@ def save_safetensors(
         with together(axis):
             if axis.rank == 0:
                 _commit(opened, files, token)
-
-
-def _path(folder: object) -> Path:
-    if not isinstance(folder, (str, os.PathLike)):
-        raise TypeError(f"{_CALLER}: folder is a {type(folder).__name__}, expected a str or a Path. Pass a folder.")
-    return Path(folder)
 
 
 # Claiming the folder
@@ -173,13 +169,15 @@ def _unfinished_index(token: str) -> str:
     return f"{INDEX}.{tag_of(token)}"
 
 
-def _check_alike(digests: Sequence[str]) -> None:
+def _check_alike(axis: Axis, digest: str) -> None:
+    if are_alike(axis, digest):
+        return
+    digests = exchange(axis, digest)
     others = [str(rank) for rank, each in enumerate(digests) if each != digests[0]]
-    if others:
-        raise ValueError(
-            f"{_CALLER}: rank {', '.join(others)} would write other tensors than rank 0. Build the same model on all "
-            "ranks of the group, and pass the same arguments. Pipeline stages: save each to its folder, with its group."
-        )
+    raise ValueError(
+        f"{_CALLER}: rank {', '.join(others)} would write other tensors than rank 0. Build the same model on all ranks "
+        "of the group, and pass the same arguments. Pipeline stages: save each to its folder, with its group."
+    )
 
 
 def _warn_of_others(model: nn.Module, axis: Axis) -> None:

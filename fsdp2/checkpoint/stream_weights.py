@@ -23,6 +23,7 @@ from fsdp2.checkpoint.stream_gate import Gate, Leaving, refuse
 from fsdp2.checkpoint.stream_plan import Item, PlannedBucket, StreamedBucket, Transform, called, plan_stream
 from fsdp2.checkpoint.weights import Rename, Weight, check_dtype, check_ready, plain_values, send_to, weights_of
 from fsdp2.core import _torch, comms, door, plans
+from fsdp2.extras.checked import check
 from fsdp2.extras.exchange import is_alone
 from fsdp2.extras.lending import check_idle, packed
 from fsdp2.extras.output import progress
@@ -212,6 +213,7 @@ def stream_full_params(
     try:
         check_dtype(dtype, _CALLER)
         max_nbytes = None if bucket_nbytes is None else nbytes_of(bucket_nbytes, f"{_CALLER}: bucket_nbytes", "512MiB")
+        check(f"{_CALLER}: buffers", buffers, "bool")
         _check_arguments(to_rank, ranks, ahead, device)
         weights = weights_of(model, _CALLER)
         weights = [each for each in weights if buffers or isinstance(each.tensor, nn.Parameter)]

@@ -20,7 +20,8 @@ from torch.overrides import TorchFunctionMode
 
 from fsdp2.checkpoint.pieces import reads, whole_piece
 from fsdp2.checkpoint.weights import Weight, check_ready, weights_of
-from fsdp2.core import expect, find_tensors, map_tensors
+from fsdp2.core import find_tensors, map_tensors
+from fsdp2.extras.checked import checked
 
 _STANDS_FOR = "_fsdp2_initialises"  # on ``parameter.data``: the parameter
 
@@ -62,6 +63,7 @@ _ALIASES = {torch.Tensor.data.__get__, torch.Tensor.detach}  # type: ignore[attr
 _VIEWS = {getattr(torch.Tensor, name).__get__ for name in ("data", "T", "mT", "H", "mH", "real", "imag")}
 
 
+@checked()
 @contextmanager
 def whole_init(model: nn.Module, *, seed: int) -> Iterator[None]:
     """In the block, whatever initialises ``model`` gives each rank its part of what the unsharded model gets.
@@ -86,7 +88,6 @@ def whole_init(model: nn.Module, *, seed: int) -> Iterator[None]:
         ScheduleError: a forward or backward is running, or :func:`unsharded` has lent parameters.
         ValueError: ranks hold different parameters under the same names.
     """
-    expect(isinstance(seed, int) and not isinstance(seed, bool), "whole_init: seed", seed, "an int")
     weights = weights_of(model, "whole_init")
     check_ready(weights, "whole_init")
     devices = {weight.local.device for weight in weights} - {torch.device("cpu")}

@@ -116,8 +116,10 @@ cut_subclass: Callable[[str, torch.Tensor, Layout, int, Home], torch.Tensor]
 # parameters before them. Also called whenever a gather is bound.
 warn_of_hooks: Callable[..., None]
 
-# In a setter of a sharded module.
+# In a method of a sharded module.
 
+# Checks the arguments of a method of FSDPModule: the method, its positional and its keyword arguments.
+check_call: Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], None]
 # Reads a size such as "70GiB": the size, what has it, and a valid text for errors.
 nbytes_of: Callable[[str | int | float, str, str], int]
 # Lets a unit communicate by a user's comm, or in other memory: the setter that was called, the unit, its argument.
@@ -158,6 +160,8 @@ adopt_memory: Callable[[GroupShards, Sequence[nn.Parameter], Sequence[torch.Tens
 # Cuts whole tensors that load_state_dict is to load, and refuses what it must not load: a module, the state dict, the
 # prefix of its keys, and whether tensors are assigned.
 prepare_loaded: Callable[[nn.Module, dict[str, Any], str, bool], None]
+# Makes the hook that gives shards to state dicts made in another thread than that of the passes; gets a unit's hooks.
+hook_of_saving: Callable[..., Callable[..., None]]
 # A context around methods such as ``to`` that replace the tensors of a sharded module.
 around_apply: Callable[[nn.Module], AbstractContextManager[None]]
 # Copies a sharded module; also gets the memo of copy.deepcopy.

@@ -27,6 +27,7 @@ from fsdp2.core import (
     plans,
 )
 from fsdp2.extras import torch_names
+from fsdp2.extras.managed_groups import check_axes
 
 _OURS: dict[str, type] = {cls.__name__: cls for cls in (MixedPrecisionPolicy, OffloadPolicy, CPUOffloadPolicy)}
 
@@ -40,8 +41,10 @@ def read_arguments(
     ignored_params: object,
 ) -> tuple[MixedPrecisionPolicy, OffloadPolicy]:
     """Check arguments of ``fully_shard``. Returns the two policies; torch's policies are converted to ours."""
-    if dims is None and isinstance(mesh, DeviceMesh):
-        _warn_of_first_axis(mesh)
+    if isinstance(mesh, DeviceMesh):
+        check_axes(mesh, has_roles=dims is not None)
+        if dims is None:
+            _warn_of_first_axis(mesh)
     policy = as_ours(policy)
     offload_policy = OffloadPolicy() if offload_policy is None else as_ours(offload_policy)
     for name, value, cls in (

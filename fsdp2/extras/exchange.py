@@ -1,10 +1,15 @@
-"""One-time exchanges between ranks. They are slow, and the CPU waits; a step without agreements never runs them."""
+"""One-time exchanges between ranks. They are slow, and the CPU waits; a step without agreements never runs them.
+
+Rule: what is asked at each save and load has a message of the same size on any number of ranks. Only ``exchange``, for
+what differs between ranks and for errors, sends something of each rank to all.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,9 +45,58 @@ def _exchange_by_sums(axis: Axis, value: object) -> list[Any]:
     return [pickle.loads(ctypes.string_at(part.data_ptr(), part.numel())) for part in parts]
 
 
-def _summed(axis: Axis, tensor: torch.Tensor) -> torch.Tensor:
-    comms.wait_for(comms.all_reduce(axis.group, tensor))
+def any_of(axis: Axis, flag: bool) -> bool:
+    """Whether ``flag`` is true on some rank of ``axis``."""
+    return bool(highest(axis, [int(flag)])[0])
+
+
+def are_alike(axis: Axis, value: object) -> bool:
+    """Whether all ranks of ``axis`` have the same ``repr`` of ``value``, which they compare by a hash of 56 bits."""
+    number = int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "big")
+    found, negated = highest(axis, [number, -number])
+    return found == -negated
+
+
+def highest(axis: Axis, numbers: Sequence[int]) -> list[int]:
+    """The highest of each of ``numbers`` on the ranks of ``axis``, which have equally many."""
+    device = torch.device("cpu") if axis.group is None else _device_of(axis.group)
+    return highest_of(axis, torch.tensor(numbers, dtype=torch.int64, device=device)).tolist()
+
+
+def highest_of(axis: Axis, numbers: torch.Tensor) -> torch.Tensor:
+    """The same for ``numbers`` in a tensor, which it replaces."""
+    if axis.group is None or axis.size == 1:
+        return numbers
+    return comms.launched(_reduced, axis, numbers, dist.ReduceOp.MAX)
+
+
+def from_first(axis: Axis, value: object) -> Any:
+    """The ``value`` of the first rank of ``axis``."""
+    if axis.group is None or axis.size == 1:
+        return value
+    mine = pickle.dumps(value) if axis.rank == 0 else b""
+    (size,) = highest(axis, [len(mine)])
+    sent = torch.frombuffer(bytearray(mine or size), dtype=torch.uint8).to(_device_of(axis.group))
+    found = comms.launched(_summed, axis, sent).cpu()
+    return pickle.loads(ctypes.string_at(found.data_ptr(), size))
+
+
+def _device_of(group: dist.ProcessGroup) -> torch.device:
+    """Where tensors are that ``group`` sends: on the host if it can."""
+    try:
+        _torch.backend_of(group, torch.device("cpu"))
+    except RuntimeError:
+        return torch.accelerator.current_accelerator() or torch.device("cpu")
+    return torch.device("cpu")
+
+
+def _reduced(axis: Axis, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
+    comms.wait_for(comms.all_reduce(axis.group, tensor, op))
     return tensor
+
+
+def _summed(axis: Axis, tensor: torch.Tensor) -> torch.Tensor:
+    return _reduced(axis, tensor, dist.ReduceOp.SUM)
 
 
 def axis_of(group: dist.ProcessGroup | None) -> Axis:
@@ -77,10 +131,10 @@ def together(axis: Axis) -> Iterator[None]:
         if is_alone(raised):
             raise
         error = raised
+    if not any_of(axis, error is not None):
+        return
     found = exchange(axis, None if error is None else (_kind(error), _text(error)))
     failed = {rank: each for rank, each in enumerate(found) if each is not None}
-    if not failed:
-        return
     kind, _ = next(iter(failed.values()))
     texts = dict.fromkeys(text for _, text in failed.values())
     if error is not None and len(failed) == axis.size and len(texts) == 1:

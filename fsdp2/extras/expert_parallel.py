@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2.core import _torch, fully_shard, unit_of, units_under
 from fsdp2.extras import torch_names
+from fsdp2.extras.checked import checked
 from fsdp2.extras.output import listed
 
 _M = TypeVar("_M", bound=nn.Module)
@@ -89,6 +90,7 @@ class ExpertMeshes:
                     )
 
 
+@checked()
 def expert_meshes(mesh: DeviceMesh, *, experts: str, shard: str, replicate: str | None = None) -> ExpertMeshes:
     """Read the axes of ``mesh`` for a model with expert parallelism. Collective: it may make a process group.
 
@@ -106,7 +108,8 @@ def expert_meshes(mesh: DeviceMesh, *, experts: str, shard: str, replicate: str 
     found = mesh.mesh_dim_names or ()
     if len(set(names)) < len(names) or not set(names) <= set(found):
         raise ValueError(
-            f"expert_meshes: expected different names of axes of the mesh, {found}, got {', '.join(map(repr, names))}."
+            f"expert_meshes: experts is {experts!r}, shard {shard!r} and replicate {replicate!r}, expected different "
+            f"names of axes of the mesh, {found}."
         )
     both = sorted((shard, experts), key=found.index)
     flat = torch_names.flattened_mesh(mesh[tuple(both)], "_".join(both))

@@ -36,6 +36,7 @@ from fsdp2.core import (
     plans,
     units_under,
 )
+from fsdp2.extras.checked import checked
 from fsdp2.extras.exchange import exchange, mark_alone
 
 WHOLE = "fsdp2_whole"  # a method that a tensor subclass may have: see whole_subclass
@@ -70,6 +71,7 @@ def entered_and_left(
     return door.entry(block)
 
 
+@checked()
 @entered_and_left
 @contextmanager
 def unsharded(

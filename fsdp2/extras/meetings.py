@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+import weakref
 import zlib
 from collections.abc import Sequence
 from contextlib import suppress
@@ -22,7 +23,12 @@ from fsdp2.extras.peers import check_connections
 from fsdp2.extras.stalls import LOOK_S, differing, timeout_s_of
 
 _MAX_PAUSE_S, _PAUSE_PER_RANK_S = 0.05, 0.001  # so the store has to answer some 1,000 questions per second at most
+_PREFIX = "fsdp2/claims"
 _MET = "/met"  # suffix of a key that exists once all ranks have claimed the same
+
+
+# The ranks, the key and the last keys in the store of each meeting whose model is gone, on the first of its ranks.
+_gone: list[tuple[frozenset[int], str, list[str]]] = []
 
 
 class Meeting:
@@ -34,7 +40,9 @@ class Meeting:
         self.key = f"{identity}/{zlib.crc32(repr(ranks).encode()):x}"
         self.number = 0  # how many claims have been agreed on here
         self.sent: list[str] = []  # digests of this rank's current claims; several if it was interrupted
-        self.earlier: Sequence[str] = ()  # the keys of the last claim
+        self.earlier: list[str] = []  # the keys of the last claim
+        if dist.get_rank() in ranks[:1]:
+            weakref.finalize(self, _gone.append, (frozenset(ranks), self.key, self.earlier)).atexit = False
 
 
 def await_claim(meeting: Meeting, name: str, claim: Claim) -> None:
@@ -48,7 +56,7 @@ def await_claim(meeting: Meeting, name: str, claim: Claim) -> None:
     timeout_s = timeout_s_of(meeting.mesh)
     if timeout_s is None or len(meeting.ranks) < 2:  # there are no other ranks
         return
-    store = dist.PrefixStore(f"fsdp2/claims/{meeting.key}", torch_names.default_store())
+    store = dist.PrefixStore(f"{_PREFIX}/{meeting.key}", torch_names.default_store())
     digest, met_for = hashlib.sha256(json.dumps([name, claim]).encode()).hexdigest(), ""
     while met_for != digest:  # else the ranks agreed on an earlier claim of this rank, which was interrupted
         if digest not in meeting.sent:
@@ -56,17 +64,31 @@ def await_claim(meeting: Meeting, name: str, claim: Claim) -> None:
             comms.launched(_come, meeting, store, digest)
         with comms.waiting():
             met_for = comms.launched(_await_all, meeting, store, timeout_s)
-        meeting.earlier = [f"{meeting.number}/{each}{end}" for each in meeting.sent for end in ("", _MET)]
+        meeting.earlier[:] = [f"{meeting.number}/{each}{end}" for each in meeting.sent for end in ("", _MET)]
         meeting.number, meeting.sent = meeting.number + 1, []
+        _forget_gone(meeting.ranks)
+
+
+def _forget_gone(ranks: Sequence[int]) -> None:
+    """Delete what models that are gone have left in the store. All of ``ranks`` have come to a later claim, so none of
+    them still waits for one of these models."""
+    for each in [each for each in _gone if each[0].issubset(ranks)]:
+        _gone.remove(each)
+        _, key, names = each
+        _delete(dist.PrefixStore(f"{_PREFIX}/{key}", torch_names.default_store()), names)
+
+
+def _delete(store: dist.Store, keys: Sequence[str]) -> None:
+    with suppress(RuntimeError):  # not all stores can delete keys, and this one may have gone
+        for key in keys:
+            store.delete_key(key)
 
 
 def _come(meeting: Meeting, store: dist.Store, digest: str) -> None:
     """Claim. The last rank to come cleans up first and then notifies the others, since these may end afterwards."""
     key = f"{meeting.number}/{digest}"
     if store.add(key, 1) == len(meeting.ranks):
-        with suppress(RuntimeError):  # not all stores can delete keys
-            for each in meeting.earlier:  # all ranks are done with the previous claim
-                store.delete_key(each)
+        _delete(store, meeting.earlier)  # all ranks are done with the previous claim
         store.set(key + _MET, "")
 
 

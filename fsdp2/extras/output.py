@@ -119,15 +119,16 @@ def check_writable(path: Path) -> None:
     written.unlink()
 
 
-def create(path: str | Path, rights: int | None = None, *, folder: int | None = None) -> int:
-    """Create the file ``path``, in the open ``folder`` if there is one, and return a descriptor for writing to it.
+def create(path: str | Path, rights: int | None = None, *, folder: int | None = None, readable: bool = False) -> int:
+    """Create the file ``path``, in the open ``folder`` if there is one, and return a descriptor for writing to it, and
+    with ``readable`` also for reading.
 
     Its permissions are ``rights``, or what the umask leaves; it never has more than these, not even briefly.
 
     Raises:
         OSError: the name exists, even as a link, or the folder takes no files.
     """
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    flags = (os.O_RDWR if readable else os.O_WRONLY) | os.O_CREAT | os.O_EXCL
     descriptor = os.open(path, flags, 0o666 if rights is None else rights, dir_fd=folder)
     if rights is not None:
         with contextlib.suppress(OSError):  # some file systems have no permissions

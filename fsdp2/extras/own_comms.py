@@ -13,6 +13,7 @@ import torch
 from fsdp2.core import ParamGroup, Unit, comms, expect
 from fsdp2.extras.comm_memory import communicate_in_memory
 from fsdp2.extras.gradient_wires import WireMaker
+from fsdp2.extras.managed_groups import with_mean
 
 
 def communicate_by(caller: str, unit: Unit, asked: Any) -> None:
@@ -58,6 +59,7 @@ def _use_hook(caller: str, unit: Unit, run: Any, stream: torch.Stream | None) ->
             f"{caller}: the mesh of unit '{unit.name}' has a replicate axis (HSDP). With HSDP, the hook "
             "runs on the stream of the all-reduce. Do not pass stream."
         )
+    run = with_mean(unit, run)
     for group in unit.groups:
         on = stream if group in cut else None
         group.configure(all_reduce_hook=None if run is None else comms.AllReduceHook(run, on))

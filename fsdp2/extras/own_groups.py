@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2.core import Axis, ParallelMesh, plans
 from fsdp2.extras import torch_names
-from fsdp2.extras.exchange import axis_of, exchange
+from fsdp2.extras.exchange import axis_of, highest
 
 
 def post_forward_mesh(parallel: ParallelMesh, shard_size: int) -> ParallelMesh:
@@ -84,6 +84,6 @@ def host_axis(description: str) -> Axis:
     made = _own_groups.setdefault(dist.group.WORLD, {})
     key = (tuple(range(world.size)), description)
     if key not in made:
-        _count_to(max(exchange(world, torch_names.num_groups())))
+        _count_to(highest(world, [torch_names.num_groups()])[0])
         made[key] = dist.new_group(backend="gloo", group_desc=description)
     return Axis(made[key], world.size, world.rank)

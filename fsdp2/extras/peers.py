@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp2.core import Axis, _torch, comms, plans
-from fsdp2.extras.exchange import exchange
+from fsdp2.extras.exchange import highest
 from fsdp2.extras.stalls import last_words
 
 # Every comm has its own channels: even if the ranks' programs diverge, no message of one parameter group is mistaken
@@ -34,7 +34,7 @@ def match_channels(axis: Axis) -> None:
     """Make comms that are created on ``axis`` from now on match, even if the ranks created different ones before."""
     if axis.group is not None:
         mine = _next_channel.get(_identity(axis.group), _FIRST_CHANNEL)
-        _next_channel[_identity(axis.group)] = max(exchange(axis, mine))
+        _next_channel[_identity(axis.group)] = highest(axis, [mine])[0]
 
 
 _CHECKS = _FIRST_CHANNEL - 1

@@ -50,6 +50,10 @@ _STORE_IS_GONE = (
     "The store of the process group is gone, so the process that hosts it has ended: rank 0, if ranks were started "
     "without torchrun."
 )
+_COLLECTIVE = (  # functions that are easily called on one rank only
+    *("full_tensor", "state_dict", "get_state_dict", "get_model_state_dict", "get_optimizer_state_dict"),
+    *("set_state_dict", "set_model_state_dict", "set_optimizer_state_dict"),
+)
 _FSDP2, _TORCH, _PYTHON = Path(__file__).parents[1], Path(torch.__file__).parent, Path(os.__file__).parent
 
 _log = logging.getLogger("fsdp2")
@@ -350,9 +354,12 @@ def _place() -> str:
     """The line of the user's program or of another library that the main thread is running."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     stack = traceback.StackSummary.extract(traceback.walk_stack(frame), lookup_lines=False)
+    collective = ""  # the outermost that the line has called
     for its in stack:
         if not _is_internal(its.filename):
-            return f"{its.line or 'a line'} in {its.name} ({os.path.basename(its.filename)}:{its.lineno})"
+            line = f"{its.line or 'a line'} in {its.name} ({os.path.basename(its.filename)}:{its.lineno})"
+            return f"{line}, and all ranks must call {collective} together" if collective else line
+        collective = its.name if its.name in _COLLECTIVE else collective
     return ""
 
 

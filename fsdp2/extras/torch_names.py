@@ -28,12 +28,17 @@ def default_store() -> dist.Store:
     Raises:
         CommunicationError: the process group was destroyed.
     """
+    check_not_destroyed()
+    return dist.distributed_c10d._get_default_store()
+
+
+def check_not_destroyed(caller: str = "") -> None:
+    """Raise CommunicationError if the process group of the world was destroyed."""
     if not dist.is_initialized():
         raise CommunicationError(
-            "the process group was destroyed, so this rank cannot reach the others. Call "
+            f"{caller}the process group was destroyed, so this rank cannot reach the others. Call "
             "torch.distributed.destroy_process_group() after the last step, and not before its backward has ended."
         )
-    return dist.distributed_c10d._get_default_store()
 
 
 def is_hosted_here(store: dist.Store) -> bool:
@@ -253,12 +258,13 @@ def has_saved_tensors_hooks() -> bool:
 
 
 def remove_hooks(module: nn.Module, owner: object) -> None:
-    """Remove the hooks that are methods of ``owner`` from ``module``. A copied module has no handles for them."""
-    of_forward, of_state = ("forward_pre_hooks", "forward_hooks"), ("state_dict_pre_hooks", "load_state_dict_pre_hooks")
-    for name in (*of_forward, *of_state, "load_state_dict_post_hooks"):
+    """Remove the hooks that are methods or partial functions of ``owner``. A copied module has no handles for them."""
+    of_forward, of_saving = ("forward_pre_hooks", "forward_hooks"), ("state_dict_pre_hooks", "state_dict_hooks")
+    for name in (*of_forward, *of_saving, "load_state_dict_pre_hooks", "load_state_dict_post_hooks"):
         hooks = getattr(module, f"_{name}")
         for key, hook in list(hooks.items()):
-            if getattr(getattr(hook, "hook", hook), "__self__", None) is owner:
+            is_method = getattr(getattr(hook, "hook", hook), "__self__", None) is owner
+            if is_method or owner in getattr(hook, "args", ()):
                 del hooks[key]
 
 

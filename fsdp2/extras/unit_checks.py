@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Iterable, Sequence
+from threading import get_ident
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2.core import ScheduleError, Slot, TreeChecks, Unit, UnitTree, _torch, marks
+from fsdp2.extras.managed_groups import average
 from fsdp2.extras.output import listed
 from fsdp2.extras.plain_names import joined_name, plain_named_modules, plain_paths
 from fsdp2.extras.ties import ties_across
@@ -42,8 +44,16 @@ class UnitChecks(TreeChecks):
         for join in joins:
             join()
 
+    def begin_pass(self) -> None:
+        hooks = self._tree.root.hooks
+        if hooks is not None and hooks.thread != get_ident():
+            _note_thread(self._tree.units)
+
     def end_collection(self) -> None:
         units, root = self._tree.units, self._tree.root
+        _note_thread(units)
+        for unit in units:
+            average(unit)
         _name_by_modules(root, [unit for unit in units[1:] if len(unit.modules) > 1])
         params = [param for unit in units for group in unit.groups for param in group.params]
         known = {slot for param in params for slot in param.slots}.union(*(unit.left_alone for unit in units))
@@ -63,8 +73,15 @@ class ChecksWithoutRoot(UnitChecks):
         )
 
 
+def _note_thread(units: Iterable[Unit]) -> None:
+    """Note that this thread runs the passes of ``units``: state dicts that others make must not reshard them."""
+    for hooks in (unit.hooks for unit in units):
+        if hooks is not None:
+            hooks.thread = get_ident()
+
+
 def checks_of_units(tree: UnitTree) -> TreeChecks:
-    """The checks of the units of ``tree``. The usual ones cost nothing in a pass."""
+    """The checks of the units of ``tree``. The usual ones only note the thread in a pass."""
     return (ChecksWithoutRoot if len(tree.root.modules) > 1 else UnitChecks)(tree)
 
 

@@ -10,12 +10,13 @@ import functools
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import cast
+from typing import Literal, cast
 
 import torch
 from torch import nn
 
 from fsdp2.core import Axis, ParamGroup, ShardedParam, Slot, Unit, _torch, plans, units_under
+from fsdp2.extras.checked import checked
 from fsdp2.extras.exchange import exchange
 from fsdp2.extras.lending import (
     all_ranks,
@@ -35,6 +36,7 @@ _CALLER = "summon_full_params"
 Lent = Mapping[ParamGroup, Sequence[ShardedParam]]
 
 
+@checked()
 @entered_and_left
 @contextmanager
 def summon_full_params(
@@ -205,7 +207,7 @@ def _write_gradients(grads: Mapping[ShardedParam, torch.Tensor | None]) -> None:
 # The norm of all gradients
 
 
-def clip(wrapper: Wrapper, max_norm: float, norm_type: float) -> torch.Tensor:
+def clip(wrapper: Wrapper, max_norm: float | torch.Tensor, norm_type: float | Literal["inf"]) -> torch.Tensor:
     """See :meth:`FullyShardedDataParallel.clip_grad_norm_`."""
     if not wrapper.check_is_root():
         raise RuntimeError(
@@ -215,7 +217,7 @@ def clip(wrapper: Wrapper, max_norm: float, norm_type: float) -> torch.Tensor:
     check_idle(wrapper._fsdp_wrapped_module, "clip_grad_norm_")
     params = _all_params(wrapper)
     grads = [param.grad for param in params if param.grad is not None]
-    total = clip_grad_norm_(params, float(max_norm), float(norm_type))
+    total = clip_grad_norm_(params, max_norm, norm_type)
     if grads:
         return total.to(functools.reduce(torch.promote_types, (grad.dtype for grad in grads)))
     warnings.warn(

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp2.core import door
+from fsdp2.extras.checked import checked
 from fsdp2.fsdp1 import optim_load, optim_state_dict as optim_saving, state_dict as state_dicts, state_dict_kinds
 
 
@@ -55,6 +56,7 @@ class HasStateDicts(nn.Module):
     rekey_optim_state_dict = staticmethod(optim_load.rekey_optim_state_dict)
 
     @staticmethod
+    @checked()
     def full_optim_state_dict(
         model: nn.Module,
         optim: torch.optim.Optimizer,

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import OptimStateKeyType
 from torch.distributed.tensor import DTensor
 
 from fsdp2.core import _torch, door, map_tensors, plans
+from fsdp2.extras.checked import checked
 from fsdp2.extras.exchange import exchange, together
 from fsdp2.extras.output import listed
 from fsdp2.extras.plain_names import saved_name
@@ -30,6 +31,7 @@ _STEP = "step"  # a count, whatever the parameter's shape; Optimizer.load_state_
 
 
 @door.entry
+@checked()
 def optim_state_dict_to_load(
     model: nn.Module,
     optim: torch.optim.Optimizer,

@@ -6,7 +6,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision,
 from torch.distributed.tensor import DTensor
 
 from fsdp2.core import PreparedUnit, UnshardHandle, _torch, marks, plans, prepare_unit, tree_of, unit_of
+from fsdp2.extras.checked import checked
 from fsdp2.extras.copying import copied_module
 from fsdp2.extras.lending import no_sync
 from fsdp2.extras.plain_names import IN_FSDP1, inside_checkpoint, plain_name
@@ -100,6 +101,7 @@ class FullyShardedDataParallel(HasStateDicts, HasPrivateNames):
     Source: Zhao et al., "PyTorch FSDP", VLDB 2023; the interface of ``torch.distributed.fsdp``.
     """
 
+    @checked()
     def __init__(
         self,
         module: nn.Module,
@@ -299,6 +301,7 @@ class FullyShardedDataParallel(HasStateDicts, HasPrivateNames):
         return tree_of(self._unit).root is self._unit
 
     @staticmethod
+    @checked()
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
         """The wrappers in ``module``, ``module`` included, outer ones first; with ``root_only``, the roots only."""
         wrappers = wrappers_in(module)
@@ -341,7 +344,7 @@ class FullyShardedDataParallel(HasStateDicts, HasPrivateNames):
             )
         return no_sync(self)
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    def clip_grad_norm_(self, max_norm: float | torch.Tensor, norm_type: float | Literal["inf"] = 2.0) -> torch.Tensor:
         """Scale all gradients in place so that their norm, taken over all ranks, is at most ``max_norm``. All ranks
         must call it: see :func:`fsdp2.clip_grad_norm_`.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2.core import CommunicationError, ParamGroup, _torch, comms, door, groups_by_slot, marks, plans
 from fsdp2.extras import torch_names
+from fsdp2.extras.checked import POSITIVE_OR_INF, Limit, checked
 
 # A sum of squares in fp32 loses digits as it grows, so longer tensors are split.
 _MAX_NUMEL = 1 << 20
@@ -31,11 +32,12 @@ class _Class(NamedTuple):
 
 
 @door.entry
+@checked(max_norm=Limit(0, or_inf=True), norm_type=POSITIVE_OR_INF)
 @torch.no_grad()
 def clip_grad_norm_(
     parameters: torch.Tensor | Iterable[torch.Tensor],
-    max_norm: float,
-    norm_type: float = 2.0,
+    max_norm: float | torch.Tensor,
+    norm_type: float | Literal["inf"] = 2.0,
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
@@ -48,8 +50,8 @@ def clip_grad_norm_(
 
     Args:
         parameters: the parameters whose gradients are clipped.
-        max_norm: gradients whose norm is at most this are left unchanged.
-        norm_type: any positive number, or ``float("inf")``.
+        max_norm: gradients whose norm is at most this are left unchanged: at least 0, or infinite to get the norm only.
+        norm_type: any positive number, ``float("inf")`` or ``"inf"``.
         error_if_nonfinite: raise on all ranks if the norm is not finite.
         foreach: whether to use one launch for many tensors; ``None`` decides by device.
 
@@ -58,12 +60,11 @@ def clip_grad_norm_(
 
     Raises:
         RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set. The gradients are unchanged.
-        ValueError: ``norm_type`` is not positive; a gradient is a pending sum over some axis.
-        CommunicationError: a rank is lost.
+        ValueError: ``max_norm`` is negative or NaN; ``norm_type`` is not positive; a gradient is a pending sum over
+            some axis.
+        CommunicationError: a rank is lost, or the process group was destroyed.
     """
     order = float(norm_type)
-    if not order > 0:
-        raise ValueError(f'clip_grad_norm_: norm_type={norm_type!r}, expected a positive number or float("inf").')
     params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     if any(hasattr(cls, "_is_flat_param") for cls in set(map(type, params))):
         params = [shard for param in params for shard in _shards_of(param)]
@@ -92,7 +93,7 @@ def norm_of_gradients(params: Sequence[torch.Tensor]) -> torch.Tensor:
     return _total(_classes(params), 2.0, None)
 
 
-def factor_of(total: torch.Tensor, max_norm: float) -> torch.Tensor:
+def factor_of(total: torch.Tensor, max_norm: float | torch.Tensor) -> torch.Tensor:
     """The factor by which to scale gradients with the norm ``total``. As in torch, there is no division by zero and no
     branch on the value."""
     return (max_norm / (total + 1e-6)).clamp(max=1.0)
@@ -161,7 +162,10 @@ def _groups_of(
         return (), tensor.device
     mesh = tensor.device_mesh
     cut = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
-    groups = [mesh.get_group(axis) for axis in cut if mesh.size(axis) > 1]
+    cut = [axis for axis in cut if mesh.size(axis) > 1]
+    if cut:
+        torch_names.check_not_destroyed("clip_grad_norm_: ")
+    groups = [mesh.get_group(axis) for axis in cut]
     return (*groups, *(() if apart is None else (apart,))), plans.mesh_device(mesh)
 
 

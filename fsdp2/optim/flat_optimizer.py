@@ -29,6 +29,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp2.core import _torch, comms, groups_by_slot, plans
 from fsdp2.extras import torch_names
+from fsdp2.extras.checked import checked
 
 # In these classes, the update of an element depends only on the values of that element. A subclass may do anything.
 ELEMENTWISE: tuple[type[optim.Optimizer], ...] = (
@@ -55,6 +56,7 @@ State = MutableMapping[torch.Tensor, Any]  # names and values, by parameter
 _NOTHING: dict[str, Any] = {}
 
 
+@checked()
 def flatten_optimizer(optimizer: _O, *, is_elementwise: bool = False) -> _O:
     """Make ``optimizer`` step neighbouring parameters in memory, such as a ``fully_shard`` group, as one tensor.
 

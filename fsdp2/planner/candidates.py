@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fsdp2.core import AfterForward, FSDPModule, MixedPrecisionPolicy
+from fsdp2.extras.checked import Limit, checked
 from fsdp2.extras.output import progress
 from fsdp2.extras.plain_names import inside_compiled, is_checkpoint_wrapper, plain_name, plain_named_modules
 from fsdp2.extras.sizes import nbytes_of, text_of
@@ -22,7 +23,7 @@ from fsdp2.planner.observe import ModelWork, cache_configs, observe, shard_dtype
 from fsdp2.planner.plans import Candidate, Plan
 from fsdp2.planner.scenario import Choice, Kernels, Optimizer, Precision, Scenario, simulate
 from fsdp2.planner.work import Checkpointing
-from fsdp2.planner.workload import Workload, build, check_int
+from fsdp2.planner.workload import Workload, build
 
 ABOUT_AS_FAST = 1.02  # smaller differences are within the model's accuracy
 USABLE_SHARE = 0.95  # of a GPU's and of the host's memory; the rest is for the driver, NCCL and the system
@@ -32,6 +33,7 @@ MOST_GPUS = 2**17  # a plan's time grows with them, since it lists what each ran
 ModelOrBuilder = nn.Module | Callable[[], nn.Module]
 
 
+@checked(num_gpus=Limit(1, MOST_GPUS))
 def plan(
     model: ModelOrBuilder,
     machine: Machine | str,
@@ -56,9 +58,6 @@ def plan(
         ValueError: the machine or the budget's unit is unknown; the budget is more than a GPU has; the model is sharded
             already, has no repeated blocks, or cannot run under fake tensors.
     """
-    check_int("plan: num_gpus", num_gpus)
-    if not 1 <= num_gpus <= MOST_GPUS:
-        raise ValueError(f"plan: num_gpus is {num_gpus}, expected 1 to {MOST_GPUS}.")
     machine, limit = checked_inputs("plan", machine, workload, budget, num_gpus)
     if not callable(model):
         raise TypeError(f"plan: model is {model!r}, expected an nn.Module, or a function that builds one.")
@@ -91,7 +90,7 @@ def checked_inputs(
         )
     if budget is None:
         return machine, int(USABLE_SHARE * machine.memory_nbytes)
-    limit = nbytes_of(budget, "budget", "70GiB")
+    limit = nbytes_of(budget, f"{caller}: budget", "70GiB")
     if limit > machine.memory_nbytes:
         raise ValueError(
             f"budget is {text_of(limit)}, but a GPU of '{machine.name}' has {text_of(machine.memory_nbytes)}. Pass "

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from fsdp2.core import AfterForward, CPUOffloadPolicy, FSDPModule, fully_shard, plans
+from fsdp2.core import AfterForward, CPUOffloadPolicy, FSDPModule, expect, fully_shard, plans
 from fsdp2.extras.arguments import as_ours
 from fsdp2.extras.output import progress
 from fsdp2.extras.sizes import text_of
@@ -251,6 +251,9 @@ def recompute(module: nn.Module, checkpointing: Checkpointing | str) -> None:
     Raises:
         ValueError: ``checkpointing`` is none of these.
     """
+    is_known = checkpointing in [*Checkpointing, *(each.value for each in Checkpointing)]
+    expected = "'none', 'selective' or 'full'"
+    expect(is_known, "recompute: checkpointing", checkpointing, expected, by_value=True)
     kind = Checkpointing(checkpointing)
     if kind is Checkpointing.NONE:
         return

@@ -10,11 +10,11 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from fsdp2.extras.foreign_files import printable, read_json
 from fsdp2.extras.sizes import nbytes_of
 from fsdp2.planner.candidates import MOST_GPUS, plan
 from fsdp2.planner.machine import Machine
@@ -36,6 +36,7 @@ def add_plan(commands: Any) -> None:
     add = parser.add_argument
     add("builder", nargs="?", help="module:function that builds the model, such as my_module:build_model")
     add("--hf", metavar="PATH", help="a Hugging Face config instead: its folder or config.json")
+    add("--trust-remote-code", action="store_true", help="run the Python that the config of --hf names in auto_map")
     add("--gpus", type=int, required=True, help="how many GPUs")
     add("--gpu", default="H100", help=f"{', '.join(MACHINES)}, or a file of `python -m fsdp2 measure`; {_DEFAULT}")
     add("--node-size", type=int, help="GPUs per node; default: that of --gpu, which is 8 for those with a name")
@@ -62,22 +63,22 @@ def _print_plan(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
         if not 1 <= options.gpus <= MOST_GPUS:
             raise ValueError(f"--gpus is {options.gpus}, expected 1 to {MOST_GPUS}.")
         found = plan(
-            _builder(options.builder, options.hf),
+            _builder(options.builder, options.hf, trusts_code=options.trust_remote_code),
             _machine(options.gpu, options.node_size, options.host_memory),
             _workload(options),
             num_gpus=options.gpus,
             budget=_size(options.budget),
         )
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OverflowError) as error:
         parser.exit(2, f"{parser.prog} plan: error: {str(error).removeprefix('plan: ')}\n")
     if options.json:
-        print(json.dumps(found.data, indent=2))
+        print(json.dumps(found.data, indent=2))  # ASCII
     else:
-        print(found)
+        print(printable(str(found)))
     if found.recommended is None:
         parser.exit(1)
     if not options.json:
-        print(f"\n{found.code}")
+        print(f"\n{printable(str(found.code))}")
 
 
 def _workload(options: argparse.Namespace) -> Workload:
@@ -112,10 +113,10 @@ def _size(text: str | None) -> str | int | None:
     return int(text) if text and text.isdecimal() and len(text) > 6 else text
 
 
-def _builder(name: str | None, config: str | None) -> Callable[[], nn.Module]:
+def _builder(name: str | None, config: str | None, *, trusts_code: bool) -> Callable[[], nn.Module]:
     if (name is None) == (config is None):
         raise ValueError("pass either module:function, such as my_module:build_model, or --hf and a config's path.")
-    return _imported(name) if name is not None else _of_hugging_face(str(config))
+    return _imported(name) if name is not None else _of_hugging_face(str(config), trusts_code=trusts_code)
 
 
 def _imported(name: str) -> Callable[[], nn.Module]:
@@ -140,23 +141,36 @@ def _imported(name: str) -> Callable[[], nn.Module]:
     return builder
 
 
-def _of_hugging_face(path: str) -> Callable[[], nn.Module]:
+def _of_hugging_face(path: str, *, trusts_code: bool) -> Callable[[], nn.Module]:
     if importlib.util.find_spec("transformers") is None:
         raise ValueError("--hf needs transformers. Run: pip install transformers, or pass module:function.")
-    if not Path(path).exists():
+    file = os.path.join(path, "config.json") if os.path.isdir(path) else path
+    if not os.path.exists(file):
         raise ValueError(f"found no config '{path}', expected a folder with a config.json, or the path of one.")
+    try:
+        has_code = "auto_map" in read_json(file)
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"'{path}' is no Hugging Face config ({str(error).rstrip('.')}).") from error
+    remote = {"trust_remote_code": trusts_code, "local_files_only": True}  # without an answer, it asks on stdin
     transformers: Any = importlib.import_module("transformers")  # takes seconds
     try:
-        config = transformers.AutoConfig.from_pretrained(path)
+        config = transformers.AutoConfig.from_pretrained(path, **remote)
     except Exception as error:  # its checks are of many types
+        if has_code and not trusts_code:
+            raise ValueError(
+                f"the model of '{path}' is not in transformers, only in Python code that auto_map names. Read that "
+                "code, and if you trust it, add --trust-remote-code."
+            ) from error
         raise ValueError(f"'{path}' is no Hugging Face config ({' '.join(str(error).split())[:200]}).") from error
-    if type(config) not in transformers.AutoModelForCausalLM._model_mapping:
+    is_own = trusts_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or ())
+    if not is_own and type(config) not in transformers.AutoModelForCausalLM._model_mapping:
         raise ValueError(
             f"--hf takes only causal language models, '{path}' is a {config.model_type}. Pass module:function."
         )
 
     def build_model() -> nn.Module:
-        model: Any = transformers.AutoModelForCausalLM.from_config(config)  # in its torch_dtype
+        made = transformers.AutoModelForCausalLM.from_config  # in its torch_dtype
+        model: Any = made(config, trust_remote_code=trusts_code)
         model.config.use_cache = False  # training needs no cache of keys and values
         return model
 

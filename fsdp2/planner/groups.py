@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from fsdp2.core import MixedPrecisionPolicy, comms, plans
+from fsdp2.extras.checked import AT_LEAST_1, checked
 from fsdp2.memory.plan import UnitBytes, gather_bytes, reduce_bytes
 from fsdp2.planner.machine import Machine, Ranks, Transfer, all_reduce, gather
 from fsdp2.planner.work import Param
@@ -28,6 +29,7 @@ def shard_dim(shape: tuple[int, ...], num_shards: int) -> int:
     return 0
 
 
+@checked(num_shards=AT_LEAST_1)
 def placement_for(num_shards: int) -> Callable[[nn.Parameter], Shard]:
     """The ``shard_placement_fn`` that shards each parameter along :func:`shard_dim`."""
     return lambda param: Shard(shard_dim(tuple(param.shape), num_shards))

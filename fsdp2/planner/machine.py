@@ -9,6 +9,14 @@ import math
 from dataclasses import dataclass
 from enum import Enum
 
+from fsdp2.extras.checked import AT_LEAST_1, Limit, checked
+
+# A step on a slower machine would take longer than a number can say.
+_RATE = Limit(1, or_inf=True)
+_SHARE_OF_RATE = Limit(1e-6, or_inf=True)
+_DELAY = Limit(0, 3600)
+_SHARE = Limit(0, 1, below=True)
+
 
 class Resource(Enum):
     """Shared resources: operations that use the same one at the same time slow each other down."""
@@ -27,16 +35,7 @@ class Algorithm(Enum):
     TREE = "tree"
 
 
-def _check_rate(what: str, value: float) -> None:
-    if not value > 0:
-        raise ValueError(f"{what} is {value}, expected a number above 0.")
-
-
-def _check_delay(what: str, value: float) -> None:
-    if not value >= 0:
-        raise ValueError(f"{what} is {value}, expected seconds, at least 0.")
-
-
+@checked(bandwidth=_RATE, latency=_DELAY)
 @dataclass(frozen=True)
 class Link:
     """A connection, with ``bandwidth`` in bytes/s and ``latency`` in s per hop."""
@@ -44,11 +43,8 @@ class Link:
     bandwidth: float
     latency: float
 
-    def __post_init__(self) -> None:
-        _check_rate("Link: bandwidth", self.bandwidth)
-        _check_delay("Link: latency", self.latency)
 
-
+@checked(compute=_SHARE, transfer=_SHARE)
 @dataclass(frozen=True)
 class Contention:
     """The share of its rate that compute loses while a transfer runs, and that a transfer loses while compute runs."""
@@ -56,13 +52,14 @@ class Contention:
     compute: float = 0.0
     transfer: float = 0.0
 
-    def __post_init__(self) -> None:
-        for name in ("compute", "transfer"):
-            share = getattr(self, name)
-            if not 0 <= share < 1:
-                raise ValueError(f"Contention: {name} is {share}, expected a share of at least 0 and below 1.")
 
-
+@checked(
+    **dict.fromkeys(("bf16_flops", "fp8_flops", "fp32_flops", "copy_bandwidth", "host_bandwidth"), _RATE),
+    **dict.fromkeys(("utilisation", "bandwidth_efficiency"), _SHARE_OF_RATE),
+    **dict.fromkeys(("memory_nbytes", "host_memory_nbytes"), AT_LEAST_1),
+    **dict.fromkeys(("node_size", "channels"), AT_LEAST_1),
+    launch_latency=_DELAY,
+)
 @dataclass(frozen=True)
 class Machine:
     """Nodes of ``node_size`` GPUs, each with a network adapter of its own.
@@ -101,13 +98,6 @@ class Machine:
     host_memory_nbytes: float | None = None
     device: str | None = None
     sources: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        known = ("bf16_flops", "utilisation", "memory_nbytes", "copy_bandwidth", "bandwidth_efficiency")
-        perhaps = ("fp8_flops", "fp32_flops", "host_bandwidth", "host_memory_nbytes")
-        for name in (*known, "node_size", "channels", *(name for name in perhaps if getattr(self, name) is not None)):
-            _check_rate(f"Machine: {name}", getattr(self, name))
-        _check_delay("Machine: launch_latency", self.launch_latency)
 
     def links(self) -> tuple[Link, Link]:
         """The links within a node and between nodes.

@@ -8,11 +8,11 @@ row (docs/scale.md). ``python -m fsdp2 measure`` measures your own machine.
 
 from __future__ import annotations
 
-import json
+import os
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
+from fsdp2.extras.foreign_files import read_json
 from fsdp2.planner.machine import Algorithm, Contention, Link, Machine
 
 _COPY_SHARE = 0.8  # share of the memory bandwidth that a copy kernel reaches
@@ -142,14 +142,14 @@ def machine_by_name(name: str) -> Machine:
     found = {key.lower(): machine for key, machine in MACHINES.items()}.get(name.lower())
     if found is not None:
         return found
-    if not Path(name).is_file():
+    if not os.path.exists(name):
         raise ValueError(
             f"unknown machine '{name}': expected one of {', '.join(MACHINES)}, or the path of a file that "
             "`python -m fsdp2 measure` wrote."
         )
     try:
-        return machine_from(json.loads(Path(name).read_text()))
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        return machine_from(read_json(name))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
         raise ValueError(
             f"'{name}' describes no machine ({str(error).rstrip('.')}). Write it with `python -m fsdp2 measure`."
         ) from error

@@ -31,6 +31,7 @@ from fsdp2.planner.machine import Contention, Link, Machine
 from fsdp2.planner.machines import fields_of
 
 ROUNDS = 5
+_MOST_WIDTH = 2**17  # a product of 64 GiB in fp32
 
 
 @dataclass(frozen=True)
@@ -245,8 +246,9 @@ def _write(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
     def writing() -> Iterator[None]:
         try:
             yield
-        except OSError as error:
-            refuse(f"cannot write '{options.file}' ({error.strerror or error}), expected a file in a folder of yours.")
+        except (OSError, ValueError, RuntimeError) as error:  # a NUL in the name; a loop of links before Python 3.13
+            why = getattr(error, "strerror", None) or error
+            refuse(f"cannot write '{options.file}' ({why}), expected a file in a folder of yours.")
 
     try:
         sizes = tuple(int(float(size) * 2**20) for size in options.sizes.split(","))
@@ -254,8 +256,8 @@ def _write(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
         sizes = ()
     if len(sizes) < 2 or sizes[0] < 1 or any(smaller >= larger for smaller, larger in pairwise(sizes)):
         refuse(f"--sizes is '{options.sizes}', expected at least two sizes in MiB, ascending, such as 1,16,64.")
-    if options.width < 1:
-        refuse(f"--width is {options.width}, expected at least 1.")
+    if not 1 <= options.width <= _MOST_WIDTH:
+        refuse(f"--width is {options.width}, expected 1 to {_MOST_WIDTH}.")
     with writing():
         check_writable(options.file)
     if "RANK" in os.environ and not dist.is_initialized():

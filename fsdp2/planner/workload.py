@@ -10,16 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp2.extras.checked import AT_LEAST_1, checked
 from fsdp2.planner.scenario import Kernels, Optimizer, Precision
 
 MASTER_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def check_int(what: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{what} is {value!r}, expected an int.")
-
-
+@checked(batch=AT_LEAST_1, sequence=AT_LEAST_1)
 @dataclass(frozen=True)
 class Workload:
     """The work of each GPU in a step.
@@ -59,10 +56,6 @@ class Workload:
             value = getattr(self, name)
             if value is not None and not callable(value):
                 raise TypeError(f"Workload: {name} is a {type(value).__name__}, expected a function {what}.")
-        for name in ("batch", "sequence"):
-            check_int(f"Workload: {name}", getattr(self, name))
-            if getattr(self, name) < 1:
-                raise ValueError(f"Workload: {name} is {getattr(self, name)}, expected at least 1.")
 
     @property
     def master(self) -> torch.dtype | None:

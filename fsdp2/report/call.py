@@ -3,7 +3,6 @@ writes."""
 
 from __future__ import annotations
 
-import math
 import os
 import platform
 import time
@@ -28,11 +27,13 @@ from fsdp2.core import (
     UnitTree,
     _torch,
     comms,
+    expect,
     plans,
     schedules,
     tree_of,
 )
-from fsdp2.extras.exchange import exchange
+from fsdp2.extras.checked import AT_LEAST_1, check
+from fsdp2.extras.exchange import exchange, together
 from fsdp2.extras.units import sharded_unit
 from fsdp2.memory.plan import TEMPORARY, trainable_of, unit_bytes
 from fsdp2.optim.host_adamw.jobs import observe_host_steps
@@ -47,7 +48,8 @@ from fsdp2.report.figures import Prediction, StepFigures, Work
 from fsdp2.report.findings import UnitInfo
 from fsdp2.report.held import HeldBytes
 from fsdp2.report.memory import memory
-from fsdp2.report.modules import watched
+from fsdp2.report.modules import inputs_noted, watched
+from fsdp2.report.operators import busy, operators
 from fsdp2.report.recorder import DeviceClock, HostClock, Operations, Recorder, Step
 from fsdp2.report.timeline import ALL_REDUCE, OF_HOST, Mark, spans, transfers, with_idle
 from fsdp2.report.trace import observe
@@ -60,7 +62,8 @@ class Report:
     """The result of :func:`fsdp2.report.report`.
 
     Attributes:
-        data: the whole report after the block, on rank 0, as in the JSON file and the page; None on other ranks.
+        data: the whole report after the block, on rank 0, as in the JSON file and the page; None on other ranks. Its
+            fields are listed in docs/debugging.md.
     """
 
     def __init__(self) -> None:
@@ -96,8 +99,9 @@ def report(
         plan: the result of :func:`fsdp2.planner.plan` or :func:`fsdp2.auto_shard`. The prediction for its recommended
             choice is shown next to the measurements, with ratios if the machine is the same. For another choice, pass
             ``dataclasses.replace(plan, recommended=choice)``.
-        profile: also run torch.profiler, which makes the steps longer. It shows gaps in compute: *idle* is when no
-            operation ran; on an accelerator, the host was late. A warning tells if torch.profiler saw no operations.
+        profile: also run torch.profiler, which makes the steps longer. The page then lists the time of each operation
+            (on an accelerator, of each kernel) within each unit, and shows gaps in compute: *idle* is when no operation
+            ran; on an accelerator, the host was late. A warning tells if torch.profiler saw no operations.
         tokens_per_rank: how many tokens this rank trains on per step, for tokens per second. The sum of all ranks is
             global, so ranks that share tokens pass their part.
         flops_per_rank: the floating-point operations of this rank per step, forward and backward, for MFU, the share
@@ -114,31 +118,35 @@ def report(
             on some rank.
         CommunicationError: another rank has not reached the end of the block.
     """
-    _check_arguments(model, paths, steps, tokens_per_rank, flops_per_rank)
-    plan = None if plan is None else _checked_plan(plan)
+    expect(isinstance(model, nn.Module), f"{_CALLER}: model", model, "the root of a sharded model")
     unit = sharded_unit(model, _CALLER)
-    if _recording:
-        raise ScheduleError(
-            f"{_CALLER}: a report on {_recording[0]} is being recorded. Leave its block before the next one begins."
-        )
     tree = tree_of(unit)
     mesh = _mesh_of(tree)
     on_device = tree.executor.streams.runs_ahead
-    if profile and _torch.is_profiling():
-        raise ScheduleError(f"{_CALLER}: torch.profiler runs already. End it before the block, or leave profile out.")
+    with together(mesh.replicate), together(mesh.shard):
+        for path in paths:
+            check(f"{_CALLER}: paths", path, "path")
+        for name, number, kind in (
+            ("steps", steps, "int"),
+            ("tokens_per_rank", tokens_per_rank, "int | None"),
+            ("flops_per_rank", flops_per_rank, "float | None"),
+        ):
+            check(f"{_CALLER}: {name}", number, kind, AT_LEAST_1)
+        for name, flag in (("profile", profile), ("activations", activations)):
+            check(f"{_CALLER}: {name}", flag, "bool")
+        plan = None if plan is None else _checked_plan(plan)
+        _check_nothing_records(profile=profile)
+        targets = [Path(path) for path in paths]
+        if dist.get_rank() == 0:
+            _check_targets(targets)
     operations = Operations(on_device=on_device) if profile else None
-    targets = [Path(path) for path in paths]
-    written = targets if dist.get_rank() == 0 else []
-    problems = (files.problem(each, files.PAGE, files.JSON, files.CHROME_TRACE) for each in written)
-    problem = next(filter(None, _exchange(mesh, next(filter(None, problems), None))), None)
-    if problem is not None:
-        raise ValueError(f"{_CALLER}: {problem}")
     synced, is_first_use, found = time.perf_counter(), not tree.schedule.tape.expected, Report()
     held = HeldBytes(tree, saves=activations)
     recorder = Recorder(DeviceClock(mesh.device, tree.units) if on_device else HostClock(), steps, held)
     modules = watched(tree, recorder.on_module, recorder.on_optimizer)
     profiled = nullcontext() if operations is None else operations.profiled()
-    with attached(recorder, model, tree.class_name, held.watched(), modules, profiled):
+    inputs: list[str] = []
+    with attached(recorder, model, tree.class_name, held.watched(), modules, inputs_noted(tree, inputs), profiled):
         yield found
     recorder.end()
     record = RankRecord(
@@ -149,6 +157,7 @@ def report(
         steps=_rank_steps(recorder.steps(), held.units, operations, on_device=on_device),
         knows_activations=held.knows_activations,
         work=Work(tokens_per_rank, flops_per_rank),
+        inputs=inputs,
         **_device_memory(mesh.device),
     )
     records = sorted(_exchange(mesh, record), key=lambda each: each.rank)
@@ -159,19 +168,27 @@ def report(
             "least one training step of that model in the block, on every rank. If another sharded module is around "
             "it, pass that one, and add no units inside the block."
         )
-    if dist.get_rank() == 0:
-        prediction = None if plan is None else _prediction(plan, mesh)
-        rules, units = tree_of(unit).schedule.rules, held.units.items()  # it may have other ones than before the block
-        found.data = report_data(
-            tree.class_name,
-            _device_name(mesh),
-            [_unit_info(name, each, rules[each.index]) for name, each in units if each.tree is unit.tree],
-            records,
-            prediction,
-            _known_machine(mesh.device),
-        )
-        for target in targets:
-            files.write(target, found.data)
+    with together(mesh.replicate), together(mesh.shard):
+        if dist.get_rank() == 0:
+            found.data = _data(tree, mesh, held, records, plan)
+            for target in targets:
+                files.write(target, found.data)
+
+
+def _data(
+    tree: UnitTree, mesh: ParallelMesh, held: HeldBytes, records: Sequence[RankRecord], plan: Plan | None
+) -> dict[str, Any]:
+    """The whole report. The tree may have other rules than before the block."""
+    rules = tree_of(tree.root).schedule.rules
+    return report_data(
+        tree.class_name.removeprefix("FSDP"),
+        _device_name(mesh),
+        [_unit_info(name, each, rules[each.index]) for name, each in held.units.items() if each.tree is tree.root.tree],
+        records,
+        None if plan is None else _prediction(plan, mesh),
+        _known_machine(mesh.device),
+        (mesh.replicate.size, mesh.shard.size),
+    )
 
 
 @contextmanager
@@ -195,23 +212,20 @@ def attached(
         _recording.clear()
 
 
-def _check_arguments(model: object, paths: Sequence[object], steps: object, tokens: object, flops: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"{_CALLER}: model is a {type(model).__name__}, expected the root of a sharded model.")
-    for path in paths:
-        if not isinstance(path, (str, os.PathLike)):
-            raise TypeError(f"{_CALLER}: a path is {path!r}, expected where to write, such as 'step.html'.")
-    if type(steps) is not int:
-        raise TypeError(f"{_CALLER}: steps is {steps!r}, expected an int.")
-    if steps < 1:
-        raise ValueError(f"{_CALLER}: steps is {steps}, expected 1 or more.")
-    for name, value in (("tokens_per_rank", tokens), ("flops_per_rank", flops)):
-        if value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise TypeError(f"{_CALLER}: {name} is {value!r}, expected a number.")
-        if not 1 <= value < math.inf:
-            raise ValueError(f"{_CALLER}: {name} is {value}, expected 1 or more.")
+def _check_nothing_records(*, profile: bool) -> None:
+    if _recording:
+        raise ScheduleError(
+            f"{_CALLER}: a report on {_recording[0]} is being recorded. Leave its block before the next one begins."
+        )
+    if profile and _torch.is_profiling():
+        raise ScheduleError(f"{_CALLER}: torch.profiler runs already. End it before the block, or leave profile out.")
+
+
+def _check_targets(paths: Sequence[Path]) -> None:
+    problems = (files.problem(each, files.PAGE, files.JSON, files.CHROME_TRACE) for each in paths)
+    problem = next(filter(None, problems), None)
+    if problem is not None:
+        raise ValueError(f"{_CALLER}: {problem}")
 
 
 def _checked_plan(plan: object) -> Plan:
@@ -271,8 +285,8 @@ def _exchange(mesh: ParallelMesh, value: object) -> list[Any]:
 def _rank_steps(
     steps: Sequence[Step], units: Mapping[str, Unit], operations: Operations | None, *, on_device: bool
 ) -> list[RankStep]:
-    busy = [] if operations is None else operations.busy()
-    if operations is not None and not busy:
+    ran = [] if operations is None else operations.found()
+    if operations is not None and not ran:
         warnings.warn(
             f"{_CALLER}: torch.profiler saw no operations on this rank's device, so nothing counts as idle. It may "
             "lack the permission to see them.",
@@ -281,7 +295,7 @@ def _rank_steps(
     sizes = {name: unit_bytes(unit) for name, unit in units.items()}
     replicated = {name for name, unit in units.items() if _replicas(unit) > 1}
     local = {name for name, unit in units.items() if all(group.mesh.shard.size == 1 for group in unit.groups)}
-    found = []
+    found, intervals = [], busy(ran)
     marks: list[Mark] = []  # of all steps so far
     for step in steps:
         marks += step.marks
@@ -292,7 +306,8 @@ def _rank_steps(
             if each.unit not in local or each.kind in (ALL_REDUCE, *OF_HOST)  # else nothing is sent
         ]
         held = memory(marks, sizes, step.start, step.stop)
-        found.append(RankStep(step.start, step.stop, with_idle(did, busy) if busy else did, sent, held))
+        drawn = with_idle(did, intervals) if intervals else did
+        found.append(RankStep(step.start, step.stop, drawn, sent, held, operators(did, ran)))
     return found
 
 
@@ -326,6 +341,7 @@ def _unit_info(name: str, unit: Unit, rules: schedules.UnitRules) -> UnitInfo:
         bucket_nbytes=min(least, default=0),
         keeps_after_forward=rules.after_forward is AfterForward.KEEP,
         replicas=_replicas(unit),
+        dtype=", ".join(sorted({str(param.dtypes.param).removeprefix("torch.") for param in params})),
     )
 
 
@@ -340,7 +356,7 @@ def _replicas(unit: Unit) -> int:
 
 def _device_name(mesh: ParallelMesh) -> str:
     backend = "no collectives" if mesh.shard.group is None else _torch.backend_name(mesh.shard.group, mesh.device)
-    return f"{device_name(mesh.device)} ({backend}), {mesh.replicate.size} x {mesh.shard.size} ranks"
+    return f"{device_name(mesh.device)} ({backend})"
 
 
 def _device_memory(device: torch.device) -> dict[str, int | None]:

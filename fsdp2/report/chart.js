@@ -4,7 +4,7 @@
 
 const content = JSON.parse(document.getElementById("data").textContent);
 const find = (id) => document.getElementById(id);
-const LANE = {compute: 24, transfer: 13, memory: 130, gap: 10, label: 78, axis: 20, title: 20};
+const LANE = {phase: 13, compute: 24, transfer: 13, memory: 130, gap: 10, label: 78, axis: 20, title: 20};
 
 // Units: Paul Tol's "light", made for black labels. Waits: his "vibrant" and "bright", hatched, as no unit is. Memory:
 // Okabe and Ito, with grey for their black. All can be told apart by readers who are colour-blind; see
@@ -16,7 +16,7 @@ const PALETTE = {
   "hatches": {
     "gather wait": {"light": "#cc3311", "dark": "#ee7733", "lines": "rising"},
     "reduce wait": {"light": "#0077bb", "dark": "#33bbee", "lines": "falling"},
-    "rank wait": {"light": "#aa3377", "dark": "#ee3377", "lines": "upright"},
+    "other wait": {"light": "#aa3377", "dark": "#ee3377", "lines": "upright"},
     "copy": {"light": "#555555", "dark": "#bbbbbb", "lines": "level"},
     "idle": {"light": "#767676", "dark": "#888888", "lines": "dots"}
   },
@@ -29,9 +29,12 @@ const LINES = { // of a tile of 8 x 8
 
 // In this order on the page. The first that is a part of a column's title explains it.
 const WORDS = {
-  "gather wait": "compute waits until a unit's parameters have arrived.",
-  "reduce wait": "compute waits until a unit's gradients are reduced.",
-  "rank wait": "a rank waits for others outside of its units' collectives, such as at the end of a step.",
+  "gather wait": "compute waits until a unit's parameters have arrived, also where a rank came late.",
+  "reduce wait": "compute waits until a unit's gradients are reduced, also where a rank came late.",
+  "other wait": "a rank waits for collectives that belong to no unit, such as those of the optimizer.",
+  "waits for gathers": "the part of gather waits that no rank is spared.",
+  "waits for reductions": "the part of reduce waits that no rank is spared.",
+  "waits for other ranks": "what this rank waits longer than the rank that waits least.",
   "launch": "the thread starts collectives, fills their buckets, and frees memory.",
   "copy": "out of buckets and into .grad; on an accelerator, into the buckets of reductions.",
   "idle": "no operation runs between those of compute; only known with profile=True.",
@@ -63,14 +66,26 @@ function time(us) {
   return `${(us / 1000).toFixed(3)} ms`;
 }
 
-function shown(field, value) {
-  if (field.endsWith("_nbytes")) return size(value);
-  if (field.endsWith("_ms")) return value.toFixed(3);
-  return Number.isFinite(value) ? String(+value.toPrecision(6)) : String(value);
+// Times have as many digits as the spread of steps supports, but are no finer than a microsecond.
+function ms(value) {
+  const {digits} = content.comparison ?? content;
+  if (Math.abs(value) < 0.0005) return "0 ms";
+  const decimals = Math.min(digits - 1 - Math.floor(Math.log10(Math.abs(value))), 3);
+  return `${(Math.round(value * 10 ** decimals) / 10 ** decimals).toFixed(Math.max(decimals, 0))} ms`;
 }
 
+function shown(field, value) {
+  if (field.endsWith("_nbytes")) return size(value);
+  if (field.endsWith("_ms")) return ms(value);
+  if (typeof value === "boolean") return value ? "yes" : "no";
+  return Number.isFinite(value) ? String(+value.toPrecision(4)) : String(value);
+}
+
+const LABELS = {is_small: "sent in one bucket", keeps_after_forward: "stays unsharded after forward",
+  bucket_nbytes: "in one bucket below", thread_ms: "launches and copies"};
+
 function label(field) {
-  return field.replace(/_nbytes$/, "").replace(/_ms$/, ", ms").replaceAll("_", " ");
+  return LABELS[field] ?? field.replace(/_nbytes$|_ms$/, "").replaceAll("_", " ");
 }
 
 // The tail of a dotted name, which tells units apart, as long as ``fits`` says
@@ -105,11 +120,14 @@ function table(target, columns, rows) {
   columns.forEach((title, column) => {
     const word = Object.keys(WORDS).find((each) => title.includes(each));
     const isText = typeof rows[0]?.[column].value === "string";
-    const cell = element("th", title, {class: isText ? "text" : "number"});
+    const cell = element("th", undefined, {class: isText ? "text" : "number"});
+    const button = element("button", title);
+    cell.append(button);
     if (word) cell.title = `${word}: ${WORDS[word]}`;
-    cell.addEventListener("click", () => {
-      const isDown = cell.dataset.order !== "down";
-      cell.dataset.order = isDown ? "down" : "up";
+    button.addEventListener("click", () => {
+      const isDown = cell.ariaSort !== "descending";
+      for (const each of head.children) each.ariaSort = null;
+      cell.ariaSort = isDown ? "descending" : "ascending";
       const value = (row) => rows[row.dataset.row][column].value;
       const compare = (a, b) => (value(a) < value(b) ? -1 : value(a) > value(b) ? 1 : 0) * (isDown ? -1 : 1);
       body.append(...[...body.children].sort(compare));
@@ -122,9 +140,11 @@ function table(target, columns, rows) {
       row.dataset.unit = cells.unit;
       row.addEventListener("click", () => choose(cells.unit));
     }
-    cells.forEach((cell) => {
-      const attributes = typeof cell.value === "string" ? {class: "text"} : {};
-      row.append(element("td", cell.text, cell.title ? {...attributes, title: cell.title} : attributes));
+    cells.forEach((cell, column) => {
+      const made = element("td", undefined, {class: typeof cell.value === "string" ? "text" : cell.class ?? ""});
+      if (cell.title) made.title = cell.title;
+      made.append(cells.unit && !column ? element("button", cell.text) : cell.text);
+      row.append(made);
     });
     body.append(row);
   });
@@ -150,7 +170,6 @@ function reportOf(data, title = "") {
     data, title,
     begin: Math.min(...data.timelines.map((each) => each.start_us)),
     end: Math.max(...data.timelines.map((each) => each.stop_us)),
-    memory: {times: data.memory.times_us, series: data.memory.series},
   };
 }
 
@@ -168,11 +187,15 @@ class Chart {
     const names = new Set(reports.flatMap((report) => report.data.units.map((unit) => unit.name)));
     const [root, ...others] = PALETTE.units; // the root runs beside the first and the last of the others
     this.colours = new Map([...names].map((name, i) => [name, i ? others[(i - 1) % others.length] : root]));
-    this.what = [...new Set(reports.flatMap((report) => report.memory.series.map((each) => each.what)))];
+    this.memoryRank = reports[0].data.memory[0].rank;
+    const memories = reports.flatMap((report) => report.data.memory);
+    this.what = [...new Set(memories.flatMap((memory) => memory.series.map((each) => each.what)))];
     const kinds = reports.flatMap((r) => r.data.timelines.flatMap((t) => t.transfers.map(([kind]) => kind)));
     this.lanes = [...new Set(["gather", "reduce", ...kinds.sort().map((kind) => LANE_OF[kind])])];
-    this.most = Math.max(1, ...reports.flatMap(({memory}) =>
-      memory.times.map((_, i) => memory.series.reduce((sum, each) => sum + each.nbytes[i], 0))));
+    this.most = Math.max(1, ...memories.flatMap(({times_us: times, series}) =>
+      times.map((_, i) => series.reduce((sum, each) => sum + each.nbytes[i], 0))));
+    find("memory-rank").append(...[...new Set(memories.map(({rank}) => rank))].sort((a, b) => a - b).map((rank) => new Option(rank)));
+    find("memory-rank").value = this.memoryRank;
     this.placeRows();
     this.listen();
     const scheme = matchMedia("(prefers-color-scheme: dark)");
@@ -189,11 +212,15 @@ class Chart {
     for (const report of this.reports) {
       if (report.title) add({report, title: report.title}, LANE.title - LANE.gap);
       for (const timeline of report.data.timelines) {
-        add({report, timeline}, LANE.compute + this.lanes.length * LANE.transfer);
+        add({report, timeline}, LANE.phase + LANE.compute + this.lanes.length * LANE.transfer);
       }
-      add({report, memory: report.memory}, LANE.memory);
+      add({report, memory: true}, LANE.memory);
     }
     this.height = top;
+  }
+
+  memoryOf(data) { // of the rank that the reader has chosen, or of the one that holds most
+    return data.memory.find(({rank}) => rank === this.memoryRank) ?? data.memory[0];
   }
 
   toX(us) {
@@ -235,14 +262,27 @@ class Chart {
     this.context.restore();
   }
 
-  drawRank({report, timeline, top}) {
+  drawPhases({report, timeline, top}) { // forward, backward, and the optimizer's step
+    for (const [name, start, duration] of timeline.phases) {
+      const box = this.box(start - report.begin, duration, top, LANE.phase - 2);
+      if (!box) continue;
+      this.context.globalAlpha = name === "backward" ? 0.3 : 0.12;
+      this.context.fillStyle = this.ink;
+      this.context.fillRect(box.left, box.y, box.width, box.height);
+      this.context.globalAlpha = 1;
+      if (box.width > this.context.measureText(name).width + 6) this.write(name, box.left + 3, top + LANE.phase / 2 - 0.5);
+    }
+  }
+
+  drawRank({report, timeline, top: first}) {
     const names = report.data.units.map((unit) => unit.name);
+    const top = first + LANE.phase;
+    this.drawPhases({report, timeline, top: first});
     for (const [does, unit, start, duration, place] of timeline.spans) {
       const what = report.data.does[does];
       const box = this.box(start - report.begin, duration, top, LANE.compute);
       if (!box) continue;
       this.bar(box, this.fill(what, names[unit]), names[unit]);
-      if (what === "backward") this.bar({...box, y: top + LANE.compute - 5, height: 3}, PALETTE.label, names[unit]);
       this.writeInside([report.data.places[place] ?? names[unit], names[unit] ?? what], box, what in PALETTE.hatches);
     }
     for (const [kind, unit, start, duration] of timeline.transfers) {
@@ -308,16 +348,17 @@ class Chart {
     return this.context.createPattern(tile, "repeat");
   }
 
-  drawMemory({report, memory, top, height}) {
+  drawMemory({report, top, height}) {
     const {context} = this;
+    const {rank, times_us: times, series} = this.memoryOf(report.data);
     const y = (nbytes) => top + height - (nbytes / this.most) * height;
     context.save();
     context.beginPath();
     context.rect(LANE.label, top - 1, this.canvas.clientWidth - LANE.label, height + 2);
     context.clip();
-    let lower = memory.times.map(() => 0);
-    const edges = [...memory.times.map((us) => this.toX(us - report.begin)), this.toX(report.end - report.begin)];
-    for (const {what, nbytes} of memory.series) {
+    let lower = times.map(() => 0);
+    const edges = [...times.map((us) => this.toX(us - report.begin)), this.toX(report.end - report.begin)];
+    for (const {what, nbytes} of series) {
       const upper = lower.map((value, i) => value + nbytes[i]);
       context.beginPath();
       upper.forEach((value, i) => { context.lineTo(edges[i], y(value)); context.lineTo(edges[i + 1], y(value)); });
@@ -335,7 +376,7 @@ class Chart {
     }
     context.restore();
     this.write("memory", 4, top + height / 2 - 7);
-    this.write(`rank ${report.data.memory.rank}`, 4, top + height / 2 + 7);
+    this.write(`rank ${rank}`, 4, top + height / 2 + 7);
     this.write(size(this.most), 4, top + 6);
     this.write("0", 4, top + height - 6);
   }
@@ -361,11 +402,10 @@ class Chart {
   }
 
   legend() {
-    const keys = [...new Set(this.reports.flatMap((report) => report.data.does))].map((does) => {
-      const first = this.reports[0].data.units[0].name;
-      const text = ["forward", "backward"].includes(does) ? `${does}, in the unit's colour` : does;
-      return [text, (key) => this.paintKey(key, this.fill(does, first), does === "backward"), WORDS[does]];
-    });
+    const first = this.reports[0].data.units[0].name;
+    const others = new Set(this.reports.flatMap((report) => report.data.does).filter((does) => !["forward", "backward"].includes(does)));
+    const keys = ["forward and backward, in the unit's colour", ...others].map((does) =>
+      [does, (key) => this.paintKey(key, others.has(does) ? this.fill(does, "") : this.colours.get(first)), WORDS[does]]);
     find("legend").replaceChildren(...keys.map((key) => this.key(...key)));
     const series = this.what.map((what) => [what, (key) => this.paintKey(key, this.seriesColour(what))]);
     find("series").replaceChildren(element("span", "memory:", {class: "faint"}), ...series.map((key) => this.key(...key)));
@@ -379,11 +419,9 @@ class Chart {
     return made;
   }
 
-  paintKey(pen, fill, isBackward = false) {
+  paintKey(pen, fill) {
     pen.fillStyle = fill;
     pen.fillRect(0, 0, 18, 14);
-    pen.fillStyle = PALETTE.label;
-    if (isBackward) pen.fillRect(0, 9, 18, 3);
   }
 
   // What lies at a point: {text, unit}
@@ -392,12 +430,16 @@ class Chart {
     const row = this.rows.find(({top, height}) => top <= y && y < top + height);
     if (!row || row.title || x < LANE.label) return null;
     const moment = this.toTime(x) + row.report.begin;
-    return row.memory ? this.memoryAt(row, moment, y) : this.barAt(row, moment, y - row.top);
+    return row.memory ? this.memoryAt(row, moment, y) : this.barAt(row, moment, y - row.top - LANE.phase);
   }
 
   barAt({report: {data}, timeline}, moment, y) {
     const slack = (this.view.to - this.view.from) / this.canvas.clientWidth; // one pixel
     const name = (unit) => data.units[unit]?.name ?? "";
+    if (y < 0) {
+      const found = timeline.phases.find(([, start, duration]) => start <= moment && moment <= start + duration);
+      return found ? {text: `rank ${timeline.rank}: ${found[0]}\n${time(found[2])} from ${time(found[1])}`, unit: ""} : null;
+    }
     if (y < LANE.compute) {
       const span = timeline.spans.find(([, , start, duration]) => start <= moment && moment <= start + duration);
       if (!span) return null;
@@ -418,7 +460,8 @@ class Chart {
     return {text: lines.join("\n"), unit: name(found[0][1])};
   }
 
-  memoryAt({memory: {times, series}, report, top, height}, moment, y) {
+  memoryAt({report, top, height}, moment, y) {
+    const {times_us: times, series} = this.memoryOf(report.data);
     const position = times.findLastIndex((us) => us <= moment);
     if (position < 0 || moment > report.end) return null;
     const values = series.map((each) => each.nbytes[position]);
@@ -457,9 +500,19 @@ class Chart {
       const found = drag && drag.moved ? null : this.at(event.offsetX, event.offsetY);
       if (found && found.unit) choose(found.unit);
     });
+    const whole = () => this.show(0, this.duration);
+    const move = (share) => this.show(...[this.view.from, this.view.to].map((us) => us + share * (this.view.to - this.view.from)));
+    const keys = {ArrowLeft: () => move(-0.1), ArrowRight: () => move(0.1), PageUp: () => move(-0.9), PageDown: () => move(0.9),
+      "+": () => this.zoom(0.5), "=": () => this.zoom(0.5), "-": () => this.zoom(2), 0: whole, Home: whole};
+    canvas.addEventListener("keydown", (event) => {
+      if (!(event.key in keys) || event.ctrlKey || event.metaKey || event.altKey) return; // the browser's own zoom
+      event.preventDefault();
+      keys[event.key]();
+    });
     find("closer").addEventListener("click", () => this.zoom(0.5));
     find("wider").addEventListener("click", () => this.zoom(2));
-    find("whole").addEventListener("click", () => this.show(0, this.duration));
+    find("whole").addEventListener("click", whole);
+    find("memory-rank").addEventListener("change", (event) => { this.memoryRank = Number(event.target.value); this.draw(); });
     find("search").addEventListener("input", (event) => this.search(event.target.value.trim()));
     find("search").addEventListener("keydown", (event) => {
       const [first] = this.matches ?? [];

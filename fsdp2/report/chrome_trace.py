@@ -109,13 +109,14 @@ def _last(span: Row) -> int:
 
 
 def _memory(data: dict[str, Any]) -> Iterator[Event]:
-    """A counter whose series a viewer stacks."""
-    memory = data["memory"]
-    if memory["rank"] not in [timeline["rank"] for timeline in data["timelines"]]:
-        return  # it would be a process without a timeline
-    for i, time in enumerate(memory["times_us"]):
-        values = {each["what"]: each["nbytes"][i] for each in memory["series"]}
-        yield _event("C", memory["rank"], _COMPUTE, name="memory, bytes", ts=time, args=values)
+    """A counter for each rank, whose series a viewer stacks."""
+    drawn = [timeline["rank"] for timeline in data["timelines"]]
+    for memory in data["memory"]:
+        if memory["rank"] not in drawn:
+            continue  # it would be a process without a timeline
+        for i, time in enumerate(memory["times_us"]):
+            values = {each["what"]: each["nbytes"][i] for each in memory["series"]}
+            yield _event("C", memory["rank"], _COMPUTE, name="memory, bytes", ts=time, args=values)
 
 
 def _named(what: str, rank: int, thread: int, **args: Any) -> Event:

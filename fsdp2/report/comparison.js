@@ -9,13 +9,12 @@ function choose(name) {
   showChosen(name, lists);
 }
 
-function difference(field, value) {
-  return value === null ? "" : `${value > 0 ? "+" : ""}${shown(field, value)}`;
-}
-
-function cellsOfPair({field, values, difference: by, ratio}) {
-  const [a, b] = values.map((value) => ({value, text: value === null ? "not known" : shown(field, value)}));
-  return [a, b, {value: by, text: difference(field, by)}, {value: ratio, text: ratio === null ? "" : ratio.toFixed(2)}];
+function cellsOfPair({field, values, difference, ratio, is_better: isBetter}) {
+  const judged = isBetter === null ? "" : isBetter ? "better" : "worse";
+  const text = (value) => (value === null ? "not known" : shown(field, value));
+  const by = difference === null ? "" : `${difference > 0 ? "+" : ""}${text(difference)}`;
+  return [...values.map((value) => ({value, text: text(value)})), {value: difference, text: `${by} ${judged}`.trim(), class: judged},
+    {value: ratio, text: ratio === null ? "" : ratio.toFixed(2)}];
 }
 
 function fillDifferences() {
@@ -30,28 +29,18 @@ function fillDifferences() {
   const part = element("div");
   const made = element("table");
   table(made, ["settings that differ", ...comparison.names.map(shortName)], comparison.settings.map(({what, units, values}) =>
-    [{value: what, text: what, title: units.join("\n")}, ...values.map((value) => ({value: String(value), text: String(value)}))]));
+    [{value: what, text: what, title: units.join("\n")}, ...values.map((value) => ({value: shown("", value), text: shown("", value)}))]));
   part.append(comparison.settings.length ? made : element("p", "No settings differ."));
   find("differences").append(part);
 }
 
 function fillUnits() {
   const columns = comparison.unit_fields.flatMap((field) =>
-    [...comparison.names.map((name) => `${label(field).replace(", ms", "")}, ${shortName(name)}`), "difference"]);
+    [...comparison.names.map((name) => `${label(field)}, ${shortName(name)}`), "difference"]);
   table(find("units"), ["name", ...columns], comparison.units.map(({name, pairs}) =>
     Object.assign([nameCell(name), ...pairs.flatMap((pair) => cellsOfPair(pair).slice(0, 3))], {unit: name})));
 }
 
-function fillSummary() {
-  find("title").textContent = `${comparison.names[0]} and ${comparison.names[1]}`;
-  find("summary").textContent = reports.map((data, i) => `${comparison.names[i]}: ${data.model} on ${data.device}, ` +
-    `${data.ranks.length} ranks, ${data.units.length} units, ${data.steps_ms[data.step].toFixed(1)} ms`).join("; ");
-  const only = comparison.only.map((names, i) => (names.length ?
-    `${comparison.names[i]} alone has ${names.slice(0, 5).join(", ")}${names.length > 5 ? ` and ${names.length - 5} more` : ""}.` : ""));
-  find("units-text").textContent = only.join(" ").trim();
-}
-
-fillSummary();
 fillDifferences();
 fillUnits();
 startPage();

@@ -8,7 +8,6 @@ reports lacks are left out or None, and never count as 0.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections import defaultdict
 from collections.abc import Sequence
@@ -17,10 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from fsdp2.extras import sizes
+from fsdp2.extras.checked import checked
+from fsdp2.extras.foreign_files import json_of, printable, read_text
 from fsdp2.extras.output import aligned, listed
 from fsdp2.report import files
 from fsdp2.report.call import Report
 from fsdp2.report.data import VERSION
+from fsdp2.report.figures import ms_text, spread_of
+from fsdp2.report.lost import Lost
 
 _CALLER = "compare_reports"
 _KEYS = {"version", "model", "device", "units", "timelines", "rank_totals", "memory", "steps_ms", "step"}
@@ -31,8 +34,10 @@ _SUMS = {  # of a unit's fields: the work that a unit takes the rank's thread fo
 }
 _BYTES = ("shard", "unsharded", "gather_direct", "gather_bucket", "reduce_direct", "reduce_bucket")
 _MEMORY = ("peak_nbytes", "temporary_nbytes", "allocated_nbytes", "reserved_nbytes")
+_COMPUTE = ("forward_ms", "backward_ms", "other_ms")
 _SETTINGS = ("keeps_after_forward", "replicas", "is_small", "bucket_nbytes")
 _MAX_LISTED = 5
+_MORE_IS_BETTER = ("tokens_per_s", "mfu")
 
 
 @dataclass(frozen=True)
@@ -40,34 +45,43 @@ class Comparison:
     """The result of :func:`fsdp2.report.compare_reports`; ``str()`` shows everything except the times of most units.
 
     Attributes:
-        data: the contents of the JSON file: ``names`` of both reports; ``tables`` of rows with ``values`` of both,
-            their ``difference`` (second minus first) and ``ratio`` (second over first), None if not known; ``units``,
-            the same for each unit; ``settings`` that differ; ``only``, the units that only one report has.
+        data: the contents of the JSON file: ``names`` of both reports; ``verdict``, which of them is faster, and by
+            what; ``other_work``, in which ways they do not measure the same work; ``tables`` of rows with ``values`` of
+            both, their ``difference`` (second minus first) and ``ratio`` (second over first), None if not known, and
+            ``is_better``, None if nobody can tell; ``units``, the same for each unit; ``settings`` that differ;
+            ``only``, the units that only one report has; ``digits`` of a time that are known.
     """
 
     data: dict[str, Any]
 
     def __str__(self) -> str:
-        """Tables of the differences."""
-        names, units = self.data["names"], self.data["units"]
-        columns = [*names, "difference", "ratio"]
-        parts = [
-            aligned([[table["title"], *columns], *([row["what"], *_texts(row)] for row in table["rows"])])
+        """The verdict, and tables of the differences."""
+        names, units, digits = self.data["names"], self.data["units"], self.data["digits"]
+        columns = [*names, "difference", "ratio", ""]
+        parts = [self._lead()]
+        parts += [
+            aligned([[table["title"], *columns], *([row["what"], *_texts(row, digits)] for row in table["rows"])])
             for table in self.data["tables"]
         ]
         changed = sorted(units, key=lambda unit: -sum(abs(pair["difference"] or 0) for pair in unit["pairs"]))
         rows = [
-            [f"{unit['name']}, {pair['what']}", *_texts(pair)]
+            [f"{unit['name']}, {pair['what']}", *_texts(pair, digits)]
             for unit in changed[:_MAX_LISTED]
             for pair in unit["pairs"]
         ]
         title = "units" if len(units) <= _MAX_LISTED else f"units ({_MAX_LISTED} of {len(units)} that changed most)"
         parts.append(aligned([[title, *columns], *rows]))
-        settings = [[each["what"], *map(str, each["values"])] for each in self.data["settings"]]
+        settings = [[each["what"], *map(_setting, each["values"])] for each in self.data["settings"]]
         parts.append(aligned([["settings that differ", *names], *settings]) if settings else "No settings differ.")
-        return "\n\n".join([*parts, *(f"{alone}." for alone in _alone(names, self.data["only"]))])
+        return "\n\n".join(parts)
+
+    def _lead(self) -> str:
+        """What to know before anything else."""
+        alone = (f"{each}." for each in _alone(self.data["names"], self.data["only"]))
+        return " ".join([*self.data["other_work"], self.data["verdict"], *alone])
 
 
+@checked()
 def compare_reports(
     first: str | os.PathLike[str] | Report,
     second: str | os.PathLike[str] | Report,
@@ -103,12 +117,21 @@ def compare_reports(
                 f"{_CALLER}: {name} has version {report['version']} of the format, expected {VERSION}. Record it again "
                 "with this version of fsdp2."
             )
-    units = [{unit["name"]: unit for unit in report["units"]} for report in reports]
+    units = [_units(name, report) for name, report in zip(names, reports, strict=True)]
     _check_names(names, units, only_matching=only_matching)
-    comparison = Comparison(_compared(names, reports, units))
+    try:
+        comparison = Comparison(_compared(names, reports, units))
+        str(comparison)  # every value is of a type that can be shown
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise ValueError(
+            f"{_CALLER}: {' or '.join(names)} is damaged: it lacks what a report has ({type(error).__name__}: "
+            f"{error}). Record it again."
+        ) from error
     if target is not None and files.kind_of(target) == files.PAGE:
         data = {"comparison": comparison.data, "reports": reports}
-        files.write_whole(target, files.page(data, "comparison", title="fsdp2: two reports"))
+        setups = " ".join(f"{name}: {files.setup_of(each)[:-1]}." for name, each in zip(names, reports, strict=True))
+        texts = {"title": " and ".join(names), "summary": setups, "lead": comparison._lead()}
+        files.write_whole(target, files.page(data, "comparison", **texts))
     elif target is not None:
         files.write(target, comparison.data)
     return comparison
@@ -130,13 +153,10 @@ def _loaded(report: str | os.PathLike[str] | Report) -> dict[str, Any]:
         return report.data
     name = os.fspath(report)
     try:
-        text = Path(name).read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        text = ""
+        text = read_text(name)
+        data = files.data_of(text) if name.endswith(files.PAGE) else json_of(text)
     except OSError as error:
         raise ValueError(f"{_CALLER}: cannot read '{name}': {error.strerror or error}.") from error
-    try:
-        data = files.data_of(text) if name.endswith(files.PAGE) else json.loads(text)
     except ValueError:
         data = None
     if isinstance(data, dict) and "traceEvents" in data:
@@ -146,6 +166,16 @@ def _loaded(report: str | os.PathLike[str] | Report) -> dict[str, Any]:
     return data
 
 
+Units = dict[str, dict[str, Any]]  # of one report, by name
+
+
+def _units(name: str, report: dict[str, Any]) -> Units:
+    try:
+        return {str(unit["name"]): unit for unit in report["units"]}
+    except (LookupError, TypeError) as error:
+        raise ValueError(f"{_CALLER}: {name} is damaged: its units have no names. Record it again.") from error
+
+
 def _target(path: object) -> Path:
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"{_CALLER}: path is {path!r}, expected where to write, such as 'both.html'.")
@@ -153,9 +183,6 @@ def _target(path: object) -> Path:
     if problem is not None:
         raise ValueError(f"{_CALLER}: {problem}")
     return Path(path)
-
-
-Units = dict[str, dict[str, Any]]  # of one report, by name
 
 
 def _check_names(names: Sequence[str], units: Sequence[Units], *, only_matching: bool) -> None:
@@ -188,13 +215,19 @@ def _alone(names: Sequence[str], only: Sequence[Sequence[str]]) -> list[str]:
 def _compared(names: Sequence[str], reports: Sequence[dict[str, Any]], units: Sequence[Units]) -> dict[str, Any]:
     matching = _matching(units)
     first, second = map(_figures, reports)
-    tables = [{"title": title, "rows": _pairs(first[title], second[title])} for title in first]
+    noise = max(spread_of(_usual(report)) for report in reports)
+    tables = [{"title": title, "rows": _pairs(first[title], second[title], noise)} for title in first]
     return {
         "version": VERSION,
         "names": list(names),
+        "digits": min(report["digits"] for report in reports),
+        "verdict": _verdict(names, reports, matching, units),
+        "other_work": _other_work(names, reports, units),
         "tables": [table for table in tables if table["rows"]],
         "unit_fields": list(_SUMS),
-        "units": [{"name": name, "pairs": _pairs(*(_times(each[name]) for each in units))} for name in matching],
+        "units": [
+            {"name": name, "pairs": _pairs(_times(units[0][name]), _times(units[1][name]), noise)} for name in matching
+        ],
         "settings": _settings(reports, matching, units),
         "only": _only(units),
     }
@@ -203,7 +236,6 @@ def _compared(names: Sequence[str], reports: Sequence[dict[str, Any]], units: Se
 def _figures(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """What is compared, by the title of its table. A kind of lost time that the report does not list is 0."""
     speed, lost, totals, units = report["speed"], report["lost"], report["rank_totals"], report["units"]
-    times = [field for field in totals[0] if field.endswith("_ms")]
     gathered = sum(u["gathers"] * (u["gather_direct_nbytes"] + u["gather_bucket_nbytes"]) for u in units)
     return {
         "step": {
@@ -211,9 +243,10 @@ def _figures(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
             "tokens_per_s": speed["tokens_per_s"],
             "mfu": speed["mfu"],
         },
-        "lost time": {"lost_ms": lost["lost_ms"]} | {f"{each['kind']}_ms": each["lost_ms"] for each in lost["kinds"]},
-        "most of all ranks": {field: max(rank[field] for rank in totals) for field in times},
-        "memory": {field: report["memory"][field] for field in _MEMORY},
+        "lost by the rank that loses most": {"lost_ms": lost["lost_ms"]}
+        | {f"{each['kind']}_ms": each["lost_ms"] for each in lost["kinds"]},
+        "compute, most of all ranks": {field: max(rank[field] for rank in totals) for field in _COMPUTE},
+        "memory of the fullest rank": {field: report["memory"][0][field] for field in _MEMORY},
         "bytes of all units": {f"{each}_nbytes": sum(unit[f"{each}_nbytes"] for unit in units) for each in _BYTES}
         | {"gathered_in_the_step_nbytes": gathered},
     }
@@ -223,22 +256,106 @@ def _times(unit: dict[str, Any]) -> dict[str, float]:
     return {field: float(sum(unit[each] for each in parts)) for field, parts in _SUMS.items()}
 
 
-def _pairs(first: dict[str, Any], second: dict[str, Any]) -> list[dict[str, Any]]:
-    """A row for each field for which at least one report has a value."""
+def _pairs(first: dict[str, Any], second: dict[str, Any], noise: float) -> list[dict[str, Any]]:
+    """A row for each field for which at least one report has a value. Times that differ by less than the share
+    ``noise`` are neither better nor worse."""
     pairs = {field: [each.get(field, 0) for each in (first, second)] for field in {**first, **second}}
-    return [_pair(field, values) for field, values in pairs.items() if values != [None, None]]
+    return [_pair(field, values, noise) for field, values in pairs.items() if values != [None, None]]
 
 
-def _pair(field: str, values: Sequence[Any]) -> dict[str, Any]:
+def _pair(field: str, values: Sequence[Any], noise: float) -> dict[str, Any]:
     first, second = values
     is_known = first is not None and second is not None
+    least = 0.0 if field.endswith("_nbytes") else max(noise, 0.01)
+    is_better = None
+    if is_known and abs(second - first) > least * max(first, second):
+        is_better = (second > first) is (field in _MORE_IS_BETTER)
     return {
         "field": field,
         "what": _label(field),
         "values": list(values),
         "difference": round(second - first, 6) if is_known else None,
         "ratio": round(second / first, 4) if is_known and first else None,
+        "is_better": is_better,
     }
+
+
+def _usual(report: dict[str, Any]) -> list[float]:
+    return list(report["steps_ms"][report["first_step"] :])
+
+
+def _verdict(
+    names: Sequence[str], reports: Sequence[dict[str, Any]], matching: Sequence[str], units: Sequence[Units]
+) -> str:
+    """One sentence: which report has the shorter step, by how much, and what makes most of the difference."""
+    first, second = (report["steps_ms"][report["step"]] for report in reports)
+    digits = min(report["digits"] for report in reports)
+    before, after = (ms_text(each, digits) for each in (first, second))
+    usual = [_usual(report) for report in reports]
+    is_apart = max(usual[0]) < min(usual[1]) or max(usual[1]) < min(usual[0])
+    if first == second or not is_apart:
+        ranges = [f"{ms_text(min(each), digits)} to {ms_text(max(each), digits)}" for each in usual]
+        steps = "" if first == second else f", since steps vary: {ranges[0]}, and {ranges[1]}"
+        return f"Neither is clearly faster: a step takes {before} in {names[0]} and {after} in {names[1]}{steps}."
+    word = "faster" if second < first else "slower"
+    share = abs(second - first) / first
+    text = f"{names[1]} is {share:.0%} {word} than {names[0]}: a step takes {after} instead of {before}"
+    spent = [_spent(report) for report in reports]
+    change = {what: spent[1].get(what, 0.0) - spent[0].get(what, 0.0) for what in {**spent[0], **spent[1]}}
+    most = max(change, key=lambda what: change[what] * (second - first))
+    if change[most] * (second - first) > 0:
+        less = "less" if second < first else "more"
+        text += f", with {ms_text(abs(change[most]), digits)} {less} in {most}{_where(most, less, matching, units)}"
+    return f"{text}."
+
+
+def _spent(report: dict[str, Any]) -> dict[str, float]:
+    """What the rank that loses most spends the step on, in milliseconds."""
+    lost = report["lost"]
+    return {"compute": lost["compute_ms"]} | {each["kind"]: each["lost_ms"] for each in lost["kinds"]}
+
+
+_OF_UNITS = {  # the fields of units that make up a kind of lost time
+    Lost.GATHERS.value: ("gather_exposed_ms",),
+    Lost.REDUCTIONS.value: ("reduce_exposed_ms",),
+    Lost.LAUNCHES.value: ("launch_ms",),
+    Lost.COPIES.value: ("copy_ms",),
+}
+
+
+def _where(what: str, less: str, matching: Sequence[str], units: Sequence[Units]) -> str:
+    """The units that changed in that way, the one that changed most first."""
+    changed = {}
+    for name in matching:
+        before, after = (sum(each[name][field] for field in _OF_UNITS.get(what, ())) for each in units)
+        by = before - after if less == "less" else after - before
+        if by > 0:
+            changed[name] = by
+    ordered = sorted(changed, key=lambda name: -changed[name])
+    return f" ({listed(ordered, 2)})" if ordered else ""
+
+
+def _other_work(names: Sequence[str], reports: Sequence[dict[str, Any]], units: Sequence[Units]) -> list[str]:
+    """Sentences that say in which ways the reports do not measure the same work."""
+    found = []
+    for what, of in {
+        "tokens in a step": lambda report: report["speed"]["tokens"],
+        "inputs": lambda report: ", ".join(report["inputs"]),
+        "dtype of compute": lambda report: ", ".join(sorted({unit["dtype"] for unit in report["units"]} - {""})),
+        "ranks": lambda report: len(report["ranks"]),
+        "recorded steps": lambda report: len(report["steps_ms"]),
+    }.items():
+        first, second = map(of, reports)
+        if first != second:
+            values = ("not known" if each in (None, "") else each for each in (first, second))
+            found.append("{} ({} and {})".format(what, *values))
+    if not found:
+        return []
+    speeds = [report["speed"]["tokens_per_s"] for report in reports]
+    rate = ""
+    if None not in speeds and reports[0]["speed"]["tokens"] != reports[1]["speed"]["tokens"]:
+        rate = f" Per second, {names[1]} trains on {speeds[1] / speeds[0]:.2f} times as many tokens."
+    return [f"The two reports are not of the same work. They differ in: {'; '.join(found)}.{rate}"]
 
 
 def _settings(
@@ -254,28 +371,41 @@ def _settings(
         for name in matching:
             by_values[units[0][name][setting], units[1][name][setting]].append(name)
         for values, named in by_values.items():
-            found.append({"what": f"{_label(setting)} of {listed(named, 1)}", "units": named, "values": list(values)})
+            found.append({"what": f"{_label(setting)}: {listed(named, 1)}", "units": named, "values": list(values)})
     return [each for each in found if each["values"][0] != each["values"][1]]
 
 
 # Text
 
 
+_LABELS = {
+    "is_small": "sent in one bucket",
+    "keeps_after_forward": "stays unsharded after forward",
+    "bucket_nbytes": "in one bucket below",
+    "thread_ms": "launches and copies",
+}
+
+
 def _label(field: str) -> str:
-    return field.removesuffix("_ms").removesuffix("_nbytes").replace("_", " ")
+    return _LABELS.get(field) or field.removesuffix("_ms").removesuffix("_nbytes").replace("_", " ")
 
 
-def _texts(row: dict[str, Any]) -> list[str]:
+def _setting(value: object) -> str:
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
+
+
+def _texts(row: dict[str, Any], digits: int) -> list[str]:
     field, difference, ratio = row["field"], row["difference"], row["ratio"]
-    values = ["not known" if value is None else _text(field, value) for value in row["values"]]
+    values = ["not known" if value is None else _text(field, value, digits) for value in row["values"]]
     sign = "+" if difference and difference > 0 else ""
-    by = "" if difference is None else f"{sign}{_text(field, difference)}"
-    return [*values, by, "" if ratio is None else f"{ratio:.2f}"]
+    by = "" if difference is None else f"{sign}{_text(field, difference, digits)}"
+    judged = {True: "better", False: "worse", None: ""}[row["is_better"]]
+    return [*values, by, "" if ratio is None else f"{ratio:.2f}", judged]
 
 
-def _text(field: str, value: float) -> str:
+def _text(field: str, value: float, digits: int) -> str:
     if field.endswith("_ms"):
-        return f"{value:.1f} ms"
+        return ms_text(value, digits)
     if field.endswith("_nbytes") and not value:
         return "0 B"
     if field.endswith("_nbytes"):
@@ -302,6 +432,7 @@ def add_compare(commands: Any) -> None:
 
 def _print_comparison(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     try:
-        print(compare_reports(options.first, options.second, options.path, only_matching=options.only_matching))
+        found = compare_reports(options.first, options.second, options.path, only_matching=options.only_matching)
+        print(printable(str(found)))
     except ValueError as error:
         parser.exit(2, f"{parser.prog} compare: error: {str(error).removeprefix(f'{_CALLER}: ')}\n")

@@ -3,19 +3,7 @@
 Times are in microseconds from the start of the step (``_us``), or in milliseconds (``_ms``). Ranks on one host share a
 clock; the clocks of hosts are aligned at the point where all ranks left one collective.
 
-The fields of the report whose names do not explain everything:
-
-- ``findings``: each has ``gain_ms``; no two findings gain the same milliseconds.
-- ``lost``: for ``rank``, the one that loses most, ``step_ms`` = ``compute_ms`` + ``lost_ms``. The findings explain
-  ``explained_ms`` of that; ``kinds`` divides ``lost_ms`` by kind.
-- ``compute``: rows of ``name``, ``unit``, ``module``, ``forward_ms``, ``backward_ms``, ``other_ms``: the most of all
-  ranks. Rows without a unit are what the program does outside of units.
-- ``places``: the names of these rows. ``timelines[].spans``: rows of an index into ``does``, an index into ``units`` or
-  -1, the start, the duration, and an index into ``places``, or -1 where nothing computes.
-- ``memory``: for ``rank``, the one that holds most, ``series`` of ``what`` and ``nbytes``, one for each of
-  ``times_us``, which lie on the axis of the timelines; ``peak_nbytes``: the peak of their sum; ``owners``: what holds
-  it then; ``temporary_nbytes``: the runtime's peak, as ``memory_plan`` predicts; ``notes``: what is missing.
-- ``speed``: ``tokens`` and ``flops`` of all ranks, ``tokens_per_s``, and ``mfu`` of ``peak``, or the reason ``no_mfu``.
+docs/debugging.md lists the fields.
 """
 
 from __future__ import annotations
@@ -27,10 +15,11 @@ from itertools import zip_longest
 from typing import Any
 
 from fsdp2.planner.machine import Machine
-from fsdp2.report.figures import Prediction, StepFigures, Work, compared, speed
+from fsdp2.report.figures import Prediction, StepFigures, Work, compared, digits_of, speed
 from fsdp2.report.findings import Finding, StepFacts, UnitFacts, UnitInfo, findings
 from fsdp2.report.lost import Cell, Lost, least_waits, lost_time, sums
 from fsdp2.report.memory import Memory
+from fsdp2.report.operators import Operators
 from fsdp2.report.timeline import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -41,15 +30,17 @@ from fsdp2.report.timeline import (
     Span,
     Transfer,
     joined,
+    phases,
 )
 
-VERSION = 2
+VERSION = 3
 _REDUCTIONS = (REDUCE_SCATTER, ALL_REDUCE)
 KINDS = (ALL_GATHER, *_REDUCTIONS, *OF_HOST)
 _MAX_ENTRIES = 50_000  # in all timelines; beyond that, only some ranks have one
+_MAX_OWNERS = 150  # of memory, on each rank
 _RESOLUTION = 2_000  # parts of a step in a timeline: anything shorter than one part cannot be seen
 _COMPUTE = (Does.FORWARD, Does.BACKWARD)
-_WAITS = (Does.GATHER_WAIT, Does.REDUCE_WAIT, Does.RANK_WAIT)
+_WAITS = (Does.GATHER_WAIT, Does.REDUCE_WAIT, Does.OTHER_WAIT)
 
 
 @dataclass(frozen=True)
@@ -61,6 +52,7 @@ class RankStep:
     spans: list[Span]
     transfers: list[Transfer]
     memory: Memory
+    operators: Operators = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -80,6 +72,7 @@ class RankRecord:
     free_nbytes: int | None = None
     knows_activations: bool = True
     work: Work = field(default_factory=Work)
+    inputs: Sequence[str] = ()
 
 
 def report_data(
@@ -89,9 +82,11 @@ def report_data(
     records: Sequence[RankRecord],
     prediction: Prediction | None = None,
     machine: Machine | None = None,
+    mesh: tuple[int, int] | None = None,
 ) -> dict[str, Any]:
     """The whole report. ``model`` and ``device`` are names; ``units`` are in the order of the modules, the root first;
-    ``records`` in the order of ranks; steps count that all have. ``machine``: that of the device, if known."""
+    ``records`` in the order of ranks; steps count that all have. ``machine``: that of the device, if known. ``mesh``:
+    by default, no rank is a replica."""
     num_steps = min(len(record.steps) for record in records)
     durations = [max(r.steps[i].stop - r.steps[i].start for r in records) for i in range(num_steps)]
     usual = range(len(durations))  # the steps that are representative of others
@@ -103,19 +98,30 @@ def report_data(
     least = least_waits([rank.sums for rank in ranks])
     lost = [lost_time(rank.step.spans, least) for rank in ranks]
     most = max(range(len(lost)), key=lambda i: sum(lost[i].values()))
-    facts = _facts(units, ranks, usual, durations[chosen] * 1e3, {k: 1e3 * v for k, v in lost[most].items()})
-    found = findings(facts)
     index = {unit.name: i for i, unit in enumerate(units)} | {"": -1}
     places = _places(ranks)
     shown = _shown(ranks)
-    fullest = max(ranks, key=lambda rank: rank.step.memory.peak)
+    collectives = _collectives(ranks, index, shown)
+    digits = digits_of([1e3 * durations[i] for i in usual])
+    facts = replace(
+        _facts(units, ranks, usual, durations[chosen] * 1e3, {k: 1e3 * v for k, v in lost[most].items()}),
+        loser=ranks[most].record.rank,
+        latest=_latest(collectives["rows"]),
+        digits=digits,
+    )
+    found = findings(facts)
+    by_memory = sorted(ranks, key=lambda rank: -rank.step.memory.peak)
     return {
         "version": VERSION,
         "model": model,
         "device": device,
         "ranks": [record.rank for record in records],
+        "mesh": list(mesh or (1, len(records))),
+        "inputs": list(records[0].inputs),
         "steps_ms": [_ms(duration) for duration in durations],
         "step": chosen,
+        "first_step": usual[0],
+        "digits": digits,
         "does": [does.value for does in known],
         "kinds": list(KINDS),
         "findings": [
@@ -124,16 +130,15 @@ def report_data(
         ],
         "lost": _lost(ranks[most], facts.lost, found),
         "speed": speed([record.work for record in records], durations[chosen], machine, device.split(" (")[0]),
-        "prediction": None if prediction is None else compared(prediction, _figures(ranks, fullest)),
+        "prediction": None if prediction is None else compared(prediction, _figures(ranks, by_memory[0])),
         "units": [_unit_row(unit, ranks, known) for unit in units],
-        "rank_totals": [
-            {"rank": rank.record.rank} | {_field(does): _ms(rank.of(does)) for does in known} for rank in ranks
-        ],
+        "rank_totals": [_totals(rank, its) for rank, its in zip(ranks, lost, strict=True)],
         "compute": [_compute_row(place, name, ranks) for place, name in places.items()],
         "places": list(places.values()),
         "timelines": [_timeline(rank, index, places) for rank in shown],
-        "memory": _memory(fullest),
-        "collectives": {"ranks": [rank.record.rank for rank in shown], **_collectives(ranks, index, shown)},
+        "operators": _operators(max(ranks, key=_compute_of), places),
+        "memory": [_memory(rank) for rank in by_memory if rank in shown or rank is by_memory[0]],
+        "collectives": {"ranks": [rank.record.rank for rank in shown], **collectives},
     }
 
 
@@ -190,12 +195,13 @@ def _ranks(records: Sequence[RankRecord], chosen: int) -> list[_Rank]:
 
 def _moved(step: RankStep, by: float) -> RankStep:
     """``step``, ``by`` seconds later."""
-    return RankStep(
-        step.start + by,
-        step.stop + by,
-        [each._replace(start=each.start + by, stop=each.stop + by) for each in step.spans],
-        [each._replace(start=each.start + by, stop=each.stop + by) for each in step.transfers],
-        replace(step.memory, times=[time + by for time in step.memory.times]),
+    return replace(
+        step,
+        start=step.start + by,
+        stop=step.stop + by,
+        spans=[each._replace(start=each.start + by, stop=each.stop + by) for each in step.spans],
+        transfers=[each._replace(start=each.start + by, stop=each.stop + by) for each in step.transfers],
+        memory=replace(step.memory, times=[time + by for time in step.memory.times]),
     )
 
 
@@ -222,6 +228,7 @@ def _facts(
         units=[_unit_facts(unit, ranks, is_root=unit is units[0]) for unit in ordered],
         rank_compute=[[1e3 * _computed(record.steps[i]) for record in records] for i in usual],
         rank_waits=[1e3 * sum(map(rank.of, _WAITS)) for rank in ranks],
+        ranks=[record.rank for record in records],
         reduce_idle=1e3 * min(rank.reduce_idle for rank in ranks),
         host_late=1e3 * min(rank.of(Does.IDLE) - rank.of(Does.IDLE, "") for rank in ranks),
         free_nbytes=min((r.free_nbytes for r in records if r.free_nbytes is not None), default=None),
@@ -260,13 +267,31 @@ def _unit_facts(unit: UnitInfo, ranks: Sequence[_Rank], *, is_root: bool) -> Uni
     )
 
 
+def _latest(rows: Sequence[Sequence[int]]) -> int | None:
+    """The rank whose late starts of collectives took others the most time; None if no rank was late."""
+    late: Counter[int] = Counter()
+    for _, _, by, last, *_ in rows:
+        late[last] += by
+    return max(late, key=late.__getitem__) if late.total() else None
+
+
 # The parts of the report
+
+
+def _totals(rank: _Rank, lost: Mapping[Cell, float]) -> dict[str, Any]:
+    """What ``rank`` computes, and what it loses by kind. Together, they are its step."""
+    computed = {_field(does): _ms(rank.of(does)) for does in COMPUTING}
+    return {"rank": rank.record.rank} | computed | {_field(kind): _ms(_sum_of(lost, kind)) for kind in Lost}
+
+
+def _sum_of(lost: Mapping[Cell, float], kind: Lost) -> float:
+    return sum(value for cell, value in lost.items() if cell.lost is kind)
 
 
 def _lost(rank: _Rank, lost: Mapping[Cell, float], found: Sequence[Finding]) -> dict[str, Any]:
     """The time that the rank which loses most has lost, and how much of it the findings explain."""
     total = sum(lost.values())
-    kinds = {kind: sum(value for cell, value in lost.items() if cell.lost is kind) for kind in Lost}
+    kinds = {kind: _sum_of(lost, kind) for kind in Lost}
     return {
         "rank": rank.record.rank,
         "step_ms": _ms(rank.lasted),
@@ -294,7 +319,7 @@ def _figures(ranks: Sequence[_Rank], fullest: _Rank) -> StepFigures:
 def _unit_row(unit: UnitInfo, ranks: Sequence[_Rank], known: Sequence[Does]) -> dict[str, Any]:
     """What plans say about ``unit``, and its times for each of ``known``: the most of all ranks. For waits also the
     least, which is their cost without waiting for a late rank."""
-    of_units = [does for does in known if does not in (Does.OTHER, Does.RANK_WAIT)]
+    of_units = [does for does in known if does not in (Does.OTHER, Does.OTHER_WAIT)]
     return {
         **vars(unit),
         "gathers": max(rank.gathers[unit.name] for rank in ranks),
@@ -304,7 +329,7 @@ def _unit_row(unit: UnitInfo, ranks: Sequence[_Rank], known: Sequence[Does]) -> 
     }
 
 
-def _field(does: Does) -> str:
+def _field(does: Does | Lost) -> str:
     return f"{does.value.replace(' ', '_')}_ms"
 
 
@@ -327,24 +352,42 @@ def _compute_row(place: tuple[str, str], name: str, ranks: Sequence[_Rank]) -> d
     }
 
 
+def _operators(rank: _Rank, places: Mapping[tuple[str, str], str]) -> dict[str, Any] | None:
+    """What ran on ``rank``, most time first; None if torch.profiler did not run."""
+    if not rank.step.operators:
+        return None
+    position = {place: i for i, place in enumerate(places)}
+    rows: dict[tuple[str, int], list[int]] = defaultdict(lambda: [0, 0, 0, 0])
+    for (unit, module, does, name), (calls, seconds) in rank.step.operators.items():
+        row = rows[name, position[unit, module]]
+        row[0] += calls
+        row[1 + COMPUTING.index(does)] += _us(seconds)
+    ordered = sorted(rows.items(), key=lambda row: -sum(row[1][1:]))
+    return {"rank": rank.record.rank, "rows": [[*key, *row] for key, row in ordered]}
+
+
 def _memory(rank: _Rank) -> dict[str, Any]:
     memory, record = rank.step.memory, rank.record
-    kept = _most_held(memory, rank.lasted / _RESOLUTION)
+    kept = _drawn_times(rank)
+    owners, rest = list(memory.owners[:_MAX_OWNERS]), memory.owners[_MAX_OWNERS:]
+    if rest:
+        owners.append(("", f"{len(rest)} smaller ones", sum(nbytes for _, _, nbytes in rest)))
     return {
         "rank": record.rank,
         "peak_nbytes": memory.peak,
         "temporary_nbytes": memory.temporary,
         "allocated_nbytes": record.allocated_nbytes,
         "reserved_nbytes": record.reserved_nbytes,
-        "owners": [{"unit": unit, "what": what, "nbytes": nbytes} for unit, what, nbytes in memory.owners],
+        "owners": [{"unit": unit, "what": what, "nbytes": nbytes} for unit, what, nbytes in owners],
         "times_us": [_us(memory.times[i]) for i in kept],
         "series": [{"what": what, "nbytes": [values[i] for i in kept]} for what, values in memory.series.items()],
         "notes": [] if record.knows_activations else ["Activations were not counted."],
     }
 
 
-def _most_held(memory: Memory, shortest: float) -> list[int]:
-    """The times to draw: of those closer together than ``shortest``, only the one at which most was held."""
+def _drawn_times(rank: _Rank) -> list[int]:
+    """The times to draw: of those that cannot be told apart, only the one at which most was held."""
+    memory, shortest = rank.step.memory, rank.lasted / _RESOLUTION
     totals = [sum(values) for values in zip(*memory.series.values(), strict=True)]
     if len(totals) <= _RESOLUTION:
         return list(range(len(totals)))
@@ -359,13 +402,17 @@ def _most_held(memory: Memory, shortest: float) -> list[int]:
 def _shown(ranks: Sequence[_Rank]) -> list[_Rank]:
     """The ranks with a timeline: all, if there are few; else the one that computes longest, the one that computes
     shortest, and the first of the others."""
-    entries = max(len(rank.drawn) + 2 * len(rank.step.transfers) for rank in ranks)
+    entries = max(len(rank.drawn) + 2 * len(rank.step.transfers) + len(_drawn_times(rank)) for rank in ranks)
     limit = max(_MAX_ENTRIES // max(entries, 1), 1)
     if len(ranks) <= limit:
         return list(ranks)
-    by_compute = sorted(ranks, key=lambda rank: sum(map(rank.of, _COMPUTE)))
+    by_compute = sorted(ranks, key=_compute_of)
     chosen = list(dict.fromkeys([by_compute[-1], by_compute[0], *ranks]))[:limit]
     return [rank for rank in ranks if rank in chosen]
+
+
+def _compute_of(rank: _Rank) -> float:
+    return sum(map(rank.of, _COMPUTE))
 
 
 def _timeline(rank: _Rank, index: dict[str, int], places: Mapping[tuple[str, str], str]) -> dict[str, Any]:
@@ -382,6 +429,7 @@ def _timeline(rank: _Rank, index: dict[str, int], places: Mapping[tuple[str, str
         "rank": rank.record.rank,
         "start_us": _us(rank.step.start),
         "stop_us": _us(rank.step.stop),
+        "phases": [[name, _us(start), _us(stop) - _us(start)] for name, start, stop in phases(rank.step.spans)],
         "spans": [span for span in spans if span[3] > 0],
         "transfers": transfers,
     }

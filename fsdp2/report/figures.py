@@ -1,7 +1,10 @@
-"""What a step is measured by: the figures that a plan predicts, tokens per second, and MFU. Plain values."""
+"""What a step is measured by: the figures that a plan predicts, tokens per second, MFU, and how many digits of a time
+are known. Plain values."""
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -90,3 +93,26 @@ def _sum(values: Sequence[float | None]) -> float | None:
     """The sum of ``values``; None if one is not known."""
     known = [value for value in values if value is not None]
     return sum(known) if len(known) == len(values) else None
+
+
+def spread_of(steps_ms: Sequence[float]) -> float:
+    """The difference between the longest and the shortest step, as a share of the median; 0 if there is only one."""
+    median = statistics.median(steps_ms)
+    return (max(steps_ms) - min(steps_ms)) / median if median else 0.0
+
+
+def digits_of(steps_ms: Sequence[float]) -> int:
+    """How many digits of a time are known: 4 if steps vary by less than 1%, 3 by less than 10%, else 2. A single step
+    does not tell; its times have 3."""
+    spread = spread_of(steps_ms)
+    if len(steps_ms) > 1 and spread < 0.01:
+        return 4
+    return 3 if spread < 0.1 else 2
+
+
+def ms_text(ms: float, digits: int) -> str:
+    """``ms`` with as many ``digits`` as are known, but no finer than a microsecond, which is what reports keep."""
+    if abs(ms) < 0.0005:
+        return "0 ms"
+    decimals = min(digits - 1 - math.floor(math.log10(abs(ms))), 3)
+    return f"{round(ms, decimals):.{max(decimals, 0)}f} ms"

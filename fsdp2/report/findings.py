@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from fsdp2.extras.output import listed
+from fsdp2.report.figures import ms_text
 from fsdp2.report.lost import Cell, Lost
 
 MAX_CHANGES = 5
@@ -33,6 +34,7 @@ class UnitInfo:
         is_small: its shard is sent in one bucket.
         bucket_nbytes: unsharded parameters of fewer bytes are sent in one bucket.
         keeps_after_forward: its parameters stay unsharded after forward.
+        dtype: the dtype, or dtypes, that it computes in.
     """
 
     name: str
@@ -48,6 +50,7 @@ class UnitInfo:
     bucket_nbytes: int = 0
     keeps_after_forward: bool = False
     replicas: int = 1
+    dtype: str = ""
 
 
 @dataclass(frozen=True)
@@ -83,9 +86,10 @@ class StepFacts:
     """The measured step. ``units`` are in forward order. ``rank_compute`` has each rank's compute time in each recorded
     step, ``rank_waits`` each rank's wait for all collectives. ``reduce_idle`` is how long no gradients were reduced
     during backward. ``host_late`` is how long no operation ran in forward and backward, if torch.profiler ran.
-    ``free_nbytes`` is the device memory that nothing used; None if unknown. ``lost`` divides the time in which the rank
-    that loses most did not compute. ``is_first_use``: the first recorded step is not among the steps, since it made
-    plans."""
+    ``free_nbytes`` is the device memory that nothing used; None if unknown. ``lost`` divides the time in which
+    ``loser``, the rank that loses most, did not compute. ``is_first_use``: the first recorded step is not among the
+    steps, since it made plans. ``ranks`` are the names of the ranks; ``latest`` is the one whose late starts of
+    collectives took others the most time. Times are known to so many ``digits``."""
 
     step: float
     units: Sequence[UnitFacts]
@@ -96,6 +100,14 @@ class StepFacts:
     free_nbytes: int | None = None
     lost: Mapping[Cell, float] = field(default_factory=dict)
     is_first_use: bool = False
+    ranks: Sequence[int] = ()
+    loser: int = 0
+    latest: int | None = None
+    digits: int = 3
+
+    def ms(self, value: float) -> str:
+        """A time in a text."""
+        return ms_text(value, self.digits)
 
 
 @dataclass(frozen=True)
@@ -144,8 +156,9 @@ def alone(facts: StepFacts) -> list[Finding]:
     parts = _max_parts(unit)
     reduced = min(unit.tail_late, unit.backward) * (1 - 1 / parts)
     text = (
-        f"{_quoted(unit.name)} holds all parameters: compute waits {_ms(unit.forward_late)} until they are gathered, "
-        f"and {_ms(unit.tail_late)} until they are reduced. Call fully_shard on its blocks first, then on the whole."
+        f"{_quoted(unit.name)} holds all parameters: each rank waits {facts.ms(unit.forward_late)} or more until they "
+        f"are gathered, and {facts.ms(unit.tail_late)} or more until they are reduced. Call fully_shard on its blocks "
+        "first, then on the whole."
     )
     cells = (*_cells(Lost.GATHERS, [unit], False), *_cells(Lost.REDUCTIONS, [unit], False))
     return [Finding("alone", (unit.name,), text, _split_gain(unit, parts) + reduced, cells)]
@@ -167,8 +180,9 @@ def split(facts: StepFacts) -> list[Finding]:
         gain = _split_gain(unit, parts) if ratio >= _LARGE and parts > 1 else 0.0
         if gain > 0:
             text = (
-                f"{_quoted(unit.name)} gathers {_ms(unit.forward_late)} late: its unit is {ratio:.1f} times the median "
-                f"of the others. Split it into {parts}: call fully_shard on modules inside it."
+                f"{_quoted(unit.name)} is gathered {facts.ms(unit.forward_late)} late on each rank: it holds "
+                f"{ratio:.1f} times the parameters of the median of the others. Split it into {parts}: call "
+                "fully_shard on modules inside it."
             )
             found.append(Finding("split", (unit.name,), text, gain, _cells(Lost.GATHERS, [unit], False)))
     found.sort(key=lambda each: -each.gain_ms)
@@ -215,7 +229,7 @@ def keep(facts: StepFacts) -> list[Finding]:
     are, them = ("is", "it") if len(chosen) == 1 else ("are", "them")
     memory = "" if facts.free_nbytes is None else f" of {facts.free_nbytes / _MIB:.1f} MiB that are free"
     text = (
-        f"{_listed(names)} {are} gathered again for backward, and {are} {_ms(gain)} late. Shard {them} with "
+        f"{_listed(names)} {are} gathered again for backward, {facts.ms(gain)} late on each rank. Shard {them} with "
         f"reshard_after_forward=False; this takes {cost / _MIB:.1f} MiB more per rank{memory}."
     )
     return [Finding("keep", names, text, gain, _cells(Lost.GATHERS, chosen, True))]
@@ -226,26 +240,27 @@ def prefetch(facts: StepFacts) -> list[Finding]:
     pairs = list(zip(facts.units, facts.units[1:], strict=False))
     forward = [(unit, before, unit.forward_late, unit.forward_idle) for before, unit in pairs]
     backward = [(unit, after, unit.backward_late, unit.backward_idle) for unit, after in pairs]  # the other way round
-    return [*_prefetch("forward", forward), *_prefetch("backward", backward)]
+    return [*_prefetch(facts, "forward", forward), *_prefetch(facts, "backward", backward)]
 
 
-def _prefetch(of: str, gathers: Sequence[tuple[UnitFacts, UnitFacts, float, float]]) -> list[Finding]:
+def _prefetch(facts: StepFacts, of: str, gathers: Sequence[tuple[UnitFacts, UnitFacts, float, float]]) -> list[Finding]:
     """``gathers`` of one pass: a unit, the one that computes before it, how late it is, how long nothing was
     gathered."""
     found = sorted((each for each in gathers if min(each[2:]) > 0), key=lambda each: -min(each[2:]))
     if not found:
         return []
-    names, late = tuple(unit.name for unit, *_ in found), _ms(sum(each[2] for each in found))
+    names, late = tuple(unit.name for unit, *_ in found), facts.ms(sum(each[2] for each in found))
     setter = f"set_modules_to_{of}_prefetch"
     if len(found) == 1:
         text = (
-            f"{_quoted(names[0])} gathers {late} late in {of}, and was not prefetched. Put it into "
-            f"{_quoted(found[0][1].name)}'s list: {setter}."
+            f"{_quoted(names[0])} is gathered {late} late on each rank in {of}, since it was not prefetched. Put it "
+            f"into {_quoted(found[0][1].name)}'s list: {setter}."
         )
     else:
         text = (
-            f"{_listed(names)} gather {late} late in {of}, and were not prefetched. Remove empty lists of {setter}, or "
-            "put each unit into the list of the one that computes before it."
+            f"{_listed(names)} are gathered {late} late on each rank in {of}, since they were not prefetched. If you "
+            f"gave empty lists to {setter}, remove them; otherwise put each unit into the list of the one that "
+            "computes before it."
         )
     cells = _cells(Lost.GATHERS, [unit for unit, *_ in found], of == "backward")
     return [Finding("prefetch", names, text, sum(min(each[2:]) for each in found), cells)]
@@ -265,7 +280,7 @@ def join(facts: StepFacts) -> list[Finding]:
         change = f"{len(runs)} calls fully_shard([...]), the first for {_quoted(first)} to {_quoted(last)}"
     text = (
         f"{_listed(names)} are small and run one after the other. Join them: {change}. The collectives of each take at "
-        f"least {_ms(cost)}."
+        f"least {facts.ms(cost)}."
     )
     small = [unit for run in runs for unit in run]
     kinds = (Lost.LAUNCHES, Lost.COPIES, Lost.GATHERS, Lost.REDUCTIONS)
@@ -299,8 +314,9 @@ def reduce(facts: StepFacts) -> list[Finding]:
         return []
     names = tuple(unit.name for unit in sorted(late, key=lambda unit: -unit.reduce_late))
     text = (
-        f"Backward waits {_ms(sum(unit.reduce_late for unit in late))} for the reductions of {_listed(names)}. Let two "
-        "be in flight: set_reduce_scatter_max_input_buffers(2); this holds one more unit's gradients."
+        f"Backward waits {facts.ms(sum(unit.reduce_late for unit in late))} or more on each rank for the reductions of "
+        f"{_listed(names)}. Let two be in flight: set_reduce_scatter_max_input_buffers(2); this holds one more unit's "
+        "gradients."
     )
     return [Finding("reduce", names, text, gain, _cells(Lost.REDUCTIONS, late, True))]
 
@@ -312,8 +328,8 @@ def tail(facts: StepFacts) -> list[Finding]:
         gain = min(unit.tail_late, unit.backward) / 2
         if gain > 0 and _max_parts(unit) > 1:
             text = (
-                f"The step ends with {_ms(unit.tail_late)} of waiting for the reduction of {_quoted(unit.name)}. Split "
-                "it into two, so that one half is reduced while the other computes."
+                f"On each rank, the step ends with {facts.ms(unit.tail_late)} of waiting for the reduction of "
+                f"{_quoted(unit.name)}. Split it into two, so that one half is reduced while the other computes."
             )
             found.append(Finding("tail", (unit.name,), text, gain, _cells(Lost.REDUCTIONS, [unit], False)))
     return found
@@ -329,13 +345,15 @@ def late_rank(facts: StepFacts) -> list[Finding]:
     leads = [max(step) - sorted(step)[-2] for step in steps]
     if len(slowest) > 1 or min(leads) <= max(leads) - min(leads):
         return []
-    rank = slowest.pop()
-    gain = min(min(leads), *(wait for i, wait in enumerate(waits) if i != rank))
+    index = slowest.pop()
+    rank = facts.ranks[index]
+    gain = min(min(leads), *(wait for i, wait in enumerate(waits) if i != index))
     if not gain > 0:
         return []
     text = (
-        f"Rank {rank} computes longer than all others in each of {len(steps)} steps, by {_ms(min(leads))} or more, and "
-        "they wait for it. Give it less work, or look at its host."
+        f"Rank {rank} computes longer than all others in each of {len(steps)} steps, by {facts.ms(min(leads))} or "
+        "more, and they wait for it. If its batches are larger, give it less work; otherwise look at what else its "
+        "host runs."
     )
     return [Finding("late rank", (), text, gain, (Cell(Lost.RANKS),))]
 
@@ -343,8 +361,8 @@ def late_rank(facts: StepFacts) -> list[Finding]:
 def late_host(facts: StepFacts) -> list[Finding]:
     """Nothing computes between operations: Python is slower than the work it launches."""
     text = (
-        f"In forward and backward, no operation runs for {_ms(facts.host_late)}: they are started too late. Compile "
-        "the blocks, or give each rank larger batches."
+        f"In forward and backward, no operation runs for {facts.ms(facts.host_late)} or more on each rank: Python "
+        "starts them too late. Compile the blocks or, if memory allows, give each rank larger batches."
     )
     cells = tuple(cell for cell in facts.lost if cell.lost is Lost.IDLE and cell.unit)
     return [Finding("late host", (), text, facts.host_late, cells)] if facts.host_late > 0 else []
@@ -366,52 +384,58 @@ def losses(facts: StepFacts, left: Mapping[Cell, float]) -> list[Finding]:
 
 _LOSSES = {  # what is lost, and what to do
     Lost.GATHERS: (
-        "Compute waits {} for gathers",
-        "Larger batches per rank hide more; a param_dtype of fewer bytes, or formats of fsdp2.tensors, gather less.",
+        "Compute on rank {rank} waits {ms} for gathers",
+        "If memory allows, larger batches per rank hide more; a param_dtype of fewer bytes, or formats of "
+        "fsdp2.tensors, gather less.",
     ),
     Lost.REDUCTIONS: (
-        "Compute waits {} for reductions",
-        "Larger batches per rank, or several micro-batches with fsdp2.no_sync, hide more; a reduce_dtype of fewer "
-        "bytes reduces less.",
+        "Compute on rank {rank} waits {ms} for reductions",
+        "If memory allows, larger batches per rank hide more; several micro-batches with fsdp2.no_sync reduce less "
+        "often, and a reduce_dtype of fewer bytes reduces less.",
     ),
     Lost.OPTIMIZER: (
-        "The optimizer waits {} for collectives",
-        "Its own collectives are not hidden: step less often, or on larger batches.",
+        "The optimizer on rank {rank} waits {ms} for its own collectives",
+        "Nothing hides these. If convergence allows, step less often, on larger batches.",
     ),
     Lost.LAUNCHES: (
-        "Launching collectives takes {} of the thread",
-        "Fewer and larger units launch less: call fully_shard on larger modules, or on several small ones together.",
+        "Launching collectives takes {ms} of the thread of rank {rank}",
+        "If memory allows, use fewer and larger units: call fully_shard on larger modules, or on several small ones "
+        "together.",
     ),
     Lost.COPIES: (
-        "Copies from and to buckets take {}",
-        "What is not copied: parameters sharded on dim 0, of a size that the ranks divide, in one dtype for compute "
+        "Copies from and to buckets take {ms} on rank {rank}",
+        "A parameter needs none if it is sharded on dim 0, of a size that the ranks divide, in one dtype for compute "
         "and reduction, and large enough to travel alone.",
     ),
-    Lost.IDLE: ("No operation runs for {}", "The host starts operations too late, or the program waits for data."),
+    Lost.IDLE: (
+        "No operation runs on rank {rank} for {ms}",
+        "If the program waits for data, load it earlier; otherwise the host starts operations too late.",
+    ),
 }
 
 
 def _loss_text(lost: Lost, names: Sequence[str], gain: float, facts: StepFacts) -> str:
     """What is lost, on which units, and what to do."""
     if lost is Lost.RANKS:
-        waits = f"The rank that loses most waits {_ms(gain)} for ranks that come later to a collective."
+        whom = "" if facts.latest in (None, facts.loser) else f", most of it for rank {facts.latest}"
+        waits = f"Rank {facts.loser} waits {facts.ms(gain)} for ranks that come later to collectives{whom}."
         return f"{waits} {_who_is_late(facts)}"
     what, remedy = _LOSSES[lost]
     several = f"{len(names)} units, most for " if len(names) > 1 else ""
     whose = f", for {several}{_quoted(names[0])}" if names else ""
-    return f"{what.format(_ms(gain))}{whose}. {remedy}"
+    return f"{what.format(rank=facts.loser, ms=facts.ms(gain))}{whose}. {remedy}"
 
 
 def _who_is_late(facts: StepFacts) -> str:
     num_steps = len(facts.rank_compute)
     if num_steps < MIN_SAMPLES:
         return (
-            f"{num_steps} {'step does' if num_steps == 1 else 'steps do'} not tell whether one rank is slow, or "
-            f"another each time: record {MIN_SAMPLES}, with steps={MIN_SAMPLES + facts.is_first_use}."
+            f"{num_steps} {'step does' if num_steps == 1 else 'steps do'} not tell whether one rank is always slower: "
+            f"record {MIN_SAMPLES}, with steps={MIN_SAMPLES + facts.is_first_use}."
         )
     if late_rank(facts):
         return "That is more than the slowest rank explains: others come late at times."
-    return f"No rank is the slowest in all of {num_steps} steps, by enough: give all ranks batches of one size."
+    return f"No rank is clearly the slowest in all of {num_steps} steps. If batches differ in size, make them equal."
 
 
 def _quoted(name: str) -> str:
@@ -420,7 +444,3 @@ def _quoted(name: str) -> str:
 
 def _listed(names: Sequence[str]) -> str:
     return listed(map(_quoted, names), 3)
-
-
-def _ms(value: float) -> str:
-    return f"{value:.1f} ms" if value >= 0.1 else f"{value:.3f} ms"

@@ -19,7 +19,7 @@ class Lost(str, Enum):
     OPTIMIZER = "waits inside the optimizer"
     LAUNCHES = "launches of collectives"
     COPIES = "copies from and to buckets"
-    IDLE = "no operation runs"  # only torch.profiler knows
+    IDLE = "gaps between operations"  # only torch.profiler knows
 
 
 class Cell(NamedTuple):
@@ -61,6 +61,6 @@ def lost_time(spans: Sequence[Span], least: Sums) -> dict[Cell, float]:
             found[Cell(_OF_UNITS[does], unit, in_backward)] += own
             found[Cell(Lost.RANKS)] += lasted - own
     for span in spans:
-        if span.does is Does.RANK_WAIT:
+        if span.does is Does.OTHER_WAIT:
             found[Cell(Lost.OPTIMIZER if span.module == OPTIMIZER else Lost.RANKS)] += span.stop - span.start
     return {cell: value for cell, value in found.items() if value > 0}

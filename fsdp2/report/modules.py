@@ -1,4 +1,5 @@
-"""Observes what units do not report: the modules that compute around units, and the steps of optimizers.
+"""Observes what units do not report: the modules that compute around units, the model's inputs, and the steps of
+optimizers.
 
 A unit that holds other units has modules of its own, such as embeddings and the head. They have hooks while steps are
 recorded. Compiled code does not call these; the time then belongs to the unit. Nothing here changes the graph: hooks
@@ -66,6 +67,23 @@ def _around(name: str) -> Iterator[str]:
     while name:
         name = name.rpartition(".")[0]
         yield name
+
+
+@contextmanager
+def inputs_noted(tree: UnitTree, found: list[str]) -> Iterator[None]:
+    """Put the dtype and shape of each tensor that the first forward of the model is given into ``found``."""
+
+    def note(_: nn.Module, args: Any, kwargs: Any = None) -> None:  # as in ``_before``
+        if not found and not torch.compiler.is_compiling():
+            for each in find_tensors((args, kwargs), []):
+                found.append(f"{str(each.dtype).removeprefix('torch.')}{list(each.shape)}")
+
+    (module, *_) = tree.root.modules
+    hook = module.register_forward_pre_hook(ModuleHook(note), with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 @contextmanager

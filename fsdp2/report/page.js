@@ -10,55 +10,32 @@ function unitName(index) {
 function choose(name) {
   const {name: _, ...fields} = data.units.find((unit) => unit.name === name);
   showChosen(name, [{fields}]);
+  fillOperators(name);
 }
 
 function withCode(text) { // `name` as code
   return text.split("`").map((part, i) => (i % 2 ? element("code", part) : part));
 }
 
-function fillSummary() {
-  find("title").textContent = `${data.model}: one step`;
-  const all = data.steps_ms.map((ms) => ms.toFixed(1)).join(", ");
-  const some = data.timelines.length < data.ranks.length ? `, ${data.timelines.length} of them drawn` : "";
-  find("summary").textContent = `${data.device}; ${data.ranks.length} ranks${some}; ${data.units.length} units; ` +
-    `steps of ${all} ms, of which step ${data.step} is shown, counted from 0: ` +
-    `${data.steps_ms[data.step].toFixed(1)} ms${speedText(data.speed)}`;
+function fillFindings() {
   for (const each of data.findings) {
     const item = element("li");
-    item.append(element("span", `up to ${each.gain_ms.toFixed(1)} ms: `, {class: "gain"}), ...withCode(each.text));
+    item.append(element("span", `up to ${ms(each.gain_ms)}: `, {class: "gain"}), ...withCode(each.text));
     find("findings").append(item);
   }
-  if (!data.findings.length) find("findings").replaceWith(element("p", "Nothing: no rule found time to win."));
-}
-
-function speedText(speed) { // what is not known is left out
-  if (speed.tokens_per_s === null && speed.flops === null) return "";
-  const tokens = speed.tokens_per_s === null ? "" : `; ${Math.round(speed.tokens_per_s).toLocaleString("en")} tokens/s`;
-  const mfu = speed.mfu === null ? `no MFU: ${speed.no_mfu}` : `MFU ${(100 * speed.mfu).toFixed(1)}% of ${speed.peak}`;
-  return `${tokens}; ${mfu}`;
-}
-
-function fillLost() {
-  const {lost} = data;
-  const ms = (value) => `${value.toFixed(1)} ms`;
-  find("lost-text").textContent = `Rank ${lost.rank} loses most: of ${ms(lost.step_ms)}, it computes ` +
-    `${ms(lost.compute_ms)} and loses ${ms(lost.lost_ms)}. The changes above explain ${ms(lost.explained_ms)} of that.`;
-  table(find("lost"), ["lost to", "ms"], lost.kinds.map((each) => cellsOf(each, ["kind", "lost_ms"])));
+  if (!data.findings.length) find("findings").replaceWith(element("p", "No change is known to make this step shorter."));
 }
 
 function fillTables() {
-  const isBytes = (field) => field.endsWith("_nbytes") || ["keeps_after_forward", "replicas"].includes(field);
+  const isBytes = (field) => field.endsWith("_nbytes") || ["keeps_after_forward", "replicas", "dtype"].includes(field);
   const fields = Object.keys(data.units[0]).filter((each) => !["name", "is_small", "bucket_nbytes"].includes(each));
   const units = (id, some) => table(find(id), ["name", ...some].map(label),
     data.units.map((unit) => Object.assign(cellsOf(unit, ["name", ...some]), {unit: unit.name})));
   units("units", fields.filter((field) => !isBytes(field)));
   units("bytes", fields.filter(isBytes));
-  const totals = Object.keys(data.rank_totals[0]);
+  const totals = Object.keys(data.rank_totals[0]).filter((field) => field === "rank" || data.rank_totals.some((rank) => rank[field] > 0));
   table(find("ranks"), totals.map(label), data.rank_totals.map((rank) => cellsOf(rank, totals)));
   const names = new Set(data.units.map((unit) => unit.name));
-  table(find("owners"), ["unit", "what", "at the peak"], data.memory.owners.map((owner) =>
-    Object.assign([...cellsOf(owner, ["unit", "what"]), {value: owner.nbytes, text: size(owner.nbytes)}],
-      {unit: names.has(owner.unit) ? owner.unit : ""})));
   const times = ["forward_ms", "backward_ms", "other_ms"];
   table(find("compute"), ["where", ...times.map(label)], data.compute.map((row) =>
     Object.assign(cellsOf(row, ["name", ...times]), {unit: names.has(row.unit) ? row.unit : ""})));
@@ -66,7 +43,7 @@ function fillTables() {
 
 function fillOrder() {
   const {ranks, rows, first_difference: difference} = data.collectives;
-  const columns = ["collective", "last rank", "later by, ms", ...ranks.map((rank) => `rank ${rank}, ms`)];
+  const columns = ["collective", "last rank", "later by", ...ranks.map((rank) => `rank ${rank}`)];
   table(find("order"), columns, rows.map(([kind, unit, later, last, ...starts]) => {
     const name = `${data.kinds[kind]} ${unitName(unit)}`;
     const times = [later, ...starts].map((us) => ({value: us, text: (us / 1000).toFixed(3)}));
@@ -74,7 +51,7 @@ function fillOrder() {
     return Object.assign([first, {value: last, text: String(last)}, ...times], {unit: unitName(unit)});
   }));
   find("order-text").textContent = difference === null
-    ? `All ranks ran the same ${rows.length} collectives in the same order. Times are those of their starts.`
+    ? `All ranks ran the same ${rows.length} collectives in the same order. Times, in ms, are those of their starts.`
     : `The ranks differ at position ${difference.position}: ` +
       Object.entries(difference.by_rank).map(([rank, name]) => `rank ${rank} has ${name}`).join("; ") + ".";
 }
@@ -98,7 +75,11 @@ function fillPrediction() { // what the plan said
 }
 
 function fillMemory() {
-  const {rank, peak_nbytes: peak, allocated_nbytes: allocated, owners, notes} = data.memory;
+  const {rank, peak_nbytes: peak, allocated_nbytes: allocated, owners, notes} = chart.memoryOf(data);
+  const names = new Set(data.units.map((unit) => unit.name));
+  table(find("owners"), ["unit", "what", "at the peak"], owners.map((owner) =>
+    Object.assign([...cellsOf(owner, ["unit", "what"]), {value: owner.nbytes, text: size(owner.nbytes)}],
+      {unit: names.has(owner.unit) ? owner.unit : ""})));
   const first = owners.slice(0, 3).map(({unit, what, nbytes}) =>
     `${unit ? `${what} of ${unit}` : what} (${size(nbytes)})`).join(", ");
   const measured = allocated === null ? "" : ` The device's allocator peaked at ${size(allocated)}.`;
@@ -106,10 +87,36 @@ function fillMemory() {
     `${owners.length > 3 ? ` and ${owners.length - 3} more` : ""}.${measured} ${notes.join(" ")}`.trimEnd();
 }
 
-fillSummary();
+function fillOperators(unit) { // of a unit; of all if it is ""
+  const {operators} = data;
+  if (operators === null) return;
+  const chosen = find("operators-unit");
+  if (!chosen.options.length) {
+    const options = new Set(operators.rows.map(([, place]) => data.compute[place].unit));
+    chosen.append(new Option("the whole step", ""), ...[...options].filter(Boolean).map((name) => new Option(name)));
+    chosen.addEventListener("change", () => fillOperators(chosen.value));
+    find("operations").hidden = false;
+    find("operators-text").textContent = `Rank ${operators.rank}, which computes longest. On an accelerator, operations ` +
+      "are kernels; on the CPU, each counts without those that it calls.";
+  }
+  chosen.value = unit;
+  const sums = new Map();
+  for (const [name, place, ...values] of operators.rows) {
+    if (unit && data.compute[place].unit !== unit) continue;
+    sums.set(name, values.map((value, i) => value + (sums.get(name)?.[i] ?? 0)));
+  }
+  const rows = [...sums].map(([name, [runs, ...us]]) => ({name, runs, total_ms: us.reduce((a, b) => a + b) / 1000,
+    forward_ms: us[0] / 1000, backward_ms: us[1] / 1000, other_ms: us[2] / 1000})).sort((a, b) => b.total_ms - a.total_ms);
+  const fields = ["runs", "total_ms", "forward_ms", "backward_ms", "other_ms"];
+  table(find("operators"), ["operation", ...fields.map(label)], rows.map((row) =>
+    [{value: row.name, text: row.name, title: row.name}, ...cellsOf(row, fields)]));
+}
+
+fillFindings();
 fillPrediction();
-fillLost();
 fillTables();
 fillOrder();
 fillMemory();
+fillOperators("");
+find("memory-rank").addEventListener("change", fillMemory);
 startPage();

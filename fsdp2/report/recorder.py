@@ -20,6 +20,7 @@ from torch.autograd import DeviceType
 from fsdp2.core import Observer, Unit, comms
 from fsdp2.report.held import HeldBytes
 from fsdp2.report.memory import Bytes
+from fsdp2.report.operators import Operation
 from fsdp2.report.timeline import BLOCKED, COPIES, HOST_STEP, OPTIMIZER, OPTIMIZER_END, TO_DEVICE, TO_HOST, Edge, Mark
 
 Stamp = float | torch.Event | None
@@ -249,11 +250,12 @@ def _marks_of(held: Bytes, now: Stamp) -> list[_Mark]:
 
 
 _ZERO = "fsdp2.report"  # a range whose start is known on both clocks
+_MAX_NAME = 120  # characters; kernels made from templates have thousands
 
 
 class Operations:
     """Profiles the block of ``profiled``. With ``on_device``, kernels of the accelerator count, except those of NCCL;
-    otherwise, operations of the thread that starts it."""
+    otherwise, operations of the thread that starts it, each without those that it calls."""
 
     def __init__(self, *, on_device: bool) -> None:
         self._on_device = on_device
@@ -267,19 +269,18 @@ class Operations:
                 self._zero_s = time.perf_counter()
             yield
 
-    def busy(self) -> list[tuple[float, float]]:
-        """The intervals in which operations ran, in seconds of the host's clock, in order and without overlaps."""
+    def found(self) -> list[Operation]:
+        """All operations, in seconds of the host's clock, in order."""
         events: Any = self._profiler.events()
         zero = next(event for event in events if event.name == _ZERO)
-        ranges = [event.time_range for event in events if self._counts(event, zero)]
-        found: list[tuple[float, float]] = []
-        for start, stop in sorted((each.start, each.end) for each in ranges):
-            if found and start <= found[-1][1]:
-                found[-1] = found[-1][0], max(found[-1][1], stop)
-            else:
-                found.append((start, stop))
         offset_s = self._zero_s - zero.time_range.start / 1e6
-        return [(offset_s + start / 1e6, offset_s + stop / 1e6) for start, stop in found]
+        found = []
+        for event in events:
+            if self._counts(event, zero):
+                start, stop = (offset_s + each / 1e6 for each in (event.time_range.start, event.time_range.end))
+                own = stop - start if self._on_device else event.self_cpu_time_total / 1e6
+                found.append(Operation(start, stop, own, event.name[:_MAX_NAME]))
+        return sorted(found)
 
     def _counts(self, event: Any, zero: Any) -> bool:
         if event.is_user_annotation:

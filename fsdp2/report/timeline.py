@@ -56,7 +56,7 @@ class Does(str, Enum):
     OTHER = "other"  # outside of the model: loss, optimizer, data
     GATHER_WAIT = "gather wait"
     REDUCE_WAIT = "reduce wait"
-    RANK_WAIT = "rank wait"  # at the end of a step, until all ranks are there
+    OTHER_WAIT = "other wait"  # for collectives of no unit, such as those of the optimizer
     COPY = "copy"  # out of buckets and into ``.grad``; on an accelerator, into the buckets of reductions
     LAUNCH = "launch"  # start collectives, fill their buckets, free memory
     IDLE = "idle"  # between operations of compute; only torch.profiler knows
@@ -238,6 +238,27 @@ def with_idle(spans: Iterable[Span], busy: Sequence[tuple[float, float]]) -> lis
     return found
 
 
+def phases(spans: Iterable[Span]) -> list[tuple[str, float, float]]:
+    """Forward, backward and steps of the optimizer, each with its start and stop. What is launched and waited for
+    between them belongs to one of them; the loss and code outside of the model do not."""
+    found: list[tuple[str, float, float]] = []
+    for span in spans:
+        is_after_backward = bool(found) and found[-1][0] == Does.BACKWARD.value
+        if span.in_backward:
+            phase = Does.BACKWARD.value
+        elif not span.unit:
+            phase = OPTIMIZER if span.module == OPTIMIZER else ""
+        elif is_after_backward and span.does not in (Does.FORWARD, Does.GATHER_WAIT):
+            phase = Does.BACKWARD.value  # its last reductions
+        else:
+            phase = Does.FORWARD.value
+        if found and found[-1][0] == phase:
+            found[-1] = phase, found[-1][1], span.stop
+        elif phase:
+            found.append((phase, span.start, span.stop))
+    return found
+
+
 def joined(spans: Iterable[Span], shortest: float) -> list[Span]:
     """``spans`` for drawing: the thread counts as busy where it was idle for less than ``shortest`` seconds."""
     found: list[Span] = []
@@ -265,7 +286,7 @@ def _does(works: Sequence[tuple[str, str]], landed: str, *, on_device: bool) -> 
     if name == BLOCKED:
         name, unit = works[-2]
         if not name:
-            return Does.RANK_WAIT, ""
+            return Does.OTHER_WAIT, ""
         return (Does.REDUCE_WAIT if name.startswith(("reduce", "land")) else Does.GATHER_WAIT), unit
     if on_device:
         if name == "wait":

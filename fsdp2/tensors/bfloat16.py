@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp2.extras.checked import checked
 from fsdp2.tensors.wire import WireFormatTensor
 from fsdp2.tensors.wrapper import Tensors
 
@@ -29,6 +30,7 @@ class BFloat16AllGatherTensor(WireFormatTensor):
     pad: bool
     _consumes_outputs: bool = False
 
+    @checked()
     def __new__(cls, data: torch.Tensor, *, pad: bool = False) -> BFloat16AllGatherTensor:
         return cls.make(data, pad=pad)
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp2.extras.checked import AT_LEAST_1, checked
 from fsdp2.tensors.wire import WireFormatTensor
 from fsdp2.tensors.wrapper import DequantisedTensor, Tensors, row_pieces
 
@@ -41,9 +42,8 @@ class Int8AllGatherTensor(DequantisedTensor, WireFormatTensor):
 
     block_size: int
 
+    @checked(block_size=AT_LEAST_1)
     def __new__(cls, data: torch.Tensor, *, block_size: int = 256) -> Int8AllGatherTensor:
-        if block_size < 1:
-            raise ValueError(f"{cls.__name__}: block_size must be positive, found {block_size}.")
         made = cls.make(data, block_size=block_size)
         if data.dim() < 2:
             raise ValueError(
@@ -63,6 +63,7 @@ class Int8AllGatherTensor(DequantisedTensor, WireFormatTensor):
         dequantise(codes, scales, self.block_size, out=out)
 
 
+@checked(block_size=AT_LEAST_1)
 @dataclass(frozen=True)
 class Int8Wire:
     """A ``reduce_wire``: gradients travel in int8, a quarter of float32's bytes, plus 4 bytes per block for the scale.
@@ -82,10 +83,6 @@ class Int8Wire:
 
     block_size: int = 256
     error_feedback: bool = field(default=True, kw_only=True)
-
-    def __post_init__(self) -> None:
-        if self.block_size < 1:
-            raise ValueError(f"Int8Wire: block_size must be positive, found {self.block_size}.")
 
     def fsdp_pre_reduce_scatter(self, pieces: torch.Tensor) -> Tensors:
         """int8 ``[rows, n]``, and float32 scales ``[rows, n / block_size]``."""

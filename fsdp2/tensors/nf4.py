@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fsdp2.extras.checked import Limit, checked
 from fsdp2.tensors.packed import PackedTensor
 from fsdp2.tensors.wrapper import DequantisedTensor, Tensors, aten, row_pieces
 
@@ -65,6 +66,7 @@ class NF4Tensor(DequantisedTensor, PackedTensor):
     _ZERO_ROW = (ZERO_CODE << 4 | ZERO_CODE, 0)
 
     @classmethod
+    @checked(block_size=Limit(2))
     def quantise(cls, weight: torch.Tensor, *, block_size: int = 64) -> NF4Tensor:
         """Quantise ``weight`` ``(rows, ...)`` to 4 bits. The trailing dims are a row, cut into ``block_size`` blocks.
 
@@ -82,7 +84,7 @@ class NF4Tensor(DequantisedTensor, PackedTensor):
                 f"NF4Tensor.quantise: expected at least two dims and rows that are not empty, found shape "
                 f"{tuple(weight.shape)}. Do not quantise biases and norms."
             )
-        if block_size < 2 or block_size % 2:
+        if block_size % 2:
             raise ValueError(
                 f"NF4Tensor.quantise: block_size is {block_size}, expected an even number of at least 2, because a "
                 "byte holds two codes."
@@ -91,6 +93,7 @@ class NF4Tensor(DequantisedTensor, PackedTensor):
         form = {"dtype": weight.dtype, "_block_size": block_size, "_row_numel": row_numel}
         return cls(packed, scales, shape=weight.shape, **form)
 
+    @checked()
     def dequantise(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The weight as a new dense tensor of the same shape, in ``dtype`` (default: its own dtype)."""
         out = self._packed.new_empty(self.shape, dtype=dtype or self.dtype)

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fsdp2.core import ExtensionError, MixedPrecisionPolicy, _torch, is_plain
+from fsdp2.extras.checked import AT_LEAST_1, NOT_NEGATIVE, checked
 from fsdp2.testing.findings import Findings, Values, are_equal, check_equal, values_of
 from fsdp2.testing.world import Case, Rank, StandInDTensor, World, local_of
 
@@ -34,6 +35,7 @@ SHAPES: tuple[tuple[int, ...], ...] = ((8, 4), (5, 3), (1, 4), (3, 2, 2), (7,))
 Make = Callable[[torch.Tensor], torch.Tensor]
 
 
+@checked(tolerance=NOT_NEGATIVE, world_sizes=AT_LEAST_1)
 def check_all_gather_extension(
     make: Make,
     *,

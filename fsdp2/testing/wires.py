@@ -11,6 +11,7 @@ from functools import partial
 import torch
 
 from fsdp2.core import ExtensionError
+from fsdp2.extras.checked import AT_LEAST_1, NOT_NEGATIVE, checked
 from fsdp2.extras.gradient_wires import Payload, check_hooks, keeps_residuals, with_feedback
 from fsdp2.tensors import GradientWire
 from fsdp2.testing.findings import Findings, check_equal
@@ -19,6 +20,7 @@ _NUM_REDUCTIONS = 64  # after which the mean of what has arrived is close to wha
 _MAX_MEAN_LOSS = 8  # how many times closer it must be than after one reduction
 
 
+@checked(tolerance=NOT_NEGATIVE, world_sizes=AT_LEAST_1, num_blocks=AT_LEAST_1)
 def check_gradient_wire(
     wire: GradientWire,
     *,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -295,6 +296,21 @@ def backward_to_a_block(step: Step, model: Any) -> list[Tensor]:
     return [loss, grad, *one_backward(step, model)]
 
 
+def mirror_beside(step: Step, model: Any) -> list[Tensor]:
+    """What the optimizer has just written is copied to a mirror beside the pass; the last losses are what arrived."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # it does not step
+    with fsdp2.checkpoint.mirrored(model, optimizer, every=1, job=f"case_{os.getppid()}") as mirror:
+        mirror.restore(newer_than=step.index)
+        mirror.after_step(step.index)
+        losses = one_backward(step, model)
+        mirror.wait()
+        rooms = [(room, room.header) for room in mirror._complete]  # of this rank, and what the other one has sent
+        arrived = [
+            room.tensors[: header.tensors_nbytes].view(torch.float32).clone() for room, header in rooms if header
+        ]
+    return [*losses, *arrived]
+
+
 def sent_as_int8(runtime: Runtime) -> dict[str, Any]:
     """What is lost is kept for the next step."""
     policy = fsdp2.MixedPrecisionPolicy(reduce_dtype=torch.float32, reduce_wire=fsdp2.tensors.Int8Wire())
@@ -478,6 +494,7 @@ CASES: dict[str, Trained] = {
     "activations on the host": _offloading(),
     "activations on the host, backward from a block": _offloading(step=backward_from_a_block),
     "activations on the host, backward to a block": _offloading(step=backward_to_a_block),
+    "mirrored": _ours(model=WIDE, step=mirror_beside),
     "gradients in int8": _ours(model=WIDE, policy=sent_as_int8, step=read_what_is_owed),
     "states of 8 bits": _ours(model=WIDE, optimizer=partial(fsdp2.optim.AdamW8bit, lr=1e-2)),
     "looked into": _ours(step=look_into_and_write),

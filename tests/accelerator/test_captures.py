@@ -27,7 +27,7 @@ from tests.harness.selection import long
 from tests.harness.training import Step
 
 # What must know on the host what the device has, in every step.
-_WAITING = ("offloaded", "stepped on the host", "muon", "ranks may differ")
+_WAITING = ("offloaded", "stepped on the host", "muon", "ranks may differ", "mirrored")
 _NAMES = [name for name, case in CASES.items() if math.prod(case.shape) == 2]
 
 

@@ -50,6 +50,7 @@ _OF_CASES = {
     "partly used, ranks may differ": _OF_UNUSED,
     "muon": _OF_MATRICES,
     "muon, gradients on rank 0 alone": _OF_MATRICES,
+    "mirrored": {"copy to the host (checkpoint.mirrored.run)": 12},  # in its thread
 }
 
 

@@ -58,6 +58,7 @@ class Wait:
 _JOBS, _GRADIENTS = "optim.host_adamw.jobs", "core.group.gradients.GroupGradients"
 _TREE, _MATRICES = "core.runtime.unit_tree.UnitTree", "optim.matrices"
 _ACTIVATIONS, _ON_HOST = "memory.activations.ActivationOffload", "activations on the host"
+_LATE = "checkpoint.mirrored._LateCopies"
 SIDE = "side streams first"
 WAITS = [
     Wait("wait_here", "core.group.all_gather.Gather.wait", "plain", "late gathers"),
@@ -96,6 +97,8 @@ WAITS = [
     Wait("wait_here", f"{_MATRICES}.exchange.Message.wait", "muon", "late gathers and reductions"),
     Wait("work", f"{_MATRICES}.circles._reduced", "muon, gradients on rank 0 alone", "late all-reduces"),
     Wait("compute_after_reduce", "tensors.wire_residuals._Residuals.collected", "gradients in int8", "late reductions"),
+    Wait("record", f"{_LATE}.__init__", "mirrored", SIDE),
+    Wait("wait_here", f"{_LATE}.run", "mirrored", SIDE),
     Wait("record", f"{_ACTIVATIONS}._send", _ON_HOST, SIDE),
     Wait("wait_here", f"{_ACTIVATIONS}._send", _ON_HOST, SIDE),
     Wait("wait_here", f"{_ACTIVATIONS}._free", _ON_HOST, "late copies"),
@@ -137,7 +140,7 @@ ELSEWHERE: dict[str, str] = {
     "core._torch.with_works.issue-work": _ON_STREAMS,
     "core.runtime.executor._run-compute_after_reduce": _STOPPED,
     "extras.peers._Messages.wait-work": "distributed/test_comm.py::test_messages_of_two_groups_are_never_mixed_up",
-    "extras.exchange._summed-work": "distributed/test_agreement.py::test_ranks_compare_once",
+    "extras.exchange._reduced-work": "distributed/test_agreement.py::test_ranks_compare_once",
     "optim.clip._summed_over_ranks-work": "parity/test_clipping.py::test_gradients_are_clipped_as_torch_clips_them",
     "core.comm.custom._run-work": _IN_ONE_MEMORY,
     "extras.lending.gathered_together-work": _UNCUT,

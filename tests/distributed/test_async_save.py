@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from fsdp2.checkpoint import async_save
+from fsdp2.core import CommunicationError
 from tests.distributed.changes import whole
 from tests.distributed.support import sharded, train
 from tests.harness.compare import compare_values
@@ -100,6 +101,19 @@ def test_an_error_that_nobody_has_seen_is_raised_by_the_next_save(
     async_save(_state(model), tmp_path / "step_3").result()
     dist.barrier()
     assert _names(tmp_path) == ["step_3"]
+
+
+@distributed(2)
+def test_after_a_rank_is_lost_nothing_more_is_sent(ctx: RankContext, tmp_path: Path) -> None:
+    """Others may be in the middle of the save, and wait for this rank until it ends."""
+    lost = RuntimeError("Connection closed by peer")  # as gloo says it
+    with mock.patch.object(dcp, "save", side_effect=lost), mock.patch.object(dist, "all_gather_object") as sent:
+        save = async_save({"step": 1}, tmp_path / "step_1")
+        with suppress(CommunicationError):
+            save.result()
+    with pytest.raises(CommunicationError, match=r"step_1 was not saved\. Connection closed by peer"):
+        save.result()
+    assert not sent.called
 
 
 class _Part:

@@ -1,5 +1,5 @@
-"""A backward runs in a worker thread while the main thread comes to the same model. Values are those of the plain
-model, which knows no threads."""
+"""Two threads and one model: a backward runs in a worker thread while the main thread comes to the model, or a worker
+makes a state dict in the middle of a pass. Values are those of the plain model, which knows no threads."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fsdp2 import fully_shard
-from fsdp2.core import _torch
+from fsdp2.core import GroupState, _torch, unit_of
 from tests.distributed.changes import assert_gradients
 from tests.distributed.support import Stack, batch, seeded, sharded, step
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.messages import error_of
+from tests.harness.runtimes import beyond_torch
 from tests.harness.selection import long
 
 
@@ -118,3 +120,43 @@ def test_who_comes_while_a_backward_runs_in_a_worker_does_not_wait_for_ever(ctx:
         step(each, 2)
     step(plain, 1)
     assert_gradients(model, plain)
+
+
+def _in_a_worker(make: Callable[[], Any]) -> Any:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(make).result(60)
+
+
+# Where a pass is when the worker comes: between forward and backward, units stay unsharded.
+@pytest.mark.parametrize("where", ["forward", *long("backward", "between")])
+@beyond_torch("it takes the parameters away from the forward that computes with them (torchft#343)")
+@distributed(2)
+def test_a_state_dict_of_another_thread_has_shards_and_takes_nothing_away(ctx: RankContext, where: str) -> None:
+    model, plain, made = sharded(ctx, reshard_after_forward=where != "between"), seeded(Stack), []
+    expected = {name: value.to_local().clone() for name, value in model.state_dict().items()}
+
+    def come(*_: object) -> None:
+        made.append(_in_a_worker(model.state_dict))
+
+    inner = model.blocks[1]
+    first = next(each for each in inner.modules() if isinstance(each, nn.Linear))
+    handle = first.register_forward_hook(lambda _, __, output: output.register_hook(come) and None)
+    if where == "forward":
+        handle.remove()
+        handle = first.register_forward_hook(come)
+    if where == "between":
+        handle.remove()
+    loss = model(batch(1)).square().mean()
+    if where == "between":
+        come()
+    unsharded = [group.state for unit in (unit_of(each) for each in (*model.blocks, model)) for group in unit.groups]
+    loss.backward()
+    handle.remove()
+    step(plain, 1)
+    assert_gradients(model, plain)
+    assert where != "between" or set(unsharded) == {GroupState.UNSHARDED}
+    assert len(made) == 1
+    assert list(made[0]) == list(expected)
+    for name, value in made[0].items():
+        assert isinstance(value, DTensor), name
+        assert torch.equal(value.to_local(), expected[name]), name

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp2
 from fsdp2 import fully_shard
@@ -18,7 +19,7 @@ from tests.harness.comms import CountingAllGather, CountingReduceScatter, direct
 from tests.harness.compare import compare_values
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.golden import golden_on_ranks
-from tests.harness.messages import error_of
+from tests.harness.messages import error_of, one_line
 
 
 def _trained(model: Any, num_steps: int = 3) -> list[Tensor]:
@@ -257,3 +258,74 @@ def test_allocate_that_returns_another_tensor(ctx: RankContext) -> str:
     _set_comms(model, CountingAllGather(), CountingReduceScatter())
     step(model)
     return error
+
+
+class _Managed(dist.ProcessGroup):
+    """As torchft's: averages over ``ranks``, which change, and says nothing of their number to a mesh."""
+
+    def __init__(self, ranks: dist.ProcessGroup) -> None:
+        super().__init__(0, 1)
+        self._ranks = ranks
+
+    def configure(self, ranks: dist.ProcessGroup) -> None:
+        self._ranks = ranks
+
+    def getBackendName(self) -> str:  # noqa: N802  # torch's name
+        return "managed"
+
+    def allreduce(self, tensors: list[Tensor], options: dist.AllreduceOptions) -> dist.Work:
+        assert options.reduceOp == dist.ReduceOp.AVG
+        dist.all_reduce(*tensors, group=self._ranks)
+        (tensor,) = tensors
+        tensor /= self._ranks.size()
+        return self._ranks.barrier()
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+
+def _with_managed(replicas: dist.ProcessGroup, shards: dist.ProcessGroup, ranks: Any) -> Any:
+    """A mesh of ``ranks`` whose replicate axis has a managed group of ``replicas``, and this group."""
+    managed = _Managed(replicas)
+    name = f"managed_{id(managed)}"
+    dist.Backend.register_backend(name, lambda *_: managed, devices=["cpu"])
+    dist.new_group(ranks=[dist.get_rank()], backend=name, use_local_synchronization=True)
+    groups: Any = [managed, shards]
+    return DeviceMesh.from_group(
+        groups, "cpu", mesh=torch.tensor(ranks), mesh_dim_names=("dp_replicate", "dp_shard")
+    ), managed
+
+
+@pytest.mark.parametrize("has_hook", [False, True])
+@distributed(4)
+def test_a_managed_group_averages_over_the_replicas_of_the_moment(ctx: RankContext, has_hook: bool) -> None:
+    """A mean over two replicas, as HSDP takes it, and then over this replica alone. Scalars are averaged, too."""
+    hsdp, alone = ctx.mesh_2d(2, 2), ctx.mesh_2d(4, 1)
+    shards = hsdp.get_group(1)
+    mesh, managed = _with_managed(hsdp.get_group(0), shards, [dist.get_process_group_ranks(shards)])
+    model, expected = (shard(ctx, seeded(Scaled), mesh=each) for each in (mesh, hsdp))
+    on_shards = shard(ctx, seeded(Scaled), mesh=hsdp["shard"])
+    if has_hook:  # the user's hook comes after the mean
+        for each in (model, expected, on_shards):
+            for module in (*each.blocks, each):
+                module.set_all_reduce_hook(lambda reduced: reduced.mul_(2))
+    for reference, group in ((expected, hsdp.get_group(0)), (on_shards, alone.get_group(1))):
+        managed.configure(group)
+        for each in (model, reference):
+            each.zero_grad()
+            step(each, ctx.rank)
+        found, wanted = ([param.grad.to_local() for param in each.parameters()] for each in (model, reference))
+        compare_values(f"mean over {group.size()} replicas", found, wanted)
+
+
+@distributed(2)
+def test_a_managed_group_elsewhere_is_refused(ctx: RankContext) -> None:
+    hsdp = ctx.mesh_2d(2, 1)
+    mesh, _ = _with_managed(hsdp.get_group(0), hsdp.get_group(1), [[0], [1]])
+    error = error_of(lambda: fully_shard(seeded(Stack), mesh=mesh))
+    assert "axis 0 of the mesh with shape (2, 1) has a _Managed, whose ranks change" in one_line(error)
+    assert "with size 1: DeviceMesh.from_group(" in one_line(error)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -10,6 +12,7 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +25,7 @@ from fsdp2.core import _torch
 from fsdp2.core.comm import streams
 from fsdp2.core.comm.offload import StagedOffloadPolicy
 from fsdp2.extras.peers import PeerComm
+from fsdp2.report.figures import ms_text
 from tests.distributed.support import DIM, InjectedError, Stack, batch, seeded, shard, shard_each, sharded, step, train
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.pool import WorkerPool
@@ -100,7 +104,9 @@ def test_rank_0_has_the_collectives_bytes_and_memory_of_a_step(ctx: RankContext,
     assert len(data["steps_ms"]) == 3  # of five
     assert data["step"] > 0  # the first one made plans
     if ctx.rank == 0:
-        assert str(report).startswith(f"step of {data['steps_ms'][data['step']]:.1f} ms")
+        step_ms = ms_text(data["steps_ms"][data["step"]], data["digits"])
+        begin = f"A step of Stack in 4 units, with inputs float32[4, {DIM}], on 2 ranks of cpu (gloo), takes {step_ms}"
+        assert str(report).startswith(f"{begin}, the median of 2 steps after the first")
         assert all(each["text"] in str(report) for each in data["findings"])
     assert _order(data) == ORDER_OF_A_STEP
     assert data["collectives"]["first_difference"] is None
@@ -112,8 +118,8 @@ def test_rank_0_has_the_collectives_bytes_and_memory_of_a_step(ctx: RankContext,
         assert unit["gather_bucket_nbytes"] == expected.bytes.unsharded  # all are small
         assert unit["gather_direct_nbytes"] == 0
         assert (unit["is_small"], unit["bucket_nbytes"]) == (True, 2 * PeerComm.routing.direct_min_nbytes)
-    assert data["memory"]["temporary_nbytes"] == plan.peak
-    assert sum(owner["nbytes"] for owner in data["memory"]["owners"]) == data["memory"]["peak_nbytes"]
+    assert data["memory"][0]["temporary_nbytes"] == plan.peak
+    assert sum(owner["nbytes"] for owner in data["memory"][0]["owners"]) == data["memory"][0]["peak_nbytes"]
 
 
 @distributed(2)
@@ -136,7 +142,7 @@ def test_what_the_plan_predicted_stands_beside_what_happened(ctx: RankContext) -
     assert rows["exposed_ms"]["predicted"] == pytest.approx(1e3 * result.time.exposed)
     assert rows["reserved_nbytes"]["predicted"] == int(result.reserved_nbytes)
     assert rows["temporary_nbytes"]["measured"] == fsdp2.memory.memory_plan(done.model).peak
-    predicted = f"predicted {rows['step_ms']['predicted']:.1f} ms for 2 x {done.plan.machine.name}"
+    predicted = f"The plan predicts {ms_text(rows['step_ms']['predicted'], 3)} for 2 x {done.plan.machine.name}"
     assert ctx.rank > 0 or f"{predicted}, which is another machine" in str(report)
     assert [row["ratio"] for row in data["prediction"]["rows"]] == [None] * 6
 
@@ -213,7 +219,7 @@ def _assert_losses_add_up(data: Any) -> None:
 
 
 def _series(data: Any) -> dict[str, list[int]]:
-    return {each["what"]: each["nbytes"] for each in data["memory"]["series"]}
+    return {each["what"]: each["nbytes"] for each in data["memory"][0]["series"]}
 
 
 @distributed(2)
@@ -226,7 +232,7 @@ def test_memory_counts_activations_and_optimizer_states(ctx: RankContext) -> Non
     plain = seeded(Stack)
     data = _told(report)
     series = _series(data)
-    assert all(len(values) == len(data["memory"]["times_us"]) for values in series.values())
+    assert all(len(values) == len(data["memory"][0]["times_us"]) for values in series.values())
     shards = sum(unit["shard_nbytes"] for unit in data["units"])
     parameters = list(plain.parameters())
     assert max(series["shards of parameters"]) == shards == sum(each.nbytes for each in parameters) // 2
@@ -235,9 +241,9 @@ def test_memory_counts_activations_and_optimizer_states(ctx: RankContext) -> Non
     # The inputs of five linear layers, and the outputs of three tanh: each is 4 x DIM floats.
     assert max(series["saved by forward for backward"]) == (5 + 3) * 4 * DIM * 4
     assert series["saved by forward for backward"][-1] == 0
-    assert data["memory"]["notes"] == []
+    assert data["memory"][0]["notes"] == []
     assert "saved by forward for backward" not in _series(without)
-    assert without["memory"]["notes"] == ["Activations were not counted."]
+    assert without["memory"][0]["notes"] == ["Activations were not counted."]
 
 
 @pytest.mark.ci
@@ -313,15 +319,20 @@ def test_what_cannot_work_is_refused_on_all_ranks(ctx: RankContext, tmp_path: Pa
         (ValueError, [model, folder], {}, "it is no file. Use another path."),
         (ValueError, [model, tmp_path / "step.txt"], {}, "the suffix '.txt'. Use .html, .json or .trace.json."),
         (ValueError, [Stack()], {}, "this Stack was not given to fully_shard"),
-        (ValueError, [model], {"steps": 0}, "steps is 0, expected 1 or more"),
-        (TypeError, [3], {}, "model is a int, expected the root of a sharded model"),
-        (TypeError, [model, None], {}, "a path is None, expected where to write"),
-        (TypeError, [model], {"steps": 2.5}, "steps is 2.5, expected an int"),
-        (TypeError, [model], {"steps": "3"}, "steps is '3', expected an int"),
-        (TypeError, [model], {"tokens_per_rank": "3"}, "tokens_per_rank is '3', expected a number"),
-        (ValueError, [model], {"flops_per_rank": 0}, "flops_per_rank is 0, expected 1 or more"),
+        (ValueError, [model], {"steps": 0}, "steps is 0, expected an int of at least 1"),
+        (TypeError, [3], {}, "model is 3, a builtins.int, expected the root of a sharded model"),
+        (TypeError, [model, None], {}, "paths is None, a builtins.NoneType, expected a path"),
+        (TypeError, [model], {"steps": 2.5}, "steps is 2.5, a builtins.float, expected an int of at least 1"),
+        (TypeError, [model], {"steps": "3"}, "steps is '3', a builtins.str, expected an int of at least 1"),
+        (
+            TypeError,
+            [model],
+            {"tokens_per_rank": "3"},
+            "tokens_per_rank is '3', a builtins.str, expected an int",
+        ),
+        (ValueError, [model], {"flops_per_rank": 0}, "flops_per_rank is 0, expected a finite number of at least 1"),
     ):
-        with pytest.raises(kind, match=r"fsdp2\.report") as refused, fsdp2.report.report(*arguments, **options):
+        with pytest.raises(kind, match=r"fsdp2\.report: ") as refused, fsdp2.report.report(*arguments, **options):
             raise AssertionError("the block ran")
         assert said in str(refused.value)
     with fsdp2.report.report(model):
@@ -358,6 +369,20 @@ def test_nobody_watches_what_autograd_saves_after_the_last_step_that_is_recorded
     with fsdp2.report.report(model, steps=1):
         _trained(model, 3)
         assert float(torch.func.grad(torch.sin)(torch.zeros(()))) == 1.0
+
+
+@distributed(2)
+def test_all_ranks_raise_if_rank_0_cannot_write(ctx: RankContext, tmp_path: Path) -> None:
+    """A name with a NUL on rank 0 only, and a disk that is full at the end."""
+    model, path = sharded(ctx), tmp_path / "step.json"
+    name = "a\0b.json" if ctx.rank == 0 else "b.json"
+    with pytest.raises(ValueError, match="expected a path"), fsdp2.report.report(model, name):
+        raise AssertionError("the block ran")
+    full = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    with mock.patch.object(os, "fsync", full), pytest.raises(OSError, match="No space left on device"):
+        _reported_step(model, path)
+    assert not path.exists()
+    _reported(model)
 
 
 @distributed(2)

@@ -211,6 +211,7 @@ CASES: dict[str, Trained] = {
 del CASES["offloaded, written while unsharded"]
 for _name in ("muon", "muon, gradients on rank 0 alone", "gradients in int8"):
     del CASES[_name]  # the simulated group has no all-to-all
+del CASES["mirrored"]  # it copies in a thread
 # Each leads to waits that the others do not.
 _SHORT = [
     *("plain", "uneven", "on a smaller mesh, gathered in vain", "kept storage", "replicated, partial sums"),

@@ -1,7 +1,7 @@
 """The Python in the pages runs, section by section, and prints what the pages say. Links and citations lead somewhere.
 
 Each section is a program of its own behind the guide's "Setup"; all ranks run it, and rank 0's output is compared. The
-quickstart has a script of its own; see ``test_first_pages``. For clients, see ``tests/clients/test_page.py``.
+quickstart has a script of its own; see ``test_first_pages``. For clients and torchft, see ``tests/clients``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.harness.distributed import RankContext, distributed
 
 DOCS = ROOT / "docs"
 SETUP_PAGE, SETUP = DOCS / "guide" / "wrapping.md", "Setup"
-ELSEWHERE = {"quickstart.md", "clients.md"}
+ELSEWHERE = {"quickstart.md", "clients.md", "torchft.md"}
 WITH_EXAMPLES = sorted(path for path in DOCS.rglob("*.md") if path.name not in ELSEWHERE and programs(path))
 SECTIONS = [
     (str(path.relative_to(DOCS)), title) for path in WITH_EXAMPLES for title, _ in programs(path) if title != SETUP

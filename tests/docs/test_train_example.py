@@ -60,7 +60,7 @@ def test_a_run_writes_its_losses_its_outcome_and_its_last_checkpoint(uninterrupt
     assert result["tokens_per_second"] > 0
     assert len(result["peak_mib_per_rank"]) == 2
     assert [path.name for path in (uninterrupted / "checkpoints").iterdir()] == ["step_00000006"]
-    assert "<title>fsdp2 report</title>" in (uninterrupted / "step.html").read_text()
+    assert ": one step</title>" in (uninterrupted / "step.html").read_text()
 
 
 @pytest.mark.long  # nor do the others of this fixture: `make docs` runs them

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+import fsdp2
 from fsdp2.extras import alike, meetings
 from tests.distributed.support import sharded, step
 from tests.faults.ranks import World
@@ -122,3 +123,16 @@ def test_a_rank_that_goes_on_alone_is_told_which_rank_has_ended(first: int) -> N
     assert f"rank {1 - first}: waiting for other ranks, in forward 2 of FSDPStack, after 1 backward\n" in text
     assert f"rank {first}: ended, after 1 forward and 1 backward of FSDPStack\n" in text
     assert "fsdp2.joined(batches, model)" in text
+
+
+def _clip_after_the_end(ctx: RankContext, mesh: DeviceMesh) -> None:
+    model = sharded(ctx, mesh=mesh)
+    step(model)
+    dist.destroy_process_group()
+    fsdp2.clip_grad_norm_(model.parameters(), 1.0)
+
+
+@pytest.mark.long
+def test_clipping_after_the_process_group_was_destroyed_says_so() -> None:
+    for each in World(_clip_after_the_end, is_hosted=True, timeout_s=60).join():
+        assert "CommunicationError: clip_grad_norm_: the process group was destroyed" in each.trace, each.trace

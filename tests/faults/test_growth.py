@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections import Counter
 from collections.abc import Callable
@@ -13,6 +14,8 @@ import torch
 
 from fsdp2.core.group import gradients
 from fsdp2.core.schedule import schedule
+from fsdp2.extras import torch_names
+from tests.distributed.support import Stack, shard, step
 from tests.faults.growth import MIB, VARIANTS, Variant, growth, train
 from tests.harness.distributed import RankContext, distributed
 from tests.harness.pool import WorkerPool
@@ -55,6 +58,19 @@ def test_no_container_of_the_runtime_grows(ctx: RankContext, variant: str) -> No
     with mock.patch.object(schedule, "MAX_ENDED", 32), mock.patch.object(gradients, "MAX_USED", 32):
         found = train(ctx, variant, (20, 40))
     assert found[1]["entries"] <= found[0]["entries"]  # models of earlier tests may go meanwhile
+
+
+@distributed(2)
+def test_keys_in_the_store_go_with_their_model(ctx: RankContext) -> None:
+    """All but those of the last one."""
+    counts = []
+    for _ in range(4):
+        step(shard(ctx, Stack(1)))
+        gc.collect()
+        torch.distributed.barrier()
+        counts.append(torch_names.default_store().num_keys())
+        torch.distributed.barrier()
+    assert counts[3] == counts[1], counts
 
 
 _kept: list[object] = []

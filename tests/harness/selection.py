@@ -45,8 +45,8 @@ _MIGRATING = _DOCS / "migrating"  # a test for each row of that page
 _CLIENTS = Path(__file__).parents[1] / "clients"
 _AGAIN = ("test_distributed_on_device.py", "test_parity_on_device.py")
 WORLD_SIZE = "world_size"  # the parameter that ``@distributed`` adds
-SHARES = 32
-FEW_SHARES = 8
+SHARES = 40
+FEW_SHARES = 10
 LANDING = "LANDING"  # the environment variable
 
 

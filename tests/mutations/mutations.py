@@ -47,7 +47,7 @@ _LISTED = {
     20: ("PeerComm._reduce_one", "output[mine.numel() :].zero_()", "pass"),
     21: ("_PeerSum.wait", "[*others, self._mine]", "others"),
     22: ("_new_channels", "_next_channel[_identity(group)] = first + 2", "pass"),
-    23: ("match_channels", "_next_channel[_identity(axis.group)] = max(exchange(axis, mine))", "pass"),
+    23: ("match_channels", "_next_channel[_identity(axis.group)] = highest(axis, [mine])[0]", "pass"),
     24: ("_Messages.__init__", "_in_flight.add(self)", "pass"),
     25: ("_allocated", "found != (numel, dtype, device.type, True)", "False"),
     26: ("home_for", "is_elsewhere or isinstance(policy, StagedOffloadPolicy)", "is_elsewhere"),
@@ -199,5 +199,6 @@ _LISTED = {
     152: ("UnitTree._recover_backward", "self.passes.in_backward", "True"),
     153: ("UnitTree.release", "self.units[unit.index] = left\nself.executor.let_go(left, unit.index)", "pass"),
     154: ("SaveFolder.remove_unchanged", "self.version(name) == version", "True"),
+    155: ("await_claim", "_forget_gone(meeting.ranks)", "pass"),
 }
 MUTATIONS = {number: Mutation(*each) for number, each in _LISTED.items()}

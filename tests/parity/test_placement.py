@@ -349,7 +349,7 @@ def test_what_is_on_other_ranks_or_divided_by_another_number_is_found(ctx: RankC
             "expected [0, 1, 2, 3] (dense) or [0, 2] (experts). Pass mesh=meshes.dense to fully_shard, or call "
             "meshes.shard_experts."
         )
-    assert "expected different names of axes of the mesh" in error_of(
+    assert "experts is 'experts', shard 'dp' and replicate None" in error_of(
         lambda: expert_meshes(ctx.mesh(shards=2, experts=2), experts="experts", shard="dp")
     )
     assert "got a mesh" in error_of(lambda: meshes.shard_experts(nn.Linear(4, 4), mesh=meshes.dense))

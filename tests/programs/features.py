@@ -17,6 +17,7 @@ from typing import Any
 
 from tests.programs.operations import REFUSED
 from tests.programs.program import (
+    AFTER,
     BEFORE,
     BETWEEN,
     CALLED,
@@ -45,7 +46,7 @@ PLAIN, BF16 = Precision(), Precision("bfloat16")
 AS_GIVEN = Precision("bfloat16", casts_inputs=False)
 PRECISIONS = (
     *(PLAIN, BF16, Precision("bfloat16", "float32", "float32"), AS_GIVEN),
-    *(Precision(None, "bfloat16"), Precision(None, None, "bfloat16")),
+    *(Precision(None, "bfloat16"), Precision(None, None, "bfloat16"), Precision("float16", "float32")),
     *(Precision("bfloat16", "float32", wire="bfloat16"), Precision(None, "float32", wire="int8")),
 )
 WIRED = tuple(each for each in PRECISIONS if each.wire)
@@ -56,7 +57,8 @@ AGAIN = (
     *("save and load", "pickle", "to one rank and back", "outer root", "initialise again"),
 )
 
-SAVED_ALONE = ("save and load safetensors", "save in the background")  # torch does not do so
+MOMENTS = ("second step", "third step", "step.after")
+SAVED_ALONE = ("save and load safetensors", "save in the background", "mirror and restore")  # torch does not do so
 
 # By part and field, the default first.
 _FEATURES: dict[str, tuple[Any, ...]] = {
@@ -92,6 +94,7 @@ _FEATURES: dict[str, tuple[Any, ...]] = {
     "micro.in_thread": (False, True),
     "second step": ("", *BEFORE),  # Step.before
     "third step": ("", *AGAIN),
+    "step.after": ("", *AFTER),  # of the second step
     "program.dim": (8, 10),
     "program.tied": (False, True),
     "program.listed": (False, True),
@@ -177,7 +180,7 @@ def _each(first: Combination, others: Combination, why: str) -> Iterator[Rule]:
         yield Rule(combination, why)
 
 
-LOW = tuple(each for each in PRECISIONS if each.wire or "bfloat16" in (each.param, each.reduce, each.output))
+LOW = PRECISIONS[1:]
 CASTS = tuple(each for each in PRECISIONS if each.param)
 LEFT_OUT = {"block.left_out": _not_default("block.left_out")}
 HOOKS = {"block.wire": WIRES}
@@ -220,11 +223,12 @@ BEYOND_TORCH: tuple[dict[str, tuple[Any, ...]], ...] = (
         {"block.frozen": (True,), "block.kind": ("adapters",), "second step": ("freeze",)},
     ),
     *_joined(WRAPPED, {"program.clip_norm": (0.05,), "program.optimizer": ("AdamW fused",), "program.tied": (True,)}),
-    *_joined(WRAPPED, {"program.optimizer": ("Muon",)}),
+    *_joined(WRAPPED, {"program.optimizer": ("Muon",), "step.after": ("evaluate", "infer")}),
     *(
         {name: values}
         for name, values in {
             "second step": ("another root", "evaluate an average"),
+            "step.after": ("evaluate an average",),
             "program.optimizer": ON_HOST,
         }.items()
     ),
@@ -289,6 +293,7 @@ RULES = (
             "micro.marks_last": (True,),
             "second step": OF_UNITS,
             "third step": OF_UNITS,
+            "step.after": ("to one rank and back", "reset"),
             "program.listed": (True,),
             "program.force_sum": (True,),
             "program.reduces_unused": (True,),
@@ -353,7 +358,7 @@ RULES = (
     Rule({"micro.apart": (True,), "micro.forwards": (2,)}, "two forwards already"),
     *_each(
         {"micros": (3,), "micro.fails": tuple(each for each in FAILS if each.startswith("backward"))},
-        {"micro.sync": _not_default("micro.sync"), "micro.keep": (True,)},
+        {"micro.sync": _not_default("micro.sync"), "micro.keep": (True,), "micro.marks_last": (True,)},
         "a backward that fails drops the gradients that earlier micro-batches have kept",
     ),
     Rule({"micro.between": (("another adapter",),), "block.kind": _others("block.kind", "adapters")}, "no adapters"),
@@ -398,12 +403,15 @@ RULES = (
             ({"program.optimizer": ON_HOST}, "a HostAdamW steps this model"),
             (WRAPPED, "was made by FullyShardedDataParallel"),
         )
-        for name in ("second step", "third step")
+        for name in MOMENTS
     ),
-    Rule(
-        {"second step": ("outer root",), "third step": ("to one rank and back",)},
-        "the model is a part of another one by then",
-        error="Pass that root",
+    *(
+        Rule(
+            {"second step": ("outer root",), name: ("to one rank and back",)},
+            "the model is a part of another one by then",
+            error="Pass that root",
+        )
+        for name in ("third step", "step.after")
     ),
     *(
         Rule(
@@ -411,7 +419,7 @@ RULES = (
             "the other root has a unit of the model until the model's next forward",
             error="Pass that root",
         )
-        for name in ("second step", "third step")
+        for name in MOMENTS
     ),
     *_each(
         {"micro.refused": tuple(name for name, (place, _, _) in REFUSED.items() if place)},
@@ -429,14 +437,14 @@ RULES = (
     Rule({"program.clips_by": ("fsdp2",), "program.clip_norm": (None,)}, "nothing is clipped"),
     *_each(
         {"program.optimizer": STEP_IN_BACKWARD},
-        {"program.clip_norm": (0.05,), "program.scaled": (True,)},
+        {"program.clip_norm": (0.05,), "program.scaled": (True,), "step.after": AFTER},
         "the step begins in backward, before anything that comes after it",
     ),
     Rule({"program.optimizer": ON_HOST, "micro.marks_last": (True,)}, "it always marks the last backward"),
     *_each({"mesh": ("tp", "experts")}, {"program.clip_norm": (0.05,)}, "torch clips on one mesh only"),
     *_each(
         {"mesh": ("tp", "experts", "one rank")},
-        dict.fromkeys(("second step", "third step"), ("to one rank and back",)),
+        dict.fromkeys(MOMENTS, ("to one rank and back",)),
         "a model moves from one mesh of all ranks to another",
     ),
     *_each({"mesh": ("tp", "experts", "one rank")}, LEFT_OUT, "all ranks of a layer run it"),
@@ -490,7 +498,7 @@ RULES = (
     ),
     *_each(
         {"block.wire": ("nf4",)},
-        dict.fromkeys(("second step", "third step"), ("write whole parameters", "merge adapters")),
+        dict.fromkeys(MOMENTS, ("write whole parameters", "merge adapters")),
         "only fsdp2 has whole weights to write: elsewhere, they are of 4 bits, and frozen",
     ),
     Rule({"block.wire": ("nf4",), "block.kind": ("odd",)}, "torch refuses it, and shards have blocks of their own"),
@@ -530,12 +538,13 @@ RULES = (
             "micro.between": (("reference",), ("evaluate",), ("infer",), ("forward in vain",), ("another root",)),
             "second step": ("evaluate an average", "outer root", "another root"),
             "third step": ("outer root",),
+            "step.after": ("evaluate", "infer", "evaluate an average", "copy the model"),
         },
         "autocast remembers what is cast, also without gradients, and later forwards read that",
     ),
     *_each(
         {"mesh": ("one rank",)},
-        dict.fromkeys(("second step", "third step"), ("save and load", *SAVED_ALONE)),
+        dict.fromkeys(MOMENTS, ("save and load", *SAVED_ALONE)),
         "each rank trains a model of its own, and a checkpoint holds one",
     ),
     Rule(
@@ -545,7 +554,7 @@ RULES = (
     ),
     *_each(
         {"program.ignored": (True,)},
-        dict.fromkeys(("second step", "third step"), (*SAVED_ALONE, "to one rank and back")),
+        dict.fromkeys(MOMENTS, (*SAVED_ALONE, "to one rank and back")),
         "each rank trains a bias of its own, which only fsdp2 replaces by that of one rank",
     ),
     Rule(
@@ -633,7 +642,7 @@ def program_of(row: Row) -> Program:
     last = Micro(uses_side=micro.uses_side, marks_last=micro.marks_last)
     micros = (micro,) * (row["micros"] - 1) + (last,) if row["micros"] > 1 else (micro,)
     before = [(), *((row[name],) if row[name] else () for name in ("second step", "third step"))]
-    steps = tuple(Step(each, micros) for each in before)
+    steps = tuple(Step(each, micros, after) for each, after in zip(before, ("", row["step.after"], ""), strict=True))
     return Program(blocks=blocks, mesh=row["mesh"], steps=steps, **part["program"])
 
 

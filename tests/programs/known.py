@@ -25,7 +25,9 @@ def known_difference(program: Program) -> str | None:
         return "torch does not follow requires_grad that changes between a forward and its backward"
     if program.autocast == "step" and any(len(step.micros) > 1 for step in program.steps):
         return "torch drops gradients that come late, through casts that autocast keeps from an earlier micro-batch"
-    if any("evaluate an average" in step.before for step in program.steps):
+    if any("evaluate an average" in (*step.before, step.after) for step in program.steps) or (
+        program.way == "FSDP1" and any(step.after in ("evaluate", "infer") for step in program.steps)
+    ):
         return "torch computes with what it gathered before parameters were written"
     if program.placement_dim and any(block.wire == "float8" for block in program.blocks):
         return "torch copies what hooks return for a parameter that is cut along dim 1, and later gathers miss the copy"

@@ -32,7 +32,17 @@ NOT_IN_PROGRAMS = {
     **dict.fromkeys(("ExpertMeshes", "expert_meshes"), "needs 4 ranks; the mesh `experts` is made by hand"),
     **dict.fromkeys(("install", "uninstall"), "the way `install`, by tests/harness/runtimes.py"),
     **dict.fromkeys(
-        ("AsyncSave", "BucketManifest", "StreamedBucket", "StreamedTensor", "FullParamStream", "LoadedKeys"), _RESULT
+        (
+            "AsyncSave",
+            "BucketManifest",
+            "FullParamStream",
+            "LoadedKeys",
+            "Mirror",
+            "Restored",
+            "StreamedBucket",
+            "StreamedTensor",
+        ),
+        _RESULT,
     ),
     **dict.fromkeys(
         ("CheckpointMapping", "Concat", "Stack", "Transpose", "WeightRule", "transformers_mapping"), _MAPPING

@@ -20,6 +20,7 @@ OPTIMIZERS = {
     "Muon in backward": "parts.muon(parameters, runtimes=runtimes)",
 }
 
+# Between steps; those of AFTER also between the last backward and the optimizer's step, when gradients are there.
 BEFORE = {
     "load state dict": """
 values = model.state_dict()
@@ -168,6 +169,19 @@ if ours and not wraps:
         set_model_state_dict(model, loaded["model"])
         set_optimizer_state_dict(model, optimizers[0], loaded["optimizer"], options=StateDictOptions(strict=False))
 """,
+    "mirror and restore": """
+if ours and not wraps:
+    with parts.shared_folder() as folder:
+        with mirrored(model, optimizers, every=1, job="program", folder=folder) as mirror:
+            mirror.restore()
+            mirror.after_step(step.index)
+            mirror.wait()
+            with torch.no_grad():
+                for param in model.parameters():
+                    if param.requires_grad:
+                        param.zero_()
+            mirrored(model, optimizers, every=1, job="program", folder=folder).restore()
+""",
     "switch adapters": """
 for each in model.modules():
     if isinstance(each, Adapters):
@@ -253,6 +267,27 @@ if sharded:
     step.note(f"state dict {index}", {name: value.clone() for name, value in whole.items()})
 """,
 }
+# The root stays unsharded after a forward; without _RESHARD, model.parameters() would not be those with gradients.
+_RESHARD = """
+for each in model.modules():
+    if hasattr(each, "reshard"):
+        each.reshard()
+"""
+AFTER = {
+    "evaluate": f"""
+with torch.no_grad():
+    losses.append(step.loss(model, 7))
+{_RESHARD}""",
+    "infer": f"""
+with torch.inference_mode():
+    value = step.loss(model, 7).item()
+losses.append(torch.tensor(value))
+{_RESHARD}""",
+    **{name: BEFORE[name] for name in ("load state dict", "load full state dict", "load optimizer state", "reset")},
+    **{name: BEFORE[name] for name in ("write whole parameters", "save and load", "save and load safetensors")},
+    **{name: BEFORE[name] for name in ("save in the background", "stream", "copy the model", "evaluate an average")},
+    "to one rank and back": BEFORE["to one rank and back"],
+}
 CHECKPOINTED = """\
 def keeps_products(ctx, op, *args, **kwargs):
     is_product = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
@@ -303,7 +338,7 @@ REFUSED = {
     "shard again": ("", "fsdp2.fully_shard(model)", "was given to fully_shard before"),
     "shard with FSDP1": ("", "fsdp2.FullyShardedDataParallel(model)", "fully_shard was called on this"),
     "move to nowhere": ("", "reshard_to(model, optimizers, None)", "new_mesh must be"),
-    "divide by a negative number": ("", "model.set_gradient_divide_factor(-1.0)", "expected a positive number"),
+    "divide by a negative number": ("", "model.set_gradient_divide_factor(-1.0)", "expected a finite number above 0"),
     "limit without a number": ("", "model.set_temporary_memory_limit('none')", "expected a number of bytes"),
     "gather by a function": ("", "model.set_custom_all_gather(print)", "expected an fsdp2.core.comms.AllGather"),
     "prefetch a plain module": (

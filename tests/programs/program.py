@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from tests.programs import operations
 
 KINDS = ("mlp", "attention", "norms", "side", "odd", "adapters", "itself")
-DTYPES = ("bfloat16", "float32")
 WIRES = tuple(operations.WIRES)
 
 
@@ -64,13 +63,14 @@ class Micro:
 
 @dataclass(frozen=True)
 class Step:
-    """``before``: what happens first, of ``BEFORE``."""
+    """``before``: what happens first, of ``BEFORE``; ``after``: what, of ``AFTER``, when all gradients are there."""
 
     before: tuple[str, ...] = ()
     micros: tuple[Micro, ...] = (Micro(),)
+    after: str = ""
 
 
-BEFORE, BETWEEN = tuple(operations.BEFORE), tuple(operations.BETWEEN)
+BEFORE, BETWEEN, AFTER = tuple(operations.BEFORE), tuple(operations.BETWEEN), tuple(operations.AFTER)
 
 
 @dataclass(frozen=True)

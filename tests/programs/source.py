@@ -42,8 +42,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import fsdp2
 from fsdp2.checkpoint import (
-    async_save, from_checkpointable, load_safetensors, optimizer_state_to_load, reshard_to, save_safetensors,
-    stream_full_params, to_checkpointable
+    async_save, from_checkpointable, load_safetensors, mirrored, optimizer_state_to_load, reshard_to,
+    save_safetensors, stream_full_params, to_checkpointable
 )
 from fsdp2 import tensors
 from tests.harness import comms, extensions
@@ -87,7 +87,7 @@ def is_low(program: Program) -> bool:
     """Whether something is computed in less than fp32."""
     precision = program.precision
     named = (precision.param, precision.reduce, precision.output)
-    is_rounded = "bfloat16" in named or precision.wire is not None
+    is_rounded = not {"bfloat16", "float16"}.isdisjoint(named) or precision.wire is not None
     return bool(program.autocast) or is_rounded or any(block.wire for block in program.blocks)
 
 
@@ -360,6 +360,8 @@ def _step(number: int, step: Step, program: Program) -> Iterator[str]:
             yield f"control.set_is_last_backward({index == num_micros - 1})"
         whole = "fsdp2.no_sync(model) if ours else contextlib.nullcontext()"
         yield from _under([whole] if micro.sync == "no_sync" else [], text)
+    if step.after:
+        yield _with_cast(operations.AFTER[step.after].strip("\n"), program)
     if program.scaled:
         yield "scaler.unscale_(optimizers[0])"
 

@@ -97,6 +97,7 @@ def test_programs_have_every_value_of_every_feature(world_size: int) -> None:
         "program": programs,
         "block": [block for program in programs for block in program.blocks],
         "micro": [micro for step in steps for micro in step.micros],
+        "step": steps,
     }
     for name, values in features(world_size).items():
         part, _, field = name.partition(".")

@@ -6,6 +6,7 @@ import errno
 import importlib.util
 import json
 import logging
+import math
 import os
 import re
 import sys
@@ -21,8 +22,10 @@ import fsdp2
 from fsdp2.__main__ import main
 from fsdp2.planner.machines import H100, fields_of
 from fsdp2.planner.workload import Workload
+from fsdp2.report import comparison
 from tests.harness.golden import texts_beside
 from tests.harness.messages import wrapped
+from tests.harness.selection import long
 from tests.unit.planner.models import LanguageModel
 
 WORKLOAD = Workload(batch=2, sequence=128)
@@ -105,6 +108,97 @@ def command(capsys: pytest.CaptureFixture[str], builders: None) -> Command:
 
 
 PLAN = "plan --sequence 64 my_builders:build_model"
+
+
+def _write_bad_files(folder: Path) -> None:
+    """Files of machines, reports and configs that are damaged, or not files."""
+    for name in ("fifo.json", "fifo.py"):
+        os.mkfifo(folder / name)
+    (folder / "folder.json").mkdir()
+    (folder / "loop.json").symlink_to("loop.json")
+    texts = {"deep": "[" * 100_000, "surrogate": '{"name": "\\ud800"}', "number": "3", "list": "[]", "empty": ""}
+    for name, text in texts.items():
+        (folder / f"{name}.json").write_text(text)
+    fields = fields_of(H100)
+    for name, changed in {
+        "nan": {"bf16_flops": math.nan},
+        "text": {"memory_nbytes": "much"},
+        "slow": {"copy_bandwidth": 5e-324},
+        "link": {"in_node": 3},
+        "extra": {"more": 1},
+        "infinite": {"memory_nbytes": math.inf},
+    }.items():
+        (folder / f"{name}.json").write_text(json.dumps({**fields, **changed}))
+    report = dict.fromkeys(comparison._KEYS) | {"version": comparison.VERSION}
+    for name, changed in {
+        "units": {"units": 3},
+        "names": {"units": [{}]},
+        "none": {},
+        "v": {"version": "\x1b"},
+    }.items():
+        (folder / f"report_{name}.json").write_text(json.dumps({**report, **changed}))
+    configs = {"unknown": {"model_type": "\x1b[31m"}, "wrong": {"model_type": "llama", "num_attention_heads": 0}}
+    for name, config in configs.items():
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(config))
+
+
+_PLAN, _HF = "plan my_builders:build_model --sequence 64 --gpus 8", "plan --sequence 64 --gpus 8"
+_BAD = "fifo.json folder.json loop.json deep.json surrogate.json number.json list.json empty.json /dev/zero a\0b \x1b["
+_MACHINES = f"{_BAD} nan.json text.json slow.json link.json extra.json infinite.json"
+_REPORTS = f"{_BAD} report_units.json report_names.json report_none.json report_v.json"
+_NUMBERS = ("0", "-1", "x", "nan", "9" * 30)
+WRONG = [
+    *(f"{_PLAN} --gpu {each}" for each in _MACHINES.split(" ")),
+    *(f"compare {each} {each}" for each in _REPORTS.split(" ")),
+    *(
+        f"measure --width 4 {each}"
+        for each in ("fifo.json", "folder.json", "loop.json", "a\0b", "\x1b[/x", "/dev/full")
+    ),
+    *(f"measure o.json --width {each}" for each in (*_NUMBERS, "99999999999")),
+    *(f"run {each}" for each in ("fifo.py", "folder.json", "loop.json", "a\0b", "\x1b[", "-m \x1b[", "-m ..x")),
+    *(f"{_PLAN} {each}" for each in (f"--batch {'9' * 20}", "--budget nan", "--budget \x1b[", "--node-size 0")),
+    *(f"plan my_builders:build_model --gpus {each}" for each in _NUMBERS),
+]
+# These run transformers, if it is there.
+WRONG_CONFIGS = [f"{_HF} --hf {each}" for each in f"{_BAD} unknown wrong".split(" ")]
+
+
+@pytest.mark.parametrize("words", WRONG, ids=ascii)
+def test_wrong_command_lines_and_files_get_one_line_without_control_characters(words: str, command: Command) -> None:
+    _check_refused(words, command)
+
+
+@pytest.mark.parametrize("words", long(*WRONG_CONFIGS), ids=ascii)
+def test_wrong_configs_get_one_line_without_control_characters(words: str, command: Command) -> None:
+    pytest.importorskip("transformers")
+    _check_refused(words, command)
+
+
+def _check_refused(words: str, command: Command) -> None:
+    _write_bad_files(Path.cwd())
+    code, printed, said = command("", *words.split(" "))
+    assert (code, printed) == (2, "")
+    (line,) = said.splitlines()
+    assert line.isprintable()
+    assert len(line) < 1200
+
+
+@pytest.mark.parametrize("model_type", long("my_own", "llama"))
+def test_code_that_a_config_names_runs_only_with_the_flag(model_type: str, command: Command) -> None:
+    """Without it, a config that transformers knows is planned for by its own class; nobody is asked."""
+    pytest.importorskip("transformers")
+    Path("own").mkdir()
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2}
+    config = {**sizes, "vocab_size": 64, "model_type": model_type, "auto_map": {"AutoConfig": "own_config.Config"}}
+    Path("own/config.json").write_text(json.dumps(config))
+    Path("own/own_config.py").write_text(f"open({os.path.abspath('has_run')!r}, 'w').close()\n1 / 0\n")
+    code, _, said = command(f"{_HF} --hf own")
+    assert not Path("has_run").exists()
+    assert (code, "--trust-remote-code" in said) == ((2, True) if model_type == "my_own" else (0, False))
+    code, _, said = command(f"{_HF} --hf own --trust-remote-code")
+    assert Path("has_run").exists()
+    assert (code, len(said.splitlines())) == (2, 1)
 
 
 @pytest.mark.parametrize("arguments", TEXTS.names())
@@ -245,4 +339,4 @@ def test_a_model_in_bf16_is_sized_with_masters_in_fp32_unless_asked_otherwise(co
 def test_help_says_all_defaults(name: str, command: Command) -> None:
     options = re.split(r"\n  (?=-)", command(f"{name} --help")[1].partition("options:")[2])
     silent = [each.split()[0] for each in options[1:] if "default: " not in " ".join(each.split())]
-    assert set(silent) <= {"-h,", "--hf", "--gpus", "--json"}
+    assert set(silent) <= {"-h,", "--hf", "--gpus", "--json", "--trust-remote-code"}

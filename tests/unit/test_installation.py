@@ -7,7 +7,9 @@ import logging
 import pickle
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -101,6 +103,55 @@ def test_modules_that_hold_torchs_names_are_named_and_an_error_leaves_all(monkey
         fsdp2.install()
     assert theirs.fully_shard is held_by_this_file
     assert {name: getattr(stage, name) for name in HELD_BY_STAGE} == HELD_BY_STAGE
+
+
+def _names_of_torch() -> list[object]:
+    loaded = [module for name, module in sys.modules.items() if name.startswith("torch.distributed")]
+    values = [(module.__name__, key, id(value)) for module in loaded for key, value in list(vars(module).items())]
+    return [*sorted(values), *(type(module) for module in loaded), sorted(vars(fsdp2.FSDPModule))]
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_an_interrupted_install_or_uninstall_leaves_all_or_nothing(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Interrupted in the middle of replacing, or restoring, names for the n-th time."""
+    with quietly_installed():
+        pass  # imports what it needs
+    before, loaded, calls = _names_of_torch(), installation._loaded_modules, 0
+
+    def interrupted() -> Iterator[ModuleType]:
+        nonlocal calls
+        calls += 1
+        modules = list(loaded())
+        yield from modules[: len(modules) // 2]
+        if calls == number + 1:
+            raise KeyboardInterrupt
+        yield from modules[len(modules) // 2 :]
+
+    monkeypatch.setattr(installation, "_loaded_modules", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        fsdp2.install()
+    monkeypatch.undo()
+    assert _names_of_torch() == before
+    with quietly_installed():
+        calls = 0
+        monkeypatch.setattr(installation, "_loaded_modules", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            fsdp2.uninstall()
+        monkeypatch.undo()
+        fsdp2.uninstall()
+        assert _names_of_torch() == before
+
+
+def test_threads_that_install_at_the_same_time_install_once() -> None:
+    before = BEFORE["fully_shard"]
+    with warnings.catch_warnings(), ThreadPoolExecutor(4) as threads:
+        warnings.simplefilter("ignore")
+        list(threads.map(lambda _: fsdp2.install(), range(8)))
+        assert theirs.fully_shard is fsdp2.fully_shard
+        fsdp2.uninstall()
+    assert theirs.fully_shard is before
 
 
 def test_names_that_torch_gains_later_stay_torchs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable
 from typing import Any, Literal, cast, overload
@@ -110,13 +109,8 @@ class FSDPModule:
         self._unit().reshard()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether parameters are resharded after forward. Overrides the argument of ``fully_shard``.
-
-        Raises:
-            ValueError: ``reshard_after_forward`` is not a bool.
-        """
-        is_bool, remedy = isinstance(reshard_after_forward, bool), "Pass a number of ranks to fully_shard instead."
-        expect(is_bool, "set_reshard_after_forward: the value", reshard_after_forward, "a bool", remedy, by_value=True)
+        """Whether parameters are resharded after forward. Overrides the argument of ``fully_shard``, which may also be
+        a number of ranks."""
         after_forward = AfterForward.RESHARD if reshard_after_forward else AfterForward.KEEP
         self._configure_units(recurse, after_forward=after_forward, stays_as_root=False, post_forward_size=None)
 
@@ -214,9 +208,6 @@ class FSDPModule:
             TypeError: ``factor`` is not a number.
             ValueError: ``factor`` is not positive, or not finite.
         """
-        where, remedy = "set_gradient_divide_factor: factor", "Pass 1 for the sum over all ranks."
-        expect(isinstance(factor, (int, float)), where, factor, "a positive number", remedy)
-        expect(0 < factor < math.inf, where, factor, "a positive number", remedy, by_value=True)
         self._configure_groups(False, gradient_divide_factor=factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
@@ -224,7 +215,7 @@ class FSDPModule:
         warnings.warn(
             "set_reduce_scatter_divide_factor is deprecated. Call set_gradient_divide_factor instead.",
             DeprecationWarning,
-            stacklevel=3,  # over the door
+            stacklevel=4,  # over the door
         )
         self.set_gradient_divide_factor(factor)
 
@@ -351,9 +342,6 @@ class FSDPModule:
             TypeError: ``max_input_buffers`` is not an int.
             ValueError: ``max_input_buffers`` is less than 1.
         """
-        where, value = "set_reduce_scatter_max_input_buffers: max_input_buffers", max_input_buffers
-        expect(isinstance(value, int) and not isinstance(value, bool), where, value, "an int")
-        expect(value >= 1, where, value, "at least 1", by_value=True)
         self._configure_units(recurse, max_reductions=max_input_buffers)
 
     def set_temporary_memory_limit(self, nbytes: int | str | None) -> None:

@@ -30,7 +30,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-from fsdp2.core import _torch
+from fsdp2.core import _torch, seams
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -63,11 +63,20 @@ def entry(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 def all_entries(cls: type[_T]) -> type[_T]:
-    """Mark every public method of ``cls`` as an entry of the runtime."""
+    """Mark every public method of ``cls`` as an entry of the runtime, which first checks its arguments."""
     for name, each in list(vars(cls).items()):
         if isinstance(each, FunctionType) and not name.startswith("_"):
-            setattr(cls, name, entry(each))
+            setattr(cls, name, entry(_checked(each)))
     return cls
+
+
+def _checked(method: Callable[_P, _T]) -> Callable[_P, _T]:
+    @wraps(method)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        seams.check_call(method, args, kwargs)
+        return method(*args, **kwargs)
+
+    return call
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -61,7 +62,8 @@ class ModuleHooks:
     """The hooks of one unit, installed on its modules once, by ``fully_shard``.
 
     Attributes:
-        modules: the modules that have these hooks.
+        unit, modules: the unit, and the modules that have these hooks.
+        thread: the thread that has made them, or has begun the last pass.
         guards: the guards of the unit's submodules.
         runs_method: a registered method of the unit is running (see ``extras/forward_methods.py``).
         is_resumed: that method has called the unit again, as generate() does.
@@ -70,7 +72,7 @@ class ModuleHooks:
     input_function = InputOfShardedModule  # for tools that list functions of autograd
 
     def __init__(self, unit: Unit) -> None:
-        self._unit = unit
+        self.unit, self.thread = unit, get_ident()
         self._input_dtype = unit.policy.param_dtype if unit.policy.cast_forward_inputs else None
         self._output_dtype = unit.policy.output_dtype
         self._moves_inputs = unit.mesh.device.type != "cpu"
@@ -95,36 +97,38 @@ class ModuleHooks:
     def hold(self, modules: Iterable[nn.Module]) -> None:
         """Install state dict hooks and guards on ``modules``: the unit's own, and those that hold its parameters."""
         holders = list(dict.fromkeys(modules))
-        self.guards += seams.guards_of(self._unit, holders)
-        for group in self._unit.groups:
+        self.guards += seams.guards_of(self.unit, holders)
+        for group in self.unit.groups:
             group.guard(self.guards)
         self.modules += holders
         for module in holders:
             module.register_state_dict_pre_hook(self.pre_state_dict)
+            module.register_state_dict_post_hook(seams.hook_of_saving(self))
             module.register_load_state_dict_pre_hook(self.pre_load)
             module.register_load_state_dict_post_hook(self.post_load)
 
     @door.entry
     def pre_state_dict(self, *_: object) -> None:
         """Make sure that state dicts see shards, or what ``unsharded`` has bound."""
-        _reshard_if_needed(self._unit)
+        if self.thread == get_ident():
+            _reshard_if_needed(self.unit)
 
     @door.entry
     def pre_load(
         self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: object
     ) -> None:
-        for inner in dict.fromkeys((*(unit for _name, unit in units_under(module)), self._unit)):
+        for inner in dict.fromkeys((*(unit for _name, unit in units_under(module)), self.unit)):
             _reshard_if_needed(inner)
         seams.prepare_loaded(module, state, prefix, metadata.get("assign_to_params_buffers", False))
 
     @door.entry
     def post_load(self, *_: object) -> None:
         """Have the loaded parameters checked before their next use."""
-        self._unit.mark_stale()
+        self.unit.mark_stale()
 
     @_torch.runs_between_graphs
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        unit = self._unit
+        unit = self.unit
         seems_to_run = unit.tree is not None and unit.tree.passes.phases[unit.index] in COMPUTING
         is_nested = self.runs_method or (seems_to_run and _torch.is_called_inside_itself(module))
         if not is_nested:
@@ -153,7 +157,7 @@ class ModuleHooks:
 
     @_torch.runs_between_graphs
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        unit, has_raised, is_nested = self._unit, self._raised_since_entry(), len(self._handled_at_entry) > 1
+        unit, has_raised, is_nested = self.unit, self._raised_since_entry(), len(self._handled_at_entry) > 1
         if is_nested:  # the unit or its method has called the unit: part of the outer forward
             self._handled_at_entry.pop()
             return None if has_raised else self.hand_out(output)
@@ -185,8 +189,8 @@ class ModuleHooks:
     @_torch.runs_between_graphs
     def note_raised(self) -> None:
         """The unit's forward, or a method that runs like it, has raised."""
-        if self._unit.tree is not None:
-            self._unit.tree.passes.raise_from(self._unit.index)
+        if self.unit.tree is not None:
+            self.unit.tree.passes.raise_from(self.unit.index)
 
     @_torch.runs_between_graphs
     def runs_plainly(self) -> bool:
@@ -196,7 +200,7 @@ class ModuleHooks:
         Raises:
             ScheduleError: the forward needs parameters that are not whole on this rank, or it records gradients.
         """
-        unit = self._unit
+        unit = self.unit
         if unit.running:
             return False
         if unit.is_whole and not torch.is_grad_enabled():
@@ -209,8 +213,8 @@ class ModuleHooks:
     @_torch.runs_between_graphs
     def resume(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         self.is_resumed = True
-        if self._unit.tree is not None:
-            self._unit.tree.resume_forward(self._unit)
+        if self.unit.tree is not None:
+            self.unit.tree.resume_forward(self.unit)
         return (args, kwargs) if self._input_dtype is None else cast_floating((args, kwargs), self._input_dtype)
 
     @_torch.runs_between_graphs
@@ -225,7 +229,7 @@ class ModuleHooks:
         return output if self._output_dtype is None else cast_floating(output, self._output_dtype)
 
     def _mark_output(self, output: Any, is_freed: bool) -> Any:
-        unit = self._unit
+        unit = self.unit
         if _torch.in_func_transform():
             unit.leads_to, reached = Outcome.BACKWARD, self._on_output_gradient
             mark = OutputOfShardedModule.apply
@@ -255,12 +259,12 @@ class ModuleHooks:
 
     @_torch.runs_between_graphs
     def _on_output_gradient(self, *_: torch.Tensor) -> None:
-        unit = self._unit
+        unit = self.unit
         (unit.tree or tree_of(unit)).pre_backward(unit)
 
     @_torch.runs_between_graphs
     def _on_input_gradient(self, *_: torch.Tensor) -> None:
-        unit = self._unit
+        unit = self.unit
         (unit.tree or tree_of(unit)).post_backward(unit)
 
     def _mark_inputs(

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor
 
-from fsdp2.core import _torch, door, expect, is_plain, plans
+from fsdp2.core import _torch, door, is_plain, plans
 from fsdp2.extras import torch_names
+from fsdp2.extras.checked import NOT_NEGATIVE, Limit, checked
 from fsdp2.extras.plain_names import without
 from fsdp2.optim.adamw8bit.blocks import Blocks, blocks_of, dim_of_blocks
 from fsdp2.optim.adamw8bit.states import MEAN, ROOT, SCALES, Code, Loaded, Shard, Step, agree, dithers_of, new_state
@@ -50,6 +51,7 @@ class AdamW8bit(optim.Optimizer):
             quantised is not a plain tensor inside, or is a flat parameter of ``FullyShardedDataParallel``.
     """
 
+    @checked(lr=NOT_NEGATIVE, eps=NOT_NEGATIVE, weight_decay=NOT_NEGATIVE, block_size=Limit(16))
     def __init__(
         self,
         params: Any,
@@ -59,9 +61,6 @@ class AdamW8bit(optim.Optimizer):
         weight_decay: float = 1e-2,
         block_size: int = 256,
     ) -> None:
-        is_int = isinstance(block_size, int) and not isinstance(block_size, bool)
-        expect(is_int, "AdamW8bit: block_size", block_size, "a number of elements")
-        expect(block_size >= 16, "AdamW8bit: block_size", block_size, "at least 16", by_value=True)
         self.block_size = block_size
         self._forget()
         # torch checks the options, and knows which keys the checkpoints of this version have.

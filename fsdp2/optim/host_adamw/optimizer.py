@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from itertools import chain
-from typing import Any, Literal, NoReturn, cast, get_args
+from typing import Any, Literal, NoReturn, cast
 
 import torch
 from torch import Tensor, nn, optim
@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fsdp2.core import GroupState, ParamGroup, ScheduleError, _torch, comms, groups_by_slot, is_plain, marks, plans
 from fsdp2.extras import torch_names
+from fsdp2.extras.checked import NOT_NEGATIVE, POSITIVE_OR_INF, checked
 from fsdp2.extras.plain_names import without
 from fsdp2.optim.clip import factor_of, norm_of_gradients
 from fsdp2.optim.host_adamw.jobs import MASTER, MOMENTS, Factor, HostUnit, Job, Options
@@ -67,6 +68,7 @@ class HostAdamW(optim.Optimizer):
     as in its delayed update.
     """
 
+    @checked(lr=NOT_NEGATIVE, eps=NOT_NEGATIVE, weight_decay=NOT_NEGATIVE, max_norm=POSITIVE_OR_INF)
     def __init__(
         self,
         params: Any,
@@ -517,16 +519,8 @@ def _drop_gradients(params: Iterable[nn.Parameter]) -> None:
 
 
 def _check_clipping(max_norm: float | None, clip_by: str) -> None:
-    if clip_by not in get_args(ClipBy):
-        raise ValueError(f"HostAdamW: clip_by={clip_by!r}, expected one of {', '.join(map(repr, get_args(ClipBy)))}.")
-    if max_norm is None:
-        if clip_by != "this step":
-            raise ValueError(f"HostAdamW: clip_by={clip_by!r} without max_norm. Pass max_norm, or leave clip_by out.")
-        return
-    if isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)):
-        raise TypeError(f"HostAdamW: max_norm is a {type(max_norm).__name__}, expected a number or None.")
-    if not max_norm > 0 or math.isnan(max_norm):
-        raise ValueError(f"HostAdamW: max_norm={max_norm}, expected a positive number.")
+    if max_norm is None and clip_by != "this step":
+        raise ValueError(f"HostAdamW: clip_by={clip_by!r} without max_norm. Pass max_norm, or leave clip_by out.")
 
 
 def _check_shard(name: str, param: nn.Parameter) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import zip_longest
 
+from fsdp2.extras.checked import NOT_NEGATIVE, checked
 from fsdp2.extras.sizes import text_of
 from fsdp2.optim.matrices.regions import Placed
 from fsdp2.optim.matrices.rules import Box, MatrixRule
@@ -23,6 +24,7 @@ Cost = Callable[[int, int], float]
 _MOST_IMPROVEMENTS = 10_000  # each improves the assignment, so this only bounds the time
 
 
+@checked(rows=NOT_NEGATIVE, columns=NOT_NEGATIVE)
 def newton_schulz_cost(rows: int, columns: int) -> float:
     """Floating-point operations of five Newton-Schulz iterations on a matrix, which work on the shorter side."""
     short, long = sorted((rows, columns))

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from fsdp2.extras.checked import AT_LEAST_1, checked
+
 Interval = tuple[int, int]  # start, stop
 Box = tuple[Interval, ...]  # an interval for each dim of the tensor
 
@@ -27,6 +29,7 @@ class MatrixBox:
     label: str = ""
 
 
+@checked()
 @dataclass(frozen=True)
 class MatrixRule:
     """Defines which matrices a tensor consists of. Make one with a class method.
@@ -44,16 +47,19 @@ class MatrixRule:
         return cls("whole")
 
     @classmethod
+    @checked(sizes=AT_LEAST_1)
     def rows(cls, *sizes: int) -> MatrixRule:
         """Matrices with these numbers of rows, on top of each other: a fused QKV weight ``[q + k + v, n]`` is three."""
         return cls("rows", sizes)
 
     @classmethod
+    @checked(sizes=AT_LEAST_1)
     def columns(cls, *sizes: int) -> MatrixRule:
         """Matrices with these numbers of columns, side by side: GPT-2's fused QKV weight is ``[n, q + k + v]``."""
         return cls("columns", sizes)
 
     @classmethod
+    @checked(num_heads=AT_LEAST_1)
     def heads(cls, num_heads: int) -> MatrixRule:
         """``num_heads`` matrices with equal numbers of rows, stacked vertically."""
         return cls("heads", (num_heads,))

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2.core import _torch
 from fsdp2.extras import torch_names
+from fsdp2.extras.checked import checked
 from fsdp2.extras.output import listed
 from fsdp2.extras.sizes import nbytes_of
 from fsdp2.optim.matrices.circles import Circle, agreed, check_alike, circles_of, told
@@ -36,6 +37,7 @@ MOST_IN_FLIGHT = 2  # buckets whose shards are in flight: one is computed while 
 _MOST_NAMES = 3  # in a message
 
 
+@checked()
 def whole_matrices(
     tensors: Mapping[str, Tensor] | Sequence[Tensor],
     *,
@@ -73,8 +75,6 @@ def whole_matrices(
                 All ranks raise.
     """
     max_nbytes = nbytes_of(bucket_nbytes, "whole_matrices: bucket_nbytes", "64MiB")
-    if copies not in ("cheaper", "share", "each"):
-        raise ValueError(f"whole_matrices: copies is {copies!r}, expected 'cheaper', 'share' or 'each'.")
     named = tensors if isinstance(tensors, Mapping) else {f"tensor {i}": each for i, each in enumerate(tensors)}
     subjects = [
         subject_of(position, name, tensor, None if rule is None else rule(name, tensor))

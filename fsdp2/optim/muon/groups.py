@@ -8,12 +8,14 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fsdp2.extras.checked import checked
 from fsdp2.extras.plain_names import plain_name
 from fsdp2.optim.matrices.run import Rule
 
 _HEADS = ("lm_head", "head", "output", "unembed", "classifier", "score")
 
 
+@checked()
 def muon_groups(
     model: nn.Module,
     *,

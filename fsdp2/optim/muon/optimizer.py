@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor
 
-from fsdp2.core import door, groups_by_slot
+from fsdp2.core import door, expect, groups_by_slot
 from fsdp2.extras import torch_names
+from fsdp2.extras.checked import NOT_NEGATIVE, Limit, check, checked
 from fsdp2.extras.plain_names import without
 from fsdp2.extras.sizes import nbytes_of
 from fsdp2.optim.matrices import Matrix, MatrixRule, WholeMatrices, whole_matrices
@@ -27,6 +28,7 @@ from fsdp2.optim.matrices.run import DEFAULT_BUCKET_NBYTES, Rule
 from fsdp2.optim.muon.update import BUFFER, Coefficients, MatrixStep, Part, newton_schulz, parts_of
 from fsdp2.optim.own_states import States, loading_itself
 
+_STEPS = Limit(0, 99)
 _ADJUSTMENTS = (None, "original", "match_rms_adamw")
 _MUON_KEYS = ("momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
 _STATES_OF_ADAMW = {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
@@ -55,6 +57,7 @@ class Muon(optim.Optimizer):
         ValueError: an option is out of range; a parameter is not a matrix and has no rule.
     """
 
+    @checked(lr=NOT_NEGATIVE, weight_decay=NOT_NEGATIVE, momentum=NOT_NEGATIVE, eps=NOT_NEGATIVE, ns_steps=_STEPS)
     def __init__(
         self,
         params: Any,
@@ -305,15 +308,13 @@ def _with_options_of_adamw(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
-    lr = options["lr"]
-    if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise ValueError(f"Muon: lr is a tensor of shape {tuple(lr.shape)}, expected one element.")
-    for key in ("lr", "momentum", "weight_decay"):
-        if not float(options[key]) >= 0.0:
-            raise ValueError(f"Muon: {key} is {options[key]}, expected at least 0.")
+    for key in ("lr", "momentum", "weight_decay", "eps"):
+        check(f"Muon: {key}", options[key], "float | Tensor" if key == "lr" else "float", NOT_NEGATIVE)
+    check("Muon: ns_steps", options["ns_steps"], "int", _STEPS)
     if options["adjust_lr_fn"] not in _ADJUSTMENTS:
         raise ValueError(f"Muon: adjust_lr_fn is {options['adjust_lr_fn']!r}, expected one of {_ADJUSTMENTS}.")
-    if len(options["ns_coefficients"]) != 3:
-        raise ValueError(f"Muon: ns_coefficients are {options['ns_coefficients']}, expected three.")
-    if not 0 <= options["ns_steps"] < 100:
-        raise ValueError(f"Muon: ns_steps is {options['ns_steps']}, expected 0 to 99.")
+    coefficients = options["ns_coefficients"]
+    is_right = isinstance(coefficients, (tuple, list)) and len(coefficients) == 3
+    expect(is_right, "Muon: ns_coefficients", coefficients, "three numbers")
+    for coefficient in coefficients:
+        check("Muon: ns_coefficients: a number", coefficient, "float")

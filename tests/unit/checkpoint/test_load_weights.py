@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,33 @@ def test_an_index_that_files_contradict_is_refused(tmp_path: Path) -> None:
     message = refusal(lambda: load(MLP(), tmp_path), tmp_path)
     assert "\n- FOLDER/nowhere.safetensors cannot be read: FileNotFoundError: " in message
     assert "\n- 'exit.bias' is not in model-00001-of-00007.safetensors, where the index says it is.\n" in f"{message}\n"
+
+
+@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "a/../../b", "", "a\0b", 3, None, ["x"]])
+def test_an_index_that_names_files_outside_of_its_folder_is_refused(name: object, tmp_path: Path) -> None:
+    save(seeded(MLP), tmp_path)
+    inside = tmp_path / "inside"
+    inside.mkdir()
+    (inside / INDEX).write_text(json.dumps({"weight_map": {"entry.bias": name}}))
+    message = refusal(lambda: load(MLP(), inside), tmp_path)
+    assert message.startswith(f"ValueError: load_safetensors: the index FOLDER/inside/{INDEX} cannot be read: ")
+
+
+@pytest.mark.parametrize("named", ["fifo.safetensors", "index.json", "/dev/zero"])
+def test_what_is_no_regular_file_is_refused_instead_of_waited_for(named: str, tmp_path: Path) -> None:
+    for each in ("fifo.safetensors", "index.json"):
+        os.mkfifo(tmp_path / each)
+    (tmp_path / INDEX).write_text('{"weight_map": {"entry.bias": "fifo.safetensors"}}')
+    for path in (tmp_path / named, tmp_path):
+        with pytest.raises(ValueError, match=r"it is no regular file|expected a folder"):
+            load(MLP(), path)
+
+
+def test_keys_of_files_send_no_escape_sequences_to_a_terminal(tmp_path: Path) -> None:
+    save(seeded(MLP), tmp_path, rename=lambda name: f"{name}\x1b[31m\x07")
+    message = refusal(lambda: load(MLP(), tmp_path), tmp_path)
+    assert "entry.bias\\x1b[31m\\x07" in message
+    assert all(each.isprintable() for each in message.replace("\n", ""))
 
 
 def test_a_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,10 +44,10 @@ def test_labels_can_be_read_on_each_bar() -> None:
 def test_text_can_be_read_and_stripes_of_waits_stand_out_and_no_unit_has_their_colour_or_pattern(scheme: str) -> None:
     """Also labels of waits: they lie on the page's ground."""
     of = {name: pair[SCHEMES.index(scheme)] for name, pair in VARIABLES.items()}
-    pairs = [("ink", "ground"), ("faint", "ground"), ("ink", "mark")]
+    pairs = [("ink", "ground"), ("faint", "ground"), ("ink", "mark"), ("better", "ground"), ("worse", "ground")]
     assert {pair for pair in pairs if _contrast(of[pair[0]], of[pair[1]]) < TEXT} == set()
     ground, hatches = of["ground"], PALETTE["hatches"]
-    assert {"gather wait", "reduce wait", "rank wait"} <= set(hatches)
+    assert {"gather wait", "reduce wait", "other wait"} <= set(hatches)
     assert {name for name, each in hatches.items() if _contrast(each[scheme], ground) < SHAPE} == set()
     assert not {each[scheme] for each in hatches.values()} & set(SOLID)
     assert len({each["lines"] for each in hatches.values()}) == len(hatches)  # also told apart without colours

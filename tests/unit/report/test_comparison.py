@@ -62,7 +62,7 @@ def test_differences_are_those_of_the_second_from_the_first(folder: Path) -> Non
     assert rows["waits for gathers_ms"]["difference"] == pytest.approx(-6)  # 3 ms less for each of two units
     assert rows["tokens_per_s"]["ratio"] == pytest.approx(first / second, abs=1e-4)
     assert "allocated_nbytes" not in rows  # neither device says
-    assert [each["what"] for each in data["settings"]] == ["keeps after forward of (root) and 2 more"]
+    assert [each["what"] for each in data["settings"]] == ["stays unsharded after forward: (root) and 2 more"]
     assert data["only"] == [[], []]
 
 
@@ -91,13 +91,46 @@ def test_a_report_is_compared_with_itself_also_before_it_is_written(folder: Path
     assert names == [str(folder / "before.json"), str(nested / "before.json")]
 
 
+def _with_steps(data: dict[str, Any], *steps_ms: float, **changes: Any) -> Report:
+    report = Report()
+    report.data = data | {"steps_ms": list(steps_ms), "step": 1, "first_step": 0} | changes
+    return report
+
+
+@pytest.mark.parametrize(
+    ("steps", "begin"),
+    [
+        ((84.0, 85.0, 86.0, 78.0, 79.0, 80.0), "the second is 7% faster than the first: a step takes 79.0 ms instead"),
+        ((78.0, 79.0, 80.0, 84.0, 85.0, 86.0), "the second is 8% slower than the first: a step takes 85.0 ms instead"),
+        ((70.0, 85.0, 86.0, 78.0, 79.0, 80.0), "Neither is clearly faster: a step takes 85.0 ms in the first and 79.0"),
+    ],
+)
+def test_a_verdict_needs_steps_that_differ_by_more_than_they_vary(steps: tuple[float, ...], begin: str) -> None:
+    units = ["blocks.0", "blocks.1"]
+    reports = [_with_steps(_data(units, late=late), *steps[i : i + 3]) for i, late in ((0, 0.004), (3, 0.001))]
+    done = compare_reports(*reports)
+    assert str(done).startswith(begin)
+    assert done.data["other_work"] == []
+    (row, *_) = done.data["tables"][0]["rows"]
+    assert (row["field"], row["is_better"]) == ("step_ms", {"7": True, "8": False}.get(begin[14]))
+
+
+def test_other_work_is_named() -> None:
+    one, other = (_data(["a"], late=0.001) for _ in range(2))
+    other["speed"] = other["speed"] | {"tokens": 4000, "tokens_per_s": 1.5 * one["speed"]["tokens_per_s"]}
+    other["units"] = [unit | {"dtype": "bfloat16"} for unit in other["units"]]
+    changes = {"inputs": ["int64[2, 1000]"], "ranks": [0, 1, 2, 3]}
+    done = compare_reports(_with_steps(one, 80.0, 81.0), _with_steps(other, 80.0, 81.0, 82.0, **changes))
+    TEXTS.check("other work", " ".join(done.data["other_work"]))
+
+
 def test_units_that_one_report_alone_has_are_named(folder: Path) -> None:
     with pytest.raises(ValueError, match="only_matching") as error:
         compare_reports(folder / "before.json", folder / "other.json")
     TEXTS.check("other units", str(error.value))
     done = compare_reports(folder / "before.json", folder / "other.json", only_matching=True)
     assert [unit["name"] for unit in done.data["units"]] == [ROOT, "blocks.0"]
-    assert str(done).endswith("before.json alone has blocks.1.\n\nother.json alone has head.")
+    assert "before.json alone has blocks.1. other.json alone has head.\n" in str(done)
 
 
 UNREADABLE = ("broken.json", "list.json", "page.html", "bytes.json", "before.trace.json", "old.json", "missing.json")
@@ -116,7 +149,7 @@ def test_refusals(folder: Path, case: str) -> None:
     with pytest.raises((ValueError, TypeError)) as error:
         compare_reports(folder / "before.json", after, page, only_matching=True)
     said = str(error.value).replace(str(folder), "folder")
-    TEXTS.check(case, said, among=[*REFUSED, "two reports", "other units"])
+    TEXTS.check(case, said, among=[*REFUSED, "two reports", "other units", "other work"])
     assert not (folder / "both.html").exists()
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from fsdp2.memory.plan import Held
 from fsdp2.report.data import RankRecord, report_data
-from fsdp2.report.timeline import COMPUTING
+from fsdp2.report.operators import Operation, busy, operators
+from fsdp2.report.timeline import COMPUTING, LOSS, OPTIMIZER, OPTIMIZER_END, phases
 from tests.harness.golden import texts_beside
 from tests.unit.report.examples import PREDICTED, PREDICTION, data_of, example_data
 from tests.unit.report.support import ROOT, Tape, empty_step, info, rank_step, record, simple_step
@@ -24,7 +26,7 @@ def test_data_of_two_ranks() -> None:
     said = [json.dumps(each) for key in ("units", "rank_totals", "findings") for each in data[key]]
     collectives = data["collectives"]
     said += [*map(json.dumps, collectives["rows"]), f"the first difference: {collectives['first_difference']}"]
-    TEXTS.check("data of two ranks", "\n".join([*said, json.dumps(data["memory"])]))
+    TEXTS.check("data of two ranks", "\n".join([*said, json.dumps(data["memory"][0])]))
 
 
 @pytest.mark.parametrize(("first_use", "named"), [(False, []), (True, ["late rank"])])
@@ -76,7 +78,7 @@ def test_what_was_predicted_stands_beside_what_the_longest_and_the_fullest_rank_
     assert rows["step_ms"][1] == data["steps_ms"][0]
     assert rows["compute_ms"][1] == pytest.approx(last["forward_ms"] + last["backward_ms"] + last["other_ms"])
     assert rows["exposed_ms"][1] == pytest.approx(rows["step_ms"][1] - rows["compute_ms"][1])
-    assert rows["temporary_nbytes"][1] == data["memory"]["temporary_nbytes"]
+    assert rows["temporary_nbytes"][1] == data["memory"][0]["temporary_nbytes"]
     assert rows["allocated_nbytes"][1] is None  # the CPU does not say
     ratios = {row["figure"]: row["ratio"] for row in data["prediction"]["rows"]}
     assert ratios["step_ms"] == rows["step_ms"][1] / 100.0
@@ -99,8 +101,32 @@ def test_of_many_times_those_at_which_most_was_held_are_drawn() -> None:
     tape = Tape()
     for i in range(10_000):
         tape.holds(Held.SAVED, 10 * i if i != 7_777 else 10**6, "a").compute(0.001)
-    memory = data_of(tape, "a")["memory"]
+    (memory,) = data_of(tape, "a")["memory"]
     (series,) = memory["series"]
     assert 1_000 < len(memory["times_us"]) == len(series["nbytes"]) <= 2_001
     assert memory["times_us"] == sorted(memory["times_us"])
     assert max(series["nbytes"]) == memory["peak_nbytes"] == 10**6
+
+
+def test_phases_hold_their_waits_and_operations_belong_to_what_computes() -> None:
+    tape = Tape().compute(1).event("pre_forward").do("unshard", takes=1).do("wait", blocked=1).compute(2)
+    tape.event("post_forward").compute(3).event("pre_backward").compute(4).event("end_backward")
+    tape.do("reduce_finish", blocked=1, inside="land").event(OPTIMIZER).compute(5).event(OPTIMIZER_END).compute(1)
+    step = rank_step(tape, [])
+    assert phases(step.spans) == [("forward", 1, 5), ("backward", 8, 13), (OPTIMIZER, 13, 18)]
+    ran = [Operation(at, at + 0.5, 0.25, "mm") for at in (2.2, 3, 4, 6, 9, 10, 12.2, 14)]  # two of them in waits
+    step = replace(step, operators=operators(step.spans, ran))
+    data = report_data("Model", "cpu", [info(ROOT)], [RankRecord(0, "host", 0.0, False, [step])])
+    assert {data["places"][place]: (name, *row) for name, place, *row in data["operators"]["rows"]} == {
+        ROOT: ("mm", 4, 500_000, 500_000, 0),
+        LOSS: ("mm", 1, 0, 0, 250_000),
+        OPTIMIZER: ("mm", 1, 0, 0, 250_000),
+    }
+    assert busy([*ran, Operation(14.5, 15, 0, "mm")])[-2:] == [(12.2, 12.7), (14, 15)]
+
+
+def test_each_field_of_the_data_is_on_the_page_about_reports() -> None:
+    page = (Path(__file__).parents[3] / "docs/debugging.md").read_text()
+    data = example_data(prediction=PREDICTION)
+    fields = {*data, *data["units"][0], *data["timelines"][0], *data["memory"][0]} - {"name"}
+    assert sorted(field for field in fields if f"`{field}`" not in page) == []

@@ -26,7 +26,7 @@ def _unit(name: str, mib: float = 1, **facts: float) -> UnitFacts:
 
 
 def _step(*units: UnitFacts, **facts: object) -> StepFacts:
-    return replace(StepFacts(100.0, units, lost=_lost(units)), **facts)  # type: ignore[arg-type]
+    return replace(StepFacts(100.0, units, lost=_lost(units), ranks=(0, 2, 4)), **facts)  # type: ignore[arg-type]
 
 
 def _lost(units: Sequence[UnitFacts], ranks: float = 20.0) -> dict[Cell, float]:
@@ -53,6 +53,7 @@ FIVE = _step(
     reduce_idle=3.5,
     rank_compute=[(50, 58), (51, 60)] * 3,
     rank_waits=(9, 0.5),
+    latest=2,
 )
 FAST = [_unit("a", forward=5, backward=9, gather=4), _unit("b", 9, forward=5, backward=9, gather=4)]
 LITTLE = _step(_unit("a"), rank_compute=[(50.4, 50)] * 5, rank_waits=(0, 9), lost={Cell(Lost.RANKS): 0.05})

@@ -103,10 +103,10 @@ class _Flat(nn.Parameter):
 
 
 REFUSED: dict[str, Callable[[], Any]] = {
-    "block_size is 8, expected at least 16": lambda: AdamW8bit([_param(2)], block_size=8),
+    "block_size is 8, expected an int of at least 16": lambda: AdamW8bit([_param(2)], block_size=8),
     "block_size is 32.0, a builtins.float": lambda: AdamW8bit([_param(2)], block_size=32.0),  # type: ignore[arg-type]
     "amsgrad=True": lambda: AdamW8bit([{"params": [_param(2)], "amsgrad": True}]),
-    "beta parameter at index 0": lambda: AdamW8bit([_param(2)], betas=(1.0, 0.9)),
+    "betas is (1.0, 0.9), expected two numbers": lambda: AdamW8bit([_param(2)], betas=(1.0, 0.9)),
     "use_orig_params=True": lambda: AdamW8bit([_Flat(torch.zeros(2))]),
     "parameter 'codes', of shape (64, 256), is a Tensor of torch.int8": lambda: AdamW8bit(
         [("codes", nn.Parameter(torch.zeros(64, 256, dtype=torch.int8), requires_grad=False))]

@@ -18,7 +18,7 @@ RULES = {
     "flattened": (MatrixRule.flattened(), (5, 2, 3, 3), [(5, 18)]),
     "not whole": (MatrixRule.whole(), (2, 6, 4), None),
     "not these rows": (MatrixRule.rows(4, 1), (6, 4), None),
-    "no rows": (MatrixRule.rows(6, 0), (6, 4), None),
+    "no rows": (MatrixRule("rows", (6, 0)), (6, 4), None),
     "not these columns": (MatrixRule.columns(3), (6, 4), None),
     "not these heads": (MatrixRule.heads(4), (6, 4), None),
     "not a batch": (MatrixRule.batch(), (6, 4), None),

@@ -1,0 +1,95 @@
+"""Jobs that are killed at random moments go on as if nothing had happened, and nothing is left of what they had begun.
+
+``python -m tests.faults.resume`` runs many more of them, and ``make soak`` for longer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.faults.jobs import BACKGROUND, BACKWARD, EXAMPLE, FILE_OPERATION, FORWARD, OVERLAPPING, Job, Kill
+from tests.faults.resume import READS_ALONE, SENT, Found, Harness, Trial, compare, drawn
+from tests.faults.soak import soak, summary, too_much
+from tests.harness.selection import landing, long
+
+pytestmark = pytest.mark.filterwarnings(f"ignore:{READS_ALONE}")
+
+
+def _killed(tmp_path: Path, first: Job, kill: Kill, *, later: Job | None = None) -> Found:
+    return Harness(tmp_path).run(Trial(0, (first, later or first), (kill,)))
+
+
+DIRECTED: dict[str, tuple[Job, Kill, Job | None]] = {
+    "in a save in the background, then on other ranks": (
+        Job(2, "HSDP", "AdamW8bit", scaled=True, averaged=True, save=BACKGROUND, own_noise=False),
+        Kill(SENT[0], 1, FILE_OPERATION, 0.6),
+        Job(3, "FSDP", "AdamW8bit", scaled=True, averaged=True, save=BACKGROUND, own_noise=False),
+    ),
+    "in an export, while another save is written": (
+        Job(2, "FSDP", "HostAdamW", save=OVERLAPPING, exports=True),
+        Kill(SENT[1], 0, FILE_OPERATION, 0.5),
+        None,
+    ),
+    "by a scheduler, and it saves": (
+        Job(2, "FSDP", "Muon", scaled=True, saves_on_sigterm=True),
+        Kill(SENT[2], 0, FORWARD, 0.5, 60.0),
+        None,
+    ),
+    "in the example": (Job(1, save=EXAMPLE, exports=True), Kill(SENT[0], 0, FILE_OPERATION, 0.3), None),
+}
+
+
+@pytest.mark.in_turns
+@pytest.mark.parametrize("name", long(*DIRECTED))
+def test_a_killed_job_goes_on_as_if_nothing_had_happened(name: str, tmp_path: Path) -> None:
+    first, kill, later = DIRECTED[name]
+    found = _killed(tmp_path, first, kill, later=later)
+    assert len(found.was_killed) == 1
+    assert not found.problems
+
+
+@pytest.mark.in_turns
+@pytest.mark.parametrize("part", long("scaler", "data", "noise_0", "scheduler"))
+def test_what_a_job_forgets_to_load_is_noticed(part: str, tmp_path: Path) -> None:
+    job = Job(1, scaled=True, averaged=True, forgets=part)
+    found = _killed(tmp_path, job, Kill(SENT[0], 0, BACKWARD, 0.6))
+    assert any(each.startswith(f"loaded step 4: {part}") for each in found.problems), found.problems
+
+
+def test_every_bit_and_every_name_is_compared() -> None:
+    value = torch.tensor([0.0, torch.nan])
+    assert compare({"a": value}, {"a": value.clone(), "average.b": value}, 0.0) == ([], 0.0)
+    assert compare({"a": value}, {"a": -value}, 0.0) == (["a differs by 0"], 0.0)  # the signs of zero and of nan
+    assert compare({"a": value + 1}, {"a": value}, 0.5) == (["a differs by 1"], 1.0)
+    assert compare({"a": 1}, {"b": 1}, 0.0)[0] == ["b is missing", "a is not expected"]
+    assert compare({"a": value}, {"a": value.double()}, 1.0)[0] == ["a differs by inf"]
+
+
+def test_trials_have_every_kind_of_job_and_kill() -> None:
+    trials = [drawn(0, number) for number in range(300)]
+    jobs: list[Any] = [job for trial in trials for job in trial.starts]
+    assert {(job.ranks, job.layout) for job in jobs} == {(n, name) for n in range(1, 5) for name in ("FSDP", "HSDP")}
+    assert len({(job.optimizer, job.save) for job in jobs}) == 5 * 3 + 2
+    assert {kill.sent for trial in trials for kill in trial.kills} == set(SENT)
+
+
+def test_only_growth_beyond_the_limits_is_a_leak() -> None:
+    assert too_much({"tensors": 1, "keys in the store": 5, "builtins.dict": 5}) == {
+        "tensors": 1,
+        "keys in the store": 5,
+    }
+
+
+# Not in CI: behind other tests, ranks hold one thread and 1.4 MB more after some seconds, and it is not known why.
+@pytest.mark.rare
+@pytest.mark.long
+def test_a_short_soak() -> None:
+    """Another seed at each landing."""
+    lines: list[str] = []
+    running = soak(0.5, landing()[0], life_s=10.0, says=lines.append)
+    assert not running.problems
+    assert running.num_rounds >= 4
+    assert lines[-1] == summary(running)
