@@ -29,6 +29,7 @@ from fsdp2.checkpoint.mirror_state import CALLER, Described, State, Taken, as_te
 from fsdp2.core import ScheduleError, _torch, comms, door, expect
 from fsdp2.extras.checked import AT_LEAST_1, NOT_NEGATIVE, check
 from fsdp2.extras.exchange import any_of, are_alike, exchange, highest, highest_of, together
+from fsdp2.extras.half_loaded import said_if_interrupted
 from fsdp2.extras.own_groups import host_axis
 from fsdp2.extras.own_threads import run_beside
 
@@ -394,7 +395,7 @@ class Mirror(AbstractContextManager["Mirror"]):
                 )
             found = loaded_text(room.text(header))
             tensors = list(placed(room.tensors, [Described(*each) for each in found["tensors"]]))
-        with together(self._asking):
+        with said_if_interrupted(self._state.model, CALLER), together(self._asking):
             self._state.load(tensors, found["rest"])
         return Restored(step, found["state"])
 

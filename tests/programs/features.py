@@ -363,7 +363,7 @@ RULES = (
     ),
     Rule({"micro.between": (("another adapter",),), "block.kind": _others("block.kind", "adapters")}, "no adapters"),
     Rule(
-        {"micro.between": (("thaw all",), ("freeze and restore",)), "block.wire": ("nf4",)},
+        {"micro.between": (("thaw all",), ("freeze and restore",), ("another adapter",)), "block.wire": ("nf4",)},
         "weights of 4 bits have no gradients",
     ),
     *_each(
