@@ -315,7 +315,7 @@ class ParamGroup:
                 self._release()
 
     def show_shards(self) -> None:
-        """Bind the shards, also where ``functional_call`` has put back what was freed, for callers who may write them."""
+        """Bind the shards, also where ``functional_call`` has put back what is freed. Callers may write them."""
         if self.state is GroupState.SHARDED:
             self.is_stale |= self._bindings.rebind(self.shards.sharded, are_shards=True)
         self.unsharded.release_post_forward()
