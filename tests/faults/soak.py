@@ -81,7 +81,8 @@ def live(ctx: RankContext, mesh: DeviceMesh, seed: int, folder: Path, seconds: f
     choose = random.Random(seed)
     some_jobs = [_job_of_a_life(choose, ctx.world_size) for _ in range(2)]
     programs = list(_programs(choose, ctx.world_size, 2))
-    lived, readings, ends = Lived(), [], time.monotonic() + seconds
+    lived, ends = Lived(), time.monotonic() + seconds
+    readings = tempfile.TemporaryFile()  # noqa: SIM115  # in memory, they would be growth
     while True:
         for job in some_jobs:
             _compare_with_fault(ctx, mesh, job, folder, choose, lived)
@@ -91,12 +92,15 @@ def live(ctx: RankContext, mesh: DeviceMesh, seed: int, folder: Path, seconds: f
         assert not failed, failed
         lived.num_programs += len(programs)
         lived.num_rounds += 1
-        readings.append(pickle.dumps(_held()))  # in bytes, or one reading would be growth in the next
+        if lived.num_rounds >= WARM_ROUNDS:
+            pickle.dump(_held(), readings)
         is_over = torch.tensor(float(time.monotonic() > ends and lived.num_rounds >= FEWEST_ROUNDS))
         dist.all_reduce(is_over, dist.ReduceOp.MAX)
         if is_over:
             break
-    lived.grown = too_much(growth([pickle.loads(readings[index]) for index in (WARM_ROUNDS - 1, -1)]))
+    readings.seek(0)
+    found = [pickle.load(readings) for _ in range(lived.num_rounds - WARM_ROUNDS + 1)]
+    lived.grown = too_much(growth(found))
     return lived
 
 
