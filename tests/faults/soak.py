@@ -98,8 +98,9 @@ def live(ctx: RankContext, mesh: DeviceMesh, seed: int, folder: Path, seconds: f
         dist.all_reduce(is_over, dist.ReduceOp.MAX)
         if is_over:
             break
-    readings.seek(0)
-    found = [pickle.load(readings) for _ in range(lived.num_rounds - WARM_ROUNDS + 1)]
+    with readings:
+        readings.seek(0)
+        found = [pickle.load(readings) for _ in range(lived.num_rounds - WARM_ROUNDS + 1)]
     lived.grown = too_much(growth(found))
     return lived
 
