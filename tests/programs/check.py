@@ -19,6 +19,7 @@ from tests.harness.compare import compare_with_oracle, compare_with_unsharded, o
 from tests.harness.distributed import RankContext
 from tests.harness.training import Case, Tolerance
 from tests.programs.known import known_difference
+from tests.programs.parts import LacksError
 from tests.programs.program import Program
 from tests.programs.source import settings, source
 
@@ -90,18 +91,20 @@ def verdict(program: Program, ctx: RankContext, *, with_torch: bool = True) -> V
 
 def compared(case: Case, mesh: DeviceMesh, known: str | None = None, *, with_torch: bool = True) -> Verdict:
     """``known``: why the runtimes may differ. fsdp2 must be as the unsharded model even so."""
-    refused, expected, differs = None, None, False
+    refused, lacks, expected, differs = None, False, None, False
     try:
         expected = oracle_records(case, mesh) if with_torch else None
-    except Exception:
-        refused = traceback.format_exc(limit=-3)
+    except Exception as error:
+        refused, lacks = traceback.format_exc(limit=-3), isinstance(error, LacksError)
     if with_torch and len(set(_of_all_ranks(refused is not None))) > 1:
         raise OneSidedRefusalError(refused)  # its messages to the other ranks are still on their way
     try:
         actual = subject_records(case, mesh)
     except Exception:
         raised = traceback.format_exc(limit=-6)
-        return Verdict(Outcome.BOTH_REFUSE, f"{refused}\n{raised}") if refused else Verdict(Outcome.RAISES, raised)
+        if refused is None or lacks:  # what torch does not have, fsdp2 must do
+            return Verdict(Outcome.RAISES, raised)
+        return Verdict(Outcome.BOTH_REFUSE, f"{refused}\n{raised}")
     try:
         if expected is not None:
             compare_with_oracle(case, mesh, actual, expected)
