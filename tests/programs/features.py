@@ -363,8 +363,7 @@ RULES = (
     ),
     Rule({"micro.between": (("another adapter",),), "block.kind": _others("block.kind", "adapters")}, "no adapters"),
     Rule(
-        {"micro.between": (("thaw all",), ("freeze and restore",), ("another adapter",)), "block.wire": ("nf4",)},
-        "weights of 4 bits have no gradients",
+        {"micro.between": (("thaw all",),), "block.wire": ("nf4",)}, "weights of 4 bits are frozen", error="NF4Tensor"
     ),
     *_each(
         {"micro.between": (("another root",),)},
@@ -546,6 +545,11 @@ RULES = (
         {"mesh": ("one rank",)},
         dict.fromkeys(MOMENTS, ("save and load", *SAVED_ALONE)),
         "each rank trains a model of its own, and a checkpoint holds one",
+    ),
+    *_each(
+        {"mesh": ("experts",)},
+        dict.fromkeys(MOMENTS, ("save and load safetensors", "save in the background")),
+        "replicas train a block of their own, and a file holds one",
     ),
     Rule(
         {"program.memory": ("tight limit",), "micro.keep": (True,)},

@@ -5,9 +5,10 @@ The text sees ``step``, ``model``, ``losses`` and ``optimizers`` of a printed pr
 
 from __future__ import annotations
 
+# ``{sum}``: of how many losses a step has gradients. Without it, steps are so large that any rounding grows.
 OPTIMIZERS = {
-    "SGD": "torch.optim.SGD(parameters, lr=0.02, foreach=False)",
-    "momentum": "torch.optim.SGD(parameters, lr=0.02, momentum=0.9, weight_decay=0.01, foreach=False)",
+    "SGD": "torch.optim.SGD(parameters, lr=0.02 / {sum}, foreach=False)",
+    "momentum": "torch.optim.SGD(parameters, lr=0.02 / {sum}, momentum=0.9, weight_decay=0.01, foreach=False)",
     # eps is well above the rounding noise of a gradient, so that noise stays noise in the update
     "AdamW": "torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3, weight_decay=0.1)",
     "AdamW foreach": "torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3, weight_decay=0.1, foreach=True)",
@@ -205,9 +206,10 @@ WIRES = {
     "float8": "tensors.wrap_parameters(model.block{index}, tensors.Float8AllGatherTensor)",
     "mxfp8": "tensors.wrap_parameters(model.block{index}, tensors.MXFP8AllGatherTensor)",
     "nf4": """
-for param in model.block{index}.parameters():
+frozen = getattr(model.block{index}, "base", model.block{index})  # adapters are trained, and are not of 4 bits
+for param in frozen.parameters():
     param.requires_grad_(param.ndim != 2)
-tensors.wrap_parameters(model.block{index}, tensors.NF4Tensor.quantise)
+tensors.wrap_parameters(frozen, tensors.NF4Tensor.quantise)
 """,
 }
 REFERENCE = """\

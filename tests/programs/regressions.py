@@ -110,6 +110,17 @@ REGRESSIONS: dict[str, Program] = {
         steps=_steps(Micro(between=("another adapter",)), _LAST),
     ),
     **{
+        f"the host stepped a unit that a backward uses again, and refused the gradient of that use: {why}": Program(
+            blocks=(Block(uses=2, checkpoint=checkpoint), Block()),
+            optimizer="AdamW on the host",
+            steps=_steps(*micros),
+        )
+        for checkpoint, micros, why in (
+            ("", (_KEPT, _LAST), "earlier gradients are reduced first"),
+            ("reentrant", (_LAST,), "each use has a backward of its own"),
+        )
+    },
+    **{
         f"a call that only some ranks made in a pass, and that fsdp2 refused, left others waiting: {refused}": Program(
             blocks=(Block(left_out=(0,)),),
             steps=(Step(micros=(Micro(refused=refused),)), Step(("stream", "to one rank and back"))),
