@@ -390,6 +390,18 @@ RULES = (
         {"second step": ("another root", "outer root"), "third step": ("outer root",)},
         "a step in backward begins in that of the first root",
     ),
+    Rule(
+        {
+            "program.optimizer": ON_HOST,
+            "program.listed": (True,),
+            "place": ("last", "middle"),
+            "block.checkpoint": ("reentrant",),
+            "block.uses": (2,),
+            "micro.apart": (True,),
+        },
+        "each use of each module of the unit has a backward of its own, more than there were forwards of the unit",
+        error="after an earlier one has begun",
+    ),
     Rule({"program.optimizer": ("Muon in backward",), "micro.between": (("another root",),)}, "as in the second step"),
     Rule(
         {"program.optimizer": ON_HOST, "micro.between": (("another root",),)},
@@ -509,6 +521,11 @@ RULES = (
     Rule(
         {"program.precision": (AS_GIVEN,), "block.double": (True,)},
         "the input of a block in float64 is not cast",
+        error="same dtype",
+    ),
+    Rule(
+        {**WRAPPED, "program.precision": CASTS, "block.double": (True,)},
+        "FSDP1's class casts the inputs of the root only",
         error="same dtype",
     ),
     Rule(
