@@ -20,7 +20,7 @@ from tests.unit.planner.plans import LARGE, WORKLOAD, choice_named, plan_of
 def test_a_model_that_cannot_fit_says_by_how_much_and_what_would() -> None:
     found = plan_of(budget="1MiB")
     assert found.recommended is None
-    too_much = found.smallest.result.reserved_nbytes / 2**20 - 1
+    too_much = found.smallest.result.peak_nbytes / 2**20 - 1
     assert too_much > 0
     with pytest.raises(ValueError, match=rf"nothing fits into 1\.0 MiB: .* {too_much:.1f} MiB too much\. .* Use "):
         _ = found.code
@@ -28,7 +28,7 @@ def test_a_model_that_cannot_fit_says_by_how_much_and_what_would() -> None:
     said = "of the host's memory of a node, of which 1769.5 GiB may be used. Use "
     assert said in found.why_nothing_fits()
     assert found.why_nothing_fits().endswith(
-        " Tensor, pipeline and context parallelism cut more than FSDP does, and are not planned: see "
+        " Tensor and context parallelism cut more than FSDP does: see --tensor-parallel and --context-parallel, and "
         "https://github.com/fsdp2/fsdp2/blob/main/docs/guide/meshes.md#tensor-parallelism."
     )
 
