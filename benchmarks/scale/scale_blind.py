@@ -17,48 +17,69 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))  # started by its path, a script sees only its own folder
 from benchmarks.common import Table, publish
 from benchmarks.scale import blind
-from fsdp2.planner import Candidate
 
-COLUMNS = ["", "published tokens/s", "predicted", "error", "published GiB", "predicted GiB", "fits"]
-
-
-def nearest(row: blind.Row, found: Sequence[Candidate]) -> float:
-    """The error of time of the prediction that is nearest, where a source leaves several open."""
-    return min((each.result.tokens_per_second / row.tokens_s - 1 for each in found), key=abs)
+COLUMNS = ["", "published tokens/s", "predicted", "error", "published GiB", "predicted GiB", "fits", "row"]
 
 
-def blind_table(predicted: Mapping[str, Sequence[Candidate]]) -> Table:
-    rows = sorted(blind.ROWS, key=lambda row: -abs(nearest(row, predicted[row.name])))
-    errors = [abs(nearest(row, predicted[row.name])) for row in rows]
-    note = (
-        f"Error of the nearest: {100 * statistics.median(errors):.0f}% in the median, "
-        f"{100 * statistics.fmean(each <= 0.1 for each in errors):.0f}% of the rows within 10%, "
-        f"{100 * statistics.fmean(each <= 0.2 for each in errors):.0f}% within 20%."
+def error(row: blind.Row, found: Sequence[blind.Prediction]) -> float:
+    """Of the time of the nearer end, where a source leaves several open."""
+    return min((each.tokens_s / row.tokens_s - 1 for each in found), key=abs)
+
+
+def blind_table(predicted: Mapping[str, Sequence[blind.Prediction]]) -> Table:
+    rows = sorted(blind.ROWS, key=lambda row: (not row.is_open, -abs(error(row, predicted[row.name]))))
+    return Table(
+        "rows",
+        "Published steps, per GPU; the worst first",
+        COLUMNS,
+        [_cells(row, predicted[row.name]) for row in rows],
+        None,
+        note=_summary([row for row in rows if not row.is_open], predicted),
     )
-    return Table("rows", "Published steps, per GPU; the worst first", COLUMNS, _cells(rows, predicted), None, note=note)
 
 
-def _cells(rows: Sequence[blind.Row], predicted: Mapping[str, Sequence[Candidate]]) -> list[list[object]]:
-    cells: list[list[object]] = []
-    for row in rows:
-        found = predicted[row.name]
-        rates = [each.result.tokens_per_second for each in found]
-        errors = [f"{100 * (rate / row.tokens_s - 1):+.0f}%" for rate in rates]
-        gib = [f"{each.result.reserved_nbytes / 2**30:.1f}" for each in found]
-        fits = ["yes" if each.fits else "tight" if each.may_fit else "no" for each in found]
-        shown = [_range(f"{rate:.0f}" for rate in rates), _range(errors)]
-        published_gib = None if row.gib is None else f"{row.gib:.1f}"
-        cells.append([row.name, f"{row.tokens_s:.0f}", *shown, published_gib, _range(gib), _range(fits)])
-    return cells
+def _summary(rows: Sequence[blind.Row], predicted: Mapping[str, Sequence[blind.Prediction]]) -> str:
+    errors = {row.name: abs(error(row, predicted[row.name])) for row in rows}
+    num_open = len(blind.ROWS) - len(rows)
+    groups = {"all": rows, **{each.value: [row for row in rows if row.seen is each] for each in blind.Seen}}
+    said = [f"{_of(name, [errors[row.name] for row in group])}." for name, group in groups.items()]
+    return " ".join([f"{num_open} rows are open, and not counted.", *said])
+
+
+def _of(name: str, errors: Sequence[float]) -> str:
+    shares = ", ".join(f"{sum(each <= limit for each in errors)} within {100 * limit:.0f}%" for limit in (0.1, 0.2))
+    median, worst = 100 * statistics.median(errors), 100 * max(errors)
+    return f"{name}: {len(errors)} rows, median {median:.0f}%, worst {worst:.0f}%, {shares}"
+
+
+def _cells(row: blind.Row, found: Sequence[blind.Prediction]) -> list[object]:
+    candidates = [each.candidate for each in found]
+    fits = ["yes" if each.fits else "tight" if each.may_fit else "no" for each in candidates]
+    return [
+        row.name,
+        f"{row.tokens_s:.0f}",
+        _range(f"{each.tokens_s:.0f}" for each in found),
+        "open" if row.is_open else _range(f"{100 * (each.tokens_s / row.tokens_s - 1):+.0f}%" for each in found),
+        None if row.gib is None else f"{row.gib:.1f}",
+        _range(f"{each.result.reserved_nbytes / 2**30:.1f}" for each in candidates),
+        _range(fits),
+        row.seen.value,
+    ]
 
 
 def _range(texts: Iterable[str]) -> str:
     return " or ".join(dict.fromkeys(texts))
 
 
+def not_predicted_table() -> Table:
+    rows = [[name, reason] for name, reason in blind.NOT_PREDICTED.items()]
+    return Table("not_predicted", "Published steps that cannot be predicted", ["", "the planner lacks"], rows, None)
+
+
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    publish("scale/scale_blind", "Published steps, predicted blind", [blind_table(blind.predicted())])
+    tables = [blind_table(blind.predicted()), not_predicted_table()]
+    publish("scale/scale_blind", "Published steps, predicted blind", tables)
 
 
 if __name__ == "__main__":

@@ -162,6 +162,7 @@ def compare(
             built_in=_trained_dtypes(built, None),
             sharded_in=_trained_dtypes(built, workload.master),
             host_budget_nbytes=costs.host_limit,
+            num_samples=costs.work.num_samples,
         )
         if found.recommended is None:
             enough = _enough(costs, found.smallest.choice, observed)
@@ -224,7 +225,7 @@ class _Costs:
         scenario = Scenario(
             machine=self.machine,
             units=work.units(choice.checkpointing),
-            tokens=workload.tokens,
+            tokens=workload.tokens if work.num_samples is None else workload.part_of_gpu(work.num_samples),
             num_gpus=self.num_gpus,
             choice=choice,
             root=work.root,

@@ -42,8 +42,11 @@ def add_plan(commands: Any) -> None:
     add("--gpus", type=int, required=True, help="how many GPUs")
     add("--gpu", default="H100", help=f"{', '.join(MACHINES)}, or a file of `python -m fsdp2 measure`; {_DEFAULT}")
     add("--node-size", type=int, help="GPUs per node; default: that of --gpu, which is 8 for those with a name")
-    add("--inputs", help="module:function that makes what the model is given, for a model that does not take tokens")
-    add("--loss", help="module:function of what the model returns, for a model that does not return logits")
+    add(
+        "--inputs",
+        help="module:function that makes the model's inputs, for a model that does not take tokens: batch and all",
+    )
+    add("--loss", help="module:function that makes a loss of the model's output, if that is not logits")
     add("--batch", type=int, default=1, help=f"sequences per GPU and step; {_DEFAULT}")
     add("--sequence", type=int, default=8192, help=f"tokens per sequence; {_DEFAULT}")
     add("--optimizer", default="adamw", help=f"adamw, sgd, or 'sgd with momentum'; {_DEFAULT}")
@@ -89,7 +92,7 @@ def _print_plan(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
     if options.json:
         print(json.dumps(found.data, indent=2))  # ASCII
     else:
-        print(printable(str(found)))
+        print(printable(_as_options(str(found))))
     if found.recommended is None:
         parser.exit(1)
     if not options.json:
@@ -97,12 +100,11 @@ def _print_plan(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
 
 
 def _as_options(text: str) -> str:
-    """``text`` with options instead of the arguments of ``Workload``."""
+    """``text`` with options instead of arguments."""
     text = text.replace("limited_to: watts", "--watts").replace("with_network: gigabits", "--network")
     text = re.sub(r"^Workload: (\w+) is", lambda found: f"--{found[1].replace('_', '-')} is", text)
-    return re.sub(
-        r"Workload(?:\((inputs|loss)=\.\.\.\)|\.(inputs|loss))", lambda found: f"--{found[1] or found[2]}", text
-    )
+    text = re.sub(r"\b(tensor|context)_parallel\b", r"--\1-parallel", text)
+    return re.sub(r"Workload(?:\.|\()(inputs|loss)(?:=\.\.\.\))?", r"--\1", text)
 
 
 def _workload(options: argparse.Namespace) -> Workload:
@@ -120,8 +122,8 @@ def _workload(options: argparse.Namespace) -> Workload:
         micro_batches=options.micro_batches,
         tensor_parallel=options.tensor_parallel,
         context_parallel=options.context_parallel,
-        inputs=options.inputs and _imported(options.inputs),
-        loss=options.loss and _imported(options.loss),
+        inputs=options.inputs and _imported(options.inputs, "--inputs: ", "make_inputs"),
+        loss=options.loss and _imported(options.loss, "--loss: ", "loss"),
     )
 
 
@@ -161,11 +163,12 @@ def _builder(name: str | None, config: str | None, *, trusts_code: bool) -> Call
     return _imported(name) if name is not None else _of_hugging_face(str(config), trusts_code=trusts_code)
 
 
-def _imported(name: str) -> Callable[..., Any]:
+def _imported(name: str, option: str = "", example: str = "build_model") -> Callable[..., Any]:
+    """``option`` begins errors."""
     module_name, _, function = name.partition(":")
     if not module_name or not function:
         missing = "function" if module_name else "module"
-        raise ValueError(f"'{name}' names no {missing}, expected module:function, such as my_module:build_model.")
+        raise ValueError(f"{option}'{name}' names no {missing}, expected module:function, such as my_module:{example}.")
     sys.path.insert(0, os.getcwd())
     try:
         module = importlib.import_module(module_name)
@@ -175,11 +178,11 @@ def _imported(name: str) -> Callable[..., Any]:
         if is_missing and module_name.endswith(".py"):
             advice = f" Write {module_name.removesuffix('.py')}:{function}."
         cause = f"{type(error).__name__}: {error}" if is_missing else cause_of(error)
-        raise ValueError(f"cannot import '{module_name}' ({cause}).{advice}") from error
+        raise ValueError(f"{option}cannot import '{module_name}' ({cause}).{advice}") from error
     builder = getattr(module, function, None)
     if not callable(builder):
         functions = ", ".join(sorted(key for key, value in vars(module).items() if callable(value))[:10])
-        raise ValueError(f"module '{module_name}' has no function '{function}'; it has {functions or 'none'}.")
+        raise ValueError(f"{option}module '{module_name}' has no function '{function}'; it has {functions or 'none'}.")
     return builder
 
 

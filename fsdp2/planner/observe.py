@@ -31,7 +31,7 @@ from fsdp2.planner.blocks import Units, params_of_units, structure
 from fsdp2.planner.compiled import is_tracing, saved_when_compiled
 from fsdp2.planner.scenario import Kernels, Precision
 from fsdp2.planner.work import Attention, Checkpointing, Param, Product, UnitWork, Work
-from fsdp2.planner.workload import Workload, first_line
+from fsdp2.planner.workload import Workload, cause_of, first_line
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 Loss = Callable[[Any], Tensor]
@@ -49,6 +49,7 @@ class ModelWork:
         rest: the work outside of blocks.
         ignored: parameters that stay whole on each rank.
         buffers_nbytes: bytes of buffers, which stay whole, too.
+        num_samples: those that the workload's own inputs have; None if the inputs are tokens.
     """
 
     kinds: tuple[dict[Checkpointing, UnitWork], ...]
@@ -58,6 +59,7 @@ class ModelWork:
     rest: UnitWork
     ignored: tuple[Param, ...] = ()
     buffers_nbytes: int = 0
+    num_samples: int | None = None
 
     @property
     def root(self) -> tuple[Param, ...]:
@@ -113,10 +115,12 @@ def observe(model: nn.Module, units: Units, workload: Workload, ignored: Collect
     except (ValueError, TypeError):
         raise
     except Exception as error:
+        takes = "Pass Workload(inputs=...) if it does not take tokens"
+        if workload.inputs is not None:
+            takes = "See whether it takes what Workload.inputs makes"
         raise ValueError(
             f"plan: this {type(model).__name__} does not run under fake tensors ({type(error).__name__}: "
-            f"{first_line(error)}). Pass Workload(inputs=...) if it does not take tokens, and read no values of "
-            "tensors in forward."
+            f"{first_line(error)}). {takes}, and read no values of tensors in forward."
         ) from error
     finally:
         log.disabled = before
@@ -128,7 +132,8 @@ def _observed(model: nn.Module, units: Units, workload: Workload, ignored: Colle
     dtype = Precision(workload.precision).dtype
     with torch_names.fake_tensors(), _masks_as_with_values(), _AsOnGPU(), _without_caches(model):
         made = _Fakes(model, dtype)
-        given = _as_arguments(made.inputs(inputs()))
+        given = _as_arguments(made.inputs(_made_by(inputs)))
+        num_samples = _num_samples(given, shape)
         calls = _Calls(model, units, made, is_compiled=Kernels(workload.kernels).are_compiled)
         with calls.watched():
             seen = _run(calls.outside, partial(_forward, model, made), given, _checked_loss(workload))
@@ -152,7 +157,23 @@ def _observed(model: nn.Module, units: Units, workload: Workload, ignored: Colle
         rest=replace(rest, is_block=False, saved_nbytes=rest.saved_nbytes + shared_nbytes),
         ignored=_params([("", param) for param in ignored], workload),
         buffers_nbytes=sum(buffer.nbytes for buffer in model.buffers()),
+        num_samples=num_samples,
     )
+
+
+def _made_by(inputs: Callable[[], Any]) -> Any:
+    try:
+        return inputs()
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"plan: Workload.inputs failed ({cause_of(error)}).") from error
+
+
+def _num_samples(given: Inputs, shape: tuple[int, int]) -> int | None:
+    """The length of the first dim of the first tensor, unless its elements are as many tokens as the workload says."""
+    first = next(iter(find_tensors(given, [])), None)
+    if first is None or (tuple(first.shape) == shape and not first.is_floating_point()):
+        return None
+    return first.shape[0] if first.dim() else 1
 
 
 @contextmanager
@@ -232,7 +253,7 @@ def _checked_loss(workload: Workload) -> Callable[[Any], torch.Tensor]:
             value = given(output)
         except Exception as error:
             raise ValueError(
-                f"plan: Workload.loss failed for a {type(output).__name__}, which the model returned "
+                f"plan: Workload.loss failed for a {_kind_of(output)}, which the model returned "
                 f"({type(error).__name__}: {first_line(error)})."
             ) from error
         if not isinstance(value, torch.Tensor) or value.dim() != 0:
@@ -250,11 +271,15 @@ def language_model_loss(output: Any) -> Tensor:
     return nn.functional.cross_entropy(logits.float().flatten(0, -2), labels.flatten())
 
 
+def _kind_of(output: Any) -> str:
+    return "Tensor" if isinstance(output, Tensor) else type(output).__name__
+
+
 def _logits_of(output: Any) -> Tensor:
     logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     if not isinstance(logits, Tensor):
         raise TypeError(
-            f"plan: the model returned a {type(output).__name__}, expected logits, as a tensor or in an attribute "
+            f"plan: the model returned a {_kind_of(output)}, expected logits, as a tensor or in an attribute "
             "'logits'. Pass Workload(loss=...), a function of what the model returns."
         )
     return logits

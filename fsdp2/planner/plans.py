@@ -87,6 +87,7 @@ class Plan:
         has_initializer: it has ``initialize_weights``, as in transformers: ``code`` calls it before it loads weights.
         built_in, sharded_in: the dtypes of trained parameters, as the model is built, and of their shards.
         host_budget_nbytes: the host memory of a node that may be used; None where it is not known.
+        num_samples: those of a micro-batch of a model that takes no tokens; None if it does.
     """
 
     model: str
@@ -108,12 +109,18 @@ class Plan:
     built_in: tuple[torch.dtype, ...] = ()
     sharded_in: tuple[torch.dtype, ...] = ()
     host_budget_nbytes: int | None = None
+    num_samples: int | None = None
 
     @cached_property
     def smallest(self) -> Candidate:
         """The choice that needs least GPU memory, of those that may be recommended and fit into host memory."""
         allowed = [each for each in self.choices if each.choice.is_exact]
         return min(allowed, key=lambda each: (each.host_missing_nbytes > 0, each.result.peak_nbytes))
+
+    @property
+    def counted(self) -> str:
+        """What the rate counts: "tokens" or "samples"."""
+        return "tokens" if self.num_samples is None else "samples"
 
     @property
     def code(self) -> str:
@@ -186,6 +193,7 @@ class Plan:
             "num_gpus": self.num_gpus,
             "node_size": self.machine.node_size,
             "workload": {name: getattr(workload, name) for name in names},
+            "num_samples": self.num_samples,
             "sharded_in": _dtypes(self.sharded_in),
             "budget_nbytes": self.budget_nbytes,
             "host_budget_nbytes": self.host_budget_nbytes,
@@ -193,7 +201,7 @@ class Plan:
             "recommended": None if self.recommended is None else self.recommended.choice.name,
             "why_nothing_fits": None if self.recommended is not None else self.why_nothing_fits(),
             "code": None if self.recommended is None else self.code,
-            "choices": [_choice_data(each) for each in self.choices],
+            "choices": [_choice_data(each, self.counted) for each in self.choices],
         }
 
     def why_nothing_fits(self) -> str:
@@ -235,7 +243,7 @@ class Plan:
                     f"reserve {text_of(self.recommended.result.reserved_nbytes)} if it could"
                 )
         warnings = [f"warning: {each}" for each in self.warnings]
-        lines = table(_shown(self), self.recommended, self.workload.precision)
+        lines = table(_shown(self), self.recommended, self.workload.precision, self.counted)
         return "\n".join([*_head(self), *warnings, "", *lines, "", verdict])
 
 
@@ -252,7 +260,7 @@ def _head(plan: Plan) -> list[str]:
     return [
         f"{plan.model}: {_count(plan.num_params)} parameters; units: {', '.join([*stacks, *plan.units.large])}; "
         "all else with the model",
-        f"{plan.num_gpus} x {plan.machine.name}; {plan.workload}",
+        f"{plan.num_gpus} x {plan.machine.name}; {plan.workload.text(plan.num_samples)}",
         f"shards, gradients and optimizer in {_dtypes(plan.sharded_in)}"
         + (f"; the model is built in {_dtypes(plan.built_in)}" if plan.built_in != plan.sharded_in else ""),
         f"budget: {text_of(plan.budget_nbytes)} of {text_of(plan.machine.memory_nbytes)}"
@@ -276,14 +284,17 @@ def _shown(plan: Plan) -> list[Candidate]:
 # The table
 
 
-def table(candidates: list[Candidate], recommended: Candidate | None, precision: str) -> list[str]:
-    """The lines of the table, with peak memory of one GPU and step time. Each has one unit for all rows."""
+def table(
+    candidates: list[Candidate], recommended: Candidate | None, precision: str, counted: str = "tokens"
+) -> list[str]:
+    """The lines of the table, with peak memory of one GPU and step time. Each has one unit for all rows; memory that
+    would round to 0.0 has its own."""
     _, factor = _memory_unit(candidates)
     gathered = precision if precision == Precision.FP32.value else Precision.BF16.value
     time_unit, per_second = ("s", 1) if max(each.result.time.step for each in candidates) >= 1 else ("ms", 1000)
 
     def size(nbytes: float) -> str:
-        return f"{nbytes / factor:.1f}"
+        return f"{nbytes / factor:.1f}" if nbytes == 0 or nbytes >= 0.05 * factor else text_of(nbytes)
 
     def row(each: Candidate) -> dict[str, str]:
         choice, result = each.choice, each.result
@@ -298,13 +309,17 @@ def table(candidates: list[Candidate], recommended: Candidate | None, precision:
             # The optimizer's time on the host is added.
             f"step {time_unit}": f"{'>' if choice.offloads else ''}{result.time.step * per_second:.3f}",
             f"exposed {time_unit}": f"{result.time.exposed * per_second:.3f}",
-            "tokens/s": f"{'<' if choice.offloads else ''}{result.tokens_per_second:.0f}",
+            f"{counted}/s": f"{'<' if choice.offloads else ''}{_rate(result.tokens_per_second)}",
             "fits": _fits(each, size),
         }
 
     cells = [row(each) for each in candidates]
     rows = [[*cells[0]], *([*each.values()] for each in cells)]
     return aligned(rows, num_left=5).splitlines()
+
+
+def _rate(per_second: float) -> str:
+    return f"{per_second:.0f}" if per_second >= 100 else f"{per_second:.3g}"
 
 
 def _held(candidate: Candidate) -> dict[str, float]:
@@ -339,8 +354,8 @@ def _count(number: int) -> str:
     return next((f"{number / one:.2f}{name}" for one, name in ((1e9, "B"), (1e6, "M")) if number >= one), str(number))
 
 
-def _choice_data(candidate: Candidate) -> dict[str, Any]:
-    """``step_s`` lacks the optimizer's time if it ``offloads``."""
+def _choice_data(candidate: Candidate, counted: str) -> dict[str, Any]:
+    """``step_s`` lacks the optimizer's time if it ``offloads``. ``counted``: tokens or samples."""
     choice, result = candidate.choice, candidate.result
     return {
         "name": choice.name,
@@ -355,5 +370,5 @@ def _choice_data(candidate: Candidate) -> dict[str, Any]:
         "host_nbytes": result.host_nbytes,
         "step_s": result.time.step,
         "exposed_s": result.time.exposed,
-        "tokens_per_second": result.tokens_per_second,
+        f"{counted}_per_second": result.tokens_per_second,
     }

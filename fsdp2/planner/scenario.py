@@ -124,7 +124,7 @@ class Scenario:
 
     Attributes:
         units: one for each call in the order of forward, without the root. Calls of one unit have one name.
-        tokens: the tokens of one GPU in a step.
+        tokens: the tokens of one GPU in a step; samples, if the model takes no tokens.
         root: the root's own parameters.
         members: all units in the order of the model, those that this forward does not use among them; without it, those
             of ``units``.

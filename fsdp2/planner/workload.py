@@ -85,7 +85,11 @@ class Workload:
     @property
     def tokens(self) -> float:
         """Those of one GPU in a step."""
-        return self.batch * self.sequence * self.micro_batches / self.gpus_per_sequence
+        return self.part_of_gpu(self.batch * self.sequence)
+
+    def part_of_gpu(self, number: int) -> float:
+        """Of tokens or samples of a micro-batch, those of one GPU in a step."""
+        return number * self.micro_batches / self.gpus_per_sequence
 
     @property
     def gpus_per_sequence(self) -> int:
@@ -93,13 +97,18 @@ class Workload:
         return self.tensor_parallel * self.context_parallel
 
     def __str__(self) -> str:
+        return self.text()
+
+    def text(self, num_samples: int | None = None) -> str:
+        """``num_samples``: those of a micro-batch, for a model without tokens."""
         size = self.gpus_per_sequence
         several = [f"{self.micro_batches} micro-batches of"] if self.micro_batches > 1 else []
         shared = [f"{self.tensor_parallel} for tensors"] if self.tensor_parallel > 1 else []
         shared += [f"{self.context_parallel} for contexts"] if self.context_parallel > 1 else []
         per = f"{size} GPUs ({' x '.join(shared)})" if size > 1 else "GPU"
-        tokens = " ".join([*several, f"{self.batch} x {self.sequence} tokens per {per}"])
-        return f"{tokens}, {self.optimizer}, {self.precision}, {self.kernels} kernels"
+        given = f"{self.batch} x {self.sequence} tokens" if num_samples is None else f"{num_samples} samples"
+        given = " ".join([*several, f"{given} per {per}"])
+        return f"{given}, {self.optimizer}, {self.precision}, {self.kernels} kernels"
 
 
 def build(builder: Callable[[], nn.Module]) -> nn.Module:
