@@ -8,7 +8,7 @@ end. ``seen`` says which rows the authors of the planner had seen before the des
   pytorch/torchtitan#394 names the network: EFA with 400 Gb/s per node.
 - ``IBM``: the tables of "Maximizing training throughput using PyTorch FSDP" (pytorch.org, 2024), FSDP1 without compile
   on 128 A100s and 96 H100s with 400 and 800 Gb/s per node, and of the README of foundation-model-stack/fms-fsdp, which
-  may have compiled. HSDP shards within a node; gradients are summed in bf16.
+  may have compiled. HSDP shards within a node; gradients are summed in bf16. torch had CUDA 12.1 then.
 - ``H200``: llama3_8b_h200_2025-06_torchtitan_trainy_whitefiber among torchtitan's benchmarks.
 - ``MPT``: the README of llm-foundry's scripts/train/benchmarking, FSDP1 without compile under bf16 autocast; with
   ``DEFAULT`` mixed precision, gathers are in bf16 and sums in fp32. Its counts of parameters include biases, and its
@@ -16,8 +16,8 @@ end. ``seen`` says which rows the authors of the planner had seen before the des
   with CUDA 11.8, and later one of 2.1.0 with 12.1; attention was FlashAttention in Triton, and later FlashAttention-2.
 - ``B200``: the README of torchao/prototype/mx_formats of 2025, eight "power limited" B200s; at which limit, it does
   not say. Its "GB" are GiB: parse_torchtitan_logs.py reads them from torchtitan's log.
-- ``Megatron``: Megatron-Bridge's performance summary; what it recomputes, it does not say. Its attention and norms are
-  those of Transformer Engine.
+- ``Megatron``: Megatron-Bridge's performance summary; how much it recomputes, it does not say. Its kernels are those of
+  Transformer Engine, with cuDNN's attention.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -79,15 +79,37 @@ class MPT(nn.Module):
 _EITHER = (Kernels.EAGER, Kernels.COMPILED)
 _WITH_LOSS = (Kernels.COMPILED_LOSS,)
 _SELECTIVE, _FULL = "FSDP, reshard, selective checkpointing", "FSDP, reshard, full checkpointing"
-# A product of 2048 x 8192 and 8192 x 8192 reached 720 with the cuBLAS of CUDA 11.8 on an H100 in a short run
-# (pytorch/pytorch#100850), where the rate of today's, 828 in a short run, gives 803.
-_CUBLAS_11 = 720 / 803
+
+
+class Libraries(NamedTuple):
+    """Which share of what its description says a machine reaches, where they are other libraries."""
+
+    products: float = 1.0
+    attention: float = 1.0
+    attention_backward: float = 1.0
+
+    def on(self, machine: Machine) -> Machine:
+        reached = machine.reached
+        rates: dict[str, Any] = {
+            "bf16": self.products * reached.bf16,
+            "attention": self.attention * reached.attention,
+            "attention_backward": self.attention_backward * reached.attention_backward,
+        }
+        return replace(machine, reached=replace(reached, **rates))
+
+
+_TODAY = Libraries()
 # FlashAttention-2 is 1.3 to 1.5 times as fast in forward as FlashAttention in Triton, and twice as fast in backward, by
 # its authors (arXiv 2307.08691).
-_TRITON_FORWARD, _TRITON_BACKWARD = 1 / 1.4, 1 / 2
+_TRITON = Libraries(1.0, 1 / 1.4, 1 / 2)
+# A product of 2048 x 8192 and 8192 x 8192 reached 720 on an H100 with CUDA 11.8 in a short run, and 743 with 12.0
+# (pytorch/pytorch#100850, May 2023); from today's rate in a short run, 828, follow 803.
+_CUDA_11_8, _CUDA_12_0 = _TRITON._replace(products=720 / 803), Libraries(products=743 / 803)
+# cuDNN's attention is 1.7 to 2.3 times as fast as torch's FlashAttention-2 on H100s (huggingface/transformers#48163).
+_CUDNN = Libraries(1.0, 2.0, 2.0)
 # What AdamW moves per element if an operation after another runs over all tensors: the plan counts 28, for one kernel.
 _UNFUSED_NBYTES, _FUSED_NBYTES = 80, 28
-_LEAST_WATTS = 200  # that a driver of 8 x B200 accepts, says NVIDIA's guide of the DGX B200
+_LEAST_WATTS = 200  # AllowableMin in an example of NVIDIA's guide of the DGX B200
 
 
 class Seen(Enum):
@@ -99,9 +121,9 @@ class Seen(Enum):
 
 @dataclass(frozen=True)
 class Row:
-    """``tokens_s`` and ``gib`` are those of a GPU as published; None: not published. ``choices``, ``kernels``, ``watts``
-    and ``has_old_kernels``: how it may have run. ``network``: Gb/s per GPU. ``is_open``: the source leaves so much open
-    that any prediction would be right."""
+    """``tokens_s`` and ``gib`` are those of a GPU as published; None: not published. ``choices``, ``kernels``,
+    ``watts`` and ``libraries``: how it may have run. ``network``: Gb/s per GPU. ``is_open``: the source leaves so much
+    open that any prediction would be right."""
 
     name: str
     model: Llama | Callable[[], nn.Module]
@@ -114,21 +136,20 @@ class Row:
     kernels: tuple[Kernels, ...] = (Kernels.EAGER,)
     watts: tuple[float, ...] = ()
     network: float | None = None
-    has_old_kernels: tuple[bool, ...] = (False,)
+    libraries: tuple[Libraries, ...] = (_TODAY,)
     optimizer_nbytes: int = _FUSED_NBYTES
     is_open: bool = False
     seen: Seen = Seen.BEFORE
 
     def predictions(self) -> Iterator[Prediction]:
         """One for each way in which it may have run."""
-        for watts, kernels, old in itertools.product(self.watts or (None,), self.kernels, self.has_old_kernels):
+        for watts, kernels, libraries in itertools.product(self.watts or (None,), self.kernels, self.libraries):
             machine = MACHINES[self.gpu]
             machine = machine if watts is None else machine.limited_to(watts)
             machine = machine if self.network is None else machine.with_network(self.network)
-            machine = _with_old_kernels(machine) if old else machine
             workload = replace(self.workload, kernels=kernels.value)
             builder = self.model.build if isinstance(self.model, Llama) else self.model
-            found = plan(builder, machine, workload, num_gpus=self.num_gpus)
+            found = plan(builder, libraries.on(machine), workload, num_gpus=self.num_gpus)
             more_nbytes = (self.optimizer_nbytes - _FUSED_NBYTES) * found.num_params / self.num_gpus
             for candidate in found.choices:
                 if candidate.choice.name in self.choices:
@@ -140,17 +161,6 @@ class Row:
 class Prediction:
     candidate: Candidate
     tokens_s: float
-
-
-def _with_old_kernels(machine: Machine) -> Machine:
-    """``machine`` with the kernels of 2023. Those of products were mature on A100s."""
-    reached = machine.reached
-    rates = {
-        "bf16": (_CUBLAS_11 if machine.device == "H100" else 1.0) * reached.bf16,
-        "attention": _TRITON_FORWARD * reached.attention,
-        "attention_backward": _TRITON_BACKWARD * reached.attention_backward,
-    }
-    return replace(machine, reached=replace(reached, **rates))
 
 
 def _bf16(batch: int, sequence: int, reduce_dtype: str = "fp32") -> Workload:
@@ -171,7 +181,8 @@ def _ibm(name: str, model: Llama, gpu: str, batch: int, choice: str, tokens_s: f
     num_gpus, network = {"A100-80": (128, 50), "H100": (96, 100)}[gpu]
     workload = _bf16(batch, 4096, "bf16")
     shown = f"{name}, {num_gpus} {gpu.removesuffix('-80')}, batch {batch}"
-    return Row(shown, model, gpu, num_gpus, workload, (choice,), tokens_s, network=network)
+    row = Row(shown, model, gpu, num_gpus, workload, (choice,), tokens_s, network=network)
+    return replace(row, libraries=(_CUDA_12_0, _TODAY)) if gpu == "H100" else row
 
 
 def _ibm_later(*args: Any) -> Row:
@@ -191,7 +202,7 @@ def _mpt(name: str, shape: tuple[int, int], gpus: str, workload: Workload, choic
         workload,
         (choice,),
         tokens_s,
-        has_old_kernels=(True, False),
+        libraries=(_CUDA_11_8 if gpu == "H100" else _TRITON, _TODAY),
         optimizer_nbytes=_UNFUSED_NBYTES,
     )
 
@@ -253,9 +264,10 @@ ROWS = (
         "H100",
         8,
         replace(_fp8(1), micro_batches=16),
-        (_SELECTIVE, _FULL),
+        (_NONE, _SELECTIVE, _FULL),
         14451,
         kernels=_WITH_LOSS,
+        libraries=(_CUDNN,),
         seen=Seen.AFTER,
     ),
 )
