@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # started by its path, a scr
 from benchmarks.common import Table, publish
 from benchmarks.scale import blind
 
-COLUMNS = ["", "published tokens/s", "predicted", "error", "published GiB", "predicted GiB", "fits", "row"]
+COLUMNS = ["", "published tokens/s", "predicted", "error", "published GiB", "predicted GiB", "fits", "figure"]
 
 
 def errors(row: blind.Row, found: Sequence[blind.Prediction]) -> list[float]:
