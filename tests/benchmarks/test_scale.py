@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from statistics import median
 
 import pytest
 import torch
 
+from benchmarks.common import ROOT
+from benchmarks.render import read_results
 from benchmarks.scale import gloo
 from benchmarks.scale.pipeline import Pipeline, simulate_stages
 from benchmarks.scale.tensor_parallel import Exchange, TensorParallel
@@ -38,6 +41,13 @@ def test_on_the_cpu_the_program_launches_and_finishes() -> None:
     # Gathers: launch and unpack each of four, and wait for the first of either pass. Reductions: launch and land both;
     # while the first travels, a gather is unpacked and half of a backward runs; nothing runs beside the second.
     assert time.exposed == pytest.approx(4 * 0.75 + 2 * 1 + 2 * 0.75 + (5 - 0.25 - 4) + 5)
+
+
+def test_the_readme_says_how_wrong_predictions_of_published_steps_are() -> None:
+    (rows,) = (each["rows"] for each in read_results()["scale/scale_blind"]["tables"] if each["name"] == "rows")
+    errors = [min(abs(int(error[:-1])) for error in row[3].split(" or ")) for row in rows if row[3] != "open"]
+    said = f"{len(errors)} published steps by {median(errors):.0f}% in the median and {max(errors)}% at worst"
+    assert said in (ROOT / "README.md").read_text()
 
 
 def test_models_have_as_many_parameters_as_published() -> None:
