@@ -93,6 +93,8 @@ def test_wrong_arguments_are_refused(case: str) -> None:
 WORKLOAD = fsdp2.planner.Workload(
     batch=2, sequence=32, precision="fp32", loss=lambda output: output.float().square().mean()
 )
+# Kernels without a latency, and a slow link: else they would hide what so small a model sends.
+SLOW_LINK = replace(MACHINES["H100"], kernel_latency=0.0, in_node=Link(1e9, 3e-6))
 TOKENS = torch.arange(64).remainder(32).reshape(2, 32)
 
 
@@ -131,7 +133,7 @@ def after_forward(model: nn.Module) -> dict[str, AfterForward]:
 @distributed(2)
 def test_a_roomy_budget_shards_blocks_and_large_modules_and_computes_nothing_again(ctx: RankContext) -> None:
     model, done = language_model(), []
-    shown = on_a_terminal(lambda: done.append(planned(ctx, model)))
+    shown = on_a_terminal(lambda: done.append(planned(ctx, model, machine=SLOW_LINK)))
     assert ("shard: 100%" in shown and "6/6" in shown) is (ctx.rank == 0)
     assert units(model) == ["", "embedding", *(f"layers.{i}" for i in range(4)), "head"]
     choice = done[0].applied.choice
@@ -171,10 +173,11 @@ def test_a_tight_budget_computes_again_trains_alike_and_says_why(ctx: RankContex
 @distributed(2)
 def test_as_many_of_the_last_blocks_stay_unsharded_as_fit_into_the_budget(ctx: RankContext) -> None:
     workload = replace(WORKLOAD, batch=1, sequence=8)  # few activations: to compute them again frees little
-    model, choices = language_model(), planned(ctx, workload=workload).plan.choices
+    model, choices = language_model(), planned(ctx, workload=workload, machine=SLOW_LINK).plan.choices
     resharded = next(each for each in choices if each.choice.name == "FSDP, reshard")
     largest = 4 * sum(param.numel() for param in model.get_submodule("layers.0").parameters())
-    done = planned(ctx, model, int(resharded.result.reserved_nbytes + largest), workload=workload)
+    budget = int(resharded.result.reserved_nbytes + largest)
+    done = planned(ctx, model, budget, workload=workload, machine=SLOW_LINK)
     num_kept = done.applied.choice.num_kept
     assert 0 < num_kept <= 4
     kept = [name for name, rule in after_forward(model).items() if rule is AfterForward.KEEP]
