@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -278,3 +279,20 @@ def test_values_that_programs_for_torch_pass_are_taken(ctx: RankContext) -> None
     assert fsdp2.clip_grad_norm_(params, 0, "inf") == largest
     assert not any(param.grad.to_local().any() for param in params)
     assert fsdp2.optim.Muon([model.blocks[0].linear.weight], lr=torch.tensor(0.1), eps=0, ns_steps=np.int64(3))
+
+
+@pytest.mark.parametrize("name", ["Muon", "HostAdamW", "AdamW8bit"])
+@distributed(1)
+def test_options_of_param_groups_are_checked_as_those_of_the_constructor(ctx: RankContext, name: str) -> None:
+    """torch checks neither: AdamW steps with an infinite ``eps``, and writes NaN for a ``beta`` of NaN."""
+    params = list(sharded(ctx).parameters())
+    of_adamw = {"use_muon": False} if name == "Muon" else {}
+    for key, values in {"lr": (math.inf, math.nan, -1.0, "1"), "eps": (math.inf, -1.0, None)}.items():
+        for value in values:
+            with pytest.raises((TypeError, ValueError), match=f"^{name}: {key}|Invalid"):
+                getattr(fsdp2.optim, name)([{"params": params, key: value, **of_adamw}])
+    for beta in (math.nan, 1.0, -0.5, "0.9"):
+        with pytest.raises((TypeError, ValueError), match=f"^{name}: betas: a number is|Invalid|'<=' not"):
+            getattr(fsdp2.optim, name)([{"params": params, "betas": (0.9, beta), **of_adamw}])
+    with pytest.raises(ValueError, match=f"^{name}: eps is inf, expected a finite number of at least 0"):
+        getattr(fsdp2.optim, name)([{"params": params, "eps": math.inf, **of_adamw}])
