@@ -267,8 +267,6 @@ _sharded: WeakValueDictionary[type[nn.Module], type[nn.Module]] = WeakValueDicti
 
 def _sharded_class(original: type[nn.Module]) -> type[nn.Module]:
     """``original`` with ``FSDPModule`` in front. One result per class, so that ``type(a) is type(b)`` still holds."""
-    found = _sharded.get(original)
-    if found is None:
-        attributes = {"__module__": original.__module__, "__qualname__": f"FSDP{original.__qualname__}"}
-        found = _sharded[original] = type(f"FSDP{original.__name__}", (FSDPModule, original), attributes)
-    return found
+    attributes = {"__module__": original.__module__, "__qualname__": f"FSDP{original.__qualname__}"}
+    bases = (FSDPModule, original)
+    return _sharded.get(original) or _sharded.setdefault(original, type(f"FSDP{original.__name__}", bases, attributes))
