@@ -118,8 +118,15 @@ def _held() -> Counter[str]:
         if thread is not threading.current_thread() and (not thread.daemon or thread.name.startswith("fsdp2_")):
             thread.join(2.0)
     found = held()
+    found["threads"] = min(_num_threads() for _ in range(10))
     found["keys in the store"] = dist.distributed_c10d._get_default_store().num_keys()
     return found
+
+
+def _num_threads() -> int:
+    """Some moments later: a thread that was joined may still be about to end."""
+    time.sleep(0.05)
+    return len(os.listdir("/proc/self/task"))
 
 
 def _job_of_a_life(choose: random.Random, num_ranks: int) -> Job:
