@@ -1,7 +1,7 @@
 """What a model says that was interrupted, as by Ctrl-C, while its parameters were written.
 
-Unlike other errors, an interrupt does not say what it has left behind, and a notebook goes on after it. So the next
-forward says it, once.
+Unlike other errors, an interrupt does not say what it has left behind, and a notebook continues after it. So the next
+forward says so, once.
 """
 
 from __future__ import annotations

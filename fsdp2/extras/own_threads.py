@@ -1,4 +1,4 @@
-"""Threads that communicate while the process goes on, such as that of a save in the background.
+"""Threads that communicate while the main thread continues, such as that of a save in the background.
 
 Python waits for the threads of an executor before it ends. When a rank is lost, this can be forever: the thread waits
 for a rank whose training waits for this process, until it sees that this process has ended. Rule: a process that ends
