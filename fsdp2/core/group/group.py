@@ -25,7 +25,6 @@ from fsdp2.core.group.gradients import GroupGradients, GroupOptions
 from fsdp2.core.group.param import ShardedParam, Slot
 from fsdp2.core.group.shards import GroupShards
 from fsdp2.core.group.unsharded import UnshardedParams
-from fsdp2.core.marks import STANDS_FOR
 from fsdp2.core.plan.mesh import ParallelMesh
 from fsdp2.core.schedule.schedule import Passes
 from fsdp2.core.schedule.states import TRANSITIONS, GroupEvent, GroupState
@@ -458,7 +457,7 @@ class Bindings:
         before, self.forms, are_replaced = self.forms, forms, False
         for parameters, name, index, custom, param in self._slots:
             bound = parameters.get(name) if custom is None else getattr(custom, name, None)
-            if bound is not before[index] and getattr(bound, STANDS_FOR, bound) is not param.sharded:
+            if not (bound is before[index] or bound is param.sharded or bound is param.unsharded is not None):
                 are_replaced = True
             elif custom is None:
                 parameters[name] = forms[index]
