@@ -130,8 +130,8 @@ def _reached(device: torch.device, flops: dict[torch.dtype, float]) -> Reached:
     forward = _seconds(lambda: attend(q, k, v), device)
     backward = _seconds(lambda: torch.autograd.grad(out.sum(), (q, k, v), retain_graph=True), device)
     num_flops = 2.0 * heads * length**2 * dim * (1 + SHORT_LENGTH / length)
-    is_cpu = device.type == "cpu"
-    num_processors = 1 if is_cpu else torch.cuda.get_device_properties(device).multi_processor_count
+    is_cuda = device.type == "cuda"
+    num_processors = torch.cuda.get_device_properties(device).multi_processor_count if is_cuda else 1
     return Reached(
         bf16=flops[torch.bfloat16],
         fp8=None,

@@ -169,7 +169,8 @@ class Executor:
         if _torch.is_profiling():
             launch = partial(_torch.in_range, "post_backward_reduce", unit.name, launch)
         if self._launch(unit, group, launch):
-            self.tell("reduce", unit, 0)
+            for observer in unit.observers:
+                observer.on_action("reduce", unit.name, 0)
 
     def reduce_partial(self) -> None:
         """Reduce over the replicate axis what groups have reduced only over the shard axis."""
