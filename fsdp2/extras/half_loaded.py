@@ -18,7 +18,7 @@ _HANDLE = "_fsdp2_half_loaded"  # an attribute of the module, while its next for
 
 @contextmanager
 def said_if_interrupted(model: nn.Module, caller: str) -> Iterator[None]:
-    """In the block, parameters of ``model`` are written. What an earlier block has left behind is written over."""
+    """Surrounds code that writes all parameters of ``model``. If it ends normally, they are whole again."""
     try:
         yield
     except KeyboardInterrupt:
