@@ -15,8 +15,8 @@ are divided between blocks, and words for the loss, which was not compiled then 
 as many microbatches as GPUs, if nothing else is said. Where it was split, the page does not say: here every 16 blocks,
 or every 8 if the schedule is interleaved, so that the last GPU, which has the head, has fewer.
 
-One row calibrates the share of the peak that products reach, and what the allocator reserves. What async TP gains on
-the later page, in bf16 and fp8, calibrates the share of a transfer that it hides. All else is predicted.
+The first row calibrates what the allocator reserves. What async TP gains on the later page, in bf16 and fp8, calibrates
+the share of a transfer that it hides. All else is predicted.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ _8B = Batch(2 * 8192)
 _70B = Batch(16 * 8192, checkpointing=Checkpointing.FULL, tensor_parallel=8)
 _405B = Batch(4 * 8192, checkpointing=Checkpointing.FULL, tensor_parallel=8)
 # What torchtitan's page names of its machine.
-H100_OF_THE_PAGE = replace(H100, name="H100, 96 GB HBM2e, 500 W", memory_nbytes=96e9, copy_bandwidth=0.8 * 2.4e12)
+H100_OF_THE_PAGE = replace(
+    H100.limited_to(500), name="H100, 96 GB HBM2e, 500 W", memory_nbytes=96e9, copy_bandwidth=0.9 * 2.4e12
+)
 
 
 @dataclass(frozen=True)
@@ -80,9 +82,8 @@ class Row:
 
 
 _EAGER = Kernels.EAGER
-CALIBRATES = Row("8B, 8 GPUs, compiled", LLAMA_8B, _8B, 8, 6667, 6674, 77.0)
 ROWS = (
-    CALIBRATES,
+    Row("8B, 8 GPUs, compiled", LLAMA_8B, _8B, 8, 6667, 6674, 77.0),
     Row("8B, 128 GPUs, compiled", LLAMA_8B, _8B, 128, 6514, 6482, 62.0),
     Row("8B, 8 GPUs, eager", LLAMA_8B, _8B, 8, 5762, 6258, 82.4, kernels=_EAGER),
     Row("8B, 128 GPUs, eager", LLAMA_8B, _8B, 128, 5605, 5645, 67.0, kernels=_EAGER),
@@ -125,10 +126,10 @@ LATER = (
 
 @dataclass(frozen=True)
 class Calibrated:
-    """The page's machine, and the share of a transfer beside a product that async TP hides."""
+    """The share of a transfer beside a product that async TP hides, on ``machine``."""
 
-    machine: Machine
     hidden: float
+    machine: Machine = H100_OF_THE_PAGE
 
     def predict(self, row: Row) -> Result:
         found = row.scenario(self.machine, self.hidden)
@@ -137,18 +138,13 @@ class Calibrated:
 
 @cache
 def calibrated() -> Calibrated:
-    """What makes the first row right, and the mean gain of async TP on the later page."""
-
-    def with_peak(share: float) -> Calibrated:
-        return Calibrated(replace(H100_OF_THE_PAGE, utilisation=share), 1.0)
-
-    found = with_peak(_solved(lambda share: with_peak(share).predict(CALIBRATES).tokens_per_second, CALIBRATES.page))
+    """What async TP gains on the later page, in the mean."""
     published = _gain([row.page for row in LATER])
 
     def predicted(hidden: float) -> float:
-        return _gain([replace(found, hidden=hidden).predict(row).tokens_per_second for row in LATER])
+        return _gain([Calibrated(hidden).predict(row).tokens_per_second for row in LATER])
 
-    return replace(found, hidden=_solved(predicted, published))
+    return Calibrated(_solved(predicted, published))
 
 
 def _gain(rates: Sequence[float]) -> float:

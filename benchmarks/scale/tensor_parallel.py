@@ -1,44 +1,11 @@
-"""Tensor parallelism and products in fp8, which no plan covers: what they send, and the time that this adds."""
+"""Tensor parallelism in detail, with async TP: what it sends, and the time that this adds."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from fsdp2.planner.groups import Axes
 from fsdp2.planner.machine import Machine, gather, ranks_of
-from fsdp2.planner.scenario import Scenario
-from fsdp2.planner.work import Work
-
-FP8_CAST_NBYTES = 5  # per element of an operand: bf16 read for the magnitude, bf16 read again, fp8 written
-
-
-@dataclass(frozen=True)
-class ParallelScenario(Scenario):
-    """A step on groups of ``tensor_parallel`` GPUs. ``fp8``: whether the blocks' products with weights run in fp8."""
-
-    fp8: bool = False
-    tensor_parallel: int = 1
-
-    @property
-    def axes(self) -> Axes:
-        """Tensor parallelism uses neighbours, sharding comes next, replicas are furthest apart."""
-        size, node = self.tensor_parallel, self.machine.node_size
-        total = self.num_gpus // size
-        shard_size = min(self.choice.shard_size or total, total)
-        replicate = ranks_of(total // shard_size, size * shard_size, node)
-        resting = super().axes.resting
-        if resting is not None:
-            resting = ranks_of(min(node, shard_size), size, node)
-        return Axes(ranks_of(shard_size, size, node), replicate, resting)
-
-    def seconds(self, work: Work, *, is_block: bool) -> float:
-        seconds = super().seconds(work, is_block=is_block)
-        if not (self.fp8 and is_block):
-            return seconds
-        machine, products = self.machine, work.linear / self.machine.utilisation
-        faster = products / machine.bf16_flops - products / machine.peak_fp8()
-        return seconds - faster + work.operand_numel * FP8_CAST_NBYTES / machine.copy_bandwidth
 
 
 @dataclass(frozen=True)
@@ -83,6 +50,7 @@ class TensorParallel:
         transfer = gather(machine, ranks_of(self.size, 1, machine.node_size), nbytes).alone
         if self.async_tp is None or not (is_block and exchange.product):
             return transfer + 2 * nbytes / machine.copy_bandwidth
-        product = exchange.product / (machine.peak_fp8() if in_fp8 else machine.bf16_flops) / machine.utilisation
+        reached = (in_fp8 and machine.reached.fp8) or machine.reached.bf16
+        product = exchange.product / reached
         summed = 0.0 if exchange.gathers else nbytes * (1 + 1 / self.size) / machine.copy_bandwidth
         return transfer - self.async_tp * min(transfer, product) + summed

@@ -13,11 +13,11 @@ from torch.nn import functional as F
 from fsdp2.planner.blocks import find_units
 from fsdp2.planner.machine import Machine
 from fsdp2.planner.observe import ModelWork, observe
-from fsdp2.planner.scenario import Choice, Kernels
-from fsdp2.planner.work import Checkpointing, UnitWork, Work
+from fsdp2.planner.scenario import Choice, Kernels, Precision, Scenario
+from fsdp2.planner.work import Checkpointing, UnitWork
 from fsdp2.planner.workload import Workload
 
-from .tensor_parallel import Exchange, ParallelScenario, TensorParallel
+from .tensor_parallel import Exchange, TensorParallel
 
 HEAD_DIM = 128
 
@@ -31,6 +31,10 @@ class Llama:
     hidden_dim: int
     vocab_size: int = 128256
     head_dim: int = HEAD_DIM
+    fuses_norms: bool = False
+
+    def norm(self) -> nn.Module:
+        return nn.RMSNorm(self.dim) if self.fuses_norms else RMSNorm(self.dim)
 
     @property
     def num_params(self) -> int:
@@ -63,7 +67,7 @@ def scenario(
     async_tp: float | None = None,
     kernels: Kernels = Kernels.COMPILED,
     wraps_large: bool = True,
-) -> ParallelScenario:
+) -> Scenario:
     """``model`` on ``num_gpus``, sharded by ``choice``. ``wraps_large``: embedding and head are units of their own."""
     shape, size = (batch.tokens // batch.seq_len, batch.seq_len), batch.tensor_parallel
     work = observed(model, *shape, size, wraps_large=wraps_large)
@@ -72,7 +76,7 @@ def scenario(
         parallel = TensorParallel(machine, size, fp8, async_tp)
         whole = observed(model, *shape, wraps_large=wraps_large).units(batch.checkpointing)
         units = tuple(_with_exchanges(*each, model, batch, parallel) for each in zip(units, whole, strict=True))
-    return ParallelScenario(
+    return Scenario(
         machine,
         units,
         batch.tokens / size,
@@ -81,7 +85,7 @@ def scenario(
         root=work.root,
         members=work.members,
         kernels=kernels,
-        fp8=fp8,
+        precision=Precision.FP8 if fp8 else Precision.BF16,
         tensor_parallel=size,
     )
 
@@ -100,7 +104,8 @@ def observed(
 def _with_exchanges(unit: UnitWork, whole: UnitWork, model: Llama, batch: Batch, parallel: TensorParallel) -> UnitWork:
     """What torchtitan's plan sends. Block: a gather before attention and feed-forward and a sum behind each, backward
     the other way round. What runs again sends all but the last sum. Head: a gather before it. ``whole``: the same unit
-    without tensor parallelism."""
+    without tensor parallelism, of whose products each GPU computes a part. torchao casts activations to fp8 before it
+    gathers them, so each GPU casts a part, too."""
     size = batch.tensor_parallel
     numel = batch.tokens * model.dim
 
@@ -121,15 +126,10 @@ def _with_exchanges(unit: UnitWork, whole: UnitWork, model: Llama, batch: Batch,
     again = forward[:-1] if batch.checkpointing is Checkpointing.FULL else ()
     return replace(
         unit,
-        forward=_casting_a_part(unit.forward, whole.forward, size),
-        backward=_casting_a_part(unit.backward, whole.backward, size),
+        forward=replace(unit.forward, products=whole.forward.divided(size).products),
+        backward=replace(unit.backward, products=whole.backward.divided(size).products),
         sent_s=tuple(parallel.seconds(each, is_block=True) for each in (forward, again + backward)),
     )
-
-
-def _casting_a_part(work: Work, whole: Work, size: int) -> Work:
-    """torchao casts activations to fp8 before it gathers them: each GPU casts its own part."""
-    return replace(work, operand_numel=whole.operand_numel / size)
 
 
 class Transformer(nn.Module):
@@ -140,7 +140,7 @@ class Transformer(nn.Module):
         self.size = size
         self.tok_embeddings = nn.Embedding(shape.vocab_size // size, shape.dim)
         self.layers = nn.ModuleList(Block(shape, size) for _ in range(shape.num_blocks))
-        self.norm = nn.RMSNorm(shape.dim)
+        self.norm = shape.norm()
         self.output = nn.Linear(shape.dim, shape.vocab_size // size, bias=False)
         self.head_dim = shape.head_dim
 
@@ -152,13 +152,26 @@ class Transformer(nn.Module):
         return self.output(gathered(self.norm(x), self.size))
 
 
+class RMSNorm(nn.Module):
+    """In several kernels, as torchtitan wrote it until March 2025 (pytorch/torchtitan#985)."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        whole = x.float()
+        normed = whole * torch.rsqrt(whole.pow(2).mean(-1, keepdim=True) + 1e-5)
+        return normed.type_as(x) * self.weight
+
+
 class Block(nn.Module):
     def __init__(self, shape: Llama, size: int) -> None:
         super().__init__()
         self.size = size
-        self.attention_norm = nn.RMSNorm(shape.dim)
+        self.attention_norm = shape.norm()
         self.attention = Attention(shape, size)
-        self.ffn_norm = nn.RMSNorm(shape.dim)
+        self.ffn_norm = shape.norm()
         self.feed_forward = FeedForward(shape, size)
 
     def forward(self, x: Tensor, angles: Tensor) -> Tensor:

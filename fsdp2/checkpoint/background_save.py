@@ -12,7 +12,7 @@ import copy
 import logging
 import os
 import shutil
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from fsdp2.core import Axis, CommunicationError, _torch, comms, expect, find_ten
 from fsdp2.extras.checked import check
 from fsdp2.extras.exchange import any_of, exchange, together
 from fsdp2.extras.own_groups import host_axis
+from fsdp2.extras.own_threads import run_beside
 
 _log = logging.getLogger("fsdp2")
 _UNFINISHED = ".unfinished_"  # begins the name of a folder that is being written
@@ -105,9 +106,7 @@ def async_save(
     with together(asking):
         made = {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state_dict.items()}
         copied = copy.deepcopy(made, {id(tensor): _on_host(tensor) for tensor in find_tensors(made, [])})
-    executor = ThreadPoolExecutor(1, thread_name_prefix="fsdp2_async_save")
-    outcome = executor.submit(_write, copied, path, planner, writing)
-    executor.shutdown(wait=False)
+    outcome = run_beside("fsdp2_async_save", _write, copied, path, planner, writing)
     _latest = AsyncSave(path, asking, outcome)
     return _latest
 

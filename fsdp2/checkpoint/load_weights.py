@@ -30,12 +30,13 @@ from fsdp2.checkpoint.weights import (
     renamed,
     weights_of,
 )
-from fsdp2.core import is_plain
+from fsdp2.core import Axis, is_plain
 from fsdp2.extras import output
 from fsdp2.extras.checked import check
 from fsdp2.extras.empty_buffers import empty_buffers
 from fsdp2.extras.exchange import axis_of, together
 from fsdp2.extras.foreign_files import printable
+from fsdp2.extras.half_loaded import said_if_interrupted
 from fsdp2.extras.lending import joined_along_dim_0
 from fsdp2.extras.output import progress
 from fsdp2.extras.plain_names import plain_name
@@ -118,6 +119,13 @@ def load_safetensors(
                 + "\n".join(f"- {printable(each)}" for each in problems)
             )
         plan = checked.plan()
+    with said_if_interrupted(model, "load_safetensors"):
+        _write(axis, checkpoint, plan)
+    _warn_of_empty_buffers(model)
+    return LoadedKeys(checked.missing, checked.unexpected)
+
+
+def _write(axis: Axis, checkpoint: OpenCheckpoint, plan: dict[Path, list[tuple[Piece, _Shard]]]) -> None:
     with together(axis):
         shards = {id(shard): shard for pieces in plan.values() for _, shard in pieces}
         total = sum(shard.weight.local.nbytes for shard in shards.values())
@@ -127,8 +135,6 @@ def load_safetensors(
     with together(axis):
         for shard in shards.values():
             shard.finish()
-    _warn_of_empty_buffers(model)
-    return LoadedKeys(checked.missing, checked.unexpected)
 
 
 def _warn_of_empty_buffers(model: nn.Module) -> None:

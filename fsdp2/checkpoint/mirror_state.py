@@ -74,7 +74,7 @@ class State:
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[optim.Optimizer]) -> None:
-        self._model, self._optimizers = model, optimizers
+        self.model, self._optimizers = model, optimizers
 
     def taken(self) -> Taken:
         """What this rank has now. The tensors are the model's own: parameters, buffers, optimizer states."""
@@ -86,14 +86,14 @@ class State:
         return Taken(tensors, {*range(num_params), *range(first_state, len(tensors))}, rest)
 
     def _named(self) -> list[tuple[str, torch.Tensor]]:
-        check_idle(self._model, CALLER)
+        check_idle(self.model, CALLER)
         by_slot = groups_by_slot()
-        slots = [Slot(module, name) for module in self._model.modules() for name in _torch.parameters_dict(module)]
+        slots = [Slot(module, name) for module in self.model.modules() for name in _torch.parameters_dict(module)]
         for group in dict.fromkeys(by_slot[slot][0] for slot in slots if slot in by_slot):
             group.take_replaced()
-        bound = {name: each for name, each in bound_state(self._model).items() if isinstance(each, torch.Tensor)}
+        bound = {name: each for name, each in bound_state(self.model).items() if isinstance(each, torch.Tensor)}
         # Buffers that are not persistent, too.
-        found = [*bound.items(), *((plain_name(self._model, name), each) for name, each in self._model.named_buffers())]
+        found = [*bound.items(), *((plain_name(self.model, name), each) for name, each in self.model.named_buffers())]
         first_names: dict[int, tuple[str, torch.Tensor]] = {}
         for name, tensor in found:
             first_names.setdefault(id(tensor), (name, tensor))

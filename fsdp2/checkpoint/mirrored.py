@@ -14,7 +14,7 @@ import logging
 import os
 import threading
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -29,7 +29,9 @@ from fsdp2.checkpoint.mirror_state import CALLER, Described, State, Taken, as_te
 from fsdp2.core import ScheduleError, _torch, comms, door, expect
 from fsdp2.extras.checked import AT_LEAST_1, NOT_NEGATIVE, check
 from fsdp2.extras.exchange import any_of, are_alike, exchange, highest, highest_of, together
+from fsdp2.extras.half_loaded import said_if_interrupted
 from fsdp2.extras.own_groups import host_axis
+from fsdp2.extras.own_threads import run_beside
 
 _log = logging.getLogger("fsdp2")
 _MESSAGE_NBYTES = 64 * 2**20
@@ -231,9 +233,7 @@ class Mirror(AbstractContextManager["Mirror"]):
         late = _LateCopies(copies) if copies else None
         if late is not None:
             self._copied.clear()
-        executor = ThreadPoolExecutor(1, thread_name_prefix="fsdp2_mirrored")
-        self._latest = executor.submit(self._write, room, header, late)
-        executor.shutdown(wait=False)
+        self._latest = run_beside("fsdp2_mirrored", self._write, room, header, late)
 
     def _write(self, room: Room, header: Header, late: _LateCopies | None) -> None:
         """In the thread: write this rank's generation and that of the rank before it."""
@@ -395,7 +395,7 @@ class Mirror(AbstractContextManager["Mirror"]):
                 )
             found = loaded_text(room.text(header))
             tensors = list(placed(room.tensors, [Described(*each) for each in found["tensors"]]))
-        with together(self._asking):
+        with said_if_interrupted(self._state.model, CALLER), together(self._asking):
             self._state.load(tensors, found["rest"])
         return Restored(step, found["state"])
 

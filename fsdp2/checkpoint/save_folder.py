@@ -37,7 +37,7 @@ class SaveFolder(contextlib.AbstractContextManager["SaveFolder"]):
         """Raises OSError if this rank cannot open the folder ``path``."""
         self.path = path
         self._folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        self._lock: int | None = None
+        self._lock: BinaryIO | None = None  # a file is closed even if an interrupt comes before close()
         self._made: list[str] = []
 
     def __exit__(self, *_: object) -> None:
@@ -48,21 +48,22 @@ class SaveFolder(contextlib.AbstractContextManager["SaveFolder"]):
         or no inodes to tell files apart."""
         for _ in range(_LOCK_ATTEMPTS):
             # On NFS, an exclusive lock needs a writable descriptor, which a folder does not have.
-            lock = os.open(LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666, dir_fd=self._folder)
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+            lock = os.fdopen(os.open(LOCK, flags, 0o666, dir_fd=self._folder), "rb+", buffering=0)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                os.close(lock)
+                lock.close()
                 return False
             except OSError:
-                os.close(lock)
+                lock.close()
                 self.remove([LOCK])
                 return True
             there = self._stat(LOCK)
-            if there is not None and os.path.samestat(there, os.fstat(lock)):
+            if there is not None and os.path.samestat(there, os.fstat(lock.fileno())):
                 self._lock = lock
                 return True
-            os.close(lock)  # the save that held the lock has ended and removed the file
+            lock.close()  # the save that held the lock has ended and removed the file
         return True
 
     def keep(self) -> None:
@@ -70,13 +71,14 @@ class SaveFolder(contextlib.AbstractContextManager["SaveFolder"]):
         self._made.clear()
 
     def close(self) -> None:
-        self.remove(self._made)
-        if self._lock is not None:
-            self.remove([LOCK])  # while it is locked
-            with contextlib.suppress(OSError):
-                fcntl.flock(self._lock, fcntl.LOCK_UN)  # a process forked in the meantime has it open, too
-            os.close(self._lock)
-        os.close(self._folder)
+        try:
+            self.remove([*self._made, *([] if self._lock is None else [LOCK])])  # the lock last, while it is locked
+        finally:  # an interrupted process may save again
+            if self._lock is not None:
+                with contextlib.suppress(OSError):
+                    fcntl.flock(self._lock, fcntl.LOCK_UN)  # a process forked in the meantime has it open, too
+                self._lock.close()
+            os.close(self._folder)
 
     def create(self, name: str, rights: int | None) -> BinaryIO:
         """Create a new file."""

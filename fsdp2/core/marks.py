@@ -17,7 +17,7 @@ SHARDED_AS = "_fsdp2_sharded_as"
 STEPS = "_fsdp2_steps"
 NAME_IN_PASS = "_fsdp2_name_in_pass"  # on a form bound in a pass: the name of its parameter
 STANDS_FOR = "_fsdp2_stands_for"  # on a form bound in a pass: the sharded parameter
-_LEFT_ALONE = "_fsdp2_left_alone"  # on plain parameters: no warning is needed any more
+LEFT_ALONE = "_fsdp2_left_alone"  # on plain parameters: no warning is needed any more
 
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"  # the hooks of tensor subclasses
 
@@ -41,9 +41,4 @@ def leave_alone(params: Iterable[torch.Tensor | None]) -> None:
     """Note that others reduce the gradients of ``params``, or that the user knows that they stay unreduced."""
     for param in params:
         if param is not None:
-            setattr(param, _LEFT_ALONE, True)
-
-
-def is_left_alone(param: torch.Tensor) -> bool:
-    """Whether ``param`` was given to ``leave_alone``."""
-    return hasattr(param, _LEFT_ALONE)
+            setattr(param, LEFT_ALONE, True)

@@ -114,7 +114,7 @@ def mark_alone(error: Exception) -> None:
     setattr(error, _ALONE, True)
 
 
-def is_alone(error: Exception) -> bool:
+def is_alone(error: BaseException) -> bool:
     """Whether ``mark_alone`` was called for ``error``."""
     return hasattr(error, _ALONE)
 
@@ -123,11 +123,11 @@ def is_alone(error: Exception) -> bool:
 def together(axis: Axis) -> Iterator[None]:
     """All ranks of ``axis`` leave the block normally, or all raise the same error, which says on which ranks it
     happened; except for what ``mark_alone`` has marked. In the block, no collective may follow a line that can fail
-    on one rank only."""
-    error = None
+    on one rank only. Who presses Ctrl-C on one rank interrupts all."""
+    error: Exception | KeyboardInterrupt | None = None
     try:
         yield
-    except Exception as raised:
+    except (Exception, KeyboardInterrupt) as raised:
         if is_alone(raised):
             raise
         error = raised
@@ -143,14 +143,14 @@ def together(axis: Axis) -> Iterator[None]:
     raise kind("\n".join(f"On rank {', '.join(of)}: {text}" for text, of in ranks.items())) from error
 
 
-def _kind(error: Exception) -> type[Exception]:
+def _kind(error: Exception | KeyboardInterrupt) -> type[Exception | KeyboardInterrupt]:
     """A class similar to that of ``error`` that can be built from a text, and that other ranks know."""
-    kinds = (ScheduleError, FileNotFoundError, OSError, ImportError, TypeError)
+    kinds = (ScheduleError, FileNotFoundError, OSError, ImportError, TypeError, KeyboardInterrupt)
     plain = ValueError if type(error) is ValueError else RuntimeError
     return next((kind for kind in kinds if isinstance(error, kind)), plain)
 
 
-def _text(error: Exception) -> str:
+def _text(error: Exception | KeyboardInterrupt) -> str:
     ours = isinstance(error, (ScheduleError, ImportError)) or type(error) in (TypeError, ValueError, RuntimeError)
     if isinstance(error, OSError):
         ours = error.errno is None  # otherwise it comes from the system

@@ -119,7 +119,7 @@ def warn_of_plain(optimizer: Optimizer, plain: list[torch.Tensor], num_ranks: in
         if param.grad is not None
         and (num_ranks > 1 or marks.SHARDED_AS in vars(param))
         and not isinstance(param, DTensor)
-        and not marks.is_left_alone(param)
+        and not hasattr(param, marks.LEFT_ALONE)
     ]
     if not found:
         return

@@ -30,9 +30,9 @@ def nbytes_of(size: str | int | float, what: str, example: str) -> int:
 
 
 def text_of(nbytes: float) -> str:
-    """``nbytes`` in readable form: "70.8 GiB", or "3.1 MiB"."""
+    """``nbytes`` in readable form: "70.8 GiB", "3.1 MiB", or "12 B"."""
     unit, factor = unit_of(nbytes)
-    return f"{nbytes / factor:.1f} {unit}"
+    return f"{nbytes:.0f} B" if 0 < nbytes < 0.05 * factor else f"{nbytes / factor:.1f} {unit}"
 
 
 def unit_of(nbytes: float) -> tuple[str, int]:

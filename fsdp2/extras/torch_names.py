@@ -232,6 +232,13 @@ def forget_composable_api(module: nn.Module, function: Callable[..., Any]) -> No
 DispatchMode = _python_dispatch.TorchDispatchMode  # sees every operation below autograd
 
 
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """How ``torch.compile`` takes a masked softmax apart, so that backward may keep scores and compute it again."""
+    aten = torch.ops.aten
+    taken_apart = [aten._softmax, aten._softmax_backward_data, aten.masked_fill, aten.detach]
+    return cast("dict[Any, Callable[..., Any]]", torch._decomp.get_decompositions(taken_apart))
+
+
 def fake_tensors() -> Any:
     """A context in which new tensors have a shape, a dtype and a device, but no memory. The meta device does not work
     here, since attention chooses its kernel by the device."""

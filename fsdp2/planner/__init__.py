@@ -10,7 +10,7 @@ the chosen one, and ``choose_units`` shards a model by it.
 from fsdp2.planner.candidates import plan
 from fsdp2.planner.choose_units import AutoShard, auto_shard, recompute
 from fsdp2.planner.groups import placement_for
-from fsdp2.planner.machine import Contention, Link, Machine
+from fsdp2.planner.machine import Contention, Link, Machine, Reached
 from fsdp2.planner.machines import MACHINES
 from fsdp2.planner.plans import Candidate, Plan
 from fsdp2.planner.workload import Workload
@@ -23,6 +23,7 @@ __all__ = [
     "Link",
     "Machine",
     "Plan",
+    "Reached",
     "Workload",
     "auto_shard",
     "placement_for",

@@ -15,11 +15,12 @@ from fsdp2.extras.checked import Limit, checked
 from fsdp2.extras.output import progress
 from fsdp2.extras.plain_names import inside_compiled, is_checkpoint_wrapper, plain_name, plain_named_modules
 from fsdp2.extras.sizes import nbytes_of, text_of
-from fsdp2.planner.blocks import find_units
+from fsdp2.planner.blocks import Units, find_units
 from fsdp2.planner.groups import Wire
 from fsdp2.planner.machine import Machine
 from fsdp2.planner.machines import machine_by_name
 from fsdp2.planner.observe import ModelWork, cache_configs, observe, shard_dtype
+from fsdp2.planner.parallel import Parallel
 from fsdp2.planner.plans import Candidate, Plan
 from fsdp2.planner.scenario import Choice, Kernels, Optimizer, Precision, Scenario, simulate
 from fsdp2.planner.work import Checkpointing
@@ -83,10 +84,20 @@ def checked_inputs(
         raise TypeError(f"{caller}: machine is {machine!r}, expected a name, a path, or a Machine.")
     if num_gpus > 1:
         machine.links()  # refuses a machine whose links were not measured
-    if workload.precision == Precision.FP32.value and machine.fp32_flops is None:
+    if num_gpus % workload.gpus_per_sequence:
         raise ValueError(
-            f"{caller}: '{machine.name}' has no figure for products in fp32. Use precision bf16, or a machine that "
-            "`python -m fsdp2 measure` measured."
+            f"{caller}: {num_gpus} GPUs are no multiple of tensor_parallel x context_parallel, which is "
+            f"{workload.gpus_per_sequence}."
+        )
+    if workload.tensor_parallel > machine.node_size:
+        raise ValueError(
+            f"{caller}: tensor_parallel is {workload.tensor_parallel}, expected at most {machine.node_size}, the GPUs "
+            "of a node: it sends activations between any two products."
+        )
+    if not machine.knows(workload.precision):
+        raise ValueError(
+            f"{caller}: '{machine.name}' has no figure for products in {workload.precision}. Use precision bf16, or a "
+            "machine for which it is known."
         )
     if budget is None:
         return machine, int(USABLE_SHARE * machine.memory_nbytes)
@@ -113,7 +124,10 @@ def compare(
 ) -> Plan:
     """:func:`plan` with checked arguments. ``shard_sizes``: those to compare; without them, FSDP and HSDP of some.
     ``ignored``: parameters that are not sharded. ``mp_policy``: None is that of the workload's precision."""
-    choices = list(filter(is_allowed, _choices(machine, num_gpus, shard_sizes or _shard_sizes(machine, num_gpus))))
+    size = workload.tensor_parallel
+    nodes = replace(machine, node_size=max(1, machine.node_size // size))  # of GPUs that shard
+    sizes = shard_sizes or _shard_sizes(nodes, num_gpus // size)
+    choices = list(filter(is_allowed, _choices(nodes, num_gpus // size, sizes)))
     with progress("compare ways to shard", 3 + len(choices), "step") as advance:
         built = model if isinstance(model, nn.Module) else build(model)
         if any(isinstance(module, FSDPModule) for module in built.modules()):
@@ -121,7 +135,7 @@ def compare(
         _check_computes_once(built)
         built = inside_compiled(built)
         units = find_units(built)
-        observed = partial(observe, built, units, ignored=ignored)
+        observed = partial(_observed, built, units, machine, ignored)
         advance(1)
         costs = _Costs(machine, num_gpus, workload, observed(workload), mp_policy, limit)
         advance(1)
@@ -143,16 +157,29 @@ def compare(
             recommended=_recommended(candidates),
             caches=tuple(cache_configs(built)),
             left_nbytes=sum(unit.left_nbytes for unit in costs.work.units(Checkpointing.NONE)),
+            scores_nbytes=sum(unit.scores_nbytes for unit in costs.work.units(Checkpointing.NONE)),
             has_initializer=hasattr(built, "initialize_weights"),
             built_in=_trained_dtypes(built, None),
             sharded_in=_trained_dtypes(built, workload.master),
             host_budget_nbytes=costs.host_limit,
+            num_samples=costs.work.num_samples,
         )
         if found.recommended is None:
             enough = _enough(costs, found.smallest.choice, observed)
             found = replace(found, enough_gpus=_enough_gpus(costs, candidates), enough=enough)
         advance(1)
     return found
+
+
+def _observed(
+    model: nn.Module, units: Units, machine: Machine, ignored: Collection[nn.Parameter], workload: Workload
+) -> ModelWork:
+    """The part of one GPU."""
+    work = observe(model, units, workload, ignored)
+    if workload.gpus_per_sequence == 1:
+        return work
+    fp8 = workload.precision == Precision.FP8.value
+    return Parallel(machine, workload.tensor_parallel, workload.context_parallel, fp8).part_of(work)
 
 
 def _check_computes_once(model: nn.Module) -> None:
@@ -198,7 +225,7 @@ class _Costs:
         scenario = Scenario(
             machine=self.machine,
             units=work.units(choice.checkpointing),
-            tokens=workload.tokens,
+            tokens=workload.tokens if work.num_samples is None else workload.part_of_gpu(work.num_samples),
             num_gpus=self.num_gpus,
             choice=choice,
             root=work.root,
@@ -206,9 +233,11 @@ class _Costs:
             ignored=work.ignored,
             buffers_nbytes=work.buffers_nbytes,
             precision=Precision(workload.precision),
-            mp_policy=self.mp_policy,
+            mp_policy=self.mp_policy or workload.policy,
             optimizer=Optimizer(workload.optimizer),
             kernels=Kernels(workload.kernels),
+            micro_batches=workload.micro_batches,
+            tensor_parallel=workload.tensor_parallel,
         )
         return Candidate(choice, simulate(scenario), self.limit, self.host_limit)
 
@@ -257,7 +286,7 @@ def _enough_gpus(costs: _Costs, tried: Sequence[Candidate]) -> int | None:
     if costs.machine.in_node is None:
         return None
     exact = [each for each in tried if each.choice.is_exact]
-    smallest = min(exact, key=lambda each: (each.choice.offloads, each.result.reserved_nbytes)).choice
+    smallest = min(exact, key=lambda each: (each.choice.offloads, each.result.peak_nbytes)).choice
     choice = replace(smallest, shard_size=None, after_forward=AfterForward.RESHARD)
     num_gpus = costs.num_gpus
     while num_gpus <= MOST_GPUS:
@@ -276,7 +305,7 @@ def _enough(costs: _Costs, choice: Choice, observed: Callable[[Workload], ModelW
     def fits(batch: int, sequence: int) -> bool:
         smaller = replace(workload, batch=batch, sequence=sequence)
         try:
-            work = observed(smaller)
+            work = observed(replace(smaller, kernels=Kernels.EAGER.value))  # fast, and no less
         except (ValueError, TypeError):  # a model may not take all lengths
             return False
         return replace(costs, workload=smaller, work=work).of(choice).fits
@@ -298,8 +327,10 @@ def _largest(limit: int, fits: Callable[[int], bool], share: float = 0.0) -> int
 
 
 def _recommended(candidates: Sequence[Candidate]) -> Candidate | None:
-    """The choice to recommend. Offloading is recommended only if nothing else fits."""
-    fitting = [each for each in candidates if each.fits and each.choice.is_exact]
+    """The choice to recommend. Offloading is recommended only if nothing else fits; a choice that may fit, only if none
+    is sure to."""
+    allowed = [each for each in candidates if each.may_fit and each.choice.is_exact]
+    fitting = [each for each in allowed if each.fits] or allowed
     fitting = [each for each in fitting if not each.choice.offloads] or fitting
     if not fitting:
         return None

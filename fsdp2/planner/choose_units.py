@@ -24,7 +24,7 @@ from fsdp2.planner.machine import Machine
 from fsdp2.planner.machines import MACHINES
 from fsdp2.planner.measure import device_name
 from fsdp2.planner.plans import Candidate, Plan
-from fsdp2.planner.scenario import Choice, Precision
+from fsdp2.planner.scenario import Choice
 from fsdp2.planner.work import Checkpointing
 from fsdp2.planner.workload import Workload
 
@@ -88,8 +88,10 @@ class AutoShard:
         return f"units: {own}; {tied}the rest with the model{kept}"
 
     def _why_not(self, other: Candidate) -> str:
-        if not other.fits:
+        if not other.may_fit:
             return f"{text_of(other.missing_nbytes)} too much"
+        if not other.fits:
+            return "tight"
         slower = other.result.time.step / self.applied.result.time.step - 1
         return f"{100 * slower:.0f}% slower" if slower > 0.005 else "not faster, and asks more"
 
@@ -162,7 +164,7 @@ def auto_shard(
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"auto_shard: mesh is {mesh!r}, expected a DeviceMesh.")
     machine, limit = checked_inputs("auto_shard", machine, workload, budget, mesh.size())
-    options["mp_policy"] = as_ours(options.get("mp_policy", Precision(workload.precision).policy))
+    options["mp_policy"] = as_ours(options.get("mp_policy", workload.policy))
     found = _compared(model, machine, workload, limit, options)
     assert found.recommended is not None  # otherwise it would have raised
     num_shards = found.recommended.choice.shard_size or mesh.size()

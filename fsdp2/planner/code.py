@@ -12,13 +12,14 @@ from fsdp2.planner.groups import Wire
 from fsdp2.planner.machine import Machine
 from fsdp2.planner.scenario import Choice, Precision
 from fsdp2.planner.work import Checkpointing
+from fsdp2.planner.workload import Workload
 
 
 def code_for(
     units: Units,
     choice: Choice,
     machine: Machine,
-    precision: Precision,
+    workload: Workload,
     *,
     cuts_other_dims: bool = False,
     caches: Sequence[str] = (),
@@ -34,7 +35,7 @@ def code_for(
     shard = [
         *(f"{_at(path)}.config.use_cache = False  # training needs no cache of keys and values" for path in caches),
         *_master_weights(master_dtype),
-        *_options(choice, machine, precision, cuts_other_dims),
+        *_options(choice, machine, workload, cuts_other_dims),
         f"blocks = [{', '.join(map(_blocks, units.stacks))}]",
         *_per_block(choice, reshard),
         *(f"fsdp2.fully_shard({_at(path)}, {reshard}**options)" for path in units.large),
@@ -81,15 +82,33 @@ def _master_weights(dtype: torch.dtype | None) -> Iterator[str]:
         yield f"        param.data = param.data.{cast}()  # master weights"
 
 
-def _options(choice: Choice, machine: Machine, precision: Precision, cuts_other_dims: bool) -> Iterator[str]:
-    size, node = choice.shard_size, machine.node_size
-    shape, names = "(dist.get_world_size(),)", '("shard",)'
+def _options(choice: Choice, machine: Machine, workload: Workload, cuts_other_dims: bool) -> Iterator[str]:
+    size, tensor, node = choice.shard_size, workload.tensor_parallel, machine.node_size // workload.tensor_parallel
+    ranks, names = "dist.get_world_size()", ["shard"]
+    if size or tensor > 1:
+        divisor = (size or 1) * tensor
+        yield f"if {ranks} % {divisor}:"
+        why = f"each replica is on {divisor}" if size else f"{tensor} share every product"
+        yield f'    raise ValueError("expected a multiple of {divisor} ranks: {why}.")'
+        ranks += f" // {divisor}"
+    shape = [ranks]
     if size:
-        shape, names = f"(dist.get_world_size() // {size}, {size})", '("replicate", "shard")'
-        yield f"if dist.get_world_size() % {size}:"
-        yield f'    raise ValueError("expected a multiple of {size} ranks: each replica is on {size}.")'
-    yield f"mesh = init_device_mesh(device_type, {shape}, mesh_dim_names={names})"
-    policy = precision.policy
+        shape, names = [*shape, str(size)], ["replicate", *names]
+    if tensor > 1:
+        shape, names = [*shape, str(tensor)], [*names, "tensor"]
+    ending = "," if len(names) == 1 else ""
+    quoted = ", ".join(f'"{name}"' for name in names)
+    shown = f"({', '.join(shape)}{ending}), mesh_dim_names=({quoted}{ending})"
+    yield f"mesh = init_device_mesh(device_type, {shown})"
+    if tensor > 1:
+        yield '# Apply your plan of tensor parallelism here: parallelize_module(model, mesh["tensor"], ...).'
+        data = ", ".join(f'"{name}"' for name in names[:-1])
+        yield f"mesh = mesh[{data}]"
+    if workload.context_parallel > 1:
+        yield f"# Run each step under torch's context_parallel on {workload.context_parallel} ranks next to each other."
+    if workload.precision == Precision.FP8.value:
+        yield "# Convert the blocks here: torchao.float8.convert_to_float8_training(block)."
+    policy = workload.policy
     yield f"policy = fsdp2.MixedPrecisionPolicy(param_dtype={policy.param_dtype}, reduce_dtype={policy.reduce_dtype})"
     policies = ["mesh=mesh", "mp_policy=policy"]
     if cuts_other_dims:

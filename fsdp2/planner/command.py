@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import json
 import os
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,6 +20,7 @@ from fsdp2.extras.sizes import nbytes_of
 from fsdp2.planner.candidates import MOST_GPUS, plan
 from fsdp2.planner.machine import Machine
 from fsdp2.planner.machines import MACHINES, machine_by_name
+from fsdp2.planner.scenario import Kernels
 from fsdp2.planner.workload import MASTER_DTYPES, Workload, cause_of
 
 _AS_BUILT = "model"
@@ -31,7 +33,7 @@ def add_plan(commands: Any) -> None:
         "plan",
         help="compare the ways to shard a model on so many GPUs, without a GPU",
         description="Prints memory per GPU and step time for each way to shard a model, and Python to paste for the "
-        "recommended one. Nothing is allocated. Tensor and pipeline parallelism are not planned.",
+        "recommended one. Nothing is allocated. Pipeline parallelism is not planned.",
     )
     add = parser.add_argument
     add("builder", nargs="?", help="module:function that builds the model, such as my_module:build_model")
@@ -40,10 +42,25 @@ def add_plan(commands: Any) -> None:
     add("--gpus", type=int, required=True, help="how many GPUs")
     add("--gpu", default="H100", help=f"{', '.join(MACHINES)}, or a file of `python -m fsdp2 measure`; {_DEFAULT}")
     add("--node-size", type=int, help="GPUs per node; default: that of --gpu, which is 8 for those with a name")
+    add(
+        "--inputs",
+        help="module:function that makes the model's inputs, for a model that does not take tokens: batch and all",
+    )
+    add("--loss", help="module:function that makes a loss of the model's output, if that is not logits")
     add("--batch", type=int, default=1, help=f"sequences per GPU and step; {_DEFAULT}")
     add("--sequence", type=int, default=8192, help=f"tokens per sequence; {_DEFAULT}")
     add("--optimizer", default="adamw", help=f"adamw, sgd, or 'sgd with momentum'; {_DEFAULT}")
-    add("--precision", default="bf16", help=f"of gathers and compute: bf16 or fp32; {_DEFAULT}")
+    add(
+        "--precision",
+        default="bf16",
+        help=f"of compute: bf16, fp32, or fp8, in which blocks multiply by their weights in fp8; {_DEFAULT}",
+    )
+    add("--reduce-dtype", default="fp32", help=f"in which gradients travel and are summed: fp32 or bf16; {_DEFAULT}")
+    add("--micro-batches", type=int, default=1, help=f"forwards and backwards per step; {_DEFAULT}")
+    add("--tensor-parallel", type=int, default=1, help=f"GPUs that share every product, and --batch; {_DEFAULT}")
+    add("--context-parallel", type=int, default=1, help=f"GPUs that share every sequence; {_DEFAULT}")
+    add("--network", type=float, help="Gb/s between nodes for each GPU; default: that of --gpu")
+    add("--watts", type=float, help="power limit of a GPU; default: that of --gpu")
     add(
         "--master-dtype",
         default="fp32",
@@ -51,6 +68,7 @@ def add_plan(commands: Any) -> None:
         f"is what the model is built in, as torch_dtype of a Hugging Face config says; {_DEFAULT}",
     )
     add("--compiled", action="store_true", help="blocks run under torch.compile; default: eager")
+    add("--compiled-loss", action="store_true", help="blocks and the loss run under torch.compile; default: eager")
     add("--budget", help="what may be used of a GPU's memory, such as 70GiB; default: 95%% of it")
     add("--host-memory", help="of a node, for offloading, which may use 95%% of it; default: that of --gpu, if known")
     add("--json", action="store_true", help="print all choices as JSON, and nothing else")
@@ -64,21 +82,29 @@ def _print_plan(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
             raise ValueError(f"--gpus is {options.gpus}, expected 1 to {MOST_GPUS}.")
         found = plan(
             _builder(options.builder, options.hf, trusts_code=options.trust_remote_code),
-            _machine(options.gpu, options.node_size, options.host_memory),
+            _machine(options.gpu, options.node_size, options.host_memory, options.watts, options.network),
             _workload(options),
             num_gpus=options.gpus,
             budget=_size(options.budget),
         )
     except (ValueError, TypeError, OverflowError) as error:
-        parser.exit(2, f"{parser.prog} plan: error: {str(error).removeprefix('plan: ')}\n")
+        parser.exit(2, f"{parser.prog} plan: error: {_as_options(str(error).removeprefix('plan: '))}\n")
     if options.json:
         print(json.dumps(found.data, indent=2))  # ASCII
     else:
-        print(printable(str(found)))
+        print(printable(_as_options(str(found))))
     if found.recommended is None:
         parser.exit(1)
     if not options.json:
         print(f"\n{printable(str(found.code))}")
+
+
+def _as_options(text: str) -> str:
+    """``text`` with options instead of arguments."""
+    text = text.replace("limited_to: watts", "--watts").replace("with_network: gigabits", "--network")
+    text = re.sub(r"^Workload: (\w+) is", lambda found: f"--{found[1].replace('_', '-')} is", text)
+    text = re.sub(r"\b(tensor|context)_parallel\b", r"--\1-parallel", text)
+    return re.sub(r"Workload(?:\.|\()(inputs|loss)(?:=\.\.\.\))?", r"--\1", text)
 
 
 def _workload(options: argparse.Namespace) -> Workload:
@@ -90,18 +116,36 @@ def _workload(options: argparse.Namespace) -> Workload:
         options.sequence,
         options.optimizer,
         options.precision,
-        "compiled" if options.compiled else "eager",
+        _kernels(options).value,
         master_dtype=None if master == _AS_BUILT else master,
+        reduce_dtype=options.reduce_dtype,
+        micro_batches=options.micro_batches,
+        tensor_parallel=options.tensor_parallel,
+        context_parallel=options.context_parallel,
+        inputs=options.inputs and _imported(options.inputs, "--inputs: ", "make_inputs"),
+        loss=options.loss and _imported(options.loss, "--loss: ", "loss"),
     )
 
 
-def _machine(name: str, node_size: int | None, host_memory: str | None) -> Machine:
-    """The machine called ``name``, optionally with another node size or host memory."""
+def _kernels(options: argparse.Namespace) -> Kernels:
+    if options.compiled_loss:
+        return Kernels.COMPILED_LOSS
+    return Kernels.COMPILED if options.compiled else Kernels.EAGER
+
+
+def _machine(
+    name: str, node_size: int | None, host_memory: str | None, watts: float | None, network: float | None
+) -> Machine:
+    """The machine called ``name``, optionally with another node size, host memory, power limit or network."""
     machine = machine_by_name(name)
     if node_size is not None and node_size != machine.node_size:
         if node_size < 1:
             raise ValueError(f"--node-size is {node_size}, expected at least 1.")
         machine = replace(machine, name=f"{machine.name}, but {node_size} per node", node_size=node_size)
+    if network is not None:
+        machine = machine.with_network(network)
+    if watts is not None:
+        machine = machine.limited_to(watts)
     if host_memory is not None:
         size = _size(host_memory) or host_memory
         machine = replace(machine, host_memory_nbytes=nbytes_of(size, "--host-memory", "1TiB"))
@@ -119,11 +163,12 @@ def _builder(name: str | None, config: str | None, *, trusts_code: bool) -> Call
     return _imported(name) if name is not None else _of_hugging_face(str(config), trusts_code=trusts_code)
 
 
-def _imported(name: str) -> Callable[[], nn.Module]:
+def _imported(name: str, option: str = "", example: str = "build_model") -> Callable[..., Any]:
+    """``option`` begins errors."""
     module_name, _, function = name.partition(":")
     if not module_name or not function:
         missing = "function" if module_name else "module"
-        raise ValueError(f"'{name}' names no {missing}, expected module:function, such as my_module:build_model.")
+        raise ValueError(f"{option}'{name}' names no {missing}, expected module:function, such as my_module:{example}.")
     sys.path.insert(0, os.getcwd())
     try:
         module = importlib.import_module(module_name)
@@ -133,11 +178,11 @@ def _imported(name: str) -> Callable[[], nn.Module]:
         if is_missing and module_name.endswith(".py"):
             advice = f" Write {module_name.removesuffix('.py')}:{function}."
         cause = f"{type(error).__name__}: {error}" if is_missing else cause_of(error)
-        raise ValueError(f"cannot import '{module_name}' ({cause}).{advice}") from error
+        raise ValueError(f"{option}cannot import '{module_name}' ({cause}).{advice}") from error
     builder = getattr(module, function, None)
     if not callable(builder):
         functions = ", ".join(sorted(key for key, value in vars(module).items() if callable(value))[:10])
-        raise ValueError(f"module '{module_name}' has no function '{function}'; it has {functions or 'none'}.")
+        raise ValueError(f"{option}module '{module_name}' has no function '{function}'; it has {functions or 'none'}.")
     return builder
 
 

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
@@ -27,7 +28,7 @@ import torch.distributed as dist
 from fsdp2.core import Axis, comms
 from fsdp2.extras.output import check_writable, write_whole
 from fsdp2.extras.peers import match_channels
-from fsdp2.planner.machine import Contention, Link, Machine
+from fsdp2.planner.machine import SHORT_LENGTH, Contention, Link, Machine, Reached
 from fsdp2.planner.machines import fields_of
 
 ROUNDS = 5
@@ -73,17 +74,14 @@ def measure(sizes: tuple[int, ...], width: int) -> Measured:
     machine = Machine(
         name=f"measured: {device_name(device)}, {_ranks(num_ranks, node_size)}",
         bf16_flops=flops[torch.bfloat16],
-        fp8_flops=None,
-        utilisation=1.0,  # the measured rate is what products reach
+        reached=_reached(device, flops),
         memory_nbytes=_memory(device),
         copy_bandwidth=copies,
         node_size=node_size,
         in_node=in_node,
         network=network,
-        bandwidth_efficiency=1.0,
         launch_latency=0.0,
         contention=_contention(found),
-        fp32_flops=flops[torch.float32],
         host_memory_nbytes=None if device.type == "cpu" else _host_memory(),
         device=device_name(device),
         sources=("measured by python -m fsdp2 measure",),
@@ -121,8 +119,32 @@ def _wait(device: torch.device) -> None:
         torch.accelerator.synchronize()
 
 
+def _reached(device: torch.device, flops: dict[torch.dtype, float]) -> Reached:
+    """What products of these ``flops`` and attention reach."""
+    length, heads, dim = (4096, 16, 128) if device.type != "cpu" else (128, 1, 16)
+    q, k, v = (
+        torch.randn(1, heads, length, dim, dtype=torch.bfloat16, device=device, requires_grad=True) for _ in range(3)
+    )
+    attend = partial(torch.nn.functional.scaled_dot_product_attention, is_causal=True)
+    out = attend(q, k, v)
+    forward = _seconds(lambda: attend(q, k, v), device)
+    backward = _seconds(lambda: torch.autograd.grad(out.sum(), (q, k, v), retain_graph=True), device)
+    num_flops = 2.0 * heads * length**2 * dim * (1 + SHORT_LENGTH / length)
+    is_cuda = device.type == "cuda"
+    num_processors = torch.cuda.get_device_properties(device).multi_processor_count if is_cuda else 1
+    return Reached(
+        bf16=flops[torch.bfloat16],
+        fp8=None,
+        fp32=flops[torch.float32],
+        attention=num_flops / forward,
+        attention_backward=2.5 * num_flops / backward,
+        num_processors=num_processors,
+    )
+
+
 def _product_flops(device: torch.device, width: int, dtype: torch.dtype) -> float:
-    a, b = (torch.ones(width, width, dtype=dtype, device=device) for _ in range(2))
+    # Random numbers: on ones, a GPU takes less power, and runs faster than in a training step.
+    a, b = (torch.randn(width, width, dtype=dtype, device=device) for _ in range(2))
     return 2.0 * width**3 / _seconds(lambda: a @ b, device)
 
 

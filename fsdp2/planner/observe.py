@@ -28,9 +28,10 @@ from torch.overrides import TorchFunctionMode
 from fsdp2.core import find_tensors, map_tensors
 from fsdp2.extras import torch_names
 from fsdp2.planner.blocks import Units, params_of_units, structure
-from fsdp2.planner.scenario import Precision
-from fsdp2.planner.work import Checkpointing, Param, UnitWork, Work
-from fsdp2.planner.workload import Workload, first_line
+from fsdp2.planner.compiled import is_tracing, saved_when_compiled
+from fsdp2.planner.scenario import Kernels, Precision
+from fsdp2.planner.work import Attention, Checkpointing, Param, Product, UnitWork, Work
+from fsdp2.planner.workload import Workload, cause_of, first_line
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 Loss = Callable[[Any], Tensor]
@@ -48,6 +49,7 @@ class ModelWork:
         rest: the work outside of blocks.
         ignored: parameters that stay whole on each rank.
         buffers_nbytes: bytes of buffers, which stay whole, too.
+        num_samples: those that the workload's own inputs have; None if the inputs are tokens.
     """
 
     kinds: tuple[dict[Checkpointing, UnitWork], ...]
@@ -57,6 +59,7 @@ class ModelWork:
     rest: UnitWork
     ignored: tuple[Param, ...] = ()
     buffers_nbytes: int = 0
+    num_samples: int | None = None
 
     @property
     def root(self) -> tuple[Param, ...]:
@@ -112,23 +115,26 @@ def observe(model: nn.Module, units: Units, workload: Workload, ignored: Collect
     except (ValueError, TypeError):
         raise
     except Exception as error:
+        takes = "Pass Workload(inputs=...) if it does not take tokens"
+        if workload.inputs is not None:
+            takes = "See whether it takes what Workload.inputs makes"
         raise ValueError(
             f"plan: this {type(model).__name__} does not run under fake tensors ({type(error).__name__}: "
-            f"{first_line(error)}). Pass Workload(inputs=...) if it does not take tokens, and read no values of "
-            "tensors in forward."
+            f"{first_line(error)}). {takes}, and read no values of tensors in forward."
         ) from error
     finally:
         log.disabled = before
 
 
 def _observed(model: nn.Module, units: Units, workload: Workload, ignored: Collection[nn.Parameter]) -> ModelWork:
-    shape = (workload.batch, workload.sequence)
+    shape = (workload.batch, workload.sequence // workload.context_parallel)
     inputs = workload.inputs or (lambda: torch.zeros(shape, dtype=torch.int64))
-    dtype = torch.bfloat16 if workload.precision == Precision.BF16.value else torch.float32
-    with torch_names.fake_tensors(), _masks_as_with_values(), _FusedAttention(), _without_caches(model):
+    dtype = Precision(workload.precision).dtype
+    with torch_names.fake_tensors(), _masks_as_with_values(), _AsOnGPU(), _without_caches(model):
         made = _Fakes(model, dtype)
-        given = _as_arguments(made.inputs(inputs()))
-        calls = _Calls(model, units, made)
+        given = _as_arguments(made.inputs(_made_by(inputs)))
+        num_samples = _num_samples(given, shape)
+        calls = _Calls(model, units, made, is_compiled=Kernels(workload.kernels).are_compiled)
         with calls.watched():
             seen = _run(calls.outside, partial(_forward, model, made), given, _checked_loss(workload))
         shared = calls.shared_storages()
@@ -151,7 +157,23 @@ def _observed(model: nn.Module, units: Units, workload: Workload, ignored: Colle
         rest=replace(rest, is_block=False, saved_nbytes=rest.saved_nbytes + shared_nbytes),
         ignored=_params([("", param) for param in ignored], workload),
         buffers_nbytes=sum(buffer.nbytes for buffer in model.buffers()),
+        num_samples=num_samples,
     )
+
+
+def _made_by(inputs: Callable[[], Any]) -> Any:
+    try:
+        return inputs()
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"plan: Workload.inputs failed ({cause_of(error)}).") from error
+
+
+def _num_samples(given: Inputs, shape: tuple[int, int]) -> int | None:
+    """The length of the first dim of the first tensor, unless its elements are as many tokens as the workload says."""
+    first = next(iter(find_tensors(given, [])), None)
+    if first is None or (tuple(first.shape) == shape and not first.is_floating_point()):
+        return None
+    return first.shape[0] if first.dim() else 1
 
 
 @contextmanager
@@ -188,8 +210,9 @@ def _masks_as_with_values() -> AbstractContextManager[None]:
     return _temporarily(name, lambda position_ids: None, [masking] if hasattr(masking, name) else [])
 
 
-class _FusedAttention(TorchFunctionMode):
-    """Leaves out dropout of attention: on a CPU, it keeps all scores, which GPU kernels do not."""
+class _AsOnGPU(TorchFunctionMode):
+    """What torch does on GPUs, but not on the CPU, where fake tensors are: attention with dropout keeps no scores, and
+    RMSNorm is one kernel."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -198,11 +221,30 @@ class _FusedAttention(TorchFunctionMode):
         if function is nn.functional.scaled_dot_product_attention:
             args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
             kwargs.pop("dropout_p", None)
+        elif function is nn.functional.rms_norm and not is_tracing():
+            return _RMSNorm.apply(*args[:1], *args[2:3], *(kwargs[key] for key in ("weight",) if key in kwargs))
         return function(*args, **kwargs)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Moves and keeps what torch's kernel does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None = None) -> Tensor:
+        ctx.save_for_backward(x, x.new_empty((*x.shape[:-1], 1), dtype=torch.float32))
+        ctx.like_weight = None if weight is None else (weight.shape, weight.dtype)
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+        x, _ = ctx.saved_tensors
+        return x * grad, ctx.like_weight and x.new_empty(ctx.like_weight[0], dtype=ctx.like_weight[1])
 
 
 def _checked_loss(workload: Workload) -> Callable[[Any], torch.Tensor]:
     given = workload.loss
+    if given is None and workload.kernels == Kernels.COMPILED_LOSS.value:
+        return lambda output: _CompiledLoss.apply(_logits_of(output))
     if given is None:
         return language_model_loss
 
@@ -211,7 +253,7 @@ def _checked_loss(workload: Workload) -> Callable[[Any], torch.Tensor]:
             value = given(output)
         except Exception as error:
             raise ValueError(
-                f"plan: Workload.loss failed for a {type(output).__name__}, which the model returned "
+                f"plan: Workload.loss failed for a {_kind_of(output)}, which the model returned "
                 f"({type(error).__name__}: {first_line(error)})."
             ) from error
         if not isinstance(value, torch.Tensor) or value.dim() != 0:
@@ -224,14 +266,39 @@ def _checked_loss(workload: Workload) -> Callable[[Any], torch.Tensor]:
 
 def language_model_loss(output: Any) -> Tensor:
     """Cross-entropy of logits in fp32, over the last dim of a tensor or of an output's ``logits``."""
+    logits = _logits_of(output)
+    labels = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
+    return nn.functional.cross_entropy(logits.float().flatten(0, -2), labels.flatten())
+
+
+def _kind_of(output: Any) -> str:
+    return "Tensor" if isinstance(output, Tensor) else type(output).__name__
+
+
+def _logits_of(output: Any) -> Tensor:
     logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     if not isinstance(logits, Tensor):
         raise TypeError(
-            f"plan: the model returned a {type(output).__name__}, expected logits, as a tensor or in an attribute "
+            f"plan: the model returned a {_kind_of(output)}, expected logits, as a tensor or in an attribute "
             "'logits'. Pass Workload(loss=...), a function of what the model returns."
         )
-    labels = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
-    return nn.functional.cross_entropy(logits.float().flatten(0, -2), labels.flatten())
+    return logits
+
+
+class _CompiledLoss(torch.autograd.Function):
+    """Moves and holds what cross-entropy does under ``torch.compile``: its kernels cast logits to fp32 and back without
+    writing them. Forward reads them for the largest ones, and for the sums; backward writes their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        largest, sums = logits.amax(-1).float(), logits.sum(-1).float()
+        ctx.save_for_backward(logits, largest, sums)
+        return (largest + sums).mean()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        logits, _, _ = ctx.saved_tensors
+        return logits * grad
 
 
 def _params(named: Iterable[tuple[str, nn.Parameter]], workload: Workload) -> tuple[Param, ...]:
@@ -335,8 +402,9 @@ class _Kind:
 class _Calls:
     """What a forward calls. ``outside`` is the run around the blocks, which sees nothing of them."""
 
-    def __init__(self, model: nn.Module, units: Units, made: _Fakes) -> None:
+    def __init__(self, model: nn.Module, units: Units, made: _Fakes, *, is_compiled: bool) -> None:
         self.found: list[Call] = []
+        self._is_compiled = is_compiled
         self.outside = _Counter(made)
         self._model, self._units, self._made = model, units, made
         self.kinds: dict[Any, _Kind] = {}  # by what they are called with
@@ -383,6 +451,7 @@ class _Calls:
         likes: list[Any] = []
         self.outside.is_paused = True
         try:
+            compiled = self._compiled(path, forward, given) if self._is_compiled else None
             seen = _run(
                 _Counter(self._made),
                 forward,
@@ -392,7 +461,15 @@ class _Calls:
             )
         finally:
             self.outside.is_paused = False
-        return _Kind(path, seen, likes[0])
+        return _Kind(path, replace(seen, compiled=compiled), likes[0])
+
+    def _compiled(self, path: str, forward: Callable[..., Any], given: Inputs) -> dict[int, int] | None:
+        """What autograd keeps of a block under ``torch.compile``, without parameters, in bytes by storage."""
+        saved = saved_when_compiled(self._model.get_submodule(path), forward, _as_leaves(given))
+        if saved is None:
+            return None
+        sizes = {_storage(each): each.untyped_storage().nbytes() for each in saved}
+        return {key: nbytes for key, nbytes in sizes.items() if key not in self._made.storages}
 
 
 def _set_forward(module: nn.Module, forward: Callable[..., Any] | None) -> None:
@@ -417,6 +494,8 @@ class _Seen:
         kept_nbytes: what selective checkpointing keeps besides the inputs; backward reads ``read_nbytes`` of it.
         full, selective: the work that these kinds of checkpointing repeat.
         peak_nbytes: the peak in backward of what the run made, including gradients of parameters.
+        scores_nbytes: of ``saved``, the scores of attention that is not fused, and what is made of them.
+        compiled: what autograd keeps under ``torch.compile``; None if blocks are not compiled.
     """
 
     forward: Work
@@ -429,11 +508,16 @@ class _Seen:
     selective: Work
     read_nbytes: int
     peak_nbytes: int
+    scores_nbytes: int
+    compiled: dict[int, int] | None = None
 
     def unit(self, name: str, checkpointing: Checkpointing, shared: set[int]) -> UnitWork:
         """``shared``: storages that are not counted per block."""
         without = shared | self.left.keys()
-        every = sum(nbytes for key, nbytes in self.saved.items() if key not in without)
+        eager, every = (
+            sum(nbytes for key, nbytes in saved.items() if key not in without)
+            for saved in (self.saved, self.saved if self.compiled is None else self.compiled)
+        )
         entry_nbytes = sum(nbytes for key, nbytes in self.entries.items() if key not in shared) if self.saved else 0
         held = sum(self.saved[key] for key in self.saved.keys() & self.entries.keys() if key not in shared)
         again, saved, read = Work(), every, every
@@ -450,9 +534,11 @@ class _Seen:
             self.forward,
             self.backward + again,
             saved,
-            working_nbytes=max(self.peak_nbytes + held - left - saved, 0),
+            working_nbytes=max(self.peak_nbytes + held - left - eager + every - saved, 0),
             unread_nbytes=max(saved - read, 0),
             left_nbytes=left,
+            given_nbytes=entry_nbytes,
+            scores_nbytes=self.scores_nbytes,
             is_block=True,
         )
 
@@ -467,15 +553,16 @@ def _run(
     """Run a ``function`` of the model, forward and backward, once. ``returned`` receives its result, which is dropped
     before backward."""
     made, memory = forward.made, forward.memory
-    args, kwargs = map_tensors(lambda leaf: leaf.detach().requires_grad_(leaf.requires_grad), given)
+    args, kwargs = _as_leaves(given)
     leaves = find_tensors((args, kwargs), [])
     entries = {_storage(leaf): leaf for leaf in leaves if _storage(leaf) not in made.storages}
     saved: dict[int, int] = {}
+    numels: dict[int, int] = {}
     needed: set[int] = set()
 
     def pack(tensor: Tensor) -> Tensor:
         if isinstance(tensor, Tensor) and _storage(tensor) not in made.storages:
-            saved[_storage(tensor)] = tensor.untyped_storage().nbytes()
+            saved[_storage(tensor)], numels[_storage(tensor)] = tensor.untyped_storage().nbytes(), tensor.numel()
             needed.update(forward.writers_of([tensor]))
         return tensor.detach()  # what no backward reaches would hold itself
 
@@ -507,7 +594,12 @@ def _run(
         selective=selective,
         read_nbytes=read_nbytes,
         peak_nbytes=memory.peak,
+        scores_nbytes=sum(nbytes for key, nbytes in saved.items() if numels[key] in forward.scores_numels),
     )
+
+
+def _as_leaves(given: Inputs) -> Inputs:
+    return map_tensors(lambda leaf: leaf.detach().requires_grad_(leaf.requires_grad), given)
 
 
 def _like(tensor: Tensor) -> Tensor:
@@ -580,6 +672,8 @@ class _Counter(torch_names.DispatchMode):
         self.made, self.memory = made, memory or _Live()
         self.ops: list[_Op] = []
         self.is_paused = False
+        self.scores_numels: set[int] = set()  # of the scores of attention that is not fused
+        self._batched: set[int] = set()  # operations that are batched products
         self._writers: dict[int, int] = {}  # of storages, the operation that wrote them last
         self._num_products = 0
         self._inside = set(made.storages)  # storages that other kernels than products made, and parameters
@@ -602,6 +696,10 @@ class _Counter(torch_names.DispatchMode):
             return result  # a view
         sources = tuple(self.writers_of(inputs))
         self._writers.update({_storage(each): len(self.ops) for each in outputs})
+        if name in ("bmm", "baddbmm"):
+            self._batched.add(len(self.ops))
+        if name in ("_softmax", "_safe_softmax") and self._follows_batched(sources):
+            self.scores_numels.add(outputs[0].numel())
         work = _work_of(function, name, args, kwargs, result)
         if work is not None:
             kept_nbytes = sum(each.untyped_storage().nbytes() for each in new) if self._keeps(name) else 0
@@ -617,6 +715,17 @@ class _Counter(torch_names.DispatchMode):
     def writers_of(self, tensors: Iterable[Tensor]) -> set[int]:
         """The operations that wrote ``tensors``, without tensors that existed before."""
         return {self._writers[_storage(each)] for each in tensors if _storage(each) in self._writers}
+
+    def _follows_batched(self, sources: Iterable[int]) -> bool:
+        """Whether a batched product made what ``sources`` wrote, perhaps scaled and masked since."""
+        left = set(sources)
+        while left:
+            number = left.pop()
+            if number in self._batched:
+                return True
+            if not self.ops[number].work.products:
+                left.update(self.ops[number].sources)
+        return False
 
     def _keeps(self, name: str) -> bool:
         if name not in ("mm", "addmm"):
@@ -634,7 +743,7 @@ class _Counter(torch_names.DispatchMode):
         """The bytes moved. A fused kernel reads results of products, and tensors that existed before."""
         fused = sum(self._crosses(each) for each in inputs if _storage(each) not in self._inside)
         self._inside.update(map(_storage, outputs))
-        return Work(moved_nbytes=sum(map(_nbytes, [*inputs, *outputs])), fused_nbytes=fused)
+        return Work(moved_nbytes=sum(map(_nbytes, [*inputs, *outputs])), fused_nbytes=fused, num_others=1)
 
     def _crosses(self, tensor: Tensor) -> int:
         """Bytes that one kernel leaves for another, counted once."""
@@ -653,24 +762,29 @@ def _nbytes(tensor: Tensor) -> int:
 def _work_of(function: Any, name: str, args: Any, kwargs: Any, result: Any) -> Work | None:
     """The work of matrix products and attention; None for other operations."""
     if "scaled_dot_product" in name:
-        return Work(other=_attention_flops(name, args, kwargs))
+        return Work(attention=(_attention(name, args, kwargs),))
     if name == "_grouped_mm":
         first, second = args[0], args[1]
         rows = first[0].numel() if second.dim() < first.dim() else first.numel()
-        return Work(other=2.0 * rows * second.shape[-1])
+        size = second.shape[-1]
+        return Work((Product(rows / first.shape[-1], size, first.shape[-1]),))
     from torch.utils.flop_counter import flop_registry  # imports triton, which `import fsdp2` must not
 
     formula = flop_registry.get(function.overloadpacket)
     if formula is None:
         return None
+    if name in ("mm", "addmm", "bmm", "baddbmm"):
+        first, second = [each for each in args if isinstance(each, Tensor)][-2:]
+        *times, m, k = first.shape
+        return Work((Product(m, second.shape[-1], k, math.prod(times), by_weight=name in ("mm", "addmm")),))
+    # A convolution, as the product that makes as many results, one channel per column.
+    made = find_tensors((result,), [])[0]
+    rows, size = made.numel() / made.shape[1], made.shape[1]
     flops = float(formula(*args, **kwargs, out_val=result))
-    if name in ("mm", "addmm"):
-        operands = [each for each in args if isinstance(each, Tensor)][-2:]
-        return Work(linear=flops, operand_numel=sum(each.numel() for each in operands))
-    return Work(other=flops)
+    return Work((Product(rows, size, flops / 2 / rows / size),))
 
 
-def _attention_flops(name: str, args: Any, kwargs: Any) -> float:
+def _attention(name: str, args: Any, kwargs: Any) -> Attention:
     """Two products in forward, five in backward; half of all pairs if attention is causal."""
     is_backward = "backward" in name
     query, key = args[1:3] if is_backward else args[:2]
@@ -678,4 +792,5 @@ def _attention_flops(name: str, args: Any, kwargs: Any) -> float:
     pairs = query.shape[0] * query.shape[1] * query.shape[-2] * key.shape[-2]
     is_causal = kwargs.get("is_causal", any(each is True for each in args))
     flops = 2.0 * pairs * (query.shape[-1] + value.shape[-1])
-    return flops * (2.5 if is_backward else 1.0) * (0.5 if is_causal else 1.0)
+    flops *= (2.5 if is_backward else 1.0) * (0.5 if is_causal else 1.0)
+    return Attention(flops, key.shape[-2], _nbytes(key) + _nbytes(value), is_backward)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
@@ -23,7 +23,7 @@ from fsdp2.planner.workload import Workload
 _NUM_BEST = 10  # rows of the table, besides the recommended one and the smallest
 _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _NOT_PLANNED = (
-    "Tensor, pipeline and context parallelism cut more than FSDP does, and are not planned: see "
+    "Tensor and context parallelism cut more than FSDP does: see --tensor-parallel and --context-parallel, and "
     f"{DOCS}/guide/meshes.md#tensor-parallelism."
 )
 _HOST_UNKNOWN = "whose size is not known: pass --host-memory, or Machine(host_memory_nbytes=...)"
@@ -50,9 +50,14 @@ class Candidate:
         return self.result.reserved_nbytes <= self.budget_nbytes and not self.host_missing_nbytes
 
     @property
+    def may_fit(self) -> bool:
+        """Whether what is held fits. The allocator usually reserves more, but gives it back if memory runs out."""
+        return not self.missing_nbytes and not self.host_missing_nbytes
+
+    @property
     def missing_nbytes(self) -> int:
-        """The memory that is missing on a GPU."""
-        return max(0, int(self.result.reserved_nbytes) - self.budget_nbytes)
+        """The memory that is missing on a GPU for what is held."""
+        return max(0, int(self.result.peak_nbytes) - self.budget_nbytes)
 
     @property
     def host_missing_nbytes(self) -> int:
@@ -76,11 +81,13 @@ class Plan:
         enough: if none fits, the largest batch with which one would, or, with a batch of 1, the longest sequences, up
             to 1%; None if there is neither.
         caches: paths of modules whose config has ``use_cache``, as in Hugging Face: ``code`` switches it off.
+        scores_nbytes: what the scores of attention that is not fused take of the activations, without checkpointing.
         left_nbytes: what a forward leaves on a GPU until the step ends, in caches that the workload's inputs ask for,
             or in attributes of modules. It counts as activations.
         has_initializer: it has ``initialize_weights``, as in transformers: ``code`` calls it before it loads weights.
         built_in, sharded_in: the dtypes of trained parameters, as the model is built, and of their shards.
         host_budget_nbytes: the host memory of a node that may be used; None where it is not known.
+        num_samples: those of a micro-batch of a model that takes no tokens; None if it does.
     """
 
     model: str
@@ -97,16 +104,23 @@ class Plan:
     enough: Workload | None = None
     caches: tuple[str, ...] = ()
     left_nbytes: float = 0.0
+    scores_nbytes: float = 0.0
     has_initializer: bool = False
     built_in: tuple[torch.dtype, ...] = ()
     sharded_in: tuple[torch.dtype, ...] = ()
     host_budget_nbytes: int | None = None
+    num_samples: int | None = None
 
     @cached_property
     def smallest(self) -> Candidate:
         """The choice that needs least GPU memory, of those that may be recommended and fit into host memory."""
         allowed = [each for each in self.choices if each.choice.is_exact]
-        return min(allowed, key=lambda each: (each.host_missing_nbytes > 0, each.result.reserved_nbytes))
+        return min(allowed, key=lambda each: (each.host_missing_nbytes > 0, each.result.peak_nbytes))
+
+    @property
+    def counted(self) -> str:
+        """What the rate counts: "tokens" or "samples"."""
+        return "tokens" if self.num_samples is None else "samples"
 
     @property
     def code(self) -> str:
@@ -118,12 +132,12 @@ class Plan:
         if self.recommended is None:
             raise ValueError(self.why_nothing_fits())
         choice = self.recommended.choice
-        num_shards = choice.shard_size or self.num_gpus
+        num_shards = choice.shard_size or self.num_gpus // self.workload.tensor_parallel
         return code_for(
             self.units,
             choice,
             self.machine,
-            Precision(self.workload.precision),
+            self.workload,
             cuts_other_dims=any(shard_dim(shape, num_shards) > 0 for shape in self.shapes),
             caches=self.caches,
             has_initializer=self.has_initializer,
@@ -152,6 +166,12 @@ class Plan:
                 "shards, gradients and the optimizer's states are in bf16: there are no master weights in fp32. For "
                 "these, pass --master-dtype fp32, or Workload(master_dtype='fp32')."
             )
+        if self.scores_nbytes:
+            found.append(
+                f"eager attention: its scores take {text_of(self.scores_nbytes)} of the activations, without "
+                "checkpointing. Call scaled_dot_product_attention, which keeps none; in transformers, "
+                "attn_implementation='sdpa'."
+            )
         if self.left_nbytes:
             found.append(
                 f"the forward leaves {text_of(self.left_nbytes)} on each GPU until the step ends, in a cache of keys "
@@ -164,7 +184,7 @@ class Plan:
     def data(self) -> dict[str, Any]:
         """The whole plan as plain data for JSON: bytes and seconds; ``choices`` in order, ``recommended`` by name."""
         workload = self.workload
-        names = ("batch", "sequence", "optimizer", "precision", "kernels", "master_dtype")
+        names = [field.name for field in fields(workload) if field.name not in ("inputs", "loss")]
         return {
             "model": self.model,
             "num_params": self.num_params,
@@ -173,6 +193,7 @@ class Plan:
             "num_gpus": self.num_gpus,
             "node_size": self.machine.node_size,
             "workload": {name: getattr(workload, name) for name in names},
+            "num_samples": self.num_samples,
             "sharded_in": _dtypes(self.sharded_in),
             "budget_nbytes": self.budget_nbytes,
             "host_budget_nbytes": self.host_budget_nbytes,
@@ -180,7 +201,7 @@ class Plan:
             "recommended": None if self.recommended is None else self.recommended.choice.name,
             "why_nothing_fits": None if self.recommended is not None else self.why_nothing_fits(),
             "code": None if self.recommended is None else self.code,
-            "choices": [_choice_data(each) for each in self.choices],
+            "choices": [_choice_data(each, self.counted) for each in self.choices],
         }
 
     def why_nothing_fits(self) -> str:
@@ -196,14 +217,14 @@ class Plan:
         if self.enough_gpus is not None:
             remedies.append(f"FSDP over {self.enough_gpus} GPUs")
         said = [
-            f"nothing fits into {text_of(self.budget_nbytes)}: the smallest choice, {smallest.choice.name}, takes "
-            f"{text_of(smallest.result.reserved_nbytes)}, {text_of(smallest.missing_nbytes)} too much.",
+            f"nothing fits into {text_of(self.budget_nbytes)}: the smallest choice, {smallest.choice.name}, holds "
+            f"{text_of(smallest.result.peak_nbytes)}, {text_of(smallest.missing_nbytes)} too much.",
             f"Activations take {text_of(activations)} of it.",
         ]
         if smallest.choice.offloads:
             said.append(f"It takes {_of_host(smallest)}.")
         said += [
-            f"{each.choice.name} takes {text_of(each.result.reserved_nbytes)}, but {_of_host(each)}, "
+            f"{each.choice.name} holds {text_of(each.result.peak_nbytes)}, but {_of_host(each)}, "
             f"{text_of(each.host_missing_nbytes)} too much."
             for each in self.choices
             if each.host_missing_nbytes and not each.missing_nbytes
@@ -216,8 +237,13 @@ class Plan:
         else:
             verdict = f"recommended: {self.recommended.choice.name}"
             verdict += f"; it takes {_of_host(self.recommended)}" if self.recommended.choice.offloads else ""
+            if not self.recommended.fits:
+                verdict += (
+                    f"; tight: {text_of(self.recommended.result.peak_nbytes)} are held, and the allocator would "
+                    f"reserve {text_of(self.recommended.result.reserved_nbytes)} if it could"
+                )
         warnings = [f"warning: {each}" for each in self.warnings]
-        lines = table(_shown(self), self.recommended, self.workload.precision)
+        lines = table(_shown(self), self.recommended, self.workload.precision, self.counted)
         return "\n".join([*_head(self), *warnings, "", *lines, "", verdict])
 
 
@@ -234,7 +260,7 @@ def _head(plan: Plan) -> list[str]:
     return [
         f"{plan.model}: {_count(plan.num_params)} parameters; units: {', '.join([*stacks, *plan.units.large])}; "
         "all else with the model",
-        f"{plan.num_gpus} x {plan.machine.name}; {plan.workload}",
+        f"{plan.num_gpus} x {plan.machine.name}; {plan.workload.text(plan.num_samples)}",
         f"shards, gradients and optimizer in {_dtypes(plan.sharded_in)}"
         + (f"; the model is built in {_dtypes(plan.built_in)}" if plan.built_in != plan.sharded_in else ""),
         f"budget: {text_of(plan.budget_nbytes)} of {text_of(plan.machine.memory_nbytes)}"
@@ -258,13 +284,17 @@ def _shown(plan: Plan) -> list[Candidate]:
 # The table
 
 
-def table(candidates: list[Candidate], recommended: Candidate | None, precision: str) -> list[str]:
-    """The lines of the table, with peak memory of one GPU and step time. Each has one unit for all rows."""
+def table(
+    candidates: list[Candidate], recommended: Candidate | None, precision: str, counted: str = "tokens"
+) -> list[str]:
+    """The lines of the table, with peak memory of one GPU and step time. Each has one unit for all rows; memory that
+    would round to 0.0 has its own."""
     _, factor = _memory_unit(candidates)
+    gathered = precision if precision == Precision.FP32.value else Precision.BF16.value
     time_unit, per_second = ("s", 1) if max(each.result.time.step for each in candidates) >= 1 else ("ms", 1000)
 
     def size(nbytes: float) -> str:
-        return f"{nbytes / factor:.1f}"
+        return f"{nbytes / factor:.1f}" if nbytes == 0 or nbytes >= 0.05 * factor else text_of(nbytes)
 
     def row(each: Candidate) -> dict[str, str]:
         choice, result = each.choice, each.result
@@ -272,20 +302,24 @@ def table(candidates: list[Candidate], recommended: Candidate | None, precision:
             "  shards": f"{'*' if each is recommended else ' '} {choice.sharding}",
             "after forward": choice.between_passes,
             "checkpointing": choice.checkpointing.value,
-            "gathers": precision if choice.is_exact else choice.wire.value,
+            "gathers": gathered if choice.is_exact else choice.wire.value,
             "shards in": "host" if choice.offloads else "GPU",
             **{name: size(nbytes) for name, nbytes in _held(each).items()},
             "host": size(result.host_nbytes) if choice.offloads else "-",
             # The optimizer's time on the host is added.
             f"step {time_unit}": f"{'>' if choice.offloads else ''}{result.time.step * per_second:.3f}",
             f"exposed {time_unit}": f"{result.time.exposed * per_second:.3f}",
-            "tokens/s": f"{'<' if choice.offloads else ''}{result.tokens_per_second:.0f}",
+            f"{counted}/s": f"{'<' if choice.offloads else ''}{_rate(result.tokens_per_second)}",
             "fits": _fits(each, size),
         }
 
     cells = [row(each) for each in candidates]
     rows = [[*cells[0]], *([*each.values()] for each in cells)]
     return aligned(rows, num_left=5).splitlines()
+
+
+def _rate(per_second: float) -> str:
+    return f"{per_second:.0f}" if per_second >= 100 else f"{per_second:.3g}"
 
 
 def _held(candidate: Candidate) -> dict[str, float]:
@@ -303,10 +337,12 @@ def _held(candidate: Candidate) -> dict[str, float]:
 
 
 def _fits(candidate: Candidate, size: Callable[[float], str]) -> str:
+    if candidate.may_fit:
+        return "yes" if candidate.fits else "tight"
     over = [f"{size(candidate.missing_nbytes)} over"] if candidate.missing_nbytes else []
     if candidate.host_missing_nbytes:
         over.append(f"host {size(candidate.host_missing_nbytes)} over")
-    return "yes" if candidate.fits else ", ".join(["no", *over])
+    return ", ".join(["no", *over])
 
 
 def _memory_unit(candidates: list[Candidate]) -> tuple[str, int]:
@@ -318,8 +354,8 @@ def _count(number: int) -> str:
     return next((f"{number / one:.2f}{name}" for one, name in ((1e9, "B"), (1e6, "M")) if number >= one), str(number))
 
 
-def _choice_data(candidate: Candidate) -> dict[str, Any]:
-    """``step_s`` lacks the optimizer's time if it ``offloads``."""
+def _choice_data(candidate: Candidate, counted: str) -> dict[str, Any]:
+    """``step_s`` lacks the optimizer's time if it ``offloads``. ``counted``: tokens or samples."""
     choice, result = candidate.choice, candidate.result
     return {
         "name": choice.name,
@@ -329,9 +365,10 @@ def _choice_data(candidate: Candidate) -> dict[str, Any]:
         "gathers": choice.wire.value,
         "offloads": choice.offloads,
         "fits": candidate.fits,
+        "may_fit": candidate.may_fit,
         **{f"{name}_nbytes": nbytes for name, nbytes in _held(candidate).items()},
         "host_nbytes": result.host_nbytes,
         "step_s": result.time.step,
         "exposed_s": result.time.exposed,
-        "tokens_per_second": result.tokens_per_second,
+        f"{counted}_per_second": result.tokens_per_second,
     }

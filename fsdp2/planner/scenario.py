@@ -15,7 +15,9 @@ from fsdp2.planner.machine import Machine, all_reduce, ranks_of
 from fsdp2.planner.simulate import Accelerator, CallCost, StepTime, steady_step
 from fsdp2.planner.work import Checkpointing, Param, UnitWork, Work
 
-ALLOCATOR_SHARE = 1.124  # reserved per byte held: calibrated on one published row, docs/scale.md
+# Reserved per byte that comes and goes within a step: calibrated on one published row, docs/scale.md.
+ALLOCATOR_SHARE = 1.162
+FP8_CAST_NBYTES = 5  # per element of an operand: bf16 read for the magnitude, bf16 read again, fp8 written
 _AFTER = {
     AfterForward.RESHARD: "reshard",
     AfterForward.KEEP: "keep",
@@ -24,15 +26,22 @@ _AFTER = {
 
 
 class Precision(Enum):
-    """The dtype of compute: all-gathers and products use it; gradients are summed in fp32."""
+    """The dtype of compute: all-gathers and products use it; gradients are summed in fp32. With ``FP8``, blocks
+    multiply by their weights in fp8, as torchao's float8 training does, and all else is in bf16."""
 
     BF16 = "bf16"
+    FP8 = "fp8"
     FP32 = "fp32"
 
     @property
     def policy(self) -> MixedPrecisionPolicy:
         """The policy to pass to ``fully_shard``."""
-        return MixedPrecisionPolicy(torch.bfloat16 if self is Precision.BF16 else torch.float32, torch.float32)
+        return MixedPrecisionPolicy(self.dtype, torch.float32)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of parameters and activations."""
+        return torch.float32 if self is Precision.FP32 else torch.bfloat16
 
 
 class Optimizer(Enum):
@@ -54,10 +63,16 @@ class Optimizer(Enum):
 
 
 class Kernels(Enum):
-    """Whether blocks run under ``torch.compile``."""
+    """What runs under ``torch.compile``: nothing, blocks, or blocks and the loss."""
 
     EAGER = "eager"
     COMPILED = "compiled"
+    COMPILED_LOSS = "compiled with loss"
+
+    @property
+    def are_compiled(self) -> bool:
+        """Whether blocks are."""
+        return self is not Kernels.EAGER
 
 
 @dataclass(frozen=True)
@@ -110,11 +125,13 @@ class Scenario:
 
     Attributes:
         units: one for each call in the order of forward, without the root. Calls of one unit have one name.
-        tokens: the tokens of one GPU.
+        tokens: the tokens of one GPU in a step; samples, if the model takes no tokens.
         root: the root's own parameters.
         members: all units in the order of the model, those that this forward does not use among them; without it, those
             of ``units``.
         mp_policy: the policy of units; None is that of ``precision``.
+        micro_batches: how many forwards and backwards a step has.
+        tensor_parallel: how many neighbouring GPUs share ``units``, which are the part of one of them.
         ignored: parameters that stay whole on each rank, as ``buffers_nbytes`` do.
     """
 
@@ -131,6 +148,8 @@ class Scenario:
     mp_policy: MixedPrecisionPolicy | None = None
     optimizer: Optimizer = Optimizer.ADAMW
     kernels: Kernels = Kernels.COMPILED
+    micro_batches: int = 1
+    tensor_parallel: int = 1
 
     @property
     def distinct(self) -> tuple[UnitWork, ...]:
@@ -142,24 +161,35 @@ class Scenario:
 
     @property
     def axes(self) -> Axes:
-        """The axes of ranks: sharding uses neighbours, replicas are further apart."""
-        node, total = self.machine.node_size, self.num_gpus
+        """The axes of ranks: tensor parallelism uses neighbours, sharding comes next, replicas are furthest apart."""
+        node, size = self.machine.node_size, self.tensor_parallel
+        total = self.num_gpus // size
         shard_size = min(self.choice.shard_size or total, total)
         resting = None
         if self.choice.after_forward is AfterForward.RESHARD_TO_SMALLER_MESH:
-            resting = ranks_of(min(node, shard_size), 1, node)
-        return Axes(ranks_of(shard_size, 1, node), ranks_of(total // shard_size, shard_size, node), resting)
+            resting = ranks_of(max(1, min(node // size, shard_size)), size, node)
+        replicate = ranks_of(total // shard_size, size * shard_size, node)
+        return Axes(ranks_of(shard_size, size, node), replicate, resting)
 
     def is_fused(self, *, is_block: bool) -> bool:
         """Whether the kernels between two products are one."""
-        return is_block and self.kernels is Kernels.COMPILED
+        return is_block and self.kernels.are_compiled
 
     def seconds(self, work: Work, *, is_block: bool) -> float:
-        """The time of ``work``: products run at their share of the peak, all other kernels at the rate of a copy."""
-        machine = self.machine
-        peak = machine.bf16_flops if self.precision is Precision.BF16 else machine.peak_fp32()
-        moved = work.fused_nbytes if self.is_fused(is_block=is_block) else work.moved_nbytes
-        return (work.linear + work.other) / peak / machine.utilisation + moved / machine.copy_bandwidth
+        """The time of ``work`` on the slowest GPU: products and attention at the rates that the machine reaches, and
+        other kernels at the rate of a copy."""
+        machine, plain = self.machine, "fp32" if self.precision is Precision.FP32 else "bf16"
+        is_fused = self.is_fused(is_block=is_block)
+        moved = work.fused_nbytes if is_fused else work.moved_nbytes
+        seconds = sum(machine.attention_seconds(each, plain) for each in work.attention)
+        for product in work.products:
+            if self.precision is Precision.FP8 and is_block and product.by_weight:
+                seconds += machine.product_seconds(product, "fp8")
+                moved += product.operand_numel * FP8_CAST_NBYTES
+            else:
+                seconds += machine.product_seconds(product, plain)
+        delays = work.num_kernels(is_fused=is_fused) * machine.kernel_latency
+        return seconds / machine.slowest_of(self.num_gpus) + moved / machine.copy_bandwidth + delays
 
 
 @dataclass(frozen=True)
@@ -187,8 +217,10 @@ class Result:
 
     @property
     def reserved_nbytes(self) -> float:
-        """The memory that the caching allocator takes: more than is held, with room for gradients at any time."""
-        return ALLOCATOR_SHARE * (self.peak_nbytes + self.grads_nbytes - self.memory[Held.SHARD_GRADIENTS])
+        """The memory that the caching allocator takes: what stays, room for gradients at any time, and more than is
+        held of what comes and goes."""
+        passing = sum(self.memory.values()) - self.memory[Held.SHARD_GRADIENTS]
+        return self.state_nbytes + self.grads_nbytes + ALLOCATOR_SHARE * passing
 
 
 def simulate(scenario: Scenario) -> Result:
@@ -226,6 +258,7 @@ def accelerator(scenario: Scenario) -> Accelerator:
         _rules(scenario),
         shares_communicator=scenario.choice.shares_communicator,
         optimizer=updated * scenario.optimizer.num_moved / scenario.machine.copy_bandwidth + _scales_seconds(scenario),
+        micro_batches=scenario.micro_batches,
     )
 
 

@@ -51,6 +51,7 @@ class Accelerator:
         *,
         shares_communicator: bool = True,
         optimizer: float = 0.0,
+        micro_batches: int = 1,
     ) -> None:
         self.groups = groups
         self.schedule = schedules.Schedule(rules)
@@ -61,11 +62,13 @@ class Accelerator:
         self._forward, self._backward = _events(calls)
         self._left_nbytes = sum(call.left_nbytes for call in calls)
         self._optimizer = optimizer
+        self._micro_batches = micro_batches
         self._states = [GroupState.SHARDED] * len(groups)
         self._have_grads: set[int] = set()  # units whose gradients autograd has left
         self._gathers: dict[int, Op] = {}
         self._reductions: list[tuple[GroupCost, Op]] = []  # in flight: each ends with the operation
         self._communicator: Op | None = None
+        self._is_first = True
         self._perform = {
             schedules.Action.UNSHARD: self._unshard,
             schedules.Action.PREFETCH: self._unshard,
@@ -78,9 +81,16 @@ class Accelerator:
         }
 
     def step(self) -> None:
-        """Enqueue forward, backward and optimizer."""
-        memory = self.memory
+        """Enqueue forward and backward of each micro-batch, then the optimizer."""
         self.queues.wait(Stream.GATHER, self.queues.last(Stream.COMPUTE))  # it reads what the optimizer wrote
+        for number in range(self._micro_batches):
+            self._is_first = number == 0
+            self._run_micro_batch()
+        self.queues.enqueue(Stream.COMPUTE, "optimizer", work=self._optimizer)
+        self.memory.set(_STEP, Held.SHARD_GRADIENTS, 0)
+
+    def _run_micro_batch(self) -> None:
+        memory = self.memory
         for moment, call, actions in replay(self.schedule, self._forward, self._backward):
             if moment is Moment.BACKWARD_ENDED:
                 self._compute_backward(call)
@@ -93,8 +103,6 @@ class Accelerator:
                 label = f"forward {call.unit}"
                 self.queues.enqueue(Stream.COMPUTE, label, fixed=call.forward_fixed, work=call.forward)
                 memory.add(_STEP, Held.SAVED, call.saved_nbytes + call.left_nbytes)
-        self.queues.enqueue(Stream.COMPUTE, "optimizer", work=self._optimizer)
-        memory.set(_STEP, Held.SHARD_GRADIENTS, 0)
         memory.add(_STEP, Held.SAVED, -self._left_nbytes)
 
     def _do(self, actions: schedules.Actions) -> None:
@@ -188,7 +196,8 @@ class Accelerator:
     def _finish(self, group: GroupCost) -> None:
         """Called when compute has waited for a reduction."""
         self.memory.land(1)
-        self.memory.add(_STEP, Held.SHARD_GRADIENTS, group.reduced_nbytes)
+        if self._is_first:  # later ones are added to them
+            self.memory.add(_STEP, Held.SHARD_GRADIENTS, group.reduced_nbytes)
 
     def _launch(self, stream: Stream, label: str, transfer: Transfer, *, own_communicator: bool = False) -> Op:
         """Enqueue a launch. Backends run the collectives of one communicator in launch order."""

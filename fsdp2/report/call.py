@@ -346,7 +346,7 @@ def _unit_info(name: str, unit: Unit, rules: schedules.UnitRules) -> UnitInfo:
 
 
 def _is_small(group: ParamGroup) -> bool:
-    travelling = sum(step.chunk_nbytes for step in group.unsharded.plan().steps)
+    travelling = sum(step.layout.chunk_numel * step.dtype.itemsize for step in group.unsharded.plan().steps)
     return group.mesh.shard.size > 1 and travelling < group.comm.routing.direct_min_nbytes
 
 

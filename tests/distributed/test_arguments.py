@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -65,6 +66,12 @@ EXCEPTIONS = {
     ("DataParallelMeshDims", "*"): "torch's dataclass; fully_shard compares it with the mesh",
     ("fsdp1.ShardedGradScaler", "*"): "torch's constructor",
     ("planner.Machine.is_made_of", "device"): "text that is searched for",
+    ("planner.Machine.attention_seconds", "*"): "the planner asks, for what it has observed",
+    ("planner.Machine.product_seconds", "*"): "the planner asks, for what it has observed",
+    ("planner.Machine.knows", "*"): "the planner asks, for what it has observed",
+    ("planner.Machine.slowest_of", "*"): "the planner asks, for a number of GPUs that it has checked",
+    ("planner.Workload.part_of_gpu", "*"): "the planner asks, for a workload that it has checked",
+    ("planner.Workload.text", "*"): "the planner asks, for a workload that it has checked",
     ("optim.MatrixRule.boxes", "shape"): "whole_matrices calls it, and names the tensor",
     ("optim.MatrixRule", "sizes"): "rows, columns and heads make it, and check it",
     ("register_fsdp_forward_method", "method_name"): "torch ignores names of no method, and so does fsdp2",
@@ -74,7 +81,7 @@ OBJECTS = re.compile(
     r"$|<class 'inspect._empty'>|_\w$|T$|.*\b(Any|Module|DeviceMesh|FSDPModule|Tensor|Parameter|Callable|Iterable|"
     r"Mapping|Optimizer|\w+Policy|DataParallelMeshDims|ShardPlacementFn|Shard|Rule|Workload|Machine|Expression|Rename|"
     r"MappingLike|ProcessGroups?|SavePlanner|StateDictOptions|Transform|Weights|Cost|Make|MatrixRule|FSDPExtensions|"
-    r"GradientWire|Event|Stream|DeviceId|ShardingStrategy|CPUOffload|BackwardPrefetch|MixedPrecision|Link|Algorithm|"
+    r"GradientWire|Event|Stream|DeviceId|Reached|Attention|Product|ShardingStrategy|CPUOffload|BackwardPrefetch|MixedPrecision|Link|Algorithm|"
     r"Contention|Plan|MXBlocks|Float8Scaling|ModelOrBuilder|Report|StorageReader|StateDict\w*|OptimState\w+|OptimInput|"
     r"object|dict)\b"
 )
@@ -104,8 +111,8 @@ WRONG: dict[str, tuple[object, ...]] = {
     "tuple[str, ...]": (1, (1,)),
 }
 RATES = (
-    *("bf16_flops", "fp8_flops", "fp32_flops", "memory_nbytes", "copy_bandwidth", "host_bandwidth"),
-    *("host_memory_nbytes", "utilisation", "bandwidth_efficiency"),
+    *("bf16_flops", "memory_nbytes", "copy_bandwidth", "watts", "host_bandwidth", "host_memory_nbytes"),
+    *("bf16", "fp8", "fp32", "attention", "attention_backward"),
 )
 RIGHT: dict[tuple[str, str], tuple[object, ...]] = {  # of one argument, though wrong for others of its kind
     ("clip_grad_norm_", "max_norm"): (math.inf,),  # only measures
@@ -113,7 +120,10 @@ RIGHT: dict[tuple[str, str], tuple[object, ...]] = {  # of one argument, though 
     ("FullyShardedDataParallel.clip_grad_norm_", "max_norm"): (math.inf,),
     ("FullyShardedDataParallel.clip_grad_norm_", "norm_type"): (math.inf,),
     ("optim.HostAdamW", "max_norm"): (math.inf,),
-    **{("planner.Machine", name): (math.inf,) for name in RATES},  # a machine on which something takes no time
+    # A machine on which something takes no time.
+    **{(f"planner.{name}", rate): (math.inf,) for name in ("Machine", "Reached") for rate in RATES},
+    ("planner.Machine.limited_to", "watts"): (math.inf,),
+    ("planner.Machine.with_network", "gigabits"): (math.inf,),
     ("planner.Link", "bandwidth"): (math.inf,),
     ("checkpoint.Concat", "dim"): (-1,),
     ("checkpoint.Stack", "dim"): (-1,),
@@ -186,7 +196,8 @@ def right_values(model: nn.Module) -> dict[str, Any]:
         "checkpoint_id": "saved", "checkpoint": "saved", "path_or_index": "saved", "folder": "saved",
         "device_nbytes": "1GiB", "batch": 1, "sequence": 8, "workload": planner.Workload(1, 8), "machine": machine,
         "num_gpus": 1, "every": 1, "num_shards": 2, "bandwidth": 1.0, "latency": 0.0, "name": "m", "bf16_flops": 1.0,
-        "fp8_flops": None, "utilisation": 0.5, "memory_nbytes": 1.0, "copy_bandwidth": 1.0, "node_size": 1,
+        "reached": machine.reached, "bf16": 1.0, "fp8": None, "fp32": None, "attention": 1.0,
+        "attention_backward": 1.0, "num_processors": 1, "memory_nbytes": 1.0, "copy_bandwidth": 1.0, "node_size": 1,
         "in_node": None, "network": None, "kind": "whole", "num_heads": 1, "rows": 1, "columns": 1, "parts": ["a", "b"],
         "part": "a", "files": "a", "first": "a.json", "second": "b.json", "wire": tensors.Int8Wire(),
         "make": tensors.BFloat16AllGatherTensor, "factor": 1.0, "max_input_buffers": 1, "shape": (4, 4),
@@ -278,3 +289,20 @@ def test_values_that_programs_for_torch_pass_are_taken(ctx: RankContext) -> None
     assert fsdp2.clip_grad_norm_(params, 0, "inf") == largest
     assert not any(param.grad.to_local().any() for param in params)
     assert fsdp2.optim.Muon([model.blocks[0].linear.weight], lr=torch.tensor(0.1), eps=0, ns_steps=np.int64(3))
+
+
+@pytest.mark.parametrize("name", ["Muon", "HostAdamW", "AdamW8bit"])
+@distributed(1)
+def test_options_of_param_groups_are_checked_as_those_of_the_constructor(ctx: RankContext, name: str) -> None:
+    """torch checks neither: AdamW steps with an infinite ``eps``, and writes NaN for a ``beta`` of NaN."""
+    params = list(sharded(ctx).parameters())
+    of_adamw = {"use_muon": False} if name == "Muon" else {}
+    for key, values in {"lr": (math.inf, math.nan, -1.0, "1"), "eps": (math.inf, -1.0, None)}.items():
+        for value in values:
+            with pytest.raises((TypeError, ValueError), match=f"^{name}: {key}|Invalid"):
+                getattr(fsdp2.optim, name)([{"params": params, key: value, **of_adamw}])
+    for beta in (math.nan, 1.0, -0.5, "0.9"):
+        with pytest.raises((TypeError, ValueError), match=f"^{name}: betas: a number is|Invalid|'<=' not"):
+            getattr(fsdp2.optim, name)([{"params": params, "betas": (0.9, beta), **of_adamw}])
+    with pytest.raises(ValueError, match=f"^{name}: eps is inf, expected a finite number of at least 0"):
+        getattr(fsdp2.optim, name)([{"params": params, "eps": math.inf, **of_adamw}])

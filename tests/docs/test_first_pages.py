@@ -110,5 +110,6 @@ def test_the_readmes_first_screen_says_what_torch_does_not_have_and_what_each_co
     first = TEXT.partition("## Two commands")[0]
     assert len(first.splitlines()) <= 40
     items = re.split(r"\n- ", first)[1:]
-    for item, word in zip(items, ("costs", "costs", "costs", "wrong", "replaces", "dropped", "must"), strict=True):
+    words = ("costs", "costs", "costs", "wrong", "replaces", "dropped", "costs", "must")
+    for item, word in zip(items, words, strict=True):
         assert word in item, item

@@ -321,7 +321,8 @@ class Run:
                 self._save_as_the_example()
         elif is_due:
             self.settle()
-            self._start_background()
+            if not self._path().exists():  # or only the export has failed, and is made again
+                self._start_background()
         elif kind == OVERLAPPING and self.done > SAVE_EVERY:  # while the other one may still be written
             self._save_as_the_example()
         if is_due and self.job.exports:

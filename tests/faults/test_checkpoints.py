@@ -24,6 +24,7 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2.checkpoint import async_save
+from tests.distributed.support import InjectedError
 from tests.docs.launch import ROOT
 from tests.faults.ranks import Ended, World
 from tests.harness.distributed import RankContext
@@ -242,3 +243,43 @@ def test_a_kill_during_a_save_in_the_background_leaves_the_checkpoint_before_it(
     assert sorted(path.name for path in folder.iterdir()) == [".unfinished_step_2", "step_1"]
     assert [each.value for each in World(_save_in_background, folder=folder, step=2).join()] == ["step_2"] * 2
     assert sorted(path.name for path in folder.iterdir()) == ["step_1", "step_2"]
+
+
+def _end_during_a_save(ctx: RankContext, mesh: DeviceMesh, folder: Path) -> str:
+    def write_late(*given: Any, _write: Any = FileSystemWriter.write_data) -> Any:
+        time.sleep(0.5)
+        return _write(*given)
+
+    with mock.patch.object(FileSystemWriter, "write_data", write_late):
+        async_save({"step": 1, "weight": torch.ones(4)}, folder / "step_1")
+        time.sleep(0.2)
+    return "ended"
+
+
+def _wait_for_one_another(ctx: RankContext, mesh: DeviceMesh, folder: Path) -> None:
+    """Rank 2 is lost in a save when only rank 0 waits for it. The thread of rank 1 waits for rank 0, whose training
+    waits for rank 1, which ends."""
+
+    def die(*_: Any, **__: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with mock.patch.object(torch.distributed.distributed_c10d, "gather", die) if ctx.rank == 2 else nullcontext():
+        async_save({"weight": torch.ones(4)}, folder / "step_1")
+        if ctx.rank == 1:
+            time.sleep(1.0)
+            raise InjectedError
+        torch.distributed.recv(torch.zeros(1), src=1)
+
+
+def test_a_rank_that_ends_without_an_error_waits_for_its_save(tmp_path: Path) -> None:
+    ended = World(_end_during_a_save, folder=tmp_path).join()
+    assert [(each.exit_code, each.value) for each in ended] == [(0, "ended")] * 2, [each.trace for each in ended]
+    assert [path.name for path in tmp_path.iterdir()] == ["step_1"]
+
+
+def test_a_rank_that_ends_with_an_error_waits_for_no_save(tmp_path: Path) -> None:
+    """They waited until a timeout."""
+    ended = World(_wait_for_one_another, 3, folder=tmp_path).join()
+    assert ended[2].exit_code == -signal.SIGKILL
+    assert None not in [each.exit_code for each in ended], "a rank hangs"
+    assert ended[1].error_type == "InjectedError"

@@ -4,15 +4,19 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.docs.launch import ROOT
 from tests.faults.jobs import BACKGROUND, BACKWARD, EXAMPLE, FILE_OPERATION, FORWARD, OVERLAPPING, Job, Kill
 from tests.faults.resume import READS_ALONE, SENT, Found, Harness, Trial, compare, drawn
-from tests.faults.soak import soak, summary, too_much
+from tests.faults.soak import too_much
 from tests.harness.selection import landing, long
 
 pytestmark = pytest.mark.filterwarnings(f"ignore:{READS_ALONE}")
@@ -77,19 +81,19 @@ def test_trials_have_every_kind_of_job_and_kill() -> None:
 
 
 def test_only_growth_beyond_the_limits_is_a_leak() -> None:
-    assert too_much({"tensors": 1, "keys in the store": 5, "builtins.dict": 5}) == {
+    assert too_much({"tensors": 1, "keys in the store": 17, "builtins.dict": 5}) == {
         "tensors": 1,
-        "keys in the store": 5,
+        "keys in the store": 17,
     }
 
 
-# Not in CI: behind other tests, ranks hold one thread and 1.4 MB more after some seconds, and it is not known why.
+# Not in CI: in one of some ten lives, a rank holds three process groups more in the end, and it is not known why.
 @pytest.mark.rare
 @pytest.mark.long
-def test_a_short_soak() -> None:
-    """Another seed at each landing."""
-    lines: list[str] = []
-    running = soak(0.5, landing()[0], life_s=10.0, says=lines.append)
-    assert not running.problems
-    assert running.num_rounds >= 4
-    assert lines[-1] == summary(running)
+def test_two_minutes_of_the_soak() -> None:
+    """Another seed at each landing. In a process of its own: the ranks of other tests have a log of collectives that
+    grows."""
+    command = [sys.executable, "-m", "tests.faults.soak", "--minutes", "2", "--seed", str(landing()[0])]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert re.search(r"\d lives with .* nothing wrong, nothing leaked$", ran.stdout.strip()), ran.stdout

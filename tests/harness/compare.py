@@ -149,6 +149,14 @@ def subject_records(case: Case, mesh: DeviceMesh) -> list[StepRecord]:
         return train(case, mesh, subject())
 
 
+def unsharded_records(case: Case, mesh: DeviceMesh) -> list[StepRecord]:
+    """What the unsharded model does with ``case`` on the CPU."""
+    if mesh.device_type == "cpu":
+        return train(case, mesh, None)
+    with torch.device("cpu"):
+        return train(case, _on_cpu(mesh), None)
+
+
 def compare_with_oracle(case: Case, mesh: DeviceMesh, actual: list[StepRecord], expected: list[StepRecord]) -> None:
     """Raise with the first differences of what the subject and the oracle did."""
     title = f"{subject().name} differs from {oracle().name}"
@@ -163,12 +171,8 @@ def compare_with_unsharded(case: Case, mesh: DeviceMesh, actual: list[StepRecord
     """Raise with the first differences of what the subject and the unsharded model did, the latter on the CPU."""
     assert case.unsharded is not None
     title = f"{subject().name} differs from the unsharded model"
-    if mesh.device_type == "cpu":
-        reference = train(case, mesh, None)
-    else:
-        with torch.device("cpu"):
-            reference = train(case, _on_cpu(mesh), None)
-        actual = _without_device(actual, _on_cpu)
+    reference = unsharded_records(case, mesh)
+    actual = actual if mesh.device_type == "cpu" else _without_device(actual, _on_cpu)
     _raise_if_any(title, _differences_from_unsharded(actual, reference, case.unsharded))
 
 

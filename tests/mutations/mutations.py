@@ -58,7 +58,11 @@ _LISTED = {
     31: ("ParamGroup._release", "torch.autograd.graph.increment_version(unsharded.versioned)", "pass"),
     32: ("ParamGroup.unshard", "self._gather_failed(before, error)", "raise error"),
     33: ("ParamGroup.take_flags", "sharded == noted and bound == noted", "sharded == noted"),
-    34: ("Bindings.rebind", "bound is not before[index] and bound is not param.sharded", "False"),
+    34: (
+        "Bindings.rebind",
+        "not (bound is before[index] or bound is param.sharded or bound is param.unsharded is not None)",
+        "False",
+    ),
     35: ("Reduce.complete", "plan.factors.after != 1.0", "False"),
     36: ("Reduce.complete", "self._hook is not None and plan.factors.behind_hook", "False"),
     37: ("_Part.__init__", "torch.zeros if fills_gaps else torch.empty", "torch.empty"),

@@ -15,10 +15,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from tests.harness.compare import compare_with_oracle, compare_with_unsharded, oracle_records, subject_records
+from tests.harness.compare import (
+    compare_with_oracle,
+    compare_with_unsharded,
+    oracle_records,
+    subject_records,
+    unsharded_records,
+)
 from tests.harness.distributed import RankContext
 from tests.harness.training import Case, Tolerance
 from tests.programs.known import known_difference
+from tests.programs.parts import LacksError
 from tests.programs.program import Program
 from tests.programs.source import settings, source
 
@@ -34,7 +41,7 @@ class Outcome(Enum):
     TORCH_HANGS = "torch hangs, or refuses it on one rank only; fsdp2 is as the unsharded model"
     ALONE = "nothing to compare with: torch refuses it or is known to differ, and so does the unsharded model"
     OVER_LIMIT = "it needs more memory than the limit that it sets, and fsdp2 says so"
-    BOTH_REFUSE = "both refuse it"
+    BOTH_REFUSE = "both refuse it, with the same error, or as the unsharded model does, if there is one"
     KNOWN = "known difference"
     DIFFERS = "DIFFERS"
     RAISES = "RAISES"
@@ -90,18 +97,21 @@ def verdict(program: Program, ctx: RankContext, *, with_torch: bool = True) -> V
 
 def compared(case: Case, mesh: DeviceMesh, known: str | None = None, *, with_torch: bool = True) -> Verdict:
     """``known``: why the runtimes may differ. fsdp2 must be as the unsharded model even so."""
-    refused, expected, differs = None, None, False
+    refused, lacks, expected, differs = None, False, None, False
     try:
         expected = oracle_records(case, mesh) if with_torch else None
-    except Exception:
-        refused = traceback.format_exc(limit=-3)
+    except Exception as error:
+        refused, lacks = traceback.format_exc(limit=-3), isinstance(error, LacksError)
     if with_torch and len(set(_of_all_ranks(refused is not None))) > 1:
         raise OneSidedRefusalError(refused)  # its messages to the other ranks are still on their way
     try:
         actual = subject_records(case, mesh)
     except Exception:
         raised = traceback.format_exc(limit=-6)
-        return Verdict(Outcome.BOTH_REFUSE, f"{refused}\n{raised}") if refused else Verdict(Outcome.RAISES, raised)
+        alike = refused is not None and refused.splitlines()[-1] == raised.splitlines()[-1]
+        if refused is None or lacks or (not alike and _runs_unsharded(case, mesh)):  # then fsdp2 must run it
+            return Verdict(Outcome.RAISES, raised)
+        return Verdict(Outcome.BOTH_REFUSE, f"{refused}\n{raised}")
     try:
         if expected is not None:
             compare_with_oracle(case, mesh, actual, expected)
@@ -122,6 +132,17 @@ def compared(case: Case, mesh: DeviceMesh, known: str | None = None, *, with_tor
     if not with_torch:
         return Verdict(Outcome.TORCH_HANGS)
     return Verdict(Outcome.TORCH_REFUSES, refused) if refused else Verdict(Outcome.EQUAL)
+
+
+def _runs_unsharded(case: Case, mesh: DeviceMesh) -> bool:
+    """Whether the unsharded model runs it. Torch may have refused it for one reason, and fsdp2 raise for another."""
+    if case.unsharded is None:
+        return False
+    try:
+        unsharded_records(case, mesh)
+    except Exception:
+        return False
+    return True
 
 
 _num_answers = itertools.count()

@@ -363,8 +363,7 @@ RULES = (
     ),
     Rule({"micro.between": (("another adapter",),), "block.kind": _others("block.kind", "adapters")}, "no adapters"),
     Rule(
-        {"micro.between": (("thaw all",), ("freeze and restore",)), "block.wire": ("nf4",)},
-        "weights of 4 bits have no gradients",
+        {"micro.between": (("thaw all",),), "block.wire": ("nf4",)}, "weights of 4 bits are frozen", error="NF4Tensor"
     ),
     *_each(
         {"micro.between": (("another root",),)},
@@ -390,6 +389,18 @@ RULES = (
         {"program.optimizer": STEP_IN_BACKWARD},
         {"second step": ("another root", "outer root"), "third step": ("outer root",)},
         "a step in backward begins in that of the first root",
+    ),
+    Rule(
+        {
+            "program.optimizer": ON_HOST,
+            "program.listed": (True,),
+            "place": ("last", "middle"),
+            "block.checkpoint": ("reentrant",),
+            "block.uses": (2,),
+            "micro.apart": (True,),
+        },
+        "each use of each module of the unit has a backward of its own, more than there were forwards of the unit",
+        error="after an earlier one has begun",
     ),
     Rule({"program.optimizer": ("Muon in backward",), "micro.between": (("another root",),)}, "as in the second step"),
     Rule(
@@ -513,6 +524,11 @@ RULES = (
         error="same dtype",
     ),
     Rule(
+        {**WRAPPED, "program.precision": CASTS, "block.double": (True,)},
+        "FSDP1's class casts the inputs of the root only",
+        error="same dtype",
+    ),
+    Rule(
         {"block.checkpoint": ("selective",), "micro.backwards": (2,)},
         "torch keeps what is saved for one backward",
         error="Trying to backward an extra time",
@@ -546,6 +562,11 @@ RULES = (
         {"mesh": ("one rank",)},
         dict.fromkeys(MOMENTS, ("save and load", *SAVED_ALONE)),
         "each rank trains a model of its own, and a checkpoint holds one",
+    ),
+    *_each(
+        {"mesh": ("experts",)},
+        dict.fromkeys(MOMENTS, ("save and load safetensors", "save in the background")),
+        "replicas train a block of their own, and a file holds one",
     ),
     Rule(
         {"program.memory": ("tight limit",), "micro.keep": (True,)},

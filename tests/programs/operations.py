@@ -5,9 +5,10 @@ The text sees ``step``, ``model``, ``losses`` and ``optimizers`` of a printed pr
 
 from __future__ import annotations
 
+# ``{sum}``: of how many losses a step has gradients. Without it, steps are so large that any rounding grows.
 OPTIMIZERS = {
-    "SGD": "torch.optim.SGD(parameters, lr=0.02, foreach=False)",
-    "momentum": "torch.optim.SGD(parameters, lr=0.02, momentum=0.9, weight_decay=0.01, foreach=False)",
+    "SGD": "torch.optim.SGD(parameters, lr=0.02 / {sum}, foreach=False)",
+    "momentum": "torch.optim.SGD(parameters, lr=0.02 / {sum}, momentum=0.9, weight_decay=0.01, foreach=False)",
     # eps is well above the rounding noise of a gradient, so that noise stays noise in the update
     "AdamW": "torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3, weight_decay=0.1)",
     "AdamW foreach": "torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3, weight_decay=0.1, foreach=True)",
@@ -127,7 +128,7 @@ head = parts.Around(model.block0)
 if ours:
     fsdp2.fully_shard(head, mesh=meshes[0])
 elif sharded:
-    raise NotImplementedError("torch's units have one root")
+    raise parts.LacksError("torch's units have one root")
 given = step.batch(model, 6)[0].to({dtype})
 losses.append(head(given).float().square().mean())
 if losses[-1].requires_grad:
@@ -158,6 +159,7 @@ parts.initialise(model, runtimes=runtimes)
 if ours and not wraps:
     with parts.shared_folder() as folder:
         states = get_optimizer_state_dict(model, optimizers[0])
+        frozen = {param: state for param, state in optimizers[0].state.items() if not param.requires_grad}
         async_save({"model": get_model_state_dict(model), "optimizer": states}, folder / "saved").result()
         with torch.no_grad():
             for param in model.parameters():
@@ -168,6 +170,7 @@ if ours and not wraps:
         dcp.load(loaded, checkpoint_id=folder / "saved")
         set_model_state_dict(model, loaded["model"])
         set_optimizer_state_dict(model, optimizers[0], loaded["optimizer"], options=StateDictOptions(strict=False))
+        optimizers[0].state.update(frozen)  # which torch's function drops, and which zeros for gradients still need
 """,
     "mirror and restore": """
 if ours and not wraps:
@@ -203,9 +206,10 @@ WIRES = {
     "float8": "tensors.wrap_parameters(model.block{index}, tensors.Float8AllGatherTensor)",
     "mxfp8": "tensors.wrap_parameters(model.block{index}, tensors.MXFP8AllGatherTensor)",
     "nf4": """
-for param in model.block{index}.parameters():
+frozen = getattr(model.block{index}, "base", model.block{index})  # adapters are trained, and are not of 4 bits
+for param in frozen.parameters():
     param.requires_grad_(param.ndim != 2)
-tensors.wrap_parameters(model.block{index}, tensors.NF4Tensor.quantise)
+tensors.wrap_parameters(frozen, tensors.NF4Tensor.quantise)
 """,
 }
 REFERENCE = """\
@@ -254,7 +258,7 @@ head = parts.Around(model.block0)
 if ours:
     fsdp2.fully_shard(head, mesh=meshes[0])
 elif sharded:
-    raise NotImplementedError("torch's units have one root")
+    raise parts.LacksError("torch's units have one root")
 x = step.batch(model, 6)[0].to({dtype})
 losses.insert(0, head(x).float().square().mean())
 if losses[0].requires_grad:

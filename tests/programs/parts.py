@@ -19,6 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fsdp2
 
 
+class LacksError(Exception):
+    """A runtime does not have what a program does."""
+
+
 class Watching(TorchDispatchMode):
     """A dispatch mode that changes nothing."""
 
@@ -126,7 +130,7 @@ def host_adamw(params: Any, *, runtimes: list[Any], **options: Any) -> torch.opt
     if not runtimes:
         return torch.optim.AdamW(params, **ADAMW)
     if runtimes[0].name != "fsdp2":
-        raise NotImplementedError("torch has no optimizer that steps on the host during backward")
+        raise LacksError("torch has no optimizer that steps on the host during backward")
     return fsdp2.optim.HostAdamW(params, **ADAMW, **options)
 
 
@@ -136,7 +140,7 @@ def muon(params: Any, *, runtimes: list[Any]) -> torch.optim.Optimizer:
     if not runtimes:
         return Both(torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(others, **ADAMW))
     if runtimes[0].name != "fsdp2" and not any(isinstance(each, DTensor) for each in matrices):
-        raise NotImplementedError("shards of torch's FSDP1 class are no matrices")
+        raise LacksError("shards of torch's FSDP1 class are no matrices")
     by_adamw = {"params": others, "use_muon": False, "foreach": True, **ADAMW}  # foreach is an accelerator's default
     groups: list[dict[str, Any]] = [{"params": matrices, "lr": 1e-2}, by_adamw]
     return fsdp2.optim.Muon(groups, ns_dtype=torch.float32)

@@ -95,6 +95,31 @@ REGRESSIONS: dict[str, Program] = {
     "parameters of a model that was unsharded by hand were wrapped": Program(
         steps=_steps(Micro(by_hand="unshard", refused="wrap shards"))
     ),
+    "after a functional_call of a model that was unsharded by hand, a state dict read memory that was free": Program(
+        root_reshard=True,
+        steps=_steps(Micro(by_hand="unshard async", called="functionally", between=("state dict",))),
+    ),
+    "the host stepped with a gradient while that of an earlier micro-batch was on its way to it, and raised": Program(
+        optimizer="AdamW on the host", offload=True, steps=_steps(_LAST, _LAST)
+    ),
+    "where ranks differ, a gradient on its way to the host overtook an earlier one, and another rank lost it": Program(
+        blocks=(Block("adapters", alone=False, left_out=(0,)),),
+        covered=True,
+        optimizer="AdamW on the host",
+        offload=True,
+        steps=_steps(Micro(between=("another adapter",)), _LAST),
+    ),
+    **{
+        f"the host stepped a unit that a backward uses again, and refused the gradient of that use: {why}": Program(
+            blocks=(Block(uses=2, checkpoint=checkpoint), Block()),
+            optimizer="AdamW on the host",
+            steps=_steps(*micros),
+        )
+        for checkpoint, micros, why in (
+            ("", (_KEPT, _LAST), "earlier gradients are reduced first"),
+            ("reentrant", (_LAST,), "each use has a backward of its own"),
+        )
+    },
     **{
         f"a call that only some ranks made in a pass, and that fsdp2 refused, left others waiting: {refused}": Program(
             blocks=(Block(left_out=(0,)),),

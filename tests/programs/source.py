@@ -104,6 +104,11 @@ def has_reference(program: Program) -> bool:
     )
 
 
+def _num_losses(step: Step) -> int:
+    """How many losses a step has gradients of, each as often as it has backwards."""
+    return sum(micro.backwards * max(micro.forwards, 1 + micro.apart) for micro in step.micros)
+
+
 def _leaves_out(program: Program) -> bool:
     """Whether some parameters get no gradient in a step: a wrapper has gradients for all of its own, or for none."""
     uses_side = all(micro.uses_side for step in program.steps for micro in step.micros)
@@ -149,7 +154,7 @@ def _model(program: Program) -> str:
     if any("reference" in micro.between for step in program.steps for micro in step.micros):
         lines += operations.REFERENCE.splitlines()
     lines += ["def build():", "    runtimes.clear()", "    return Model()", "", ""]
-    made = operations.OPTIMIZERS[program.optimizer].strip("\n")
+    made = operations.OPTIMIZERS[program.optimizer].replace("{sum}", str(max(map(_num_losses, program.steps))))
     lines += ["def optimizer(parameters):", f"    optimizers[:] = [{made}]"]
     lines.append("    return optimizers[0]")
     if program.clips_by == "fsdp2":

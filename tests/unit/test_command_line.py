@@ -30,6 +30,7 @@ from tests.unit.planner.models import LanguageModel
 
 WORKLOAD = Workload(batch=2, sequence=128)
 MODULE = """
+import torch
 from torch import nn
 
 def build_model():
@@ -60,6 +61,18 @@ def of_floats():
             return super().forward(x.bfloat16())
     return Convert(nn.Linear(8, 8), nn.Linear(8, 8))
 
+def of_rows():
+    return nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+
+def rows():
+    return torch.empty(4, 8)
+
+def wrong_rows():
+    return torch.empty(4, 9)
+
+def mean(output):
+    return output.float().square().mean()
+
 def ends():
     raise SystemExit("bye")
 
@@ -78,7 +91,7 @@ def builders(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monke
     (tmp_path / "my_broken.py").write_text("1 / 0")
     (tmp_path / "my_exit.py").write_text("raise SystemExit(3)")
     (tmp_path / "my_syntax.py").write_text("def f(:")
-    for name in ("bf16_flops", "fp32_flops", "bandwidth_efficiency", "channels"):
+    for name in ("bf16_flops", "copy_bandwidth", "watts", "channels"):
         (tmp_path / f"{name}.json").write_text(json.dumps({**fields_of(H100), name: 0}))
     (tmp_path / "half.json").write_text('{"name": "half"}')
     (tmp_path / "alone.json").write_text(json.dumps(fields_of(replace(H100, in_node=None, network=None))))
@@ -246,12 +259,17 @@ def test_the_command_prints_a_table_and_python_to_paste(command: Command) -> Non
     assert "* FSDP" in printed
     compile(printed[printed.index("import torch") :], "pasted", "exec")
     printed = command(f"{PLAN} --gpus 8 --budget 75161927680 --precision fp32")[1]
-    assert "budget: 70.0 GiB of 74.5 GiB" in printed
+    assert "budget: 70.0 GiB of 79.1 GiB" in printed
     assert " fp32 " in printed
     assert " bf16 " not in printed
     code, printed, _ = command(f"{PLAN} --gpus 1 --budget 1MiB")
     assert code == 1
     assert "nothing fits into 1.0 MiB" in printed.splitlines()[-1]
+
+
+def test_a_model_without_tokens_gets_its_inputs_and_loss_by_name(command: Command) -> None:
+    words = "plan --gpus 8 my_builders:of_rows --inputs my_builders:rows --loss my_builders:mean"
+    assert "* FSDP" in command(words)[1]
 
 
 @pytest.mark.ci
@@ -263,7 +281,7 @@ def test_a_measured_machine_is_written_and_planned_for(tmp_path: Path, command: 
     assert "links were not measured: to plan for several GPUs, run this under torchrun" in printed
     found = fsdp2.planner.plan(LanguageModel, str(file), WORKLOAD, num_gpus=1)
     assert found.machine.name == "measured: cpu, 1 rank, links not measured"
-    assert found.machine.bf16_flops > 0
+    assert found.machine.bf16_flops == found.machine.reached.bf16 > 0
     assert json.loads(file.read_text())["in_node"] is None
     with pytest.raises(ValueError, match=r"links not measured' has no figures for links between GPUs\. Run `torchrun"):
         fsdp2.planner.plan(LanguageModel, str(file), WORKLOAD, num_gpus=2)
@@ -339,4 +357,4 @@ def test_a_model_in_bf16_is_sized_with_masters_in_fp32_unless_asked_otherwise(co
 def test_help_says_all_defaults(name: str, command: Command) -> None:
     options = re.split(r"\n  (?=-)", command(f"{name} --help")[1].partition("options:")[2])
     silent = [each.split()[0] for each in options[1:] if "default: " not in " ".join(each.split())]
-    assert set(silent) <= {"-h,", "--hf", "--gpus", "--json", "--trust-remote-code"}
+    assert set(silent) <= {"-h,", "--hf", "--gpus", "--inputs", "--json", "--loss", "--trust-remote-code"}

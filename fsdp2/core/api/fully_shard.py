@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from typing import Any, overload
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -254,15 +255,18 @@ def _change_classes(roots: Sequence[nn.Module]) -> None:
     originals = [type(root) for root in roots]
     try:
         for root in roots:
-            root.__class__ = _sharded_class(type(root))  # type: ignore[arg-type]  # classes are hashable
+            root.__class__ = _sharded_class(type(root))
     except BaseException:
         for root, original in zip(roots, originals, strict=True):
             root.__class__ = original
         raise
 
 
-@cache
+_sharded: WeakValueDictionary[type[nn.Module], type[nn.Module]] = WeakValueDictionary()  # a notebook redefines classes
+
+
 def _sharded_class(original: type[nn.Module]) -> type[nn.Module]:
     """``original`` with ``FSDPModule`` in front. One result per class, so that ``type(a) is type(b)`` still holds."""
     attributes = {"__module__": original.__module__, "__qualname__": f"FSDP{original.__qualname__}"}
-    return type(f"FSDP{original.__name__}", (FSDPModule, original), attributes)
+    bases = (FSDPModule, original)
+    return _sharded.get(original) or _sharded.setdefault(original, type(f"FSDP{original.__name__}", bases, attributes))

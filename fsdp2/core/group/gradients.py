@@ -468,13 +468,12 @@ class GroupGradients:
     def _land(self, reduction: Reduction) -> Sequence[Waitable]:
         """Average, and set ``.grad`` of the sharded parameters. If these live on the host, start copies instead;
         ``finish_copies`` waits for the copies and sets ``.grad``. An optimizer that steps during backward gets them at
-        once, unless something else must read them first; it waits for this stream."""
+        once, unless something else must read or land first; it waits for this stream."""
         reduce = reduction.bound.reduce
         if not self._home.is_staged:
             self._land_shards(reduction, reduce.landed(reduction.sums))
             return ()
-        buffers = reduce.complete(reduction.sums)
-        reduction.copies = [HostCopies(each, self._home, reduce.streams) for each in buffers]
+        reduction.copies = [HostCopies(each, self._home, reduce.streams) for each in reduce.complete(reduction.sums)]
         reduction.sums = [copies.tensors for copies in reduction.copies]  # frees the memory on the device
         self._to_host.append(reduction)
         if self.on_landed is not None and not self._are_read_in_backward(reduction):
@@ -482,10 +481,11 @@ class GroupGradients:
         return ()
 
     def _are_read_in_backward(self, reduction: Reduction) -> bool:
-        """Whether landing reads the values, because it adds them to others or passes them to a callback."""
+        """Whether landing reads the values, or must follow an earlier landing, which waits for its copies."""
         is_added = any(param.sharded.grad is not None for param in reduction.bound.params)
         is_called = self.are_hooked or (self.on_missing is not None and False in reduction.present)
-        return is_added or is_called or reduction.bound.is_wrapped or not reduction.ends_step
+        follows = any(earlier.sums for earlier in self._to_host[:-1])  # all ranks land in order: see ``take_used``
+        return is_added or is_called or follows or reduction.bound.is_wrapped or not reduction.ends_step
 
     def _land_shards(self, reduction: Reduction, shards: Sequence[torch.Tensor]) -> None:
         """Land the gradients that this rank had."""

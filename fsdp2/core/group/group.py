@@ -313,6 +313,12 @@ class ParamGroup:
             if before is not GroupState.SHARDED_POST_FORWARD:
                 self._release()
 
+    def show_shards(self) -> None:
+        """Bind the shards, also where ``functional_call`` has put back what is freed. Callers may write them."""
+        if self.state is GroupState.SHARDED:
+            self.is_stale |= self._bindings.rebind(self.shards.sharded, are_shards=True)
+        self.unsharded.release_post_forward()
+
     def _release(self) -> None:
         """Free the unsharded parameters once compute has read them, or keep their memory for the next gather.
 
@@ -445,13 +451,13 @@ class Bindings:
         self.forms = forms
 
     def rebind(self, forms: Sequence[nn.Parameter], *, are_shards: bool) -> bool:
-        """Bind ``forms[i]`` in each slot that still holds the form bound before, or shards that ``functional_call`` has
+        """Bind ``forms[i]`` in each slot that still holds the form bound before, or one that ``functional_call`` has
         put back. Install the guards if these are shards, and remove them if compute can read the forms. Returns whether
         the user has replaced parameters, which the next gather adopts."""
         before, self.forms, are_replaced = self.forms, forms, False
         for parameters, name, index, custom, param in self._slots:
             bound = parameters.get(name) if custom is None else getattr(custom, name, None)
-            if bound is not before[index] and bound is not param.sharded:
+            if not (bound is before[index] or bound is param.sharded or bound is param.unsharded is not None):
                 are_replaced = True
             elif custom is None:
                 parameters[name] = forms[index]

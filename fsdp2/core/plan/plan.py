@@ -84,11 +84,6 @@ class GatherStep:
         return self.source is not self.dtype or self.origin is not Origin.SHARD
 
     @property
-    def chunk_nbytes(self) -> int:
-        """Bytes that each rank sends."""
-        return self.layout.chunk_numel * self.dtype.itemsize
-
-    @property
     def padded_nbytes(self) -> int:
         """Bytes that are gathered, including padding."""
         return self.layout.padded_numel * self.dtype.itemsize

@@ -68,7 +68,7 @@ class Executor:
         units: actions name units by their position here.
         max_in_flight: how many reductions may be in flight, including the one that starts. This trades memory for
             overlap: each reduction holds the gradients that it reads.
-        ends_step: whether reductions that start now are the last of their step.
+        ends_step: whether reductions that start now are the last of their step, but for units that are ``to_come``.
         in_flight: groups whose reduction is not finished, oldest first. The same on all ranks.
         limit: decides which actions are performed, and when. Without it, all are performed as scheduled.
     """
@@ -77,7 +77,7 @@ class Executor:
         self.streams = streams_for(device)
         self.units: Sequence[Unit] = ()
         self.max_in_flight = 1
-        self.ends_step = False
+        self.ends_step, self.to_come = False, list[int]()
         self.limit: Decorator | None = None
         self._programs: dict[tuple[Action, int], Callable[[], object]] = {}  # performs an action on a unit
         self._story: deque[tuple[str, str]] = deque(maxlen=_STORY_LENGTH)
@@ -164,7 +164,8 @@ class Executor:
     def _reduce(self, unit: Unit, group: ParamGroup, *, jointly: bool) -> None:
         if group.state is not GroupState.SHARDED or group.keeps_post_forward:
             group.note_writes()  # before the reduction lands, since hooks on the shards may then run an optimizer
-        launch = partial(group.gradients.reduce, jointly=jointly, ends_step=self.ends_step)
+        ends_step = self.ends_step and unit.index not in self.to_come  # else another use may bring more gradients
+        launch = partial(group.gradients.reduce, jointly=jointly, ends_step=ends_step)
         if _torch.is_profiling():
             launch = partial(_torch.in_range, "post_backward_reduce", unit.name, launch)
         if self._launch(unit, group, launch):

@@ -305,4 +305,4 @@ def _reshard_if_needed(unit: Unit) -> None:
     if any(group.state not in (GroupState.SHARDED, GroupState.LENT) for group in unit.groups):
         unit.reshard()
     for group in unit.groups:
-        group.unsharded.release_post_forward()  # callers may write what they get, and we would not notice
+        group.show_shards()

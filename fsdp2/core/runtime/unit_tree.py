@@ -288,7 +288,7 @@ class UnitTree:
         self._take_flags()
         for check in self.checks:
             check.begin_backward()
-        schedule = self.schedule
+        schedule, self.executor.to_come = self.schedule, self.schedule.tape.ended
         self.executor.ends_step = schedule.is_last_backward and not schedule.finalizes_by_hand
         self.executor.max_in_flight = max([unit.config.max_reductions for unit in self.units])
         if [group for unit in self.units for group in unit.groups if group.unsharded.hooked]:

@@ -17,6 +17,7 @@ from fsdp2.extras.checked import NOT_NEGATIVE, Limit, checked
 from fsdp2.extras.plain_names import without
 from fsdp2.optim.adamw8bit.blocks import Blocks, blocks_of, dim_of_blocks
 from fsdp2.optim.adamw8bit.states import MEAN, ROOT, SCALES, Code, Loaded, Shard, Step, agree, dithers_of, new_state
+from fsdp2.optim.adamw_options import check_adamw_options
 from fsdp2.optim.own_states import States, loading_itself
 
 _STATES = ("step", "exp_avg", "exp_avg_sq")
@@ -89,6 +90,7 @@ class AdamW8bit(optim.Optimizer):
         super().add_param_group(param_group)
         try:
             group = self.param_groups[-1]
+            check_adamw_options("AdamW8bit", group)
             _check_options("AdamW8bit", [group])
             for index, param in enumerate(group["params"]):
                 self._check_param(_name_of(group, index), param)

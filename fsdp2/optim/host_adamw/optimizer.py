@@ -25,6 +25,7 @@ from fsdp2.core import GroupState, ParamGroup, ScheduleError, _torch, comms, gro
 from fsdp2.extras import torch_names
 from fsdp2.extras.checked import NOT_NEGATIVE, POSITIVE_OR_INF, checked
 from fsdp2.extras.plain_names import without
+from fsdp2.optim.adamw_options import check_adamw_options
 from fsdp2.optim.clip import factor_of, norm_of_gradients
 from fsdp2.optim.host_adamw.jobs import MASTER, MOMENTS, Factor, HostUnit, Job, Options
 from fsdp2.optim.host_adamw.memory import HostParam, master_dtype
@@ -128,6 +129,7 @@ class HostAdamW(optim.Optimizer):
             raise ScheduleError("HostAdamW.add_param_group: backward has begun a step. Call step() first.")
         super().add_param_group(param_group)
         try:
+            check_adamw_options("HostAdamW", self.param_groups[-1])
             self._manage(self.param_groups[-1])
         except Exception:
             self.param_groups.pop()

@@ -22,6 +22,7 @@ from fsdp2.extras import torch_names
 from fsdp2.extras.checked import NOT_NEGATIVE, Limit, check, checked
 from fsdp2.extras.plain_names import without
 from fsdp2.extras.sizes import nbytes_of
+from fsdp2.optim.adamw_options import check_adamw_options
 from fsdp2.optim.matrices import Matrix, MatrixRule, WholeMatrices, whole_matrices
 from fsdp2.optim.matrices.domains import Copies, subject_of
 from fsdp2.optim.matrices.run import DEFAULT_BUCKET_NBYTES, Rule
@@ -300,10 +301,11 @@ def _with_options_of_adamw(group: Mapping[str, Any]) -> dict[str, Any]:
     """Fill in AdamW's defaults for options that ``group`` does not set.
 
     Raises:
-        ValueError: AdamW does not take an option.
+        TypeError, ValueError: AdamW does not take an option, or its value is wrong.
     """
     given = {key: value for key, value in group.items() if key not in ("params", "use_muon", "param_names")}
     made = optim.AdamW([{"params": [nn.Parameter(torch.empty(0))], **given}]).param_groups[0]
+    check_adamw_options("Muon", made)
     return {**made, **group}
 
 

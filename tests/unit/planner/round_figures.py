@@ -5,23 +5,23 @@ from __future__ import annotations
 from fsdp2.core.schedule.schedule import AfterForward, UnitRules
 from fsdp2.memory.plan import UnitBytes
 from fsdp2.planner.groups import GroupCost
-from fsdp2.planner.machine import Link, Machine, Resource, Transfer
+from fsdp2.planner.machine import Link, Machine, Reached, Resource, Transfer
 from fsdp2.planner.scenario import Choice
 from fsdp2.planner.simulate import Accelerator, CallCost
 
 KEEP, SMALLER = AfterForward.KEEP, AfterForward.RESHARD_TO_SMALLER_MESH
+# One operation per second.
+REACHED = Reached(bf16=1.0, fp8=2.0, fp32=None, attention=1.0, attention_backward=1.0, num_processors=1)
 # A second per byte sent, unless said otherwise.
 PLAIN = Machine(
     name="round",
     bf16_flops=1e15,
-    fp8_flops=2e15,
-    utilisation=0.5,
+    reached=REACHED,
     memory_nbytes=1e12,
     copy_bandwidth=float("inf"),
     node_size=8,
     in_node=Link(bandwidth=400.0, latency=0.01),
     network=Link(bandwidth=25.0, latency=1.0),
-    bandwidth_efficiency=1.0,
     launch_latency=0.0,
     channels=16,
 )

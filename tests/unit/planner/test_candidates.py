@@ -135,7 +135,7 @@ def test_what_only_fp8_would_fit_does_not_fit() -> None:
     machine, workload = replace(H100, host_bandwidth=None), Workload(batch=1, sequence=8)
     plan = functools.partial(fsdp2.planner.plan, LARGE, machine, workload, num_gpus=64)
     fp8 = choice_named(plan(), "FSDP, reshard, full checkpointing, fp8 gathers").result
-    found = plan(budget=int(fp8.reserved_nbytes) + 1)
+    found = plan(budget=int(fp8.peak_nbytes) + 1)
     assert found.recommended is None
     assert found.smallest.missing_nbytes > 0
 
@@ -200,16 +200,18 @@ def test_what_offloading_puts_into_the_hosts_memory_is_counted_and_limited() -> 
     small = replace(H100, host_memory_nbytes=offload.result.host_nbytes)  # of which 95% may be used
     full = fsdp2.planner.plan(LanguageModel, small, WORKLOAD, num_gpus=16)
     assert not choice_named(full, "FSDP, reshard, offload").fits
-    tight = int(choice_named(full, "FSDP, reshard, full checkpointing, offload").result.reserved_nbytes) + 1
+    tight_choice = choice_named(full, "FSDP, reshard, full checkpointing, offload").result
+    tight = int(tight_choice.peak_nbytes) + 1
     nothing = fsdp2.planner.plan(LanguageModel, small, WORKLOAD, num_gpus=16, budget=tight)
     assert not nothing.smallest.choice.offloads
-    said = r"full checkpointing, offload takes .*, but .* of the host's memory of a node, .* too much\."
+    said = r"full checkpointing, offload holds .*, but .* of the host's memory of a node, .* too much\."
     assert re.search(said, nothing.why_nothing_fits())
     unknown = fsdp2.planner.plan(
         LanguageModel, replace(H100, host_memory_nbytes=None), WORKLOAD, num_gpus=16, budget=tight
     )
     assert unknown.recommended is not None
-    assert str(unknown).endswith("whose size is not known: pass --host-memory, or Machine(host_memory_nbytes=...)")
+    assert "whose size is not known: pass --host-memory, or Machine(host_memory_nbytes=...)" in str(unknown)
+    assert str(unknown).endswith(f"the allocator would reserve {text_of(tight_choice.reserved_nbytes)} if it could")
 
 
 def test_a_plan_shows_where_it_is_and_that_a_slow_builder_runs() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
-from fsdp2.planner.machine import Contention, Link, Ranks, Resource, Transfer, all_reduce, gather, ranks_of
+from fsdp2.planner.machine import Contention, Link, Machine, Ranks, Resource, Transfer, all_reduce, gather, ranks_of
 from fsdp2.planner.machines import MACHINES
+from fsdp2.planner.work import Attention, Product
 from tests.harness.golden import texts_beside
 from tests.harness.messages import error_of
 from tests.unit.planner.round_figures import PLAIN
@@ -38,11 +40,42 @@ def test_a_node_that_is_filled_in_part_is_a_node() -> None:
     assert [ranks_of(size, 1, 8).num_nodes for size in (1, 8, 12, 16)] == [1, 1, 2, 2]
 
 
+TILED = replace(PLAIN, copy_bandwidth=1e30, reached=replace(PLAIN.reached, num_processors=4))
+
+
+@pytest.mark.parametrize(
+    ("machine", "product", "seconds"),
+    [
+        (TILED, Product(512, 256, 10), 2 * 512 * 256 * 10),  # four tiles on four processors
+        (TILED, Product(512, 320, 10), 2 * 512 * 384 * 10),  # twelve of half the size, of which four are half empty
+        (TILED, Product(512, 256, 10, times=0.5), 512 * 256 * 10),  # four of the smaller ones
+        (TILED, Product(128, 256, 10), 2 * 2 * 128 * 256 * 10),  # two: half of the processors are idle
+        (TILED, Product(512, 256, 10, times=8), 8 * 2 * 512 * 256 * 10),
+        (replace(TILED, copy_bandwidth=1), Product(512, 256, 1), 2 * (512 * 256 + 768)),  # its bytes
+    ],
+)
+def test_a_product_takes_rounds_of_its_tiles_or_its_bytes(machine: Machine, product: Product, seconds: float) -> None:
+    assert machine.product_seconds(product, "bf16") == pytest.approx(seconds)
+
+
+def test_less_power_slows_down_products_alone() -> None:
+    full, product = MACHINES["H100"], Product(8192, 8192, 8192)
+    limited = full.limited_to(500)
+    for dtype in ("bf16", "fp8", "fp32"):
+        assert 0.7 < full.product_seconds(product, dtype) / limited.product_seconds(product, dtype) < 0.8
+    assert limited == replace(full, name=limited.name, watts=500, reached=limited.reached)
+    assert limited.attention_seconds(Attention(1e12, 8192), "bf16") == full.attention_seconds(
+        Attention(1e12, 8192), "bf16"
+    )
+
+
 WRONG: dict[str, Callable[[], object]] = {
     "link without bandwidth": lambda: Link(0, 0),
     "latency below zero": lambda: Link(1, -1),
     "contention of all": lambda: Contention(1),
-    "figure that is not known": lambda: MACHINES["A100-80"].peak_fp8(),
+    "figure that is not known": lambda: MACHINES["A100-80"].product_seconds(Product(1, 1, 1), "fp8"),
+    "power that is not known": lambda: PLAIN.limited_to(1),
+    "products of no rate": lambda: replace(PLAIN.reached, bf16=0.0),
 }
 
 

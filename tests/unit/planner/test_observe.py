@@ -15,6 +15,7 @@ from torch.nn import functional as F
 import fsdp2
 from fsdp2.extras.sizes import text_of
 from fsdp2.memory.plan import Held
+from fsdp2.planner import observe
 from fsdp2.planner.candidates import Plan, Workload
 from fsdp2.planner.work import Checkpointing
 from tests.harness.golden import texts_beside
@@ -100,7 +101,7 @@ def test_the_order_is_that_of_forward_and_the_rest_counts_with_the_head() -> Non
 
 
 def _saved_nbytes(model: nn.Module, inputs: tuple[Tensor, ...]) -> int:
-    """What autograd keeps of a forward on this device."""
+    """What autograd keeps of a forward on this device, with the kernels of GPUs."""
     params = {param.untyped_storage().data_ptr() for param in model.parameters()}
     saved: dict[int, int] = {}
 
@@ -108,7 +109,7 @@ def _saved_nbytes(model: nn.Module, inputs: tuple[Tensor, ...]) -> int:
         saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), observe._AsOnGPU():
         loss = square(model(*inputs))
     assert loss.requires_grad
     return sum(nbytes for place, nbytes in saved.items() if place not in params)

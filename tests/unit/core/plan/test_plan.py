@@ -68,7 +68,8 @@ def _text(plan: GatherPlan | ReducePlan) -> str:
         rows = [f"all-gather into {plan.unsharded_nbytes} bytes"]
         for step in plan.steps:
             dtypes = _arrow(step.dtype) if step.source is step.dtype else _arrow(step.source, step.dtype)
-            sent = f"{step.route.value}, {dtypes}, {step.layout.num_shards} x {step.chunk_nbytes} bytes"
+            chunk_nbytes = step.layout.chunk_numel * step.dtype.itemsize
+            sent = f"{step.route.value}, {dtypes}, {step.layout.num_shards} x {chunk_nbytes} bytes"
             is_param = step.origin is Origin.SHARD
             place = f"at {step.offset_nbytes}" if is_param else step.origin.value
             rows.append(f"  {step.name}: {sent} {place}")
