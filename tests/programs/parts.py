@@ -122,7 +122,11 @@ def split(params: Any) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
 
 
 def flat_adamw(params: Any, *, flat: bool) -> torch.optim.Optimizer:
-    made = torch.optim.AdamW(params, **ADAMW)
+    given = list(params)
+    plain = [each for each in given if not isinstance(each, DTensor)]
+    shards = [each for each in given if isinstance(each, DTensor)]
+    groups = [{"params": each} for each in (shards, plain) if each]  # foreach, an accelerator's default, mixes no kinds
+    made = torch.optim.AdamW(groups, **ADAMW)
     return fsdp2.optim.flatten_optimizer(made) if flat else made
 
 
