@@ -32,6 +32,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from multiprocessing import util
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -343,8 +344,8 @@ def soak(minutes: float, seed: int, life_s: float = LIFE_S, says: Callable[[str]
             if any(now > first for now, first in zip(held_now, before, strict=True)):
                 running.problems.append(f"this process holds {held_now} of descriptors, threads, children; {before}")
             says(summary(running))
-    if not running.problems:
-        shutil.rmtree(root)
+    if not running.problems:  # after the folder of multiprocessing in it, whose priority is -100
+        util.Finalize(None, shutil.rmtree, args=(root,), kwargs={"ignore_errors": True}, exitpriority=-101)
     return running
 
 
