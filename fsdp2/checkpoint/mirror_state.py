@@ -23,6 +23,7 @@ from fsdp2.extras.plain_names import bound_state, plain_name
 
 CALLER = "mirrored"
 _LIKE_PARAM, _ON_DEVICE, _ON_HOST, _VALUE = "like the parameter", "on the device", "on the host", "value"
+_OF_ITS_CLASS = "of the parameter's class"
 _ALIGNMENT_NBYTES = 16  # the item size of the widest dtype
 
 
@@ -166,6 +167,11 @@ def _coded(
         if local is not None and is_plain(local):
             tensors.append(local.detach())
             return _LIKE_PARAM, len(tensors) - 1
+        mine, inner = plans.local_part(value), _inner(plans.local_part(value))
+        is_there = (value.placements, value.device_mesh) == (param.placements, param.device_mesh)
+        if is_there and inner and type(mine) is type(plans.local_part(param)) and all(map(is_plain, inner.values())):
+            tensors.extend(each.detach() for each in inner.values())
+            return _OF_ITS_CLASS, [*range(len(tensors) - len(inner), len(tensors))]
     elif isinstance(value, torch.Tensor) and is_plain(value):
         tensors.append(value.detach())
         kind = _ON_HOST if value.device.type == "cpu" else _ON_DEVICE
@@ -173,15 +179,28 @@ def _coded(
     if find_tensors(value, []):
         raise TypeError(
             f"{CALLER}: {type(optimizer).__name__} has the state '{name}', a {type(value).__name__}, expected numbers, "
-            "plain tensors, and DTensors that are placed like their parameter. Save it with async_save."
+            "plain tensors, and DTensors that are placed like their parameter, and plain or of its class. Save it with "
+            "async_save."
         )
     return kind, value
+
+
+def _inner(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The tensors that a subclass consists of, by their names; none of a plain one."""
+    return {name: getattr(tensor, name) for name in _torch.inner_names(tensor)}
 
 
 def _decoded(coded: tuple[str, Any], param: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Any:
     kind, found = coded
     if kind == _VALUE:
         return found
+    if kind == _OF_ITS_CLASS:
+        like = plans.local_part(param)
+        inner = {
+            name: torch.empty_like(mine).copy_(tensors[number])
+            for (name, mine), number in zip(_inner(like).items(), found, strict=True)
+        }
+        return _torch.dtensors_like([param], [_torch.rewrapped(like, inner)])[0]
     values = tensors[found]
     device = torch.device("cpu") if kind == _ON_HOST else plans.local_part(param).device
     made = torch.empty(values.shape, dtype=values.dtype, device=device).copy_(values)
