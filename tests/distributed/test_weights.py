@@ -505,7 +505,7 @@ def test_a_problem_of_one_rank_is_an_error_on_all(ctx: RankContext, tmp_path: Pa
             lambda: save(new, dtype=torch.bfloat16 if ctx.rank else None),
         ),
         (
-            "TypeError: On rank 1: save_safetensors: folder is None, a builtins.NoneType, expected a path",
+            "TypeError: On rank 1: save_safetensors: folder is None, of type NoneType, expected a path",
             lambda: save(None if ctx.rank else new),  # type: ignore[arg-type]
         ),
     ):
