@@ -167,9 +167,10 @@ def _coded(
         if local is not None and is_plain(local):
             tensors.append(local.detach())
             return _LIKE_PARAM, len(tensors) - 1
-        mine, inner = plans.local_part(value), _inner(plans.local_part(value))
+        mine, like = plans.local_part(value), plans.local_part(param)
         is_there = (value.placements, value.device_mesh) == (param.placements, param.device_mesh)
-        if is_there and inner and type(mine) is type(plans.local_part(param)) and all(map(is_plain, inner.values())):
+        inner = _inner(mine) if is_there and type(mine) is type(like) else {}
+        if inner and all(map(is_plain, inner.values())) and _form(mine) == _form(like):
             tensors.extend(each.detach() for each in inner.values())
             return _OF_ITS_CLASS, [*range(len(tensors) - len(inner), len(tensors))]
     elif isinstance(value, torch.Tensor) and is_plain(value):
@@ -179,8 +180,8 @@ def _coded(
     if find_tensors(value, []):
         raise TypeError(
             f"{CALLER}: {type(optimizer).__name__} has the state '{name}', a {type(value).__name__}, expected numbers, "
-            "plain tensors, and DTensors that are placed like their parameter, and plain or of its class. Save it with "
-            "async_save."
+            "plain tensors, and DTensors that are placed like their parameter: plain ones, or of its class and dtypes. "
+            "Save it with async_save."
         )
     return kind, value
 
@@ -188,6 +189,11 @@ def _coded(
 def _inner(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     """The tensors that a subclass consists of, by their names; none of a plain one."""
     return {name: getattr(tensor, name) for name in _torch.inner_names(tensor)}
+
+
+def _form(tensor: Any) -> tuple[Any, ...]:
+    """What a subclass is beside the values of its inner tensors: its context, and their dtypes and shapes."""
+    return tensor.__tensor_flatten__()[1], [(each.dtype, each.shape) for each in _inner(tensor).values()]
 
 
 def _decoded(coded: tuple[str, Any], param: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Any:
