@@ -113,7 +113,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_ROOMS})
+    return sorted({*(name for name in globals() if name.startswith("__")), *__all__, *_ROOMS})
 
 
 wiring.wire()

@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         SystemExit: the command line is wrong, or the script raised it.
     """
     parser = _Parser(prog="python -m fsdp2", description="Tools of fsdp2.")
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(dest="command")
     run = commands.add_parser(
         "run",
         help="run a script or module that uses torch.distributed.fsdp.fully_shard, with fsdp2 in its place",
@@ -63,6 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add_measure(commands)
     add_compare(commands)
     options = parser.parse_args(arguments)
+    if options.command is None:
+        parser.error(f"no command was given, expected one of {', '.join(commands.choices)}. --help says what they do.")
     try:
         options.run(parser, options)
     except KeyboardInterrupt:

@@ -20,6 +20,7 @@ import math
 import os
 import resource
 import shutil
+import signal
 import statistics
 import sys
 import time
@@ -63,6 +64,7 @@ from fsdp2.tensors import (
 )
 
 FINAL_LR_FRACTION = 0.1
+INTERRUPTED = 130  # the exit code after Ctrl-C in a shell
 REPORTED_STEPS = 4  # the first one makes plans, and the last one ends where the next would begin
 WIRE_FORMATS: dict[str, Callable[[Tensor], Tensor]] = {  # by the name that --weights has for it
     "bf16": BFloat16AllGatherTensor,
@@ -73,10 +75,16 @@ WIRE_FORMATS: dict[str, Callable[[Tensor], Tensor]] = {  # by the name that --we
 
 def main() -> None:
     config = config_from_args(sys.argv[1:])
-    if config.compare:
-        compare(config, config.compare)
-    else:
-        train(config)
+    try:
+        if config.compare:
+            compare(config, config.compare)
+        else:
+            train(config)
+    except KeyboardInterrupt:  # each rank's own traceback would bury what to do next
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # torchrun passes on what the terminal has sent, too
+        if os.environ.get("RANK", "0") == "0":
+            print(f"\n{interrupted(config)}", flush=True)
+        os._exit(INTERRUPTED)  # at once: threads of gloo may still wait for other ranks
 
 
 def train(config: Config) -> None:
@@ -86,7 +94,7 @@ def train(config: Config) -> None:
     trainer = Trainer(config, corpus, device)
     checkpoint = latest_checkpoint(config.resume) if config.resume else None
     first_step = trainer.load(checkpoint) if checkpoint else 0
-    journal = open_journal(trainer, first_step) if dist.get_rank() == 0 else None
+    journal = open_journal(trainer, checkpoint, first_step) if dist.get_rank() == 0 else None
     num_left = max(0, config.last_step - first_step)
     if journal and not num_left:
         journal.note(f"{checkpoint} has {first_step} steps, so none is left. Raise --steps or --stop-after.")
@@ -140,6 +148,14 @@ def compare(config: Config, peer: str) -> None:
             raise SystemExit(f"--compare: the {runtime} run failed with exit code {process.exitcode}; see above.")
     if os.environ.get("RANK", "0") == "0":
         print(comparison(config.output / "fsdp2", config.output / peer))
+
+
+def interrupted(config: Config) -> str:
+    """What the user of an interrupted run can do next."""
+    latest = None if config.compare else latest_checkpoint(config.output)
+    if latest is None:
+        return "interrupted, without a checkpoint"
+    return f"interrupted; the last checkpoint is {latest}; continue with --resume"
 
 
 class CheckpointError(RuntimeError):
@@ -368,7 +384,7 @@ def leave_process_group() -> None:
     dist.destroy_process_group()
 
 
-def open_journal(trainer: Trainer, first_step: int) -> Journal:
+def open_journal(trainer: Trainer, checkpoint: Path | None, first_step: int) -> Journal:
     config, corpus = trainer.config, trainer.corpus
     print(
         f"{config.runtime}: {trainer.num_ranks} ranks on {trainer.device.type} ({dist.get_backend()}), "
@@ -376,6 +392,8 @@ def open_journal(trainer: Trainer, first_step: int) -> Journal:
         f"{corpus.num_files} source files, {corpus.train.numel() / 1e6:.1f} MB for training, "
         f"{corpus.validation.numel() / 1e6:.1f} MB for validation"
     )
+    if checkpoint:
+        print(f"continues after step {first_step}, from {checkpoint}")
     facts = {"num_ranks": trainer.num_ranks, "corpus": corpus.digest, "torch": torch.__version__}
     return Journal(config, first_step=first_step, facts=facts)
 

@@ -23,6 +23,7 @@ from fsdp2.extras.plain_names import bound_state, plain_name
 
 CALLER = "mirrored"
 _LIKE_PARAM, _ON_DEVICE, _ON_HOST, _VALUE = "like the parameter", "on the device", "on the host", "value"
+_OF_ITS_CLASS = "of the parameter's class"
 _ALIGNMENT_NBYTES = 16  # the item size of the widest dtype
 
 
@@ -166,6 +167,12 @@ def _coded(
         if local is not None and is_plain(local):
             tensors.append(local.detach())
             return _LIKE_PARAM, len(tensors) - 1
+        mine, like = plans.local_part(value), plans.local_part(param)
+        is_there = (value.placements, value.device_mesh) == (param.placements, param.device_mesh)
+        inner = _inner(mine) if is_there and type(mine) is type(like) else {}
+        if inner and all(map(is_plain, inner.values())) and _form(mine) == _form(like):
+            tensors.extend(each.detach() for each in inner.values())
+            return _OF_ITS_CLASS, [*range(len(tensors) - len(inner), len(tensors))]
     elif isinstance(value, torch.Tensor) and is_plain(value):
         tensors.append(value.detach())
         kind = _ON_HOST if value.device.type == "cpu" else _ON_DEVICE
@@ -173,15 +180,33 @@ def _coded(
     if find_tensors(value, []):
         raise TypeError(
             f"{CALLER}: {type(optimizer).__name__} has the state '{name}', a {type(value).__name__}, expected numbers, "
-            "plain tensors, and DTensors that are placed like their parameter. Save it with async_save."
+            "plain tensors, and DTensors that are placed like their parameter: plain ones, or of its class and dtypes. "
+            "Save it with async_save."
         )
     return kind, value
+
+
+def _inner(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The tensors that a subclass consists of, by their names; none of a plain one."""
+    return {name: getattr(tensor, name) for name in _torch.inner_names(tensor)}
+
+
+def _form(tensor: Any) -> tuple[Any, ...]:
+    """What a subclass is beside the values of its inner tensors: its context, and their dtypes and shapes."""
+    return tensor.__tensor_flatten__()[1], [(each.dtype, each.shape) for each in _inner(tensor).values()]
 
 
 def _decoded(coded: tuple[str, Any], param: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Any:
     kind, found = coded
     if kind == _VALUE:
         return found
+    if kind == _OF_ITS_CLASS:
+        like = plans.local_part(param)
+        inner = {
+            name: torch.empty_like(mine).copy_(tensors[number])
+            for (name, mine), number in zip(_inner(like).items(), found, strict=True)
+        }
+        return _torch.dtensors_like([param], [_torch.rewrapped(like, inner)])[0]
     values = tensors[found]
     device = torch.device("cpu") if kind == _ON_HOST else plans.local_part(param).device
     made = torch.empty(values.shape, dtype=values.dtype, device=device).copy_(values)

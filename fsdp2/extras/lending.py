@@ -148,6 +148,10 @@ def take_shards(group: ParamGroup) -> None:
     """Bind the shards of ``group``, to read and write them, when no step on the host writes them any more."""
     if group.on_gather is not None:
         group.on_gather()
+        streams = group.unsharded.streams
+        with streams.on_gather:
+            written = streams.record()
+        streams.wait_here(written)  # compute waits for copies from the host, like gathers: it accesses the shards
     group.take_replaced()
 
 

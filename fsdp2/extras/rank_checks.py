@@ -54,6 +54,8 @@ def agree(tree: UnitTree, what: str, communicate: Callable[[], _T]) -> _T:
     try:
         return communicate()
     except CommunicationError as error:
+        if not dist.is_initialized():
+            raise  # the process group was destroyed, as the error says, so it knows no ranks
         groups = [each for unit in tree.units for group in unit.groups for each in group.mesh.process_groups]
         explained = CommunicationError(f"{error}{last_words()}")
         raise comms.lost(what, explained, tree.executor.story(), groups) from error.__cause__

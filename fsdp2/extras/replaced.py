@@ -105,7 +105,8 @@ def refuse_gradient(param: ShardedParam, grad: torch.Tensor) -> NoReturn:
 
 def prepare_loaded(module: nn.Module, state: dict[str, Any], prefix: str, is_assigned: bool) -> None:
     """Replace whole tensors in ``state`` by this rank's shards of them, for the parameters under ``module``, whose keys
-    begin with ``prefix``. If a plain one cannot be cut, raise the same type as ``load_state_dict``; nothing changes."""
+    begin with ``prefix``. If a plain one cannot be cut, raise the same type as ``load_state_dict``; nothing changes.
+    Those of another shape are left to ``load_state_dict``."""
     if not is_assigned and torch_names.replicates_plain_tensors():
         return
     found = {
@@ -117,7 +118,13 @@ def prepare_loaded(module: nn.Module, state: dict[str, Any], prefix: str, is_ass
         return
     managed = {} if is_assigned else groups_by_slot()
     cut = {key: _cut(state[key], slot, managed) for key, slot in found.items()}
-    refused = [key for key in found if cut[key] is None and _is_plain(state[key], is_assigned=is_assigned)]
+    refused = [
+        key
+        for key, slot in found.items()
+        if cut[key] is None
+        and _is_plain(state[key], is_assigned=is_assigned)
+        and not _has_other_shape(state[key], slot)
+    ]
     if not refused:
         state.update({key: shard for key, shard in cut.items() if shard is not None})
         return
@@ -159,6 +166,12 @@ def _is_unlike_shards(value: object, slot: Slot) -> bool:
 def _is_plain(value: torch.Tensor, *, is_assigned: bool) -> bool:
     """Whether ``value`` cannot be loaded without being cut. torch copies a single element into any DTensor."""
     return not isinstance(value, DTensor) and (is_assigned or value.numel() != 1)
+
+
+def _has_other_shape(value: torch.Tensor, slot: Slot) -> bool:
+    """Whether ``value`` is neither whole nor a shard: torch then names both shapes."""
+    bound = getattr(*slot)
+    return value.shape not in (bound.shape, _torch.local_of(bound).shape)
 
 
 def _cut(value: torch.Tensor, slot: Slot, managed: Mapping[Slot, tuple[ParamGroup, int]]) -> DTensor | None:

@@ -10,7 +10,7 @@ from fsdp2.core import AfterForward
 from fsdp2.planner.blocks import Stack, Units
 from fsdp2.planner.groups import Wire
 from fsdp2.planner.machine import Machine
-from fsdp2.planner.scenario import Choice, Precision
+from fsdp2.planner.scenario import Choice, Optimizer, Precision
 from fsdp2.planner.work import Checkpointing
 from fsdp2.planner.workload import Workload
 
@@ -39,6 +39,7 @@ def code_for(
         f"blocks = [{', '.join(map(_blocks, units.stacks))}]",
         *_per_block(choice, reshard),
         *(f"fsdp2.fully_shard({_at(path)}, {reshard}**options)" for path in units.large),
+        f"# After this, build the optimizer as the plan counts it: {_optimizer(workload)}.",
         "return fsdp2.fully_shard(model, **options)",
     ]
     device = '"cpu"' if choice.offloads else "device_type"
@@ -119,6 +120,13 @@ def _options(choice: Choice, machine: Machine, workload: Workload, cuts_other_di
     if choice.after_forward is AfterForward.RESHARD_TO_SMALLER_MESH and not size:
         # With HSDP, a replica consists of whole nodes. FSDP may be tried on fewer ranks than a node has.
         yield f"node = {node} if dist.get_world_size() % {node} == 0 else True  # True: reshard over all ranks"
+
+
+def _optimizer(workload: Workload) -> str:
+    """The optimizer with one kernel for all parameters; by default, torch's takes several."""
+    name = "AdamW" if workload.optimizer == Optimizer.ADAMW.value else "SGD"
+    momentum = ", momentum=0.9" if workload.optimizer == Optimizer.MOMENTUM.value else ""
+    return f"torch.optim.{name}(model.parameters(){momentum}, fused=True)"
 
 
 def _reshard_argument(choice: Choice, machine: Machine) -> str:

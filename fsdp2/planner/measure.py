@@ -270,7 +270,9 @@ def _write(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
             yield
         except (OSError, ValueError, RuntimeError) as error:  # a NUL in the name; a loop of links before Python 3.13
             why = getattr(error, "strerror", None) or error
-            refuse(f"cannot write '{options.file}' ({why}), expected a file in a folder of yours.")
+            refuse(
+                f"cannot write '{options.file}' ({why}). Pass a file in a folder that exists and that you may write to."
+            )
 
     try:
         sizes = tuple(int(float(size) * 2**20) for size in options.sizes.split(","))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -291,7 +292,10 @@ def table(
     would round to 0.0 has its own."""
     _, factor = _memory_unit(candidates)
     gathered = precision if precision == Precision.FP32.value else Precision.BF16.value
-    time_unit, per_second = ("s", 1) if max(each.result.time.step for each in candidates) >= 1 else ("ms", 1000)
+    longest = max(each.result.time.step for each in candidates)
+    time_unit, per_second = ("s", 1) if longest >= 1 else ("ms", 1000)
+    # Four digits of the longest step: enough to tell choices apart, and more than a prediction knows.
+    decimals = min(max(3 - math.floor(math.log10(longest * per_second)), 0), 3) if longest else 3
 
     def size(nbytes: float) -> str:
         return f"{nbytes / factor:.1f}" if nbytes == 0 or nbytes >= 0.05 * factor else text_of(nbytes)
@@ -307,8 +311,8 @@ def table(
             **{name: size(nbytes) for name, nbytes in _held(each).items()},
             "host": size(result.host_nbytes) if choice.offloads else "-",
             # The optimizer's time on the host is added.
-            f"step {time_unit}": f"{'>' if choice.offloads else ''}{result.time.step * per_second:.3f}",
-            f"exposed {time_unit}": f"{result.time.exposed * per_second:.3f}",
+            f"step {time_unit}": f"{'>' if choice.offloads else ''}{result.time.step * per_second:.{decimals}f}",
+            f"exposed {time_unit}": f"{result.time.exposed * per_second:.{decimals}f}",
             f"{counted}/s": f"{'<' if choice.offloads else ''}{_rate(result.tokens_per_second)}",
             "fits": _fits(each, size),
         }

@@ -12,6 +12,7 @@ import os
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,7 @@ def compare_reports(
     for each in given:
         if not isinstance(each, (str, os.PathLike, Report)):
             raise TypeError(
-                f"{_CALLER}: a report is a {type(each).__name__}, expected a path, or what fsdp2.report yielded."
+                f"{_CALLER}: a report is of type {type(each).__name__}, expected a path, or what fsdp2.report yielded."
             )
     names, reports = _names(given), [_loaded(each) for each in given]
     target = None if path is None else _target(path)
@@ -215,8 +216,11 @@ def _alone(names: Sequence[str], only: Sequence[Sequence[str]]) -> list[str]:
 def _compared(names: Sequence[str], reports: Sequence[dict[str, Any]], units: Sequence[Units]) -> dict[str, Any]:
     matching = _matching(units)
     first, second = map(_figures, reports)
+    # A step with other batches says nothing about what is better; a rate does.
+    is_same = all(_amounts(reports[0])[what] == _amounts(reports[1])[what] for what in ("tokens in a step", "inputs"))
     noise = max(spread_of(_usual(report)) for report in reports)
-    tables = [{"title": title, "rows": _pairs(first[title], second[title], noise)} for title in first]
+    pairs = partial(_pairs, noise=noise, only_rates=not is_same)
+    tables = [{"title": title, "rows": pairs(first[title], second[title])} for title in first]
     return {
         "version": VERSION,
         "names": list(names),
@@ -225,16 +229,15 @@ def _compared(names: Sequence[str], reports: Sequence[dict[str, Any]], units: Se
         "other_work": _other_work(names, reports, units),
         "tables": [table for table in tables if table["rows"]],
         "unit_fields": list(_SUMS),
-        "units": [
-            {"name": name, "pairs": _pairs(_times(units[0][name]), _times(units[1][name]), noise)} for name in matching
-        ],
+        "units": [{"name": name, "pairs": pairs(_times(units[0][name]), _times(units[1][name]))} for name in matching],
         "settings": _settings(reports, matching, units),
         "only": _only(units),
     }
 
 
 def _figures(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """What is compared, by the title of its table. A kind of lost time that the report does not list is 0."""
+    """What is compared, by the title of its table. A kind of lost time that the report does not list is 0, but for
+    what only a profile tells."""
     speed, lost, totals, units = report["speed"], report["lost"], report["rank_totals"], report["units"]
     gathered = sum(u["gathers"] * (u["gather_direct_nbytes"] + u["gather_bucket_nbytes"]) for u in units)
     return {
@@ -244,7 +247,8 @@ def _figures(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
             "mfu": speed["mfu"],
         },
         "lost by the rank that loses most": {"lost_ms": lost["lost_ms"]}
-        | {f"{each['kind']}_ms": each["lost_ms"] for each in lost["kinds"]},
+        | {f"{each['kind']}_ms": each["lost_ms"] for each in lost["kinds"]}
+        | ({} if _has_profile(report) else {f"{Lost.IDLE.value}_ms": None}),
         "compute, most of all ranks": {field: max(rank[field] for rank in totals) for field in _COMPUTE},
         "memory of the fullest rank": {field: report["memory"][0][field] for field in _MEMORY},
         "bytes of all units": {f"{each}_nbytes": sum(unit[f"{each}_nbytes"] for unit in units) for each in _BYTES}
@@ -252,23 +256,32 @@ def _figures(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
     }
 
 
+def _has_profile(report: dict[str, Any]) -> bool:
+    return report["operators"] is not None
+
+
 def _times(unit: dict[str, Any]) -> dict[str, float]:
     return {field: float(sum(unit[each] for each in parts)) for field, parts in _SUMS.items()}
 
 
-def _pairs(first: dict[str, Any], second: dict[str, Any], noise: float) -> list[dict[str, Any]]:
+def _pairs(first: dict[str, Any], second: dict[str, Any], *, noise: float, only_rates: bool) -> list[dict[str, Any]]:
     """A row for each field for which at least one report has a value. Times that differ by less than the share
-    ``noise`` are neither better nor worse."""
+    ``noise`` are neither better nor worse; with ``only_rates``, nothing is that is not per second."""
     pairs = {field: [each.get(field, 0) for each in (first, second)] for field in {**first, **second}}
-    return [_pair(field, values, noise) for field, values in pairs.items() if values != [None, None]]
+    known = {field: values for field, values in pairs.items() if any(each is not None for each in values)}
+    return [
+        _pair(field, values, noise, is_judged=field in _MORE_IS_BETTER or not only_rates)
+        for field, values in known.items()
+        if values != [0, None] and values != [None, 0]
+    ]
 
 
-def _pair(field: str, values: Sequence[Any], noise: float) -> dict[str, Any]:
+def _pair(field: str, values: Sequence[Any], noise: float, *, is_judged: bool) -> dict[str, Any]:
     first, second = values
     is_known = first is not None and second is not None
     least = 0.0 if field.endswith("_nbytes") else max(noise, 0.01)
     is_better = None
-    if is_known and abs(second - first) > least * max(first, second):
+    if is_judged and is_known and abs(second - first) > least * max(first, second):
         is_better = (second > first) is (field in _MORE_IS_BETTER)
     return {
         "field": field,
@@ -295,16 +308,14 @@ def _verdict(
     is_apart = max(usual[0]) < min(usual[1]) or max(usual[1]) < min(usual[0])
     if first == second or not is_apart:
         ranges = [f"{ms_text(min(each), digits)} to {ms_text(max(each), digits)}" for each in usual]
-        steps = "" if first == second else f", since steps vary: {ranges[0]}, and {ranges[1]}"
+        steps = "" if first == second else f", but steps vary, from {ranges[0]} and from {ranges[1]}"
         return f"Neither is clearly faster: a step takes {before} in {names[0]} and {after} in {names[1]}{steps}."
-    word = "faster" if second < first else "slower"
-    share = abs(second - first) / first
-    text = f"{names[1]} is {share:.0%} {word} than {names[0]}: a step takes {after} instead of {before}"
+    less, share = "less" if second < first else "more", abs(second - first) / first
+    text = f"A step takes {share:.0%} {less} time in {names[1]} than in {names[0]}: {after} instead of {before}"
     spent = [_spent(report) for report in reports]
     change = {what: spent[1].get(what, 0.0) - spent[0].get(what, 0.0) for what in {**spent[0], **spent[1]}}
     most = max(change, key=lambda what: change[what] * (second - first))
     if change[most] * (second - first) > 0:
-        less = "less" if second < first else "more"
         text += f", with {ms_text(abs(change[most]), digits)} {less} in {most}{_where(most, less, matching, units)}"
     return f"{text}."
 
@@ -338,16 +349,10 @@ def _where(what: str, less: str, matching: Sequence[str], units: Sequence[Units]
 def _other_work(names: Sequence[str], reports: Sequence[dict[str, Any]], units: Sequence[Units]) -> list[str]:
     """Sentences that say in which ways the reports do not measure the same work."""
     found = []
-    for what, of in {
-        "tokens in a step": lambda report: report["speed"]["tokens"],
-        "inputs": lambda report: ", ".join(report["inputs"]),
-        "dtype of compute": lambda report: ", ".join(sorted({unit["dtype"] for unit in report["units"]} - {""})),
-        "ranks": lambda report: len(report["ranks"]),
-        "recorded steps": lambda report: len(report["steps_ms"]),
-    }.items():
-        first, second = map(of, reports)
-        if first != second:
-            values = ("not known" if each in (None, "") else each for each in (first, second))
+    first, second = map(_amounts, reports)
+    for what in first:
+        if first[what] != second[what]:
+            values = ("not known" if each in (None, "") else each for each in (first[what], second[what]))
             found.append("{} ({} and {})".format(what, *values))
     if not found:
         return []
@@ -358,6 +363,17 @@ def _other_work(names: Sequence[str], reports: Sequence[dict[str, Any]], units: 
     return [f"The two reports are not of the same work. They differ in: {'; '.join(found)}.{rate}"]
 
 
+def _amounts(report: dict[str, Any]) -> dict[str, Any]:
+    """What work a report measured."""
+    return {
+        "tokens in a step": report["speed"]["tokens"],
+        "inputs": ", ".join(report["inputs"]),
+        "dtype of compute": ", ".join(sorted({unit["dtype"] for unit in report["units"]} - {""})),
+        "ranks": len(report["ranks"]),
+        "recorded steps": len(report["steps_ms"]),
+    }
+
+
 def _settings(
     reports: Sequence[dict[str, Any]], matching: Sequence[str], units: Sequence[Units]
 ) -> list[dict[str, Any]]:
@@ -366,6 +382,8 @@ def _settings(
     found = [{"what": key, "units": [], "values": [first[key], second[key]]} for key in ("model", "device")]
     for key in ("ranks", "units"):
         found.append({"what": key, "units": [], "values": [len(first[key]), len(second[key])]})
+    profiles = [_has_profile(report) for report in reports]
+    found.append({"what": "profile, which makes steps longer", "units": [], "values": profiles})
     for setting in _SETTINGS:
         by_values: dict[tuple[Any, Any], list[str]] = defaultdict(list)
         for name in matching:

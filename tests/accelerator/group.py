@@ -31,6 +31,11 @@ _FIRST_TAG = 1 << 24
 
 launches: list[str] = []  # "all-reduce starts", "all-reduce ends" and so on, in the order of the device
 
+_COLLECTIVES = [
+    *("all_gather_single_coalesced", "all_gather_single", "reduce_scatter_single_coalesced", "reduce_scatter_single"),
+    *("allreduce", "allgather", "all_to_all_single", "broadcast", "scatter", "gather", "send", "recv", "barrier"),
+]
+
 Op = dist.ReduceOp
 _COMBINE: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
     Op.SUM: torch.add,
@@ -45,6 +50,8 @@ _COMBINE: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
 def register() -> None:
     """Make ``"simnccl"`` known to ``torch.distributed``."""
     if not hasattr(dist.Backend, BACKEND.upper()):
+        for name in _COLLECTIVES:  # the compiler does not see NCCL's, which are C++
+            setattr(SimNCCL, name, torch.compiler.disable(getattr(SimNCCL, name)))
         dist.Backend.register_backend(BACKEND, SimNCCL, devices=[DEVICE, "cpu"])
 
 

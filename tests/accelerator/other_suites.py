@@ -62,6 +62,7 @@ EXCLUDED: dict[str, dict[str, str]] = {
             "torch's optimizers take foreach on a device, and DTensor's does not mix with plain tensors"
         ),
         "test_compiled_blocks": "torch.compile has no backend for the device",
+        "test_custom_comm.test_a_managed_group_averages_over_the_replicas_of_the_moment": "has a group of the CPU",
         "test_comm": "is about the channels of gloo",
         "test_activations.test_a_step_has_the_same_bits[compiled]": "torch.compile has no backend for the device",
         "test_backward_threads.test_who_comes_while_a_backward_runs_in_a_worker_waits_for_its_end": (

@@ -118,6 +118,8 @@ UNSEEN = [  # the memory that is written again too early gets the same values
 UNSEEN_OF_4 = [  # what would be read too late is thrown away
     Wait("wait_here", "core.group.all_gather.Gather.drop", "on a smaller mesh, gathered in vain")
 ]
+# a program that copies the model between steps on the host
+_COPIED = "programs/test_pairs.py::test_programs_of_the_array"
 _REPORTED = "accelerator/test_report.py::test_steps_that_are_reported_do_not_wait_for_the_device"
 _MEASURED = "distributed/test_auto_shard.py::test_collectives_are_measured_by_size_alone_and_beside_products"
 _ON_STREAMS = "unit/core/comm/test_backends.py::test_collectives_on_a_stream_leave_nothing_to_the_cpu"
@@ -157,6 +159,8 @@ ELSEWHERE: dict[str, str] = {
     "checkpoint.stream_weights._Messages.finish-wait_here": _STREAMED,
     "checkpoint.stream_weights._Gathering.wait-record": _ASKED,
     "checkpoint.stream_weights._Gathering.wait-wait_on_cpu": _ASKED,
+    "extras.lending.take_shards-record": _COPIED,
+    "extras.lending.take_shards-wait_here": _COPIED,
     "optim.matrices.exchange.Message.wait-work": _WHOLE,  # gloo's messages
     # gloo's messages
     "extras.gradient_wires._Then.wait-work": _WIRED,

@@ -128,7 +128,7 @@ def test_what_cannot_be_initialised_is_refused(ctx: RankContext) -> None:
         model = shard(network(), "fsdp", 2)
     for error, seed, text in (
         (RuntimeError, 0, "whole_init: '0.scale' is still on the meta device. Call model.to_empty"),
-        (TypeError, "1", "whole_init: seed is '1', a builtins.str, expected an int"),
+        (TypeError, "1", "whole_init: seed is '1', of type str, expected an int"),
     ):
 
         def enter(seed: Any = seed) -> None:

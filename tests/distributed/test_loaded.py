@@ -88,6 +88,17 @@ def test_whole_tensors_are_not_cut_for_subclasses(ctx: RankContext) -> None:
     compare_values("kept", whole(model.entry), before)
 
 
+@distributed(2)
+def test_a_tensor_of_another_shape_is_named_with_both_shapes(ctx: RankContext) -> None:
+    model = seeded(Layers)
+    shard_each(model.entry, model, mesh=ctx.mesh_1d())
+    state = seeded(Layers, 1).state_dict() | {"exit.weight": torch.ones(3, 3)}
+    expected = f"the shape in current model is {model.exit.weight.shape}"
+    error = one_line(error_of(lambda: model.load_state_dict(state)))
+    assert "size mismatch for exit.weight: copying a param with shape torch.Size([3, 3])" in error
+    assert expected in error
+
+
 @distributed(4)
 def test_an_unsharded_parameter_on_model_axes_is_not_loaded_into_its_shards(ctx: RankContext) -> None:
     """torch writes what rank 0 sends into the unsharded DTensors, whose memory resharding frees."""

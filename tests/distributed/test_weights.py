@@ -505,14 +505,14 @@ def test_a_problem_of_one_rank_is_an_error_on_all(ctx: RankContext, tmp_path: Pa
             lambda: save(new, dtype=torch.bfloat16 if ctx.rank else None),
         ),
         (
-            "TypeError: On rank 1: save_safetensors: folder is None, a builtins.NoneType, expected a path",
+            "TypeError: On rank 1: save_safetensors: folder is None, of type NoneType, expected a path",
             lambda: save(None if ctx.rank else new),  # type: ignore[arg-type]
         ),
     ):
         assert re.match(said, " ".join(error_of(call).split())), said
     failing = mock.patch("safetensors.safe_open", side_effect=RuntimeError("unable to open file"))
     with failing if ctx.rank else nullcontext():  # torch opens the file once more, and has errors of its own
-        assert re.search(r"(?s)On rank 1: .* RuntimeError: unable to", error_of(lambda: load(tmp_path / "0")))
+        assert re.search(r"(?s)On rank 1: .*\sRuntimeError:\sunable\sto", error_of(lambda: load(tmp_path / "0")))
     _same(locals_of(model), before)
     assert not new.exists() or not list(new.iterdir())
 

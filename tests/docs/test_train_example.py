@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import runpy
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -14,7 +16,8 @@ from typing import Any
 import pytest
 from torch.distributed.checkpoint import FileSystemReader
 
-from tests.docs.launch import ROOT, forked_ranks, torchrun
+from tests.docs.launch import ROOT, forked_ranks, settings, torchrun
+from tests.harness.patience import patient
 
 SCRIPT = ROOT / "docs" / "examples" / "train_lm.py"
 LORA = SCRIPT.with_name("lora.py")
@@ -84,6 +87,26 @@ def test_a_resumed_run_has_losses_of_a_whole_one(uninterrupted: Path, tmp_path: 
         expected, found = (_records(folder)[-1]["validation_loss"] for folder in (uninterrupted, whole))
         assert found != expected
         assert found == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.long
+def test_an_interrupted_run_says_how_to_go_on(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT)]
+    command += [*TINY, "--steps", "100000", "--output", str(tmp_path), "--no-report"]
+    environment = {**os.environ, **settings()}
+    run = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
+    )
+    assert run.stdout is not None
+    assert any("step 10 of" in line for line in run.stdout)
+    os.killpg(run.pid, signal.SIGINT)  # as a terminal does for Ctrl-C
+    rest, errors = run.communicate(timeout=patient(120))
+    assert "interrupted; the last checkpoint is" in rest
+    assert "continue with --resume" in rest
+    assert "[rank" not in errors, errors  # torchrun's own traceback remains
+    (latest,) = (tmp_path / "checkpoints").glob("step_*")
+    resumed = _train(tmp_path, "--steps", str(int(latest.name.removeprefix("step_")) + 2), "--resume")
+    assert f"continues after step {int(latest.name.removeprefix('step_'))}, from {latest}" in resumed.stdout
 
 
 @pytest.mark.long

@@ -20,6 +20,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import re
 import resource
 import shutil
 import signal
@@ -31,6 +32,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from multiprocessing import util
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -54,6 +56,7 @@ LIFE_S = 30.0
 WARM_ROUNDS = 2  # caches fill
 FEWEST_ROUNDS = 4
 TIMEOUT_S = 60.0
+THREADS_S = 10.0
 NEVER_GROW = ("tensors", "threads", "descriptors", "entries")
 MOST_KEYS = 16  # of the claims of the last models; a leak has two of each model, of which a round makes six and more
 MOST_MALLOC_NBYTES = MIB // 2
@@ -83,6 +86,7 @@ def live(ctx: RankContext, mesh: DeviceMesh, seed: int, folder: Path, seconds: f
     programs = list(_programs(choose, ctx.world_size, 2))
     lived, ends = Lived(), time.monotonic() + seconds
     readings = tempfile.TemporaryFile()  # noqa: SIM115  # in memory, they would be growth
+    at_most = 0
     while True:
         for job in some_jobs:
             _compare_with_fault(ctx, mesh, job, folder, choose, lived)
@@ -93,15 +97,17 @@ def live(ctx: RankContext, mesh: DeviceMesh, seed: int, folder: Path, seconds: f
         lived.num_programs += len(programs)
         lived.num_rounds += 1
         if lived.num_rounds >= WARM_ROUNDS:
-            pickle.dump(_held(), readings)
+            found = _held(at_most)
+            at_most = at_most or found["threads"]
+            pickle.dump(found, readings)
         is_over = torch.tensor(float(time.monotonic() > ends and lived.num_rounds >= FEWEST_ROUNDS))
         dist.all_reduce(is_over, dist.ReduceOp.MAX)
         if is_over:
             break
     with readings:
         readings.seek(0)
-        found = [pickle.load(readings) for _ in range(lived.num_rounds - WARM_ROUNDS + 1)]
-    lived.grown = too_much(growth(found))
+        all_found = [pickle.load(readings) for _ in range(lived.num_rounds - WARM_ROUNDS + 1)]
+    lived.grown = too_much(growth(all_found))
     return lived
 
 
@@ -109,24 +115,30 @@ def too_much(grown: dict[str, int]) -> dict[str, int]:
     """What of ``grown`` is a leak."""
     most = {"resident_nbytes": MOST_RESIDENT_NBYTES, "malloc_nbytes": MOST_MALLOC_NBYTES, "mappings": MOST_MAPPINGS}
     most |= {"python_blocks": MOST_BLOCKS, "keys in the store": MOST_KEYS, **dict.fromkeys(NEVER_GROW, 0)}
+    most |= {name: 0 for name in grown if name.startswith("thread ")}
     return {name: by for name, by in grown.items() if by > most.get(name, MOST_OBJECTS)}
 
 
-def _held() -> Counter[str]:
+def _held(at_most: int) -> Counter[str]:
+    """``at_most``: as many threads as there may be; 0: not known yet."""
     gc.collect()
     for thread in threading.enumerate():  # those of timers, and of savers and optimizers that are gone, are ending
         if thread is not threading.current_thread() and (not thread.daemon or thread.name.startswith("fsdp2_")):
             thread.join(2.0)
     found = held()
-    found["threads"] = min(_num_threads() for _ in range(10))
+    found["threads"] = _num_threads(at_most)
+    found.update(f"thread {re.sub('[0-9]+', 'N', each.name)}" for each in threading.enumerate())
     found["keys in the store"] = dist.distributed_c10d._get_default_store().num_keys()
     return found
 
 
-def _num_threads() -> int:
-    """Some moments later: a thread that was joined may still be about to end."""
-    time.sleep(0.05)
-    return len(os.listdir("/proc/self/task"))
+def _num_threads(at_most: int) -> int:
+    """A thread that was joined may still be about to end, on a busy machine for some seconds."""
+    fewest, ends = sys.maxsize, time.monotonic() + (THREADS_S if at_most else 0.5)
+    while fewest > at_most and time.monotonic() < ends:
+        time.sleep(0.05)
+        fewest = min(fewest, len(os.listdir("/proc/self/task")))
+    return fewest
 
 
 def _job_of_a_life(choose: random.Random, num_ranks: int) -> Job:
@@ -332,8 +344,8 @@ def soak(minutes: float, seed: int, life_s: float = LIFE_S, says: Callable[[str]
             if any(now > first for now, first in zip(held_now, before, strict=True)):
                 running.problems.append(f"this process holds {held_now} of descriptors, threads, children; {before}")
             says(summary(running))
-    if not running.problems:
-        shutil.rmtree(root)
+    if not running.problems:  # after the folder of multiprocessing in it, whose priority is -100
+        util.Finalize(None, shutil.rmtree, args=(root,), kwargs={"ignore_errors": True}, exitpriority=-101)
     return running
 
 

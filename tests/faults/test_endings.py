@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp2
 from fsdp2.extras import alike, meetings
-from tests.distributed.support import sharded, step
+from tests.distributed.support import batch, sharded, step
 from tests.faults.ranks import World
 from tests.harness.distributed import RankContext
 from tests.harness.selection import in_ci, long
@@ -130,6 +130,20 @@ def _clip_after_the_end(ctx: RankContext, mesh: DeviceMesh) -> None:
     step(model)
     dist.destroy_process_group()
     fsdp2.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def _backward_after_the_end(ctx: RankContext, mesh: DeviceMesh) -> None:
+    loss = sharded(ctx, mesh=mesh)(batch()).sum()
+    dist.barrier()
+    dist.destroy_process_group()
+    loss.backward()
+
+
+@pytest.mark.long
+def test_a_first_backward_after_the_process_group_was_destroyed_says_so() -> None:
+    for each in World(_backward_after_the_end, is_hosted=True, timeout_s=60).join():
+        assert each.error_type == "CommunicationError", each.trace
+        assert each.error.startswith("the process group was destroyed"), each.trace
 
 
 @pytest.mark.long

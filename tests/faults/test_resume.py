@@ -87,9 +87,7 @@ def test_only_growth_beyond_the_limits_is_a_leak() -> None:
     }
 
 
-# Not in CI: in one of some ten lives, a rank holds three process groups more in the end, and it is not known why.
-@pytest.mark.rare
-@pytest.mark.long
+@pytest.mark.ci
 def test_two_minutes_of_the_soak() -> None:
     """Another seed at each landing. In a process of its own: the ranks of other tests have a log of collectives that
     grows."""

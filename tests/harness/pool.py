@@ -28,6 +28,7 @@ from tests.memory_errors.allocator import environment
 
 START_TIMEOUT_S = 120.0
 CALL_TIMEOUT_S = 120.0  # some machines of CI take twice the time of others
+NO_ANSWER = "no answer within"  # begins the stacks of a rank that hangs
 # After one rank has raised, the others either raise too or wait for it in a collective.
 GRACE_S = 2.0
 # Every process group keeps threads that wake a hundred times a second, used or not, and torch's oracle makes new groups
@@ -186,7 +187,7 @@ class WorkerPool:
             lines.append(f"\n--- ranks without an answer, most likely waiting for the failed ones: {waiting}\n")
         elif missing:
             lines += [
-                f"\n--- rank {rank.index} of {self.world_size}: no answer within {timeout_s:g} s; its stacks:\n"
+                f"\n--- rank {rank.index} of {self.world_size}: {NO_ANSWER} {timeout_s:g} s; its stacks:\n"
                 f"{rank.stack_dump() if rank.process.is_alive() else 'the process is dead'}"
                 for rank in missing
             ]

@@ -114,7 +114,8 @@ def _compared(rows: Iterable[Row], verdicts: Iterable[Verdict]) -> set[Pair]:
 
 def _run(programs: dict[str, Program], runner: Runner) -> dict[str, Verdict]:
     verdicts = {}
-    with tqdm(total=len(programs), disable=None, desc="programs") as bar:
+    every_s = 0.1 if sys.stderr.isatty() else 60.0
+    with tqdm(total=len(programs), mininterval=every_s, desc="programs") as bar:
         for name, program in programs.items():
             verdicts[name] = verdict = runner.verdict(program)
             if verdict.outcome.is_failure:

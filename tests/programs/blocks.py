@@ -37,7 +37,8 @@ class Norms(nn.Module):
         self.linear = nn.Linear(dim, dim, bias=False)
 
     def forward(self, x: Tensor, uses_side: bool = True) -> Tensor:
-        return x + self.after(self.linear(self.before(x)))
+        normed = self.linear(self.before(x.to(self.before.weight.dtype)))
+        return x + self.after(normed.to(self.after.weight.dtype))  # autocast may have another dtype
 
 
 class Side(nn.Module):

@@ -113,7 +113,7 @@ if ours:
     "to one rank and back": """
 if ours:
     mesh = next(param.device_mesh for param in model.parameters() if hasattr(param, "device_mesh"))
-    reshard_to(model, optimizers, DeviceMesh(mesh.device_type, [0]))
+    reshard_to(model, optimizers, parts.first_rank(mesh.device_type))
     reshard_to(model, optimizers, mesh)
 """,
     "outer root": """

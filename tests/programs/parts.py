@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -121,8 +123,18 @@ def split(params: Any) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     return [each for each in listed if each.ndim == 2], [each for each in listed if each.ndim != 2]
 
 
+@functools.cache
+def first_rank(device_type: str) -> DeviceMesh:
+    """A mesh of rank 0, whose process group is created once."""
+    return DeviceMesh(device_type, [0])
+
+
 def flat_adamw(params: Any, *, flat: bool) -> torch.optim.Optimizer:
-    made = torch.optim.AdamW(params, **ADAMW)
+    given = list(params)
+    plain = [each for each in given if not isinstance(each, DTensor)]
+    shards = [each for each in given if isinstance(each, DTensor)]
+    groups = [{"params": each} for each in (shards, plain) if each]  # foreach, an accelerator's default, mixes no kinds
+    made = torch.optim.AdamW(groups, **ADAMW)
     return fsdp2.optim.flatten_optimizer(made) if flat else made
 
 

@@ -13,6 +13,14 @@ def _steps(*micros: Micro, before: tuple[str, ...] = (), num: int = 2) -> tuple[
 
 
 REGRESSIONS: dict[str, Program] = {
+    "mirrored refused states of the class of their parameter": Program(
+        blocks=(Block(wire="scaled"),), optimizer="Muon", steps=_steps(_LAST, before=("mirror and restore",))
+    ),
+    "a copy of a model read shards that copies from the host were still writing": Program(
+        blocks=(Block(), Block()),
+        optimizer="AdamW on the host, overlapped",
+        steps=_steps(_LAST, before=("copy the model",), num=3),
+    ),
     "a module of a unit of several was resharded while its call of itself still computed": Program(
         blocks=(Block(), Block("itself", reshard=True)), listed=True
     ),

@@ -112,8 +112,7 @@ def test_refused_combinations_raise_the_error_of_their_rule(ctx: RankContext, sh
         assert rule.error in found.text.splitlines()[-1], found.text
 
 
-# Not in CI: some rows differ for reasons that are not known yet (docs/programs.md).
-@pytest.mark.rare
+@pytest.mark.in_turns
 @pytest.mark.long
 @pytest.mark.parametrize("share", range(SHARES))
 @pytest.mark.parametrize(("world_size", "device_type"), [(2, "cpu"), (4, "cpu"), (2, DEVICE)])

@@ -188,6 +188,16 @@ def test_wrong_configs_get_one_line_without_control_characters(words: str, comma
     _check_refused(words, command)
 
 
+def test_a_command_line_without_a_command_names_them(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([])
+    assert (ended.value.code, capsys.readouterr().err) == (
+        2,
+        "python -m fsdp2: error: no command was given, expected one of run, plan, measure, compare. --help says what "
+        "they do.\n",
+    )
+
+
 def _check_refused(words: str, command: Command) -> None:
     _write_bad_files(Path.cwd())
     code, printed, said = command("", *words.split(" "))

@@ -136,3 +136,8 @@ def test_without_a_process_group_torchrun_is_named(golden: Check, monkeypatch: p
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     golden(error_of(lambda: fsdp2.fully_shard(torch.nn.Linear(2, 2))))
+
+
+def test_names_to_complete_are_those_of_users() -> None:
+    names = {name for name in dir(fsdp2) if not name.startswith("_")}
+    assert names == {*fsdp2.__all__, *fsdp2._ROOMS}

@@ -14,6 +14,6 @@ def expect(
         TypeError: the argument is wrong; with ``by_value``, a ValueError instead.
     """
     if not is_right:
-        kind = "" if by_value else f", a {type(found).__module__}.{type(found).__qualname__}"
-        error = ValueError if by_value else TypeError
+        name = f"{type(found).__module__}.{type(found).__qualname__}".removeprefix("builtins.")
+        kind, error = ("", ValueError) if by_value else (f", of type {name}", TypeError)
         raise error(f"{where} is {shortened(found)}{kind}, expected {expected}. {remedy}".rstrip())

@@ -210,7 +210,8 @@ class HostUnit:
             raise ScheduleError(
                 f"HostAdamW: a backward reads the parameters of unit '{self.name}' after an earlier one has begun "
                 "their step. Call step() after each backward; or, if gradients of several backwards add up, call "
-                "set_is_last_backward(False) on the root of each but the last, or do not reduce in them (no_sync)."
+                "set_is_last_backward(False) on the root of each but the last, or do not reduce in them (no_sync). "
+                "A reentrant checkpoint runs backwards of its own: pass use_reentrant=False to it."
             )
         event = self._joined()
         if event is None:

@@ -100,8 +100,8 @@ def _with_steps(data: dict[str, Any], *steps_ms: float, **changes: Any) -> Repor
 @pytest.mark.parametrize(
     ("steps", "begin"),
     [
-        ((84.0, 85.0, 86.0, 78.0, 79.0, 80.0), "the second is 7% faster than the first: a step takes 79.0 ms instead"),
-        ((78.0, 79.0, 80.0, 84.0, 85.0, 86.0), "the second is 8% slower than the first: a step takes 85.0 ms instead"),
+        ((84.0, 85.0, 86.0, 78.0, 79.0, 80.0), "A step takes 7% less time in the second than in the first: 79.0 ms"),
+        ((78.0, 79.0, 80.0, 84.0, 85.0, 86.0), "A step takes 8% more time in the second than in the first: 85.0 ms"),
         ((70.0, 85.0, 86.0, 78.0, 79.0, 80.0), "Neither is clearly faster: a step takes 85.0 ms in the first and 79.0"),
     ],
 )
@@ -112,7 +112,7 @@ def test_a_verdict_needs_steps_that_differ_by_more_than_they_vary(steps: tuple[f
     assert str(done).startswith(begin)
     assert done.data["other_work"] == []
     (row, *_) = done.data["tables"][0]["rows"]
-    assert (row["field"], row["is_better"]) == ("step_ms", {"7": True, "8": False}.get(begin[14]))
+    assert (row["field"], row["is_better"]) == ("step_ms", {"7": True, "8": False}.get(begin[13]))
 
 
 def test_other_work_is_named() -> None:
@@ -122,6 +122,36 @@ def test_other_work_is_named() -> None:
     changes = {"inputs": ["int64[2, 1000]"], "ranks": [0, 1, 2, 3]}
     done = compare_reports(_with_steps(one, 80.0, 81.0), _with_steps(other, 80.0, 81.0, 82.0, **changes))
     TEXTS.check("other work", " ".join(done.data["other_work"]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "judged"), [({}, {True}), ({"inputs": ["int64[2, 1000]"]}, {None}), ({"ranks": [0, 1, 2, 3]}, {True})]
+)
+def test_nothing_but_a_rate_is_better_where_a_step_has_other_inputs(changes: dict[str, Any], judged: set[Any]) -> None:
+    one, other = (_data(["a"], late=0.001) for _ in range(2))
+    other["speed"] = other["speed"] | {"tokens_per_s": 3 * one["speed"]["tokens_per_s"]}
+    done = compare_reports(_with_steps(one, 80.0, 81.0), _with_steps(other, 40.0, 40.5, **changes))
+    found = {row["field"]: row["is_better"] for table in done.data["tables"] for row in table["rows"]}
+    assert ({found["step_ms"]}, found["tokens_per_s"]) == (judged, True)
+
+
+@pytest.mark.parametrize("is_profiled", [(False, True), (True, False)])
+def test_gaps_of_a_report_without_a_profile_are_not_known(is_profiled: tuple[bool, bool]) -> None:
+    kind = {"kind": "gaps between operations", "lost_ms": 2.0}
+    reports = [_with_steps(_data(["a"], late=0.001), 80.0, 81.0) for _ in is_profiled]
+    for report, has_profile in zip(reports, is_profiled, strict=True):
+        assert report.data is not None
+        if has_profile:
+            lost = report.data["lost"]
+            report.data |= {"operators": {"rank": 0, "rows": []}, "lost": lost | {"kinds": [*lost["kinds"], kind]}}
+    done = compare_reports(*reports)
+    rows = {row["field"]: row for table in done.data["tables"] for row in table["rows"]}
+    row = rows["gaps between operations_ms"]
+    assert row["values"] == [2.0 if each else None for each in is_profiled]
+    assert (row["difference"], row["ratio"], row["is_better"]) == (None, None, None)
+    assert [each["values"] for each in done.data["settings"]] == [list(is_profiled)]
+    without = compare_reports(reports[is_profiled.index(False)], reports[is_profiled.index(False)])
+    assert "gaps" not in str(without)
 
 
 def test_units_that_one_report_alone_has_are_named(folder: Path) -> None:

@@ -188,7 +188,7 @@ def test_page_of_two_reports_opens_without_errors_and_shows_the_differences(show
     assert found["unit"] == "blocks.1"
     assert found["cut"] == []
     assert found["title"] == "a.json and b.json"
-    assert "b.json is " in found["verdict"]
+    assert " time in b.json than in a.json" in found["verdict"]
     assert found["judged"]
     assert all(text.endswith(f" {judged}") for judged, text in found["judged"])  # not by colour alone
 

@@ -104,7 +104,7 @@ class _Flat(nn.Parameter):
 
 REFUSED: dict[str, Callable[[], Any]] = {
     "block_size is 8, expected an int of at least 16": lambda: AdamW8bit([_param(2)], block_size=8),
-    "block_size is 32.0, a builtins.float": lambda: AdamW8bit([_param(2)], block_size=32.0),  # type: ignore[arg-type]
+    "block_size is 32.0, of type float": lambda: AdamW8bit([_param(2)], block_size=32.0),  # type: ignore[arg-type]
     "amsgrad=True": lambda: AdamW8bit([{"params": [_param(2)], "amsgrad": True}]),
     "betas is (1.0, 0.9), expected two numbers": lambda: AdamW8bit([_param(2)], betas=(1.0, 0.9)),
     "use_orig_params=True": lambda: AdamW8bit([_Flat(torch.zeros(2))]),
